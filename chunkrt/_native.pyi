@@ -133,6 +133,7 @@ class ProgramBuilder:
         window: int = 0,
         has_raw_keys: bool = False,
         is_in_bfloat: bool = False,
+        qkv_bias: int | None = None,
     ) -> int: ...
     def short_conv(self, bcx: int, conv_weight: int, conv_bias: int | None, conv_state: int) -> int: ...
     def gated_delta_rule(

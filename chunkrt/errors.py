@@ -71,6 +71,10 @@ class OutOfMemoryError(ChunkrtError, MemoryError):
     """There is too little memory for a file, a model or its context; nothing is wrong with those."""
 
 
+class ConstraintError(ChunkrtError):
+    """The constraint of a generation failed, or allows no token; the text up to there does not satisfy it."""
+
+
 class ClosedError(ChunkrtError):
     """An engine or a session was used after it was closed, or a run was cancelled."""
 

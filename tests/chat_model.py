@@ -18,6 +18,8 @@ def write_chat_model(folder, **settings):
     recipe = Recipe(scheme=SCHEMES["w8a8-dynamic"])
     compile_checkpoint(checkpoint("llama_biased_gguf"), recipe, {}, folder, model="toy")
     path = folder / "text.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE} | settings))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE, "chat_adds_bos": False} | settings)
+    )
     write_manifest(folder, model="toy", scheme=recipe.scheme)
     return folder

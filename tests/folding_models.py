@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from chunkrt.backends.reference import run_operator
+from chunkrt.backends.one_node import run_operator
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import resolve

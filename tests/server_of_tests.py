@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from chunkrt.server.app import make_app
+from chunkrt.server.connections import Connections
+from chunkrt.server.listening import make_config
 from chunkrt.server.service import ServerOptions, Service
 
 
@@ -15,7 +16,8 @@ from chunkrt.server.service import ServerOptions, Service
 def serving(engine, name="toy", **options):
     """Serves an engine; the service and its URL."""
     service = Service(engine, name, ServerOptions(**options))
-    server = uvicorn.Server(uvicorn.Config(make_app(service), port=0, log_level="error", lifespan="off"))
+    connections = Connections(service.options.max_connections, service.options.header_seconds)
+    server = uvicorn.Server(make_config(service, "127.0.0.1", 0, connections))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
     try:

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 from fixture_checkpoints import checkpoint, expected_logits, input_ids
+from safetensors.numpy import save_file
 
 import chunkrt
 from chunkrt import backends, plugins
@@ -149,6 +151,7 @@ def test_doctor_lists_them_and_says_what_is_wrong(cli):
         "chunkrt.backends tiny_npu": True,
         "chunkrt.decoders broken_llama": False,
         "chunkrt.decoders tiny_llama": True,
+        "chunkrt.decoders tiny_recurrent": True,
         "chunkrt.policies broken": False,
         "chunkrt.policies in_order": False,
         "chunkrt.policies latest_chunk": True,
@@ -376,6 +379,83 @@ def test_a_decoder_family_gives_what_llama_gives(python, cli, family, tmp_path):
     status, out, err = cli("support", family)
     assert status == 0, out + err
     assert "tiny_llama, tiny_plugins/decoder.py" in out
+
+
+RECURRENT = """
+import sys
+import chunkrt, numpy as np
+from chunkrt.quant.calibration import Calibration
+from chunkrt.compile.calibrate import cached_calibration
+from chunkrt.compile.compiler import plan_checkpoint
+from pathlib import Path
+folder, out = map(Path, sys.argv[1:])
+ids = np.load(out / "ids.npy")
+found, _ = cached_calibration(plan_checkpoint(folder, {}), folder, model="toy", token_ids=ids)
+peak = found.peaks["model.recurrence.output"]
+logits = {}
+for npu, scheme in (("reference", "float"), ("tiny_float", "float"), ("tiny_npu", "w8a16"), ("reference", "w8a16")):
+    with chunkrt.load(folder, npu=npu, scheme=scheme, chunk_length=4) as engine:
+        logits[f"{npu} {scheme}"] = engine.session().prefill(ids, logits="all").logits
+np.savez(out / "found.npz", peak=peak, **logits)
+"""
+
+
+@pytest.fixture(scope="session")
+def recurrent(tmp_path_factory):
+    """A checkpoint of the family whose operator is its own, 24 token ids, the recurrence's values, and the logits."""
+    folder, rng = tmp_path_factory.mktemp("tiny_recurrent"), np.random.default_rng(3)
+    width, vocabulary = 32, 256
+    shapes = {"embed_tokens": (vocabulary, width), "in_proj": (width, width), "out_proj": (width, width)}
+    tensors = {f"model.{n}.weight": rng.standard_normal(s, np.float32) / s[-1] ** 0.5 for n, s in shapes.items()}
+    tensors |= {"model.decay": rng.uniform(0.5, 0.9, width).astype(np.float32), "model.norm.weight": np.ones(width)}
+    tensors["lm_head.weight"] = rng.standard_normal((vocabulary, width), np.float32) / width**0.5
+    tensors = {name: values.astype(np.float32) for name, values in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    sizes = {"hidden_size": width, "intermediate_size": width, "vocab_size": vocabulary, "head_dim": 8}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = {"model_type": "tiny_recurrent", "max_position_embeddings": 64, "rms_norm_eps": 1e-6, **sizes, **heads}
+    (folder / "config.json").write_text(json.dumps(config))
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = tokenizers.decoders.ByteLevel()
+    words.save(str(folder / "tokenizer.json"))
+    ids = rng.integers(0, vocabulary, 24)
+    hidden = tensors["model.embed_tokens.weight"][ids].astype(np.float64)
+    rows = hidden @ tensors["model.in_proj.weight"].T
+    for row in range(1, len(rows)):
+        rows[row] += tensors["model.decay"] * rows[row - 1]
+    hidden = hidden + rows @ tensors["model.out_proj.weight"].T
+    hidden /= np.sqrt(np.mean(hidden**2, axis=-1, keepdims=True) + 1e-6)
+    return folder, ids, rows, hidden @ tensors["lm_head.weight"].T
+
+
+def test_an_operator_of_a_plugins_own_is_calibrated_and_runs_under_static_schemes(python, recurrent, tmp_path):
+    folder, ids, rows, logits = recurrent
+    np.save(tmp_path / "ids.npy", ids)
+    status, _, err = python("-c", RECURRENT, folder, tmp_path)
+    assert status == 0, err
+    found = np.load(tmp_path / "found.npz")
+    assert found["peak"] == pytest.approx(np.abs(rows).max(), rel=1e-5)
+    for npu in ("reference", "tiny_float"):
+        np.testing.assert_allclose(found[f"{npu} float"], logits, atol=1e-4)
+    for npu in ("tiny_npu", "reference"):
+        assert np.abs(found[f"{npu} w8a16"] - logits).max() < 0.05 * np.abs(logits).max()
+
+
+def test_an_operator_of_a_plugins_own_is_examined_layer_by_layer(cli, recurrent, tmp_path):
+    folder, *_ = recurrent
+    text = tmp_path / "text.txt"
+    text.write_text("a running sum that decays " * 20)
+    options = ("--per-layer", "--context", "32", "--windows", "2", "--json")
+    for scheme in ("w8a8-dynamic", "w8a16"):
+        status, out, err = cli("eval", folder, "--text", text, "--npu", "reference", "--scheme", scheme, *options)
+        assert status == 0, err
+        assert "model.in_proj" in out
+    status, _, err = cli("calibrate", folder, "-o", tmp_path / "c.npz", "--text", text)
+    assert status == 0, err
+    status, _, err = cli("run", folder, "-p", "a b", "-n", "2", "--npu", "reference")
+    assert status == 0, err
 
 
 POLICY = """

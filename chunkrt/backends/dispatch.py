@@ -199,11 +199,12 @@ class Dispatcher:
     def _choose(self, use: Use, backend: str) -> Runner:
         device = DEVICES.get(backend, backend)
         reason, refusal = self._why_off(use.operator), ""
+        has_no_other = not self._switches.names(use.operator) and not self._registry.own_takes(use)
+        if not reason or has_no_other:  # "none" chooses chunkrt's own reference, if there is one
+            plugin, refusal = self._registry.pick_plugin(use.operator, device, use.node)
+            if plugin:
+                return self._call(plugin, f"plug-in {plugin.provider} has it")
         if not reason:
-            if plugin := self._registry.find_plugin(use.operator, device):
-                if not (refusal := plugin.refusal(use.node)):
-                    return self._call(plugin, f"plug-in {plugin.provider} has it")
-                refusal = f"; plug-in {plugin.provider} refuses it: {refusal}"
             reason = self._why_not_melted(use.operator) or self._why_missing(use, backend, device)
             if not reason:
                 own = self._registry.find_own(use.operator, device)

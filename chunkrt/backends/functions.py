@@ -51,7 +51,7 @@ class FunctionExecutable:
         }
         values: dict[str, Any] = {"": None, **self._constants}
         for name, array in inputs.items():
-            values[name] = array if self._tensors[name].kind == "state" else _read_only(array)
+            values[name] = array if self._tensors[name].kind == "state" else read_only(array)
         for node, function in self._steps:
             try:
                 results = function(*(values[name] for name in node.inputs), **node.attributes)
@@ -79,10 +79,10 @@ def _checked(result: Any, tensor: Tensor, sizes: Mapping[str, int]) -> Array:
         raise ValueError(f"it gave {tensor.name!r} of shape {list(array.shape)}, expected {list(expected)}")
     if not np.can_cast(array.dtype, tensor.dtype, "same_kind"):
         raise TypeError(f"it gave {tensor.name!r} of type {array.dtype}, expected {tensor.dtype}")
-    return _read_only(np.ascontiguousarray(array, tensor.dtype))
+    return read_only(np.ascontiguousarray(array, tensor.dtype))
 
 
-def _read_only(array: Array) -> Array:
+def read_only(array: Array) -> Array:
     """A view that functions cannot write to: others read the same values."""
     view = array.view()
     view.flags.writeable = False

@@ -6,7 +6,7 @@ It is the truth for values: integer products are exact, everything else is float
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,8 @@ from chunkrt.backends.operands import constants
 from chunkrt.backends.registry import REFERENCE, operators
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import PartitionError
-from chunkrt.graph.plan import Attribute, Node, Plan, Subgraph
-from chunkrt.graph.uses import use_of, uses
+from chunkrt.graph.plan import Attribute, Plan, Subgraph
+from chunkrt.graph.uses import uses
 from chunkrt.quant.arithmetic import DynamicWeight, Quantize, QuantizedWeight, StaticWeight, quantize_rows
 from chunkrt.quant.scheme import Scheme
 
@@ -60,12 +60,6 @@ def own_function(operator: str) -> Operator:
     found = operators.find_own(operator, REFERENCE)
     assert found is not None
     return found.function
-
-
-def run_operator(node: Node, inputs: Sequence[Any]) -> Any:
-    """One node by itself: its output, or a tuple of them. Raises AssertionError for an operator that is not known."""
-    use = use_of(node)
-    return own_function(use.operator)(*inputs, **use.node.attributes)
 
 
 @operators.register("linear", REFERENCE, parts=("quantize",))

@@ -7,7 +7,7 @@ Whatever runs is looked up once, when a subgraph is compiled (`backends/dispatch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -147,7 +147,9 @@ class OperatorRegistry:
         if old is None and replaces:
             raise ConfigError(f"{new.origin} replaces the operator {what}, which nobody has; leave replaces=True away")
         if old is not None and (old.is_plugin or not replaces):
-            hint = "uninstall one of them" if old.is_plugin else "say replaces=True to replace it on purpose"
+            hint = "say replaces=True to replace it on purpose"
+            if old.is_plugin:
+                hint = "register it once" if old.provider == new.provider else "uninstall one of them"
             raise ConfigError(f"{new.origin} registers the operator {what}, which {old.origin} has already; {hint}")
         if not callable(new.function):
             raise ConfigError(f"{new.origin} registers the operator {what} as {new.function!r}, expected a function")
@@ -201,27 +203,47 @@ class OperatorRegistry:
         return self._own.get((operator, device))
 
     def find_plugin(self, operator: str, device: str) -> Implementation | None:
-        """What a plug-in has for an operator that would run on `device`: in place of ours, or on a device of its own.
+        """Return the form that a plug-in has of an operator that would run on `device`, whatever the form refuses.
 
         Raises:
             ConfigError: there are several.
         """
-        found = [
+        found = self._plugins(operator, device)
+        if len(found) > 1:
+            raise _several(found)
+        return found[0] if found else None
+
+    def pick_plugin(self, operator: str, device: str, node: Node) -> tuple[Implementation | None, str]:
+        """Return the form of a plug-in that takes a node, if there is one; and the reasons of those that refuse it.
+
+        Raises:
+            ConfigError: several forms take the node.
+            PartitionError: the `refuses` of a form fails.
+        """
+        refusals = [(form, form.refusal(node)) for form in self._plugins(operator, device)]
+        takers = [form for form, refusal in refusals if not refusal]
+        if len(takers) > 1:
+            raise _several(takers, node)
+        reasons = [f"; plug-in {form.provider} refuses it: {refusal}" for form, refusal in refusals if refusal]
+        return (takers[0] if takers else None), "".join(reasons)
+
+    def _plugins(self, operator: str, device: str) -> list[Implementation]:
+        """Forms of plug-ins for an operator that would run on `device`: in place of ours, or on their own devices."""
+        return [
             entry
             for (name, where), entry in self._entries.items()
             if name == operator and entry.is_plugin and (where == device or where not in OWN_DEVICES)
         ]
-        if len(found) > 1:
-            several = " and ".join(f"{entry.origin} on {entry.device!r}" for entry in found)
-            raise ConfigError(f"the operator {operator!r} is there several times, of {several}; uninstall all but one")
-        return found[0] if found else None
 
     def check_plugins(self, distribution: str) -> None:
-        """Raises ConfigError, as `find_plugin` would at a load, if another plug-in has one of its operators."""
+        """Raise ConfigError if an operator of a plug-in has several forms, and none that leaves a node to another."""
         mine = [entry for entry in self._entries.values() if entry.distribution == distribution]
         for entry in mine:
             for device in OWN_DEVICES if entry.device not in OWN_DEVICES else (entry.device,):
-                self.find_plugin(entry.operator, device)
+                found = self._plugins(entry.operator, device)
+                is_chosen_by_node = any(form.refuses is not nothing_refused for form in found)
+                if len(found) > 1 and (entry.operator in CALLED or not is_chosen_by_node):
+                    raise _several(found)
 
     def is_required(self, operator: str) -> bool:
         """Whether an operator insists on a form, so that nobody can switch it off."""
@@ -231,12 +253,31 @@ class OperatorRegistry:
         """The canonical names of all operators that anybody has."""
         return sorted({name for name, _ in self._entries})
 
+    def own_takes(self, use: Use) -> bool:
+        """Return whether chunkrt's own reference has an operator and takes the node."""
+        return not self.missing(use, REFERENCE)
+
     def missing(self, use: Use, device: str) -> str:
         """Why a use has no form of chunkrt's own on a device; empty if it has."""
         if own := self._own.get((use.operator, device)):
             return own.refuses(use.node)
         known = ", ".join(sorted(name for name, where in self._own if where == device))
         return f"{device} has no operator {qualified(use.node.domain, use.node.op)}; it has: {known}"
+
+
+def _several(forms: Sequence[Implementation], node: Node | None = None) -> ConfigError:
+    """Error for forms of one operator among which nothing decides."""
+    operator, where = forms[0].operator, f", and node {node.name!r} is taken by each" if node else ""
+    share = "" if operator in CALLED else "; or let refuses= of each leave nodes to the others"
+    if len({form.provider for form in forms}) == 1:
+        count = "two" if len(forms) == 2 else len(forms)
+        devices = " and ".join(repr(form.device) for form in forms)
+        what = f"{count} forms of one operator in package {forms[0].provider}: {operator!r} on {devices}"
+        return ConfigError(f"{what}{where}; register one of them{share}")
+    several = " and ".join(f"{form.origin} on {form.device!r}" for form in forms)
+    return ConfigError(
+        f"the operator {operator!r} is there several times, of {several}{where}; uninstall all but one{share}"
+    )
 
 
 operators = OperatorRegistry()

@@ -32,11 +32,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) 
         if (path / "config.json").exists():
             return SafetensorsSource(path)
         found = ", ".join(sorted(p.name for p in path.glob("*.gguf"))[:3])
-        hint = (
-            f"name the file itself: {found}"
-            if found
-            else "expected a GGUF file, a Hugging Face folder or an ONNX decoder"
-        )
+        hint = "expected a GGUF file, a Hugging Face folder or an ONNX decoder"
+        if found:
+            hint = f"name the file itself: {found}"
+        elif (path / "adapter_config.json").exists():
+            hint = "it holds an adapter alone; merge it into its base model, and give the merged folder"
         raise ModelError(f"the folder {path} has no config.json; {hint}")
     try:
         check_regular(path)

@@ -44,7 +44,8 @@ def text_half(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
     """Return the config of the text half, under its own `model_type`; None if the model is not composite.
 
     Raises:
-        ModelError: the config has no section for text, or its model_type is not a word.
+        ModelError: the config has no section for text, its model_type is not a word, or a flag is neither true nor
+            false.
     """
     if (composite := COMPOSITES.get(config["model_type"])) is None:
         return None
@@ -55,6 +56,8 @@ def text_half(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
     if not isinstance(text_type, str):
         raise ModelError(f"{path}: the model_type of its {SECTION} is {text_type!r}, expected a word")
     ties = [half["tie_word_embeddings"] for half in (config, text) if half.get("tie_word_embeddings") is not None]
+    if odd := [tie for tie in ties if not isinstance(tie, bool)]:
+        raise ModelError(f"{path}: tie_word_embeddings is {odd[0]!r:.80}, expected true or false")
     whole = {key: config[key] for key in _WHOLE if config.get(key) is not None}
     return {**text, **whole, "model_type": text_type, "tie_word_embeddings": any(ties) if ties else composite.is_tied}
 

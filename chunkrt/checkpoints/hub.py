@@ -22,6 +22,8 @@ _ID = re.compile(
 )
 FOLDER_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """Of a repository in Hugging Face's own layout."""
+TEXT_FOLDERS = ("1_Pooling", "additional_chat_templates")
+"""Folders in such a repository that hold settings of texts and embeddings."""
 _FILES = ("config.json", ".gguf", ".onnx", ".safetensors", ".toml")
 
 
@@ -117,7 +119,7 @@ def fetch_model(model: HubModel) -> Path:
 def _wanted(model: HubModel, names: list[str]) -> list[str]:
     """Which files of a repository a model needs."""
     if model.quantisation is None and "config.json" in names and any(n.endswith(".safetensors") for n in names):
-        inside = [name for name in names if "/" not in name]
+        inside = [name for name in names if Path(name).parent.as_posix() in (".", *TEXT_FOLDERS)]
         return [name for name in inside if any(Path(name).match(pattern) for pattern in FOLDER_FILES)]
     if model.quantisation is None and not first_of_each(names):
         raise ModelError(f"{model} on the Hugging Face hub holds neither safetensors nor GGUF; take another")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -20,6 +20,7 @@ def answer_prompts(
     *,
     raw: bool,
     system: str | None,
+    template_options: Mapping[str, Any],
     sampling: SamplingOptions,
     max_new_tokens: int,
     stop: Sequence[str],
@@ -30,7 +31,7 @@ def answer_prompts(
         ConfigError: one does not fit the context; then nothing is run.
     """
     tokenizer = engine.require_tokenizer()
-    tokens = [prompt.tokens(tokenizer, raw=raw, system=system) for prompt in prompts]
+    tokens = [prompt.tokens(tokenizer, raw=raw, system=system, template_options=template_options) for prompt in prompts]
     for number, ids in enumerate(tokens, 1):
         if len(ids) > engine.context_length and not engine.options.context_shift:
             raise ConfigError(

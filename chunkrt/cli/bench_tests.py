@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 import time
@@ -183,8 +182,7 @@ def measure(
 
 def _llama_bench(engine: Engine, model: str) -> dict[str, Any]:
     """The columns that are the same for all tests of an engine."""
-    weights = [tensor.shape for tensor in engine.plan.tensors.values() if tensor.kind == "weight"]
-    num_parameters = sum(math.prod(int(size) for size in shape) for shape in weights)
+    num_parameters = engine.manifest.num_parameters
     cache_type = _GGML_TYPES[engine.cache_dtype]
     return {
         "build_commit": f"chunkrt {__version__}",

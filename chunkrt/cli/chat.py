@@ -90,7 +90,8 @@ def answer_turn(conversation: Conversation, session: Session, tokenizer: Tokeniz
 
     messages = conversation.messages
     try:
-        tokens = reuse_prefix(session, tokenizer.encode_chat(conversation.all_messages()))
+        tokens = tokenizer.encode_chat(conversation.all_messages(), template_options=conversation.template_options)
+        tokens = reuse_prefix(session, tokens)
         answer = stream_answer(
             session,
             tokens,

@@ -23,8 +23,27 @@ FEW = 10
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "What is measured": ("both", "depths", "prompt_file", "parallel"),
-    "Prompt": ("prompt", "files", "messages_file", "prompts_file", "system", "prefill_answer", "raw"),
-    "Answer": ("max_new_tokens", "stop", "as_json", "markdown", "trace", "format_name", "plot"),
+    "Prompt": (
+        "prompt",
+        "files",
+        "messages_file",
+        "prompts_file",
+        "system",
+        "template_options",
+        "prefill_answer",
+        "raw",
+    ),
+    "Answer": (
+        "max_new_tokens",
+        "min_new_tokens",
+        "ignore_eos",
+        "stop",
+        "as_json",
+        "markdown",
+        "trace",
+        "format_name",
+        "plot",
+    ),
     "Sampling": (
         "temperature",
         "top_k",

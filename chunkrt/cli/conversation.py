@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from chunkrt.files import written_aside
 ASKS_AGAIN, LEAVES = "again", "leave"
 """What a command wants of the loop: that the last turn is answered anew; that the chat ends."""
 
-_NUMBERS = {"max_new_tokens": int, "top_k": int, "seed": int}
-SETTINGS = ("max_new_tokens", *SAMPLING)
+_NUMBERS = {"max_new_tokens": int, "min_new_tokens": int, "top_k": int, "seed": int}
+SETTINGS = ("max_new_tokens", *(name for name in SAMPLING if name != "ignore_eos"))
+"""Settings that are numbers."""
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Conversation:
     sampling: SamplingOptions
     max_new_tokens: int
     stop: tuple[str, ...]
+    template_options: Mapping[str, Any]
     messages: list[dict[str, Any]] = field(default_factory=list)
     last: Answer | None = None
 

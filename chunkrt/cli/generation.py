@@ -14,6 +14,7 @@ from chunkrt.cli.options import CONTEXT_FIELDS, engine_fields, refuse_without
 from chunkrt.engine.generation import FinishReason
 from chunkrt.engine.sampling import GREEDY, SamplingOptions
 from chunkrt.engine.session import Session
+from chunkrt.files import parse_json
 from chunkrt.progress import ShownProgress
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -25,6 +26,23 @@ UNLIMITED = 2**62
 def none_if(unset: int) -> Callable[[click.Context, click.Parameter, int | None], int | None]:
     """Takes the number by which peers say that an option is not set."""
     return lambda context, parameter, value: None if value == unset else value
+
+
+def parse_template_options(given: Sequence[str]) -> dict[str, Any]:
+    """Variables of a chat template, each given as NAME=VALUE; a value that is not JSON is text.
+
+    Raises BadParameter if one has no name or no value.
+    """
+    found: dict[str, Any] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not name or not equals:
+            raise click.BadParameter(f"{each!r} is not NAME=VALUE, as in enable_thinking=false")
+        try:
+            found[name] = parse_json(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 _OPTIONS = (
@@ -47,11 +65,21 @@ _OPTIONS = (
     click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="0: none."),
     click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="0: none."),
     click.option("-s", "--seed", type=int, callback=none_if(-1), help="Of the random numbers; -1: a fresh one."),
+    click.option("--ignore-eos", is_flag=True, help="Let no end token end the answer; -n does."),
+    click.option("--min-new-tokens", type=int, default=0, help="Tokens before which nothing ends the answer."),
     click.option("--stop", multiple=True, help="End before this text; may be given several times."),
     click.option("--system", help="A system message before the prompt."),
+    click.option(
+        "--template-option",
+        "template_options",
+        metavar="NAME=VALUE",
+        multiple=True,
+        callback=lambda context, parameter, value: parse_template_options(value),
+        help="Set a variable of the model's chat template, as in enable_thinking=false; may be given several times.",
+    ),
 )
 SAMPLING = tuple(name for name in SamplingOptions.__dataclass_fields__ if name != "logit_bias")
-"""Fields that are numbers."""
+"""Fields that are options."""
 RANDOM = ("top_k", "top_p", "min_p")
 """Those of them that greedy answers do not ask."""
 
@@ -103,7 +131,7 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], SamplingOpti
         ConfigError: a sampling option is out of range.
     """
     sampling = SamplingOptions(**{name: options.pop(name) for name in SAMPLING})
-    generation = {name: options.pop(name) for name in ("max_new_tokens", "stop", "system")}
+    generation = {name: options.pop(name) for name in ("max_new_tokens", "stop", "system", "template_options")}
     return options, sampling, generation
 
 

@@ -30,7 +30,14 @@ class Prompt:
     prefill_answer: str = ""
     name: str | int | None = None
 
-    def tokens(self, tokenizer: Tokenizer, *, raw: bool = False, system: str | None = None) -> list[int]:
+    def tokens(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Its tokens, by the model's chat template unless it is raw.
 
         Raises:
@@ -42,6 +49,7 @@ class Prompt:
                 ("a system message", system),
                 ("a chat as JSON", self.messages),
                 ("an answer's beginning", self.prefill_answer),
+                ("a template option", template_options),
             ):
                 if given:
                     raise ConfigError(f"{what} needs the model's chat template; leave it away, and --raw")
@@ -51,8 +59,8 @@ class Prompt:
             if any(message.get("role") == "system" for message in messages):
                 raise ConfigError("the chat has a system message already; leave --system away")
             messages.insert(0, {"role": "system", "content": system})
-        chat = tokenizer.apply_chat_template(messages) + self.prefill_answer
-        return tokenizer.encode(chat, add_special=False, parse_special=True)
+        chat = tokenizer.render_chat(messages, template_options=template_options).followed_by(self.prefill_answer)
+        return tokenizer.encode_prompt(chat)
 
 
 def read_prompt(

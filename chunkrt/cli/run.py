@@ -53,20 +53,29 @@ def run(
     """
     engine_settings, sampling, generation = split_options(options)
     refuse_idle(sampling)
-    system = generation.pop("system")
+    system, template_options = generation.pop("system"), generation.pop("template_options")
     if prompts_file is not None:
         if prompt is not None or files or messages_file or prefill_answer or trace:
             raise click.UsageError("--prompts goes without -p, -f, --messages, --prefill-answer and --trace")
         prompts = read_prompts(prompts_file)
         with open_engine(model, engine_settings) as engine:
-            answer_prompts(engine, prompts, raw=raw, system=system, sampling=sampling, **generation)
+            answer_prompts(
+                engine,
+                prompts,
+                raw=raw,
+                system=system,
+                template_options=template_options,
+                sampling=sampling,
+                **generation,
+            )
         return
     refuse_without("--prompts", "batcher", "queue", "cache_memory")
     asked = read_prompt(prompt, files, messages_file, prefill_answer)
     begin = time.perf_counter()
     with written_trace(trace, model) as records, open_engine(model, engine_settings) as engine:
         load_seconds = time.perf_counter() - begin
-        tokens = asked.tokens(engine.require_tokenizer(), raw=raw, system=system)
+        tokenizer = engine.require_tokenizer()
+        tokens = asked.tokens(tokenizer, raw=raw, system=system, template_options=template_options)
         session = engine.session()
         session.on_run = records.append if trace else None
         emit = _ignore if as_json else _print

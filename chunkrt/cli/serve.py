@@ -11,6 +11,7 @@ from typing import Any, Literal
 import click
 
 from chunkrt.cli.command import GroupedCommand
+from chunkrt.cli.generation import parse_template_options
 from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.errors import ConfigError
 from chunkrt.files import read_text
@@ -44,7 +45,15 @@ from chunkrt.files import read_text
 @click.option(
     "--embeddings",
     type=click.Choice(["last", "mean"]),
-    help="Give embeddings: the last token's hidden state, or the mean of all, as the model was trained.",
+    help="Give embeddings of the last token's hidden state or of the mean of all.  [default: as the model's files say]",
+)
+@click.option(
+    "--template-option",
+    "template_options",
+    metavar="NAME=VALUE",
+    multiple=True,
+    callback=lambda context, parameter, value: parse_template_options(value),
+    help="Set a variable of the chat template, as in enable_thinking=false, unless a request sets it.",
 )
 @engine_options
 def serve(
@@ -61,6 +70,7 @@ def serve(
     allow_origin: str | None,
     allow_host: tuple[str, ...],
     embeddings: Literal["last", "mean"] | None,
+    template_options: dict[str, Any],
     **settings: Any,
 ) -> None:
     """Serve MODEL over HTTP, as OpenAI's API has it: chats, completions, scores; and a page to chat at.
@@ -86,6 +96,7 @@ def serve(
         allow_origin=allow_origin and allow_origin.rstrip("/").lower(),  # as browsers write it
         allow_hosts=(host, *allow_host),
         embeddings=embeddings,
+        template_options=template_options,
     )
     with open_engine(model, {"queue": max(max_sessions, 1), **settings}) as engine:
         service = Service(engine, name or _name(model), options)

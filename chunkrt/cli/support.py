@@ -64,10 +64,11 @@ def _print(report: SupportReport) -> None:
 def _print_tensors(report: SupportReport) -> None:
     tensors = report.tensors
     needed = "" if tensors.num_needed is None else f", {tensors.num_needed} needed"
-    ok = not (tensors.missing or tensors.unread or tensors.misfits)
+    ok = not (tensors.missing or tensors.unread or tensors.misfits or tensors.unused)
     click.echo(f"{_mark('' if ok else 'no')} {'tensors':24} {tensors.num_found} found{needed}")
     unread = "unread" if report.module else "of no known mapping"
-    for what, names in (("missing", tensors.missing), (unread, tensors.unread), ("wrong", tensors.misfits)):
+    lists = {"missing": tensors.missing, unread: tensors.unread, "wrong": tensors.misfits, "unused": tensors.unused}
+    for what, names in lists.items():
         _reason(f"{what}: {first_few(names)}" if names else "")
     for kind, count in sorted(tensors.types.items()):
         reason = "not dequantised" if kind in tensors.unreadable else ""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.backends.reference import run_operator
+from chunkrt.backends.functions import read_only
+from chunkrt.backends.one_node import run_operator
 from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.engine_directory.content import cache_key, keyed_path
@@ -254,12 +255,13 @@ def run_subgraph(plan: Plan, index: int, live: Values, weights: Mapping[str, Flo
         "": None,
         **live,
         **table_row,
-        **{name: weights[name] for name in subgraph.weights},
+        **{name: read_only(weights[name]) for name in subgraph.weights},
         **caches,
     }
     for node in subgraph.nodes:
         results = run(node, values)
-        values.update(zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True))
+        results = results if isinstance(results, tuple) else (results,)
+        values.update(zip(node.outputs, map(read_only, results), strict=True))
     later = {name for s in plan.subgraphs[index + 1 :] for name in s.inputs} | {plan.output, "input_ids"}
     return {name: values[name] for name in (*live, *subgraph.outputs) if name in later}
 

@@ -138,6 +138,7 @@ def compile_checkpoint(
                 placement=placement,
                 ranks=ranks,
                 checkpoint=sampled_digest(checkpoint),
+                num_parameters=planned.num_parameters,
             )
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)

@@ -27,11 +27,11 @@ from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.checkpoints.gguf_names import ARCHITECTURES, is_known_name
 from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.graph.decoders import family_names, find_family, make_decoder, match_tensors
+from chunkrt.graph.decoders import describe_family, family_names, find_family, make_decoder, match_tensors
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.modules import Module
+from chunkrt.graph.modules import Module, Parameter
 from chunkrt.graph.parallel import LinearBase
-from chunkrt.graph.partition import partition
+from chunkrt.graph.partition import check_new_plan, partition, unused_parameters
 from chunkrt.graph.plan import ATTENTION_OPS, Plan
 from chunkrt.graph.rope import SCALING_KEY, rope_parameters
 from chunkrt.graph.tracing import trace
@@ -65,7 +65,8 @@ class Tensors:
     """How the checkpoint's tensors go with the decoder's parameters.
 
     `num_needed`: None where no decoder can be made; `unread` are then those that no mapping of any family has.
-    `misfits`: those of another shape than is needed, in words. `types`: how many there are of each stored type;
+    `misfits`: those of another shape than is needed, in words. `unused`: parameters that the decoder's modules declare
+    and none of its operators reads. `types`: how many there are of each stored type;
     `unreadable`: those of them that are not dequantised.
     """
 
@@ -74,6 +75,7 @@ class Tensors:
     missing: Sequence[str]
     unread: Sequence[str]
     misfits: Sequence[str]
+    unused: Sequence[str]
     types: Mapping[str, int]
     unreadable: Sequence[str]
 
@@ -121,6 +123,8 @@ class SupportReport:
             gaps.append(f"a part that reads {first_few(tensors.unread)}")
         if tensors.misfits:
             gaps.append(f"a fitting shape: {first_few(tensors.misfits)}")
+        if tensors.unused:
+            gaps.append(f"a use of {first_few(tensors.unused)}, which the {describe_family(self.model_type)} declares")
         gaps += [f"dequantisation of {kind}" for kind in tensors.unreadable]
         if self.tokenizer.reason:
             gaps.append(f"tokenizer {' '.join((self.tokenizer.model, self.tokenizer.pre_tokenizer)).strip()}")
@@ -157,7 +161,7 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
         declared = model_type = source.architecture
         known, kind = list[str](), "ONNX"
         module = "chunkrt/onnx/importing"
-        draft = _Draft(config=None, decoder=decoder, plan=partition(trace(decoder), family=declared))
+        draft = _Draft.of(decoder, declared)
     else:
         source = open_checkpoint(path, refuse=refusals.append)
         metadata = getattr(source, "metadata", None)
@@ -201,6 +205,16 @@ class _Draft:
     config: DecoderConfig | None
     decoder: Module
     plan: Plan
+    unused: Sequence[Parameter]
+
+    @staticmethod
+    def of(decoder: Module, family: str, config: DecoderConfig | None = None) -> _Draft:
+        """Trace and plan a decoder."""
+        graph = trace(decoder, title=describe_family(family))
+        unused = unused_parameters(decoder, graph)
+        plan = partition(graph, family=family)
+        check_new_plan(plan)
+        return _Draft(config=config, decoder=decoder, plan=plan, unused=unused)
 
 
 def _draft(source: TensorSource, refusals: list[UnsupportedModelError]) -> _Draft | None:
@@ -209,7 +223,7 @@ def _draft(source: TensorSource, refusals: list[UnsupportedModelError]) -> _Draf
     while True:
         try:
             decoder, config = make_decoder(source)
-            return _Draft(config=config, decoder=decoder, plan=partition(trace(decoder), family=source.architecture))
+            return _Draft.of(decoder, source.architecture, config)
         except UnsupportedModelError as refusal:
             refusals.append(refusal)
             left_out = {refusal.feature} | ({"rope_parameters"} if refusal.feature == SCALING_KEY else set())
@@ -289,12 +303,13 @@ def _tensors(source: TensorSource, draft: _Draft | None, unmapped: Sequence[str]
     types = dict(Counter(each.stored_as for each in info.values()))
     unreadable = sorted({each.stored_as for each in info.values() if not each.is_readable})
     missing: Mapping[str, str] = {}
-    num_needed, misfits = None, dict[str, None]()
+    num_needed, misfits, unused = None, dict[str, None](), list[str]()
     if draft is None:
         unread = [name for name in names if not is_known_name(name)]
     else:
-        missing, unread = match_tensors(draft.decoder, source)
-        parameters = list(draft.decoder.parameters())
+        unused = [parameter.name for parameter in draft.unused]
+        parameters = [parameter for parameter in draft.decoder.parameters() if parameter.name not in unused]
+        missing, unread = match_tensors(parameters, source)
         num_needed = len({name for p in parameters for name in p.checkpoint_tensors})
         present = (p for p in parameters if missing.keys().isdisjoint(p.checkpoint_tensors))
         misfits = dict.fromkeys(misfit for parameter in present if (misfit := parameter.misfit(source)))
@@ -304,6 +319,7 @@ def _tensors(source: TensorSource, draft: _Draft | None, unmapped: Sequence[str]
         missing=list(missing),
         unread=[*unmapped, *unread],
         misfits=list(misfits),
+        unused=unused,
         types=types,
         unreadable=unreadable,
     )

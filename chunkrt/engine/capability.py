@@ -17,6 +17,7 @@ from chunkrt.backends.coverage import QNN
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
 from chunkrt.backends.sections import cut
 from chunkrt.backends.switches import Switches
+from chunkrt.engine.checks import with_cached_keys
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import options_placement
 from chunkrt.engine.roles import Supports, check_runs, linear_refusal, npu_under
@@ -90,7 +91,7 @@ def plan_by_capability(
 def plan_to_run(folder: Path, manifest: Manifest, options: EngineOptions) -> Plan:
     """The plan of an engine directory as an engine runs it. Raises as `plan_by_capability`, and ModelError."""
     plan = read_plan(folder)
-    plan = plan.with_raw_keys() if options.context_shift else plan
+    plan = with_cached_keys(plan, options)
     plan, moved = plan_by_capability(plan, manifest.scheme, options, manifest.placement)
     if moved:
         log.warning("%s", told(moved))

@@ -8,6 +8,7 @@ from chunkrt.backends import Backend
 from chunkrt.backends.dispatch import Dispatcher
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError
+from chunkrt.graph.key_biases import without_key_biases
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.state_tensors import CacheDtype
@@ -18,6 +19,12 @@ def default_cache_dtype(options: EngineOptions, scheme: Scheme, backend: Backend
     if options.attention_math == "bfloat16" and not options.context_shift:
         return "bfloat16"
     return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])
+
+
+def with_cached_keys(plan: Plan, options: EngineOptions) -> Plan:
+    """The plan with keys cached as options ask: before RoPE if the context shifts, in int8 without their biases."""
+    plan = plan.with_raw_keys() if options.context_shift else plan
+    return without_key_biases(plan) if options.cache_dtype == "int8" else plan
 
 
 def check_cache(options: EngineOptions, plan: Plan, dispatcher: Dispatcher, backend: Backend) -> None:

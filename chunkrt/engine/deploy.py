@@ -136,4 +136,5 @@ def _assemble(
             placement=manifest.placement,
             ranks=manifest.ranks,
             checkpoint=manifest.checkpoint,
+            num_parameters=manifest.num_parameters,
         )

@@ -9,10 +9,10 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.engine.sampling import PluginSampler, Sampler, StopStrings
+from chunkrt.engine.sampling import EXCLUDED, PluginSampler, Sampler, StopStrings
 from chunkrt.engine.scoring import TokenLogProbabilities, likeliest
 from chunkrt.engine.sequence import Steps, TokenSequence
-from chunkrt.errors import ClosedError
+from chunkrt.errors import ClosedError, ConstraintError
 from chunkrt.tokenizer import IncrementalDecoder, Tokenizer
 
 FinishReason = Literal["stop", "length", "context"]
@@ -22,11 +22,11 @@ class Constraint(Protocol):
     """Which tokens may come next, of a grammar for instance. One is for one generation."""
 
     def allowed(self) -> NDArray[np.bool_]:
-        """bool [V]: the tokens that may come next; one at least."""
+        """Return the tokens that may come next, bool [V]; at least one."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """A token came, which was allowed."""
+        """Take note of a token that was drawn, one of the allowed."""
         ...
 
 
@@ -62,6 +62,7 @@ class Generation:
         max_new_tokens: at most so many.
         num_likeliest: of how many tokens each piece has log-probabilities beside its own; None: of none at all.
         constraint: which tokens may come, if not all.
+        ignore_eos, min_new_tokens: see `SamplingOptions`.
         check_open: raises ClosedError if nothing may be computed any more.
     """
 
@@ -76,6 +77,8 @@ class Generation:
         check_open: Callable[[], None],
         num_likeliest: int | None = None,
         constraint: Constraint | None = None,
+        ignore_eos: bool = False,
+        min_new_tokens: int = 0,
     ) -> None:
         self.is_finished = False
         self._num_likeliest, self._constraint = num_likeliest, constraint
@@ -83,32 +86,47 @@ class Generation:
         self._sampler = sampler
         self._missing_ids = tokenizer.missing_ids if tokenizer else np.empty(0, np.int64)
         self._text = _Text(tokenizer, stops, follows_text=sequence.follows_text)
-        self._left = self._most = max_new_tokens
+        self._num_drawn, self._fewest, self._most = 0, min_new_tokens, max_new_tokens
+        self._ignores_ends = ignore_eos
         self._check_open = check_open
 
     def next_piece(self) -> Steps[Piece]:
-        """Run what is to be run, and draw a token. Raises ClosedError if the sequence was cancelled."""
+        """Run what is to be run, and draw a token.
+
+        Raises:
+            ClosedError: the sequence was cancelled.
+            ConstraintError: the constraint allows no token.
+        """
         sequence = self._sequence
         if sequence.cancel.is_set():
-            raise ClosedError(f"the generation was cancelled after {self._most - self._left} tokens")
+            raise ClosedError(f"the generation was cancelled after {self._num_drawn} tokens")
         if sequence.logits is None:
             self._check_open()
         logits = yield from sequence.next_logits()
-        self._left -= 1
         token_id = self._choose(logits)
+        self._num_drawn += 1
         told = None if self._num_likeliest is None else likeliest(logits, token_id, self._num_likeliest)
         piece = self._take(token_id)
         self.is_finished = piece.finish_reason is not None
         return replace(piece, log_probabilities=told)
 
     def _choose(self, logits: NDArray[np.float32]) -> int:
-        lowest = np.finfo(np.float32).min
+        """Draw a token of those that may come. Raises ConstraintError if there is none, or another is drawn."""
+        excluded = np.zeros(len(logits), np.bool_)
+        excluded[self._missing_ids] = True
+        if self._num_drawn < self._fewest:
+            excluded[list(self._text.end_ids)] = True
+        elif self._ignores_ends:
+            excluded[list(self._text.end_ids - self._text.stop_ids)] = True
         if self._constraint is not None:
-            logits = np.where(self._constraint.allowed(), logits, lowest)
-        if len(self._missing_ids):
-            logits = logits.copy()
-            logits[self._missing_ids] = lowest
+            excluded |= ~_mask(self._constraint, len(logits))
+            if excluded.all():
+                raise ConstraintError(f"the constraint allows no token after {self._num_drawn} tokens of the answer")
+        if excluded.any():
+            logits = np.where(excluded, EXCLUDED, logits)
         token_id = self._sampler.next(logits, self._sequence.tokens)
+        if excluded[token_id]:
+            raise ConstraintError(f"the sampler chose token {token_id}, which may not come here; use another sampler")
         if self._constraint is not None:
             self._constraint.accept(token_id)
         return token_id
@@ -121,15 +139,26 @@ class Generation:
         if token_id in text.end_ids:
             sequence.append(token_id)
             return Piece(text=text.rest(), token_id=token_id, finish_reason="stop")
-        new, is_stopped = text.push(token_id)
+        new, is_stopped = text.push(token_id, may_stop=self._num_drawn > self._fewest)
         if sequence.is_full:
             reason = "context"
         else:
             sequence.append(token_id)
-            reason = None if self._left else "length"
+            reason = "length" if self._num_drawn == self._most else None
         if is_stopped:
             return Piece(text=new, token_id=token_id, finish_reason="stop")
         return Piece(text=new + text.rest() if reason else new, token_id=token_id, finish_reason=reason)
+
+
+def _mask(constraint: Constraint, vocab_size: int) -> NDArray[np.bool_]:
+    """Return the tokens that a constraint allows, bool [V]. Raises ConstraintError if it returns anything else."""
+    allowed = np.asarray(constraint.allowed())
+    if allowed.shape != (vocab_size,) or allowed.dtype != np.bool_:
+        raise ConstraintError(
+            f"the constraint's allowed() returned {allowed.dtype} of shape {list(allowed.shape)}; return bool of shape "
+            f"[{vocab_size}]"
+        )
+    return allowed
 
 
 class _Text:
@@ -137,13 +166,18 @@ class _Text:
     tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, stops: StopStrings, *, follows_text: bool) -> None:
-        self.end_ids = tokenizer.eos_ids if tokenizer else frozenset[int]()
+        # Control tokens have no text, so a stop string that is one is met as a token.
+        self.stop_ids = tokenizer.special_ids(stops.strings) if tokenizer else frozenset[int]()
+        self.end_ids = self.stop_ids | tokenizer.eos_ids if tokenizer else self.stop_ids
         self._decoder = IncrementalDecoder(tokenizer, follows_text=follows_text) if tokenizer else None
         self._stops = stops
 
-    def push(self, token_id: int) -> tuple[str, bool]:
-        """What a token makes certain, and whether a stop string was met."""
-        return self._stops.push(self._decoder.push(token_id)) if self._decoder else ("", False)
+    def push(self, token_id: int, *, may_stop: bool) -> tuple[str, bool]:
+        """Return the text that a token makes certain, and whether a stop string was met, if one may be."""
+        if self._decoder is None:
+            return "", False
+        text = self._decoder.push(token_id)
+        return self._stops.push(text) if may_stop else (text, False)
 
     def rest(self) -> str:
         """What was held back, now that nothing follows."""

@@ -48,9 +48,11 @@ def check_host(plan: Plan, context_length: int) -> None:
         plan: as it runs with the whole context in sight.
 
     Raises:
-        ConfigError: the CPU has state to keep or the NPU rows of logits to pick; there are convolutions; the rotary
-            tables change on the way; weights are too many for a file.
+        ConfigError: there is no head; the CPU has state to keep or the NPU rows of logits to pick; there are
+            convolutions; the rotary tables change on the way; weights are too many for a file.
     """
+    if not plan.has_head:
+        raise ConfigError("the checkpoint has no head, so a host would get no logits; run this model by chunkrt itself")
     for subgraph in (s for s in plan.subgraphs if s.device == "cpu"):
         if sum(4 * prod(map(int, plan.tensors[name].shape)) for name in subgraph.weights) > LARGEST_GRAPH:
             raise ConfigError(

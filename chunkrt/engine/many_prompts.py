@@ -56,6 +56,7 @@ class ManyPrompts(ABC):
     plan: Plan
     context_length: int
     prefix_cache: PrefixCache | None
+    tokenizer: Tokenizer | None
 
     @abstractmethod
     def session(self, *, cache_salt: str | None = None) -> Session:
@@ -123,6 +124,7 @@ class ManyPrompts(ABC):
         max_new_tokens: int = 256,
         sampling: SamplingOptions = GREEDY,
         stop: Sequence[str] = (),
+        template_options: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
     ) -> str:
         """The answer to a chat.
@@ -130,13 +132,14 @@ class ManyPrompts(ABC):
         Args:
             messages: each with "role" and "content", as in [{"role": "user", "content": "Hello"}].
             max_new_tokens, sampling, stop: as `Session.generate` takes them.
+            template_options: further variables of the chat template, as in {"enable_thinking": False}.
             cache_salt: as `Engine.session` takes it.
 
         Raises:
-            ConfigError: the messages are malformed.
+            ConfigError: the messages or options are malformed.
             ModelError: the model has no chat template, or its template refuses them.
         """
-        tokens = self.require_tokenizer().encode_chat(messages)
+        tokens = self.require_tokenizer().encode_chat(messages, template_options=template_options)
         pieces = self.stream(
             [tokens], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, cache_salt=cache_salt
         )
@@ -233,17 +236,17 @@ class ManyPrompts(ABC):
         self,
         texts: str | Sequence[str | Sequence[int]],
         *,
-        pooling: Pooling,
+        pooling: Pooling | None = None,
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
     ) -> Float32:
         """Texts as vectors, of their hidden states after the last norm, many at a time.
 
         Args:
-            texts: one, or several; each text or token ids, as `Session.prefill` takes them. No token is added that the
-                tokenizer does not add to a prompt.
-            pooling: "last": the hidden state of the last token; "mean": the mean of all. A model that was trained to
-                give embeddings says which; of others neither is more than a guess.
+            texts: one, or several; each text or token ids. A text gets the tokens around it that the model expects;
+                token ids are taken as they are.
+            pooling: "last": the hidden state of the last token; "mean": the mean of all; None: as the model's files
+                say. For a model that was not trained to give embeddings neither is more than a guess.
             max_sessions: how many texts are under way at once, as far as there is room in the caches.
             cache_salt: as `Engine.session` takes it.
 
@@ -251,9 +254,14 @@ class ManyPrompts(ABC):
             float32 [N, H], or [H] of one text; each of length 1.
 
         Raises:
-            ConfigError: a text is empty or does not fit the context, or the scheme rotates hidden states.
+            ConfigError: a text is empty or does not fit the context, the scheme rotates hidden states, or no pooling
+                is given and the model's files name none.
             BackendError: a subgraph failed.
         """
+        if pooling is None and self.tokenizer is not None:
+            pooling = self.tokenizer.settings.pooling
+        if pooling is None:
+            raise ConfigError("the model's files do not say how embeddings are made; give pooling='last' or 'mean'")
         if not isinstance(pooling, str):
             raise ConfigError(f"pooling is {pooling!r:.80}, expected one of: {', '.join(get_args(Pooling))}")
         if pooling not in get_args(Pooling):

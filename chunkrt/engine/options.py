@@ -279,8 +279,8 @@ class EngineOptions:
     )
     cache_dtype: CacheDtype | None = declared_option(
         "--cache-type",
-        "Of keys and values: f32, f16, q8_0 or bf16; int8, which is q8_0, on native alone, has a scale for each "
-        "position of a head; bfloat16 is for --attention-math bfloat16, and its default.  "
+        "Of keys and values: f32, f16, q8_0 or bf16; int8, which is q8_0, on native alone, has a scale for each 32 "
+        "of a head's values; bfloat16 is for --attention-math bfloat16, and its default.  "
         "[default: float16 on native, else float32]",
         choices=lambda: CACHE_DTYPES,
         noun="type of the cache",

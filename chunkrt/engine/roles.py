@@ -14,6 +14,7 @@ from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
 from chunkrt.backends.qnn.support import npu_support
 from chunkrt.backends.switches import Switches
 from chunkrt.checkpoints import catalogue
+from chunkrt.engine.checks import with_cached_keys
 from chunkrt.engine.options import NPU_CHOICES, EngineOptions
 from chunkrt.engine_directory.manifest import CONTEXTS, Manifest
 from chunkrt.errors import ConfigError
@@ -100,7 +101,7 @@ def check_runs(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
         ConfigError, BackendUnavailableError: an operator is switched off that cannot be; see `asked_npu`.
     """
     roles = supports_by_role(options, scheme)
-    plan = plan.with_raw_keys() if options.context_shift else plan
+    plan = with_cached_keys(plan, options)
     switches = Switches.parse(options.ops)
     dispatcher = Dispatcher(
         plan, scheme, registered_operators(), switches, default=default_base(options.npu), warns=False

@@ -21,6 +21,9 @@ from chunkrt.engine.arguments import listed
 from chunkrt.errors import BackendError, ChunkrtError, ConfigError
 from chunkrt.graph.uses import SAMPLER
 
+EXCLUDED = np.finfo(np.float32).min
+"""Logit of a token that must not be drawn, at any temperature."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
@@ -29,7 +32,8 @@ class SamplingOptions:
     Args:
         temperature: 0 is greedy; otherwise logits are divided by it. Finite, at least 0.
         top_k: keep the k most likely tokens (more where logits tie). At least 1; None keeps all.
-        top_p: keep the most likely tokens whose probabilities add up to it. In (0, 1]; 1 keeps all.
+        top_p: keep the most likely tokens whose probabilities add up to it. In [0, 1]; 1 keeps all, 0 the likeliest
+            alone.
         min_p: keep tokens at least this fraction as likely as the likeliest. In [0, 1]; 0 keeps all.
         repetition_penalty: divides positive and multiplies negative logits of tokens that occurred. In
             [0.01, 100]; 1 does nothing.
@@ -38,6 +42,9 @@ class SamplingOptions:
         logit_bias: added to the logits of tokens, by id, each in [-100, 100].
         seed: of the random numbers (NumPy's PCG64), at least 0; the same seed gives the same tokens. None is
             a fresh one each time.
+        ignore_eos: never choose an end-of-generation token, so that an answer has as many tokens as it may.
+        min_new_tokens: choose no end-of-generation token before so many tokens, and look for no stop string in
+            their text. At least 0.
 
     Raises:
         ConfigError: an option is out of its range; the message names it.
@@ -52,13 +59,15 @@ class SamplingOptions:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    ignore_eos: bool = False
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
         _require_number(
             "temperature", self.temperature, "a finite number, at least 0", lambda t: 0 <= t <= float_info.max
         )
         _require_integer("top_k", self.top_k, minimum=1)
-        _require_number("top_p", self.top_p, "a number in (0, 1]", lambda p: 0 < p <= 1)
+        _require_number("top_p", self.top_p, "a number in [0, 1]", lambda p: 0 <= p <= 1)
         _require_number("min_p", self.min_p, "a number in [0, 1]", lambda p: 0 <= p <= 1)
         _require_number(
             "repetition_penalty",
@@ -74,6 +83,11 @@ class SamplingOptions:
             _require_integer("logit_bias, a token id", token_id, minimum=0)
             _require_number("logit_bias", bias, "numbers in [-100, 100]", lambda b: -100 <= b <= 100)
         _require_integer("seed", self.seed, minimum=0)
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos: found {self.ignore_eos!r:.80}, expected True or False")
+        if self.min_new_tokens is None:
+            raise ConfigError("min_new_tokens: found None, expected an integer, at least 0")
+        _require_integer("min_new_tokens", self.min_new_tokens, minimum=0)
 
 
 @operators.register(SAMPLER, REFERENCE)
@@ -117,11 +131,14 @@ class Sampler:
         scores = self._scores(logits, history)
         if options.temperature == 0:
             return np.array([np.argmax(scores)], np.int64), np.ones(1)
-        token_ids = np.arange(len(scores), dtype=np.int64)
+        token_ids = np.flatnonzero(logits != EXCLUDED)  # a high temperature would make these as likely as the others
+        if len(token_ids) == 0:
+            token_ids = np.arange(len(scores), dtype=np.int64)
+        scores = scores[token_ids]
         if options.top_k is not None and options.top_k < len(scores):
             threshold = np.partition(scores, -options.top_k)[-options.top_k]
-            token_ids = np.flatnonzero(scores >= threshold)
-            scores = scores[token_ids]
+            kept = np.flatnonzero(scores >= threshold)
+            token_ids, scores = token_ids[kept], scores[kept]
         with np.errstate(over="ignore", under="ignore"):
             probabilities = np.exp((scores.astype(np.float64) - scores.max()) / options.temperature)
         probabilities /= probabilities.sum()
@@ -130,7 +147,7 @@ class Sampler:
             likely = np.flatnonzero(probabilities >= (1 - options.top_p) / len(probabilities))
             order = likely[np.argsort(-scores[likely], kind="stable")]
             before = np.cumsum(probabilities[order]) - probabilities[order]
-            kept = order[before < options.top_p]
+            kept = order[before < options.top_p] if options.top_p else order[:1]
             token_ids, probabilities = token_ids[kept], probabilities[kept]
         if options.min_p > 0:
             kept = np.flatnonzero(probabilities >= options.min_p * probabilities.max())
@@ -209,6 +226,11 @@ class StopStrings:
             raise ConfigError(f"stop strings: found {stops!r}, expected a list of non-empty strings")
         self._held = ""
         self._stopped = False
+
+    @property
+    def strings(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return self._stops
 
     def __bool__(self) -> bool:
         """Return True if there is a stop string."""

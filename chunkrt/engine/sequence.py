@@ -123,7 +123,9 @@ class TokenSequence:
 
         Raises:
             ConfigError: they do not fit. Whatever is raised, the sequence is as it was.
+            ModelError: logits are wanted of a model without a head.
         """
+        self._check_head(logits)
         self._unreported.clear()
         if len(new) <= self._room:
             result = yield from self._extend(new, logits)
@@ -150,7 +152,8 @@ class TokenSequence:
             self.tokens.append(token_id)
 
     def next_logits(self) -> Steps[Float32]:
-        """Logits after the last token; if that was not run yet, it is now."""
+        """Logits after the last token; if that was not run yet, it is now. Raises ModelError without a head."""
+        self._check_head("last")
         if self.logits is None:
             if self.state.position == len(self.tokens):
                 self.state.rewind(self.state.position - 1)
@@ -161,6 +164,13 @@ class TokenSequence:
             self._report_runs()  # it may use the session itself
             return computed if self.logits is None else self.logits
         return self.logits
+
+    def _check_head(self, logits: Logits) -> None:
+        if logits in ("last", "all") and not self._engine.plan.has_head:
+            raise ModelError(
+                "the checkpoint has no head (lm_head.weight), so it gives embeddings and no logits; use engine.embed, "
+                "or `chunkrt serve`"
+            )
 
     def rewind(self, position: int) -> None:
         """Forget every token from `position` on; see `Session.rewind`."""

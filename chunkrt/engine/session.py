@@ -128,6 +128,7 @@ class Session(AsyncSession):
 
         Raises:
             ConfigError: nothing was prefilled yet, or an argument is out of range.
+            ConstraintError: the constraint allows no token, or failed.
         """
         return self._pieces(self._generation(max_new_tokens, sampling, stop, log_probabilities, constraint))
 
@@ -241,6 +242,10 @@ class Session(AsyncSession):
             raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
         if not isinstance(sampling, SamplingOptions):
             raise ConfigError(f"sampling is {sampling!r}, expected SamplingOptions")
+        if sampling.min_new_tokens > max_new_tokens:
+            raise ConfigError(
+                f"min_new_tokens is {sampling.min_new_tokens}, more than max_new_tokens, which is {max_new_tokens}"
+            )
         vocab_size = self._engine.plan.vocab_size
         if log_probabilities is not None:
             log_probabilities = require_whole("log_probabilities", log_probabilities)
@@ -264,6 +269,8 @@ class Session(AsyncSession):
             check_open=self._check_open,
             num_likeliest=log_probabilities,
             constraint=constraint,
+            ignore_eos=sampling.ignore_eos,
+            min_new_tokens=sampling.min_new_tokens,
         )
 
     def _pieces(self, generation: Generation) -> Iterator[Piece]:
@@ -301,6 +308,8 @@ class Session(AsyncSession):
 
     def embedding(self, prompt: str | Sequence[int], pooling: Pooling) -> Steps[Float32]:
         """The steps of an embedding, of a session that is empty; see `ManyPrompts.embed`."""
+        if isinstance(prompt, str):
+            prompt = self._engine.require_tokenizer().encode_for_embedding(prompt)
         tokens = self._encode(prompt)
         if len(tokens) > self.context_length:  # which may shift
             raise ConfigError(f"a text of {len(tokens)} tokens does not fit the context of {self.context_length}")

@@ -19,6 +19,7 @@ import xxhash
 
 from chunkrt.checkpoints.catalogue import home
 from chunkrt.checkpoints.gguf_parts import parts_of
+from chunkrt.checkpoints.hub import TEXT_FOLDERS
 from chunkrt.errors import ModelError
 from chunkrt.files import check_regular, read_json, written_aside
 from chunkrt.plugins import code_behind
@@ -82,7 +83,8 @@ def checkpoint_files(checkpoint: Path) -> list[Path]:
         beside = (p for p in checkpoint.parent.iterdir() if p.is_file() and p.suffix in ONNX_SUFFIXES)
         return sorted({checkpoint, *beside})
     if checkpoint.is_dir():
-        return sorted(p for p in checkpoint.iterdir() if p.is_file())
+        beside = (p for folder in TEXT_FOLDERS for p in (checkpoint / folder).glob("*"))
+        return sorted(p for p in (*checkpoint.iterdir(), *beside) if p.is_file())
     return [part for part in parts_of(checkpoint) if part.exists()] or [checkpoint]
 
 

@@ -30,6 +30,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.quant.calibration import FORMAT as CALIBRATION_FORMAT
 from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
+from chunkrt.tokenizer.text_settings import TEXT_FORMAT
 
 FORMAT = 6
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
@@ -55,7 +56,7 @@ class Manifest:
 
     files: bytes and `digest` of each, contexts excepted. placement: of modules by patterns, as it was asked for. ranks:
     which of how many processes it is for. checkpoint: what it was compiled from, by `sampled_digest`; empty if that was
-    not written.
+    not written. num_parameters: of the whole model, each counted once; 0 if that was not written.
     """
 
     format: int
@@ -67,6 +68,7 @@ class Manifest:
     placement: Placement = field(default_factory=dict)
     ranks: Ranks = ALONE
     checkpoint: str = ""
+    num_parameters: int = 0
 
 
 def is_engine_directory(path: Path) -> bool:
@@ -97,7 +99,7 @@ def cached_folder(
         raise ConfigError(f"cannot read the calibration {calibration}: {error.strerror or error}") from error
     key = cache_key(
         checkpoint,
-        format=(FORMAT, CALIBRATION_FORMAT, CHOICE_FORMAT),
+        format=(FORMAT, CALIBRATION_FORMAT, CHOICE_FORMAT, TEXT_FORMAT),
         recipe=asdict(recipe),
         placement=list(placement.items()),
         grids=grids,
@@ -115,6 +117,7 @@ def write_manifest(
     placement: Placement | None = None,
     ranks: Ranks = ALONE,
     checkpoint: str = "",
+    num_parameters: int = 0,
 ) -> None:
     """Write `engine.json`; the last file, so that a folder that has it is whole."""
     files = {p.name: _recorded(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
@@ -128,6 +131,7 @@ def write_manifest(
         placement=dict(placement or {}),
         ranks=ranks,
         checkpoint=checkpoint,
+        num_parameters=num_parameters,
     )
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
 

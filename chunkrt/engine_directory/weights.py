@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -159,24 +159,38 @@ def write_weights(
         ModelError, QuantizationError: as `load`, `load_blocks` and `quantize_weight`; a calibration is missing, or is
             another decoder's.
     """
-    # Packed weights need 64-byte alignment, float32 4-byte: the wider they must be aligned, the earlier they come.
-    # Packed scales of blocks are multiples of 64 bytes as well, and stand behind their weights.
+    # Packed weights need 64-byte alignment, float32 4-byte, float16 2-byte: the wider an entry is aligned, the earlier
+    # it comes, since safetensors has no gaps. Packed scales of blocks are multiples of 64 bytes, and stand behind their
+    # weights.
     stored = sorted(stored_weights(plan, scheme).values(), key=lambda weight: ORDER[weight.entries[0].dtype])
-    first = [entry for weight in stored for entry in weight.entries[: weight.num_first]]
-    rest = (entry for weight in stored for entry in weight.entries[weight.num_first :])
+    tables = [weight for weight in stored if weight.entries[0].dtype == "float16"]
+    aligned = [weight for weight in stored if weight.entries[0].dtype != "float16"]
+    rest = [entry for weight in stored for entry in weight.entries[weight.num_first :]]
     beside = sorted(rest, key=lambda e: (e.dtype == "uint8", e.name))
+    scales = [entry for entry in beside if entry.dtype != "uint8"]
     later: dict[str, NDArray[Any]] = {}
     with path.open("wb") as file:
-        writer = WeightWriter(file, [*first, *beside])
-        for done, weight in enumerate(stored):
+        order = [*_first(aligned), *scales, *_first(tables), *beside[len(scales) :]]
+        writer = WeightWriter(file, order)
+        for done, weight in enumerate([*aligned, *tables]):
             progress(done, len(stored))
+            if done == len(aligned):
+                _write_all(writer, scales, later)
             arrays = _arrays(weight, scheme, load, load_blocks, calibration)
             for entry in weight.entries[: weight.num_first]:
                 writer.write(arrays.pop(entry.name))
             later |= arrays
-        for entry in beside:
-            writer.write(later[entry.name])
+        _write_all(writer, beside[len(scales) :] if tables else beside, later)
     progress(len(stored), len(stored))
+
+
+def _first(weights: Sequence[StoredWeight]) -> list[Entry]:
+    return [entry for weight in weights for entry in weight.entries[: weight.num_first]]
+
+
+def _write_all(writer: WeightWriter, entries: Sequence[Entry], arrays: Mapping[str, NDArray[Any]]) -> None:
+    for entry in entries:
+        writer.write(arrays[entry.name])
 
 
 def _arrays(

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BlockTensor, TensorSource
-from chunkrt.errors import ConfigError, ModelError
+from chunkrt.errors import ChunkrtError, ConfigError, ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.plan import Place
 from chunkrt.graph.tracing import current_trace
@@ -41,11 +41,23 @@ class Parameter:
         """Read, check and combine.
 
         Raises:
-            ModelError: a checkpoint tensor is missing or has another shape; the message names both.
+            ModelError: a checkpoint tensor is missing or has another shape; the message names both. Or `combine` fails,
+                or does not make the declared shape.
         """
         self.check(source)
-        weight = self.combine(*(source.read(name) for name in self.checkpoint_tensors))
-        assert weight.shape == self.shape, (self.name, weight.shape, self.shape)
+        tensors = [source.read(name) for name in self.checkpoint_tensors]
+        try:
+            weight = self.combine(*tensors)
+            if weight.shape != self.shape:
+                raise ValueError(f"it makes {list(weight.shape)}, expected {list(self.shape)}")
+        except (ChunkrtError, MemoryError):
+            raise
+        except Exception as error:  # a plug-in's function may raise any exception
+            what = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+            raise ModelError(
+                f"{source.path.name}: parameter {self.name} cannot be made of {', '.join(self.checkpoint_tensors)}: "
+                f"{what}; correct its combine"
+            ) from error
         return weight
 
     def load_blocks(self, source: TensorSource) -> BlockTensor | None:

@@ -7,7 +7,7 @@ operators of plug-ins, whose domains are their own, are their own affair.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from sys import float_info
 from typing import Any
@@ -27,6 +27,7 @@ class Operator:
     """One row of the table.
 
     num_inputs: with the optional ones. optional: the places of inputs that may be missing, as the empty string.
+    least_inputs: those from this place on may be left out altogether; None if none may.
     indices: the places of those that are int64; the others are float32.
     attributes: their types; all but `defaulted` have to be there. output: the shape of the first output, from the
     attributes and the shapes of the inputs (None for one that is missing); raises ValueError for what does not go
@@ -41,6 +42,7 @@ class Operator:
     output: Callable[[Attributes, Sequence[Any]], Shape]
     attributes: Mapping[str, type] = field(default_factory=dict)
     optional: tuple[int, ...] = ()
+    least_inputs: int | None = None
     indices: tuple[int, ...] = ()
     defaulted: tuple[str, ...] = ()
     name: str = ""
@@ -64,7 +66,8 @@ def check_node(
         return
     if (row := OPERATORS.get((domain, op))) is None:
         raise ValueError(f"there is no operator {op!r}")
-    require(len(inputs) == row.num_inputs, f"it has {len(inputs)} inputs, not {row.num_inputs}")
+    least = row.num_inputs if row.least_inputs is None else row.least_inputs
+    require(least <= len(inputs) <= row.num_inputs, f"it has {len(inputs)} inputs, not {row.num_inputs}")
     missing = [place for place, given in enumerate(inputs) if given is None and place not in row.optional]
     require(not missing, f"its inputs {missing} are missing")
     for place, given in enumerate(inputs):
@@ -139,7 +142,8 @@ def _head_norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
 
 
 def _attention(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
-    qkv, *positions, cos, sin, keys, values = inputs
+    qkv, position, rope_position, cos, sin, keys, values, *bias = inputs
+    positions = (position, rope_position)
     heads, kv_heads, head_dim = (attributes[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
     rotary, window = attributes["rotary_dim"], attributes["window"]
     require(min(heads, kv_heads, head_dim, rotary) > 0 and window >= 0, f"its sizes are {dict(attributes)}")
@@ -148,6 +152,7 @@ def _attention(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     require(_matrix(qkv)[1] == (heads + 2 * kv_heads) * head_dim, f"q, k and v are {list(qkv)}")
     require(all(position == (1,) for position in positions), f"its positions are {positions}")
     require(cos == sin and _matrix(cos)[1] == rotary // 2, f"its rotary tables are {list(cos)} and {list(sin)}")
+    require(not bias or bias[0] == qkv[1:], f"the bias of q, k and v is {bias}")
     cache = (kv_heads, "W" if window else "P", head_dim)
     require(keys == values == cache, f"its caches are {list(keys)} and {list(values)}, not {list(cache)}")
     return (qkv[0], heads * head_dim)
@@ -266,7 +271,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("chunkrt", "FloatLinear"): Operator(num_inputs=2, output=_product, flops=_product_flops),
     ("chunkrt", "HeadNorm"): Operator(num_inputs=2, output=_head_norm, attributes={"epsilon": float}),
     ("chunkrt", "LinearAttention"): _LINEAR_ATTENTION,
-    ("chunkrt", "RawKeyAttention"): _ATTENTION,
+    ("chunkrt", "RawKeyAttention"): replace(_ATTENTION, num_inputs=8, least_inputs=7),
     ("chunkrt", "RoutedExperts"): Operator(
         is_dynamic=True,
         flops=_experts_flops,
@@ -276,6 +281,10 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ),
     ("chunkrt", "ShadowLinear"): Operator(is_dynamic=True, num_inputs=2, output=_product),
 }
+
+
+OPERATOR_NAMES = frozenset(op for _, op in OPERATORS)
+"""Names that quantisation goes by, without a domain; a plug-in's operator has another name."""
 
 
 def is_dynamic(domain: str, op: str) -> bool:

@@ -118,9 +118,9 @@ class LinearBase(Module, ABC):
         """Module whose table is the weight; None if the checkpoint has a tensor for this linear alone."""
         return self._tied_to[0] if self._tied_to else None
 
-    def untie(self) -> None:
-        """Read the tensor at the module's own path. Call it on a named module."""
-        self._tied_to = ()
+    def tie_to(self, table: Module | None) -> None:
+        """Read another module's table; None: the tensor at the module's own path. Call it on a named module."""
+        self._tied_to = () if table is None else (table,)
         self.named(self.path)
 
     def forward(self, hidden: ir.Value) -> ir.Value:

@@ -13,6 +13,7 @@ nothing else.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from typing import Literal, cast
 import onnx_ir as ir
 
 from chunkrt.checkpoints.source import BlockTensor, TensorSource
+from chunkrt.errors import ModelError
+from chunkrt.graph.decoders import describe_family
 from chunkrt.graph.modules import Float32, Module, Parameter
 from chunkrt.graph.operators import is_dynamic
 from chunkrt.graph.placement import Placement, place
@@ -39,7 +42,9 @@ from chunkrt.graph.plan import (
     Subgraph,
     Tensor,
 )
-from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, STATE_KEY, trace
+from chunkrt.graph.plan_check import check_plan
+from chunkrt.graph.rope import RotaryTables
+from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, NO_HEAD_KEY, STATE_KEY, trace
 
 _DTYPES: Mapping[ir.DataType, Dtype] = {
     ir.DataType.FLOAT: "float32",
@@ -75,6 +80,14 @@ class Planned:
         """All that the decoder reads, by plan name."""
         return {parameter.name: parameter for parameter in self.decoder.parameters()}
 
+    @property
+    def num_parameters(self) -> int:
+        """Values of all tensors that the decoder reads, without those of RoPE. A tied head and its table are one."""
+        modules = [module for module in self.decoder.modules() if not isinstance(module, RotaryTables)]
+        members = (member for module in modules for member in vars(module).values())
+        tensors = [member.checkpoint_tensors for member in members if isinstance(member, Parameter)]
+        return sum(math.prod(shape) for shape in {name: s for each in tensors for name, s in each.items()}.values())
+
 
 def plan_decoder(
     source: TensorSource, decoder: Module, placement: Placement, is_shadowed: Callable[[str], bool] | None = None
@@ -86,12 +99,41 @@ def plan_decoder(
 
     Raises:
         ConfigError: the placement names no module.
+        ModelError: the decoder cannot be traced, or declares a parameter that it does not use.
     """
     place(decoder, placement)
-    graph = trace(decoder)
+    title = describe_family(source.architecture)
+    graph = trace(decoder, title=title)
+    if unused := unused_parameters(decoder, graph):
+        module, _, attribute = unused[0].name.rpartition(".")
+        more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+        raise ModelError(
+            f"the {title} builds module {module!r}, but no operator reads its parameter {attribute!r}{more}; call the "
+            "module in a forward, or do not build it"
+        )
     if is_shadowed is not None:
         cut_shadowed(graph, is_shadowed)
-    return Planned(source=source, decoder=decoder, plan=partition(graph, family=source.architecture))
+    plan = partition(graph, family=source.architecture)
+    check_new_plan(plan)
+    return Planned(source=source, decoder=decoder, plan=plan)
+
+
+def check_new_plan(plan: Plan) -> None:
+    """Raise ModelError, which names the family, if the plan of its decoder is none that chunkrt can run."""
+    try:
+        check_plan(plan)
+    except ValueError as error:
+        raise ModelError(f"the {describe_family(plan.family)} makes no plan: {error}; correct its modules") from error
+
+
+def unused_parameters(decoder: Module, traced: ir.Model) -> list[Parameter]:
+    """Parameters that a decoder declares and no operator of its traced graph reads.
+
+    Rotary tables are exempt: layers of one kind share them, and a decoder may have no layer of that kind.
+    """
+    tables = {id(p) for m in decoder.modules() if isinstance(m, RotaryTables) for p in m.parameters()}
+    unread = (p for p in decoder.parameters() if p.name not in traced.graph.initializers)
+    return [parameter for parameter in unread if id(parameter) not in tables]
 
 
 def partition(model: ir.Model, *, family: str) -> Plan:
@@ -121,6 +163,7 @@ def partition(model: ir.Model, *, family: str) -> Plan:
         output=logits.name or "",
         vocab_size=int(_dimensions(logits)[-1]),
         context_length=int(graph.metadata_props.get(CONTEXT_KEY, "0")),
+        has_head=NO_HEAD_KEY not in graph.metadata_props,
         long_context_from=int(long_from) if (long_from := graph.metadata_props.get(LONG_CONTEXT_KEY)) else None,
     )
 

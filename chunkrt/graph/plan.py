@@ -43,6 +43,9 @@ SHADOW_OP = "ShadowLinear"
 ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
 """Of our domain: attention over a cache of keys that are rotated already, or of keys that are rotated when used."""
 
+KEY_FORMS = ("after RoPE", "before RoPE", "before RoPE and without their biases")
+"""How keys may be cached, the last in int8 alone; see `graph/key_biases.py`."""
+
 EXPERTS_OP = "RoutedExperts"
 """Of our domain: feed-forwards of which every row takes a few; inputs hidden, router_logits, gate_up [E, H, 2 I] and
 down [E, I, H]."""
@@ -133,6 +136,7 @@ class Plan:
 
     `context_length`: positions that it can tell apart. `long_context_from`: with more tokens than these, its rotary
     tables are the second ones, which follow the `context_length` rows of the first; None if there is one of each.
+    `has_head`: False if the checkpoint has no head, so that only the hidden states mean anything.
     """
 
     family: str
@@ -143,6 +147,7 @@ class Plan:
     vocab_size: int
     context_length: int
     long_context_from: int | None = None
+    has_head: bool = True
 
     @property
     def static_subgraphs(self) -> tuple[Subgraph, ...]:
@@ -173,10 +178,16 @@ class Plan:
         nodes = (node for s in self.subgraphs for node in s.nodes if node.op in ATTENTION_OPS)
         return frozenset(node.inputs[6] for node in nodes)
 
-    @cached_property
+    @property
     def has_raw_keys(self) -> bool:
         """Whether keys are cached before RoPE, so that they can move to another position."""
-        return any(node.op == "RawKeyAttention" for s in self.subgraphs for node in s.nodes)
+        return self.key_form > 0
+
+    @cached_property
+    def key_form(self) -> int:
+        """How keys are cached, as a place in `KEY_FORMS`."""
+        raw = [node for s in self.subgraphs for node in s.nodes if node.op == "RawKeyAttention"]
+        return 2 if any(len(node.inputs) > 7 for node in raw) else int(bool(raw))
 
     def _repr_html_(self) -> str:
         from chunkrt.graph.plan_table import plan_html

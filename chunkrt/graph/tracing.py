@@ -13,7 +13,9 @@ from contextvars import ContextVar
 
 import onnx_ir as ir
 
-from chunkrt.graph.plan import Attribute, Device
+from chunkrt.errors import ChunkrtError, ModelError
+from chunkrt.graph.operators import OPERATOR_NAMES, check_node, require
+from chunkrt.graph.plan import DOMAIN, Attribute, Device
 
 OPSET = 23
 """The first with RMSNormalization, RotaryEmbedding and Attention."""
@@ -25,6 +27,7 @@ STATE_KEY = "chunkrt.state"
 """Marks a graph input that persists from chunk to chunk."""
 CONTEXT_KEY = "chunkrt.context_length"
 LONG_CONTEXT_KEY = "chunkrt.long_context_from"
+NO_HEAD_KEY = "chunkrt.no_head"
 """Where the graph says how many positions it can tell apart, and from how many on it needs its long rotary tables."""
 ALONE_KEY = "chunkrt.alone"
 """Marks a node that shall be a subgraph of its own, by its name."""
@@ -40,7 +43,8 @@ def current_trace() -> Trace:
 class Trace:
     """One graph under construction.
 
-    `state` pairs every cache input with the output that holds its new content.
+    `state_updates` pairs every cache input with the output that holds its new content. `failed_in` is the path of the
+    innermost module whose forward raised an exception; None if none did.
     """
 
     def __init__(self) -> None:
@@ -49,6 +53,7 @@ class Trace:
         self.weights: dict[str, ir.Value] = {}
         self.state_updates: list[tuple[ir.Value, ir.Value]] = []
         self.metadata: dict[str, str] = {}
+        self.failed_in: str | None = None
         self._scopes: list[tuple[str, Device | None]] = [("", None)]
         self._names: set[str] = set()
 
@@ -67,6 +72,9 @@ class Trace:
         self._scopes.append((path, device or self._scopes[-1][1]))
         try:
             yield
+        except Exception:
+            self.failed_in = path if self.failed_in is None else self.failed_in
+            raise
         finally:
             self._scopes.pop()
 
@@ -79,8 +87,27 @@ class Trace:
         attributes: Mapping[str, int | float | str],
         domain: str = "",
     ) -> list[ir.Value]:
-        """Append a node with float32 outputs, given as (name within the module, shape)."""
+        """Append a node with float32 outputs, given as (name within the module, shape).
+
+        Raises:
+            ValueError: the shapes do not fit the operator, or a name of an output is taken.
+        """
         path, device = self._scopes[-1]
+        try:
+            is_foreign = domain not in ("", DOMAIN)
+            require(
+                not (is_foreign and op in OPERATOR_NAMES),
+                f"chunkrt has {op} itself; give that of {domain} another name",
+            )
+            check_node(
+                domain,
+                op,
+                attributes,
+                [_type_of(value) if value is not None else None for value in inputs],
+                outputs[0][1],
+            )
+        except ValueError as error:
+            raise ValueError(f"operator {op} {outputs[0][0]!r}: {error}") from error
         values = [_value(self._unique(name), ir.DataType.FLOAT, shape) for name, shape in outputs]
         metadata = {DEVICE_KEY: device} if device else {}
         node = ir.Node(
@@ -133,6 +160,10 @@ class Trace:
         if long_from is not None:
             self.metadata[LONG_CONTEXT_KEY] = str(long_from)
 
+    def leave_out_head(self) -> None:
+        """Say that the logits mean nothing; see `Plan.has_head`."""
+        self.metadata[NO_HEAD_KEY] = "1"
+
     def _unique(self, name: str) -> str:
         path = self._scopes[-1][0]
         full = f"{path}.{name}" if path else name
@@ -142,18 +173,30 @@ class Trace:
         return full
 
 
-def trace(decoder: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Model:
+def trace(decoder: Callable[[ir.Value, ir.Value], ir.Value], *, title: str = "decoder") -> ir.Model:
     """Record a decoder as an ONNX graph.
 
     Args:
         decoder: called once with "input_ids" int64 [T] and "logit_rows" int64 [R]; returns logits [R, vocab].
+        title: noun phrase for the decoder in errors, without an article.
 
     Returns:
         A model with inputs input_ids, logit_rows, position and the state of every layer; outputs logits and the
         updated state. Weights are initializers without values: those come from the checkpoint.
+
+    Raises:
+        ModelError: a forward raised an exception, or gave an operator shapes that do not fit it.
     """
-    with Trace().open() as record:
-        logits = decoder(record.input("input_ids", ("T",)), record.input("logit_rows", ("R",)))
+    record = Trace()
+    try:
+        with record.open():
+            logits = decoder(record.input("input_ids", ("T",)), record.input("logit_rows", ("R",)))
+    except ChunkrtError:
+        raise
+    except Exception as error:  # a plug-in's forward may raise any exception
+        module = f"module {record.failed_in!r}, " if record.failed_in else ""
+        what = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise ModelError(f"the {title} cannot be traced: {module}{what}; correct its forward, or the config") from error
     graph = ir.Graph(
         list(record.inputs.values()),
         [logits, *(new for _, new in record.state_updates)],
@@ -166,6 +209,13 @@ def trace(decoder: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Model:
     for weight in record.weights.values():
         graph.initializers[weight.name or ""] = weight
     return ir.Model(graph, ir_version=IR_VERSION, producer_name="chunkrt")
+
+
+def _type_of(value: ir.Value) -> tuple[str, tuple[int | str, ...]]:
+    """Name of a value's type, and its shape."""
+    assert value.shape is not None
+    name = "int64" if value.dtype == ir.DataType.INT64 else "float32"
+    return name, tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
 
 
 def _value(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:

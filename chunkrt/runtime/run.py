@@ -113,4 +113,4 @@ class RunResult:
 
 def _memory(plan: Plan) -> tuple[object, ...]:
     """What a state is made by, and what lies in it."""
-    return plan.state_tensors, plan.window, plan.has_raw_keys
+    return plan.state_tensors, plan.window, plan.key_form

@@ -17,7 +17,7 @@ from itertools import count
 import numpy as np
 
 from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import Plan
+from chunkrt.graph.plan import KEY_FORMS, Plan
 from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.prefix import Prefix, PrefixPiece, StateForms, copied, writes_of
 from chunkrt.runtime.snapshot import Present, Snapshot
@@ -284,7 +284,7 @@ class State:
             ConfigError: the file cannot be written.
         """
         self._settle()
-        numbers = {"position": self.position, "rope_offset": self.rope_offset, "raw_keys": int(self.plan.has_raw_keys)}
+        numbers = {"position": self.position, "rope_offset": self.rope_offset, "raw_keys": self.plan.key_form}
         state_file(path).write(numbers, self._tensors.seen(self.position))
 
     def load(self, path: str | os.PathLike[str] | StateFile) -> None:
@@ -309,13 +309,11 @@ class State:
 
     def _expected(self, numbers: Mapping[str, int]) -> Mapping[str, Array]:
         """Arrays of the form that those in a file with these numbers have. Raises ValueError if there are none."""
-        position, raw_keys = numbers["position"], bool(numbers["raw_keys"])
+        position = numbers["position"]
         if not 0 <= position <= self.capacity:
             raise ValueError(f"it holds {position} positions; the state has room for {self.capacity}")
-        if raw_keys != self.plan.has_raw_keys:
-            raise ValueError(
-                f"its keys were cached {'before' if raw_keys else 'after'} RoPE, those of the state are not"
-            )
+        if numbers["raw_keys"] != self.plan.key_form:
+            raise ValueError(f"its keys were not cached {KEY_FORMS[self.plan.key_form]}, as those of the state are")
         if numbers["rope_offset"] not in (0, self.plan.rope_offset(self.plan.context_length)):
             raise ValueError(f"its rotary tables begin at row {numbers['rope_offset']}")
         return self._tensors.seen(position)

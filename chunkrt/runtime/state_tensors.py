@@ -21,8 +21,9 @@ from chunkrt.runtime.tiled_cache import BLOCK, by_slot, tiled_shape, whole_block
 
 CacheDtype = Literal["float32", "float16", "int8", "bfloat16"]
 CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
-SCALE_BYTES = 4
-"""In an int8 cache the float32 scale of each position of a head follows its head_dim values, as bytes."""
+INT8_GROUP = 32
+"""In an int8 cache so many values of a position of a head share a float32 scale; these follow its head_dim values, as
+bytes."""
 
 Write = tuple[Array, Any, Any]
 """An array, a key, and what belongs there; made twice it is the same."""
@@ -176,4 +177,5 @@ def _cache(shape: tuple[int, ...], dtype: CacheDtype) -> Array:
     heads, slots, head_dim = shape
     if dtype == "bfloat16":
         return aligned_zeros(tiled_shape(heads, slots, head_dim), np.uint16)
-    return aligned_zeros((heads, slots, head_dim + SCALE_BYTES) if dtype == "int8" else shape, dtype)
+    with_scales = head_dim + -(-head_dim // INT8_GROUP) * np.dtype(np.float32).itemsize
+    return aligned_zeros((heads, slots, with_scales) if dtype == "int8" else shape, dtype)

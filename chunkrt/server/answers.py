@@ -173,7 +173,7 @@ def check_fits(service: Service, num_tokens: int, max_new_tokens: int | None) ->
         new = f"{max_new_tokens} for the answer" if max_new_tokens else "at least one for the answer"
         raise RequestError(
             f"this model's context holds {length} tokens, but {num_tokens} in the prompt and {new} were asked for; "
-            "shorten the prompt, or ask for fewer",
+            "shorten the prompt, or ask for fewer (max_tokens -1: as many as the context holds)",
             param="max_tokens" if num_tokens < length else "prompt",
             code="context_length_exceeded",
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import asdict
+from functools import cache
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -73,7 +76,9 @@ def make_app(service: Service) -> Starlette:
         "/detokenize": ("POST", _detokenize),
     }
     routes = [
-        Route(path, _endpoint(service, path, answer), methods=[method]) for path, (method, answer) in answers.items()
+        Route(written, _endpoint(service, path, answer), methods=[method])
+        for path, (method, answer) in answers.items()
+        for written in ((path,) if path.endswith(("/", "}")) else (path, f"{path}/"))
     ]
     middleware = []
     if service.options.allow_origin is not None:
@@ -81,7 +86,9 @@ def make_app(service: Service) -> Starlette:
         middleware = [
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
         ]
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_such_thing})
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_such_thing})
+    app.router.redirect_slashes = False  # few clients send a body again
+    return app
 
 
 def _endpoint(service: Service, path: str, answer: Answer) -> Callable[[HttpRequest], Awaitable[Response]]:
@@ -211,7 +218,23 @@ def _event(value: Mapping[str, Any]) -> ServerSentEvent:
 
 
 async def _page(service: Service, http: HttpRequest) -> Response:
-    return HTMLResponse(files("chunkrt.server").joinpath("page.html").read_text("utf-8"))
+    text, policy = _read_page()
+    return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
+
+
+@cache
+def _read_page() -> tuple[str, str]:
+    """Return the page, and a policy that lets it run its own script and style and ask this server, and nothing else."""
+    text = files("chunkrt.server").joinpath("page.html").read_text("utf-8")
+    rules = ["default-src 'none'", "img-src data:", "connect-src 'self'"]
+    for tag in ("script", "style"):
+        digest = base64.b64encode(hashlib.sha256(_between(text, tag).encode()).digest()).decode()
+        rules.append(f"{tag}-src 'sha256-{digest}'")
+    return text, "; ".join([*rules, "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"])
+
+
+def _between(text: str, tag: str) -> str:
+    return text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
 
 
 async def _health(service: Service, http: HttpRequest) -> Response:
@@ -244,9 +267,10 @@ async def _models(service: Service, http: HttpRequest) -> Response:
 
 
 async def _model(service: Service, http: HttpRequest) -> Response:
-    if http.path_params["name"] != service.name:
+    name = http.path_params["name"].removesuffix("/")
+    if name != service.name:
         raise RequestError(
-            f"the model {http.path_params['name']!r} is not served here; there is: {service.name}",
+            f"the model {name!r} is not served here; there is: {service.name}",
             status=404,
             code="model_not_found",
         )
@@ -290,14 +314,14 @@ async def _tokenize(service: Service, http: HttpRequest) -> Response:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give a prompt or messages, one of them", param="prompt")
     if request.messages is not None:
-        tokens = await service.beside(service.encode_chat, request.messages)
+        tokens = await service.beside(service.encode_chat, request.messages, None, request.chat_template_kwargs)
     else:
         assert request.prompt is not None
         prompt, special = request.prompt, request.add_special_tokens
 
         def encode() -> list[int]:
             service.check_length(prompt, "prompt")
-            return service.tokenizer.encode(prompt, add_special=special, parse_special=False)
+            return service.tokenizer.encode(prompt, add_special=special, parse_special=request.parse_special)
 
         tokens = await service.beside(encode)
     length = service.engine.context_length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from chunkrt.engine.scoring import TokenLogProbabilities
@@ -34,10 +34,10 @@ class Chat(Form):
         if not tools and request.tool_choice not in (None, "auto", "none"):
             raise RequestError("tool_choice: there are no tools to choose from", param="tool_choice")
         names = None if tools is None else _check_tools(service, request, tools)
-        if request.max_tokens is not None and request.max_completion_tokens is not None:
-            raise RequestError("give max_completion_tokens or max_tokens, one of them", param="max_tokens")
+        max_new_tokens = request.max_new_tokens
+        request.check_ends(service.engine.context_length if max_new_tokens is None else max_new_tokens)
         wanted = Wanted(
-            max_new_tokens=request.max_completion_tokens or request.max_tokens,
+            max_new_tokens=max_new_tokens,
             sampling=service.sampling(request),
             stop=request.stops,
             likeliest=request.num_likeliest,
@@ -45,14 +45,15 @@ class Chat(Form):
             progress=request.progress,
             cache_salt=cache_salt,
         )
-        prompt = await service.beside(service.encode_chat, request.messages, tools)
+        prompt = await service.beside(service.encode_chat, request.messages, tools, request.chat_template_kwargs)
         chat = Chat(service, request, [prompt], wanted)
         if names is not None:
             chat._readers = [CallReader(names) for _ in wanted.sampling]
         return chat
 
     def _log_probabilities(self) -> LogProbabilities:
-        return _LogProbabilities(self._service)
+        tokenizer = self._service.tokenizer
+        return _LogProbabilities(self._service, tokenizer.eos_ids | tokenizer.special_ids(self._wanted.stop))
 
     def _choice(self, index: int, text: str) -> Json:
         content, calls = self._divide(index, text)
@@ -101,15 +102,21 @@ def _check_tools(service: Service, request: ChatRequest, tools: Sequence[Mapping
 
 
 class _LogProbabilities:
-    """A list with an object for each token. Parts of characters may have one text; their bytes tell them apart."""
+    """A list with an object for each token. Parts of characters may have one text; their bytes tell them apart.
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    Args:
+        end_ids: tokens that end the message, and are no part of its content.
+    """
+
+    def __init__(self, service: Service, end_ids: Container[int]) -> None:
+        self._service, self._end_ids = service, end_ids
         self._content: list[Json] = []
 
     def add(self, token_id: int, told: TokenLogProbabilities | None) -> None:
         """See `LogProbabilities.add`."""
         assert told is not None, "a chat is not echoed"
+        if token_id in self._end_ids:
+            return
         top = [self._token(other, value) for other, value in told.top]
         self._content.append({**self._token(token_id, told.own), "top_logprobs": top})
 

@@ -11,9 +11,6 @@ from chunkrt.server.requests import CompletionRequest
 from chunkrt.server.service import Service
 from chunkrt.tokenizer import IncrementalDecoder
 
-MOST_NEW_TOKENS = 16
-"""Unless told otherwise; OpenAI's."""
-
 
 class Completion(Form):
     """One request, and what its choices have said so far."""
@@ -32,8 +29,10 @@ class Completion(Form):
             raise RequestError("best_of: every choice is returned; ask for n", param="best_of")
         if request.echo and request.stream:
             raise RequestError("echo: a stream tells what is new alone", param="echo")
+        max_new_tokens = request.max_new_tokens
+        request.check_ends(service.engine.context_length if max_new_tokens is None else max_new_tokens)
         wanted = Wanted(
-            max_new_tokens=MOST_NEW_TOKENS if request.max_tokens is None else request.max_tokens,
+            max_new_tokens=max_new_tokens,
             sampling=service.sampling(request),
             stop=request.stops,
             likeliest=request.logprobs,
@@ -43,7 +42,11 @@ class Completion(Form):
             cache_salt=cache_salt,
             follows_text=True,
         )
-        prompts = await service.encode_all(request.prompts, "prompt")
+
+        def encode(text: str) -> list[int]:
+            return service.tokenizer.encode(text, parse_special=request.parse_special is not False)
+
+        prompts = await service.encode_all(request.prompts, "prompt", encode)
         return Completion(service, request, prompts, wanted)
 
     def _log_probabilities(self) -> LogProbabilities:
@@ -97,8 +100,7 @@ class _LogProbabilities:
                 top[name] = max(value, top.get(name, value))
         self._top.append(top)
         self._offsets.append(self._length)
-        if token_id < self._service.tokenizer.vocab_size:
-            self._length += len(self._decoder.push(token_id))
+        self._length += len(self._decoder.push(token_id))
 
     def take(self) -> Json:
         """See `LogProbabilities.take`."""

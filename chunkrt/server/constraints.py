@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.engine.generation import Constraint
+from chunkrt.errors import ConstraintError
 from chunkrt.server.errors import RequestError
 from chunkrt.server.requests import ResponseFormat
+from chunkrt.server.satisfiable import allows_nothing
 from chunkrt.server.service import Service
 from chunkrt.tokenizer import Tokenizer
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 JSON_OBJECT = {"type": "object"}
+MOST_PROBED = 256
+"""Bytes that every answer begins with, and that are tried before the first is made."""
 
 
 def constraint_maker(service: Service, form: ResponseFormat | None) -> Callable[[], Constraint] | None:
@@ -41,12 +45,36 @@ def constraint_maker(service: Service, form: ResponseFormat | None) -> Callable[
             status=501,
             param="response_format",
         ) from error
-    tokenizer = _tokenizer(service.tokenizer, service.engine.plan.vocab_size)
-    # Spaces and line ends wherever they may stand would go on for ever.
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_flexible": False})
-    if problem := LLMatcher(tokenizer, grammar, log_level=0).get_error():
-        raise RequestError(f"response_format: {problem.splitlines()[0]}", param="response_format")
-    return lambda: _Matching(LLMatcher(tokenizer, grammar, log_level=0), service.engine.plan.vocab_size)
+    vocab_size = service.engine.plan.vocab_size
+    tokenizer = _tokenizer(service.tokenizer, vocab_size)
+    try:
+        # Spaces and line ends wherever they may stand would go on for ever.
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_flexible": False})
+    except (ValueError, RecursionError) as error:
+        problem = "it is nested too deeply" if "recursion" in str(error) else str(error)
+        raise _refusal(f"the schema cannot be read: {problem}") from error
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if not matcher.is_error() and allows_nothing(schema):
+        raise _refusal("the schema allows nothing: each value would have to contain another one, without end")
+    probe = matcher.deep_copy()
+    probe.consume_tokens(tokenizer.tokenize_bytes(probe.compute_ff_bytes()[:MOST_PROBED]))
+    if problem := matcher.get_error() or probe.get_error():
+        raise _refusal(_in_one_line(problem))
+    return lambda: _Matching(matcher.deep_copy(), vocab_size)
+
+
+def _refusal(problem: str) -> RequestError:
+    return RequestError(f"response_format: {problem}", param="response_format")
+
+
+def _in_one_line(problem: str) -> str:
+    """Describe an error of llguidance's, whose further lines are its state."""
+    line = problem.splitlines()[0]
+    if "items" in line:  # a row of its parser has one for each alternative that is open
+        return f"the schema's grammar is too large ({line}); give it fewer optional properties and alternatives"
+    if line.startswith("NoExtension"):
+        return "the schema allows no text that goes on from here"
+    return line
 
 
 @lru_cache(maxsize=1)
@@ -64,10 +92,16 @@ class _Matching:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def allowed(self) -> NDArray[np.bool_]:
-        """See `Constraint.allowed`."""
+        """See `Constraint.allowed`. Raises ConstraintError if llguidance failed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()  # its mask then has end tokens alone
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
 
     def accept(self, token_id: int) -> None:
-        """See `Constraint.accept`."""
+        """See `Constraint.accept`. Raises ConstraintError if llguidance failed."""
         self._matcher.consume_token(token_id)
+        self._check()
+
+    def _check(self) -> None:
+        if problem := self._matcher.get_error():
+            raise ConstraintError(f"response_format: {_in_one_line(problem)}")

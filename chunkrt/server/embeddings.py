@@ -27,13 +27,13 @@ async def embeddings(service: Service, request: EmbeddingRequest, cache_salt: st
         BusyError: as many requests wait as may.
     """
     service.check_model(request)
-    if (pooling := service.options.embeddings) is None:
+    if (pooling := service.pooling) is None:
         raise RequestError(
             f"{service.name} is not served for embeddings; start the server with --embeddings last, or mean, as the "
             "model was trained",
             code="no_embeddings",
         )
-    texts = await service.encode_all(request.inputs, "input", shifts=False)
+    texts = await service.encode_all(request.inputs, "input", service.tokenizer.encode_for_embedding, shifts=False)
     length = service.engine.context_length
     for tokens in texts:
         if not tokens:

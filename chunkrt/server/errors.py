@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from chunkrt.errors import BusyError, ChunkrtError, ClosedError, ConfigError
+from chunkrt.errors import BusyError, ChunkrtError, ClosedError, ConfigError, ConstraintError
 
 RETRY_SECONDS = 1
 
@@ -34,6 +34,8 @@ def as_request_error(error: Exception) -> RequestError:
         return RequestError(str(error), status=503, code="busy")
     if isinstance(error, ClosedError):
         return RequestError("the server is about to end", status=503, code="closing")
+    if isinstance(error, ConstraintError):
+        return RequestError(str(error), param="response_format", code="constraint_failed")
     if isinstance(error, ConfigError):
         return RequestError(str(error))
     if isinstance(error, ChunkrtError):

@@ -71,9 +71,9 @@ class Form(ABC):
                 elif isinstance(event, Prefilled):
                     for index in self._choices_of(event):
                         if (choice := self._begun(index)) is not None:
-                            yield self._object(self.event_kind, [choice])
+                            yield self._event(choice)
                 else:
-                    yield self._object(self.event_kind, [self._continued(event.choice, event.piece.text)])
+                    yield self._event(self._continued(event.choice, event.piece.text))
         if self._request.usage:
             yield self._object(self.event_kind, [], usage=self._usage())
 
@@ -92,6 +92,10 @@ class Form(ABC):
     @abstractmethod
     def _continued(self, index: int, text: str) -> Json:
         """What an event tells of a choice that has said more."""
+
+    def _event(self, choice: Json) -> Json:
+        usage = {"usage": self._usage()} if self._request.continuous_usage else {}
+        return self._object(self.event_kind, [choice], **usage)
 
     def _choices_of(self, event: Prefilled) -> range:
         first = event.prompt * self._choices_each

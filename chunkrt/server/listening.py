@@ -17,11 +17,28 @@ import uvicorn
 
 from chunkrt.errors import ConfigError
 from chunkrt.server.app import make_app
+from chunkrt.server.connections import Connections, raise_file_limit
 from chunkrt.server.service import Service
 
 LOG = logging.getLogger("uvicorn.error")
 LAST_SECONDS = 1.0
 """In which those whose answers were ended are told so."""
+
+
+def make_config(service: Service, host: str, port: int, connections: Connections) -> uvicorn.Config:
+    """Return uvicorn's configuration of a service."""
+    return uvicorn.Config(
+        make_app(service),
+        host=host,
+        port=port,
+        headers=[("X-Content-Type-Options", "nosniff")],
+        http=connections.protocol(),
+        ws="none",
+        backlog=connections.backlog,
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+    )
 
 
 async def listen(service: Service, host: str, port: int, *, grace_seconds: float, tell: Callable[[str], None]) -> None:
@@ -37,10 +54,10 @@ async def listen(service: Service, host: str, port: int, *, grace_seconds: float
     Raises:
         ConfigError: nothing can listen there.
     """
-    config = uvicorn.Config(
-        make_app(service), host=host, port=port, log_level="error", access_log=False, lifespan="off"
-    )
-    server = _Server(config, service, grace_seconds, tell)
+    options = service.options
+    connections = Connections(options.max_connections, options.header_seconds, raise_file_limit())
+    asyncio.get_running_loop().set_exception_handler(connections.handle_exception)
+    server = _Server(make_config(service, host, port, connections), service, grace_seconds, tell)
     try:
         await server.serve()
     except SystemExit as error:  # uvicorn's, when it cannot listen

@@ -1,7 +1,7 @@
 """What clients may send: the bodies of requests, field by field, as OpenAI's API has them.
 
-A field that is not here is refused by name: nothing that a client asks for is left out in silence. Those that say
-nothing about the answer (`user`, `metadata`, `store` and the like) are taken and not looked at.
+A field that is not here is refused by name, unless it asks for nothing (`given.py`), so no wish is ignored in silence.
+Fields that say nothing about the answer (`user`, `metadata`, `store` and the like) are taken and not looked at.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import msgspec
 
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.errors import ConfigError
+from chunkrt.files import BYTE_ORDER_MARK
 from chunkrt.server.errors import RequestError
+from chunkrt.server.given import given
 
 MOST_PROMPTS = 2048
 MOST_CHOICES = 64
 MOST_LIKELIEST = 20
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Limit = Annotated[int, msgspec.Meta(ge=-1)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)]
 Likeliest = Annotated[int, msgspec.Meta(ge=0, le=MOST_LIKELIEST)]
 Texts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PROMPTS)]
@@ -27,6 +30,10 @@ Body = TypeVar("Body", bound="Request")
 
 DRAWN_SEED = -1
 """Stands for no seed, as in other servers."""
+UNLIMITED = -1
+"""Stands for as many tokens as the context holds, as in other servers."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""Most tokens of a completion that states no number, as in OpenAI's API."""
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -44,9 +51,14 @@ class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`include_usage`: a last event has the counts. `include_progress`: events tell how far the prompt is."""
+    """Options of a stream.
+
+    include_usage: a last event has the counts. continuous_usage_stats: every event with a choice has the counts so far.
+    include_progress: events report the progress of the prompt.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_progress: bool = False
     include_obfuscation: bool = False
 
@@ -84,6 +96,9 @@ class Generating(Request, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     n: Choices | None = None
+    max_tokens: Limit | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
 
     def sampling(self, choice: int, vocab_size: int) -> SamplingOptions:
@@ -106,6 +121,8 @@ class Generating(Request, kw_only=True):
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
+            "min_new_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
             "seed": None if self.seed in (None, DRAWN_SEED) else (self.seed + choice) % 2**64,
         }
         if given["top_k"] == -1:
@@ -136,22 +153,60 @@ class Generating(Request, kw_only=True):
 
     @property
     def usage(self) -> bool:
-        """Whether a stream tells the counts at its end."""
+        """True if a stream reports the counts at its end."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True if every event of a stream reports the counts so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def check_ends(self, max_new_tokens: int) -> None:
+        """Check when an answer of at most so many tokens may end.
+
+        Raises:
+            RequestError: it shall not end where its form says that it does, or later than it may.
+        """
+        formed = self.response_format is not None and self.response_format.type != "text"
+        for name in ("ignore_eos", "min_tokens"):
+            if formed and getattr(self, name):
+                raise RequestError(f"{name}: with response_format the answer ends where its form does", param=name)
+        if (self.min_tokens or 0) > max_new_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, but the answer has at most {max_new_tokens} tokens",
+                param="min_tokens",
+            )
 
 
 class ChatRequest(Generating, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Most tokens of an answer; None for as many as the context holds.
+
+        Raises RequestError if `max_tokens` and its newer name contradict each other.
+        """
+        older, newer = self.max_tokens, self.max_completion_tokens
+        if older is not None and newer is not None and older != newer:
+            raise RequestError(
+                f"max_completion_tokens is {newer}, and max_tokens, its older name, is {older}; give one of them",
+                param="max_tokens",
+            )
+        limit = older if newer is None else newer
+        if limit == 0:
+            raise RequestError("max_tokens: found 0, expected at least 1, or -1 for no limit", param="max_tokens")
+        return None if limit == UNLIMITED else limit
 
     @property
     def num_likeliest(self) -> int | None:
@@ -165,11 +220,18 @@ class CompletionRequest(Generating, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[Any]
-    max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Likeliest | None = None
     suffix: str | None = None
     best_of: int | None = None
+    parse_special: bool | None = None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Most tokens of an answer; None for as many as the context holds."""
+        if self.max_tokens is None:
+            return DEFAULT_COMPLETION_TOKENS
+        return None if self.max_tokens == UNLIMITED else self.max_tokens
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -212,6 +274,8 @@ class TokenizeRequest(Request, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
+    parse_special: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(Request, kw_only=True):
@@ -235,13 +299,14 @@ def _several(param: str, given: str | list[Any]) -> list[str | list[int]]:
 
 
 def read(body: bytes | bytearray, kind: type[Body]) -> Body:
-    """A request's body.
+    """Read a request's body; a byte order mark in front of it is skipped.
 
     Raises:
         RequestError: it is not JSON, or not such a request; the message names the field.
     """
     try:
-        return msgspec.json.decode(body, type=kind)
+        fields = given(msgspec.json.decode(body.removeprefix(BYTE_ORDER_MARK.encode())), set(kind.__struct_fields__))
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise RequestError(str(error), param=_field(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

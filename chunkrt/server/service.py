@@ -38,10 +38,13 @@ class ServerOptions:
         queue: requests that wait for places.
         max_body_bytes: of a request.
         body_seconds: in which a request's body has to come.
+        header_seconds: in which a request's headers have to come.
+        max_connections: at a time; fewer where the process may open fewer than twice as many files.
         ping_seconds: the interval of comments in streams, which keep proxies and clients from giving up.
         allow_origin: what pages of other origins may be at ("*" for any); None: none.
         allow_hosts: names by which a server without keys may be asked, beside addresses and "localhost" ("*" for any).
-        embeddings: how they are made; None: not at all.
+        embeddings: how they are made; None: as the model's files say, or not at all if they say nothing.
+        template_options: variables of the chat template for all requests; a request's own come before them.
     """
 
     api_keys: Mapping[str, str] = field(default_factory=dict)
@@ -49,10 +52,13 @@ class ServerOptions:
     queue: int = 64
     max_body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
+    header_seconds: float = 10.0
+    max_connections: int = 8192
     ping_seconds: float = 1.0
     allow_origin: str | None = None
     allow_hosts: Sequence[str] = ()
     embeddings: Pooling | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Service:
@@ -60,6 +66,10 @@ class Service:
 
     def __init__(self, engine: Engine, name: str, options: ServerOptions) -> None:
         self.engine, self.name, self.options = engine, name, options
+        self.pooling = options.embeddings
+        if self.pooling is None and engine.tokenizer is not None:
+            has_hidden = engine.plan.flow.hidden is not None and not engine.scheme.is_rotated
+            self.pooling = engine.tokenizer.settings.pooling if has_hidden else None
         if options.embeddings is not None:
             check_hidden(engine.scheme)
             if engine.plan.flow.hidden is None:
@@ -107,15 +117,19 @@ class Service:
         return await asyncio.to_thread(work, *arguments)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The tokens of a chat up to where the answer begins. Raises RequestError if the messages are malformed."""
         knows_developers = "developer" in (self.tokenizer.settings.chat_template or "")
+        options = {**self.options.template_options, **(template_options or {})}
         taken = [_as_template_takes_it(message, knows_developers=knows_developers) for message in messages]
         try:
-            prompt = self.tokenizer.apply_chat_template(taken, tools=tools)
-            self.check_length(prompt, "messages")
-            return self.tokenizer.encode(prompt, add_special=False, parse_special=True)  # as `encode_chat` does
+            prompt = self.tokenizer.render_chat(taken, tools=tools, template_options=options)
+            self.check_length(prompt.text, "messages")
+            return self.tokenizer.encode_prompt(prompt)
         except (ConfigError, ModelError) as error:  # a template may refuse them, too
             raise RequestError(str(error), param="messages") from error
 
@@ -140,11 +154,19 @@ class Service:
             )
 
     async def encode_all(
-        self, prompts: Sequence[str | Sequence[int]], param: str, *, shifts: bool = True
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        param: str,
+        encode: Callable[[str], list[int]],
+        *,
+        shifts: bool = True,
     ) -> list[list[int]]:
         """Encode plain prompts, after none of them is found to be too long for its bytes.
 
-        Raises RequestError as `check_length` and `encode`.
+        Args:
+            encode: gives the tokens of a text.
+
+        Raises RequestError as `check_length`, and if token ids are outside the vocabulary.
         """
 
         def check() -> None:
@@ -153,41 +175,52 @@ class Service:
                     self.check_length(prompt, param, shifts=shifts)
 
         await self.beside(check)
-        return [await self.beside(self.encode, prompt, param) for prompt in prompts]
-
-    def encode(self, prompt: str | Sequence[int], param: str = "prompt") -> list[int]:
-        """The tokens of a plain prompt, of the field `param`. Raises RequestError if ids are outside the vocabulary."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special=True, parse_special=False)
+        encoded = [await self.beside(encode, p) if isinstance(p, str) else list(p) for p in prompts]
         vocab_size = self.engine.plan.vocab_size
-        if outside := [token for token in prompt if not 0 <= token < vocab_size]:
+        if outside := [token for tokens in encoded for token in tokens if not 0 <= token < vocab_size]:
             raise RequestError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}", param=param)
-        return list(prompt)
+        return encoded
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's bytes; none for one that only the model has, for padding."""
-        tokenizer = self.tokenizer
-        return tokenizer.token_bytes[token_id] if token_id < tokenizer.vocab_size else b""
+        return self.tokenizer.token_bytes[token_id]
 
 
 def _as_template_takes_it(message: Mapping[str, Any], *, knows_developers: bool) -> dict[str, Any]:
     """A message whose content is text: parts of text are joined, others refused. What developers say is the system's,
     where a template does not tell them apart."""
-    message = with_arguments_read(message)
+    message = with_arguments_read(_without_empty(message))
     if message.get("role") == "developer" and not knows_developers:
         message["role"] = "system"
+    is_assistant = message.get("role") == "assistant"
     content = message.get("content")
-    if content is None and message.get("role") == "assistant" and message.get("tool_calls"):
-        return {**message, "content": ""}
+    if content is None and is_assistant:
+        content = message["content"] = message.get("refusal", "")
     if isinstance(content, str):
         return message
     if not isinstance(content, list):
-        found = "missing" if "content" not in message else type(content).__name__
+        found = "missing" if content is None else type(content).__name__
         raise RequestError(f"messages: the content is {found}; expected text, or parts of it", param="messages")
-    texts = []
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            raise RequestError(f"messages: a part of type {kind!r}; this model reads text alone", param="messages")
-        texts.append(part["text"])
-    return {**message, "content": "".join(texts)}
+    return {**message, "content": "".join(_text_of(part, is_assistant=is_assistant) for part in content)}
+
+
+def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without nulls and empty lists, which say nothing, but which templates may take for values.
+
+    Raises RequestError if it has a field that is not read.
+    """
+    taken = {name: value for name, value in message.items() if value is not None and (name == "content" or value != [])}
+    if unread := [name for name in ("function_call", "audio") if name in taken]:
+        hint = "send tool_calls" if unread[0] == "function_call" else "this model reads text alone"
+        raise RequestError(f"messages: {unread[0]} is not read; {hint}", param="messages")
+    return taken
+
+
+def _text_of(part: Any, *, is_assistant: bool) -> str:
+    """Return the text of a part of a message. Raises RequestError if it is none."""
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    if kind == "text" or (kind == "refusal" and is_assistant):
+        text = part.get(kind)
+        if isinstance(text, str):
+            return text
+    raise RequestError(f"messages: a part of type {kind!r}; this model reads text alone", param="messages")

@@ -95,13 +95,14 @@ def _with_arguments_read(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError('messages: a call: expected {"function": {"name": ..., "arguments": ...}}', param="messages")
-    if not isinstance(function.get("arguments"), str):
-        return call
+    arguments = function.get("arguments")
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments.strip() or "{}")
     except (ValueError, RecursionError) as error:
         raise RequestError(f"messages: the arguments of a call are not JSON: {error}", param="messages") from error
-    return {**call, "function": {**function, "arguments": arguments}}
+    function = {**function, "arguments": {} if arguments is None else arguments}  # a call without arguments
+    return {**{name: value for name, value in call.items() if value is not None}, "function": function}
 
 
 def _call(text: str, key: str, names: Set[str]) -> Call | None:

@@ -23,6 +23,7 @@ import psutil
 
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.tokenizer import template_process
+from chunkrt.tokenizer.chat_prompt import NO_CONTROL_TOKENS, ChatPrompt, ControlTokens
 
 MAX_SECONDS = 5.0
 """For one prompt."""
@@ -58,21 +59,31 @@ class ChatTemplate:
         bos_token: str,
         eos_token: str,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        """The prompt. Without `tools` the template sees no such variable.
+        options: Mapping[str, Any] | None = None,
+        control_tokens: ControlTokens = NO_CONTROL_TOKENS,
+    ) -> ChatPrompt:
+        """The prompt. Fields of messages that are None are omitted, and a template without tools sees None.
+
+        Args:
+            options: further variables of the template.
+            control_tokens: those that stay text where messages, tools or options spell them.
 
         Raises:
-            ConfigError: the messages are not a list of JSON objects, each with a role.
+            ConfigError: the messages are not a list of JSON objects, each with a role; an option has the name of
+                another variable, or is no JSON value.
             ModelError: the template fails, refuses the messages, or takes more than MAX_SECONDS or MAX_BYTES.
         """
-        variables = {
-            "messages": _plain(messages),
-            **({} if tools is None else {"tools": list(tools)}),
-            "add_generation_prompt": add_generation_prompt,
-            "bos_token": bos_token,
-            "eos_token": eos_token,
-        }
-        line = _line(variables)
+        given = {"messages": _plain(messages), "tools": None if tools is None else list(tools), "documents": None}
+        own = {"add_generation_prompt": add_generation_prompt, "bos_token": bos_token, "eos_token": eos_token}
+        if taken := sorted((given | own).keys() & set(options or ())):
+            raise ConfigError(f"the option {taken[0]!r} of the chat template is set by chunkrt; give others")
+
+        def render(variables: dict[str, Any]) -> str:
+            return self._answer(_line(variables | own))
+
+        return control_tokens.render(render, given | _plain_options(options or {}))
+
+    def _answer(self, line: bytes) -> str:
         with self._lock:
             process = self._start(len(line))
             try:
@@ -217,4 +228,25 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for index, message in enumerate(plain):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError(f'message {index}: found {message!r:.80}, expected {{"role": ..., "content": ...}}')
+    return [_as_templates_read_it(message) for message in plain]
+
+
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+def _as_templates_read_it(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without fields that are None, and its reasoning by both names that templates have for it.
+
+    Source: Transformers, `apply_chat_template` and `_alias_reasoning_fields`.
+    """
+    message = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((message[key] for key in _REASONING_FIELDS if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(options)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the chat template's options are not plain JSON data: {error}") from error
     return plain

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
-from gguf import TokenType
+from gguf import PoolingType, TokenType
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.tokenizer.library import add_tokens, byte_pair_encoding
-from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids
+from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids, known_ends
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -90,6 +90,9 @@ MOST_CHARACTERS = 1024
 SentencePiece's own limit, max_sentencepiece_length, is 16 by default."""
 
 _CONTROL = (TokenType.CONTROL, TokenType.UNKNOWN)
+_OTHER_ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Besides "eos", the keys whose tokens end a generation. Source: llama.cpp, src/llama-vocab.cpp."""
+_POOLING: dict[Any, Literal["last", "mean"]] = {PoolingType.MEAN.value: "mean", PoolingType.LAST.value: "last"}
 _KEEPS_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")
 """Phi-3's control and user-defined tokens swallow the whitespace after them, except for these. GGUF does not say so.
 
@@ -128,17 +131,18 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
     if len(vocab) < len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocab[token] != index)
         raise ModelError(f"tokenizer.ggml.tokens holds {twice!r} twice")
+    default_bos, default_eos, adds_bos = (None, None, PRE_TOKENIZERS[pre].add_bos) if model == "gpt2" else (1, 2, True)
+    bos_id = _id(metadata, "bos", len(tokens), default_bos)
+    eos_id = _id(metadata, "eos", len(tokens), default_eos)
+    others = [_id(metadata, name, len(tokens)) for name in _OTHER_ENDS]
+    declared = [end for end in (eos_id, *others) if end is not None]
+    types = _with_known_controls(types, vocab, [*declared, *([] if bos_id is None else [bos_id])])
     if model == "gpt2":
         library = _byte_level(metadata, vocab, PRE_TOKENIZERS[pre])
-        default_bos, default_eos, add_bos = None, None, PRE_TOKENIZERS[pre].add_bos
     else:
         library = _sentence_piece(metadata, vocab, types, adds_space)
-        default_bos, default_eos, add_bos = 1, 2, True
     advised = {name: metadata.get(key) for name, key in _SAMPLING.items()}
-    bos_id = _id(metadata, "bos", len(tokens), default_bos)
-    ends = [_id(metadata, "eos", len(tokens), default_eos)]
-    ends += [_id(metadata, name, len(tokens)) for name in ("eot", "eom")]
-    control = {t: i for t, i in vocab.items() if types[i] in _CONTROL or i in (bos_id, *ends)}
+    control = {t: i for t, i in vocab.items() if types[i] in _CONTROL}
     named = [t for t, i in vocab.items() if types[i] == TokenType.USER_DEFINED and t not in control]
     is_phi3 = model == "llama" and metadata.get("general.architecture") == "phi3"
     add_tokens(
@@ -153,11 +157,16 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
             for token in [*control, *named]
         ],
     )
+    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos))
     return library, TextSettings(
         bos_id=bos_id,
-        eos_ids=end_ids((end for end in ends if end is not None), control),
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)),
+        eos_ids=end_ids(declared, control),
+        add_bos=adds_bos,
+        suffix_ids=(eos_id,) if eos_id is not None and metadata.get("tokenizer.ggml.add_eos_token") else (),
+        chat_adds_bos=adds_bos,
+        pooling=_POOLING.get(metadata.get(f"{metadata.get('general.architecture')}.pooling_type")),
         chat_template=_text(metadata, "tokenizer.chat_template", "") or None,
+        tool_template=_text(metadata, "tokenizer.chat_template.tool_use", "") or None,
         sampling=advised_sampling(advised, is_random=advised["temperature"] is not None),
     )
 
@@ -220,6 +229,17 @@ def _sentence_piece(
     to_text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     library.decoder = decoders.Sequence([*to_text, *strip])
     return library
+
+
+def _with_known_controls(types: Sequence[int], vocab: Mapping[str, int], declared: Sequence[int]) -> list[int]:
+    """The types of all tokens, where beginnings and ends are control tokens even if the file has them as others.
+
+    "</s>" keeps its type, since vocabularies have it as a tag of HTML, too. Source: llama.cpp, src/llama-vocab.cpp,
+    which does so and logs "control-looking token".
+    """
+    ends = [vocab[token] for token in known_ends(vocab) if token != "</s>"]
+    forced = {token_id for token_id in (*declared, *ends) if types[token_id] not in _CONTROL}
+    return [TokenType.CONTROL if index in forced else kind for index, kind in enumerate(types)]
 
 
 def _with_visible_spaces(token: str, kind: int) -> str:

@@ -6,13 +6,14 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
+from tokenizers import AddedToken
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import read_text
-from chunkrt.tokenizer.library import VOCABULARY_FILE, encode_text, read_vocabulary
+from chunkrt.tokenizer.library import VOCABULARY_FILE, add_tokens, encode_text, read_vocabulary
 from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids
 
 
@@ -24,8 +25,7 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
 
     Raises:
         ModelError: a file is damaged, or names a token that the vocabulary lacks.
-        UnsupportedModelError: the tokenizer is not in tokenizer.json, or puts more around a text than one
-            token before it.
+        UnsupportedModelError: the tokenizer is not in tokenizer.json, or puts several tokens before a text.
     """
     if not os.path.lexists(folder / VOCABULARY_FILE):  # a link to a file that is missing is an error, not its absence
         if (folder / "tokenizer.model").exists():
@@ -35,14 +35,22 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
             )
         return None
     library = read_vocabulary(folder / VOCABULARY_FILE)
-    config = _read_json(folder / "tokenizer_config.json")
+    config = _config(folder)
+    _add_declared_tokens(library, folder, config)
     generation = _read_json(folder / "generation_config.json")
     bos_id = _token_id(library, config["bos_token"]) if "bos_token" in config else model_config.get("bos_token_id")
+    eos_id = _token_id(library, config.get("eos_token"))
+    prefix_ids, suffix_ids = _frame(library)
+    if not suffix_ids and eos_id is not None and config.get("add_eos_token") is True:
+        suffix_ids = (eos_id,)
     add_bos = config.get("add_bos_token")
     if add_bos is None:
-        prefix = _prefix(library)
-        add_bos, bos_id = (True, prefix) if prefix is not None else (False, bos_id)
-    eos_id = _token_id(library, config.get("eos_token"))
+        if len(prefix_ids) > 1:
+            raise UnsupportedModelError(
+                f"its tokenizer.json puts {len(prefix_ids)} tokens before a text; at most one is implemented"
+            )
+        add_bos, bos_id = (True, prefix_ids[0]) if prefix_ids else (False, bos_id)
+    chat_template, tool_template = _chat_templates(folder, config)
     declared = [*_ids(eos_id), *_ids(generation.get("eos_token_id")), *_ids(model_config.get("eos_token_id"))]
     size = model_config.get("vocab_size")
     if isinstance(size, int) and (outside := [token_id for token_id in declared if not 0 <= token_id < size]):
@@ -53,48 +61,121 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
         bos_id=bos_id,
         eos_ids=end_ids(declared, special),
         add_bos=add_bos,
-        chat_template=_chat_template(folder, config),
+        chat_template=chat_template,
+        tool_template=tool_template,
+        suffix_ids=suffix_ids,
+        pooling=_pooling(folder),
         sampling=advised_sampling(generation, is_random=generation.get("do_sample") is True),
     )
 
 
-def _prefix(library: tokenizers.Tokenizer) -> int | None:
-    """The token that tokenizer.json itself puts before a text."""
+def _config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json. Without `added_tokens_decoder` the names in special_tokens_map.json count more.
+
+    Source: Transformers, PreTrainedTokenizerBase._from_pretrained.
+    """
+    config = _read_json(folder / "tokenizer_config.json")
+    return config if "added_tokens_decoder" in config else config | _read_json(folder / "special_tokens_map.json")
+
+
+def _add_declared_tokens(library: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]) -> None:
+    """Add the tokens that the configuration declares and tokenizer.json lacks, at the next free ids.
+
+    Source: Transformers, TokenizersBackend.__init__: tokens of `added_tokens_decoder` (before it was there, of
+    added_tokens.json) by their numbers, then those that are named, which are control tokens.
+
+    Raises:
+        ModelError: a declaration is neither text nor an object with its "content".
+    """
+    decoder = config.get("added_tokens_decoder")
+    if decoder is None:
+        old = _read_json(folder / "added_tokens.json")
+        decoder = {token_id: {"content": token, "special": False} for token, token_id in old.items()}
+    if not isinstance(decoder, dict):
+        raise ModelError(f"added_tokens_decoder is {decoder!r:.80}, expected an object")
+    try:
+        by_id = [token for _, token in sorted(decoder.items(), key=lambda item: int(item[0]))]
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"a token of added_tokens_decoder or added_tokens.json has no number: {error}") from error
+    extra = [config.get(key) or () for key in ("extra_special_tokens", "additional_special_tokens")]
+    listed = [token for several in extra for token in (several.values() if isinstance(several, dict) else several)]
+    named = [token for key, token in config.items() if key.endswith("_token") and isinstance(token, str | dict)]
+    named = [*named, *listed]
+    names = {_content(token) for token in named}
+    known = {token.content for token in library.get_added_tokens_decoder().values()}
+    added = [_added(token, special=_content(token) in names) for token in by_id]
+    added += [_added(token, special=True) for token in named]
+    add_tokens(library, list({token.content: token for token in added if token.content not in known}.values()))
+
+
+def _added(token: Any, *, special: bool) -> AddedToken:
+    flags = token if isinstance(token, dict) else {}
+    is_special = special or flags.get("special") is True
+    flag = {name: flags.get(name) is True for name in ("single_word", "lstrip", "rstrip")}
+    return AddedToken(_content(token), special=is_special, normalized=flags.get("normalized", not is_special), **flag)
+
+
+def _frame(library: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that tokenizer.json itself puts before a text, and behind it."""
     bare = encode_text(library, "a").ids
     framed = encode_text(library, "a", add_special_tokens=True).ids
+    for start in range(len(framed) - len(bare) + 1):
+        if bare and framed[start : start + len(bare)] == bare:
+            return tuple(framed[:start]), tuple(framed[start + len(bare) :])
     if framed == bare:
-        return None
-    if framed[1:] == bare:
-        return framed[0]
+        return (), ()
     raise UnsupportedModelError(
         f"its tokenizer.json encodes 'a' as {framed} with and {bare} without special tokens; "
-        "only one token before the text is implemented"
+        "only tokens before and behind a text are implemented"
     )
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, or what tokenizer_config.json has: a template, or several by name."""
-    if os.path.lexists(folder / "chat_template.jinja"):
-        return _read_text(folder / "chat_template.jinja")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        defaults = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
-        template = defaults[0].get("template") if defaults else None
-    return template
+def _pooling(folder: Path) -> Literal["last", "mean"] | None:
+    """The pooling that a folder of Sentence Transformers names, "last" or "mean"; None if it names none or another.
+
+    Source: sentence_transformers.models.Pooling.
+    """
+    found = _read_json(folder / "1_Pooling" / "config.json")
+    modes = [key for key, value in found.items() if key.startswith("pooling_mode_") and value is True]
+    if isinstance(mode := found.get("pooling_mode"), str):
+        modes = [f"pooling_mode_{mode}"]
+    keys = ("pooling_mode_lasttoken",), ("pooling_mode_mean",), ("pooling_mode_mean_tokens",)
+    if tuple(modes) not in keys:
+        return None
+    return "last" if modes == ["pooling_mode_lasttoken"] else "mean"
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The template of chats, and the one of chats with tools if it is another.
+
+    Source: Transformers, `get_chat_template`: chat_template.jinja with others in additional_chat_templates, or
+    tokenizer_config.json with one template or several by name.
+    """
+    found = config.get("chat_template")
+    several = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    by_name = {each.get("name"): each.get("template") for each in several}
+    templates = {"default": None if isinstance(found, list) else found} | by_name
+    files = {"default": folder / "chat_template.jinja", "tool_use": folder / "additional_chat_templates/tool_use.jinja"}
+    templates |= {name: _read_text(path) for name, path in files.items() if os.path.lexists(path)}
+    return templates["default"], templates.get("tool_use")
 
 
 def _token_id(library: tokenizers.Tokenizer, token: Any) -> int | None:
     """The id of a token that tokenizer_config.json names, as text or as an object with its "content"."""
     if token is None:
         return None
-    text = token.get("content") if isinstance(token, dict) else token
-    try:
-        token_id = library.token_to_id(text) if isinstance(text, str) else None
-    except UnicodeEncodeError:  # a lone surrogate
-        token_id = None
+    token_id = library.token_to_id(_content(token))
     if token_id is None:
-        raise ModelError(f"tokenizer_config.json names the token {text!r:.80}, which tokenizer.json has not")
+        raise ModelError(f"tokenizer_config.json names the token {token!r:.80}, which tokenizer.json has not")
     return token_id
+
+
+def _content(token: Any) -> str:
+    """The text of a declared token. Raises ModelError if it has none."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str) or any("\ud800" <= character <= "\udfff" for character in text):
+        raise ModelError(f"tokenizer_config.json names the token {text!r:.80}, expected text")
+    return text
 
 
 def _ids(value: Any) -> list[int]:

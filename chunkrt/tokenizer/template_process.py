@@ -12,6 +12,7 @@ Source: Transformers, utils/chat_template_utils.py, for the environment that tem
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 MAX_PROMPT_LENGTH = 1 << 24
+_NONCHARACTER = re.compile(r"(?<!\\)((?:\\\\)*)\\u(fd[de][0-9a-f])")
+"""An escape of U+FDD0 to U+FDEF in JSON, behind an even number of backslashes."""
 
 
 def main() -> None:
@@ -94,16 +97,21 @@ def _compile(source: str) -> Template:
 
         tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_unchanged"), [], [], body).set_lineno(line)  # a scope of its own
+
+        @staticmethod
+        def _unchanged(caller: Callable[[], str]) -> str:
+            return caller()
 
     class Namespace(JinjaNamespace):
         """Jinja's, without attributes that begin with an underscore, which lead to Python's internals."""
 
-        def __init__(self, **attributes: Any) -> None:
+        def __init__(self, *mappings: Any, **attributes: Any) -> None:
             super().__init__()
-            for name, value in attributes.items():
+            for name, value in dict(*mappings, **attributes).items():
                 self[name] = value
 
         def __setitem__(self, name: str, value: Any) -> None:
@@ -117,26 +125,42 @@ def _compile(source: str) -> Template:
     def strftime_now(pattern: str) -> str:
         return datetime.now().strftime(pattern)
 
-    def new_dict(*arguments: Any, **values: Any) -> dict[Any, Any]:
-        return dict(*arguments, **values)
+    class NewDict:
+        """`dict` and `dict.fromkeys`, without the class and what it leads to."""
+
+        def __call__(self, *arguments: Any, **values: Any) -> dict[Any, Any]:
+            return dict(*arguments, **values)
+
+        def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*arguments)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals = {
-        "dict": new_dict,
+    del environment.globals["lipsum"]  # a plain function, which is a way to Python's internals
+    environment.globals |= {
+        "dict": NewDict(),
         "namespace": Namespace,
         "raise_exception": raise_exception,
-        "range": environment.globals["range"],
         "strftime_now": strftime_now,
     }
     return environment.from_string(source)
 
 
-def _to_json(value: Any, *, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter would escape HTML.
+
+    Noncharacters are not escaped: the caller marks control tokens by them (`chat_prompt.py`).
+    """
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NONCHARACTER.sub(lambda found: found[1] + chr(int(found[2], 16)), text) if ensure_ascii else text
 
 
 if __name__ == "__main__":

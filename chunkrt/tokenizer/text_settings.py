@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from chunkrt.errors import ModelError
 
 SETTINGS_FILE = "text.json"
+
+TEXT_FORMAT = 1
+"""Part of the name under which a compiled model is cached. It grows when other settings are read from a checkpoint."""
 
 END_TOKENS = (
     "<|im_end|>",
@@ -19,15 +22,43 @@ END_TOKENS = (
     "<|eot_id|>",
     "<|eom_id|>",
     "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|calls|>",
+    "<|flush|>",
     "<end_of_turn>",
+    "<turn|>",
+    "<|tool_response>",
+    "<eos>",
+    "</s>",
     "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "[e~[",
     "<\uff5cend▁of▁sentence\uff5c>",
     "<end_of_utterance>",
+    # padding, and the borders of files and repositories in code
+    "<|fim_pad|>",
+    "<fim-pad>",
+    "<fim_pad>",
+    "<PAD>",
+    "[PAD]",
+    "<|fim_repo|>",
+    "<|repo_name|>",
+    "<fim-repo>",
+    "<REPO>",
+    "<reponame>",
+    "<|file_sep|>",
 )
 """Control tokens that end a generation wherever a vocabulary has them, whatever else it declares.
 
-Source: llama.cpp, src/llama-vocab.cpp, the tokens it counts as end of generation.
+Source: llama.cpp, src/llama-vocab.cpp, the tokens that it counts as end of generation.
 """
+
+_PART_MESSAGES = (("<|call|>", "<|return|>"), ("<|call|>", "<|flush|>"), ("<|calls|>", "<|flush|>"))
+"""In a vocabulary that has both of a pair, "<|end|>" stands between the messages of one answer and ends none.
+Source: llama.cpp, src/llama-vocab.cpp."""
 
 
 ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -44,6 +75,11 @@ class TextSettings:
         add_bos: whether a text that is not a chat starts with `bos_id`.
         chat_template: Jinja source, if the model was tuned for chat.
         sampling: what the model's makers advise for chats, of the options in ADVISED; empty for greedy.
+        suffix_ids: tokens behind a text of which an embedding is made.
+        chat_adds_bos: whether a chat that does not begin with `bos_id` gets it: in a GGUF file a template may leave it
+            to the tokenizer.
+        tool_template: Jinja source for chats with tools, if it is another.
+        pooling: which hidden states the model's embeddings are made of, "last" or "mean", if its makers say.
 
     Raises:
         ModelError: a value of another type, or `add_bos` without a `bos_id`.
@@ -54,16 +90,27 @@ class TextSettings:
     add_bos: bool
     chat_template: str | None
     sampling: Mapping[str, float] = field(default_factory=dict)
+    suffix_ids: tuple[int, ...] = ()
+    chat_adds_bos: bool = False
+    tool_template: str | None = None
+    pooling: Literal["last", "mean"] | None = None
 
     def __post_init__(self) -> None:
         if self.bos_id is not None and not _is_id(self.bos_id):
             raise ModelError(f"the beginning token is {self.bos_id!r}, expected a token id")
+        if not all(map(_is_id, self.suffix_ids)):
+            raise ModelError(f"the tokens behind a text are {self.suffix_ids!r:.80}, expected token ids")
+        if self.pooling not in (None, "last", "mean"):
+            raise ModelError(f"the pooling is {self.pooling!r:.80}, expected last or mean")
         if not all(map(_is_id, self.eos_ids)):
             raise ModelError(f"the end tokens are {self.eos_ids!r:.80}, expected token ids")
         if not isinstance(self.add_bos, bool):
             raise ModelError(f"add_bos_token is {self.add_bos!r:.80}, expected true or false")
-        if not isinstance(self.chat_template, str | None):
-            raise ModelError(f"the chat_template is of type {type(self.chat_template).__name__}, expected text")
+        if not isinstance(self.chat_adds_bos, bool):
+            raise ModelError(f"chat_adds_bos is {self.chat_adds_bos!r:.80}, expected true or false")
+        for template in (self.chat_template, self.tool_template):
+            if not isinstance(template, str | None):
+                raise ModelError(f"the chat_template is of type {type(template).__name__}, expected text")
         if not isinstance(self.sampling, Mapping) or _numbers(self.sampling) != self.sampling:
             raise ModelError(f"the sampling options are {self.sampling!r:.80}, expected numbers by name")
         if self.add_bos and self.bos_id is None:
@@ -82,7 +129,9 @@ class TextSettings:
         """
         try:
             values = json.loads(text)
-            return TextSettings(**{**values, "eos_ids": tuple(values["eos_ids"])})
+            return TextSettings(
+                **{**values, "eos_ids": tuple(values["eos_ids"]), "suffix_ids": tuple(values.get("suffix_ids", ()))}
+            )
         except (ValueError, TypeError, KeyError, RecursionError, ModelError) as error:
             raise ModelError(f"{SETTINGS_FILE}: {error!r}") from error
 
@@ -113,7 +162,12 @@ def advised_sampling(values: Mapping[str, Any], *, is_random: bool) -> dict[str,
     return {"temperature": 1.0} | numbers
 
 
-def end_ids(declared: Iterable[int], special: dict[str, int]) -> tuple[int, ...]:
+def known_ends(vocab: Container[str]) -> list[str]:
+    """The tokens of END_TOKENS that a vocabulary has and that end a generation there."""
+    parts_messages = any(all(token in vocab for token in pair) for pair in _PART_MESSAGES)
+    return [token for token in END_TOKENS if token in vocab and not (token == "<|end|>" and parts_messages)]
+
+
+def end_ids(declared: Iterable[int], special: Mapping[str, int]) -> tuple[int, ...]:
     """The declared end tokens, then those that `special` (control tokens by text) has of END_TOKENS."""
-    known = [special[token] for token in END_TOKENS if token in special]
-    return tuple(dict.fromkeys([*declared, *known]))
+    return tuple(dict.fromkeys([*declared, *(special[token] for token in known_ends(special))]))

@@ -23,6 +23,7 @@ from chunkrt.tokenizer.text_settings import SETTINGS_FILE, TextSettings
 
 if TYPE_CHECKING:
     from chunkrt.checkpoints.source import TensorSource
+    from chunkrt.tokenizer.chat_prompt import ChatPrompt, ControlTokens
     from chunkrt.tokenizer.chat_template import ChatTemplate
 
 
@@ -162,10 +163,30 @@ class Tokenizer:
         decoder = IncrementalDecoder(self)
         return "".join([*map(decoder.push, ids), decoder.flush()])
 
+    def encode_for_embedding(self, text: str) -> list[int]:
+        """The tokens of a text of which an embedding is made, with those that the model expects behind it.
+
+        Errors are `encode`'s.
+        """
+        return [*self.encode(text), *self.settings.suffix_ids]
+
+    def special_id(self, text: str) -> int | None:
+        """The control token that a text spells out, from its first to its last character; None if it spells none."""
+        return self._special_ids.get(text)
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """The control tokens that some texts spell out; see `special_id`."""
+        return frozenset(self._special_ids[text] for text in texts if text in self._special_ids)
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        added = self._library.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
     @property
     def takes_tools(self) -> bool:
         """Whether the chat template says what tools there are."""
-        return re.search(r"\btools\b", self.settings.chat_template or "") is not None
+        return re.search(r"\btools\b", self.settings.tool_template or self.settings.chat_template or "") is not None
 
     def encode_chat(
         self,
@@ -173,13 +194,24 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens of a chat. A control token that a message spells out becomes one, as in Transformers.
+        """The tokens of a chat. A control token that a message spells out stays text.
 
-        Arguments and errors are `apply_chat_template`'s.
+        Arguments and errors are `render_chat`'s.
         """
-        prompt = self.apply_chat_template(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        return self.encode(prompt, add_special=False, parse_special=True)
+        prompt = self.render_chat(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_options=template_options
+        )
+        return self.encode_prompt(prompt)
+
+    def encode_prompt(self, prompt: ChatPrompt) -> list[int]:
+        """The tokens of a rendered chat. Errors are `encode`'s."""
+        (first, is_plain), *others = prompt.parts
+        ids = self._encode_plain(first) if is_plain else self.encode(first, add_special=False, parse_special=True)
+        for text, is_plain in others:
+            ids += self._encode_behind(text, is_plain=is_plain)
+        return ids
 
     def apply_chat_template(
         self,
@@ -187,33 +219,94 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a chat, as text.
+        """The prompt of a chat, as text: it does not show which control tokens are the messages'.
+
+        Arguments and errors are `render_chat`'s.
+        """
+        return self.render_chat(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_options=template_options
+        ).text
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        """The prompt of a chat, for `encode_prompt`.
 
         Args:
             messages: each with "role" and "content", as in {"role": "user", "content": "Hello"}.
             tools: that the model may call, each a JSON object as OpenAI's API has it; see `takes_tools`.
             add_generation_prompt: end where the model's answer begins.
+            template_options: further variables of the template, as in {"enable_thinking": False}.
 
         Raises:
-            ConfigError: the messages are malformed.
+            ConfigError: the messages or options are malformed.
             ModelError: the model has no chat template, or its template fails or refuses the messages.
         """
-        return self._chat_template.render(
+        template = self._tool_template if tools and self.settings.tool_template is not None else self._chat_template
+        bos_token = self._token(self.settings.bos_id)
+        prompt = template.render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
-            bos_token=self._token(self.settings.bos_id),
+            bos_token=bos_token,
             eos_token=self._token(next(iter(self.settings.eos_ids), None)),
+            options=template_options,
+            control_tokens=self._control_tokens,
         )
+        is_begun = prompt.parts[0][0].startswith(bos_token) and not prompt.parts[0][1]
+        return prompt.preceded_by(bos_token) if self.settings.chat_adds_bos and not is_begun else prompt
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        """Control tokens, and other added tokens that the templates write, e.g. "<tool_call>", but for white space."""
+        from chunkrt.tokenizer.chat_prompt import ControlTokens
+
+        sources = f"{self.settings.chat_template} {self.settings.tool_template}"
+        added = self._library.get_added_tokens_decoder().values()
+        written = (t.content for t in added if t.special or (t.content in sources and not t.content.isspace()))
+        return ControlTokens(set(written))
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:
-        from chunkrt.tokenizer.chat_template import ChatTemplate
-
         if self.settings.chat_template is None:
             raise ModelError("the model has no chat template; give it a plain prompt, or take one tuned for chat")
-        return ChatTemplate(self.settings.chat_template)
+        return _compiled(self.settings.chat_template)
+
+    @cached_property
+    def _tool_template(self) -> ChatTemplate:
+        assert self.settings.tool_template is not None
+        return _compiled(self.settings.tool_template)
+
+    def _encode_behind(self, text: str, *, is_plain: bool) -> list[int]:
+        """The tokens of a text that continues another.
+
+        SentencePiece puts a space before a text. A line break before it takes the space, and is taken off again.
+        """
+
+        def encode(text: str) -> list[int]:
+            return self._encode_plain(text) if is_plain else self.encode(text, add_special=False, parse_special=True)
+
+        line_break, ids = encode("\n"), encode("\n" + text)
+        behind = ids[: len(line_break)] == line_break
+        return ids[len(line_break) :] if behind else encode(text)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """The tokens of a text in which no added tokens are found, control tokens or others."""
+        library = self._library
+        with library_errors(f"the tokenizer cannot encode {text!r:.80}"):
+            normalised = text if library.normalizer is None else library.normalizer.normalize_str(text)
+            if library.pre_tokenizer is None:
+                words = [normalised]
+            else:
+                words = [word for word, _ in library.pre_tokenizer.pre_tokenize_str(normalised)]
+            return [token.id for word in words for token in library.model.tokenize(word)]
 
     def _library_that(self, *, parse_special: bool) -> tokenizers.Tokenizer:
         """The library object that reads control tokens, or the one that does not.
@@ -230,6 +323,12 @@ class Tokenizer:
 
     def _token(self, token_id: int | None) -> str:
         return "" if token_id is None else self.token_bytes[token_id].decode(errors="replace")
+
+
+def _compiled(source: str) -> ChatTemplate:
+    from chunkrt.tokenizer.chat_template import ChatTemplate  # starting its process takes time
+
+    return ChatTemplate(source)
 
 
 def _write(path: Path, text: str) -> None:

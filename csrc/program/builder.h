@@ -28,7 +28,8 @@ class ProgramBuilder {
 
   ValueId input(std::string name, Dtype dtype, Shape shape);
   // An input that is updated in place, float32. A cache of attention may in each run be float16 as well, int8
-  // with 4 columns more, and for attention in bfloat16 uint16 in tiles: see kernels/attention/attention.h.
+  // with columns for its scales, and for attention in bfloat16 uint16 in tiles: see
+  // kernels/attention/attention.h.
   ValueId state(std::string name, Shape shape);
   // `data` is not copied; `owner` keeps it alive as long as the program.
   ValueId constant(const void* data, Dtype dtype, const std::vector<std::size_t>& shape,

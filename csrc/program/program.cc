@@ -20,7 +20,7 @@ std::string describe(const TensorView& view) {
   return text + "]";
 }
 
-// What a run may give: a cache as it was declared, in float16, in int8 with each row's scale, or in tiles.
+// What a run may give: a cache as it was declared, in float16, in int8 with each row's scales, or in tiles.
 bool match_dtype(const Value& value, const TensorView& view) {
   return view.dtype == name_of(value.dtype) ||
          (value.is_cache && (view.dtype == name_of(Dtype::float16) || view.dtype == name_of(Dtype::int8))) ||
@@ -29,7 +29,9 @@ bool match_dtype(const Value& value, const TensorView& view) {
 
 Shape shape_in(const Value& value, Dtype dtype) {
   Shape shape = value.shape;
-  if (value.is_cache && dtype == Dtype::int8) shape.back().size += sizeof(float);
+  if (value.is_cache && dtype == Dtype::int8) {
+    shape.back().size = cache_row_bytes(CacheType::int8, shape.back().size);
+  }
   if (value.is_cache && dtype == Dtype::uint16) shape.back().size = tiled_depth(shape.back().size);
   return shape;
 }

@@ -20,6 +20,7 @@ struct Shape {
   std::size_t window = 0;
   bool has_raw_keys = false;
   std::size_t first_table_row = 0;
+  float bias = 0.0f;  // the largest of what is in all keys, and is left out of an int8 cache
 };
 
 // Groups of 1, 2, 3, 5 and 40 heads; head dims off and on the kernels' vectors; lengths around their blocks;
@@ -51,6 +52,9 @@ inline constexpr Shape kShapes[] = {
     {9, 3, 64, 64, 95, CacheType::float16, 0, true},
     {5, 1, 33, 18, 193, CacheType::float32, 0, true, 7},
     {4, 2, 20, 12, 200, CacheType::int8, 65, true, 3},
+    {2, 1, 128, 128, 70, CacheType::int8},
+    {6, 2, 44, 32, 130, CacheType::int8, 0, true, 0, 30.0f},
+    {9, 3, 64, 64, 95, CacheType::int8, 40, true, 7, 20.0f},
     {2, 1, 16, 8, 193, CacheType::float32, 5, true},
 };
 
@@ -71,12 +75,20 @@ inline std::string describe(const Shape& shape) {
           : shape.cache_type == CacheType::int8     ? "int8"
           : shape.cache_type == CacheType::bfloat16 ? "bfloat16"
                                                     : "float32") +
-         ", window " + std::to_string(shape.window) + (shape.has_raw_keys ? ", raw keys" : "");
+         ", window " + std::to_string(shape.window) + (shape.has_raw_keys ? ", raw keys" : "") +
+         (shape.bias > 0.0f ? " less biases up to " + std::to_string(shape.bias) : "");
 }
 
 inline std::size_t row_width(const Shape& s) { return (s.num_heads + 2 * s.num_kv_heads) * s.head_dim; }
 inline std::size_t out_width(const Shape& s) { return s.num_heads * s.head_dim; }
 inline float scale_of(const Shape& s) { return 1.0f / std::sqrt(static_cast<float>(s.head_dim)); }
+
+// [num_kv_heads * head_dim]: small, but for every fifth dimension.
+inline std::vector<float> key_biases(const Shape& s) {
+  std::vector<float> biases = Random(2).floats(s.num_kv_heads * s.head_dim, s.bias == 0.0f ? 0.0f : 1.0f);
+  for (std::size_t i = 3; i < biases.size(); i += 5) biases[i] = i % 2 == 0 ? s.bias : -s.bias;
+  return biases;
+}
 
 struct Kernels {
   AttentionFunction* append;
@@ -103,6 +115,11 @@ struct Prompt {
       const double angle = std::floor(static_cast<double>(i) / half) * std::pow(10000.0, -pair / half);
       cos[i] = static_cast<float>(std::cos(angle));
       sin[i] = static_cast<float>(std::sin(angle));
+    }
+    const std::vector<float> biases = key_biases(shape);
+    for (std::size_t row = 0; row < shape.length; ++row) {
+      float* const keys = qkv.data() + row * row_width(shape) + shape.num_heads * shape.head_dim;
+      for (std::size_t i = 0; i < biases.size(); ++i) keys[i] += biases[i];
     }
   }
 
@@ -152,6 +169,7 @@ inline Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const 
   const std::size_t row_bytes = cache_row_bytes(s.cache_type, s.head_dim);
   const std::vector<std::byte> nans(s.num_kv_heads * slots * row_bytes, std::byte{0xff});
   GuardedBuffer<std::byte> keys(nans), values(nans);
+  GuardedBuffer<float> biases(key_biases(s));
   GuardedBuffer<float> scratch(attention_scratch_floats(s.head_dim, kernels.math));
   std::fill_n(scratch.data(), scratch.size(), std::numeric_limits<float>::quiet_NaN());
   Result result;
@@ -168,6 +186,7 @@ inline Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const 
                                 .value_cache = values.data(),
                                 .cache_type = s.cache_type,
                                 .has_raw_keys = s.has_raw_keys,
+                                .key_bias = s.bias > 0.0f ? biases.data() : nullptr,
                                 .out = out.data(),
                                 .rows = rows,
                                 .position = run.first_position + position,

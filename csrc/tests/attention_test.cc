@@ -20,13 +20,16 @@ void check_same_result(const Result& found, const Result& expected, const std::s
   check_same(found.out.data(), expected.out.data(), expected.out.size(), what + ": the output");
 }
 
-void check_cached(const std::vector<double>& found, const std::vector<double>& expected, CacheType type,
-                  double error, const std::string& what) {
-  double largest = 0.0;
-  for (const double x : expected) largest = std::max(largest, std::fabs(x));
+void check_cached(const std::vector<double>& found, const std::vector<double>& expected,
+                  const std::vector<double>& bias, CacheType type, double error, const std::string& what) {
   for (std::size_t d = 0; d < found.size(); ++d) {
-    // float16 rounds relatively to an element, int8 to half a step of its row, of which 254 are the largest's
-    // double; scale, quotient and product round in float32.
+    double largest = 0.0;
+    for (std::size_t i = d / 32 * 32; i < std::min(d / 32 * 32 + 32, found.size()); ++i) {
+      largest = std::max(largest, std::fabs(expected[i] - bias[i]));
+    }
+    // float16 rounds relatively to an element, int8 to half a step of its group, of which 254 are the
+    // largest's double; scale, quotient and product round in float32, and what is left of a key without its
+    // bias.
     const double storage_error = type == CacheType::float16 ? std::fabs(expected[d]) * 0x1p-11 + 0x1p-25
                                  : type == CacheType::int8  ? largest * (1.0 / 254.0 + 0x1p-20)
                                                             : 0.0;
@@ -44,10 +47,10 @@ void check_caches(const Prompt& prompt, const Result& result) {
       const std::vector<double> key = head_of(prompt, row, key_column);
       // Both products of a roped key are at most 2, each rounded at most once in float32.
       check_cached(cached(result.keys, s, head, row, true), s.has_raw_keys ? key : roped(prompt, row, key),
-                   s.cache_type, s.has_raw_keys ? 0.0 : 4.0 * 0x1p-23, "a key");
+                   left_out(s, head, true), s.cache_type, s.has_raw_keys ? 0.0 : 4.0 * 0x1p-23, "a key");
       check_cached(cached(result.values, s, head, row, false),
-                   head_of(prompt, row, key_column + s.num_kv_heads * s.head_dim), s.cache_type, 0.0,
-                   "a value");
+                   head_of(prompt, row, key_column + s.num_kv_heads * s.head_dim), left_out(s, head, false),
+                   s.cache_type, 0.0, "a value");
     }
   }
 }
@@ -72,8 +75,10 @@ void check_output(const Prompt& prompt, const Result& result) {
         for (std::size_t d = 0; d < s.head_dim; ++d) {
           const double product = query[d] * k[d] * scale;
           weights[key] += product;
-          // The error of what is roped is relative to its two terms, each at most 2; of int8 a trifle more.
-          const double terms = std::fabs(k[d]) + (s.has_raw_keys ? std::fabs(query[d]) : 0.0);
+          // The error of what is roped is relative to its two terms, each at most 2, of a key with a bias so
+          // much more; of int8 a trifle more.
+          const double larger = 1.0 + static_cast<double>(s.bias) / 2.0;
+          const double terms = std::fabs(k[d]) + (s.has_raw_keys ? std::fabs(query[d]) * larger : 0.0);
           sum_of_magnitudes += std::fabs(product) + 4.1 * terms * scale;
         }
         largest_sum = std::max(largest_sum, sum_of_magnitudes);

@@ -17,12 +17,21 @@ T read(const std::byte* bytes) {
   return value;
 }
 
+// What an int8 cache leaves out of a head's keys.
+inline std::vector<double> left_out(const Shape& s, std::size_t head, bool are_keys) {
+  if (!are_keys || s.bias == 0.0f) return std::vector<double>(s.head_dim);
+  const std::vector<float> biases = key_biases(s);
+  const auto first = biases.begin() + static_cast<std::ptrdiff_t>(head * s.head_dim);
+  return {first, first + static_cast<std::ptrdiff_t>(s.head_dim)};
+}
+
 // What a cache that holds all means for the position `row` of a head.
 inline std::vector<double> cached(const std::vector<std::byte>& cache, const Shape& s, std::size_t head,
                                   std::size_t row, bool are_keys) {
   const std::size_t row_bytes = cache_row_bytes(s.cache_type, s.head_dim);
   const std::byte* const first = cache.data() + head * cache_slots(s) * row_bytes;
   const std::byte* const bytes = first + row * row_bytes;
+  const std::vector<double> bias = left_out(s, head, are_keys);
   std::vector<double> values(s.head_dim);
   for (std::size_t d = 0; d < s.head_dim; ++d) {
     switch (s.cache_type) {
@@ -34,7 +43,8 @@ inline std::vector<double> cached(const std::vector<std::byte>& cache, const Sha
         break;
       case CacheType::int8:
         values[d] = static_cast<double>(read<std::int8_t>(bytes + d)) *
-                    static_cast<double>(read<float>(bytes + s.head_dim));
+                        static_cast<double>(read<float>(bytes + s.head_dim + d / 32 * 4)) +
+                    bias[d];
         break;
       case CacheType::bfloat16: {
         const std::size_t depth = row_bytes / 2, block = row / 64 * 64 * depth, in_block = row % 64;

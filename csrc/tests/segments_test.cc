@@ -204,7 +204,7 @@ Sequence make_sequence(Program& program, Random& random, std::size_t rows) {
   const std::size_t before = draw(random, 0, 4) * draw(random, 0, kMostRows);
   const std::string ring_type = kTypes[draw(random, 0, 2)], type = kTypes[draw(random, 0, 2)];
   const auto width = [](const std::string& dtype) {
-    return kHeadDim + (dtype == "int8" ? sizeof(float) : 0);
+    return kHeadDim + (dtype == "int8" ? int8_groups(kHeadDim) * sizeof(float) : 0);
   };
   const std::vector<std::size_t> ring = {kKvHeads, 64 * draw(random, 1, 3), width(ring_type)},
                                  cache = {kKvHeads, before + rows + draw(random, 9, 70), width(type)};

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -226,8 +227,59 @@ def test_a_required_operator_stays_on(decoder, registry):
 def test_two_plugins_for_one_operator_are_refused(decoder, registry):
     add_plugin(registry, "add", "toy", np.add)
     add_plugin(registry, "add", "other", np.add)
-    with pytest.raises(ConfigError, match="'add' is there several times"):
+    message = "two forms of one operator in package acme-ops: 'add' on 'toy' and 'other', and node 'model.*register one"
+    with pytest.raises(ConfigError, match=message):
         all_choices(decoder, dispatcher(decoder, registry), "native")
+
+
+@pytest.mark.parametrize("device", ["fast", "native"])
+def test_each_node_gets_the_form_of_a_package_that_takes_it(decoder, registry, device):
+    """One form on a device of its own or in place of ours, another on "exact": they share the nodes."""
+
+    def is_inner(node):
+        return "input_layernorm" in node.name
+
+    def fast(x, weight, *, axis, epsilon):
+        return x
+
+    def exact(x, weight, *, axis, epsilon):
+        return x
+
+    add_plugin(registry, "rms_norm", device, fast, refuses=lambda node: "" if is_inner(node) else "too wide")
+    add_plugin(registry, "rms_norm", "exact", exact, refuses=lambda node: "too narrow" if is_inner(node) else "")
+    found = dispatcher(decoder, registry)
+    uses_of = [each for s in decoder.plan.subgraphs for each in found.runners(s, "native")]
+    norms = [(use, runner) for use, runner in uses_of if use.operator == "rms_norm"]
+    assert len({is_inner(use.node) for use, _ in norms}) == 2
+    assert all(runner.function is (fast if is_inner(use.node) else exact) for use, runner in norms)
+
+
+def test_forms_of_a_package_that_all_refuse_leave_the_node_to_ours(decoder, registry):
+    for device in ("fast", "exact"):
+        add_plugin(registry, "rms_norm", device, np.add, refuses=lambda node, device=device: f"not for {device}")
+    norms = [r for r in all_choices(decoder, dispatcher(decoder, registry), "native") if r.operator == "rms_norm"]
+    assert {runner.runs_on for runner in norms} == {"native"}
+    assert "not for fast" in norms[0].reason
+    assert "not for exact" in norms[0].reason
+
+
+@pytest.mark.parametrize("ops", [None, "none"])
+def test_an_operator_that_only_a_plugin_has_is_on_where_none_are(decoder, registry, ops):
+    """`--npu reference` and `none` stand for chunkrt's own reference, which has no form of the operator."""
+    plan = decoder.plan
+    nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
+    norm = next(node for node in nodes if node.op == "RMSNormalization")
+    foreign = replace(norm, op="WideNorm", domain="acme", attributes={})
+    subgraph = next(s for s in plan.subgraphs if norm in s.nodes)
+    renamed = replace(subgraph, nodes=tuple(foreign if node is norm else node for node in subgraph.nodes))
+    plan = replace(plan, subgraphs=tuple(renamed if s is subgraph else s for s in plan.subgraphs))
+    add_plugin(registry, "acme_wide_norm", "acme", np.multiply)
+    chosen = Dispatcher(plan, DYNAMIC, registry, Switches.parse(ops), default="none")
+    runners = {use.node.name: runner for use, runner in chosen.runners(renamed, "reference")}
+    assert runners[norm.name].function is np.multiply
+    off = Dispatcher(plan, DYNAMIC, registry, Switches.parse("-acme_wide_norm"), default="none")
+    with pytest.raises(PartitionError, match=r"switched off by --ops -acme_wide_norm, and .*; switch it on with"):
+        off.runners(renamed, "reference")
 
 
 def run_model(name, ops, *, npu="native", scheme="w8a8-dynamic", tokens=5, **options):

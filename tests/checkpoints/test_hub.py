@@ -190,11 +190,14 @@ def test_a_quantisation_is_fetched_and_no_other(hub):
 def test_a_repository_of_safetensors_is_fetched_without_what_is_not_read(hub):
     source = checkpoint("llama_mha")
     hub.files = {p.name: p.read_bytes() for p in source.iterdir() if p.is_file()}
-    hub.files |= {"pytorch_model.bin": b"x", "onnx/model.onnx": b"x"}
+    hub.files |= {"pytorch_model.bin": b"x", "onnx/model.onnx": b"x", "onnx/config.json": b"{}"}
+    hub.files |= {"1_Pooling/config.json": b"{}", "additional_chat_templates/tool_use.jinja": b"x"}
     path = fetch_model(HubModel(repository="org/name"))
     assert (path / "config.json").read_bytes() == (source / "config.json").read_bytes()
     assert not (path / "pytorch_model.bin").exists()
     assert not (path / "onnx").exists()
+    assert (path / "1_Pooling" / "config.json").read_bytes() == b"{}"
+    assert (path / "additional_chat_templates" / "tool_use.jinja").read_bytes() == b"x"
 
 
 def test_what_the_hub_does_not_have_is_one_line(hub):

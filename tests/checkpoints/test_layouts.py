@@ -10,8 +10,10 @@ from fixture_checkpoints import checkpoint, expected_logits, input_ids
 from safetensors.numpy import load_file, save_file
 
 import chunkrt
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.support import check_support
 from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.onnx.exporting import WindowSettings, window_model
 
 FAMILIES = ("gemma3_window_5", "lfm2", "llama_gqa", "llama_tied", "mistral_window_5", "phi3_longrope_short", "qwen2")
 FAMILIES += ("qwen3_layer_types", "qwen3_5", "qwen3_next_experts")
@@ -154,3 +156,50 @@ def test_load_refuses_a_gguf_that_has_no_other_layers(tmp_path):
     path = write_predicting_gguf(tmp_path / "m.gguf", "qwen3_5_gguf", 4)
     with pytest.raises(ModelError, match="nextn_predict_layers = 4, expected less than block_count = 4"):
         chunkrt.load(path, npu="reference", scheme="float")
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_window_5", "qwen3_5", "qwen3_next_experts"])
+def test_a_checkpoint_without_head_gives_hidden_states_alone(tmp_path, caplog, name):
+    """`AutoModel.save_pretrained` writes no head; hidden states times the head that it had are the logits."""
+    folder = write(tmp_path / "m", name, lambda tensor: tensor.removeprefix("model."))
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors.pop("lm_head.weight")
+    save_file(tensors, folder / "model.safetensors")
+    report = check_support(folder)
+    assert (report.tensors.missing, report.tensors.unread, report.tensors.misfits) == ([], [], [])
+    assert caplog.messages == ["m has no head (lm_head.weight): it gives embeddings, and no logits"]
+    with chunkrt.load(folder, npu="reference", scheme="float", cache_dtype="float32") as engine:
+        session, ids = engine.session(), input_ids(name)
+        hidden = session.prefill(ids, logits="hidden").hidden
+        np.testing.assert_allclose(hidden @ head.T, expected_logits(name), rtol=0, atol=1e-4)
+        assert engine.embed([ids], pooling="last").shape == (1, hidden.shape[1])
+        for refused in (
+            lambda: session.prefill(ids),
+            lambda: session.prefill(ids, logits="all"),
+            lambda: next(session.generate()),
+            lambda: engine.generate([ids]),
+            lambda: engine.score([(ids[:2], ids[2:4])]),
+        ):
+            with pytest.raises(ModelError, match="has no head"):
+                refused()
+        assert session.position == len(ids)
+    with pytest.raises(UnsupportedModelError, match="m has no head"):
+        window_model(plan_checkpoint(folder, {}), WindowSettings(window=2, sequence=4, context=8))
+
+
+@pytest.mark.parametrize("section", ["text_config", None])
+def test_a_tie_that_is_neither_true_nor_false_is_refused(tmp_path, section):
+    def change(config):
+        config = composite_config("gemma3")(config)
+        (config[section] if section else config)["tie_word_embeddings"] = "no"
+        return config
+
+    folder = write(tmp_path / "m", "gemma3_window_5", config=change)
+    with pytest.raises(ModelError, match="tie_word_embeddings is 'no', expected true or false"):
+        check_support(folder)
+
+
+def test_a_folder_with_an_adapter_alone_says_so(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds an adapter alone; merge it"):
+        check_support(tmp_path)

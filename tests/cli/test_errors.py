@@ -150,7 +150,7 @@ LINES = [
     ((*RUN, "--temperature", "nan"), "temperature: found nan, expected a finite number"),
     ((*RUN, "--temperature", "-1"), "temperature: found -1.0"),
     ((*RUN, "--temperature", "inf"), "temperature: found inf"),
-    ((*RUN, "--top-p", "0"), "top_p: found 0.0"),
+    ((*RUN, "--top-p", "-0.1"), "top_p: found -0.1"),
     ((*RUN, "--top-k", "-1"), "top_k: found -1"),
     ((*RUN, "-n", "0"), "max_new_tokens is 0, expected at least 1"),
     ((*RUN, "--stop", ""), "stop strings"),
@@ -384,7 +384,7 @@ def test_a_turn_that_was_stopped_before_its_answer_is_left_out(command, monkeypa
 
     monkeypatch.setattr("chunkrt.cli.chat.stream_answer", stream_answer)
     monkeypatch.setattr(
-        "chunkrt.tokenizer.Tokenizer.encode_chat", lambda self, messages: list(map(len, map(str, messages)))
+        "chunkrt.tokenizer.Tokenizer.encode_chat", lambda self, messages, **_: list(map(len, map(str, messages)))
     )
     monkeypatch.setattr("chunkrt.tokenizer.Tokenizer.has_chat_template", True)
     finished = command("chat", GGUF, stdin="first\nsecond one\nthird\nfourth, the last\n")

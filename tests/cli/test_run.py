@@ -53,6 +53,27 @@ def test_json_is_one_object(command):
     assert result["load_s"] > 0
 
 
+def test_an_answer_ends_when_its_end_tokens_may(command):
+    """At such a temperature all tokens are alike, so that an end token comes early by some seed."""
+    with chunkrt.load(GGUF) as engine:
+        for seed in range(100):
+            sampling = chunkrt.SamplingOptions(temperature=1e6, seed=seed)
+            number = sum(1 for _ in engine.stream(["hello"], max_new_tokens=40, sampling=sampling))
+            if 1 < number < 20:
+                break
+    drawn = ("run", GGUF, "-p", "hello", "-n", 40, "--temp", 1e6, "--seed", seed, "--json")
+
+    def ended(*options):
+        result = json.loads(command(*drawn, *options).out)
+        return result["finish_reason"], result["new_tokens"]
+
+    assert ended() == ("stop", number)
+    assert ended("--ignore-eos") == ("length", 40)
+    assert ended("--min-new-tokens", number - 1) == ("stop", number)
+    assert ended("--min-new-tokens", number)[1] > number
+    expect_one_line(command(*drawn, "--min-new-tokens", 41), "min_new_tokens is 41, more than max_new_tokens")
+
+
 def test_one_new_token_has_no_decode_rate(command):
     finished = command("run", GGUF, "-p", "hello", "-n", 1, "--json")
     assert json.loads(finished.out)["decode_tokens_per_second"] is None

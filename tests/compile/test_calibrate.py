@@ -574,7 +574,7 @@ def test_a_model_that_chats_gets_a_conversation(planned_gguf):
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
     first, second, third = TEXT.split("\n\n")
     turns = f"u:{first};a:{second};u:{third};"
-    expected = Tokenizer.from_source(planned_gguf.source).encode(turns, add_special=False, parse_special=True)
+    expected = Tokenizer.from_source(planned_gguf.source).encode(turns, add_special=True, parse_special=True)
     assert calibration_tokens(chatting(planned_gguf, template), TEXT, None).tolist() == expected
 
 

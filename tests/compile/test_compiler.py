@@ -20,7 +20,7 @@ from fixture_checkpoints import checkpoint, input_ids
 import chunkrt
 from chunkrt import files as shared_folder
 from chunkrt.compile import compiler
-from chunkrt.compile.compiler import compile_checkpoint
+from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.engine_directory import content
 from chunkrt.engine_directory import manifest as engine_directory
 from chunkrt.engine_directory.content import sampled_digest
@@ -72,6 +72,7 @@ def test_an_engine_directory_holds_these_files_and_no_others(engine_folder):
         "placement": {},
         "ranks": {"rank": 0, "size": 1},
         "checkpoint": sampled_digest(CHECKPOINT),
+        "num_parameters": plan_checkpoint(CHECKPOINT, {}).num_parameters,
         "npu": [],
         "files": {
             name: [len(data := (engine_folder / name).read_bytes()), hashlib.sha256(data).hexdigest()]
@@ -252,6 +253,20 @@ def test_a_cache_hit_imports_nothing_of_the_compile_half():
     logits(CHECKPOINT)
     run = subprocess.run([sys.executable, "-P", "-c", HIT, str(CHECKPOINT)], capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
+
+
+def test_what_is_compiled_depends_on_files_in_the_folders_of_texts(tmp_path):
+    path = Path(shutil.copytree(checkpoint("llama_mha"), tmp_path / "model"))
+
+    def folder():
+        return cached_folder(tmp_path, path, recipe=W8A8, placement={})
+
+    found = [folder()]
+    for name in ("1_Pooling/config.json", "additional_chat_templates/tool_use.jinja"):
+        (path / name).parent.mkdir()
+        (path / name).write_text("{}")
+        found.append(folder())
+    assert len(set(found)) == 3
 
 
 def test_what_is_compiled_depends_on_files_scheme_and_placement(tmp_path):

@@ -8,7 +8,7 @@ from fixture_checkpoints import checkpoint
 from threadpoolctl import threadpool_info
 
 import chunkrt
-from chunkrt.backends.reference import run_operator
+from chunkrt.backends.one_node import run_operator
 from chunkrt.compile import trials as losses_module
 from chunkrt.compile.calibrate import cached_calibration
 from chunkrt.compile.compiler import plan_checkpoint

@@ -19,6 +19,7 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.backends.qnn import SOCS, HtpOptions, backend
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine import deploy
 from chunkrt.engine.deploy import compile_engine
 from chunkrt.engine.lengths import compiled_chunk_length
@@ -115,6 +116,7 @@ def test_the_manifest_tells_versions_hashes_and_targets(deployed):
         "placement": {},
         "ranks": {"rank": 0, "size": 1},
         "checkpoint": sampled_digest(CHECKPOINT),
+        "num_parameters": plan_checkpoint(CHECKPOINT, {}).num_parameters,
     }
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from chunkrt.engine.sampling import GREEDY, Sampler, SamplingOptions
+from chunkrt.engine.sampling import EXCLUDED, GREEDY, Sampler, SamplingOptions
 from chunkrt.errors import BackendError, ConfigError
 
 REFERENCE = Path(__file__).parents[1] / "data" / "sampling_reference.npz"
@@ -70,7 +70,7 @@ def test_a_tiny_temperature_is_greedy():
     logits=arrays(np.float32, st.integers(1, 50), elements=st.floats(-100, 100, width=32)),
     temperature=st.floats(0, 10),
     top_k=st.none() | st.integers(1, 60),
-    top_p=st.floats(0.01, 1),
+    top_p=st.floats(0, 1),
     min_p=st.floats(0, 1),
     penalty=st.floats(0.5, 2),
     data=st.data(),
@@ -103,9 +103,9 @@ def test_what_remains_is_a_distribution_that_holds_the_likeliest(
         ("temperature", True, "a finite number"),
         ("top_k", 0, "at least 1, or None"),
         ("top_k", 2.0, "an integer"),
-        ("top_p", 0, "(0, 1]"),
-        ("top_p", 1.01, "(0, 1]"),
-        ("top_p", nan, "(0, 1]"),
+        ("top_p", -0.01, "[0, 1]"),
+        ("top_p", 1.01, "[0, 1]"),
+        ("top_p", nan, "[0, 1]"),
         ("min_p", -0.5, "[0, 1]"),
         ("min_p", nan, "[0, 1]"),
         ("repetition_penalty", 0, "[0.01, 100]"),
@@ -138,6 +138,20 @@ def test_logits_of_another_shape_are_an_error(shape):
 def test_a_history_outside_the_vocabulary_is_an_error(history):
     with pytest.raises(ConfigError, match="expected 0 to 2"):
         Sampler(SamplingOptions(repetition_penalty=1.5)).next(np.zeros(3, np.float32), history)
+
+
+def test_top_p_of_zero_keeps_the_likeliest_alone():
+    """As `TopPLogitsWarper(0.0)` of Transformers does, which keeps one token at least."""
+    options = SamplingOptions(temperature=1, top_p=0)
+    token_ids, probabilities = Sampler(options).distribution(np.array([1, 3, 2], np.float32))
+    assert (token_ids.tolist(), probabilities.tolist()) == ([1], [1.0])
+
+
+def test_excluded_tokens_have_no_chance_at_any_temperature():
+    logits = np.array([1, EXCLUDED, 2], np.float32)
+    for temperature in (1.0, 1e38, 1e300):
+        token_ids, _ = Sampler(SamplingOptions(temperature=temperature)).distribution(logits)
+        assert token_ids.tolist() == [0, 2]
 
 
 def test_of_tokens_with_equal_probabilities_the_likelier_stays():

@@ -469,3 +469,25 @@ def test_other_arguments_that_are_wrong(engine, session):
     for options in ({"calibration": "cal.npz"}, {"htp": {}}):
         with pytest.raises(ConfigError, match=f"{next(iter(options))} is .*, expected"):
             chunkrt.load(checkpoint(NAME), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "number", "reason"),
+    [({}, 1, "stop"), ({"ignore_eos": True}, 6, "length"), ({"min_new_tokens": 3}, 4, "stop")],
+)
+def test_end_tokens_come_when_they_may(engine, options, number, reason):
+    (end,) = engine.tokenizer.eos_ids
+    sampling = SamplingOptions(logit_bias={end: 100}, **options)
+    with engine.session() as session:
+        session.prefill("hello")
+        pieces = list(session.generate(max_new_tokens=6, sampling=sampling))
+    assert (len(pieces), pieces[-1].finish_reason) == (number, reason)
+    answers = dict(engine.stream(["hello"], max_new_tokens=6, sampling=sampling))
+    assert answers[0].finish_reason == reason
+
+
+def test_fewer_tokens_than_the_fewest_are_refused(engine):
+    with engine.session() as session:
+        session.prefill("hello")
+        with pytest.raises(ConfigError, match="min_new_tokens is 7, more than max_new_tokens"):
+            session.generate(max_new_tokens=6, sampling=SamplingOptions(min_new_tokens=7))

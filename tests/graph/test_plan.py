@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from fixture_checkpoints import NAMES, checkpoint
+from safetensors.numpy import load_file
 
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ModelError
@@ -26,7 +27,7 @@ def test_json_and_back_is_the_same_plan(plan):
 
 def test_json_holds_nothing_but_json(plan):
     data = json.loads(plan.to_json())
-    assert {type(v) for v in data.values()} <= {str, int, list, dict, type(None)}
+    assert {type(v) for v in data.values()} <= {str, int, bool, list, dict, type(None)}
     assert data["subgraphs"][1]["nodes"][0]["op"] == "RMSNormalization"
 
 
@@ -158,3 +159,13 @@ def test_what_is_compiled_is_read(name):
     plan = plan_checkpoint(checkpoint(name), {}).plan
     for made in (plan, plan.with_raw_keys()):
         assert Plan.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if checkpoint(name).is_dir()])
+def test_num_parameters_counts_the_checkpoints_values_once(name):
+    """All values of the file, which holds a tied table once; RoPE's buffers are no parameters."""
+    folder = checkpoint(name)
+    tensors = load_file(folder / "model.safetensors")
+    is_tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings")
+    names = [n for n in tensors if not n.endswith("inv_freq") and not (is_tied and n == "lm_head.weight")]
+    assert plan_checkpoint(folder, {}).num_parameters == sum(tensors[n].size for n in names)

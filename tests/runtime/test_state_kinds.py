@@ -211,7 +211,7 @@ def test_a_file_fits_another_chunk_length(tmp_path: Path, num_tokens: int) -> No
 
 def test_a_file_of_keys_before_rope_or_of_other_tables_is_refused(tmp_path: Path) -> None:
     make_state(RING_PLAN, 20).save(tmp_path / "rotated")
-    with pytest.raises(ModelError, match="its keys were cached after RoPE, those of the state are not"):
+    with pytest.raises(ModelError, match="its keys were not cached before RoPE, as those of the state are"):
         make_state(RING_PLAN.with_raw_keys(), 3).load(tmp_path / "rotated")
     long = make_plan(long_context_from=20)
     state = State(long, CONTEXT)

@@ -233,7 +233,7 @@ def test_a_character_of_several_tokens_is_told_token_by_token():
         assert top[taken["tokens"][0]] == max(-1.0, {tokens[1]: -0.5, tokens[2]: -0.75}.get(token, -1.0))
     assert names == ["a", "bytes:\\xe2", "bytes:\\x98", "bytes:\\x83", "b"]
     assert offsets == [0, 1, 1, 1, 2]
-    of_chat = chats._LogProbabilities(service)
+    of_chat = chats._LogProbabilities(service, frozenset())
     for token in tokens:
         of_chat.add(token, told)
     content = of_chat.take()["content"]

@@ -1,9 +1,11 @@
 """The server as OpenAI's own client sees it; what it answers is what the engine answers."""
 
 import base64
+import hashlib
 import json
 import threading
 import time
+from html.parser import HTMLParser
 
 import httpx
 import numpy as np
@@ -235,7 +237,10 @@ def test_tokens_and_back(served, engine):
         ({"model": "other"}, "model", "is not served here"),
         ({"temperature": -1}, "temperature", "at least 0"),
         ({"temperature": "hot"}, "temperature", "Expected `float"),
-        ({"max_tokens": -1}, "max_tokens", ">= 0"),
+        ({"max_tokens": -2}, "max_tokens", ">= -1"),
+        ({"max_tokens": 2.5}, "max_tokens", "got `float`"),
+        ({"max_tokens": 1e30}, "max_tokens", "got `float`"),
+        ({"seed": "1"}, "seed", "got `str`"),
         ({"suffix": "end"}, "suffix", "fills no gaps"),
         ({"best_of": 4}, "best_of", "ask for n"),
         ({"n": 65}, "n", "<= 64"),
@@ -328,6 +333,44 @@ def test_paths_and_methods(served):
     assert 'chunkrt_requests_total{path="/health",status="200"}' in metrics
     assert "<title>chunkrt</title>" in httpx.get(served[1]).text
     assert httpx.get(f"{served[1]}/stats").json()["model"] == "toy"
+
+
+class Parts(HTMLParser):
+    """The contents of a page's scripts and styles, and what its tags have that a policy of hashes forbids."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.contents, self.forbidden = None, {"script": [], "style": []}, []
+
+    def handle_starttag(self, tag, attributes):
+        self.inside = tag
+        self.forbidden += [(tag, name) for name, _ in attributes if name in ("style", "src") or name.startswith("on")]
+
+    def handle_endtag(self, tag):
+        self.inside = None
+
+    def handle_data(self, data):
+        if self.inside in self.contents:
+            self.contents[self.inside].append(data)
+
+
+def test_the_page_cannot_be_framed_and_runs_its_own_script_alone(served):
+    """A hash is of the text between the tags, as Content Security Policy Level 3 has it."""
+    answer = httpx.get(served[1])
+    rules = dict(rule.split(" ", 1) for rule in answer.headers["content-security-policy"].split("; "))
+    assert rules["frame-ancestors"] == rules["default-src"] == rules["base-uri"] == "'none'"
+    assert rules["connect-src"] == "'self'"
+    parts = Parts()
+    parts.feed(answer.text)
+    for tag, contents in parts.contents.items():
+        (digest,) = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in contents]
+        assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert parts.forbidden == []
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/nothing", "/v1/completions"])
+def test_no_answer_is_taken_for_another_type(served, path):
+    assert httpx.get(f"{served[1]}{path}").headers["x-content-type-options"] == "nosniff"
 
 
 def test_a_key_is_asked_for(engine):

@@ -95,6 +95,16 @@ def test_the_key_goes_with_every_request(engine, page):
         page.goto("about:blank")
 
 
+def test_a_script_that_is_not_the_pages_own_does_not_run(served, page):
+    page.goto(served[1])
+    page.evaluate(
+        "() => { const own = document.createElement('script'); own.textContent = 'window.ran = 1';"
+        " document.body.append(own); }"
+    )
+    assert page.evaluate("window.ran") is None
+    assert page.wrong == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_can_be_read_and_used_by_all(served, browser, scheme):
     """Every control has a name, and text stands out from what is behind it."""

@@ -22,11 +22,15 @@ CHATML = """{% for message in messages %}
 
 def render(source: str, messages: object = (USER,), *, add_generation_prompt: bool = True) -> str:
     """A prompt of one message."""
-    return ChatTemplate(source).render(
-        list(messages) if isinstance(messages, tuple) else messages,
-        add_generation_prompt=add_generation_prompt,
-        bos_token="<s>",
-        eos_token="</s>",
+    return (
+        ChatTemplate(source)
+        .render(
+            list(messages) if isinstance(messages, tuple) else messages,
+            add_generation_prompt=add_generation_prompt,
+            bos_token="<s>",
+            eos_token="</s>",
+        )
+        .text
     )
 
 
@@ -48,7 +52,7 @@ def test_a_chat_becomes_a_prompt():
         ("{% generation %}a{% endgeneration %}b", "ab"),
         ("{% set ns = namespace(n=1) %}{% for i in range(3) %}{% set ns.n = ns.n * 2 %}{% endfor %}{{ ns.n }}", "8"),
         ("{{ dict(a=1).a }}{{ '-' * 3 }}", "1---"),
-        ("{{ tools is defined }}{{ messages[0].absent }}", "False"),
+        ("{{ tools is defined }}{{ tools is none }}{{ documents is none }}{{ messages[0].absent }}", "TrueTrueTrue"),
         ("{{ strftime_now('%Y') | length }}", str(len(str(datetime.now().year)))),
     ],
 )
@@ -124,7 +128,7 @@ def test_a_template_that_was_stopped_still_renders_what_it_can(monkeypatch):
     )
     variables = {"add_generation_prompt": True, "bos_token": "", "eos_token": ""}
     for _ in range(2):
-        assert template.render([USER], **variables) == USER["content"]
+        assert template.render([USER], **variables).text == USER["content"]
         with monkeypatch.context() as patch:
             patch.setattr(chat_template, "MAX_SECONDS", 0.1)
             with pytest.raises(ModelError, match=r"more than 0\.1 seconds"):
@@ -136,7 +140,7 @@ def test_threads_share_a_template():
     variables = {"add_generation_prompt": True, "bos_token": "", "eos_token": ""}
 
     def ask(number):
-        return template.render([{"role": "user", "content": f"{number} "}], **variables)
+        return template.render([{"role": "user", "content": f"{number} "}], **variables).text
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(ask, range(200))) == [f"{number} {number} " for number in range(200)]

@@ -112,8 +112,8 @@ def test_whether_a_text_begins_with_a_token(folder, processor, add_bos_token, ex
 
 def test_more_than_one_token_before_a_text_is_not_implemented(folder):
     pieces = BEGINS_WITH_IM_START["single"]
-    change_vocabulary(folder, post_processor=BEGINS_WITH_IM_START | {"single": [*pieces, pieces[0]]})
-    with pytest.raises(UnsupportedModelError, match="only one token before the text"):
+    change_vocabulary(folder, post_processor=BEGINS_WITH_IM_START | {"single": [pieces[0], *pieces]})
+    with pytest.raises(UnsupportedModelError, match="puts 2 tokens before a text"):
         read(folder)
 
 
@@ -152,9 +152,9 @@ def test_a_decoder_of_another_kind_is_named(folder):
         ("tokenizer.json", "{", "tokenizer.json cannot be read"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
         ("tokenizer_config.json", "[" * 10**6, "tokenizer_config.json is not JSON"),
-        ("tokenizer_config.json", '{"bos_token": "\\ud800"}', "which tokenizer.json has not"),
+        ("tokenizer_config.json", '{"bos_token": "\\ud800"}', "expected text"),
         ("tokenizer_config.json", "[]", "holds list, expected an object"),
-        ("tokenizer_config.json", '{"bos_token": "<nowhere>"}', "'<nowhere>', which tokenizer.json has not"),
+        ("tokenizer_config.json", '{"bos_token": ""}', "names the token '', which tokenizer.json has not"),
         ("tokenizer_config.json", '{"eos_token": 3}', "names the token 3"),
         ("tokenizer_config.json", '{"add_bos_token": true}', "declares none"),
         ("tokenizer_config.json", '{"add_bos_token": "yes"}', "add_bos_token"),

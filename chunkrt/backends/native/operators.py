@@ -212,8 +212,9 @@ def _attention(lowering: Lowering, node: Node) -> list[int]:
     num_heads, num_kv_heads, head_dim, window = (
         int(_number(node.attributes[name])) for name in ("num_heads", "num_kv_heads", "head_dim", "window")
     )
+    *operands, qkv_bias = node.inputs if len(node.inputs) > 7 else (*node.inputs, "")
     value = lowering.builder.attention(
-        *lowering.values(node),
+        *map(lowering.value, operands),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -221,6 +222,7 @@ def _attention(lowering: Lowering, node: Node) -> list[int]:
         window=window,
         has_raw_keys=node.op == "RawKeyAttention",
         is_in_bfloat=lowering.attention_math == "bfloat16",
+        qkv_bias=lowering.optional_value(qkv_bias),
     )
     return [value]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
@@ -13,7 +13,8 @@ from chunkrt.checkpoints.source import LEFT_OUT, TensorSource, are_equal
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import gemma3, lfm2, llama, phi3, qwen2, qwen3, qwen3_next
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
-from chunkrt.graph.modules import Module
+from chunkrt.graph.decoders.parts import CausalDecoder
+from chunkrt.graph.modules import Module, Parameter
 from chunkrt.graph.parallel import LinearBase
 from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.plugins import Plugin, PluginGroup
@@ -72,7 +73,7 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
         ConfigError: so many ranks cannot share a linear evenly.
     """
     decoder, _ = make_decoder(source, ranks)
-    missing, unread = match_tensors(decoder, source)
+    missing, unread = match_tensors(decoder.parameters(), source)
     if missing:
         name, parameter = next(iter(missing.items()))
         raise ModelError(
@@ -94,6 +95,13 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
 def family_names() -> tuple[str, ...]:
     """Every model_type that is known, plug-ins' too."""
     return (*FAMILIES, *PLUGINS.names)
+
+
+def describe_family(model_type: str) -> str:
+    """Noun phrase for a family in errors, without an article; it names the plug-in that brings the family."""
+    if plugin := PLUGINS.find(model_type):
+        return str(plugin)
+    return f"family {model_type!r}" if model_type in FAMILIES else "decoder"
 
 
 def find_family(model_type: str) -> Family | None:
@@ -164,7 +172,10 @@ def find_tensors(decoder: Module, source: TensorSource) -> None:
             found[table] = found[own]
         elif not are_equal(source, found[own], found[table]):
             log.warning("%s: the config ties %s to %s, but they differ; both are used", source.path.name, own, table)
-            module.untie()
+            module.tie_to(None)
+    if _is_body_alone(source) and isinstance(decoder, CausalDecoder) and decoder.lm_head.tied_to is None:
+        log.warning("%s has no head (lm_head.weight): it gives embeddings, and no logits", source.path.name)
+        decoder.leave_out_head()
     for parameter in decoder.parameters():
         parameter.checkpoint_tensors = {found.get(n, n): shape for n, shape in parameter.checkpoint_tensors.items()}
 
@@ -184,10 +195,16 @@ def _stored_names(source: TensorSource) -> dict[str, str]:
     return stored
 
 
-def match_tensors(decoder: Module, source: TensorSource) -> tuple[dict[str, str], list[str]]:
+def _is_body_alone(source: TensorSource) -> bool:
+    """Return True if a checkpoint was saved without a head, as Transformers' `AutoModel` saves models of embeddings."""
+    names = source.names()
+    return "embed_tokens.weight" in names and "lm_head.weight" not in names
+
+
+def match_tensors(parameters: Iterable[Parameter], source: TensorSource) -> tuple[dict[str, str], list[str]]:
     """Tensors that the checkpoint lacks, with the parameter that needs each; and those that no parameter reads."""
     present = set(source.names())
-    needed = {t: p.name for p in decoder.parameters() for t in p.checkpoint_tensors}
+    needed = {t: p.name for p in parameters for t in p.checkpoint_tensors}
     missing = {name: parameter for name, parameter in needed.items() if name not in present}
     unread = [name for name in source.names() if name not in needed and not UNUSED_TENSORS.search(name)]
     return missing, [name for name in unread if not PREDICTION_TENSORS.match(name)]

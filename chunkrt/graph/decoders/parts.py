@@ -165,11 +165,21 @@ class CausalDecoder(Module):
         super().__init__()
         self.model = body
         (embedding,) = (child for name, child in body.children() if name == "embed_tokens")
-        self._context_length = config.context_length
+        self._context_length, self._embedding, self._has_head = config.context_length, (embedding,), True
         tied_to = embedding if config.tie_word_embeddings else None
         self.lm_head = ReplicatedLinear(config.hidden_size, config.vocab_size, tied_to=tied_to).to("cpu")
 
+    def leave_out_head(self) -> None:
+        """Let the table stand in for a head that the checkpoint lacks. Call it on a named decoder.
+
+        Nothing may read the logits then (`Plan.has_head`).
+        """
+        self._has_head = False
+        self.lm_head.tie_to(*self._embedding)
+
     def forward(self, token_ids: ir.Value, logit_rows: ir.Value) -> ir.Value:
         current_trace().set_context(self._context_length, None)
+        if not self._has_head:
+            current_trace().leave_out_head()
         hidden = ops.gather_rows(self.model(token_ids), logit_rows, name="last_hidden")
         return self.lm_head(hidden)

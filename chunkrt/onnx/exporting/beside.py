@@ -51,14 +51,25 @@ def tokenizer_files(planned: Planned) -> Files:
     config |= {
         key: tokenizer.token_bytes[index].decode(errors="replace") for key, index in tokens.items() if index is not None
     }
-    if settings.chat_template is not None:
-        config["chat_template"] = settings.chat_template
+    if settings.suffix_ids:
+        config["add_eos_token"] = True
+    named = {"default": settings.chat_template, "tool_use": settings.tool_template}
+    templates = {name: _as_folders_have_it(t, settings.chat_adds_bos) for name, t in named.items() if t is not None}
+    if len(templates) > 1:
+        config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
+    elif templates:
+        (config["chat_template"],) = templates.values()
     generation = {"bos_token_id": settings.bos_id, "eos_token_id": list(settings.eos_ids)}
     return {
         VOCABULARY_FILE: vocabulary,
         "tokenizer_config.json": json.dumps(config, indent=1).encode(),
         "generation_config.json": json.dumps(generation, indent=1).encode(),
     }
+
+
+def _as_folders_have_it(template: str, chat_adds_bos: bool) -> str:
+    """A GGUF file's chat template; one that leaves the beginning token to the tokenizer gets it."""
+    return "{{- bos_token }}" + template if chat_adds_bos and "bos_token" not in template else template
 
 
 def check_beside(folder: Path, files: Files) -> None:

@@ -30,7 +30,14 @@ EmitLayer = Callable[[Node, Sequence[ir.Value]], Sequence[ir.Value]]
 
 
 def make_emitter(planned: Planned, *, opset: int, dtype: ir.DataType) -> Emitter:
-    """An emitter that knows a checkpoint's weights; a head that is tied to the embedding's table shares it."""
+    """An emitter that knows a checkpoint's weights; a head that is tied to the embedding's table shares it.
+
+    Raises UnsupportedModelError if the checkpoint has no head.
+    """
+    if not planned.plan.has_head:
+        raise UnsupportedModelError(
+            f"{planned.source.path.name} has no head, and models of embeddings are not exported"
+        )
     shapes = {name: tensor.shape for name, tensor in planned.plan.tensors.items()}
     return Emitter(opset=opset, dtype=dtype, shapes=shapes, load=planned.load, tied=_tied(planned))
 

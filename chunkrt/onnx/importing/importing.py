@@ -14,6 +14,7 @@ from chunkrt.onnx.importing.decomposed import compose, is_written_out
 from chunkrt.onnx.importing.draft import Draft
 from chunkrt.onnx.importing.evaluation import Evaluator, reason_of
 from chunkrt.onnx.importing.exported import PLAN_KEY, metadata_of, replay_plan
+from chunkrt.onnx.importing.identity_nodes import without_identities
 from chunkrt.onnx.importing.module_tree import build_tree
 from chunkrt.onnx.importing.names import name_nodes
 from chunkrt.onnx.importing.passes.activations import raise_activations
@@ -30,9 +31,10 @@ from chunkrt.onnx.importing.passes.integer_linears import raise_integer_linears
 from chunkrt.onnx.importing.passes.linears import raise_linears
 from chunkrt.onnx.importing.passes.norms import raise_head_norms, raise_norms
 from chunkrt.onnx.importing.passes.pruning import prune
+from chunkrt.onnx.importing.preparing import prepare
 from chunkrt.onnx.importing.reading import find_model, read_proto, to_graph
 from chunkrt.onnx.importing.settings import GENAI, read_settings
-from chunkrt.onnx.importing.signature import find_signature
+from chunkrt.onnx.importing.signature import find_signature, inputs_of, refuse_fixed_lengths
 from chunkrt.onnx.importing.source import OnnxSource
 
 PASSES: tuple[Callable[[Draft], None], ...] = (
@@ -105,11 +107,16 @@ def _import(file: Path) -> tuple[OnnxSource, Module]:
     check_claims(proto, file)
     signature = find_signature(proto, file.name)
     family, config = read_settings(file.parent)
-    evaluator = Evaluator(proto, signature, _context_length(config))
     is_exported = PLAN_KEY in metadata_of(proto)
     if not is_exported:
+        prepare(proto, signature, file)
+    evaluator = Evaluator(proto, signature, _context_length(config))
+    if not is_exported:
+        refuse_fixed_lengths(inputs_of(proto), signature, file.name)
         _refuse_rounding(evaluator, file)
-        if is_written_out(proto):
+        plain = without_identities(evaluator, file, runs=is_written_out(proto))
+        evaluator = Evaluator(plain, signature, evaluator.context) if plain is not proto else evaluator
+        if is_written_out(plain):
             evaluator = Evaluator(compose(evaluator, file), signature, evaluator.context)
     model = to_graph(evaluator.proto, file)
     draft = Draft(

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError, UnsupportedModelError
+
+log = logging.getLogger(__name__)
 
 _STATE = re.compile(r"past_key_values|past_key_value|past_|past|present_|present")
 _LAYER = re.compile(r"\d+")
@@ -98,9 +101,10 @@ def find_signature(proto: onnx.ModelProto, where: str) -> Signature:
             )
         kind = _LAYER.sub("", key, count=1).strip("._")
         states[name] = State(past=name, present=presents.pop(key), layer=int(layer.group()), kind=kind)
+    if unread := [name for name in presents.values() if _STATE.search(name)]:
+        raise UnsupportedModelError(f"{where}: its output {unread[0]!r} is a state that is the counterpart of no input")
     if presents:
-        unread = next(iter(presents.values()))
-        raise UnsupportedModelError(f"{where}: its output {unread!r} is neither logits nor the counterpart of an input")
+        log.warning("%s: the outputs %s are left out; logits and states are read", where, ", ".join(presents.values()))
     if not states:
         raise UnsupportedModelError(f"{where} has no past and present states; export the decoder with its cache")
     in_order = sorted(states.values(), key=lambda state: (state.layer, state.kind))
@@ -113,6 +117,33 @@ def find_signature(proto: onnx.ModelProto, where: str) -> Signature:
         logits="logits",
         states={state.past: state for state in in_order},
     )
+
+
+def refuse_fixed_lengths(inputs: Mapping[str, ir.Value], signature: Signature, where: str) -> None:
+    """Refuse a decoder of which an input has a fixed number of tokens, or a fixed batch of several sequences.
+
+    Args:
+        inputs: as `inputs_of` returns them.
+
+    Raises:
+        UnsupportedModelError: one of tokens, mask, positions, keys and values has such a size.
+    """
+    by_rows = (signature.tokens, signature.mask, signature.positions)
+    axes = {name: (-2, -1) for name in by_rows if name in inputs}
+    axes |= {s.past: (0, 2) for s in signature.states.values() if re.search("key|value", s.kind) and s.past in inputs}
+    for name, (batch, length) in axes.items():
+        shape = inputs[name].shape or ()
+        if len(shape) < (2 if name in by_rows else 4):
+            continue
+        if isinstance(shape[length], int):
+            raise UnsupportedModelError(
+                f"{where}: {name} has a fixed length of {shape[length]}; only exports with a free number of tokens are "
+                "imported; export it with dynamic axes"
+            )
+        if isinstance(shape[batch], int) and shape[batch] != 1:
+            raise UnsupportedModelError(
+                f"{where}: {name} has a fixed batch of {shape[batch]}; export it with a batch of 1 or dynamic axes"
+            )
 
 
 def feeds(

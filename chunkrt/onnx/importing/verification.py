@@ -19,6 +19,7 @@ from chunkrt.graph.plan import Plan, resolve
 from chunkrt.onnx.importing.evaluation import open_session, reason_of
 from chunkrt.onnx.importing.exact import is_exact, without_rounding
 from chunkrt.onnx.importing.exported import export_settings
+from chunkrt.onnx.importing.preparing import is_prepared
 from chunkrt.onnx.importing.signature import Probe, feeds, find_signature, inputs_of
 from chunkrt.onnx.importing.source import OnnxSource
 from chunkrt.quant.scheme import SCHEMES
@@ -101,7 +102,11 @@ def original_logits(file: Path, proto: onnx.ModelProto, tokens: NDArray[np.int64
 
 def original_session(file: Path, proto: onnx.ModelProto) -> Any:
     """ONNX Runtime on a model that rounds no activations; on the file itself if it is such, and holds its weights."""
-    if is_exact(proto) and not any(tensor.external_data for tensor in proto.graph.initializer):
+    if (
+        is_exact(proto)
+        and not is_prepared(proto)
+        and not any(tensor.external_data for tensor in proto.graph.initializer)
+    ):
         return open_session(file)
     return open_session(without_rounding(proto))
 

@@ -13,8 +13,11 @@
 // of them: on float32 caches the same bits, as long as table_row - position stays the same.
 //
 // A float16 cache rounds to nearest even, and past 65504 to infinity. An int8 cache holds for each row of
-// head_dim values the int8 of quantize.h (quantize_s8row), then the bytes of their float32 scale; an element
-// read from it is float(q) * scale, rounded once.
+// head_dim values the int8 of quantize.h, each 32 of them from a multiple of 32 on being a row of
+// quantize_s8row (the last may be shorter), then the bytes of the float32 scales of these groups; an element
+// read from it is float(q) * scale, rounded once. With `key_bias` it holds of a raw key key - key_bias, and
+// what is read is fma(float(q), scale, key_bias): a constant that is large in a few channels, as the biases
+// of some models are, is then not rounded and makes no scale coarse.
 //
 // A bfloat16 cache is for AttentionMath::bfloat16, and for keys that are not raw. It rounds to nearest even,
 // and past the largest number to infinity, and holds each 64 positions from a multiple of 64 on as the tiles
@@ -62,6 +65,11 @@ enum class AttentionMath { float32, bfloat16 };
 // Dimensions of one position of one head in a bfloat16 cache.
 constexpr std::size_t tiled_depth(std::size_t head_dim) { return (head_dim + 31) / 32 * 32; }
 
+// Values of a row of an int8 cache that share a scale.
+constexpr std::size_t kInt8Group = 32;
+
+constexpr std::size_t int8_groups(std::size_t head_dim) { return (head_dim + kInt8Group - 1) / kInt8Group; }
+
 // Bytes of one position of one head in a cache; of bfloat16, a 64th of a block.
 constexpr std::size_t cache_row_bytes(CacheType type, std::size_t head_dim) {
   switch (type) {
@@ -74,7 +82,7 @@ constexpr std::size_t cache_row_bytes(CacheType type, std::size_t head_dim) {
     case CacheType::int8:
       break;
   }
-  return head_dim + sizeof(float);
+  return head_dim + int8_groups(head_dim) * sizeof(float);
 }
 
 struct AttentionArgs {
@@ -85,7 +93,9 @@ struct AttentionArgs {
   void* value_cache;     // as key_cache
   CacheType cache_type;  // float16 is IEEE 754 binary16
   bool has_raw_keys;     // the tables' row table_row - position + j exists for every key j that is seen
-  float* out;            // float32 [rows, num_heads * head_dim]; may not overlap qkv
+  // float32 [num_kv_heads * head_dim] or nullptr: the part of raw keys that an int8 cache leaves out.
+  const float* key_bias = nullptr;
+  float* out;  // float32 [rows, num_heads * head_dim]; may not overlap qkv
   std::size_t rows;
   std::size_t position;   // of row 0
   std::size_t table_row;  // of cos and sin, for row 0

@@ -2,6 +2,7 @@
 // sums.
 #include <immintrin.h>
 #include <math.h>
+#include <string.h>
 
 #include "kernels/attention/blocked.h"
 #include "kernels/attention/plain_tiles.h"
@@ -49,14 +50,23 @@ void narrow(const float* input, std::uint16_t* out, std::size_t count) {
   }
 }
 
-void dequantize(const std::int8_t* values, float scale, float* out, std::size_t count) {
-  const __m256 scales = _mm256_set1_ps(scale);
-  std::size_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(values + i));
-    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), scales));
+void dequantize(const std::byte* row, std::size_t head_dim, const float* bias, float* out) {
+  const auto* const values = reinterpret_cast<const std::int8_t*>(row);
+  for (std::size_t i = 0, end; i < head_dim; i = end) {
+    float scale;
+    memcpy(&scale, row + head_dim + i / kInt8Group * sizeof(scale), sizeof(scale));
+    end = head_dim - i < kInt8Group ? head_dim : i + kInt8Group;
+    const __m256 scales = _mm256_set1_ps(scale);
+    for (; i + kLanes <= end; i += kLanes) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(values + i));
+      const __m256 added = bias == nullptr ? _mm256_setzero_ps() : _mm256_loadu_ps(bias + i);
+      _mm256_storeu_ps(out + i,
+                       _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), scales, added));
+    }
+    for (; i < end; ++i) {
+      out[i] = fmaf(static_cast<float>(values[i]), scale, bias == nullptr ? 0.0f : bias[i]);
+    }
   }
-  for (; i < count; ++i) out[i] = static_cast<float>(values[i]) * scale;
 }
 
 // Rows become columns.

@@ -41,12 +41,19 @@ void narrow(const float* input, std::uint16_t* out, std::size_t count) {
   }
 }
 
-void dequantize(const std::int8_t* values, float scale, float* out, std::size_t count) {
-  const __m512 scales = _mm512_set1_ps(scale);
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const __mmask16 lanes = first_lanes(count - i);
-    const __m512i integers = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, values + i));
-    store_lanes(out + i, lanes, _mm512_mul_ps(_mm512_cvtepi32_ps(integers), scales));
+void dequantize(const std::byte* row, std::size_t head_dim, const float* bias, float* out) {
+  const auto* const values = reinterpret_cast<const std::int8_t*>(row);
+  for (std::size_t i = 0, end; i < head_dim; i = end) {
+    float scale;
+    std::memcpy(&scale, row + head_dim + i / kInt8Group * sizeof(scale), sizeof(scale));
+    end = head_dim - i < kInt8Group ? head_dim : i + kInt8Group;
+    const __m512 scales = _mm512_set1_ps(scale);
+    for (; i < end; i += kLanes) {
+      const __mmask16 lanes = first_lanes(end - i);
+      const __m512i integers = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, values + i));
+      const __m512 added = bias == nullptr ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(lanes, bias + i);
+      store_lanes(out + i, lanes, _mm512_fmadd_ps(_mm512_cvtepi32_ps(integers), scales, added));
+    }
   }
 }
 

@@ -3,14 +3,16 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <limits>
 
 namespace chunkrt {
 namespace {
 
-// `count` neighbouring rows of a cache as float32: the cache itself, or a copy in `buffer`.
+// `count` neighbouring rows of a cache as float32, with what they are short of: the cache itself, or a copy
+// in `buffer`.
 const float* widened(const AttentionArgs& args, const void* cache, std::size_t offset, std::size_t count,
-                     float* buffer, const AttentionOperations& operations) {
+                     const float* bias, float* buffer, const AttentionOperations& operations) {
   const auto* rows = static_cast<const std::byte*>(cache) + offset;
   if (args.cache_type == CacheType::float32) return reinterpret_cast<const float*>(rows);
   if (args.cache_type == CacheType::float16) {
@@ -18,10 +20,7 @@ const float* widened(const AttentionArgs& args, const void* cache, std::size_t o
     return buffer;
   }
   for (std::size_t row = 0; row < count; ++row) {
-    float scale;
-    std::memcpy(&scale, rows + args.head_dim, sizeof(scale));
-    operations.dequantize(reinterpret_cast<const std::int8_t*>(rows), scale, buffer + row * args.head_dim,
-                          args.head_dim);
+    operations.dequantize(rows, args.head_dim, bias, buffer + row * args.head_dim);
     rows += row_bytes(args);
   }
   return buffer;
@@ -41,18 +40,7 @@ void store(const AttentionArgs& args, void* cache, std::size_t offset, const flo
     case CacheType::bfloat16:
       return;  // store_tiled
     case CacheType::int8:
-      float scale;
-      std::int32_t sum;
-      auto* const integers = reinterpret_cast<std::int8_t*>(scratch);
-      operations.quantize({.input = values,
-                           .values = integers,
-                           .scales = &scale,
-                           .sums = &sum,
-                           .width = args.head_dim,
-                           .padded_width = (args.head_dim + 3) / 4 * 4},
-                          0, 1);
-      std::memcpy(row, integers, args.head_dim);
-      std::memcpy(row + args.head_dim, &scale, sizeof(scale));
+      store_int8(values, args.head_dim, operations.quantize, row, scratch);
   }
 }
 
@@ -96,15 +84,17 @@ void attend(const AttentionArgs& args, const AttendItem& item, float* scratch,
        start += kKeysPerBlock) {
     const std::size_t block_keys = std::min(kKeysPerBlock, item_end - start);
     const std::size_t offset = cache_offset(args, item.kv_head, start);
-    const float* keys = widened(args, args.key_cache, offset, block_keys, buffer, operations);
+    const float* keys =
+        widened(args, args.key_cache, offset, block_keys, key_bias(args, item.kv_head), buffer, operations);
     if (args.has_raw_keys) {
       rope_keys(args, keys, start, item_first, start + block_keys, buffer, operations);
       keys = buffer;
     }
     operations.transpose(keys, block_keys, head_dim, transposed);
-    const KeyBlock block = {.keys = transposed,
-                            .values = widened(args, args.value_cache, offset, block_keys, buffer, operations),
-                            .head_dim = head_dim};
+    const KeyBlock block = {
+        .keys = transposed,
+        .values = widened(args, args.value_cache, offset, block_keys, nullptr, buffer, operations),
+        .head_dim = head_dim};
     for (std::size_t i = 0; i < item.num_queries; ++i) {
       first[i] = first_keys[i] > start ? first_keys[i] - start : 0;
       visible[i] = end_keys[i] > start ? std::min(kKeysPerBlock, end_keys[i] - start) : 0;
@@ -144,6 +134,10 @@ void append_blocked(const AttentionArgs& args, std::size_t begin, std::size_t en
       const std::size_t offset = cache_offset(args, head, position);
       if (!args.has_raw_keys) {
         operations.rope(key, args.cos + index, args.sin + index, args.head_dim, args.rotary_dim, 1.0f, roped);
+        key = roped;
+      }
+      if (const float* const bias = key_bias(args, head)) {
+        std::transform(key, key + args.head_dim, bias, roped, std::minus<>());
         key = roped;
       }
       if (args.cache_type == CacheType::bfloat16) {

@@ -2,10 +2,10 @@
 // few operations that each instruction set provides for them.
 #pragma once
 
+#include "kernels/attention/int8_cache.h"
 #include "kernels/attention/queries.h"
 #include "kernels/attention/tiled_cache.h"
 #include "kernels/elementwise/elementwise.h"
-#include "kernels/quantize/quantize.h"
 
 namespace chunkrt {
 
@@ -41,8 +41,7 @@ struct AttentionOperations {
   RoundFunction* round;
   WidenFunction* widen;
   QuantizeFunction* quantize;
-  // out = float(values) * scale.
-  void (*dequantize)(const std::int8_t* values, float scale, float* out, std::size_t count);
+  DequantizeFunction* dequantize;
   // keys [num_keys, head_dim] to [head_dim, kKeysPerBlock]; columns from num_keys on are left or filled
   // freely.
   void (*transpose)(const float* keys, std::size_t num_keys, std::size_t head_dim, float* out);

@@ -2,6 +2,7 @@
 // sums.
 #include <arm_neon.h>
 #include <math.h>
+#include <string.h>
 
 #include "kernels/attention/blocked.h"
 #include "kernels/attention/round_bfloat.h"
@@ -45,16 +46,26 @@ void narrow(const float* input, std::uint16_t* out, std::size_t count) {
   }
 }
 
-void dequantize(const std::int8_t* values, float scale, float* out, std::size_t count) {
-  std::size_t i = 0;
-  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
-    const int16x8_t integers = vmovl_s8(vld1_s8(values + i));
-    const float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(integers)));
-    const float32x4_t high = vcvtq_f32_s32(vmovl_s16(vget_high_s16(integers)));
-    vst1q_f32(out + i, vmulq_n_f32(low, scale));
-    vst1q_f32(out + i + kLanes, vmulq_n_f32(high, scale));
+void dequantize(const std::byte* row, std::size_t head_dim, const float* bias, float* out) {
+  const auto* const values = reinterpret_cast<const std::int8_t*>(row);
+  for (std::size_t i = 0, end; i < head_dim; i = end) {
+    float scale;
+    memcpy(&scale, row + head_dim + i / kInt8Group * sizeof(scale), sizeof(scale));
+    end = head_dim - i < kInt8Group ? head_dim : i + kInt8Group;
+    for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+      const int16x8_t integers = vmovl_s8(vld1_s8(values + i));
+      const float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(integers)));
+      const float32x4_t high = vcvtq_f32_s32(vmovl_s16(vget_high_s16(integers)));
+      const float32x4_t none = vdupq_n_f32(0.0f);
+      const float32x4_t added_low = bias == nullptr ? none : vld1q_f32(bias + i);
+      const float32x4_t added_high = bias == nullptr ? none : vld1q_f32(bias + i + kLanes);
+      vst1q_f32(out + i, vfmaq_n_f32(added_low, low, scale));
+      vst1q_f32(out + i + kLanes, vfmaq_n_f32(added_high, high, scale));
+    }
+    for (; i < end; ++i) {
+      out[i] = fmaf(static_cast<float>(values[i]), scale, bias == nullptr ? 0.0f : bias[i]);
+    }
   }
-  for (; i < count; ++i) out[i] = static_cast<float>(values[i]) * scale;
 }
 
 void transpose_4_by_4(const float* const* rows, std::size_t column, float* out) {

@@ -56,6 +56,10 @@ std::size_t table_index(const AttentionArgs& args, std::size_t position) {
   return (args.table_row + position - args.position) * (args.rotary_dim / 2);
 }
 
+const float* key_bias(const AttentionArgs& args, std::size_t kv_head) {
+  return args.key_bias == nullptr ? nullptr : args.key_bias + kv_head * args.head_dim;
+}
+
 std::size_t row_bytes(const AttentionArgs& args) { return cache_row_bytes(args.cache_type, args.head_dim); }
 
 std::size_t cache_offset(const AttentionArgs& args, std::size_t kv_head, std::size_t position) {

@@ -3,8 +3,10 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 
+#include "kernels/attention/int8_cache.h"
 #include "kernels/attention/plain_tiles.h"
 #include "kernels/attention/queries.h"
 #include "kernels/attention/round_bfloat.h"
@@ -54,32 +56,28 @@ void store(const AttentionArgs& args, void* cache, std::size_t offset, const flo
   } else if (args.cache_type == CacheType::float16) {
     std::transform(values, values + args.head_dim, reinterpret_cast<std::uint16_t*>(row), narrow);
   } else {
-    float scale;
-    std::int32_t sum;
-    auto* const integers = reinterpret_cast<std::int8_t*>(scratch);
-    quantize_s8row_f32_reference({.input = values,
-                                  .values = integers,
-                                  .scales = &scale,
-                                  .sums = &sum,
-                                  .width = args.head_dim,
-                                  .padded_width = (args.head_dim + 3) / 4 * 4},
-                                 0, 1);
-    std::memcpy(row, integers, args.head_dim);
-    std::memcpy(row + args.head_dim, &scale, sizeof(scale));
+    store_int8(values, args.head_dim, quantize_s8row_f32_reference, row, scratch);
   }
 }
 
-void load(const AttentionArgs& args, const void* cache, std::size_t offset, float* values) {
+void dequantize(const std::byte* row, std::size_t head_dim, const float* bias, float* out) {
+  for (std::size_t d = 0; d < head_dim; ++d) {
+    float scale;
+    std::memcpy(&scale, row + head_dim + d / kInt8Group * sizeof(scale), sizeof(scale));
+    out[d] = std::fma(static_cast<float>(static_cast<std::int8_t>(row[d])), scale,
+                      bias == nullptr ? 0.0f : bias[d]);
+  }
+}
+
+void load(const AttentionArgs& args, const void* cache, std::size_t offset, const float* bias,
+          float* values) {
   const auto* const row = static_cast<const std::byte*>(cache) + offset;
   if (args.cache_type == CacheType::float32) {
     std::memcpy(values, row, args.head_dim * sizeof(float));
   } else if (args.cache_type == CacheType::float16) {
     widen_f32_f16_reference(reinterpret_cast<const std::uint16_t*>(row), values, args.head_dim);
   } else {
-    float scale;
-    std::memcpy(&scale, row + args.head_dim, sizeof(scale));
-    const auto* const integers = reinterpret_cast<const std::int8_t*>(row);
-    for (std::size_t d = 0; d < args.head_dim; ++d) values[d] = static_cast<float>(integers[d]) * scale;
+    dequantize(row, args.head_dim, bias, values);
   }
 }
 
@@ -98,6 +96,7 @@ void attend(const AttentionArgs& args, std::size_t kv_head, const Query& query, 
   float* const keys = roped + args.head_dim;
   float* const values = keys + kKeysPerBlock * args.head_dim;
   float* const raw_key = values + kKeysPerBlock * args.head_dim;
+  const float* const bias = key_bias(args, kv_head);
   rope(query.input, query.cos, query.sin, args, args.scale, roped);
   std::fill_n(query.out, args.head_dim, 0.0f);
   float max = -std::numeric_limits<float>::infinity(), sum = 0.0f;
@@ -108,9 +107,9 @@ void attend(const AttentionArgs& args, std::size_t kv_head, const Query& query, 
     for (std::size_t j = first; j < end; ++j) {
       const std::size_t offset = cache_offset(args, kv_head, start + j), index = table_index(args, start + j);
       float* const key = keys + j * args.head_dim;
-      load(args, args.key_cache, offset, args.has_raw_keys ? raw_key : key);
+      load(args, args.key_cache, offset, bias, args.has_raw_keys ? raw_key : key);
       if (args.has_raw_keys) rope(raw_key, args.cos + index, args.sin + index, args, 1.0f, key);
-      load(args, args.value_cache, offset, values + j * args.head_dim);
+      load(args, args.value_cache, offset, nullptr, values + j * args.head_dim);
     }
 
     float weights[kKeysPerBlock] = {};
@@ -139,10 +138,6 @@ void attend(const AttentionArgs& args, std::size_t kv_head, const Query& query, 
     }
   }
   for (std::size_t d = 0; d < args.head_dim; ++d) query.out[d] *= 1.0f / sum;
-}
-
-void dequantize(const std::int8_t* values, float scale, float* out, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) out[i] = static_cast<float>(values[i]) * scale;
 }
 
 float from_bfloat(std::uint16_t value) { return std::bit_cast<float>(std::uint32_t{value} << 16); }
@@ -209,6 +204,10 @@ void append_cache_f32_reference(const AttentionArgs& args, std::size_t begin, st
       const std::size_t offset = cache_offset(args, head, position);
       if (!args.has_raw_keys) {
         rope(key, args.cos + index, args.sin + index, args, 1.0f, roped);
+        key = roped;
+      }
+      if (const float* const bias = key_bias(args, head)) {
+        std::transform(key, key + args.head_dim, bias, roped, std::minus<>());
         key = roped;
       }
       if (args.cache_type == CacheType::bfloat16) {

@@ -4,6 +4,7 @@
 // A bfloat16 is the upper half of a float32's bits, kept as uint16.
 #pragma once
 
+#include "kernels/attention/int8_cache.h"
 #include "kernels/attention/queries.h"
 #include "kernels/attention/tiled_cache.h"
 #include "kernels/elementwise/elementwise.h"
@@ -50,8 +51,7 @@ struct TileOperations {
   void (*rope)(const float* input, const float* cos, const float* sin, std::size_t head_dim,
                std::size_t rotary_dim, float scale, float* out);
   WidenFunction* widen;
-  // out = float(values) * scale.
-  void (*dequantize)(const std::int8_t* values, float scale, float* out, std::size_t count);
+  DequantizeFunction* dequantize;
   RoundFunction* round;  // `count` is a multiple of 16
   // 16 keys [16, depth] to bfloat16 [depth / 2, 16 keys, 2]: tiles, one after another.
   void (*pack_keys)(const float* keys, std::size_t depth, std::uint16_t* out);

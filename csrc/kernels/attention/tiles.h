@@ -171,7 +171,7 @@ class TileItem {
     if (!is_whole) std::memset(rows_, 0, sizes_.rows * sizeof(float));
     for (std::size_t i = begin; i < end; ++i) {
       float* const row = rows_ + i * depth;
-      widen(stored + i * row_bytes_, row);
+      widen(stored + i * row_bytes_, are_raw ? key_bias(args_, item_.kv_head) : nullptr, row);
       if (!are_raw) continue;
       const std::size_t index = table_index(args_, start + i);
       operations_.rope(row, args_.cos + index, args_.sin + index, head_dim, args_.rotary_dim, 1.0f, row);
@@ -179,8 +179,8 @@ class TileItem {
     return rows_;
   }
 
-  // One row of a cache.
-  void widen(const std::byte* stored, float* row) {
+  // One row of a cache, with what it is short of.
+  void widen(const std::byte* stored, const float* bias, float* row) {
     switch (args_.cache_type) {
       case CacheType::float32:
         std::memcpy(row, stored, args_.head_dim * sizeof(float));
@@ -191,9 +191,7 @@ class TileItem {
       case CacheType::bfloat16:
         return;  // its blocks are packed
       case CacheType::int8:
-        float scale;
-        std::memcpy(&scale, stored + args_.head_dim, sizeof(scale));
-        operations_.dequantize(reinterpret_cast<const std::int8_t*>(stored), scale, row, args_.head_dim);
+        operations_.dequantize(stored, args_.head_dim, bias, row);
     }
   }
 

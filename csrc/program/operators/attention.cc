@@ -52,7 +52,8 @@ void check_ring(const std::string& name, std::int64_t first, std::size_t rows, s
 }  // namespace
 
 ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
-                  ValueId sin, ValueId key_cache, ValueId value_cache, const AttentionShape& shape) {
+                  ValueId sin, ValueId key_cache, ValueId value_cache, const AttentionShape& shape,
+                  std::optional<ValueId> qkv_bias) {
   const std::size_t num_heads = shape.num_heads, num_kv_heads = shape.num_kv_heads, head_dim = shape.head_dim;
   const std::size_t most_heads = head_dim > 0 ? builder.width_of(qkv) / head_dim : 0;
   require(num_heads <= most_heads && num_kv_heads <= most_heads,
@@ -91,6 +92,10 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
   builder.require_constant(cos, Dtype::float32, table_shape, "attention's cos");
   builder.require_constant(sin, Dtype::float32, table_shape, "attention's sin");
   const std::size_t context = table_shape[0].size;
+  if (qkv_bias) {
+    builder.require_constant(*qkv_bias, Dtype::float32, {fixed(qkv_width)}, "attention's qkv_bias");
+    require(shape.has_raw_keys, "attention: only raw keys can leave out a bias");
+  }
 
   builder.add_check(
       {position, table_row, key_cache, value_cache},
@@ -132,31 +137,35 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
 
   const ValueId out = builder.float_rows(Symbol::T, num_heads * head_dim);
   const auto arguments = [=](const Frame& frame) {
-    return AttentionArgs{.qkv = frame.get<const float>(qkv),
-                         .cos = frame.get<const float>(cos),
-                         .sin = frame.get<const float>(sin),
-                         .key_cache = frame.get<void>(key_cache),
-                         .value_cache = frame.get<void>(value_cache),
-                         .cache_type = cache_type_of(frame.dtypes[key_cache]),
-                         .has_raw_keys = shape.has_raw_keys,
-                         .out = frame.get<float>(out),
-                         .rows = frame.size_of(Symbol::T),
-                         .position = static_cast<std::size_t>(*frame.get<const std::int64_t>(position)),
-                         .table_row = static_cast<std::size_t>(*frame.get<const std::int64_t>(table_row)),
-                         .capacity = frame.size_of(slots),
-                         .window = shape.window,
-                         .num_heads = num_heads,
-                         .num_kv_heads = num_kv_heads,
-                         .head_dim = head_dim,
-                         .rotary_dim = 2 * table_shape[1].size,
-                         .scale = shape.scale,
-                         .math = shape.math};
+    const bool has_bias = qkv_bias && frame.dtypes[key_cache] == Dtype::int8;
+    return AttentionArgs{
+        .qkv = frame.get<const float>(qkv),
+        .cos = frame.get<const float>(cos),
+        .sin = frame.get<const float>(sin),
+        .key_cache = frame.get<void>(key_cache),
+        .value_cache = frame.get<void>(value_cache),
+        .cache_type = cache_type_of(frame.dtypes[key_cache]),
+        .has_raw_keys = shape.has_raw_keys,
+        .key_bias = has_bias ? frame.get<const float>(*qkv_bias) + num_heads * head_dim : nullptr,
+        .out = frame.get<float>(out),
+        .rows = frame.size_of(Symbol::T),
+        .position = static_cast<std::size_t>(*frame.get<const std::int64_t>(position)),
+        .table_row = static_cast<std::size_t>(*frame.get<const std::int64_t>(table_row)),
+        .capacity = frame.size_of(slots),
+        .window = shape.window,
+        .num_heads = num_heads,
+        .num_kv_heads = num_kv_heads,
+        .head_dim = head_dim,
+        .rotary_dim = 2 * table_shape[1].size,
+        .scale = shape.scale,
+        .math = shape.math};
   };
   builder.need_scratch(attention_scratch_floats(head_dim, shape.math));
   AttentionFunction* append = select_kernel(append_cache_f32).function;
   AttentionFunction* attend =
       select_kernel(is_in_bfloat ? attend_f32_bf16_cache : attend_f32_f32_cache).function;
-  const std::vector<ValueId> uses = {qkv, position, table_row, cos, sin, key_cache, value_cache, out};
+  std::vector<ValueId> uses = {qkv, position, table_row, cos, sin, key_cache, value_cache, out};
+  if (qkv_bias) uses.push_back(*qkv_bias);
   builder.add_row_step(Symbol::T, "append_cache", uses,
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                          append(arguments(frame), begin, end, scratch);

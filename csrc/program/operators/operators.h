@@ -85,9 +85,12 @@ struct AttentionShape {
 
 // See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], position and
 // table_row int64 [1] (inputs, or one for both), cos and sin constant float32 [context, rotary_dim / 2],
-// caches states [num_kv_heads, P, head_dim], or with a window [num_kv_heads, W, head_dim]: rings.
+// caches states [num_kv_heads, P, head_dim], or with a window [num_kv_heads, W, head_dim]: rings. With raw
+// keys `qkv_bias` may be a constant [columns of qkv] that is in each row of qkv: its part for the keys is
+// what int8 caches leave out.
 ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
-                  ValueId sin, ValueId key_cache, ValueId value_cache, const AttentionShape& shape);
+                  ValueId sin, ValueId key_cache, ValueId value_cache, const AttentionShape& shape,
+                  std::optional<ValueId> qkv_bias = std::nullopt);
 
 // See kernels/linear_attention/linear_attention.h; rows are T. bcx [T, 3 * C] holds the gate before, the
 // gate after, and x. conv_weight constant float32 [C, 1, taps], conv_bias [C], conv_state a state [C, taps

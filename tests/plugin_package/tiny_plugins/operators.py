@@ -1,6 +1,8 @@
-"""Norms of one's own: what chunkrt's are, counted. And a head in float, whose weight is prepared once."""
+"""Norms of one's own: what chunkrt's are, counted. A head in float, whose weight is prepared once. And a recurrence."""
 
 import numpy as np
+
+from tiny_plugins.recurrence import recurrence
 
 num_calls = 0
 num_prepared = 0
@@ -10,6 +12,7 @@ def register(registry):
     """Called by chunkrt with its registry."""
     registry.register("rms_norm", "native", replaces=True)(rms_norm)
     registry.register("logits", "reference", replaces=True, prepare=prepare)(logits)
+    registry.register("tiny_recurrence", "tiny")(recurrence)
 
 
 def prepare(weight):

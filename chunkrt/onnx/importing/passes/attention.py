@@ -17,6 +17,17 @@ from chunkrt.onnx.importing.passes.rotary import Tables, make_tables, take_off
 from chunkrt.onnx.importing.positions import check_positions, check_total, find_window
 from chunkrt.onnx.importing.widths import width
 
+EXTRA_INPUTS = (
+    "a bias of the scores",
+    "a sink",
+    "a scale of stored keys",
+    "a scale of stored values",
+    "a norm of queries without constant norms of both queries and keys",
+    "a norm of keys without constant norms of both queries and keys",
+    "lengths of several sequences",
+)
+"""Inputs of GroupQueryAttention from the tenth on."""
+
 
 def raise_attention(draft: Draft) -> None:
     """Requires: linears, norms of heads and columns are raised. Ensures: attention is CachedAttention(qkv, cos, sin,
@@ -30,11 +41,13 @@ def raise_attention(draft: Draft) -> None:
 def _group_query(draft: Draft, node: ir.Node) -> AttentionNode:
     """com.microsoft's GroupQueryAttention: causal by itself, present keys are rotated."""
     plain = {"softcap": 0.0, "smooth_softmax": 0.0, "qk_output": 0.0, "kv_cache_bit_width": 0.0}
+    plain |= {"causal": 1.0, "sliding_window_cache": 0.0}
     for name, usual in plain.items():
         if float_attribute(node, name, usual) not in (usual, -1.0):
             raise draft.unsupported(node, f"its {name} is {float_attribute(node, name)}, which is not supported")
-    if extra := [v.name for v in node.inputs[10:] if v is not None]:
-        raise draft.unsupported(node, f"it reads {extra[0]!r}: a bias, a sink or a scale, which is not supported")
+    if extra := [(place, v.name) for place, v in enumerate(node.inputs[10:]) if v is not None]:
+        place, read = extra[0]
+        raise draft.unsupported(node, f"it reads {read!r}: {EXTRA_INPUTS[place]}, which is not supported")
     query, key, value = node.inputs[:3]
     assert query is not None
     tables = None

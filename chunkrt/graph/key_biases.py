@@ -1,0 +1,48 @@
+"""Plans whose caches of int8 hold keys without what a bias adds to all of them.
+
+A bias of hundreds in a few channels, as Qwen2 and Qwen2.5 have, would make the scales of these channels so coarse that
+little is left of what tells keys apart. It is a constant, and no cache has to hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph
+
+
+def without_key_biases(plan: Plan) -> Plan:
+    """The same decoder with keys cached before RoPE, and with the bias as an input of each attention that has one in
+    its keys: caches of int8 leave it out. A decoder without such biases stays as it is.
+    """
+    nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
+    makers = {name: node for node in nodes for name in node.outputs}
+    found = {node.name: _bias(node.inputs[0], plan, makers) for node in nodes if node.op in ATTENTION_OPS}
+    biases = {name: bias for name, bias in found.items() if bias}
+    if not biases:
+        return plan
+
+    def told(node: Node) -> Node:
+        return replace(node, inputs=(*node.inputs, biases[node.name])) if node.name in biases else node
+
+    def rewritten(subgraph: Subgraph) -> Subgraph:
+        added = [biases[node.name] for node in subgraph.nodes if node.name in biases]
+        weights = tuple(dict.fromkeys((*subgraph.weights, *added)))
+        return replace(subgraph, nodes=tuple(map(told, subgraph.nodes)), weights=weights)
+
+    raw = plan.with_raw_keys()
+    return replace(raw, subgraphs=tuple(map(rewritten, raw.subgraphs)))
+
+
+def _bias(value: str, plan: Plan, makers: Mapping[str, Node]) -> str:
+    """The weight that is added to each row of a value, beside others that may be; empty if there is none.
+
+    A norm of heads behind the bias leaves none.
+    """
+    node = makers.get(value)
+    if node is None or (node.domain, node.op) != ("", "Add"):
+        return ""
+    tensors = [plan.tensors[name] for name in node.inputs]
+    weights = (t.name for t in tensors if t.kind == "weight" and t.shape == plan.tensors[value].shape[1:])
+    return next(weights, "") or next(filter(None, (_bias(name, plan, makers) for name in node.inputs)), "")

@@ -1,0 +1,206 @@
+"""Caches of int8 of models with large biases on their keys, as Qwen2 has, against the model in NumPy and float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from led_ranks import led
+from safetensors.numpy import save_file
+
+import chunkrt
+from chunkrt.engine.engine import Engine
+
+HIDDEN, INNER, VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD_DIM, THETA, EPSILON = 512, 384, 256, 2, 4, 2, 128, 1e6, 1e-6
+CONTEXT = 512
+HALF = HEAD_DIM // 2
+SLOW = np.arange(HALF - 5, HALF)
+"""Pairs of channels that turn least: the biases lie in the first channels of these."""
+TOKENS = np.random.default_rng(3).integers(0, VOCABULARY, 384).tolist()
+
+
+def weights(bias: float) -> dict[str, np.ndarray]:
+    """A Qwen2 of random weights. Queries are small where keys have their biases, and heads attend to a few tokens."""
+    drawn = np.random.default_rng(1)
+
+    def linear(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
+        return (drawn.standard_normal((rows, columns)) * gain / columns**0.5).astype(np.float32)
+
+    found = {"model.embed_tokens.weight": linear(VOCABULARY, HIDDEN, HIDDEN**0.5)}
+    for layer in (f"model.layers.{index}." for index in range(LAYERS)):
+        query = linear(HEADS * HEAD_DIM, HIDDEN, 1.7).reshape(HEADS, HEAD_DIM, HIDDEN)
+        query[:, SLOW] *= 0.01
+        query[:, SLOW + HALF] *= 0.01
+        key_bias = np.zeros((KV_HEADS, HEAD_DIM), np.float32)
+        key_bias[:, SLOW] = bias * np.array([1, -1, 1, -1, 1])
+        found |= {
+            f"{layer}self_attn.q_proj.weight": query.reshape(-1, HIDDEN),
+            f"{layer}self_attn.q_proj.bias": np.zeros(HEADS * HEAD_DIM, np.float32),
+            f"{layer}self_attn.k_proj.weight": linear(KV_HEADS * HEAD_DIM, HIDDEN, 1.7),
+            f"{layer}self_attn.k_proj.bias": key_bias.reshape(-1),
+            f"{layer}self_attn.v_proj.weight": linear(KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}self_attn.v_proj.bias": np.zeros(KV_HEADS * HEAD_DIM, np.float32),
+            f"{layer}self_attn.o_proj.weight": linear(HIDDEN, HEADS * HEAD_DIM),
+            f"{layer}mlp.gate_proj.weight": linear(INNER, HIDDEN),
+            f"{layer}mlp.up_proj.weight": linear(INNER, HIDDEN),
+            f"{layer}mlp.down_proj.weight": linear(HIDDEN, INNER),
+            f"{layer}input_layernorm.weight": np.ones(HIDDEN, np.float32),
+            f"{layer}post_attention_layernorm.weight": np.ones(HIDDEN, np.float32),
+        }
+    return found | {
+        "model.norm.weight": np.ones(HIDDEN, np.float32),
+        "lm_head.weight": linear(VOCABULARY, HIDDEN, 3.0),
+    }
+
+
+def write_model(folder: Path, tensors: Mapping[str, np.ndarray], **changes: Any) -> Path:
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": EPSILON,
+        "rope_theta": THETA,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+    folder.mkdir(parents=True)
+    save_file(dict(tensors), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def log_softmax(scores: np.ndarray) -> np.ndarray:
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def norm(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPSILON)
+
+
+def rope(x: np.ndarray) -> np.ndarray:
+    """x [T, heads, D]; rotate-half, as Hugging Face's Qwen2 has it."""
+    angles = np.arange(len(x))[:, None, None] * THETA ** (-np.arange(HALF) / HALF)
+    first, second = x[..., :HALF], x[..., HALF:]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def truth(tensors: Mapping[str, np.ndarray], tokens: list[int]) -> np.ndarray:
+    """Log probabilities [T, V] in float64."""
+    w = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    x, count = w["model.embed_tokens.weight"][tokens], len(tokens)
+    hidden = np.triu(np.full((count, count), -np.inf), 1)
+    for layer in (f"model.layers.{index}." for index in range(LAYERS)):
+        normed = norm(x)
+        q, k, v = (
+            (normed @ w[f"{layer}self_attn.{n}_proj.weight"].T + w[f"{layer}self_attn.{n}_proj.bias"]).reshape(
+                count, -1, HEAD_DIM
+            )
+            for n in "qkv"
+        )
+        k, v = (np.repeat(each, HEADS // KV_HEADS, axis=1) for each in (rope(k), v))
+        scores = np.einsum("tgd,pgd->gtp", rope(q), k) / HEAD_DIM**0.5 + hidden
+        attended = np.einsum("gtp,pgd->tgd", np.exp(log_softmax(scores)), v).reshape(count, -1)
+        x = x + attended @ w[f"{layer}self_attn.o_proj.weight"].T
+        normed = norm(x)
+        gate = normed @ w[f"{layer}mlp.gate_proj.weight"].T
+        up = normed @ w[f"{layer}mlp.up_proj.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"{layer}mlp.down_proj.weight"].T
+    return log_softmax(norm(x) @ w["lm_head.weight"].T)
+
+
+def divergence(expected: np.ndarray, logits: np.ndarray | None) -> float:
+    """The mean KL of a model's answers from the truth."""
+    assert logits is not None
+    found = log_softmax(logits.astype(np.float64))
+    return float((np.exp(expected) * (expected - found)).sum(axis=-1).mean())
+
+
+@pytest.fixture(scope="module", params=[0.0, 30.0, 300.0])
+def biased(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    """A model with such biases, and what it says in float64."""
+    tensors = weights(request.param)
+    return write_model(tmp_path_factory.mktemp("biased") / "model", tensors), truth(tensors, TOKENS)
+
+
+def load(folder: Path, cache_dtype: str, **options: Any) -> Engine:
+    return chunkrt.load(folder, npu="native", scheme="w8a8-dynamic", threads=2, cache_dtype=cache_dtype, **options)
+
+
+@pytest.mark.parametrize("attention_math", ["float32", "bfloat16"])
+def test_caches_of_int8_are_as_near_as_those_of_float16(biased: tuple[Path, np.ndarray], attention_math: str) -> None:
+    folder, expected = biased
+    found = {}
+    for dtype in ("float16", "int8"):
+        with load(folder, dtype, attention_math=attention_math) as engine:
+            found[dtype] = divergence(expected, engine.session().prefill(TOKENS, logits="all").logits)
+    assert 0 < found["float16"] < 0.02
+    assert found["int8"] - found["float16"] < 0.001
+
+
+@pytest.fixture(scope="module")
+def largest(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    """The model with biases of 300, and what it says in float64."""
+    tensors = weights(300.0)
+    return write_model(tmp_path_factory.mktemp("largest") / "model", tensors), truth(tensors, TOKENS)
+
+
+def test_chunks_threads_and_company_change_no_bit(largest: tuple[Path, np.ndarray]) -> None:
+    with load(largest[0], "int8", chunk_length=64) as engine, load(largest[0], "int8", chunk_length=7) as other:
+        whole = engine.session().prefill(TOKENS[:150], logits="all").logits
+        np.testing.assert_array_equal(other.session().prefill(TOKENS[:150], logits="all").logits, whole)
+        pairs = [(TOKENS[i : i + 30 + i], TOKENS[200 : 210 + i]) for i in range(0, 90, 15)]
+        assert engine.score(pairs) == [score for pair in pairs for score in other.score([pair])]
+
+
+def test_sessions_go_back_go_on_and_are_saved(largest: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+    with load(largest[0], "int8", chunk_length=32, prefix_cache="memory") as engine:
+        session = engine.session()
+        session.prefill(TOKENS[:100])
+        session.save(tmp_path / "said")
+        fork = session.fork()
+        expected = session.prefill(TOKENS[100:130], logits="all").logits
+        np.testing.assert_array_equal(fork.prefill(TOKENS[100:130], logits="all").logits, expected)
+        session.rewind(100)
+        np.testing.assert_array_equal(session.prefill(TOKENS[100:130], logits="all").logits, expected)
+        again = engine.session()
+        again.prefill(TOKENS[:100])
+        assert engine.stats().cached_tokens >= 64
+        np.testing.assert_array_equal(again.prefill(TOKENS[100:130], logits="all").logits, expected)
+    with load(largest[0], "int8", chunk_length=8) as engine, engine.load_session(tmp_path / "said") as session:
+        np.testing.assert_array_equal(session.prefill(TOKENS[100:130], logits="all").logits, expected)
+    with load(largest[0], "int8", context_shift=True) as engine, engine.load_session(tmp_path / "said") as session:
+        np.testing.assert_array_equal(session.prefill(TOKENS[100:130], logits="all").logits, expected)
+
+
+def test_ranks_leave_out_their_share_of_the_biases(largest: tuple[Path, np.ndarray]) -> None:
+    folder, expected = largest
+    options = {"scheme": "w8a8-dynamic", "context_length": CONTEXT}
+    found = {}
+    for dtype in ("float16", "int8"):
+        with led(folder, 2, cache_dtype=dtype, **options) as ranks:
+            found[dtype] = divergence(expected, ranks.engine.session().prefill(TOKENS, logits="all").logits)
+    assert found["int8"] - found["float16"] < 0.001
+
+
+def test_windows_and_shifts_keep_what_is_left(tmp_path: Path) -> None:
+    """Of one layer, whose keys depend on their own token alone: what stays is as if it had been there alone."""
+    tensors = {name: each for name, each in weights(300.0).items() if "layers.1." not in name}
+    window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0}
+    folder = write_model(tmp_path / "model", tensors, num_hidden_layers=1, **window)
+    with load(folder, "int8", context_length=128, context_shift=True, chunk_length=16) as engine:
+        session = engine.session()
+        found = session.prefill(TOKENS[:200]).logits
+        assert len(session.tokens) < 200
+        expected = engine.session().prefill(session.tokens).logits
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)

@@ -1,0 +1,64 @@
+"""Which decoders have biases in their keys, and the plan that leaves them to attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fixture_checkpoints import checkpoint
+
+from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.errors import ModelError
+from chunkrt.graph.key_biases import without_key_biases
+from chunkrt.graph.partition import cut_shadowed, partition
+from chunkrt.graph.plan import Plan
+from chunkrt.graph.tracing import trace
+from chunkrt.runtime.state import State
+
+EXPORTS = Path(__file__).parents[1] / "data" / "onnx"
+BIASED = ["qwen2", "qwen2_gguf", "qwen2_window", "llama_biased", "genai_qwen2_int4", "optimum_qwen2_fp32"]
+OTHERS = ["llama_gqa", "qwen3", "gemma3_window_5", "lfm2_biased", "qwen3_next", "phi3_gguf", "genai_qwen3_fp32"]
+
+
+def plan_of(name: str) -> Plan:
+    path = EXPORTS / name if (EXPORTS / name).exists() else checkpoint(name)
+    return plan_checkpoint(path, {}).plan
+
+
+def biases(plan: Plan) -> list[str]:
+    return [node.inputs[7] for s in plan.subgraphs for node in s.nodes if node.op == "RawKeyAttention"]
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_attention_is_told_of_the_bias_of_its_keys(name: str) -> None:
+    plan = plan_of(name)
+    found = without_key_biases(plan)
+    assert found.key_form == 2
+    assert found.has_raw_keys
+    layers = sum(node.op == "CachedAttention" for s in plan.subgraphs for node in s.nodes)
+    assert biases(found) == [f"model.layers.{index}.self_attn.qkv_proj.bias" for index in range(layers)]
+    assert Plan.from_json(found.to_json()) == found
+    assert without_key_biases(plan.with_raw_keys()) == found
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_decoders_without_one_or_with_a_norm_behind_it_stay_as_they_are(name: str) -> None:
+    plan = plan_of(name)
+    assert without_key_biases(plan) == plan
+    assert plan.key_form == 0
+
+
+def test_a_bias_is_found_beside_a_shadow() -> None:
+    planned = plan_checkpoint(checkpoint("qwen2"), {})
+    graph = trace(planned.decoder)
+    cut_shadowed(graph, lambda name: "qkv" in name)
+    plan = partition(graph, family="qwen2")
+    assert any(node.op == "ShadowLinear" for s in plan.subgraphs for node in s.nodes)
+    assert biases(without_key_biases(plan)) == biases(without_key_biases(planned.plan))
+
+
+def test_states_with_and_without_biases_do_not_take_each_other(tmp_path: Path) -> None:
+    plan = plan_of("qwen2").with_raw_keys()
+    State(plan, 8, "int8").save(tmp_path / "with")
+    with pytest.raises(ModelError, match="its keys were not cached before RoPE and without their biases, as those of"):
+        State(without_key_biases(plan), 8, "int8").load(tmp_path / "with")

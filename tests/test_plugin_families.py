@@ -1,0 +1,227 @@
+"""Mistakes of a plug-in's decoder family: each is reported with the plug-in, the module and the operator."""
+
+import json
+import shutil
+import sys
+from importlib.metadata import Distribution, EntryPoint
+from types import SimpleNamespace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from fixture_checkpoints import NAMES, checkpoint
+
+from chunkrt import plugins
+from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.compile.support import check_support
+from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.graph import decoders, ops
+from chunkrt.graph.decoders.llama import llama
+from chunkrt.graph.modules import Constant, Module, Parameter
+from chunkrt.graph.partition import plan_decoder
+from chunkrt.graph.tracing import current_trace
+from chunkrt.plugins import PluginGroup
+
+FAMILY = "llama_gqa"
+PLUGIN = r"the plug-in 'mine' of mine 1\.0 \(toy\) "
+
+
+class Installed(Distribution):
+    """A distribution of a name and a version alone."""
+
+    metadata = {"Name": "mine", "Version": "1.0"}  # noqa: RUF012
+
+    def read_text(self, filename):
+        return None
+
+    def locate_file(self, path):
+        return path
+
+
+@pytest.fixture
+def plugged(monkeypatch, tmp_path):
+    """A function that installs a builder as the family "mine", and returns a checkpoint of that family."""
+
+    def plug(build, fixture=FAMILY):
+        found = [EntryPoint("mine", "plugin_of_this_test:build", "toy")._for(Installed())]
+        monkeypatch.setattr(plugins, "entry_points", lambda group: found if group == "toy" else [])
+        monkeypatch.setitem(sys.modules, "plugin_of_this_test", SimpleNamespace(build=build))
+        monkeypatch.setattr(decoders, "PLUGINS", PluginGroup("toy", error=UnsupportedModelError))
+        folder = tmp_path / "checkpoint"
+        shutil.copytree(checkpoint(fixture), folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": "mine"}))
+        return folder
+
+    return plug
+
+
+def changed_layer(forward):
+    """A builder of Llama whose first layer has another forward."""
+
+    def build(config):
+        decoder = llama(config)
+        layer = decoder.model.layers[0]
+        layer.forward = lambda hidden: forward(layer, hidden)
+        return decoder
+
+    return build
+
+
+def without_feed_forward(layer, hidden):
+    return ops.add(hidden, layer.self_attn(layer.input_layernorm(hidden)), name="output")
+
+
+def test_a_module_that_is_built_and_never_called_is_refused(plugged):
+    folder = plugged(changed_layer(without_feed_forward))
+    message = (
+        PLUGIN + r"builds module 'model\.layers\.0\.post_attention_layernorm', but no operator reads its parameter "
+        r"'weight' \(and 2 more\); call the module in a forward, or do not build it"
+    )
+    with pytest.raises(ModelError, match=message):
+        plan_checkpoint(folder, {})
+
+
+def test_a_constant_that_is_never_used_is_refused(plugged):
+    def build(config):
+        decoder = llama(config)
+        decoder.model.cap = Constant(np.ones(8, np.float32))
+        return decoder
+
+    with pytest.raises(ModelError, match=PLUGIN + r"builds module 'model\.cap', but no operator reads"):
+        plan_checkpoint(plugged(build), {})
+
+
+def test_support_reports_a_module_that_is_never_called(plugged):
+    """The checkpoint has two layers of nine tensors, an embedding, a norm and a head; one layer loses four."""
+    report = check_support(plugged(changed_layer(without_feed_forward)), backends=[])
+    tensors = report.tensors
+    assert tensors.num_needed == tensors.num_found - 4
+    layer = "model.layers.0"
+    assert list(tensors.unused) == [
+        f"{layer}.{name}.weight" for name in ("post_attention_layernorm", "mlp.gate_up_proj", "mlp.down_proj")
+    ]
+    unread = ("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "post_attention_layernorm")
+    assert sorted(tensors.unread) == [f"{layer}.{name}.weight" for name in unread]
+    assert any("plug-in 'mine'" in gap and "model.layers.0.mlp" in gap for gap in report.gaps)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_family_of_chunkrt_builds_what_it_does_not_use(name):
+    assert check_support(checkpoint(name), backends=[]).tensors.unused == []
+
+
+@pytest.mark.parametrize("kinds", [["sliding_attention"], ["full_attention"]])
+def test_rotary_tables_of_a_kind_without_layers_are_no_mistake(tmp_path, kinds):
+    """A Gemma 3 whose layers are all of one kind has tables for the other kind too."""
+    folder = tmp_path / "gemma"
+    shutil.copytree(checkpoint("gemma3_window_5"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["layer_types"] = kinds * config["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert check_support(folder, backends=[]).tensors.unused == []
+    assert plan_checkpoint(folder, {}).plan.family == "gemma3_text"
+
+
+def narrow(layer, hidden):
+    """The norm's weight belongs to another width than that of gate and up."""
+    both = layer.mlp.gate_up_proj(hidden)
+    return ops.rms_normalization(both, layer.input_layernorm.weight.value(), epsilon=1e-5, name="output")
+
+
+def uneven(layer, hidden):
+    return ops.split_columns(hidden, names=["a", "b", "c", "d", "e"])[0]
+
+
+def unknown(layer, hidden):
+    return {}["hidden"]
+
+
+def namesake(layer, hidden):
+    """A product by a weight, which a scheme would take for a linear of chunkrt's and quantise."""
+    weight = layer.mlp.down_proj.weight.value()
+    trace = current_trace()
+    return trace.node("MatMul", [hidden, weight], [("output", ops.shape_of(hidden))], attributes={}, domain="mine")[0]
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (narrow, r"operator RMSNormalization 'output': it norms \['T', \d+\] by \[\d+\]"),
+        (uneven, r"operator Split 'a': it splits \d+ columns in 5 along axis -1"),
+        (unknown, r"KeyError: 'hidden'"),
+        (namesake, r"operator MatMul 'output': chunkrt has MatMul itself; give that of mine another name"),
+    ],
+)
+@pytest.mark.parametrize(
+    "look", [lambda path: plan_checkpoint(path, {}), lambda path: check_support(path, backends=[])]
+)
+def test_a_forward_that_does_not_fit_is_reported_where_it_is(plugged, forward, message, look):
+    expected = PLUGIN + rf"cannot be traced: module 'model\.layers\.0', {message}; correct its forward, or the config"
+    with pytest.raises(ModelError, match=expected) as raised:
+        look(plugged(changed_layer(forward)))
+    assert "damaged" not in str(raised.value)
+
+
+def test_a_module_of_another_shape_is_reported_by_its_own_path(plugged):
+    """The innermost module is named: a linear that gets a row too wide."""
+
+    def forward(layer, hidden):
+        return layer.mlp.down_proj(hidden)
+
+    with pytest.raises(ModelError, match=r"module 'model\.layers\.0\.mlp\.down_proj', operator MatMul"):
+        plan_checkpoint(plugged(changed_layer(forward)), {})
+
+
+def test_layers_of_two_windows_are_reported_with_the_plugin(plugged):
+    def build(config):
+        decoder = llama(config)
+        for layer, window in zip(decoder.model.layers, (3, 5), strict=False):
+            layer.self_attn._window = window
+        return decoder
+
+    with pytest.raises(ModelError, match=PLUGIN + r"makes no plan: its layers have windows of \{3, 5\}; one window"):
+        plan_checkpoint(plugged(build), {})
+
+
+class Scaled(Module):
+    """hidden times a vector, which `combine` makes of the checkpoint's."""
+
+    def __init__(self, width, combine):
+        super().__init__()
+        self.width, self.combine = width, combine
+
+    def declare(self):
+        tensors = {"model.norm.weight": (self.width,)}
+        self.weight = Parameter(shape=(self.width,), checkpoint_tensors=tensors, combine=self.combine)
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        return ops.mul(hidden, self.weight.value(), name="output")
+
+
+@pytest.mark.parametrize(
+    ("combine", "message"),
+    [
+        (lambda norm: norm[:5], r"it makes \[5\], expected \[\d+\]"),
+        (lambda norm: norm.reshape(3, -1, 7), "cannot reshape array"),
+        (lambda norm: norm["a"], "IndexError: "),
+    ],
+)
+def test_a_parameter_that_cannot_be_made_is_reported_by_name(plugged, combine, message):
+    def build(config):
+        decoder = llama(config)
+        decoder.model.norm = Scaled(config.hidden_size, combine)
+        return decoder
+
+    planned = plan_checkpoint(plugged(build), {})
+    name = r"parameter model\.norm\.weight cannot be made of model\.norm\.weight: "
+    with pytest.raises(ModelError, match=name + message):
+        planned.load("model.norm.weight")
+
+
+def test_a_decoder_that_is_not_of_a_plugin_is_named_by_its_family():
+    source = plan_checkpoint(checkpoint(FAMILY), {}).source
+    decoder, _ = decoders.make_decoder(source)
+    decoder.model.layers[0].spare = Constant(np.ones(3, np.float32)).named("model.layers.0.spare")
+    with pytest.raises(ModelError, match=r"the family 'llama' builds module 'model\.layers\.0\.spare'"):
+        plan_decoder(source, decoder, {})
