@@ -226,6 +226,7 @@ class Engine(ManyPrompts):
             shared_chunks=conductor.num_chunks,
             shared_rows=conductor.num_rows,
             chunk_length=self.chunk_length,
+            longest_task_s=conductor.lanes.longest_task_s(),
         )
 
     def _open_waiting(self, cache_salt: str | None) -> Session:

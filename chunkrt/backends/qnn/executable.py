@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from chunkrt.backends.base import Array, Passage
 from chunkrt.backends.qnn.library import Htp
 from chunkrt.backends.qnn.support import graph_rows
-from chunkrt.errors import BackendError, DeviceLostError
+from chunkrt.errors import DeviceLostError, NumberRangeError
 from chunkrt.graph.plan import Plan, Subgraph, resolve
 
 FLOAT16_SUFFIX = ".float16"
@@ -88,13 +88,13 @@ class Place:
                 self._is_finite[name] = np.empty(buffer.shape, np.bool_)
 
     def enter(self, name: str, array: Array) -> None:
-        """Convert an input, whose rows come first. Raises BackendError if it is beyond float16."""
+        """Convert an input, whose rows come first. Raises NumberRangeError if it is beyond float16."""
         with np.errstate(over="ignore", invalid="ignore"):  # told in words
             np.copyto(self.buffers[name][: len(array)], array, casting="same_kind")
         self.check_finite(name, len(array))
 
     def enter_at(self, name: str, slots: NDArray[np.int64], array: Array) -> None:
-        """Convert some of the second axis of an input. Raises BackendError if it is beyond float16."""
+        """Convert some of the second axis of an input. Raises NumberRangeError if it is beyond float16."""
         with np.errstate(over="ignore"):  # told in words
             values = array.astype(np.float16)
         if not np.isfinite(values).all():
@@ -102,7 +102,7 @@ class Place:
         self.buffers[name][:, slots] = values
 
     def leave(self, name: str, array: Array) -> None:
-        """Convert an output, whose rows come first. Raises BackendError if it is beyond float16."""
+        """Convert an output, whose rows come first. Raises NumberRangeError if it is beyond float16."""
         self.check_finite(name, len(array))
         np.copyto(array, self.buffers[name][: len(array)])
 
@@ -112,8 +112,11 @@ class Place:
             raise self._beyond(name)
 
     @staticmethod
-    def _beyond(name: str) -> BackendError:
-        return BackendError(f"{name} left the range of float16 on the NPU; run this model with --npu native")
+    def _beyond(name: str) -> NumberRangeError:
+        return NumberRangeError(
+            f"{name} left the range of float16 on the NPU; run this model with --on-npu-failure fallback, or --npu "
+            "native"
+        )
 
 
 class QnnExecutable:
@@ -133,7 +136,7 @@ class QnnExecutable:
 
         Raises:
             DeviceLostError: the NPU failed.
-            BackendError: a value is beyond float16.
+            NumberRangeError: a value is beyond float16.
         """
         place = self._context.place
         with place.turn:
