@@ -13,7 +13,7 @@ from chunkrt.backends.qnn import QnnBackend, find_soc
 from chunkrt.engine.capability import plan_to_run
 from chunkrt.engine.host import HostTarget, check_host, write_host
 from chunkrt.engine.lengths import choose_context_length
-from chunkrt.engine.npu_attention import npu_plans
+from chunkrt.engine.npu_attention import compiled_attention, npu_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder
 from chunkrt.engine.roles import contexts_folder
@@ -69,11 +69,14 @@ def compile_engine(
         raise ConfigError(f"chunk length {too_long[0]} is longer than the model's context of {plan.context_length}")
     compiled: dict[NpuTarget, list[Path]] = {}
     hosts: list[HostTarget] = []
+    npu_attention: dict[str, str | int] = {}
     context_length = choose_context_length(plan, options)
     for soc, chunk_length in targets:
         backend = QnnBackend(soc, contexts=contexts_folder(), compiled=engine / CONTEXTS, options=options.htp)
         plans = npu_plans(plan, manifest.placement, options, context_length, chunk_length)
         longest = plans[context_length]
+        if longest is not plan or len(plans) > 1:
+            npu_attention = compiled_attention(options, context_length)
         if for_host:
             check_host(longest, context_length)
         subgraphs = [(s, of) for of in plans.values() for s in of.subgraphs if s.device == "npu"]
@@ -92,7 +95,7 @@ def compile_engine(
             write_host(folder, manifest, weights, hosts, context_length)
 
     try:
-        _assemble(engine, manifest, compiled, output, add_host)
+        _assemble(engine, manifest, compiled, output, add_host, npu_attention)
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise ModelError(f"cannot write the engine directory {output}: {reason}") from error
@@ -119,6 +122,7 @@ def _assemble(
     compiled: Mapping[NpuTarget, Sequence[Path]],
     output: Path,
     add_host: Callable[[Path], None],
+    npu_attention: Mapping[str, str | int],
 ) -> None:
     with only_writer(contexts_folder(), "compiling for the NPU"), written_aside(output) as aside:
         _check_absent(output)  # another process may have written it meanwhile
@@ -137,4 +141,5 @@ def _assemble(
             ranks=manifest.ranks,
             checkpoint=manifest.checkpoint,
             num_parameters=manifest.num_parameters,
+            npu_attention=npu_attention,
         )

@@ -23,9 +23,10 @@ from chunkrt.engine.executors import ExecutorBuilder
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
 from chunkrt.engine.many import Runs
 from chunkrt.engine.many_prompts import ManyPrompts
+from chunkrt.engine.npu_attention import as_compiled
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.prefix_cache.opening import open_cache
-from chunkrt.engine.roles import open_backends
+from chunkrt.engine.roles import open_backends, runs_on_qnn
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine.session_file import Conversation, SessionFile, model_digest
@@ -65,8 +66,8 @@ class Engine(ManyPrompts):
         mirror: EngineMirror | None = None,
     ) -> None:
         self.folder = folder
-        self.options = options
         self.manifest = read_manifest(folder)
+        self.options = options = as_compiled(options, self.manifest) if runs_on_qnn(options) else options
         if self.manifest.ranks != (ranks := ranks_of(communicator)):
             raise ConfigError(f"{folder} was compiled for {self.manifest.ranks}, not for {ranks}; compile it again")
         with Verification(folder, self.manifest) as self._verification:

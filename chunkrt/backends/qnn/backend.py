@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from chunkrt.errors import CompileError, DeviceLostError
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 
+log = logging.getLogger(__name__)
+
 
 class QnnBackend:
     """Compiles each static subgraph once for a chunk length and a SoC, and keeps what it compiled on disk.
@@ -31,6 +34,7 @@ class QnnBackend:
         contexts: a folder for compiled contexts, shared by all models; what is not there is compiled into it.
         compiled: a folder that is looked into first, and never written: the contexts of an engine directory.
         compiled_by: the versions of onnxruntime-qnn that these contexts were compiled by.
+        compiled_for: descriptions of the targets that they were compiled for.
         options: how the NPU shall run.
 
     Raises:
@@ -50,13 +54,14 @@ class QnnBackend:
         contexts: Path,
         compiled: Path | None = None,
         compiled_by: Collection[str] = (),
+        compiled_for: Sequence[str] = (),
         options: HtpOptions | None = None,
     ) -> None:
         self.soc = soc
         self.htp = open_htp()
         self._contexts = ContextFolder(contexts)
         self._compiled = ContextFolder(compiled) if compiled else None
-        self._compiled_by = compiled_by
+        self._compiled_by, self._compiled_for = compiled_by, compiled_for
         self._options = options or HtpOptions()
         self._options.check_known()
         self.num_compiled = 0
@@ -105,6 +110,19 @@ class QnnBackend:
                 "compile the model again"
             ) from error
         model = npu_model(plan, subgraph, chunk_length, scheme, weights)
+
+        if self._compiled_for and not self.num_compiled:
+            log.warning(
+                "%s was compiled for %s by onnxruntime-qnn %s, and has not all for %s, chunks of %d and %s; what is "
+                "missing is compiled into %s",
+                self._compiled.path.parent if self._compiled else "the model",
+                "; ".join(self._compiled_for),
+                ", ".join(sorted(self._compiled_by)),
+                self.soc.name,
+                chunk_length,
+                self.htp.version,
+                self._contexts.path,
+            )
 
         def write(wrapper: Path) -> None:
             options = self._options.as_provider_options(compiling=True)
