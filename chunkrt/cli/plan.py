@@ -207,8 +207,8 @@ def _print(
     click.echo(f"a chunk of {chunk_length} tokens moves {moved_bytes / 1e6:.2f} MB between the devices")
     if history_bytes := sum(f.history_bytes for f in figures):
         click.echo(
-            f"attention on the npu has {history_bytes / 1e6:.2f} MB of caches there: what a chunk adds enters, "
-            "and all of it where sequences alternate"
+            f"attention on the npu has {history_bytes / 1e6:.2f} MB of caches in its buffers: what a chunk adds is "
+            "converted, or all of it where sequences alternate, and the driver copies all of it for each chunk"
         )
     if converted_bytes := sum(f.converted_bytes for f in figures):
         entering_bytes = sum(f.entering_bytes for f in figures)

@@ -47,7 +47,7 @@ class Context:
     ) -> None:
         self._name = name
         self._session, self._turn = session, htp.turn
-        self._places = [Place(session.io_binding(), inputs, outputs, htp) for _ in range(num_places)]
+        self._places = [Place(session.io_binding(), inputs, outputs) for _ in range(num_places)]
 
     @property
     def place(self) -> Place:
@@ -72,16 +72,17 @@ class Place:
     turn: held by whoever uses them.
     """
 
-    def __init__(
-        self, binding: Any, inputs: Mapping[str, Sequence[int]], outputs: Mapping[str, Sequence[int]], htp: Htp
-    ) -> None:
+    def __init__(self, binding: Any, inputs: Mapping[str, Sequence[int]], outputs: Mapping[str, Sequence[int]]) -> None:
+        import onnxruntime as ort
+
         self.binding, self.turn = binding, Lock()
         self.buffers: dict[str, NDArray[np.float16]] = {}
         self._values: list[Any] = []
         self._is_finite: dict[str, NDArray[np.bool_]] = {}
         for bind, shapes in ((binding.bind_ortvalue_input, inputs), (binding.bind_ortvalue_output, outputs)):
             for name, shape in shapes.items():
-                value, buffer = _buffer(tuple(shape), htp)
+                buffer = np.zeros(tuple(shape), np.float16)
+                value = ort.OrtValue.ortvalue_from_numpy(buffer)
                 bind(name + FLOAT16_SUFFIX, value)
                 self._values.append(value)
                 self.buffers[name] = buffer
@@ -146,16 +147,3 @@ class QnnExecutable:
             for name, array in outputs.items():
                 place.leave(name, array)
         return passage
-
-
-def _buffer(shape: tuple[int, ...], htp: Htp) -> tuple[Any, NDArray[np.float16]]:
-    """A float16 buffer as ONNX Runtime and as NumPy see it: shared with the NPU where the machine has such memory."""
-    import onnxruntime as ort
-
-    if htp.memory is not None:
-        value = ort.OrtValue.ortvalue_from_shape_and_type(shape, np.float16, memory_info=htp.memory)
-        array = value.numpy()
-        array[...] = 0
-        return value, array
-    array = np.zeros(shape, np.float16)
-    return ort.OrtValue.ortvalue_from_numpy(array), array
