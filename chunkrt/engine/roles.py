@@ -70,7 +70,7 @@ def asked_npu(options: EngineOptions) -> Supports | None:
 
 
 def runs_on_qnn(options: EngineOptions) -> bool:
-    """Whether Qualcomm's NPU, or its emulator, is asked for, or is taken since it is here."""
+    """Return True if Qualcomm's NPU or its emulator is asked for by name, or taken because it is here."""
     return options.npu == "qnn" or (options.npu == "auto" and has_npu())
 
 

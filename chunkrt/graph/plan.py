@@ -44,7 +44,7 @@ ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
 """Of our domain: attention over a cache of keys that are rotated already, or of keys that are rotated when used."""
 
 KEY_FORMS = ("after RoPE", "before RoPE", "before RoPE and without their biases")
-"""How keys may be cached, the last in int8 alone; see `graph/key_biases.py`."""
+"""Forms in which keys are cached, the last in int8 alone; see `graph/key_biases.py`."""
 
 EXPERTS_OP = "RoutedExperts"
 """Of our domain: feed-forwards of which every row takes a few; inputs hidden, router_logits, gate_up [E, H, 2 I] and
@@ -185,7 +185,7 @@ class Plan:
 
     @cached_property
     def key_form(self) -> int:
-        """How keys are cached, as a place in `KEY_FORMS`."""
+        """Form in which keys are cached, as a place in `KEY_FORMS`."""
         raw = [node for s in self.subgraphs for node in s.nodes if node.op == "RawKeyAttention"]
         return 2 if any(len(node.inputs) > 7 for node in raw) else int(bool(raw))
 
