@@ -90,7 +90,12 @@ class Parameter:
 
 
 class Module:
-    """A node of the module tree. Assigning a module, a list of modules or a parameter to an attribute adds it."""
+    """A node of the module tree. Assigning a module, a list of modules or a parameter to an attribute adds it.
+
+    `num_parameters`: of a root, the values of the original checkpoint, if an export has recorded them; 0 otherwise.
+    """
+
+    num_parameters = 0
 
     def __init__(self) -> None:
         self.path = ""

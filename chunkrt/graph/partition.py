@@ -117,7 +117,9 @@ def plan_decoder(
     graph = trace(decoder)
     if is_shadowed is not None:
         cut_shadowed(graph, is_shadowed)
-    plan = replace(partition(graph, family=source.architecture), num_parameters=_num_parameters(decoder))
+    plan = replace(
+        partition(graph, family=source.architecture), num_parameters=decoder.num_parameters or _num_parameters(decoder)
+    )
     return Planned(source=source, decoder=decoder, plan=plan)
 
 

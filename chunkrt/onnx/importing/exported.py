@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -76,8 +77,9 @@ def replay_plan(draft: Draft) -> ReplayedDecoder:
         raise ModelError(
             f"{draft.where}: the plan that it was exported from is damaged ({type(error).__name__}: {error})"
         ) from error
-    if found.to_json() != plan.to_json():
+    if replace(found, num_parameters=plan.num_parameters).to_json() != plan.to_json():
         raise ModelError(f"{draft.where}: the plan that it was exported from contradicts itself; export it again")
+    decoder.num_parameters = plan.num_parameters
     return decoder
 
 
