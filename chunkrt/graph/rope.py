@@ -163,6 +163,10 @@ def longrope_tables(config: Mapping[str, Any], head_dim: int, context_length: in
     original = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
     if type(original) is not int or original < 2:
         raise ModelError(f"the config's original_max_position_embeddings is {original!r}, expected a whole number")
+    if original > LONGEST_CONTEXT:
+        raise ModelError(
+            f"the config's original_max_position_embeddings is {original}; at most {LONGEST_CONTEXT} is believed"
+        )
     short, long = (_factors(parameters, key, len(base)) for key in ("short_factor", "long_factor"))
     stretch = _positive({"factor": parameters.get("factor") or context_length / original}, "factor")
     magnitude = sqrt(1 + log(stretch) / log(original)) if stretch > 1 else 1.0
