@@ -62,7 +62,7 @@ def compile_engine(
     _check_absent(output)
     targets = list(dict.fromkeys((find_soc(soc), length) for soc in socs for length in chunk_lengths))
     engine = engine_folder(model, options, progress)
-    manifest, weights = read_manifest(engine), open_weights(engine)
+    manifest = read_manifest(engine)
     plan = plan_to_run(engine, manifest, options)
     scheme = manifest.scheme
     if too_long := [length for _, length in targets if length > plan.context_length]:
@@ -71,6 +71,8 @@ def compile_engine(
     hosts: list[HostTarget] = []
     npu_attention: dict[str, str | int] = {}
     context_length = choose_context_length(plan, options)
+    plan = plan.within(context_length)
+    weights = open_weights(engine).with_tables(plan)
     for soc, chunk_length in targets:
         backend = QnnBackend(soc, contexts=contexts_folder(), compiled=engine / CONTEXTS, options=options.htp)
         plans = npu_plans(plan, manifest.placement, options, context_length, chunk_length)

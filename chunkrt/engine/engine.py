@@ -75,10 +75,12 @@ class Engine(ManyPrompts):
             self.scheme: Scheme = self.manifest.scheme
             self.context_length = choose_context_length(self.plan, options)
             check_shift(self.context_length, options)
-            self.weights = open_weights(folder)
-            self.weights.check(
+            self.plan = self.plan.within(self.context_length)
+            weights = open_weights(folder)
+            weights.check(
                 entry for weight in stored_weights(self.plan, self.scheme).values() for entry in weight.entries
             )
+            self.weights = weights.with_tables(self.plan)
             self.tokenizer: Tokenizer | None = Tokenizer.load(folder, self.plan.vocab_size)
             self.is_closed = False
             self._process_id = os.getpid()

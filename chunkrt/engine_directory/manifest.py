@@ -32,7 +32,7 @@ from chunkrt.quant.calibration import FORMAT as CALIBRATION_FORMAT
 from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
 from chunkrt.tokenizer.text_settings import TEXT_FORMAT
 
-FORMAT = 6
+FORMAT = 7
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
 HASHED_WHEN_READ = 32 * 2**20
 """Files up to so many bytes are hashed whenever a manifest is read, by SHA-256. Of larger ones the size is compared;

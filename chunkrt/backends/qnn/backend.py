@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from chunkrt.backends.qnn.support import graph_rows, npu_support
 from chunkrt.backends.qnn.windowed import WindowedExecutable
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import CompileError, DeviceLostError
-from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.graph.plan import Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import Scheme
 
 log = logging.getLogger(__name__)
@@ -152,18 +152,23 @@ class QnnBackend:
             "target": (self.soc.soc_model, self.soc.htp_arch),
             "vtcm_mb": self._options.vtcm_mb,
             "subgraph": asdict(subgraph),
-            "tensors": {name: asdict(plan.tensors[name]) for name in sorted(names)},
+            "tensors": {name: _as_compiled(plan.tensors[name]) for name in sorted(names)},
             "rows": rows,
             "linears": {name: _as_stored(name, scheme) for name in subgraph.weights},
         }
         if compiled_in := self._options.compiled_in:
             compiled_from["options"] = compiled_in
         digest = hashlib.sha256(json.dumps(compiled_from, sort_keys=True).encode())
-        for name in subgraph.weights:
+        for name in (name for name in subgraph.weights if not plan.tensors[name].rotary):
             for suffix, array in weights.parts(name):
                 digest.update(f"{name}{suffix} {array.dtype} {array.shape}".encode())
                 digest.update(array.data)
         return f"{self.soc.name}-{scheme.name}-r{rows}-{subgraph.name}-{digest.hexdigest()[:16]}"
+
+
+def _as_compiled(tensor: Tensor) -> dict[str, Any]:
+    """A tensor as it decides on a context: without the rows of a rotary table, which enter with every chunk."""
+    return asdict(replace(tensor, shape=tensor.shape[1:]) if tensor.rotary else tensor)
 
 
 def _as_stored(weight: str, scheme: Scheme) -> tuple[object, ...]:
