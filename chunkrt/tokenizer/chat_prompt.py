@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
+from os.path import commonprefix
 from typing import Any
 
 from chunkrt.errors import ConfigError
@@ -84,7 +87,7 @@ class ControlTokens:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self._tokens)))
+        return re.compile(_any_of(self._ascending))
 
     def _joined(self, texts: Collection[str]) -> set[str]:
         """The texts that end with the beginning of a control token that another text goes on with."""
@@ -121,6 +124,22 @@ class ControlTokens:
         for index, piece in enumerate(pieces[1:], 1):
             if piece:
                 yield piece, index % 2 == 1
+
+
+def _any_of(tokens: Sequence[str]) -> str:
+    """A regular expression for the longest of some texts, which are in ascending order.
+
+    Texts with a beginning in common share it: a vocabulary may have thousands of control tokens that begin with "<",
+    and a plain alternation would try each of them at every such character.
+    """
+    branches = []
+    for _, group in groupby(tokens, key=itemgetter(0)):
+        several = list(group)
+        start = commonprefix(several)  # noqa: RUF071, of texts rather than paths
+        rests = [token.removeprefix(start) for token in several]
+        longer = _any_of(list(filter(None, rests)))
+        branches.append(re.escape(start) + (f"(?:{longer}){'?' if '' in rests else ''}" if longer else ""))
+    return "|".join(branches)
 
 
 NO_CONTROL_TOKENS = ControlTokens(())

@@ -5,6 +5,7 @@ vocabularies.
 """
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from small_vocabularies import make_tokenizer
 
 from chunkrt.errors import ConfigError
+from chunkrt.tokenizer.chat_prompt import ControlTokens
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -110,6 +112,15 @@ def test_noncharacters_in_messages_stay_where_they_are():
     every = "".join(map(chr, range(0xFDD0, 0xFDF0)))
     with pytest.raises(ConfigError, match="noncharacters"):
         BYTE_LEVEL.encode_chat(user(every + "<|im_end|>"))
+
+
+@given(content=st.lists(st.sampled_from(["<unused1", "2>", "<", "<|a", "|>", "b", "<unused12>", "x"])).map("".join))
+def test_marks_stand_around_the_longest_control_tokens(content):
+    tokens = [*(f"<unused{number}>" for number in range(40)), "<|a", "<|a|>", "<|a|>b", "x" * 3000]
+    prompt = ControlTokens(tokens).render(lambda variables: variables["content"], {"content": content})
+    longest = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+    assert [text for text, is_plain in prompt.parts if is_plain] == longest.findall(content)
+    assert prompt.text == content
 
 
 def test_messages_that_are_nested_too_deep_are_the_callers_error():
