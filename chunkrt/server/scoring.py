@@ -48,7 +48,9 @@ async def rerank(service: Service, request: RerankRequest, cache_salt: str | Non
     """Documents by how likely the model finds the query after each: the mean log-probability of its tokens."""
     service.check_model(request)
     texts = [document if isinstance(document, str) else document.get("text") for document in request.documents]
-    if not request.query or not all(isinstance(text, str) and text for text in texts):
+    if not request.query:
+        raise RequestError("query: found an empty text; it is scored after each document", param="query")
+    if not all(isinstance(text, str) and text for text in texts):
         raise RequestError("documents: expected texts, or objects with a text, none empty", param="documents")
     await service.beside(_check_lengths, service, {"documents": texts, "query": [request.query]})
     pairs = [await service.beside(encode_pair, service.tokenizer, f"{text}\n\n", request.query) for text in texts]

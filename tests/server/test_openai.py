@@ -219,6 +219,15 @@ def test_scores_are_the_engines(served, engine):
     assert [one["relevance_score"] for one in answer["results"]] == pytest.approx([means[i] for i in best])
 
 
+@pytest.mark.parametrize(("query", "document", "param"), [("", "hello", "query"), ("you", "", "documents")])
+def test_rerank_names_the_text_that_is_empty(served, query, document, param):
+    import httpx
+
+    answer = httpx.post(f"{served[1]}/v1/rerank", json={"query": query, "documents": [document]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert answer.json()["error"]["message"].startswith(f"{param}: ")
+
+
 def test_tokens_and_back(served, engine):
     import httpx
 
