@@ -124,9 +124,12 @@ def _divide(text: str) -> tuple[str, list[Any]]:
 def _call(found: Any, key: str, names: Set[str]) -> Call:
     """Return the call that JSON describes. Raises ValueError if it describes none."""
     name = found.get("name") if isinstance(found, dict) else None
-    if not isinstance(name, str) or name not in names or not isinstance(found.get(key), dict):
+    given = found.get(key) if isinstance(found, dict) else None
+    if isinstance(given, str):  # some models write the arguments as JSON in a string
+        given = _DECODER.decode(given)
+    if not isinstance(name, str) or name not in names or not isinstance(given, dict):
         raise ValueError("the JSON describes no call of a tool that there is")
-    arguments = json.dumps(found[key], ensure_ascii=False)
+    arguments = json.dumps(given, ensure_ascii=False)
     arguments.encode()  # a string may be half a character, which is a ValueError
     return {"id": f"call_{uuid4().hex}", "type": "function", "function": {"name": name, "arguments": arguments}}
 

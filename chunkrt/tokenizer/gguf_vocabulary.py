@@ -302,7 +302,7 @@ def _list(
 
 def _id(metadata: Mapping[str, Any], name: str, num_tokens: int, default: int | None = None) -> int | None:
     token_id = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
-    if type(token_id) is int and token_id in _NO_TOKEN:
+    if name != "eos" and type(token_id) is int and token_id in _NO_TOKEN:  # without an end, answers go on for ever
         token_id = default
     if token_id is not None and not (type(token_id) is int and 0 <= token_id < num_tokens):
         raise ModelError(f"tokenizer.ggml.{name}_token_id is {token_id!r}, but there are {num_tokens} tokens")

@@ -16,9 +16,6 @@ from chunkrt.files import read_text
 from chunkrt.tokenizer.library import VOCABULARY_FILE, add_tokens, encode_text, read_vocabulary
 from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids
 
-NO_TOKEN = -1
-"""Id by which a config says that there is no such token."""
-
 
 def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, TextSettings] | None:
     """The tokenizer that a folder holds, or None if it holds none.
@@ -42,7 +39,7 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
     _add_declared_tokens(library, folder, config)
     generation = _read_json(folder / "generation_config.json")
     bos_id = _token_id(library, config["bos_token"]) if "bos_token" in config else model_config.get("bos_token_id")
-    if bos_id == NO_TOKEN:
+    if bos_id == -1:  # says that there is none
         bos_id = None
     eos_id = _token_id(library, config.get("eos_token"))
     prefix_ids, suffix_ids = _frame(library)
@@ -184,11 +181,11 @@ def _content(token: Any) -> str:
 
 
 def _ids(value: Any) -> list[int]:
-    """An eos_token_id, which may be one or several; -1 says that there is none."""
+    """An eos_token_id, which may be one or several."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token_id) is int for token_id in ids):
         raise ModelError(f"eos_token_id is {value!r:.80}, expected token ids")
-    return [token_id for token_id in ids if token_id != NO_TOKEN]
+    return ids
 
 
 def _read_json(path: Path) -> dict[str, Any]:

