@@ -17,6 +17,8 @@ from chunkrt.tokenizer.gguf_vocabulary import PRE_TOKENIZERS
 from chunkrt.tokenizer.library import VOCABULARY_FILE, add_tokens, encode_text, library_errors, read_vocabulary
 from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids
 
+LARGEST_WITHOUT_TEKKEN = 100_000
+"""Tokens of a vocabulary of Mistral's that may be SentencePiece's; tekken has 131,072."""
 _MISTRAL = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 
 
@@ -39,7 +41,7 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
         return None
     library = read_vocabulary(folder / VOCABULARY_FILE)
     config = _config(folder)
-    if config.get("fix_mistral_regex") is True and _may_have_the_wrong_split(model_config):
+    if config.get("fix_mistral_regex") is True and _may_have_the_wrong_split(library, model_config):
         library = _with_tekken_split(library)
     _add_declared_tokens(library, folder, config)
     generation = _read_json(folder / "generation_config.json")
@@ -76,11 +78,13 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
     )
 
 
-def _may_have_the_wrong_split(model_config: Mapping[str, Any]) -> bool:
+def _may_have_the_wrong_split(library: tokenizers.Tokenizer, model_config: Mapping[str, Any]) -> bool:
     """Return True if `fix_mistral_regex` has an effect on the model's tokenizer in Transformers.
 
-    Source: Transformers, TokenizersBackend._patch_mistral_regex: checkpoints that Transformers before 5 wrote.
+    Source: Transformers, TokenizersBackend: large vocabularies, of checkpoints that Transformers before 5 wrote.
     """
+    if library.get_vocab_size() <= LARGEST_WITHOUT_TEKKEN or library.pre_tokenizer is None:
+        return False
     major = str(model_config.get("transformers_version") or "0").partition(".")[0]
     return model_config.get("model_type") in _MISTRAL and not (major.isdecimal() and int(major) >= 5)
 
@@ -93,13 +97,13 @@ def _with_tekken_split(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     state = json.loads(library.to_str())
     pattern = {"Regex": PRE_TOKENIZERS["tekken"].splits[0]}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    given = state["pre_tokenizer"] or {}
-    if given.get("type") == "Sequence":
+    given = state["pre_tokenizer"]
+    if given["type"] == "Sequence":
         rest = given["pretokenizers"][1:]
-    elif given.get("type") == "Metaspace":
+    elif given["type"] == "Metaspace":
         rest = [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]
     else:
-        rest = [given] if given else []
+        rest = [given]
     state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, *rest]}
     with library_errors("its words cannot be cut as fix_mistral_regex asks"):
         return tokenizers.Tokenizer.from_str(json.dumps(state))

@@ -14,10 +14,11 @@ SPLIT = pre_tokenizers.Split(Regex(WRONG), "isolated")
 TO_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
-def encode(folder, text, flag, has_split=True, **config):
-    """The tokens, by their texts, of a vocabulary that has "oW" and "12" beside the bytes."""
+def encode(folder, text, flag, has_split=True, size=100_001, **config):
+    """The tokens, by their texts, of a vocabulary that has "oW" and "12" beside the bytes, and others that fill it."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*characters, "oW", "12"])}
+    vocab |= {f"token {index}": index for index in range(len(vocab), size)}
     library = tokenizers.Tokenizer(models.BPE(vocab, [("o", "W"), ("1", "2")]))
     library.pre_tokenizer = pre_tokenizers.Sequence([SPLIT, TO_BYTES]) if has_split else TO_BYTES
     library.decoder = decoders.ByteLevel()
@@ -39,6 +40,7 @@ def encode(folder, text, flag, has_split=True, **config):
         (True, {"model_type": "llama"}, False),
         (False, {"model_type": "mistral"}, False),
         (None, {"model_type": "mistral"}, False),
+        (True, {"model_type": "mistral", "size": 100_000}, False),
     ],
 )
 def test_fix_mistral_regex_is_followed_as_transformers_does(tmp_path, flag, config, is_fixed):
