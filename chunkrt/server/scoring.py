@@ -25,6 +25,8 @@ async def score(service: Service, request: ScoreRequest, cache_salt: str | None)
         raise RequestError(
             f"text_1 has {len(first)} texts and text_2 {len(second)}; give as many, or one of the first", param="text_1"
         )
+    if not all(second):
+        raise RequestError("text_2: found an empty text; there is nothing to score", param="text_2")
     await service.beside(_check_lengths, service, {"text_1": first, "text_2": second})
     firsts = first * len(second) if len(first) == 1 else first
     pairs = [
