@@ -67,6 +67,10 @@ class DeviceLostError(BackendError):
     """The device stopped answering while it ran a subgraph."""
 
 
+class NumberRangeError(BackendError):
+    """A value is beyond the numbers that a device computes with. The device itself works."""
+
+
 class OutOfMemoryError(ChunkrtError, MemoryError):
     """There is too little memory for a file, a model or its context; nothing is wrong with those."""
 

@@ -11,7 +11,7 @@ import chunkrt
 FIXTURES = Path(__file__).parent / "data" / "onnx"
 LENGTHS = (1, 31, 33, 95)
 TOLERANCE, FLOAT16_TOLERANCE = 1e-4, 2e-2
-"""Of the largest logit: sums of at most 64 products in float32, twice a layer; a float16 has 11 bits."""
+"""Bounds as shares of the largest logit: sums of at most 64 products in float32, twice a layer; float16 has 11 bits."""
 
 
 def load(name):

@@ -18,7 +18,7 @@ from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.gguf import GgufSource
 from chunkrt.files import check_writable
 from chunkrt.tokenizer import Tokenizer
-from peers.contenders import CONTENDERS, PEERS, Contender
+from peers.contenders import CONTENDERS, PEERS, Contender, packages_for
 from peers.environment import Forms, check_interpreter, make_environment
 from peers.process import ContenderError, ContenderProcess
 from peers.report import Report, describe_machine, plot, to_json, to_markdown
@@ -97,7 +97,7 @@ def peers(
         if python:
             check_interpreter(python)
         checkpoint = find_checkpoint(model)
-        python = python or make_environment(peers_dir / "environment", tell)
+        python = python or make_environment(peers_dir / "environment", tell, packages_for(contenders))
         if shape:
             checkpoint = _random_model(shape, checkpoint, peers_dir)
         vocabulary_size = int(GgufSource(checkpoint).config["vocab_size"])

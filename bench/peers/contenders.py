@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,18 @@ ENGINES = {
     "torch": "torch",
 }
 """Kinds of contenders, and the modules in `engines` that run them."""
+
+PACKAGES = {
+    "llama_cpp": ("llama-cpp-python",),
+    "gguf": ("gguf",),
+    "hugging_face": ("accelerate", "gguf", "torch", "transformers"),
+    "onnx_genai": ("onnx", "onnx-ir", "onnxruntime", "onnxruntime-genai", "torch", "transformers"),
+    "openvino_genai": ("openvino-genai",),
+    "openvino_nncf": ("nncf", "openvino-genai"),
+    "ctranslate2": ("ctranslate2", "torch", "transformers"),
+    "torch": ("torch", "transformers"),
+}
+"""Packages of `requirements.txt` that each module in `engines` imports."""
 
 PEERS = tuple(kind for kind in ENGINES if kind != "chunkrt")
 
@@ -163,3 +175,16 @@ CONVERSING = (
     ),
 )
 """Who is asked turn after turn, with a prefix cache and without. Of a hybrid model no Q8_0 file may be had."""
+
+
+def packages_for(contenders: Iterable[Contender]) -> dict[str, list[str]]:
+    """The packages that contenders take, those that make their forms included; with the contenders that take each."""
+    found: dict[str, list[str]] = {}
+    for contender in contenders:
+        engines, form = {ENGINES[contender.kind]} - {"chunkrt"}, contender.form
+        while form != "checkpoint":
+            engines.add(FORMS[form].engine)
+            form = FORMS[form].of
+        for package in sorted({package for engine in engines for package in PACKAGES[engine]}):
+            found.setdefault(package, []).append(contender.name)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from peers.contenders import FORMS
@@ -14,13 +14,18 @@ from peers.process import ContenderError, convert, last_line
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 
-def make_environment(folder: Path, tell: Callable[[str], None], *, only: Collection[str] = ()) -> str:
-    """A virtual environment with the peers' packages, made once and again when `requirements.txt` changes.
+COMPILED = "llama-cpp-python"
+"""The package that is compiled for the processor, which takes about ten minutes."""
 
-    A package that cannot be installed is told, and left out: its contender will say that it is absent.
+
+def make_environment(folder: Path, tell: Callable[[str], None], packages: Mapping[str, Sequence[str]]) -> str:
+    """A virtual environment with packages of `requirements.txt`, made when one of them or its version is not there.
+
+    A package that cannot be installed is reported and left out: its contender will report that it is absent.
 
     Args:
-        only: the packages that are needed; all, if it is empty. What else there is stays.
+        packages: the names of those that are needed, and of the contenders that need each. Others that are installed
+            already stay.
 
     Returns: its interpreter.
 
@@ -29,11 +34,14 @@ def make_environment(folder: Path, tell: Callable[[str], None], *, only: Collect
     """
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     stamp, log = folder / "installed.txt", folder / "pip.log"
-    wanted = [r for r in REQUIREMENTS.read_text("utf-8").split() if not only or r.partition("==")[0] in only]
-    if stamp.exists() and set(wanted) <= set(stamp.read_text("utf-8").split()):
+    wanted = [r for r in REQUIREMENTS.read_text("utf-8").split() if r.partition("==")[0] in packages]
+    installed = stamp.read_text("utf-8").split() if stamp.exists() else []
+    if python.exists() and set(wanted) <= set(installed):
         return str(python)
-    slow = "; llama.cpp is compiled for this processor, which takes its time"
-    tell(f"installing the peers into {folder}{'' if only else slow}")
+    wanted = [requirement for requirement in wanted if requirement not in installed]
+    names = [requirement.partition("==")[0] for requirement in wanted]
+    slow = f"; {COMPILED} is compiled, in about ten minutes, for {', '.join(packages.get(COMPILED, ()))}"
+    tell(f"installing {', '.join(names) or 'no packages'} into {folder}{slow if COMPILED in names else ''}")
     command = [sys.executable, "-m", "venv", str(folder)]
     made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if made.returncode:
@@ -45,13 +53,14 @@ def make_environment(folder: Path, tell: Callable[[str], None], *, only: Collect
             return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode == 0
 
     is_whole = True
-    if not install(*wanted):
+    if wanted and not install(*wanted):
         for requirement in wanted:
             if not install(requirement):
                 is_whole = False
                 tell(f"{requirement} cannot be installed: {last_line(log)}")
     if is_whole:
-        stamp.write_text("\n".join(wanted) + "\n", "utf-8")
+        others = [r for r in installed if r.partition("==")[0] not in names]
+        stamp.write_text("\n".join([*others, *wanted]) + "\n", "utf-8")
     return str(python)
 
 

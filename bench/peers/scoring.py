@@ -219,7 +219,7 @@ def scoring(
         tokens = _tokens(checkpoint, text_file)
         peers_dir = peers_dir.resolve()
         if not no_peer:
-            python = python or make_environment(peers_dir / "environment", tell, only=PACKAGES)
+            python = python or make_environment(peers_dir / "environment", tell, dict.fromkeys(PACKAGES, ("PyTorch",)))
     except (ChunkrtError, ContenderError, OSError, UnicodeDecodeError) as error:
         raise click.ClickException(str(error)) from error
     random = np.random.default_rng(seed)

@@ -15,14 +15,15 @@ import numpy as np
 from chunkrt import ChunkrtError
 from chunkrt.checkpoints.gguf import GgufSource
 from peers.command import choose, find_checkpoint, started, tell, writable
-from peers.contenders import SERVERS
+from peers.contenders import SERVERS, packages_for
 from peers.environment import Forms, check_interpreter, make_environment
 from peers.process import ContenderError
 from peers.report import Report, describe_machine, to_json, to_markdown
 from peers.rounds import PAUSE_S, Results
 
 PACKAGES = ("accelerate", "ctranslate2", "gguf", "openvino-genai", "torch", "transformers")
-"""What the peers need, their converters included. Not llama.cpp, which is compiled: it is measured if it is there."""
+"""Packages that are installed if chosen peers take them. llama.cpp, which is compiled, is not installed: it is measured
+if it is there."""
 
 FIGURES = ("tokens/s", "generated tokens/s", "first token p50, s", "first token p95, s", "gap p50, s", "gap p95, s")
 """What is told of a round. Tokens of prompts and answers, and of answers alone, per second from the first arrival to
@@ -84,7 +85,8 @@ def serving(
         if python:
             check_interpreter(python)
         checkpoint = find_checkpoint(model)
-        python = python or make_environment(peers_dir / "environment", tell, only=PACKAGES)
+        packages = {name: names for name, names in packages_for(contenders).items() if name in PACKAGES}
+        python = python or make_environment(peers_dir / "environment", tell, packages)
         vocabulary_size = int(GgufSource(checkpoint).config["vocab_size"])
     except (ChunkrtError, ContenderError) as error:
         raise click.ClickException(str(error)) from error

@@ -1,7 +1,8 @@
-"""Outliving the NPU: an executable that goes on elsewhere when the NPU is lost.
+"""Executables that go on elsewhere when the NPU fails.
 
-Static subgraphs keep no state, so the chunk at which the NPU failed is simply computed again, and everything after it,
-by a second executable under the same scheme.
+Static subgraphs keep no state, so the chunk at which the NPU failed is computed again by a second executable under the
+same scheme. If the NPU is lost, that one computes everything after it, too; if a value left the range of the NPU's
+numbers, it computes that chunk alone.
 """
 
 from __future__ import annotations
@@ -11,28 +12,36 @@ import threading
 from collections.abc import Callable, Mapping
 
 from chunkrt.backends.base import Array, Executable, HistoryExecutable, Passage
-from chunkrt.errors import BackendError
+from chunkrt.errors import BackendError, NumberRangeError
 
 log = logging.getLogger(__name__)
 
 
 class NpuHealth:
-    """Whether the NPU still works, as all executables on it know. The first failure is told in one warning."""
+    """State of the NPU that all executables on it share. The first failure of each kind is logged once."""
 
     def __init__(self) -> None:
         self.is_lost = False
+        self._has_overflowed = False
         self._lock = threading.Lock()
 
     def report(self, error: Exception) -> None:
-        """The NPU failed: nobody shall use it any more."""
+        """Take note of a failure of the NPU: nothing runs on it any more."""
         with self._lock:
             if not self.is_lost:
                 self.is_lost = True
                 log.warning("%s; the CPU takes over", error)
 
+    def report_overflow(self, error: NumberRangeError) -> None:
+        """Take note of a value that the NPU's numbers cannot hold: the next chunk runs on the NPU again."""
+        with self._lock:
+            if not self._has_overflowed:
+                self._has_overflowed = True
+                log.warning("%s; the CPU computes each chunk in which that happens", error)
+
 
 class FallbackExecutable:
-    """Runs on the NPU while that works, then on the CPU."""
+    """Runs on the NPU while that works, then on the CPU; and on the CPU where the NPU's numbers do not reach."""
 
     def __init__(self, on_npu: Executable, on_cpu: Executable, health: NpuHealth) -> None:
         self.fixed_length = on_npu.fixed_length
@@ -50,6 +59,8 @@ class FallbackExecutable:
         if not self._health.is_lost:
             try:
                 return on_npu()
+            except NumberRangeError as error:
+                self._health.report_overflow(error)
             except BackendError as error:
                 self._health.report(error)
         return self._on_cpu.run(inputs, outputs)

@@ -37,7 +37,7 @@ def _constant(stored: StoredWeight, scheme: Scheme, weights: WeightStore) -> Any
         return [DynamicWeight(*one) for one in zip(*weights.experts(name), strict=True)]
     if stored.storage == "blocks":
         return right_operand(weights.blocks(name), name, scheme, None)
-    if stored.storage in ("float32", "float16"):
+    if stored.storage in ("float32", "float16", "rotary"):
         return weights.array(name)
     grids = None
     if scheme.is_static:

@@ -49,8 +49,8 @@ def compile(
     What was compiled is cached: an interrupted compilation goes on where it stopped. The folder is written whole or
     not at all.
 
-    With --attention npu give `run` the same --npu-window, --npu-graph and --context. If these put all layers on the
-    NPU, --for-host writes what a program in C++ needs on a phone; see docs/phones.md.
+    The folder keeps --attention, --npu-window, --npu-graph and --context, which `run` uses then. If these put all
+    layers on the NPU, --for-host writes what a program in C++ needs on a phone; see docs/phones.md.
 
     Of a settings file it takes soc, chunk_length (with a SoC), placement, htp, attention and how to quantise. The rest,
     such as policy and chunks_in_flight, is not compiled in: give the same file to `chunkrt run` or `bench`.

@@ -236,6 +236,7 @@ def _evaluate_layers(
         recipe = Recipe(scheme=engine.scheme)
         _, ranges = prepare(planned, checkpoint, recipe, calibration, model=model, progress=progress)
     folding = ranges.folding if ranges else Folding()
+    planned = planned.within(max(map(len, windows)))
     return evaluate_layers(
         planned.plan,
         lambda name: folding.apply(name, planned.load(name)),

@@ -85,7 +85,7 @@ def plan(
         if has_htp and (near := near_plans(found, placement_of(model, options), options, context_length, chunk_length)):
             found = near[0].plan
             click.echo(f"while at most {near[0].reach} tokens come before a chunk:", err=True)
-    figures = subgraph_figures(found, scheme, chunk_length=chunk_length)
+    figures = subgraph_figures(found.within(context_length), scheme, chunk_length=chunk_length)
     attention = attention_figures(found, chunk_length=chunk_length, prompt_length=prompt_length)
     if save_onnx:
         _save_onnx(model, options, save_onnx, ranks)
@@ -165,10 +165,10 @@ def _save_onnx(model: str, options: EngineOptions, folder: Path, ranks: Ranks) -
 
     with ShownProgress() as progress:
         engine = engine_folder(model, options, progress, ranks)
-        scheme = read_manifest(engine).scheme
-        num_files = save_subgraphs(
-            read_plan(engine), scheme, open_weights(engine), folder, lambda d, t: progress("writing ONNX", d, t)
-        )
+        scheme, plan = read_manifest(engine).scheme, read_plan(engine)
+        plan = plan.within(choose_context_length(plan, options))
+        weights = open_weights(engine).with_tables(plan)
+        num_files = save_subgraphs(plan, scheme, weights, folder, lambda d, t: progress("writing ONNX", d, t))
     click.echo(f"{num_files} ONNX files written to {folder}", err=True)
 
 
@@ -207,8 +207,8 @@ def _print(
     click.echo(f"a chunk of {chunk_length} tokens moves {moved_bytes / 1e6:.2f} MB between the devices")
     if history_bytes := sum(f.history_bytes for f in figures):
         click.echo(
-            f"attention on the npu has {history_bytes / 1e6:.2f} MB of caches there: what a chunk adds enters, "
-            "and all of it where sequences alternate"
+            f"attention on the npu has {history_bytes / 1e6:.2f} MB of caches in its buffers: what a chunk adds is "
+            "converted, or all of it where sequences alternate, and the driver copies all of it for each chunk"
         )
     if converted_bytes := sum(f.converted_bytes for f in figures):
         entering_bytes = sum(f.entering_bytes for f in figures)

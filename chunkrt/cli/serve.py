@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,9 @@ from chunkrt.cli.generation import parse_template_options
 from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.errors import ConfigError
 from chunkrt.files import read_text
+
+LATE_SECONDS = 5.0
+"""After --grace, until the process ends whatever runs: requests are answered and chunks end meanwhile."""
 
 
 @click.command(cls=GroupedCommand, first=("host", "port", "api_key_file", "max_sessions", "npu"))
@@ -36,7 +40,13 @@ from chunkrt.files import read_text
     show_default=True,
     help="Requests that wait; more get 503 at once.",
 )
-@click.option("--grace", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds to finish in.")
+@click.option(
+    "--grace",
+    type=click.FloatRange(0),
+    default=30.0,
+    show_default=True,
+    help="Seconds to finish in; 5 s later the process ends, even if a device does not answer.",
+)
 @click.option("--max-body", type=click.IntRange(1), default=16 * 2**20, show_default=True, help="Bytes of a request.")
 @click.option("--allow-origin", metavar="ORIGIN", help="Let pages of this origin ask (* for any); by default of none.")
 @click.option(
@@ -106,7 +116,19 @@ def serve(
         def tell(url: str) -> None:
             click.echo(f"{service.name} is served at {url} (Ctrl-C ends)", err=True)
 
-        asyncio.run(listen(service, host, port, grace_seconds=grace, tell=tell))
+        deadline = threading.Timer(grace + LATE_SECONDS, _abandon, (grace,))
+        deadline.daemon = True
+        try:
+            asyncio.run(listen(service, host, port, grace_seconds=grace, tell=tell, on_end=deadline.start))
+            engine.close()
+        finally:
+            deadline.cancel()
+
+
+def _abandon(grace: float) -> None:
+    """End the process, threads in a device's driver or not."""
+    click.echo(f"chunkrt: a task did not end within {grace + LATE_SECONDS:g} s; is the device stuck?", err=True)
+    os._exit(1)
 
 
 def _name(model: str) -> str:

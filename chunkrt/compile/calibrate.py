@@ -79,6 +79,7 @@ def cached_calibration(
     """
     if token_ids is None:
         token_ids = calibration_tokens(planned, shipped_text(), None)
+    planned = planned.within(WINDOW_LENGTH)
     settings: dict[str, Any] = {"method": method, "equalisation": equalisation, "is_rotated": is_rotated}
     key = cache_key(checkpoint, format=FORMAT, text=text_digest(token_ids), **settings)
     path = keyed_path(catalogue.home() / "calibrations", checkpoint, key, suffix=".npz")

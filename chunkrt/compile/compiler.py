@@ -125,6 +125,7 @@ def compile_checkpoint(
                 scheme,
                 lambda name: folding.apply(name, planned.load(name)),
                 aside / WEIGHTS,
+                load_rotary=planned.load_rotary,
                 load_blocks=planned.load_blocks,
                 calibration=ranges,
                 progress=lambda done, total: progress("compiling", done, total),

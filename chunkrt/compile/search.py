@@ -144,15 +144,17 @@ def cached_choice(
     folder = catalogue.home() / "calibrations"
     path = keyed_path(folder, checkpoint, key, kind=f"-{recipe.scheme.name}", suffix=".json")
 
+    short = planned.within(WINDOW_LENGTH)
+
     def load(name: str) -> Float32:
-        return calibration.folding.apply(name, planned.load(name))
+        return calibration.folding.apply(name, short.load(name))
 
     def made() -> Choice:
         assert recipe.search is not None
         assert recipe.budget is not None
         kept, windows = held_out(calibration.token_ids, planned.plan.context_length)
-        grids = calibrate(planned.plan, load, kept, model=calibration.model, method=calibration.method)
-        losses = Losses(planned.plan, load, grids, windows)
+        grids = calibrate(short.plan, load, kept, model=calibration.model, method=calibration.method)
+        losses = Losses(short.plan, load, grids, windows)
         choice = choose(losses, recipe.scheme, recipe.search, recipe.budget, progress=progress)
         with written_aside(path) as aside:
             aside.write_text(json.dumps(choice.to_dict(), indent=1), encoding="utf-8")

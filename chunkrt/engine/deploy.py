@@ -13,7 +13,7 @@ from chunkrt.backends.qnn import QnnBackend, find_soc
 from chunkrt.engine.capability import plan_to_run
 from chunkrt.engine.host import HostTarget, check_host, write_host
 from chunkrt.engine.lengths import choose_context_length
-from chunkrt.engine.npu_attention import npu_plans
+from chunkrt.engine.npu_attention import compiled_attention, npu_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder
 from chunkrt.engine.roles import contexts_folder
@@ -62,18 +62,23 @@ def compile_engine(
     _check_absent(output)
     targets = list(dict.fromkeys((find_soc(soc), length) for soc in socs for length in chunk_lengths))
     engine = engine_folder(model, options, progress)
-    manifest, weights = read_manifest(engine), open_weights(engine)
+    manifest = read_manifest(engine)
     plan = plan_to_run(engine, manifest, options)
     scheme = manifest.scheme
     if too_long := [length for _, length in targets if length > plan.context_length]:
         raise ConfigError(f"chunk length {too_long[0]} is longer than the model's context of {plan.context_length}")
     compiled: dict[NpuTarget, list[Path]] = {}
     hosts: list[HostTarget] = []
+    npu_attention: dict[str, str | int] = {}
     context_length = choose_context_length(plan, options)
+    plan = plan.within(context_length)
+    weights = open_weights(engine).with_tables(plan)
     for soc, chunk_length in targets:
         backend = QnnBackend(soc, contexts=contexts_folder(), compiled=engine / CONTEXTS, options=options.htp)
         plans = npu_plans(plan, manifest.placement, options, context_length, chunk_length)
         longest = plans[context_length]
+        if longest is not plan or len(plans) > 1:
+            npu_attention = compiled_attention(options, context_length)
         if for_host:
             check_host(longest, context_length)
         subgraphs = [(s, of) for of in plans.values() for s in of.subgraphs if s.device == "npu"]
@@ -92,7 +97,7 @@ def compile_engine(
             write_host(folder, manifest, weights, hosts, context_length)
 
     try:
-        _assemble(engine, manifest, compiled, output, add_host)
+        _assemble(engine, manifest, compiled, output, add_host, npu_attention)
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
         raise ModelError(f"cannot write the engine directory {output}: {reason}") from error
@@ -119,13 +124,14 @@ def _assemble(
     compiled: Mapping[NpuTarget, Sequence[Path]],
     output: Path,
     add_host: Callable[[Path], None],
+    npu_attention: Mapping[str, str | int],
 ) -> None:
     with only_writer(contexts_folder(), "compiling for the NPU"), written_aside(output) as aside:
         _check_absent(output)  # another process may have written it meanwhile
         aside.mkdir()
         for name in manifest.files:
             shutil.copyfile(engine / name, aside / name)
-        for path in (path for paths in compiled.values() for path in paths):
+        for path in dict.fromkeys(path for paths in compiled.values() for path in paths):  # targets may share some
             shutil.copytree(path, aside / CONTEXTS / path.name)
         add_host(aside)
         write_manifest(
@@ -137,4 +143,5 @@ def _assemble(
             ranks=manifest.ranks,
             checkpoint=manifest.checkpoint,
             num_parameters=manifest.num_parameters,
+            npu_attention=npu_attention,
         )

@@ -23,9 +23,10 @@ from chunkrt.engine.executors import ExecutorBuilder
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
 from chunkrt.engine.many import Runs
 from chunkrt.engine.many_prompts import ManyPrompts
+from chunkrt.engine.npu_attention import as_compiled
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.prefix_cache.opening import open_cache
-from chunkrt.engine.roles import open_backends
+from chunkrt.engine.roles import open_backends, runs_on_qnn
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine.session_file import Conversation, SessionFile, model_digest
@@ -65,8 +66,8 @@ class Engine(ManyPrompts):
         mirror: EngineMirror | None = None,
     ) -> None:
         self.folder = folder
-        self.options = options
         self.manifest = read_manifest(folder)
+        self.options = options = as_compiled(options, self.manifest) if runs_on_qnn(options) else options
         if self.manifest.ranks != (ranks := ranks_of(communicator)):
             raise ConfigError(f"{folder} was compiled for {self.manifest.ranks}, not for {ranks}; compile it again")
         with Verification(folder, self.manifest) as self._verification:
@@ -74,10 +75,12 @@ class Engine(ManyPrompts):
             self.scheme: Scheme = self.manifest.scheme
             self.context_length = choose_context_length(self.plan, options)
             check_shift(self.context_length, options)
-            self.weights = open_weights(folder)
-            self.weights.check(
+            self.plan = self.plan.within(self.context_length)
+            weights = open_weights(folder)
+            weights.check(
                 entry for weight in stored_weights(self.plan, self.scheme).values() for entry in weight.entries
             )
+            self.weights = weights.with_tables(self.plan)
             self.tokenizer: Tokenizer | None = Tokenizer.load(folder, self.plan.vocab_size)
             self.is_closed = False
             self._process_id = os.getpid()
@@ -226,6 +229,7 @@ class Engine(ManyPrompts):
             shared_chunks=conductor.num_chunks,
             shared_rows=conductor.num_rows,
             chunk_length=self.chunk_length,
+            longest_task_s=conductor.lanes.longest_task_s(),
         )
 
     def _open_waiting(self, cache_salt: str | None) -> Session:

@@ -20,8 +20,10 @@ from chunkrt.backends.qnn.windowed import HIDDEN, NEW_SUFFIX, ROWS_SUFFIX, Windo
 from chunkrt.engine_directory.manifest import CONTEXTS, Manifest, NpuTarget
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.graph.plan import Plan, Subgraph, embedding_tables
 from chunkrt.graph.static_attention import is_convolution
+from chunkrt.tokenizer.library import VOCABULARY_FILE
+from chunkrt.tokenizer.text_settings import SETTINGS_FILE
 
 FORMAT = 1
 HOST, DESCRIPTION = "host", "host.json"
@@ -54,9 +56,9 @@ def check_host(plan: Plan, context_length: int) -> None:
     if not plan.has_head:
         raise ConfigError("the checkpoint has no head, so a host would get no logits; run this model by chunkrt itself")
     for subgraph in (s for s in plan.subgraphs if s.device == "cpu"):
-        if sum(4 * prod(map(int, plan.tensors[name].shape)) for name in subgraph.weights) > LARGEST_GRAPH:
+        if _bytes_in_file(plan, subgraph) > LARGEST_GRAPH:
             raise ConfigError(
-                f"{subgraph.name} has more than 2 GiB of weights in float32, which a file of ONNX cannot hold; run "
+                f"{subgraph.name} has more than 2 GiB of weights, which a file of ONNX cannot hold; run "
                 "this model by chunkrt itself"
             )
     left = [s.name for s in plan.subgraphs if (s.state if s.device == "cpu" else s.rows == "R")]
@@ -77,6 +79,13 @@ def check_host(plan: Plan, context_length: int) -> None:
         )
 
 
+def _bytes_in_file(plan: Plan, subgraph: Subgraph) -> int:
+    """Bytes of weights in a graph's file: float16 for embedding tables, at most float32 for others."""
+    tables = embedding_tables(plan)
+    sizes = {name: prod(map(int, plan.tensors[name].shape)) for name in subgraph.weights}
+    return sum((2 if name in tables else 4) * size for name, size in sizes.items())
+
+
 def write_host(
     folder: Path, manifest: Manifest, weights: WeightStore, hosts: Sequence[HostTarget], context_length: int
 ) -> None:
@@ -90,7 +99,8 @@ def write_host(
     (folder / HOST).mkdir()
     plan = hosts[0].plan
     for subgraph in (s for s in plan.subgraphs if s.device == "cpu"):
-        save_subgraph(plan, subgraph, manifest.scheme, weights, folder / _cpu_file(subgraph))
+        path = folder / _cpu_file(subgraph)
+        save_subgraph(plan, subgraph, manifest.scheme, weights, path, keeps_float16=True)
     tables = {}
     for subgraph in (s for s in plan.subgraphs if s.device == "npu"):
         for name in WindowEdges(subgraph, plan, 1).tables:
@@ -98,24 +108,30 @@ def write_host(
             file = f"{HOST}/{name}.f16"
             (folder / file).write_bytes(table.tobytes())
             tables[name] = {"file": file, "shape": list(table.shape)}
+    targets: list[dict[str, Any]] = [
+        {
+            "soc": host.target.soc,
+            "library": host.target.library,
+            "chunk_length": host.target.chunk_length,
+            "rows": graph_rows(host.target.chunk_length),
+            "graphs": [_graph(subgraph, host) for subgraph in host.plan.subgraphs],
+        }
+        for host in hosts
+    ]
+    graphs = [graph for target in targets for graph in target["graphs"]]
+    files = {graph[key] for graph in graphs for key in ("file", "binary") if key in graph}
+    files |= {f"{HOST}/{DESCRIPTION}", *(table["file"] for table in tables.values())}
+    files |= {name for name in (VOCABULARY_FILE, SETTINGS_FILE) if (folder / name).exists()}
     description = {
         "format": FORMAT,
+        "files": sorted(files),
         "model": manifest.model,
         "scheme": manifest.scheme.name,
         "context_length": context_length,
         "vocabulary": plan.vocab_size,
         "hidden_slot": float(HIDDEN),
         "tables": tables,
-        "targets": [
-            {
-                "soc": host.target.soc,
-                "library": host.target.library,
-                "chunk_length": host.target.chunk_length,
-                "rows": graph_rows(host.target.chunk_length),
-                "graphs": [_graph(subgraph, host) for subgraph in host.plan.subgraphs],
-            }
-            for host in hosts
-        ],
+        "targets": targets,
     }
     (folder / HOST / DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from chunkrt.engine.options import AttentionOn, EngineOptions
+from chunkrt.engine_directory.manifest import Manifest
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement, placed_by_name
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.graph.static_attention import attention_nodes, convolution_nodes, num_layers, with_static_attention
+
+log = logging.getLogger(__name__)
 
 MOST_GRAPH_WEIGHTS = 2**30
 """Weights of one graph: an HTP session addresses 32 bits, for contexts, buffers and the library together."""
@@ -76,6 +81,32 @@ def npu_plans(
     `near_plans`."""
     plans = {near.reach: near.plan for near in near_plans(plan, placement, options, context_length, chunk_length)}
     return plans if context_length in plans else plans | {context_length: plan}
+
+
+ATTENTION_OPTIONS = ("attention", "npu_window", "npu_graph", "context_length")
+"""The engine's options that decide how attention is compiled for the NPU."""
+
+
+def compiled_attention(options: EngineOptions, context_length: int) -> dict[str, str | int]:
+    """The options by which attention is compiled for the NPU, for an engine directory to keep."""
+    return {name: getattr(options, name) for name in ATTENTION_OPTIONS} | {"context_length": context_length}
+
+
+def as_compiled(options: EngineOptions, manifest: Manifest) -> EngineOptions:
+    """The options of an engine on an NPU, with those of attention that its directory was compiled by.
+
+    An option that was given, i.e. is not the default, stays as it is, with a warning if it differs.
+    """
+    taken, others = dict[str, Any](), list[str]()
+    for name, compiled in manifest.npu_attention.items():
+        given = getattr(options, name)
+        if given == EngineOptions.__dataclass_fields__[name].default:
+            taken[name] = compiled
+        elif str(given) != str(compiled):
+            others.append(f"{name} {compiled}, and {given} is asked for")
+    if others:
+        log.warning("attention was compiled for the NPU with %s; what is missing is compiled", "; ".join(others))
+    return replace(options, **taken)
 
 
 def _is_chosen(node: str, placement: Placement, attention: AttentionOn) -> bool:

@@ -61,12 +61,17 @@ def asked_npu(options: EngineOptions) -> Supports | None:
     Raises:
         BackendUnavailableError: the NPU was asked for by name and is not here.
     """
-    if options.npu == "qnn" or (options.npu == "auto" and has_npu()):
+    if runs_on_qnn(options):
         return npu_support
     if options.npu in NPU_CHOICES:
         return None
     backend = make_backend(options.npu, threads=options.num_threads)
     return None if backend.concurrency is None else backend.supports
+
+
+def runs_on_qnn(options: EngineOptions) -> bool:
+    """Return True if Qualcomm's NPU or its emulator is asked for by name, or taken because it is here."""
+    return options.npu == "qnn" or (options.npu == "auto" and has_npu())
 
 
 def check_npu(options: EngineOptions) -> None:
@@ -174,7 +179,7 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
         BackendUnavailableError: it was asked for by name, and onnxruntime-qnn is not here.
         ConfigError: nobody knows which SoC this is.
     """
-    if options.npu not in ("auto", "qnn") or (options.npu == "auto" and not has_npu()):
+    if not runs_on_qnn(options):
         _mind_settings(options)
         return None
     if options.npu == "auto" and not manifest.scheme.is_static:
@@ -193,6 +198,7 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
         contexts=contexts_folder(),
         compiled=compiled if compiled.is_dir() else None,
         compiled_by={target.library for target in manifest.npu},
+        compiled_for=[f"{target.soc}, chunks of {target.chunk_length}" for target in manifest.npu],
         options=options.htp,
     )
     if backend.htp.is_emulated:

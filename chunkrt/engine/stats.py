@@ -13,7 +13,7 @@ class EngineStats:
     prefix_bytes: what the prefix cache holds in memory; cached_tokens: that it gave to sessions so far, in place of
     running them. waiting_runs: prompts and tokens that share chunks now, or wait to. shared_chunks, shared_rows: the
     chunks that have been computed for those that could share them, and the tokens in them; chunk_length: the most that
-    one holds.
+    one holds. longest_task_s: seconds since the oldest task in progress began; a device that hangs shows here.
     """
 
     sessions: int
@@ -25,3 +25,4 @@ class EngineStats:
     shared_chunks: int
     shared_rows: int
     chunk_length: int
+    longest_task_s: float

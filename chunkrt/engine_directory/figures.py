@@ -125,8 +125,14 @@ def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> A
 
 
 def weight_bytes(plan: Plan, scheme: Scheme) -> dict[str, int]:
-    """Bytes of every weight as the scheme keeps it, with what is beside a linear: scales, grids, a shadow's rows."""
-    sizes = {name: sum(e.num_bytes for e in weight.entries) for name, weight in stored_weights(plan, scheme).items()}
+    """Bytes of every weight in memory, with those beside a linear: scales, grids, a shadow's rows.
+
+    A rotary table that chunkrt makes counts with the rows that it has in the plan, and its recipe with it.
+    """
+    stored = stored_weights(plan, scheme)
+    sizes = {name: sum(entry.num_bytes for entry in weight.entries) for name, weight in stored.items()}
+    for tensor in (tensor for tensor in plan.tensors.values() if tensor.rotary):
+        sizes[tensor.name] += tensor.num_bytes()
     for name in linear_weights(plan):
         if scheme.is_shadowed(name):
             depth, columns = resolve(plan.tensors[name].shape, {})

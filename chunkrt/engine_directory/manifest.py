@@ -32,7 +32,7 @@ from chunkrt.quant.calibration import FORMAT as CALIBRATION_FORMAT
 from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
 from chunkrt.tokenizer.text_settings import TEXT_FORMAT
 
-FORMAT = 6
+FORMAT = 7
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
 HASHED_WHEN_READ = 32 * 2**20
 """Files up to so many bytes are hashed whenever a manifest is read, by SHA-256. Of larger ones the size is compared;
@@ -57,6 +57,7 @@ class Manifest:
     files: bytes and `digest` of each, contexts excepted. placement: of modules by patterns, as it was asked for. ranks:
     which of how many processes it is for. checkpoint: what it was compiled from, by `sampled_digest`; empty if that was
     not written. num_parameters: of the whole model, each counted once; 0 if that was not written.
+    npu_attention: the engine's options by which attention was compiled for the NPU; empty if none was.
     """
 
     format: int
@@ -69,6 +70,7 @@ class Manifest:
     ranks: Ranks = ALONE
     checkpoint: str = ""
     num_parameters: int = 0
+    npu_attention: Mapping[str, str | int] = field(default_factory=dict)
 
 
 def is_engine_directory(path: Path) -> bool:
@@ -118,6 +120,7 @@ def write_manifest(
     ranks: Ranks = ALONE,
     checkpoint: str = "",
     num_parameters: int = 0,
+    npu_attention: Mapping[str, str | int] | None = None,
 ) -> None:
     """Write `engine.json`; the last file, so that a folder that has it is whole."""
     files = {p.name: _recorded(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
@@ -132,6 +135,7 @@ def write_manifest(
         ranks=ranks,
         checkpoint=checkpoint,
         num_parameters=num_parameters,
+        npu_attention=dict(npu_attention or {}),
     )
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
 

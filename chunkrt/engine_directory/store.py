@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BlockTensor
 from chunkrt.engine_directory.packing import unpack, unpack_blocks, unpack_multipliers, unpack_products
-from chunkrt.errors import ModelError
+from chunkrt.errors import ModelError, OutOfMemoryError
 from chunkrt.files import map_read_only
+from chunkrt.graph.plan import Plan
+from chunkrt.graph.rotary_tables import rotary_table
 
 SCALE_SUFFIX = ".scale"
 """float32 [N]: a quantised linear's scales, w ~ q * scale; of experts [E, N]."""
@@ -44,7 +46,10 @@ OUTPUT_STEP_SUFFIX = ".output_step"
 HOT_CHANNELS_SUFFIX = ".hot_channels"
 """int32 [H], ascending, of a linear with a shadow: the rows of its weight to be kept in float32. H may be 0."""
 
-CODES = {"float32": "F32", "float16": "F16", "int8": "I8", "uint8": "U8", "int32": "I32"}
+ROTARY_SUFFIX = ".rotary"
+"""float64 [tables, 1 + rotary_dim / 2], instead of a rotary table: its recipe; see `graph/rotary_tables.py`."""
+
+CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "int8": "I8", "uint8": "U8", "int32": "I32"}
 _DTYPES = {code: np.dtype(name) for name, code in CODES.items()}
 
 
@@ -120,13 +125,38 @@ class WeightStore:
                     "compile the model again"
                 )
 
+    def with_tables(self, plan: Plan) -> WeightStore:
+        """The same weights and the rotary tables that chunkrt makes, of as many rows as they have in a plan.
+
+        Args:
+            plan: that of these weights; `Plan.within` cuts its tables.
+
+        Raises:
+            OutOfMemoryError: there is no room for them.
+        """
+        arrays = dict(self._arrays)
+        for tensor in (tensor for tensor in plan.tensors.values() if tensor.rotary):
+            rows, recipe = int(tensor.shape[0]), arrays[tensor.name + ROTARY_SUFFIX]
+            try:
+                arrays[tensor.name] = rotary_table(
+                    tensor.rotary, recipe, num_positions=plan.context_length, num_rows=rows
+                )
+            except MemoryError as error:
+                raise OutOfMemoryError(
+                    f"there is no memory for the rotary table {tensor.name} of {rows} positions; take a shorter context"
+                ) from error
+        return WeightStore(arrays, self._logical_shapes, self._mapped)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self._arrays.values())
 
     def array(self, name: str) -> NDArray[Any]:
-        """A weight that is not a quantised linear: float32, or float16 for an embedding table."""
+        """A weight that is not a quantised linear: float32, or float16 for an embedding table.
+
+        Rotary tables that chunkrt makes exist after `with_tables`.
+        """
         return self._arrays[name]
 
     def parts(self, name: str) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -29,6 +29,7 @@ from chunkrt.engine_directory.store import (
     INPUT_STEP_SUFFIX,
     MULTIPLIER_SUFFIX,
     OUTPUT_STEP_SUFFIX,
+    ROTARY_SUFFIX,
     SCALE_SUFFIX,
     Entry,
 )
@@ -44,6 +45,7 @@ from chunkrt.graph.plan import (
     linear_weights,
     resolve,
 )
+from chunkrt.graph.rotary_tables import Float64
 from chunkrt.quant.arithmetic import quantize_linear, quantize_weight
 from chunkrt.quant.calibration import Calibration, num_hot_channels
 from chunkrt.quant.grid import grids_of
@@ -53,11 +55,13 @@ if TYPE_CHECKING:
     from chunkrt.graph.partition import Planned
 
 Float32 = NDArray[np.float32]
+LoadRotary = Callable[[str], Float64]
+"""Recipe of a rotary table that chunkrt makes, by its plan name; see `graph/rotary_tables.py`."""
 LoadBlocks = Callable[[str], BlockTensor | None]
 """A linear's weight in the checkpoint's own blocks of 4 bits, by its plan name, if it has them."""
 
 ALIGNMENT_BYTES = 64
-ORDER = {"int8": 0, "uint8": 0, "float32": 1, "float16": 2}
+ORDER = {"int8": 0, "uint8": 0, "float64": 1, "float32": 2, "float16": 3}
 
 
 def check_calibration(plan: Plan, calibration: Calibration) -> None:
@@ -141,6 +145,7 @@ def write_weights(
     load: Callable[[str], Float32],
     path: Path,
     *,
+    load_rotary: LoadRotary | None = None,
     load_blocks: LoadBlocks = lambda name: None,
     calibration: Calibration | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -150,6 +155,7 @@ def write_weights(
     Args:
         scheme: as `settle` gives it, if it has linears in blocks.
         load: a weight's values by its plan name; called at most once a weight, results are dropped at once.
+        load_rotary: the recipe of a rotary table that chunkrt makes; plans without such tables need none.
         load_blocks: asked first for linears in blocks; without an answer their values are quantised.
         path: written in full or not at all is the caller's business (write aside, rename).
         calibration: of this decoder; a static scheme needs one.
@@ -159,9 +165,9 @@ def write_weights(
         ModelError, QuantizationError: as `load`, `load_blocks` and `quantize_weight`; a calibration is missing, or is
             another decoder's.
     """
-    # Packed weights need 64-byte alignment, float32 4-byte, float16 2-byte: the wider an entry is aligned, the earlier
-    # it comes, since safetensors has no gaps. Packed scales of blocks are multiples of 64 bytes, and stand behind their
-    # weights.
+    # Packed weights need 64-byte alignment, float64 8-byte, float32 4-byte, float16 2-byte: the wider an entry is
+    # aligned, the earlier it comes, since safetensors has no gaps. Packed scales of blocks are multiples of 64 bytes,
+    # and stand behind their weights.
     stored = sorted(stored_weights(plan, scheme).values(), key=lambda weight: ORDER[weight.entries[0].dtype])
     tables = [weight for weight in stored if weight.entries[0].dtype == "float16"]
     aligned = [weight for weight in stored if weight.entries[0].dtype != "float16"]
@@ -176,7 +182,13 @@ def write_weights(
             progress(done, len(stored))
             if done == len(aligned):
                 _write_all(writer, scales, later)
-            arrays = _arrays(weight, scheme, load, load_blocks, calibration)
+            if weight.storage == "rotary":
+                assert load_rotary is not None, weight.tensor.name
+                recipe = load_rotary(weight.tensor.name)
+                _check_recipe(recipe, plan.context_length, name=weight.tensor.name)
+                arrays = {weight.tensor.name + ROTARY_SUFFIX: recipe}
+            else:
+                arrays = _arrays(weight, scheme, load, load_blocks, calibration)
             for entry in weight.entries[: weight.num_first]:
                 writer.write(arrays.pop(entry.name))
             later |= arrays
@@ -230,6 +242,13 @@ def _arrays(
     return arrays
 
 
+def _check_recipe(recipe: Float64, num_positions: int, *, name: str) -> None:
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(recipe[:, 1:] * num_positions).all()
+    if not is_finite or not (np.abs(recipe[:, 0]) <= np.finfo(np.float32).max).all():
+        raise QuantizationError(f"{name} would hold values that are not finite; the checkpoint is damaged")
+
+
 def _as_dtype(values: Float32, dtype: str, *, name: str) -> NDArray[np.floating[Any]]:
     with np.errstate(over="ignore"):
         converted = values.astype(dtype, copy=False)
@@ -245,13 +264,15 @@ class StoredWeight:
     """How a scheme stores one weight of a plan.
 
     storage: of a linear as `Scheme.storage_of` says; "experts" are int8 for each output channel of each expert; a table
-    that is looked up is float16. linear: the node that multiplies by it, of linears.
+    that is looked up is float16; "rotary" is the recipe of a rotary table. linear: the node that multiplies by it, of
+    linears. num_tables: those that follow one another in a rotary table.
     """
 
     tensor: Tensor
-    storage: Storage | Literal["float16", "experts"]
+    storage: Storage | Literal["float16", "experts", "rotary"]
     scheme: Scheme
     linear: Node | None
+    num_tables: int = 1
 
     @property
     def num_first(self) -> int:
@@ -264,6 +285,9 @@ class StoredWeight:
         name, shape, scheme = self.tensor.name, resolve(self.tensor.shape, {}), self.scheme
         if self.storage in ("float32", "float16"):
             return [Entry(name=name, dtype=self.storage, shape=shape, logical_shape=shape)]
+        if self.storage == "rotary":
+            made_of = (self.num_tables, 1 + shape[1])
+            return [Entry(name=name + ROTARY_SUFFIX, dtype="float64", shape=made_of, logical_shape=made_of)]
         *experts, depth, columns = shape
         beside: dict[str, tuple[str, tuple[int, ...]]] = {SCALE_SUFFIX: ("float32", (*experts, columns))}
         dtype, packed = "int8", (*experts, *packed_shape(depth, columns))
@@ -288,7 +312,9 @@ def stored_weights(plan: Plan, scheme: Scheme) -> dict[str, StoredWeight]:
     """How a scheme stores each weight of a plan, by its name."""
     linears, experts, tables = linear_nodes(plan), expert_weights(plan), embedding_tables(plan)
 
-    def storage_of(name: str) -> Storage | Literal["float16", "experts"]:
+    def storage_of(name: str) -> Storage | Literal["float16", "experts", "rotary"]:
+        if plan.tensors[name].rotary:
+            return "rotary"
         if not scheme.weight_bits:
             return "float32"
         if name in linears:
@@ -296,7 +322,13 @@ def stored_weights(plan: Plan, scheme: Scheme) -> dict[str, StoredWeight]:
         return "experts" if name in experts else "float16" if name in tables else "float32"
 
     return {
-        name: StoredWeight(tensor=tensor, storage=storage_of(name), scheme=scheme, linear=linears.get(name))
+        name: StoredWeight(
+            tensor=tensor,
+            storage=storage_of(name),
+            scheme=scheme,
+            linear=linears.get(name),
+            num_tables=1 if plan.long_context_from is None else 2,
+        )
         for name, tensor in plan.tensors.items()
         if tensor.kind == "weight"
     }

@@ -1,7 +1,7 @@
 """Plans whose caches of int8 hold keys without what a bias adds to all of them.
 
 A bias of hundreds in a few channels, as Qwen2 and Qwen2.5 have, would make the scales of these channels so coarse that
-little is left of what tells keys apart. It is a constant, and no cache has to hold it.
+little is left of the differences between keys. It is a constant, and no cache has to hold it.
 """
 
 from __future__ import annotations

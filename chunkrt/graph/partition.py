@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Literal, cast
@@ -39,12 +39,23 @@ from chunkrt.graph.plan import (
     Dtype,
     Node,
     Plan,
+    Rotary,
     Subgraph,
     Tensor,
 )
 from chunkrt.graph.plan_check import check_plan
-from chunkrt.graph.rope import RotaryTables
-from chunkrt.graph.tracing import ALONE_KEY, CONTEXT_KEY, DEVICE_KEY, LONG_CONTEXT_KEY, NO_HEAD_KEY, STATE_KEY, trace
+from chunkrt.graph.rope import RotaryTable, RotaryTables
+from chunkrt.graph.rotary_tables import Float64
+from chunkrt.graph.tracing import (
+    ALONE_KEY,
+    CONTEXT_KEY,
+    DEVICE_KEY,
+    LONG_CONTEXT_KEY,
+    NO_HEAD_KEY,
+    ROTARY_KEY,
+    STATE_KEY,
+    trace,
+)
 
 _DTYPES: Mapping[ir.DataType, Dtype] = {
     ir.DataType.FLOAT: "float32",
@@ -65,7 +76,20 @@ class Planned:
 
     def load(self, name: str) -> Float32:
         """A weight's values, by its plan name. Raises ModelError as `Parameter.load` does."""
-        return self.parameters[name].load(self.source)
+        parameter = self.parameters[name]
+        if isinstance(parameter, RotaryTable):
+            return parameter.load_rows(self.source, int(self.plan.tensors[name].shape[0]))
+        return parameter.load(self.source)
+
+    def load_rotary(self, name: str) -> Float64:
+        """The recipe of a rotary table, by its plan name; see `graph/rotary_tables.py`. Raises as `load`."""
+        parameter = self.parameters[name]
+        assert isinstance(parameter, RotaryTable)
+        return parameter.recipe(self.source)
+
+    def within(self, num_tokens: int) -> Planned:
+        """The same, whose plan is for contexts of at most so many tokens; see `Plan.within`."""
+        return replace(self, plan=self.plan.within(num_tokens))
 
     def load_blocks(self, name: str) -> BlockTensor | None:
         """A linear's weight in the checkpoint's own blocks of 4 bits, by its plan name; None if it has none.
@@ -260,7 +284,8 @@ def _tensors(graph: ir.Graph, subgraphs: Sequence[Subgraph], state: set[str]) ->
         )
         assert value.dtype is not None
         dtype = _DTYPES[value.dtype]
-        tensors[name] = Tensor(name=name, dtype=dtype, shape=_dimensions(value), kind=kind)
+        rotary = cast(Rotary, value.metadata_props.get(ROTARY_KEY, ""))
+        tensors[name] = Tensor(name=name, dtype=dtype, shape=_dimensions(value), kind=kind, rotary=rotary)
     return tensors
 
 

@@ -32,6 +32,7 @@ Kind = Literal["value", "weight", "state"]
 Rows = Literal["T", "R"]
 Dimension = int | str
 Attribute = int | float | str | Sequence[int | float]
+Rotary = Literal["", "cos", "sin"]
 Dtype = Literal["float32", "float16", "int64", "int32", "int8", "bool"]
 
 DOMAIN = "chunkrt"
@@ -44,7 +45,7 @@ ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
 """Of our domain: attention over a cache of keys that are rotated already, or of keys that are rotated when used."""
 
 KEY_FORMS = ("after RoPE", "before RoPE", "before RoPE and without their biases")
-"""How keys may be cached, the last in int8 alone; see `graph/key_biases.py`."""
+"""Forms in which keys are cached, the last in int8 alone; see `graph/key_biases.py`."""
 
 EXPERTS_OP = "RoutedExperts"
 """Of our domain: feed-forwards of which every row takes a few; inputs hidden, router_logits, gate_up [E, H, 2 I] and
@@ -76,12 +77,15 @@ class Tensor:
     """A named value. `kind` says where it lives: a "value" is computed, a "weight" is constant, a "state" persists.
 
     Weights are float32 in the plan whatever the scheme: how a linear's weight is stored is the scheme's choice.
+    `rotary`: the function that a rotary table is made with, if chunkrt makes it (see `graph/rotary_tables.py`). The
+    weights on disk hold what such a table is made of; tables that a checkpoint holds are weights like others.
     """
 
     name: str
     dtype: Dtype
     shape: tuple[Dimension, ...]
     kind: Kind = "value"
+    rotary: Rotary = ""
 
     def num_bytes(self, **symbols: int) -> int:
         """Size in bytes once the symbols (T, R, P) have values."""
@@ -185,7 +189,7 @@ class Plan:
 
     @cached_property
     def key_form(self) -> int:
-        """How keys are cached, as a place in `KEY_FORMS`."""
+        """Form in which keys are cached, as a place in `KEY_FORMS`."""
         raw = [node for s in self.subgraphs for node in s.nodes if node.op == "RawKeyAttention"]
         return 2 if any(len(node.inputs) > 7 for node in raw) else int(bool(raw))
 
@@ -225,6 +229,21 @@ class Plan:
         """What is added to a position for its row in the rotary tables, in a context of so many tokens."""
         is_long = self.long_context_from is not None and num_tokens > self.long_context_from
         return self.context_length if is_long else 0
+
+    def within(self, num_tokens: int) -> Plan:
+        """The same decoder for contexts of at most so many tokens: its rotary tables lose the rows that these skip.
+
+        If so many tokens take the second tables, all rows stay: `rope_offset` is a row of the whole tables, and
+        sessions on disk hold it. Tables that a checkpoint holds stay whole too.
+        """
+        if self.rope_offset(num_tokens):
+            return self
+
+        def cut(tensor: Tensor) -> Tensor:
+            rows, *columns = tensor.shape
+            return replace(tensor, shape=(min(int(rows), num_tokens), *columns)) if tensor.rotary else tensor
+
+        return replace(self, tensors={name: cut(tensor) for name, tensor in self.tensors.items()})
 
     @cached_property
     def flow(self) -> Flow:

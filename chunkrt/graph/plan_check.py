@@ -34,6 +34,9 @@ def check_plan(plan: Plan) -> None:
     for node in attention:
         found = plan.tensors[node.inputs[3]].shape[0]
         require(found == rows, f"{node.name!r} has rotary tables of {found} rows, not {rows}")
+    tables = {name for node in attention for name in node.inputs[3:5]}
+    others = [tensor.name for tensor in plan.tensors.values() if tensor.rotary and tensor.name not in tables]
+    require(not others, f"{others} are no rotary tables")
 
 
 def _check_tensor(plan: Plan, name: str, tensor: Tensor) -> None:

@@ -6,18 +6,21 @@ Source: Su et al., RoFormer (2021), section 3.2.2; Llama 3's scaling as in Huggi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import inf, log, sqrt
 from sys import float_info
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.graph.modules import Module, Parameter
-
-Float64 = NDArray[np.float64]
+from chunkrt.graph.modules import Float32, Module, Parameter
+from chunkrt.graph.plan import Rotary
+from chunkrt.graph.rotary_tables import Float64, rotary_table
+from chunkrt.graph.tracing import ROTARY_KEY
 
 LEAST_DIVISOR = 1e-6
 """Of frequencies: what is less is no factor that anybody trains with, and may overflow."""
@@ -33,6 +36,37 @@ _UNSCALED = ("partial_rotary_factor", "attention_factor")
 
 SCALING_KEY = "rope_scaling"
 """What refusals name, wherever the config says it: in newer ones it is a part of `rope_parameters`."""
+
+
+@dataclass(kw_only=True)
+class RotaryTable(Parameter):
+    """A table of cos or sin. `make_recipe` makes its recipe (`graph/rotary_tables.py`) of the checkpoint's tensors."""
+
+    function: Rotary
+    make_recipe: Callable[..., Float64]
+    combine: Callable[..., Float32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.combine = lambda *tensors: self._rows(self.make_recipe(*tensors), self.shape[0])
+
+    def recipe(self, source: TensorSource) -> Float64:
+        """The recipe of the table: float64 [tables, 1 + rotary_dim / 2]. Raises ModelError as `load` does."""
+        self.check(source)
+        return self.make_recipe(*(source.read(name) for name in self.checkpoint_tensors))
+
+    def load_rows(self, source: TensorSource, num_rows: int) -> Float32:
+        """The first rows of the table. Raises ModelError as `load` does."""
+        return self._rows(self.recipe(source), min(num_rows, self.shape[0]))
+
+    def value(self) -> ir.Value:
+        """The table in the graph being traced, marked as one that chunkrt makes."""
+        value = super().value()
+        value.metadata_props[ROTARY_KEY] = self.function
+        return value
+
+    def _rows(self, recipe: Float64, num_rows: int) -> Float32:
+        num_positions = self.shape[0] // len(recipe)
+        return rotary_table(self.function, recipe, num_positions=num_positions, num_rows=num_rows)
 
 
 class RotaryTables(Module):
@@ -62,7 +96,7 @@ class RotaryTables(Module):
         self._context_length, self._divisor = context_length, divisor
 
     def declare(self) -> None:
-        self.cos, self.sin = self._tables(np.cos), self._tables(np.sin)
+        self.cos, self.sin = self._table("cos"), self._table("sin")
 
     def frequencies(self, source: TensorSource) -> list[Float64]:
         """Of each table, radians a position: float64 [rotary_dim / 2], divided where a checkpoint divides them."""
@@ -73,17 +107,15 @@ class RotaryTables(Module):
             raise ModelError(f"{self._divisor}, which divides RoPE's frequencies, holds a zero or no number")
         return [f / divisor[0] if divisor else f for f in self._frequencies]
 
-    def _tables(self, function: Callable[[Float64], Float64]) -> Parameter:
+    def _table(self, function: Rotary) -> RotaryTable:
         half = len(self._frequencies[0])
 
-        def build(*divisor: NDArray[np.float32]) -> NDArray[np.float32]:
-            positions = np.arange(self._context_length, dtype=np.float64)
-            tables = (np.outer(positions, f) for f in self._divided(*divisor))
-            return np.concatenate([(self.magnitude * function(table)).astype(np.float32) for table in tables])
+        def recipe(*divisor: NDArray[np.float32]) -> Float64:
+            return np.stack([np.concatenate(([self.magnitude], f)) for f in self._divided(*divisor)])
 
         tensors: dict[str, tuple[int, ...]] = {self._divisor: (half,)} if self._divisor else {}
         shape = (len(self._frequencies) * self._context_length, half)
-        return Parameter(shape=shape, checkpoint_tensors=tensors, combine=build)
+        return RotaryTable(shape=shape, checkpoint_tensors=tensors, make_recipe=recipe, function=function)
 
 
 def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Float64:
@@ -131,6 +163,10 @@ def longrope_tables(config: Mapping[str, Any], head_dim: int, context_length: in
     original = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
     if type(original) is not int or original < 2:
         raise ModelError(f"the config's original_max_position_embeddings is {original!r}, expected a whole number")
+    if original > LONGEST_CONTEXT:
+        raise ModelError(
+            f"the config's original_max_position_embeddings is {original}; at most {LONGEST_CONTEXT} is believed"
+        )
     short, long = (_factors(parameters, key, len(base)) for key in ("short_factor", "long_factor"))
     stretch = _positive({"factor": parameters.get("factor") or context_length / original}, "factor")
     magnitude = sqrt(1 + log(stretch) / log(original)) if stretch > 1 else 1.0

@@ -88,7 +88,8 @@ def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> WindowElements
     """Entering, masks (one for those with the same window) and rows of rotary tables; leaving, new rows of the caches.
     Of convolutions the state enters, and the rows that it is made of leave.
 
-    The history are slots of caches and rings. They stay where the graph runs: of one sequence they enter once.
+    The history are slots of caches and rings. They stay in the graph's buffers: of one sequence they are converted
+    once, but the driver copies all of them at each run, since the memory is not shared with the NPU.
     """
     leaving = history = 0
     shared: dict[tuple[object, ...], int] = {}

@@ -29,6 +29,8 @@ CONTEXT_KEY = "chunkrt.context_length"
 LONG_CONTEXT_KEY = "chunkrt.long_context_from"
 NO_HEAD_KEY = "chunkrt.no_head"
 """Where the graph says how many positions it can tell apart, and from how many on it needs its long rotary tables."""
+ROTARY_KEY = "chunkrt.rotary"
+"""Marks a weight that is a rotary table of chunkrt's own making; see `Tensor.rotary`."""
 ALONE_KEY = "chunkrt.alone"
 """Marks a node that shall be a subgraph of its own, by its name."""
 

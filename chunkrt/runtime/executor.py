@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Executable, Passage
-from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError, ModelError
+from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError, ModelError, NumberRangeError
 from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.affinity import running_on
 from chunkrt.runtime.binding import BoundSubgraph
@@ -28,6 +28,7 @@ from chunkrt.runtime.record import Pipeline, stages_of
 from chunkrt.runtime.run import Run, RunResult
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.stream import Chunk, Stream
+from chunkrt.runtime.task_clock import TaskClock
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent, with_link
 from chunkrt.runtime.workers import GivesWay, Workers, never, run_in_caller
 
@@ -109,6 +110,8 @@ class Executor:
         )
         alone = tuple(replace(processor, workers=1) for processor in self.processors)
         self._pipeline_in_caller = replace(self._pipeline, processors=alone)
+        self.clock = TaskClock()
+        """Shows how long tasks have been in progress."""
         self._workers: Workers | None = None
         self._one_run = Lock()
 
@@ -251,7 +254,7 @@ class Executor:
 
     def stream(self, chunks: dict[int, Chunk]) -> Stream:
         """What computes tasks of chunks, by number, in this executor's slots."""
-        return Stream(chunks, self.plan.flow, self.subgraphs, self.slots)
+        return Stream(chunks, self.plan.flow, self.subgraphs, self.slots, self.clock)
 
     def _flops(self, chunks: Sequence[Chunk]) -> NDArray[np.float64] | None:
         """Of every task, [subgraphs, chunks]; None where none can overlap another, so that no order is better."""
@@ -287,7 +290,7 @@ class Executor:
 
     def failure(self, task: Task, error: BaseException) -> BackendError:
         """What is raised for a task that failed with an error."""
-        kind = DeviceLostError if isinstance(error, DeviceLostError) else BackendError
+        kind = next((k for k in (DeviceLostError, NumberRangeError) if isinstance(error, k)), BackendError)
         name = self.plan.subgraphs[task.subgraph].name
         return kind(f"subgraph {name} failed on chunk {task.chunk}: {str(error) or type(error).__name__}")
 

@@ -85,6 +85,11 @@ class Lanes:
         lanes = (self.prompts, self.tokens, self.many, self.few)
         return [(lane.chunk_length, len(lane.slots), [s.name for s in lane.plan.subgraphs]) for lane in lanes]
 
+    def longest_task_s(self) -> float:
+        """Return the seconds since the oldest task in progress began; 0 without one."""
+        lanes = (self.prompts, self.tokens, self.many, self.few, *self.near)
+        return max(lane.clock.longest_s() for lane in lanes)
+
     def take_part(self, name: str, runs: Sequence[tuple[Run, int]], number: int, gives_way: GivesWay) -> None:
         """Compute what another rank computes: all of one run, or a chunk that several share. No state advances.
 

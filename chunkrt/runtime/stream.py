@@ -12,6 +12,7 @@ from chunkrt.graph.flow import Flow, Route
 from chunkrt.runtime.binding import BoundSubgraph
 from chunkrt.runtime.buffers import ChunkBuffers
 from chunkrt.runtime.job import Segment
+from chunkrt.runtime.task_clock import TaskClock
 from chunkrt.runtime.tasks import Task
 
 
@@ -56,6 +57,7 @@ class Stream:
         flow: of the decoder.
         subgraphs: the plan's, bound to `slots`.
         slots: the buffers of each.
+        clock: takes note of the tasks in progress.
     """
 
     def __init__(
@@ -64,8 +66,9 @@ class Stream:
         flow: Flow,
         subgraphs: Sequence[BoundSubgraph],
         slots: Sequence[ChunkBuffers],
+        clock: TaskClock,
     ) -> None:
-        self.chunks = chunks
+        self.chunks, self._clock = chunks, clock
         self._waits_for, self._hidden, self._subgraphs, self._slots = flow.waits_for, flow.hidden, subgraphs, slots
 
     def compute(self, task: Task, slot: int) -> Passage | None:
@@ -74,7 +77,8 @@ class Stream:
         chunk, subgraph = self.chunks[number], self._subgraphs[index]
         if not self._waits_for[index]:
             chunk.load(self._slots[slot])
-        passage = self._run(subgraph, slot, chunk)
+        with self._clock.running():
+            passage = self._run(subgraph, slot, chunk)
         if chunk.wants_hidden and index == self._hidden:  # a later task may take over their memory
             self._slots[slot].give_hidden(chunk.segments)
         if index == chunk.route.subgraphs[-1]:

@@ -239,6 +239,10 @@ def _between(text: str, tag: str) -> str:
 
 async def _health(service: Service, http: HttpRequest) -> Response:
     await service.beside(service.engine.check_ready)
+    seconds, most = service.engine.stats().longest_task_s, service.options.stall_seconds
+    if seconds > most:
+        detail = f"a task has been computed for {seconds:.0f} s, and {most:g} s are expected at most"
+        return JSONResponse({"status": "stalled", "detail": detail}, status_code=503)
     return JSONResponse({"status": "ok"})
 
 

@@ -41,7 +41,15 @@ def make_config(service: Service, host: str, port: int, connections: Connections
     )
 
 
-async def listen(service: Service, host: str, port: int, *, grace_seconds: float, tell: Callable[[str], None]) -> None:
+async def listen(
+    service: Service,
+    host: str,
+    port: int,
+    *,
+    grace_seconds: float,
+    tell: Callable[[str], None],
+    on_end: Callable[[], None] = lambda: None,
+) -> None:
     """Serve until SIGTERM or an interrupt.
 
     Then nothing new is taken, what waits is refused, and what runs is finished, in `grace_seconds` at most; a second
@@ -50,6 +58,7 @@ async def listen(service: Service, host: str, port: int, *, grace_seconds: float
     Args:
         port: 0 for a free one.
         tell: given the URL, once requests are taken.
+        on_end: called when the server begins to end. A task that never returns holds up what follows.
 
     Raises:
         ConfigError: nothing can listen there.
@@ -57,7 +66,7 @@ async def listen(service: Service, host: str, port: int, *, grace_seconds: float
     options = service.options
     connections = Connections(options.max_connections, options.header_seconds, raise_file_limit())
     asyncio.get_running_loop().set_exception_handler(connections.handle_exception)
-    server = _Server(make_config(service, host, port, connections), service, grace_seconds, tell)
+    server = _Server(make_config(service, host, port, connections), service, grace_seconds, tell, on_end)
     try:
         await server.serve()
     except SystemExit as error:  # uvicorn's, when it cannot listen
@@ -67,9 +76,15 @@ async def listen(service: Service, host: str, port: int, *, grace_seconds: float
 
 class _Server(uvicorn.Server):
     def __init__(
-        self, config: uvicorn.Config, service: Service, grace_seconds: float, tell: Callable[[str], None]
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        grace_seconds: float,
+        tell: Callable[[str], None],
+        on_end: Callable[[], None],
     ) -> None:
         super().__init__(config)
+        self._on_end = on_end
         self._service, self._grace_seconds, self._tell = service, grace_seconds, tell
         self._hurry = asyncio.Event()
         self.complaints: list[str] = []
@@ -99,6 +114,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Uvicorn's waits for what runs."""
+        self._on_end()
         ending = asyncio.create_task(self._end_in_time())
         try:
             await super().shutdown(sockets)

@@ -40,6 +40,7 @@ class ServerOptions:
         body_seconds: in which a request's body has to come.
         header_seconds: in which a request's headers have to come.
         max_connections: at a time; fewer where the process may open fewer than twice as many files.
+        stall_seconds: after which a task that has not ended counts as stuck, so that /health answers 503.
         ping_seconds: the interval of comments in streams, which keep proxies and clients from giving up.
         allow_origin: what pages of other origins may be at ("*" for any); None: none.
         allow_hosts: names by which a server without keys may be asked, beside addresses and "localhost" ("*" for any).
@@ -55,6 +56,7 @@ class ServerOptions:
     header_seconds: float = 10.0
     max_connections: int = 8192
     ping_seconds: float = 1.0
+    stall_seconds: float = 60.0
     allow_origin: str | None = None
     allow_hosts: Sequence[str] = ()
     embeddings: Pooling | None = None

@@ -158,7 +158,7 @@ def fit_plan(
     Raises:
         PartitionError: the NPU cannot run one of the NPU's subgraphs.
     """
-    options = options or EngineOptions(npu="qnn")
+    options, plan = options or EngineOptions(npu="qnn"), plan.within(context_length)
     plans = npu_plans(plan, {}, options, context_length, chunk_length)
     contexts = [
         _context(subgraph, f" of {reach}" * (of is not plan), of, scheme, soc, chunk_length)

@@ -153,9 +153,13 @@ class ModelledWork:
         symbols = {"T": chunk.num_tokens, "R": max(1, chunk.num_rows)}
         taken, given = self._crossing(subgraph)
         us, num_bytes, edges_us = processor.task_us, 0.0, [0.0, 0.0]
+        windows = window_elements(subgraph, self._plan, chunk.num_tokens)
+        if subgraph.device == "npu":  # within the NPU's turn: the driver copies the caches that a graph sees
+            num_bytes += FLOAT16_BYTES * windows.history
+            us += FLOAT16_BYTES * windows.history / (1000 * self._device.transfer.gb_per_s)
         for edge, crossing in enumerate((taken, given)):
             crossing_bytes = sum(self._plan.tensors[name].num_bytes(**symbols) for name in crossing)
-            crossing_bytes += FLOAT16_BYTES * window_elements(subgraph, self._plan, chunk.num_tokens)[edge]
+            crossing_bytes += FLOAT16_BYTES * windows[edge]
             num_bytes += crossing_bytes
             if subgraph.device == "npu":
                 transfer = self._device.transfer

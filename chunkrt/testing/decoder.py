@@ -130,8 +130,8 @@ def random_decoder(
             cut_shadowed(graph, scheme.is_shadowed)
             plans[scheme.name] = cut = partition(graph, family=source.architecture)
             path = Path(folder) / f"{scheme.name}.safetensors"
-            write_weights(cut, scheme, planned.load, path, calibration=calibration)
-            weights[scheme.name] = WeightStore.open(path)  # stays mapped when the file is gone
+            write_weights(cut, scheme, planned.load, path, load_rotary=planned.load_rotary, calibration=calibration)
+            weights[scheme.name] = WeightStore.open(path).with_tables(cut)  # stays mapped when the file is gone
     return RandomDecoder(plan=plan, schemes=settled, plans=plans, weights=weights)
 
 

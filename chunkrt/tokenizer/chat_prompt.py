@@ -91,7 +91,7 @@ class ControlTokens:
         return {text for text in texts if any(self._goes_on(rest, texts) for rest in self._rests(text))}
 
     def _rests(self, text: str) -> Iterator[str]:
-        """What makes a control token of the end of a text."""
+        """Yield each text that completes the end of a text to a control token."""
         for length in range(1, min(len(text), len(self._tokens[0]) - 1) + 1):
             begin = text[-length:]
             at = bisect_left(self._ascending, begin)

@@ -21,7 +21,7 @@ from chunkrt.quant.scheme import SCHEMES, Recipe
 
 CHECKPOINT = checkpoint("llama_biased_gguf")
 SCHEME = SCHEMES["w8a16"]
-KEY = "SM8650-w8a16-c32-static.0-0123456789abcdef"
+KEY = "SM8650-w8a16-r32-static.0-0123456789abcdef"
 FILES = {"context.json", "context.onnx", "context_qnn.bin"}
 
 
@@ -238,7 +238,7 @@ def test_a_key_changes_with_all_that_is_compiled_from(engine, qnn, tmp_path):
     subgraph = static(plan)
     keys = [
         qnn().key(subgraph, plan, 32, SCHEME, weights),
-        qnn().key(subgraph, plan, 8, SCHEME, weights),
+        qnn().key(subgraph, plan, 33, SCHEME, weights),
         qnn().key(subgraph, plan, 32, SCHEMES["w8a8"], weights),
         qnn().key(static(plan, 1), plan, 32, SCHEME, weights),
         qnn(soc="SM8750").key(subgraph, plan, 32, SCHEME, weights),
@@ -248,7 +248,8 @@ def test_a_key_changes_with_all_that_is_compiled_from(engine, qnn, tmp_path):
         qnn().key(replace(subgraph, nodes=changed_norm(subgraph)), plan, 32, SCHEME, weights),
     ]
     assert len(set(keys)) == len(keys)
-    assert keys[0].startswith("SM8650-w8a16-c32-static.0-")
+    assert keys[0].startswith("SM8650-w8a16-r32-static.0-")
+    assert keys[0] == qnn().key(subgraph, plan, 1, SCHEME, weights)  # a graph of 32 rows as well
 
 
 def changed_weights(subgraph, weights):

@@ -154,6 +154,57 @@ def test_a_choice_of_peers_keeps_chunkrt_and_gives_it_its_options():
         peers("command").choose(["llama"], {})
 
 
+@pytest.mark.parametrize(
+    ("kinds", "takes_llama_cpp"),
+    [
+        (["torch"], []),
+        (["ctranslate2", "onnxruntime-genai"], []),
+        (["llama.cpp"], ["llama.cpp Q8_0", "llama.cpp Q4_0", "llama.cpp F16"]),
+        (["openvino-genai"], [f"OpenVINO GenAI {t}, {a}" for t in ("Q8_0", "Q4_0", "F16") for a in ("paged", "plain")]),
+    ],
+)
+def test_packages_are_those_of_the_chosen_peers_and_of_what_makes_their_files(kinds, takes_llama_cpp):
+    """OpenVINO reads files that llama.cpp makes, NNCF's form among them."""
+    data = peers("contenders")
+    packages = data.packages_for(peers("command").choose(kinds, {}))
+    nncf = ["OpenVINO GenAI W8A8 by NNCF, paged"] if kinds == ["openvino-genai"] else []
+    assert packages.get("llama-cpp-python", []) == takes_llama_cpp + nncf
+    assert packages.get("nncf", []) == nncf
+
+
+def test_every_package_of_the_requirements_is_taken_by_a_peer_and_the_other_way_round():
+    data, environment = peers("contenders"), peers("environment")
+    listed = {line.partition("==")[0] for line in environment.REQUIREMENTS.read_text("utf-8").split()}
+    packages = data.packages_for([*data.CONTENDERS, *data.SERVERS, *data.CONVERSING])
+    assert set(packages) == listed
+    assert set(data.packages_for(peers("command").choose([], {}))) == set()
+
+
+@pytest.mark.parametrize(("package", "says_why"), [("gguf", False), ("llama-cpp-python", True)])
+def test_what_is_installed_is_one_line_beforehand_and_only_what_lacks(tmp_path, monkeypatch, package, says_why):
+    environment, told, installed = peers("environment"), [], []
+
+    def pretended(command, **options):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / "python").touch()
+        (tmp_path / "Scripts").mkdir(exist_ok=True)
+        (tmp_path / "Scripts" / "python.exe").touch()
+        installed.extend(part for part in command if "==" in part)
+        return subprocess.CompletedProcess(command, 0, "")
+
+    monkeypatch.setattr(environment.subprocess, "run", pretended)
+    environment.make_environment(tmp_path, told.append, {"torch": ["PyTorch"]})
+    for _ in range(2):
+        environment.make_environment(tmp_path, told.append, {"torch": ["PyTorch"], package: ["OpenVINO GenAI Q8_0"]})
+    environment.make_environment(tmp_path, told.append, {"torch": ["PyTorch"]})
+    assert [each.partition("==")[0] for each in installed] == ["torch", package]
+    why = "; llama-cpp-python is compiled, in about ten minutes, for OpenVINO GenAI Q8_0"
+    assert told == [
+        f"installing torch into {tmp_path}",
+        f"installing {package} into {tmp_path}{why if says_why else ''}",
+    ]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="the reasons are a Unix system's")
 @pytest.mark.parametrize(
     ("python", "reason"),
@@ -185,7 +236,7 @@ def test_an_environment_that_cannot_be_made_is_an_error_in_a_line(tmp_path):
     (tmp_path / "file").touch()
     environment, process = peers("environment"), peers("process")
     with pytest.raises(process.ContenderError, match=r"^no environment can be made in [^\n]+$"):
-        environment.make_environment(tmp_path / "file" / "environment", lambda what: None)
+        environment.make_environment(tmp_path / "file" / "environment", lambda what: None, {"gguf": ["GGUF"]})
 
 
 def test_an_absent_runtime_is_an_error_in_a_line(tmp_path, monkeypatch):

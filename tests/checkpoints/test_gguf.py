@@ -15,6 +15,8 @@ from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.checkpoints.gguf import GgufSource
 from chunkrt.engine_directory.content import checkpoint_files
 from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
+from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.partition import plan_decoder
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 256, 512, 8, 2, 32, 2, 11
 ALLOCATION_BOUND_BYTES = 4 << 20
@@ -151,6 +153,31 @@ def test_metadata_becomes_config(tmp_path):
         "attention_bias": True,
         "mlp_bias": False,
     }
+
+
+BIASES = {
+    f"blk.{layer}.attn_{name}.bias": np.zeros(size, np.float32)
+    for layer in range(LAYERS)
+    for name, size in (("k", KV_HEADS * HEAD_DIM), ("v", KV_HEADS * HEAD_DIM), ("output", HIDDEN))
+}
+"""With these the small model is a whole one."""
+
+
+@pytest.mark.parametrize("length", [4_194_304, 2**24])
+def test_contexts_of_up_to_2_to_the_24_are_believed(tmp_path, length):
+    source = GgufSource(write_model(tmp_path / "model.gguf", BIASES, context_length=length))
+    assert plan_decoder(source, build_decoder(source), {}).plan.context_length == length
+    longer = write_model(tmp_path / "longer.gguf", BIASES, context_length=2**24 + 1)
+    with pytest.raises(ModelError, match="context_length = 16777217; at most 16777216 is believed"):
+        GgufSource(longer)
+
+
+def test_num_parameters_of_a_file_with_a_head_of_its_own_counts_it(tmp_path):
+    found = []
+    for name, extra in (("tied", {}), ("untied", {"output.weight": random_tensor((VOCAB, HIDDEN))})):
+        source = GgufSource(write_model(tmp_path / f"{name}.gguf", BIASES | extra))
+        found.append(plan_decoder(source, build_decoder(source), {}).num_parameters)
+    assert found[1] - found[0] == VOCAB * HIDDEN
 
 
 def test_optional_metadata_is_read(tmp_path):

@@ -74,6 +74,7 @@ def test_an_engine_directory_holds_these_files_and_no_others(engine_folder):
         "checkpoint": sampled_digest(CHECKPOINT),
         "num_parameters": plan_checkpoint(CHECKPOINT, {}).num_parameters,
         "npu": [],
+        "npu_attention": {},
         "files": {
             name: [len(data := (engine_folder / name).read_bytes()), hashlib.sha256(data).hexdigest()]
             for name in sorted(FILES - {"engine.json"})

@@ -88,7 +88,7 @@ def test_it_holds_these_files_and_no_others(deployed):
     assert {path.name for path in output.iterdir()} == FILES | {"npu"}
     contexts = list((output / "npu").iterdir())
     names = sorted(path.name.rpartition("-")[0] for path in contexts)
-    assert names == sorted(f"{soc}-w8a16-c{chunk}-{static}" for soc, chunk in COMPILED_FOR for static in STATIC)
+    assert names == sorted(f"{soc}-w8a16-r32-{static}" for soc in ("SM8650", "SM8750") for static in STATIC)
     assert all({path.name for path in context.iterdir()} == CONTEXT for context in contexts)
     assert written == {
         "model": str(CHECKPOINT),
@@ -117,6 +117,7 @@ def test_the_manifest_tells_versions_hashes_and_targets(deployed):
         "ranks": {"rank": 0, "size": 1},
         "checkpoint": sampled_digest(CHECKPOINT),
         "num_parameters": plan_checkpoint(CHECKPOINT, {}).num_parameters,
+        "npu_attention": {},
     }
 
 
@@ -181,20 +182,43 @@ def test_it_runs_where_there_is_neither_onnx_nor_the_checkpoint(device, tmp_path
 
 
 def test_without_onnx_what_is_missing_is_one_line(device, tmp_path):
-    finished = run_without_onnx(device, tmp_path, chunk_length=16)
+    finished = run_without_onnx(device, tmp_path, chunk_length=48)
     assert finished.returncode == 1
     line = finished.stderr.splitlines()[-1]
-    assert line.startswith(f"{device}/npu has no usable context of static.0 for SM8650, chunks of 16 and ")
+    assert line.startswith(f"{device}/npu has no usable context of static.0 for SM8650, chunks of 48 and ")
     assert "needs onnx-ir" in line
 
 
-@pytest.mark.parametrize("options", [{"chunk_length": 16}, {"soc": "SM8850"}])
-def test_what_it_was_not_compiled_for_is_compiled_into_the_cache(device, tmp_path, options):
+@pytest.mark.parametrize("options", [{"chunk_length": 48}, {"soc": "SM8850"}])
+def test_what_it_was_not_compiled_for_is_compiled_into_the_cache(device, tmp_path, options, caplog):
     before = files_of(device)
     _, num_compiled = run(device, **options)
+    (told,) = [message for message in caplog.messages if "was compiled for" in message]
+    assert told.startswith(f"{device} was compiled for SM8650, chunks of 8; SM8650, chunks of 32; ")
+    assert told.endswith(f"what is missing is compiled into {tmp_path / 'home' / 'contexts'}")
     assert num_compiled == len(STATIC) == len(list((tmp_path / "home" / "contexts").iterdir()))
     assert run(device, **options)[1] == 0
     assert files_of(device) == before
+
+
+def test_an_engine_directory_keeps_how_attention_was_compiled(tmp_path, monkeypatch, caplog):
+    options = EngineOptions(npu="qnn", attention="npu", npu_window="8,16", npu_graph="layers=1", context_length=24)
+    output = tmp_path / "output"
+    compile_engine(str(CHECKPOINT), output, options, socs=["SM8650"], chunk_lengths=[8])
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
+    with chunkrt.load(output, npu="qnn") as engine:
+        assert engine.context_length == 24
+        assert (engine.npu_backend.num_compiled, engine.options.npu_window) == (0, "8,16")
+    assert not [message for message in caplog.messages if "compiled for" in message]
+    with chunkrt.load(output, npu="qnn", npu_window="12") as engine:
+        assert engine.npu_backend.num_compiled > 0
+    told = [message for message in caplog.messages if "compiled for" in message]
+    assert told[0] == (
+        "attention was compiled for the NPU with npu_window 8,16, and 12 is asked for; what is missing is compiled"
+    )
+    assert len(told) == 2
+    with chunkrt.load(output, npu="native") as engine:
+        assert engine.options.attention == "auto"
 
 
 def test_contexts_of_another_version_name_it(device, without_onnx, tmp_path):
@@ -207,10 +231,10 @@ def test_contexts_of_another_version_name_it(device, without_onnx, tmp_path):
     with pytest.raises(
         CompileError, match=r"pip install onnxruntime-qnn==2\.6\.0, which these were compiled by, or pip"
     ):
-        run(tmp_path / "other", chunk_length=16)
+        run(tmp_path / "other", chunk_length=48)
 
 
-@pytest.mark.parametrize("options", [{"chunk_length": 16}, {"soc": "SM8850"}])
+@pytest.mark.parametrize("options", [{"chunk_length": 48}, {"soc": "SM8850"}])
 def test_what_it_was_not_compiled_for_needs_onnx(device, without_onnx, options):
     with pytest.raises(CompileError, match=r"needs onnx-ir; pip install onnx-ir, or compile the model again$"):
         run(device, **options)
@@ -229,7 +253,7 @@ def flip_a_bit(path):
 @pytest.fixture(params=[truncate, flip_a_bit])
 def damaged_context(device, request):
     """The folder of a context whose binary is damaged."""
-    (context,) = (device / "npu").glob("SM8650-w8a16-c32-static.1-*")
+    (context,) = (device / "npu").glob("SM8650-w8a16-r32-static.1-*")
     request.param(context / "context_qnn.bin")
     return context
 
@@ -238,7 +262,7 @@ def test_a_damaged_context_is_compiled_again_into_the_cache(device, damaged_cont
     before = files_of(device)
     logits, num_compiled = run(device)
     assert num_compiled == 1
-    warnings = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "is damaged" in record.getMessage()]
     assert warnings == [f"{damaged_context} is damaged (context_qnn.bin is not what was written); it is not used"]
     np.testing.assert_array_equal(logits, run(deployed[0])[0])
     assert run(device)[1] == 0

@@ -194,7 +194,7 @@ def test_ranks_leave_out_their_share_of_the_biases(largest: tuple[Path, np.ndarr
 
 
 def test_windows_and_shifts_keep_what_is_left(tmp_path: Path) -> None:
-    """Of one layer, whose keys depend on their own token alone: what stays is as if it had been there alone."""
+    """Shift a decoder of one layer, whose keys depend on their own token alone: the rest is as if it had come alone."""
     tensors = {name: each for name, each in weights(300.0).items() if "layers.1." not in name}
     window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0}
     folder = write_model(tmp_path / "model", tensors, num_hidden_layers=1, **window)

@@ -158,8 +158,10 @@ def executor_of(source, communicator, scheme, folder, backend_name):
     decoder = build_decoder(source, ranks)
     planned = Planned(source=source, decoder=decoder, plan=partition(trace(decoder), family="llama"))
     scheme, path = settle(planned, scheme), folder / f"{ranks.rank}-{ranks.size}"
-    write_weights(planned.plan, scheme, planned.load, path, load_blocks=planned.load_blocks)
-    backend, weights = make_backend(backend_name, threads=1), WeightStore.open(path)
+    write_weights(
+        planned.plan, scheme, planned.load, path, load_rotary=planned.load_rotary, load_blocks=planned.load_blocks
+    )
+    backend, weights = make_backend(backend_name, threads=1), WeightStore.open(path).with_tables(planned.plan)
     executables = {
         s.name: (LinkBackend(communicator) if s.device == "link" else backend).compile(
             s, planned.plan, 8, scheme, weights

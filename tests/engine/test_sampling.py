@@ -141,7 +141,7 @@ def test_a_history_outside_the_vocabulary_is_an_error(history):
 
 
 def test_top_p_of_zero_keeps_the_likeliest_alone():
-    """As `TopPLogitsWarper(0.0)` of Transformers does, which keeps one token at least."""
+    """Transformers' `TopPLogitsWarper(0.0)` keeps at least one token."""
     options = SamplingOptions(temperature=1, top_p=0)
     token_ids, probabilities = Sampler(options).distribution(np.array([1, 3, 2], np.float32))
     assert (token_ids.tolist(), probabilities.tolist()) == ([1], [1.0])

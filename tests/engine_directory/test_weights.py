@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from rotary_recipes import recipes_of
 
 from chunkrt.engine_directory.packing import pack, packed_shape, unpack
 from chunkrt.engine_directory.store import SCALE_SUFFIX, WeightStore
@@ -105,8 +106,9 @@ def test_write_weights_refuses_a_value_that_is_not_finite(tmp_path, name, scheme
         values.flat[-1] = bad if weight == name else values.flat[-1]
         return values
 
+    path = tmp_path / "weights.safetensors"
     with pytest.raises(QuantizationError, match=f"{name} holds values that are not finite"):
-        write_weights(planned.plan, find_scheme(scheme), load, tmp_path / "weights.safetensors")
+        write_weights(planned.plan, find_scheme(scheme), load, path, load_rotary=planned.load_rotary)
 
 
 @given(st.tuples(SIDES, SIDES).flatmap(lambda shape: arrays(np.int8, shape)))
@@ -175,7 +177,10 @@ def test_a_store_is_safetensors(tmp_path):
     }
     path = tmp_path / "weights.safetensors"
     steps = []
-    write_weights(decoder.plan, W8A8, drawn.__getitem__, path, progress=lambda done, total: steps.append((done, total)))
+    recipes, plan = recipes_of(decoder.plan), decoder.plan
+    write_weights(
+        plan, W8A8, drawn.__getitem__, path, load_rotary=recipes, progress=lambda *numbers: steps.append(numbers)
+    )
     store, arrays_ = WeightStore.open(path), load_file(path)
     assert steps == [(done, len(drawn)) for done in range(len(drawn) + 1)]
     assert {e.name for w in stored_weights(decoder.plan, W8A8).values() for e in w.entries} == set(arrays_)
@@ -192,13 +197,19 @@ def test_what_a_weight_cannot_be_loaded_from_comes_through(tmp_path):
         raise QuantizationError(f"no {name}")
 
     with pytest.raises(QuantizationError, match="no model"):
-        write_weights(plan, W8A8, load, Path(tmp_path / "weights"))
+        write_weights(plan, W8A8, load, Path(tmp_path / "weights"), load_rotary=recipes_of(plan))
 
 
 def test_a_table_that_overflows_float16_is_refused(tmp_path):
     plan = random_decoder([W8A8]).plan
     with pytest.raises(QuantizationError, match=r"model.embed_tokens.weight holds values too large for float16"):
-        write_weights(plan, W8A8, lambda name: np.full(plan.tensors[name].shape, 7e4, np.float32), tmp_path / "weights")
+        write_weights(
+            plan,
+            W8A8,
+            lambda name: np.full(plan.tensors[name].shape, 7e4, np.float32),
+            tmp_path / "weights",
+            load_rotary=recipes_of(plan),
+        )
 
 
 def test_an_unknown_scheme_offers_the_nearest():

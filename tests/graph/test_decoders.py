@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from chunkrt.checkpoints.safetensors import SafetensorsSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import FAMILIES, build_decoder, lfm2, make_decoder
-from chunkrt.graph.decoders.config import LONGEST_CONTEXT, read_config
+from chunkrt.graph.decoders.config import read_config
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
 
@@ -170,12 +170,20 @@ def test_a_sliding_window_as_long_as_the_context_changes_nothing():
         ({"head_dim": 9}, "head_dim is 9; RoPE needs an even one"),
         ({"rms_norm_eps": None}, "rms_norm_eps is None"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        ({"max_position_embeddings": LONGEST_CONTEXT + 1}, "claims a context of"),
+        ({"max_position_embeddings": 2**24 + 1}, "claims a context of 16777217 tokens; at most 16777216 is believed"),
+        ({"sliding_window": 2**24 + 1}, "sliding_window is 16777217; at most 16777216 is believed"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(changes, message):
     with pytest.raises(ModelError, match=message):
         read_config(checkpoint(**changes))
+
+
+@pytest.mark.parametrize("length", [2**20 + 1, 4_194_304, 2**24])
+def test_contexts_of_up_to_2_to_the_24_are_believed(length):
+    """4,194,304 is that of Llama-3-8B-Instruct-Gradient-4194k."""
+    config = read_config(checkpoint(max_position_embeddings=length, sliding_window=length - 1))
+    assert (config.context_length, config.sliding_window) == (length, length - 1)
 
 
 def test_defaults_are_those_of_transformers():

@@ -1,4 +1,4 @@
-"""Which decoders have biases in their keys, and the plan that leaves them to attention."""
+"""Decoders with biases in their keys, and the plan that leaves them to attention."""
 
 from __future__ import annotations
 

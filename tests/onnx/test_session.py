@@ -143,7 +143,7 @@ def test_a_folders_tokenizer_is_copied(tmp_path, command):
 
 
 def test_a_gguf_files_tokenizer_becomes_a_folders(tmp_path, command):
-    """As Hugging Face has it: read again, it is the same; its template begins chats, where a GGUF file's need not."""
+    """A folder of Hugging Face's, read again, is the same; its template begins chats, where a GGUF file's need not."""
     source = open_checkpoint(checkpoint("qwen3_gguf"))
     ours = Tokenizer.from_source(source)
     assert command("export", checkpoint("qwen3_gguf"), "-o", tmp_path / "d.onnx").status == 0

@@ -149,8 +149,8 @@ def test_a_checkpoint_s_blocks_are_stored_as_they_are(tmp_path):
         loaded.append(name)
         return planned.load(name)
 
-    write_weights(planned.plan, scheme, load, path, load_blocks=planned.load_blocks)
-    store = WeightStore.open(path)
+    write_weights(planned.plan, scheme, load, path, load_rotary=planned.load_rotary, load_blocks=planned.load_blocks)
+    store = WeightStore.open(path).with_tables(planned.plan)
     parts = [planned.source.read_blocks(name) for name in types]
     expected = BlockTensor(
         **{n: np.concatenate([getattr(part, n) for part in parts]) for n in ("integers", "scales", "minima")}

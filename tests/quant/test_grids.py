@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rotary_recipes import recipes_of
 
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.engine_directory.store import (
@@ -275,7 +276,7 @@ def test_the_store_holds_the_grids_of_the_calibration_and_4_bit_weights_as_produ
     plan = random_decoder([]).plan
     load = drawn(plan)
     calibration = calibrate(plan, load, np.arange(30) % plan.vocab_size, model="drawn")
-    write_weights(plan, W4A16, load, tmp_path / "weights", calibration=calibration)
+    write_weights(plan, W4A16, load, tmp_path / "weights", load_rotary=recipes_of(plan), calibration=calibration)
     store = WeightStore.open(tmp_path / "weights")
     for name, node in linear_nodes(plan).items():
         grids = grids_of(node, W4A16, calibration, store.array(name + SCALE_SUFFIX))
@@ -292,7 +293,7 @@ def test_the_store_holds_the_grids_of_the_calibration_and_4_bit_weights_as_produ
 def test_a_static_scheme_wants_a_calibration(scheme, tmp_path):
     plan = random_decoder([]).plan
     with pytest.raises(QuantizationError, match=rf"'{scheme.name}' needs a calibration; run `chunkrt calibrate`"):
-        write_weights(plan, scheme, drawn(plan), tmp_path / "weights")
+        write_weights(plan, scheme, drawn(plan), tmp_path / "weights", load_rotary=recipes_of(plan))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +315,9 @@ def test_a_calibration_that_lacks_a_value_is_refused(scheme, field, lacking, tmp
     assert len(known) == len(getattr(calibration, field)) - 1
     foreign = replace(calibration, **{field: known})
     with pytest.raises(QuantizationError, match=f"knows nothing of .*{lacking}.*; calibrate this model anew"):
-        write_weights(plan, scheme, drawn(plan), tmp_path / "weights", calibration=foreign)
+        write_weights(
+            plan, scheme, drawn(plan), tmp_path / "weights", load_rotary=recipes_of(plan), calibration=foreign
+        )
 
 
 @pytest.mark.parametrize("scheme", STATIC, ids=lambda scheme: scheme.name)
@@ -322,4 +325,6 @@ def test_a_calibration_of_another_width_is_refused(scheme, tmp_path):
     plan, other = random_decoder([]).plan, random_decoder([], CONFIG_IN_BLOCKS).plan
     calibration = calibrate(other, drawn(other), np.arange(30), model="other")
     with pytest.raises(QuantizationError, match=r"another model's: it knows \d+ columns of .*, the model has \d+"):
-        write_weights(plan, scheme, drawn(plan), tmp_path / "weights", calibration=calibration)
+        write_weights(
+            plan, scheme, drawn(plan), tmp_path / "weights", load_rotary=recipes_of(plan), calibration=calibration
+        )

@@ -1,4 +1,4 @@
-"""Where answers end: tokens that end them, the fewest tokens, and what a stream counts until then."""
+"""Ends of answers: tokens that end them, the fewest tokens, and counts of a stream until then."""
 
 import json
 

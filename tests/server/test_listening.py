@@ -61,6 +61,44 @@ def serve(chat_folder):
     return serve
 
 
+HUNG = """
+import sys, threading
+from chunkrt.runtime.binding import BoundSubgraph
+BoundSubgraph.run = lambda *_: threading.Event().wait()
+from chunkrt.__main__ import main
+sys.argv = ["chunkrt", *sys.argv[1:]]
+main()
+"""
+"""The command, with a device that never answers."""
+
+
+def test_a_server_whose_device_hangs_ends_after_its_grace(chat_folder):
+    command = [sys.executable, "-P", "-c", HUNG, "serve", str(chat_folder), "--port", "0", "--threads", "1"]
+    process = subprocess.Popen([*command, "--grace", "0.2"], stderr=subprocess.PIPE, text=True)
+    try:
+        server = Process(process)
+
+        def ask():
+            with suppress(httpx.HTTPError):
+                httpx.post(f"{server.url}/v1/completions", json={"prompt": "hello"}, timeout=SECONDS)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while httpx.get(f"{server.url}/stats").json()["longest_task_s"] == 0:
+            pass
+        server.signal()
+        status, err = server.end()
+        thread.join()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    assert (status, err.splitlines()[-1]) == (
+        1,
+        "chunkrt: a task did not end within 5.2 s; is the device stuck?",
+    )
+
+
 def events_of(lines):
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 

@@ -15,6 +15,7 @@ from server_of_tests import serving, wait_until
 
 import chunkrt
 from chunkrt.engine.scoring import encode_pair, log_softmax
+from chunkrt.runtime.binding import BoundSubgraph
 
 PROMPT = "hello"
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
@@ -577,3 +578,24 @@ def test_prompts_of_token_ids_are_a_batch_with_choices_of_each(client):
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
     assert whole.choices[2].text == whole.choices[3].text == one.choices[0].text
     assert whole.usage.prompt_tokens == 4
+
+
+def test_health_reports_a_task_that_does_not_end(chat_folder, monkeypatch):
+    held, run = threading.Event(), BoundSubgraph.run
+
+    def wait(*arguments):
+        held.wait()
+        return run(*arguments)
+
+    monkeypatch.setattr(BoundSubgraph, "run", wait)
+    with chunkrt.load(chat_folder, npu="native") as engine, serving(engine, stall_seconds=0.01) as (_, url):
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        body = {"prompt": "hello", "max_tokens": 1}
+        thread = threading.Thread(target=httpx.post, args=(f"{url}/v1/completions",), kwargs={"json": body})
+        thread.start()
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        found = httpx.get(f"{url}/health").json()
+        held.set()
+        thread.join()
+        assert (found["status"], "a task has been computed for" in found["detail"]) == ("stalled", True)
+        assert httpx.get(f"{url}/health").status_code == 200

@@ -17,7 +17,16 @@ from chunkrt.checkpoints.source import BLOCK_DEPTH
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
 from chunkrt.errors import ConfigError
 from chunkrt.files import written_aside
-from chunkrt.graph.plan import DOMAIN, EXPERTS_OP, SHADOW_OP, Plan, Subgraph, expert_weights, linear_weights
+from chunkrt.graph.plan import (
+    DOMAIN,
+    EXPERTS_OP,
+    SHADOW_OP,
+    Plan,
+    Subgraph,
+    embedding_tables,
+    expert_weights,
+    linear_weights,
+)
 from chunkrt.quant.scheme import Scheme
 
 MINIMUM_SUFFIX = ".minimum"
@@ -132,15 +141,49 @@ def initializer_values(
     return {name: values[name] for name in names if name in values} | rest
 
 
-def save_subgraph(plan: Plan, subgraph: Subgraph, scheme: Scheme, weights: WeightStore, path: Path) -> None:
-    """Write a subgraph under a scheme, with its weights, for any number of rows. Raises OSError."""
+def save_subgraph(
+    plan: Plan,
+    subgraph: Subgraph,
+    scheme: Scheme,
+    weights: WeightStore,
+    path: Path,
+    *,
+    keeps_float16: bool = False,
+) -> None:
+    """Write a subgraph under a scheme, with its weights, for any number of rows. Raises OSError.
+
+    Args:
+        keeps_float16: write an embedding table that is stored in float16 so; its rows are widened once they are picked.
+    """
     model = to_onnx(plan, [subgraph], name=subgraph.name)
     quantize_linears(model, scheme)
     values = initializer_values(plan, scheme, weights, list(model.graph.initializers))
     for name, value in model.graph.initializers.items():
+        if keeps_float16 and name in embedding_tables(plan) and weights.array(name).dtype == np.float16:
+            values[name] = weights.array(name)
+            _widen_rows(model.graph, value)
         value.const_value = ir.tensor(values[name], name=name)
     with written_aside(path) as aside:
         ir.save(model, aside)
+
+
+def _widen_rows(graph: ir.Graph, table: ir.Value) -> None:
+    """Make a table float16, and what is picked from it float32 again."""
+    table.dtype = ir.DataType.FLOAT16
+    for node, _ in tuple(table.uses()):
+        rows = node.outputs[0]
+        cast = ir.node("Cast", [rows], attributes={"to": ir.DataType.FLOAT})
+        wide = cast.outputs[0]
+        wide.name, wide.dtype, wide.shape = f"{rows.name}.float32", ir.DataType.FLOAT, rows.shape
+        rows.dtype = ir.DataType.FLOAT16
+        for user, index in tuple(rows.uses()):
+            if user is not cast:
+                user.replace_input_with(index, wide)
+        for index, output in enumerate(graph.outputs):
+            if output is rows:
+                wide.name, rows.name = rows.name, f"{rows.name}.float16"
+                graph.outputs[index] = wide
+        graph.insert_after(node, cast)
 
 
 def save_subgraphs(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
-from dataclasses import asdict
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from chunkrt.backends.qnn.support import graph_rows, npu_support
 from chunkrt.backends.qnn.windowed import WindowedExecutable
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import CompileError, DeviceLostError
-from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.graph.plan import Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import Scheme
+
+log = logging.getLogger(__name__)
 
 
 class QnnBackend:
@@ -31,6 +34,7 @@ class QnnBackend:
         contexts: a folder for compiled contexts, shared by all models; what is not there is compiled into it.
         compiled: a folder that is looked into first, and never written: the contexts of an engine directory.
         compiled_by: the versions of onnxruntime-qnn that these contexts were compiled by.
+        compiled_for: descriptions of the targets that they were compiled for.
         options: how the NPU shall run.
 
     Raises:
@@ -50,13 +54,14 @@ class QnnBackend:
         contexts: Path,
         compiled: Path | None = None,
         compiled_by: Collection[str] = (),
+        compiled_for: Sequence[str] = (),
         options: HtpOptions | None = None,
     ) -> None:
         self.soc = soc
         self.htp = open_htp()
         self._contexts = ContextFolder(contexts)
         self._compiled = ContextFolder(compiled) if compiled else None
-        self._compiled_by = compiled_by
+        self._compiled_by, self._compiled_for = compiled_by, compiled_for
         self._options = options or HtpOptions()
         self._options.check_known()
         self.num_compiled = 0
@@ -106,6 +111,19 @@ class QnnBackend:
             ) from error
         model = npu_model(plan, subgraph, chunk_length, scheme, weights)
 
+        if self._compiled_for and not self.num_compiled:
+            log.warning(
+                "%s was compiled for %s by onnxruntime-qnn %s, and has not all for %s, chunks of %d and %s; what is "
+                "missing is compiled into %s",
+                self._compiled.path.parent if self._compiled else "the model",
+                "; ".join(self._compiled_for),
+                ", ".join(sorted(self._compiled_by)),
+                self.soc.name,
+                chunk_length,
+                self.htp.version,
+                self._contexts.path,
+            )
+
         def write(wrapper: Path) -> None:
             options = self._options.as_provider_options(compiling=True)
             open_session(self.htp, self.soc, model, options=options, write_context=wrapper)
@@ -122,7 +140,11 @@ class QnnBackend:
             raise CompileError(f"the NPU's compiler refuses {subgraph.name} for {self.soc.name}: {error}") from error
 
     def key(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> str:
-        """The name of a context: readable, then a hash of all that it is compiled from."""
+        """The name of a context: readable, then a hash of all that it is compiled from.
+
+        Chunk lengths whose graphs have the same number of rows share it.
+        """
+        rows = graph_rows(chunk_length)
         names = {name for node in subgraph.nodes for name in (*node.inputs, *node.outputs) if name}
         compiled_from: dict[str, Any] = {
             "format": FORMAT,
@@ -130,18 +152,23 @@ class QnnBackend:
             "target": (self.soc.soc_model, self.soc.htp_arch),
             "vtcm_mb": self._options.vtcm_mb,
             "subgraph": asdict(subgraph),
-            "tensors": {name: asdict(plan.tensors[name]) for name in sorted(names)},
-            "rows": graph_rows(chunk_length),
+            "tensors": {name: _as_compiled(plan.tensors[name]) for name in sorted(names)},
+            "rows": rows,
             "linears": {name: _as_stored(name, scheme) for name in subgraph.weights},
         }
         if compiled_in := self._options.compiled_in:
             compiled_from["options"] = compiled_in
         digest = hashlib.sha256(json.dumps(compiled_from, sort_keys=True).encode())
-        for name in subgraph.weights:
+        for name in (name for name in subgraph.weights if not plan.tensors[name].rotary):
             for suffix, array in weights.parts(name):
                 digest.update(f"{name}{suffix} {array.dtype} {array.shape}".encode())
                 digest.update(array.data)
-        return f"{self.soc.name}-{scheme.name}-c{chunk_length}-{subgraph.name}-{digest.hexdigest()[:16]}"
+        return f"{self.soc.name}-{scheme.name}-r{rows}-{subgraph.name}-{digest.hexdigest()[:16]}"
+
+
+def _as_compiled(tensor: Tensor) -> dict[str, Any]:
+    """A tensor as it decides on a context: without the rows of a rotary table, which enter with every chunk."""
+    return asdict(replace(tensor, shape=tensor.shape[1:]) if tensor.rotary else tensor)
 
 
 def _as_stored(weight: str, scheme: Scheme) -> tuple[object, ...]:

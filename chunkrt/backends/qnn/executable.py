@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from chunkrt.backends.base import Array, Passage
 from chunkrt.backends.qnn.library import Htp
 from chunkrt.backends.qnn.support import graph_rows
-from chunkrt.errors import BackendError, DeviceLostError
+from chunkrt.errors import DeviceLostError, NumberRangeError
 from chunkrt.graph.plan import Plan, Subgraph, resolve
 
 FLOAT16_SUFFIX = ".float16"
@@ -47,7 +47,7 @@ class Context:
     ) -> None:
         self._name = name
         self._session, self._turn = session, htp.turn
-        self._places = [Place(session.io_binding(), inputs, outputs, htp) for _ in range(num_places)]
+        self._places = [Place(session.io_binding(), inputs, outputs) for _ in range(num_places)]
 
     @property
     def place(self) -> Place:
@@ -72,29 +72,30 @@ class Place:
     turn: held by whoever uses them.
     """
 
-    def __init__(
-        self, binding: Any, inputs: Mapping[str, Sequence[int]], outputs: Mapping[str, Sequence[int]], htp: Htp
-    ) -> None:
+    def __init__(self, binding: Any, inputs: Mapping[str, Sequence[int]], outputs: Mapping[str, Sequence[int]]) -> None:
+        import onnxruntime as ort
+
         self.binding, self.turn = binding, Lock()
         self.buffers: dict[str, NDArray[np.float16]] = {}
         self._values: list[Any] = []
         self._is_finite: dict[str, NDArray[np.bool_]] = {}
         for bind, shapes in ((binding.bind_ortvalue_input, inputs), (binding.bind_ortvalue_output, outputs)):
             for name, shape in shapes.items():
-                value, buffer = _buffer(tuple(shape), htp)
+                buffer = np.zeros(tuple(shape), np.float16)
+                value = ort.OrtValue.ortvalue_from_numpy(buffer)
                 bind(name + FLOAT16_SUFFIX, value)
                 self._values.append(value)
                 self.buffers[name] = buffer
                 self._is_finite[name] = np.empty(buffer.shape, np.bool_)
 
     def enter(self, name: str, array: Array) -> None:
-        """Convert an input, whose rows come first. Raises BackendError if it is beyond float16."""
+        """Convert an input, whose rows come first. Raises NumberRangeError if it is beyond float16."""
         with np.errstate(over="ignore", invalid="ignore"):  # told in words
             np.copyto(self.buffers[name][: len(array)], array, casting="same_kind")
         self.check_finite(name, len(array))
 
     def enter_at(self, name: str, slots: NDArray[np.int64], array: Array) -> None:
-        """Convert some of the second axis of an input. Raises BackendError if it is beyond float16."""
+        """Convert some of the second axis of an input. Raises NumberRangeError if it is beyond float16."""
         with np.errstate(over="ignore"):  # told in words
             values = array.astype(np.float16)
         if not np.isfinite(values).all():
@@ -102,7 +103,7 @@ class Place:
         self.buffers[name][:, slots] = values
 
     def leave(self, name: str, array: Array) -> None:
-        """Convert an output, whose rows come first. Raises BackendError if it is beyond float16."""
+        """Convert an output, whose rows come first. Raises NumberRangeError if it is beyond float16."""
         self.check_finite(name, len(array))
         np.copyto(array, self.buffers[name][: len(array)])
 
@@ -112,8 +113,11 @@ class Place:
             raise self._beyond(name)
 
     @staticmethod
-    def _beyond(name: str) -> BackendError:
-        return BackendError(f"{name} left the range of float16 on the NPU; run this model with --npu native")
+    def _beyond(name: str) -> NumberRangeError:
+        return NumberRangeError(
+            f"{name} left the range of float16 on the NPU; run this model with --on-npu-failure fallback, or --npu "
+            "native"
+        )
 
 
 class QnnExecutable:
@@ -133,7 +137,7 @@ class QnnExecutable:
 
         Raises:
             DeviceLostError: the NPU failed.
-            BackendError: a value is beyond float16.
+            NumberRangeError: a value is beyond float16.
         """
         place = self._context.place
         with place.turn:
@@ -143,16 +147,3 @@ class QnnExecutable:
             for name, array in outputs.items():
                 place.leave(name, array)
         return passage
-
-
-def _buffer(shape: tuple[int, ...], htp: Htp) -> tuple[Any, NDArray[np.float16]]:
-    """A float16 buffer as ONNX Runtime and as NumPy see it: shared with the NPU where the machine has such memory."""
-    import onnxruntime as ort
-
-    if htp.memory is not None:
-        value = ort.OrtValue.ortvalue_from_shape_and_type(shape, np.float16, memory_info=htp.memory)
-        array = value.numpy()
-        array[...] = 0
-        return value, array
-    array = np.zeros(shape, np.float16)
-    return ort.OrtValue.ortvalue_from_numpy(array), array

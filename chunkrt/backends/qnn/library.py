@@ -50,13 +50,6 @@ class Htp:
     backend_path: str
     turn: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def memory(self) -> Any:
-        """Where buffers lie that both processors reach, or None: then ONNX Runtime copies."""
-        import onnxruntime as ort
-
-        return self.device.memory_info(ort.OrtDeviceMemoryType.HOST_ACCESSIBLE)
-
 
 def is_installed() -> bool:
     """Whether the plug-in is installed, without loading it."""

@@ -103,7 +103,8 @@ class WindowedExecutable:
 
         Raises:
             DeviceLostError: the NPU failed.
-            BackendError: a value is beyond float16; the history is longer than the graph sees.
+            NumberRangeError: a value is beyond float16.
+            BackendError: the history is longer than the graph sees.
         """
         num_rows = len(inputs[self._values[0]])
         position = int(inputs["position"][0]) if self._caches else 0  # convolutions do not ask for it
@@ -140,7 +141,7 @@ class WindowedExecutable:
         return passage
 
     def _copy(self, place: Place, inputs: Mapping[str, Array], start: int, end: int) -> None:
-        """Copy what the state holds of positions, where the graph sees them. Raises BackendError beyond float16."""
+        """Copy what the state holds of positions, where the graph sees them. Raises NumberRangeError beyond float16."""
         for cache, past in self._caches.items():
             size = inputs[cache].shape[1]
             slots = np.arange(max(start, end - size), end) % size

@@ -20,7 +20,7 @@ from chunkrt.graph.rope import LARGEST_FLOAT, LONGEST_CONTEXT, inverse_frequenci
 from chunkrt.graph.shares import HeadShare, share_heads
 
 LARGEST_SIZE = 2**20
-"""Of anything that a config counts: beyond, it is damaged. No array may be made for what it claims."""
+"""Limit of all counts of a config but positions: a config with more is damaged, and no array is made for its claim."""
 ROPE_DIVISOR = "rope_freqs.weight"
 ACTIVATIONS = {
     "silu": "silu",
@@ -183,14 +183,22 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
     )
 
 
-def _count(config: Mapping[str, Any], where: str, key: str, default: int | None = None, *, least: int = 1) -> int:
+def _count(
+    config: Mapping[str, Any],
+    where: str,
+    key: str,
+    default: int | None = None,
+    *,
+    least: int = 1,
+    most: int = LARGEST_SIZE,
+) -> int:
     value = config.get(key)
     value = default if value is None else value
     if value is None:
         raise ModelError(f"{where}: the config does not give {key!r}")
     if type(value) is not int or value < least:
         raise ModelError(f"{where}: {key} is {value!r}, expected a {'positive ' if least else ''}whole number")
-    check_size(value, where, key)
+    check_size(value, where, key, most=most)
     return value
 
 
@@ -201,10 +209,10 @@ def _flag(config: Mapping[str, Any], where: str, key: str, default: bool = False
     return default if value is None else value
 
 
-def check_size(size: float, where: str, what: str) -> None:
+def check_size(size: float, where: str, what: str, *, most: int = LARGEST_SIZE) -> None:
     """Raise ModelError if it is beyond what any model has."""
-    if size > LARGEST_SIZE:
-        raise ModelError(f"{where}: {what} is {size}; at most {LARGEST_SIZE} is believed")
+    if size > most:
+        raise ModelError(f"{where}: {what} is {size}; at most {most} is believed")
 
 
 def _epsilon(config: Mapping[str, Any], where: str, key: str) -> float:
@@ -222,14 +230,14 @@ def _norm_offset(config: Mapping[str, Any], where: str) -> float:
 
 
 def _context_length(config: Mapping[str, Any], where: str) -> int:
-    """The context, refused where it is beyond any model's: RoPE tables of that length will be allocated."""
+    """The context; one that no model has is refused, since its caches and tables may be allocated."""
     key = "max_position_embeddings"
     length = config.get(key)
     if type(length) is int and length > LONGEST_CONTEXT:
         raise ModelError(
             f"{where}: the config claims a context of {length} tokens; at most {LONGEST_CONTEXT} is believed"
         )
-    return _count(config, where, key)
+    return _count(config, where, key, most=LONGEST_CONTEXT)
 
 
 def _activation(config: Mapping[str, Any], where: str) -> str:
@@ -245,5 +253,5 @@ def _activation(config: Mapping[str, Any], where: str) -> str:
 def _sliding_window(config: Mapping[str, Any], where: str, context: int) -> int:
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return 0
-    window = _count(config, where, "sliding_window")
+    window = _count(config, where, "sliding_window", most=LONGEST_CONTEXT)
     return window if window < context else 0

@@ -45,7 +45,7 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
             f"its heads have {uneven[0]} dimensions; ONNX Runtime's GroupQueryAttention rotates multiples of "
             f"{HEAD_STEP}; export a fixed window"
         )
-    e = make_emitter(planned, opset=settings.opset, dtype=settings.tensor_type)
+    e = make_emitter(planned.within(settings.context), opset=settings.opset, dtype=settings.tensor_type)
     e.input("input_ids", INT64, [BATCH, ROWS])
     mask = e.input("attention_mask", INT64, [BATCH, TOTAL])
     lengths = e.reduce_sum(mask, 1, name="num_tokens", keepdims=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -17,10 +18,12 @@ import onnx
 from numpy.typing import NDArray
 
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
-from chunkrt.graph.modules import Float32, Parameter
+from chunkrt.graph.modules import Parameter
 from chunkrt.graph.operators import is_dynamic
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, resolve
+from chunkrt.graph.rope import RotaryTable
+from chunkrt.graph.rotary_tables import FUNCTIONS
 from chunkrt.graph.tracing import trace
 from chunkrt.onnx.importing.constants import stored
 from chunkrt.onnx.importing.draft import Draft, Weight
@@ -142,21 +145,23 @@ def _tables(draft: Draft, plan: Plan) -> dict[str, Parameter]:
         )
     for path, rope in known.items():
         frequencies, magnitude = _checked(rope)
-        for suffix, function in (("cos", np.cos), ("sin", np.sin)):
+        for suffix in FUNCTIONS:
             shape = resolve(plan.tensors[f"{path}.{suffix}"].shape, {})
             rows = plan.context_length * len(frequencies)
             if shape != (rows, frequencies.shape[1]) or rows * frequencies.shape[1] > MAX_TABLE:
                 raise ModelError(f"the table {path}.{suffix} is {list(shape)}, of {rows} positions")
-
-            def build(
-                function: Any = function, frequencies: NDArray[np.float64] = frequencies, magnitude: float = magnitude
-            ) -> Float32:
-                positions = np.arange(plan.context_length, dtype=np.float64)
-                parts = [magnitude * function(np.outer(positions, row)) for row in frequencies]
-                return np.concatenate(parts).astype(np.float32)
-
-            found[f"{path}.{suffix}"] = Parameter(shape=shape, checkpoint_tensors={}, combine=build)
+            recipe = np.hstack([np.full((len(frequencies), 1), magnitude), frequencies])
+            table = RotaryTable(
+                shape=shape, checkpoint_tensors={}, make_recipe=partial(np.copy, recipe), function=suffix
+            )
+            is_marked = bool(plan.tensors[f"{path}.{suffix}"].rotary)  # older exports do not have the field
+            found[f"{path}.{suffix}"] = table if is_marked else _as_weight(table, draft)
     return found
+
+
+def _as_weight(table: RotaryTable, draft: Draft) -> Parameter:
+    """A rotary table as a weight like others."""
+    return Parameter(shape=table.shape, checkpoint_tensors={}, combine=partial(table.load, draft.source))
 
 
 def _checked(rope: Mapping[str, Any]) -> tuple[NDArray[np.float64], float]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Module
+from chunkrt.graph.rope import LONGEST_CONTEXT
 from chunkrt.onnx.importing.claims import check_claims
 from chunkrt.onnx.importing.decomposed import compose, is_written_out
 from chunkrt.onnx.importing.draft import Draft
@@ -60,8 +61,8 @@ PASSES: tuple[Callable[[Draft], None], ...] = (
 )
 """In order; each requires no more than what those before it ensure."""
 
-UNKNOWN_CONTEXT, LONGEST_CONTEXT = 4096, 2**20
-"""Positions: where no file says how many there are, and those that a file may ask for."""
+UNKNOWN_CONTEXT = 4096
+"""Positions, if no file says how many there are."""
 
 MALFORMED = (KeyError, IndexError, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
 """What comes of nodes without the inputs or attributes that ONNX demands: too many ways to check each."""
