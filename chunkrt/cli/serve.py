@@ -89,6 +89,8 @@ def serve(
     within --grace.
     """
     keys = {} if api_key_file is None else _read_keys(api_key_file)
+    if host.startswith("[") and host.endswith("]"):  # an IPv6 address as URLs have it
+        host = host[1:-1]
     if not keys and not no_api_key and not _is_loopback(host):
         raise ConfigError(
             f"--host {host} can be reached from elsewhere and there is no key; give --api-key-file, or say --no-api-key"

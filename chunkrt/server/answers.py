@@ -169,12 +169,17 @@ def check_fits(service: Service, num_tokens: int, max_new_tokens: int | None) ->
         raise RequestError("the prompt is empty; give at least one token", param="prompt")
     if service.engine.options.context_shift:
         return
-    if num_tokens + (max_new_tokens or 1) > length + 1:
-        new = f"{max_new_tokens} for the answer" if max_new_tokens else "at least one for the answer"
+    if num_tokens > length:  # no number of tokens for the answer would do
         raise RequestError(
-            f"this model's context holds {length} tokens, but {num_tokens} in the prompt and {new} were asked for; "
-            "shorten the prompt, or ask for fewer (max_tokens -1: as many as the context holds)",
-            param="max_tokens" if num_tokens < length else "prompt",
+            f"this model's context holds {length} tokens, and the prompt has {num_tokens}; shorten the prompt",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if num_tokens + (max_new_tokens or 1) > length + 1:
+        raise RequestError(
+            f"this model's context holds {length} tokens, but {num_tokens} in the prompt and {max_new_tokens} for the "
+            "answer were asked for; shorten the prompt, or ask for fewer (max_tokens -1: as many as the context holds)",
+            param="max_tokens",
             code="context_length_exceeded",
         )
 

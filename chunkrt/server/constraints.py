@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from chunkrt.engine.generation import Constraint
 from chunkrt.errors import ConstraintError
 from chunkrt.server.errors import RequestError
+from chunkrt.server.formats import format_schema, without_unknown_formats
 from chunkrt.server.requests import ResponseFormat
 from chunkrt.server.satisfiable import allows_nothing
 from chunkrt.server.service import Service
@@ -49,7 +50,8 @@ def constraint_maker(service: Service, form: ResponseFormat | None) -> Callable[
     tokenizer = _tokenizer(service.tokenizer, vocab_size)
     try:
         # Spaces and line ends wherever they may stand would go on for ever.
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_flexible": False})
+        text = json.dumps(without_unknown_formats(schema, _knows_format))
+        grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
     except (ValueError, RecursionError) as error:
         problem = "it is nested too deeply" if "recursion" in str(error) else str(error)
         raise _refusal(f"the schema cannot be read: {problem}") from error
@@ -72,9 +74,18 @@ def _in_one_line(problem: str) -> str:
     line = problem.splitlines()[0]
     if "items" in line:  # a row of its parser has one for each alternative that is open
         return f"the schema's grammar is too large ({line}); give it fewer optional properties and alternatives"
+    if line.startswith("oneOf"):  # llguidance names an option of its own here, with which several of them may hold
+        return "oneOf is followed only if no value can satisfy two of its alternatives; use anyOf"
     if line.startswith("NoExtension"):
         return "the schema allows no text that goes on from here"
     return line
+
+
+@lru_cache(maxsize=256)
+def _knows_format(name: str) -> bool:
+    from llguidance import LLMatcher
+
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(format_schema(name)))
 
 
 @lru_cache(maxsize=1)

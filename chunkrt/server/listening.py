@@ -70,9 +70,8 @@ async def listen(
     try:
         await server.serve()
     except SystemExit as error:  # uvicorn's, when it cannot listen
-        raise ConfigError(
-            f"cannot listen at {host}:{port} ({'; '.join(server.complaints)}); choose another --host or --port"
-        ) from error
+        where, problem = _authority(host, port), "; ".join(server.complaints)
+        raise ConfigError(f"cannot listen at {where} ({problem}); choose another --host or --port") from error
 
 
 class _Server(uvicorn.Server):
@@ -111,7 +110,7 @@ class _Server(uvicorn.Server):
             LOG.removeFilter(self._keep)
         if not self.should_exit:
             host, port, *_ = self.servers[0].sockets[0].getsockname()
-            self._tell(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+            self._tell(f"http://{_authority(host, port)}")
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Uvicorn's waits for what runs."""
@@ -140,3 +139,8 @@ class _Server(uvicorn.Server):
         await asyncio.sleep(LAST_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+def _authority(host: str, port: int) -> str:
+    """Return a host and a port as URLs have them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -25,6 +25,8 @@ async def score(service: Service, request: ScoreRequest, cache_salt: str | None)
         raise RequestError(
             f"text_1 has {len(first)} texts and text_2 {len(second)}; give as many, or one of the first", param="text_1"
         )
+    if not all(second):
+        raise RequestError("text_2: found an empty text; there is nothing to score", param="text_2")
     await service.beside(_check_lengths, service, {"text_1": first, "text_2": second})
     firsts = first * len(second) if len(first) == 1 else first
     pairs = [
@@ -48,7 +50,9 @@ async def rerank(service: Service, request: RerankRequest, cache_salt: str | Non
     """Documents by how likely the model finds the query after each: the mean log-probability of its tokens."""
     service.check_model(request)
     texts = [document if isinstance(document, str) else document.get("text") for document in request.documents]
-    if not request.query or not all(isinstance(text, str) and text for text in texts):
+    if not request.query:
+        raise RequestError("query: found an empty text; it is scored after each document", param="query")
+    if not all(isinstance(text, str) and text for text in texts):
         raise RequestError("documents: expected texts, or objects with a text, none empty", param="documents")
     await service.beside(_check_lengths, service, {"documents": texts, "query": [request.query]})
     pairs = [await service.beside(encode_pair, service.tokenizer, f"{text}\n\n", request.query) for text in texts]

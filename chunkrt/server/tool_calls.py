@@ -16,7 +16,8 @@ from uuid import uuid4
 from chunkrt.server.errors import RequestError
 
 MARK = "<tool_call>"
-_MARKED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_BEGIN = re.compile(r"<tool_call>\s*")
+_END = re.compile(r"\s*(?:</tool_call>|\Z)")
 
 Call = dict[str, Any]
 
@@ -64,17 +65,15 @@ class CallReader:
     def finish(self) -> tuple[str, list[Call]]:
         """The rest of the text, and the calls, once nothing follows."""
         rest, self._held = self._held, ""
-        marked = _MARKED.findall(rest)
-        if marked:
-            calls = [_call(text, "arguments", self._names) for text in marked]
-        elif not self._has_told:
-            calls = [_call(rest, "parameters", self._names)]
-        else:
-            calls = []
-        if not calls or None in calls:
-            return rest, []
-        text = _MARKED.sub("", rest).strip() if marked else ""
-        return text, [call for call in calls if call is not None]
+        try:
+            text, described = _divide(rest)
+            if described:
+                return text.strip(), [_call(one, "arguments", self._names) for one in described]
+            if not self._has_told:
+                return "", [_call(_DECODER.decode(rest), "parameters", self._names)]
+        except (ValueError, RecursionError):  # it is no call, and stays text
+            pass
+        return rest, []
 
 
 def with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,19 +104,38 @@ def _with_arguments_read(call: Any) -> Any:
     return {**{name: value for name, value in call.items() if value is not None}, "function": function}
 
 
-def _call(text: str, key: str, names: Set[str]) -> Call | None:
-    """A call that JSON describes; None: it describes none."""
-    try:
-        found = json.loads(text, parse_constant=_refuse)
-        if not isinstance(found, dict) or found.get("name") not in names or not isinstance(found.get(key), dict):
-            return None
-        arguments = json.dumps(found[key], ensure_ascii=False)
-        arguments.encode()
-    except (ValueError, TypeError, RecursionError):  # a name may be a list, a string half a character
-        return None
-    function = {"name": found["name"], "arguments": arguments}
-    return {"id": f"call_{uuid4().hex}", "type": "function", "function": function}
+def _divide(text: str) -> tuple[str, list[Any]]:
+    """Return the text around marked calls, and what their JSON describes.
+
+    The JSON itself tells where a call ends: its strings may hold the marks. Raises ValueError if one is not JSON.
+    """
+    around, described, place = "", [], 0
+    while (begin := _BEGIN.search(text, place)) is not None:
+        found, stop = _DECODER.raw_decode(text, begin.end())
+        end = _END.match(text, stop)
+        if end is None:
+            raise ValueError("a call goes on after its JSON")
+        around += text[place : begin.start()]
+        described.append(found)
+        place = end.end()
+    return around + text[place:], described
+
+
+def _call(found: Any, key: str, names: Set[str]) -> Call:
+    """Return the call that JSON describes. Raises ValueError if it describes none."""
+    name = found.get("name") if isinstance(found, dict) else None
+    given = found.get(key) if isinstance(found, dict) else None
+    if isinstance(given, str):  # some models write the arguments as JSON in a string
+        given = _DECODER.decode(given)
+    if not isinstance(name, str) or name not in names or not isinstance(given, dict):
+        raise ValueError("the JSON describes no call of a tool that there is")
+    arguments = json.dumps(given, ensure_ascii=False)
+    arguments.encode()  # a string may be half a character, which is a ValueError
+    return {"id": f"call_{uuid4().hex}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)

@@ -89,6 +89,10 @@ MOST_CHARACTERS = 1024
 
 SentencePiece's own limit, max_sentencepiece_length, is 16 by default."""
 
+_BYTE_FALLBACK = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+"""Tokens of SentencePiece for the bytes of what is no piece."""
+_NO_TOKEN = (-1, 2**32 - 1)
+"""Ids that say that there is no such token: -1, also where a converter wrote it as an unsigned number."""
 _CONTROL = (TokenType.CONTROL, TokenType.UNKNOWN)
 _OTHER_ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Besides "eos", the keys whose tokens end a generation. Source: llama.cpp, src/llama-vocab.cpp."""
@@ -186,6 +190,13 @@ def read_kind(metadata: Mapping[str, Any]) -> tuple[str, str] | None:
         key = "tokenizer.ggml.model"
         raise UnsupportedModelError(
             f"the tokenizer model {model!r} is not implemented; gpt2 and llama are", feature=key
+        )
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and _BYTE_FALLBACK.issubset(token for token in tokens if isinstance(token, str)):
+        raise UnsupportedModelError(
+            "tokenizer.ggml.model is 'gpt2', which is byte-level BPE, but the tokens are SentencePiece's ('<0x00>' to "
+            "'<0xFF>'), so most texts would be lost; convert the model from a folder that has its tokenizer.model",
+            feature="tokenizer.ggml.model",
         )
     pre = _text(metadata, "tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
@@ -291,6 +302,8 @@ def _list(
 
 def _id(metadata: Mapping[str, Any], name: str, num_tokens: int, default: int | None = None) -> int | None:
     token_id = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
+    if name != "eos" and type(token_id) is int and token_id in _NO_TOKEN:  # without an end, answers go on for ever
+        token_id = default
     if token_id is not None and not (type(token_id) is int and 0 <= token_id < num_tokens):
         raise ModelError(f"tokenizer.ggml.{name}_token_id is {token_id!r}, but there are {num_tokens} tokens")
     return token_id

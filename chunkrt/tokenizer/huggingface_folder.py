@@ -13,8 +13,13 @@ from tokenizers import AddedToken
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import read_text
-from chunkrt.tokenizer.library import VOCABULARY_FILE, add_tokens, encode_text, read_vocabulary
+from chunkrt.tokenizer.gguf_vocabulary import PRE_TOKENIZERS
+from chunkrt.tokenizer.library import VOCABULARY_FILE, add_tokens, encode_text, library_errors, read_vocabulary
 from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids
+
+LARGEST_WITHOUT_TEKKEN = 100_000
+"""Tokens of a vocabulary of Mistral's that may be SentencePiece's; tekken has 131,072."""
+_MISTRAL = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 
 
 def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, TextSettings] | None:
@@ -36,9 +41,13 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
         return None
     library = read_vocabulary(folder / VOCABULARY_FILE)
     config = _config(folder)
+    if config.get("fix_mistral_regex") is True and _may_have_the_wrong_split(library, model_config):
+        library = _with_tekken_split(library)
     _add_declared_tokens(library, folder, config)
     generation = _read_json(folder / "generation_config.json")
     bos_id = _token_id(library, config["bos_token"]) if "bos_token" in config else model_config.get("bos_token_id")
+    if bos_id == -1:  # says that there is none
+        bos_id = None
     eos_id = _token_id(library, config.get("eos_token"))
     prefix_ids, suffix_ids = _frame(library)
     if not suffix_ids and eos_id is not None and config.get("add_eos_token") is True:
@@ -67,6 +76,37 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
         pooling=_pooling(folder),
         sampling=advised_sampling(generation, is_random=generation.get("do_sample") is True),
     )
+
+
+def _may_have_the_wrong_split(library: tokenizers.Tokenizer, model_config: Mapping[str, Any]) -> bool:
+    """Return True if `fix_mistral_regex` has an effect on the model's tokenizer in Transformers.
+
+    Source: Transformers, TokenizersBackend: large vocabularies, of checkpoints that Transformers before 5 wrote.
+    """
+    if library.get_vocab_size() <= LARGEST_WITHOUT_TEKKEN or library.pre_tokenizer is None:
+        return False
+    major = str(model_config.get("transformers_version") or "0").partition(".")[0]
+    return model_config.get("model_type") in _MISTRAL and not (major.isdecimal() and int(major) >= 5)
+
+
+def _with_tekken_split(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return a tokenizer that cuts texts into words as Mistral's own, tekken, does.
+
+    Raises ModelError if that fails.
+    """
+    state = json.loads(library.to_str())
+    pattern = {"Regex": PRE_TOKENIZERS["tekken"].splits[0]}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    given = state["pre_tokenizer"]
+    if given["type"] == "Sequence":
+        rest = given["pretokenizers"][1:]
+    elif given["type"] == "Metaspace":
+        rest = [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]
+    else:
+        rest = [given]
+    state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, *rest]}
+    with library_errors("its words cannot be cut as fix_mistral_regex asks"):
+        return tokenizers.Tokenizer.from_str(json.dumps(state))
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -163,6 +163,22 @@ def test_a_port_that_is_taken_is_one_line(command, chat_folder):
         expect_one_line(command("serve", chat_folder, "--port", port), f"cannot listen at 127.0.0.1:{port} (")
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_address_of_ipv6_may_be_in_brackets(serve, host):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    with serve("--host", host) as server:
+        assert server.url.startswith("http://[::1]:")
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_an_address_of_ipv6_that_is_not_here_is_one_line(command, chat_folder):
+    outcome = command("serve", chat_folder, "--host", "[2001:db8::1]", "--port", "1", "--no-api-key")
+    expect_one_line(outcome, "cannot listen at [2001:db8::1]:1 (")
+
+
 def test_a_name_that_is_allowed(serve):
     with serve("--allow-host", "box.lan") as server:
         assert httpx.get(f"{server.url}/health", headers={"Host": "box.lan"}).status_code == 200

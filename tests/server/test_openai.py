@@ -220,6 +220,33 @@ def test_scores_are_the_engines(served, engine):
     assert [one["relevance_score"] for one in answer["results"]] == pytest.approx([means[i] for i in best])
 
 
+@pytest.mark.parametrize(("query", "document", "param"), [("", "hello", "query"), ("you", "", "documents")])
+def test_rerank_names_the_text_that_is_empty(served, query, document, param):
+    import httpx
+
+    answer = httpx.post(f"{served[1]}/v1/rerank", json={"query": query, "documents": [document]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert answer.json()["error"]["message"].startswith(f"{param}: ")
+
+
+def test_score_names_the_text_that_is_empty(served):
+    import httpx
+
+    answer = httpx.post(f"{served[1]}/v1/score", json={"text_1": "hello", "text_2": ["you", ""]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text_2")
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 5, -1])
+def test_a_prompt_beyond_the_context_is_told_to_become_shorter(served, engine, max_tokens):
+    """No `max_tokens` would help, so that none is advised."""
+    import httpx
+
+    prompt = [5] * (engine.context_length + 1)
+    error = httpx.post(f"{served[1]}/v1/completions", json={"prompt": prompt, "max_tokens": max_tokens}).json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert error["message"] == "this model's context holds 128 tokens, and the prompt has 129; shorten the prompt"
+
+
 def test_tokens_and_back(served, engine):
     import httpx
 

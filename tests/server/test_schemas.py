@@ -1,6 +1,7 @@
 """Schemas of answers: those that allow nothing, are too large or too deep, and answers that break off."""
 
 import json
+import re
 
 import httpx
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from server_of_tests import serving
 
 from chunkrt.errors import ConstraintError
+from chunkrt.server.formats import without_unknown_formats
 from chunkrt.server.satisfiable import allows_nothing
 
 pytest.importorskip("llguidance")
@@ -165,3 +167,48 @@ def test_no_temperature_breaks_a_schema(engine, temperature):
         answer = ask(url, schema, temperature=temperature, seed=3).json()["choices"][0]
     assert json.loads(answer["message"]["content"])["a"] in ("e", "t")
     assert answer["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("name", ["path", "password", "byte", "int64", "", "x" * 5000])
+def test_a_format_that_is_unknown_is_an_annotation(served, name):
+    """JSON Schema 2020-12, Validation, 7.2.3: no schema fails for an unknown format."""
+    schema = closed({"a": {"anyOf": [{"type": "string", "maxLength": 3, "format": name}, {"type": "null"}]}}, "a")
+    answer = ask(served[1], schema)
+    assert answer.status_code == 200
+    assert json.loads(answer.json()["choices"][0]["message"]["content"]).keys() == {"a"}
+
+
+def test_a_format_that_is_known_is_followed(served):
+    answer = ask(served[1], {"type": "string", "format": "date"}, temperature=2)
+    assert re.fullmatch(r'"\d{4}-\d\d-\d\d"', answer.json()["choices"][0]["message"]["content"])
+
+
+def test_without_unknown_formats_leaves_names_and_values_as_they_are():
+    value = {"format": "path"}
+    schema = {
+        "properties": {"format": {"type": "string", "format": "path"}, "const": {"format": "path", "items": [value]}},
+        "allOf": [{"const": value}, {"enum": [value]}, {"default": value, "examples": [value]}, {"format": "date"}],
+        "format": {"type": "string"},
+    }
+    assert without_unknown_formats(schema, "date".__eq__) == {
+        "properties": {"format": {"type": "string"}, "const": {"items": [{}]}},
+        "allOf": [{"const": value}, {"enum": [value]}, {"default": value, "examples": [value]}, {"format": "date"}],
+        "format": {"type": "string"},
+    }
+
+
+def test_alternatives_that_may_both_hold_are_refused_with_what_to_do(served):
+    answer = ask(served[1], {"oneOf": [{"type": "integer"}, {"type": "number"}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        "response_format: oneOf is followed only if no value can satisfy two of its alternatives; use anyOf"
+    )
+
+
+def test_alternatives_of_a_discriminated_union_are_followed(served):
+    """What Pydantic writes for `Field(discriminator="kind")`."""
+    kinds = [closed({"kind": {"const": kind, "type": "string"}}, "kind") for kind in ("cat", "dog")]
+    pet = {"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}], "discriminator": {"propertyName": "kind"}}
+    answer = ask(served[1], {"$defs": dict(zip(("Cat", "Dog"), kinds, strict=True)), **closed({"pet": pet}, "pet")})
+    found = json.loads(answer.json()["choices"][0]["message"]["content"])
+    assert found in ({"pet": {"kind": "cat"}}, {"pet": {"kind": "dog"}})

@@ -14,6 +14,7 @@ from chunkrt.tokenizer.library import VOCABULARY_FILE, read_vocabulary
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 JSON_CALL = '{"name": "f", "parameters": {"a": "\u00e4"}}'
+MARKS_INSIDE = '<tool_call>{"name": "f", "arguments": {"a": "<tool_call>{}</tool_call>"}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -34,6 +35,13 @@ def read(text, size):
         (f"\n{CALL}\n{CALL}", "", [("f", {"a": 1})] * 2),
         (f"I look. {CALL}", "I look. ", [("f", {"a": 1})]),
         (CALL.removesuffix("\n</tool_call>"), "", [("f", {"a": 1})]),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
+            "",
+            [("f", {"a": "</tool_call>"})],
+        ),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
+        (f"I look. {MARKS_INSIDE}\n{CALL}", "I look. ", [("f", {"a": "<tool_call>{}</tool_call>"}), ("f", {"a": 1})]),
         (JSON_CALL, "", [("f", {"a": "\u00e4"})]),
         (f"\n {JSON_CALL} ", "", [("f", {"a": "\u00e4"})]),
     ],
@@ -60,6 +68,10 @@ def test_calls_are_read(text, content, calls, size):
         f"Like this: {JSON_CALL}",
         '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
         f"{CALL}<tool_call>[</tool_call>",
+        '<tool_call>{"name": "f", "arguments": {}} and more</tool_call>',
+        f"Write <tool_call> before it. {CALL}",
+        '<tool_call>{"name": "f", "arguments": "a = 1"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>',
         "{" * 3000,
         "",
         "  ",

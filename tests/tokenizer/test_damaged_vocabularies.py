@@ -118,3 +118,15 @@ def test_a_sentencepiece_token_without_end_is_refused(length):
     longest = {"tokens": [*tokens, "e" * length], "token_type": [*types, 1], "scores": [*scores, -1.0]}
     with pytest.raises(ModelError, match=f"has {length} characters; a piece of SentencePiece has at most 1024"):
         make_tokenizer("sentence_piece", **longest)
+
+
+@pytest.mark.parametrize("pre", ["default", "qwen2"])
+def test_pieces_that_a_file_calls_byte_level_are_refused(pre):
+    """llama.cpp's converter writes so of Gemma's folders without tokenizer.model; most texts would have no tokens."""
+    metadata = REFERENCE["vocabularies"]["gemma"] | {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    with pytest.raises(ModelError, match="'gpt2', which is byte-level BPE, but the tokens are SentencePiece's"):
+        Tokenizer.from_source(SimpleNamespace(path=Path("small.gguf"), metadata=metadata, config={}))

@@ -4,11 +4,12 @@ Expected values are those of Transformers 5.23 on the same files, or of llama.cp
 """
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tokenizers
-from small_vocabularies import make_tokenizer
+from small_vocabularies import REFERENCE, make_tokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from chunkrt.errors import ModelError
@@ -197,6 +198,30 @@ def test_ends_by_keys_of_a_gguf_file_end_a_generation():
         f"{name}_token_id": 20 + index for index, name in enumerate(("eot", "eom", "fim_pad", "fim_rep", "fim_sep"))
     }
     assert make_tokenizer("byte_level", pre="smollm", **keys).eos_ids >= set(range(20, 25))
+
+
+@pytest.mark.parametrize("none", [-1, 2**32 - 1])
+@pytest.mark.parametrize("vocabulary", ["byte_level", "sentence_piece"])
+def test_an_id_of_minus_one_in_a_gguf_file_is_no_token(vocabulary, none):
+    """llama.cpp takes the default, which SentencePiece has and byte-level BPE has not."""
+    options = {"pre": "smollm"} if vocabulary == "byte_level" else {}
+    keys = {f"{name}_token_id": none for name in ("bos", "eot", "eom", "unknown", "padding", "fim_pad")}
+    without = {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
+    metadata = {k: v for k, v in REFERENCE["vocabularies"][vocabulary].items() if k not in without}
+    expected = Tokenizer.from_source(
+        SimpleNamespace(path=Path("a.gguf"), config={}, metadata=metadata | {"tokenizer.ggml.pre": "smollm"})
+    )
+    found = make_tokenizer(vocabulary, **options, **keys)
+    assert expected is not None
+    assert (found.settings.bos_id, found.settings.eos_ids) == (expected.settings.bos_id, expected.settings.eos_ids)
+    assert found.encode("hello") == expected.encode("hello")
+
+
+def test_a_beginning_of_minus_one_in_a_config_is_no_token(tmp_path):
+    make_tokenizer("byte_level", pre="smollm").save(tmp_path)
+    tokenizer = Tokenizer.from_source(SimpleNamespace(path=tmp_path, config={"vocab_size": 903, "bos_token_id": -1}))
+    assert tokenizer is not None
+    assert tokenizer.settings.bos_id is None
 
 
 def test_a_gguf_file_says_what_stands_behind_an_embedded_text():
