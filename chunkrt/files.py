@@ -259,3 +259,14 @@ def remove(path: Path) -> None:
 @cache
 def _tell_of_waiting(doing: str) -> None:
     log.warning("another process is %s; waiting for it", doing)
+
+
+def bytes_below(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder. Files that vanish meanwhile count nothing."""
+    files = [path] if path.is_file() else (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    total = 0
+    for file in files:
+        with suppress(OSError):
+            found = file.lstat()
+            total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return total

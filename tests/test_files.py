@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -239,3 +240,22 @@ def test_a_model_or_a_context_that_finds_no_memory_says_so(monkeypatch, what):
         OutOfMemoryError, match=r"too little memory (to load|for a context).*no 8000 bytes are to be had"
     ):
         chunkrt.load(checkpoint("llama_mha")).session()
+
+
+def test_bytes_below_counts_regular_files_and_survives_folders_that_vanish(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one").write_bytes(b"123")
+    (tmp_path / "two").write_bytes(b"45")
+    (tmp_path / "link").symlink_to("nowhere")
+    assert files.bytes_below(tmp_path) == 5
+    assert files.bytes_below(tmp_path / "two") == 2
+    assert files.bytes_below(tmp_path / "absent") == 0
+    scandir = os.scandir
+
+    def vanish(path):
+        if path == str(tmp_path / "a"):  # it has been listed, and is gone
+            shutil.rmtree(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanish)
+    assert files.bytes_below(tmp_path) == 2

@@ -17,7 +17,7 @@ from chunkrt.engine.prefix_cache.folder import clear as clear_prefixes
 from chunkrt.engine.prefix_cache.folder import entries
 from chunkrt.engine.prefix_cache.opening import own_folder
 from chunkrt.errors import ConfigError
-from chunkrt.files import only_writer, remove
+from chunkrt.files import bytes_below, only_writer, remove
 
 KINDS = {
     "prefixes": "what was computed of prompts (--prefix-cache disk)",
@@ -126,7 +126,7 @@ def _kept(kind: str) -> Kept:
     if kind == "prefixes":
         sizes = [entry.num_bytes for entry in entries(folder)]
     else:
-        sizes = [_size(path) for path in _listed(folder)]
+        sizes = [bytes_below(path) for path in _listed(folder)]
     return Kept(kind=kind, what=KINDS[kind], folder=str(folder), entries=len(sizes), bytes=sum(sizes))
 
 
@@ -170,7 +170,7 @@ def _clear_one(kind: str, folder: Path | None) -> int:
 
 def _remove_all(folder: Path) -> int:
     with only_writer(folder, "writing there"):
-        sizes = [(path, _size(path)) for path in _listed(folder)]
+        sizes = [(path, bytes_below(path)) for path in _listed(folder)]
         for path, _ in sizes:
             remove(path)
     return sum(size for path, size in sizes if not path.exists())
@@ -178,14 +178,3 @@ def _remove_all(folder: Path) -> int:
 
 def _listed(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []
-
-
-def _size(path: Path) -> int:
-    """Of a file, or of all in a folder; what is gone meanwhile counts nothing."""
-    total = 0
-    for file in [path] if path.is_file() else path.rglob("*"):
-        try:
-            total += file.lstat().st_size if file.is_file() else 0
-        except OSError:
-            continue
-    return total

@@ -18,6 +18,7 @@ from chunkrt.checkpoints import catalogue
 from chunkrt.cli.command import STATUS_OF_NO
 from chunkrt.cli.options import verbose_option
 from chunkrt.errors import ChunkrtError
+from chunkrt.files import bytes_below
 from chunkrt.plugins import Plugin, PluginGroup
 from chunkrt.runtime import batcher, policy
 from chunkrt.runtime.affinity import available_cores, big_cores, cpu_list
@@ -157,5 +158,6 @@ def _plugin(plugin: Plugin[Any]) -> Finding:
 
 def _cache() -> Finding:
     home = catalogue.home()
-    size = sum(p.stat().st_size for p in home.rglob("*") if p.is_file()) if home.is_dir() else 0
-    return Finding(what="cache", ok=True, found=f"{home} ({size / 1e6:.0f} MB; set CHUNKRT_HOME to move it)")
+    return Finding(
+        what="cache", ok=True, found=f"{home} ({bytes_below(home) / 1e6:.0f} MB; set CHUNKRT_HOME to move it)"
+    )

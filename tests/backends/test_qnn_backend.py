@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
+from chunkrt.backends.qnn import backend as backend_module
 from chunkrt.backends.qnn import executable as executable_module
 from chunkrt.backends.qnn import model as model_module
 from chunkrt.backends.qnn.executable import QnnExecutable
@@ -217,7 +218,7 @@ def test_every_chunk_length_is_computed_rightly(backend, decoder, chunk_length):
 
 def test_sixteen_rows_are_padded_because_the_compiler_gets_them_wrong(backend, decoder, monkeypatch):
     """Should this fail, the compiler has been mended, and `graph_rows` can go."""
-    for module in (executable_module, model_module):
+    for module in (backend_module, executable_module, model_module):
         monkeypatch.setattr(module, "graph_rows", lambda rows: rows)
     assert layer_error(backend, decoder, 16) > 0.5
     assert layer_error(backend, decoder, 15) < 2.0**-8
@@ -365,7 +366,7 @@ def test_no_memory_for_buffers_is_a_lost_device(backend, decoder, monkeypatch):
     def full(*_):
         raise RuntimeError("rpcmem: out of memory")
 
-    monkeypatch.setattr(executable_module, "_buffer", full)
+    monkeypatch.setattr("onnxruntime.OrtValue.ortvalue_from_numpy", full)
     with pytest.raises(DeviceLostError, match=r"does not take the context of static.1: rpcmem: out of memory"):
         compile_layer(backend, decoder)
 

@@ -1,6 +1,7 @@
 """Recurrences of com.microsoft's LinearAttention, in what ONNX Runtime GenAI's builder writes for Qwen3.5, and in other
 forms that mean the same; the truth is ONNX Runtime's own run of them."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -121,6 +122,10 @@ def test_the_plan_is_that_of_the_family():
     source = RandomCheckpoint(CONFIG)
     source.architecture = "qwen3_5_text"
     expected = partition(trace(make_decoder(source)[0]), family="qwen3_5_text")
+    tensors = {
+        name: dataclasses.replace(tensor, rotary="") for name, tensor in expected.tensors.items()
+    }  # the file holds tables
+    expected = dataclasses.replace(expected, tensors=tensors)
     assert json.loads(found.to_json()) == json.loads(expected.to_json())
 
 

@@ -79,7 +79,8 @@ def test_a_tiny_model_by_hand():
     )  # the head's 50 columns are packed to 64
     scales = 4 * (qkv + 32 + 128 + 32 + 50)
     grids = 4 * (5 + 4 + 32)  # an input step each, an output step each, but one a column for down_proj
-    others = 4 * (3 * 32 + 2 * 100 * 4) + 2 * 50 * 32  # norms, rope, embedding
+    others = 4 * (3 * 32 + 2 * 20 * 4) + 2 * 50 * 32  # norms, rope's tables of the context, embedding
+    others += 2 * 8 * (1 + 4)  # what the tables are made of: a magnitude and frequencies in float64
     assert found.cpu_weight_bytes == linears + scales + grids + others
     assert found.npu_bytes == sum(c.context_bytes + c.spill_bytes + c.edge_bytes for c in found.contexts)
     assert found.total_bytes == found.npu_bytes + found.cache_bytes + found.chunk_bytes + found.cpu_weight_bytes
