@@ -45,6 +45,18 @@ def parse_template_options(given: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def template_option(note: str) -> Callable[[Command], Command]:
+    """Give a command --template-option, whose help ends with a note. It arrives as `template_options`, a dictionary."""
+    return click.option(
+        "--template-option",
+        "template_options",
+        metavar="NAME=VALUE",
+        multiple=True,
+        callback=lambda context, parameter, value: parse_template_options(value),
+        help=f"Set a variable of the model's chat template, as in enable_thinking=false; {note}.",
+    )
+
+
 _OPTIONS = (
     click.option(
         "-n",
@@ -69,14 +81,7 @@ _OPTIONS = (
     click.option("--min-new-tokens", type=int, default=0, help="Tokens before which nothing ends the answer."),
     click.option("--stop", multiple=True, help="End before this text; may be given several times."),
     click.option("--system", help="A system message before the prompt."),
-    click.option(
-        "--template-option",
-        "template_options",
-        metavar="NAME=VALUE",
-        multiple=True,
-        callback=lambda context, parameter, value: parse_template_options(value),
-        help="Set a variable of the model's chat template, as in enable_thinking=false; may be given several times.",
-    ),
+    template_option("may be given several times"),
 )
 SAMPLING = tuple(name for name in SamplingOptions.__dataclass_fields__ if name != "logit_bias")
 """Fields that are options."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import click
 
 from chunkrt.cli.command import GroupedCommand
-from chunkrt.cli.generation import parse_template_options
+from chunkrt.cli.generation import template_option
 from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.errors import ConfigError
 from chunkrt.files import read_text
@@ -57,14 +57,7 @@ LATE_SECONDS = 5.0
     type=click.Choice(["last", "mean"]),
     help="Give embeddings of the last token's hidden state or of the mean of all.  [default: as the model's files say]",
 )
-@click.option(
-    "--template-option",
-    "template_options",
-    metavar="NAME=VALUE",
-    multiple=True,
-    callback=lambda context, parameter, value: parse_template_options(value),
-    help="Set a variable of the chat template, as in enable_thinking=false, unless a request sets it.",
-)
+@template_option("a request's own come first")
 @engine_options
 def serve(
     model: str,

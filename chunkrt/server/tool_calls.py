@@ -107,7 +107,7 @@ def _with_arguments_read(call: Any) -> Any:
 def _divide(text: str) -> tuple[str, list[Any]]:
     """Return the text around marked calls, and what their JSON describes.
 
-    The JSON itself tells where a call ends: its strings may hold the marks. Raises ValueError if one is not JSON.
+    The end of the JSON is the end of the call: its strings may hold the marks. Raises ValueError if one is not JSON.
     """
     around, described, place = "", [], 0
     while (begin := _BEGIN.search(text, place)) is not None:

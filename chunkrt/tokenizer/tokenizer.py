@@ -265,7 +265,7 @@ class Tokenizer:
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:
-        """Control tokens, and other added tokens that the templates write, e.g. "<tool_call>", but for white space."""
+        """Control tokens, and other added tokens that the templates write, e.g. "<tool_call>", except white space."""
         from chunkrt.tokenizer.chat_prompt import ControlTokens
 
         sources = f"{self.settings.chat_template} {self.settings.tool_template}"

@@ -20,7 +20,7 @@ std::string describe(const TensorView& view) {
   return text + "]";
 }
 
-// What a run may give: a cache as it was declared, in float16, in int8 with each row's scales, or in tiles.
+// Caches that a run may give: as declared, in float16, in int8 with the scales of each row, or in tiles.
 bool match_dtype(const Value& value, const TensorView& view) {
   return view.dtype == name_of(value.dtype) ||
          (value.is_cache && (view.dtype == name_of(Dtype::float16) || view.dtype == name_of(Dtype::int8))) ||

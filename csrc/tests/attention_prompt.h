@@ -83,7 +83,7 @@ inline std::size_t row_width(const Shape& s) { return (s.num_heads + 2 * s.num_k
 inline std::size_t out_width(const Shape& s) { return s.num_heads * s.head_dim; }
 inline float scale_of(const Shape& s) { return 1.0f / std::sqrt(static_cast<float>(s.head_dim)); }
 
-// [num_kv_heads * head_dim]: small, but for every fifth dimension.
+// [num_kv_heads * head_dim]: small, except in every fifth dimension.
 inline std::vector<float> key_biases(const Shape& s) {
   std::vector<float> biases = Random(2).floats(s.num_kv_heads * s.head_dim, s.bias == 0.0f ? 0.0f : 1.0f);
   for (std::size_t i = 3; i < biases.size(); i += 5) biases[i] = i % 2 == 0 ? s.bias : -s.bias;

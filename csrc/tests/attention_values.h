@@ -17,7 +17,7 @@ T read(const std::byte* bytes) {
   return value;
 }
 
-// What an int8 cache leaves out of a head's keys.
+// Bias that an int8 cache leaves out of a head's keys.
 inline std::vector<double> left_out(const Shape& s, std::size_t head, bool are_keys) {
   if (!are_keys || s.bias == 0.0f) return std::vector<double>(s.head_dim);
   const std::vector<float> biases = key_biases(s);

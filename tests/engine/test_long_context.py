@@ -18,7 +18,7 @@ LONGROPE = "phi3_longrope_long"
 FROM = 64
 """Tokens up to which that model takes the short factors of RoPE."""
 TOLERANCE = 1e-4
-"""As in test_parity.py."""
+"""Tolerance of test_parity.py."""
 
 
 def logits_of(engine, tokens):

@@ -206,7 +206,7 @@ def test_alternatives_that_may_both_hold_are_refused_with_what_to_do(served):
 
 
 def test_alternatives_of_a_discriminated_union_are_followed(served):
-    """What Pydantic writes for `Field(discriminator="kind")`."""
+    """Schema that Pydantic writes for `Field(discriminator="kind")`."""
     kinds = [closed({"kind": {"const": kind, "type": "string"}}, "kind") for kind in ("cat", "dog")]
     pet = {"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}], "discriminator": {"propertyName": "kind"}}
     answer = ask(served[1], {"$defs": dict(zip(("Cat", "Dog"), kinds, strict=True)), **closed({"pet": pet}, "pet")})

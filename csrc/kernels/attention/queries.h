@@ -34,7 +34,7 @@ Query find_query(const AttentionArgs& args, std::size_t kv_head, std::size_t que
 // The tables' row for a position, as an index of cos and sin.
 std::size_t table_index(const AttentionArgs& args, std::size_t position);
 
-// What a head's raw keys are short of in the cache, [head_dim]; nullptr if of nothing.
+// Bias that the cache leaves out of a head's raw keys, [head_dim]; nullptr without one.
 const float* key_bias(const AttentionArgs& args, std::size_t kv_head);
 
 // Bytes of a row of a cache.
