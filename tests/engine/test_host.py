@@ -171,7 +171,7 @@ def test_a_host_gets_the_logits_that_chunkrt_gets(name, settings, calibrations, 
 
 def test_what_a_host_could_not_run_is_refused(command, calibrations, tmp_path, monkeypatch):
     asked = ("compile", checkpoint("llama_gqa"), "-o", tmp_path / "engine", "--for-host")
-    expect_one_line(command(*asked), "--for-host does nothing without --soc")
+    expect_one_line(command(*asked), "--for-host has no effect without --soc")
     asked = (*asked, "--soc", "SM8650", "--scheme", "w8a16", "--calibration", calibrations("llama_gqa"))
     expect_one_line(command(*asked), "runs graphs with all layers on the NPU, and dynamic.0 is none of these")
     short = ("--attention", "npu", "--npu-window", "32", "--context", "96")
