@@ -161,7 +161,7 @@ def serve(
         service = Service(engine, name or _name(model), options)
 
         def report(url: str) -> None:
-            click.echo(f"serving {service.name} at {url} (stop with Ctrl-C)", err=True)
+            click.echo(f"{service.name} is served at {url} (stop it with Ctrl-C)", err=True)
 
         deadline = threading.Timer(grace + LATE_SECONDS, _abandon, (grace,))
         deadline.daemon = True

@@ -523,6 +523,7 @@ def few_schemes():
     conformance._tried_decoders.cache_clear()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("clause", "backend"), {case.values[0]: case for case in reversed(CASES)}.values())
 def test_under_few_schemes_each_broken_clause_is_noticed(few_schemes, clause, backend):
     check_is_noticed(clause, backend)

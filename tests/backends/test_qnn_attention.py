@@ -377,6 +377,7 @@ def test_where_a_prompt_is_parted_changes_no_bit(load, num_tokens, window):
             np.testing.assert_array_equal(np.concatenate([first, rest]), whole)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("window", "lengths"),
     [(32, (15, 33, 59)), pytest.param(48, (15, 33, 50, 90, 99), marks=pytest.mark.exhaustive)],
@@ -519,6 +520,7 @@ def test_layers_are_placed_one_by_one(load, with_attention_on_the_cpu):
     assert relative_error(found, with_attention_on_the_cpu("llama_gqa")) < LOGIT_TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_hidden_states_come_from_both_plans(load):
     tokens = tokens_of(60)
     with load("llama_gqa") as engine:
@@ -549,6 +551,7 @@ def test_a_run_that_is_cancelled_between_windows_leaves_the_session_as_it_was(lo
         np.testing.assert_array_equal(session.prefill(tokens_of(70, seed=3)).logits, expected)
 
 
+@pytest.mark.exhaustive
 def test_sequences_decode_by_the_only_executor_there_is(load):
     """Where the longest window holds the context, single tokens that are sent to the NPU share what prompts have."""
     from interleavings import check_interleaving
@@ -607,6 +610,7 @@ def test_an_operator_that_is_switched_off_is_named(load):
         load("llama_gqa", attention="npu", ops="-silu_mul")
 
 
+@pytest.mark.exhaustive
 def test_an_engine_directory_has_the_graphs_of_all_plans_once(load, tmp_path, home):
     from chunkrt.engine.deploy import compile_engine
     from chunkrt.engine.options import EngineOptions

@@ -476,6 +476,7 @@ def test_emulation_is_told_once_a_process(model, caplog):
     assert told.startswith("there is no Hexagon NPU here, it is emulated")
 
 
+@pytest.mark.exhaustive
 def test_an_npu_takes_turns_with_operators_that_are_switched_off(model):
     with load(model) as whole, load(model, ops="-rms_norm,-silu_mul") as engine:
         expected, found = (logits_of(e, prompt(NUM_TOKENS)) for e in (whole, engine))

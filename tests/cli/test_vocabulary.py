@@ -74,6 +74,7 @@ def test_fit_exits_with_3_if_a_model_does_not_fit(command):
     assert command("fit", GGUF).status == 2
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("words", ["run smol", "bench smol", "run -m smol"])
 def test_shell_completes_names_of_models(words):
     arguments = f"chunkrt {words}".split()

@@ -158,6 +158,7 @@ def test_what_makes_no_embedding_is_refused(engine):
     assert engine.stats().sessions == 0
 
 
+@pytest.mark.exhaustive
 def test_an_emulated_npu_gives_what_it_gives_alone_and_means_the_same(tmp_path):
     pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
     if not qnn.open_htp().is_emulated:

@@ -45,6 +45,7 @@ ENDS = {
 }
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("pieces", [STREAM, SCORES], ids=["stream", "scores"])
 @pytest.mark.parametrize("end", ENDS)
 def test_a_process_with_an_unfinished_generator_ends(pieces: str, end: str, tmp_path: Path) -> None:

@@ -202,6 +202,7 @@ def check_sessions(found, expected, path, size):
     assert names == [path.name, *(f"{path.name}.rank{rank}" for rank in range(1, size))]
 
 
+@pytest.mark.exhaustive
 @needs_mpi
 def test_a_program_may_have_initialised_mpi_and_do_all_of_it(tmp_path):
     """Sessions; a context that shifts on every rank; two engines at once."""
@@ -256,6 +257,7 @@ def test_a_sum_that_fails_on_another_rank_fails_the_sessions_of_its_chunk():
     assert are_clear
 
 
+@pytest.mark.exhaustive
 @needs_mpi
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_dies_ends_many_sequences_with_one_line(size):
@@ -306,7 +308,7 @@ def test_a_leader_that_falls_silent_ends_all_with_one_line():
     assert said(finished) == [KILLED]
 
 
-@pytest.mark.sampled(size=[2])
+@pytest.mark.sampled(every=2, size=[2])
 @needs_mpi
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
@@ -347,6 +349,7 @@ def test_ranks_have_to_be_started_alike():
     assert "-p this" in line
 
 
+@pytest.mark.sampled(every=3)
 @needs_mpi
 @pytest.mark.parametrize(
     ("arguments", "status", "line"),
@@ -372,7 +375,10 @@ def test_what_is_wrong_is_said_once(arguments, status, line):
     [
         pytest.param("0", "pass", "rank 0 uses the {} and rank 1 does not", marks=pytest.mark.exhaustive),
         pytest.param("1", "pass", "rank 1 uses the {} and rank 0 does not", marks=pytest.mark.exhaustive),
-        ("01", "int(os.environ['PMI_RANK']) and no_such_name", "rank 0 uses the {} and rank 1 does not"),
+        pytest.param(
+            *("01", "int(os.environ['PMI_RANK']) and no_such_name", "rank 0 uses the {} and rank 1 does not"),
+            marks=pytest.mark.exhaustive,
+        ),
         ("01", "pass", ""),
     ],
 )

@@ -52,6 +52,7 @@ def test_an_import_gives_the_logits_of_the_original(family):
     assert_agrees(folder, (folder / "model.onnx").read_bytes())
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_quantised_weights_are_taken_and_activations_left_as_floats(dtype):
     """The truth is the original in floats, with weights that NumPy dequantised."""

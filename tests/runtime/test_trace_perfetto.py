@@ -61,6 +61,7 @@ def rows(answer):
     return [tuple(cells[start : start + width]) for start in range(0, len(cells), width)]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("plan", [PLAN, make_plan(layers=2, shadowed=1)], ids=["chain", "fork"])
 def test_perfetto_reads_what_was_written(tmp_path, plan):
     record = virtual_record(npu_and_cpu(2), plan=plan)
