@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -76,7 +78,7 @@ def _graph_layers(value: object) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of an engine.
+    """Options of an engine. Sizes are in bytes, and the budget is in nats.
 
     Raises:
         ConfigError: a value is not allowed, or two values contradict each other.
@@ -326,8 +328,9 @@ class EngineOptions:
     )
     cache_dtype: CacheDtype | None = declared_option(
         "--cache-type",
-        "Data type of the KV cache: f32, f16, bf16 or q8_0. q8_0 (native only) is int8 with one scale per 32 values; "
-        "bf16 is the default and the only use of --attention-math bfloat16.  [default: f16 on native, else f32]",
+        "Data type of the KV cache: float32, float16, int8 or bfloat16 (the command line also accepts f32, f16, q8_0 and "
+        "bf16). int8 (native only) has one scale per 32 values; bfloat16 is for --attention-math bfloat16 only, where it "
+        "is the default.  [default: float16 on native, else float32]",
         group="Context and memory",
         choices=lambda: CACHE_DTYPES,
         noun="type of the cache",
@@ -400,4 +403,18 @@ def _kind(option: Field[Any]) -> str:
 DECLARED: dict[str, tuple[str, Any, Declaration]] = {
     option.name: (_kind(option), option.default, option.metadata["option"]) for option in fields(EngineOptions)
 }
-"""By name: the first type of its annotation, the default, and what else is declared."""
+"""Declarations by field name: the first type of the annotation, the default, and the other properties."""
+
+
+def _documentation() -> str:
+    """Return the docstring of EngineOptions, with the help texts in terms of Python."""
+    names = {declared.flag.partition("/")[0]: f"`{name}`" for name, (_, _, declared) in DECLARED.items()}
+    entries = []
+    for name, (_, _, declared) in DECLARED.items():
+        text = re.sub(r"--[a-z-]+[a-z]", lambda flag: names.get(flag[0], flag[0]), declared.help)
+        entries += textwrap.wrap(f"{name}: {text}", 112, initial_indent="    ", subsequent_indent=" " * 8)
+    head, _, rest = (EngineOptions.__doc__ or "").partition("\n\n")
+    return "\n".join([head, "", "Args:", *entries, "", textwrap.dedent(rest)])
+
+
+EngineOptions.__doc__ = _documentation()
