@@ -41,7 +41,7 @@ def check_picture(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"cannot draw {path}: its name ends in none of {', '.join(FORMATS)}")
     if path.exists() and not path.is_file():
-        raise ConfigError(f"cannot draw {path}: it is no file; name one")
+        raise ConfigError(f"cannot draw {path}: it is not a file; name a file")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -164,7 +164,7 @@ def test_what_cannot_be_drawn(command, traced, tmp_path):
     expect_one_line(command("trace", traced, "--plot", tmp_path / "a.png"), "ends in none of .svg, .html")
     expect_one_line(command("trace", traced, "--plot", tmp_path / "missing" / "a.svg"), "No such file or directory")
     (tmp_path / "folder.svg").mkdir()
-    expect_one_line(command("trace", traced, "--plot", tmp_path / "folder.svg"), "it is no file; name one")
+    expect_one_line(command("trace", traced, "--plot", tmp_path / "folder.svg"), "it is not a file; name a file")
 
 
 def test_paths_of_traces_are_checked_before_anything_runs(command, tmp_path):

@@ -130,7 +130,7 @@ def test_a_list_of_cpus(machine, text: str, cpus: set[int]) -> None:
     "text", ["", "0,", ",", "1-", "-1", "3-1", "0-1-2", "bigg", "0;1", "0x1", "1.0", "²", "10000", "0-99999999999"]
 )
 def test_text_that_is_no_affinity(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected none, big, or CPUs as in 0,2,4-7"):
+    with pytest.raises(ConfigError, match="expected none, big, or CPUs such as 0,2,4-7"):
         EngineOptions(affinity=text)
 
 
@@ -155,7 +155,7 @@ def test_a_system_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("platform.system", lambda: "Darwin")
         assert find_cpus("none") is None
         for choice in ("big", "0"):
-            with pytest.raises(ConfigError, match=f"affinity is '{choice}', but Darwin has no affinity; leave it 'no"):
+            with pytest.raises(ConfigError, match=f"affinity is '{choice}', but Darwin has no affinity; use 'no"):
                 find_cpus(choice)
 
 
@@ -237,7 +237,9 @@ def test_cpus_that_go_away_are_an_error_of_the_run(policy: str, monkeypatch: pyt
         session = engine.session()
         with monkeypatch.context() as patch:
             patch.setattr(os, "sched_setaffinity", refuse)
-            with pytest.raises(ConfigError, match=f"cannot run on CPUs {LAST}: Invalid argument; load with others"):
+            with pytest.raises(
+                ConfigError, match=f"cannot run on CPUs {LAST}: Invalid argument; load the model with other CPUs"
+            ):
                 session.prefill(TOKENS)
         session.prefill(TOKENS)
 

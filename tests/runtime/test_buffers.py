@@ -217,5 +217,5 @@ def test_an_unknown_graph_input_is_refused() -> None:
         subgraphs=(subgraph("mask", "cpu", ["mask"], ["m"]), *plan.subgraphs),
         tensors={**plan.tensors, "mask": value("mask"), "m": value("m")},
     )
-    with pytest.raises(ModelError, match="input 'mask' is none of input_ids, position, rope_position, logit_rows"):
+    with pytest.raises(ModelError, match="input 'mask' is not one of input_ids, position, rope_position, logit_rows"):
         BufferLayout(odd, CHUNK)

@@ -244,10 +244,10 @@ def test_of_two_sides_the_one_that_ends_last_is_waited_for() -> None:
 def test_a_task_that_starts_before_one_side_of_its_fork_has_ended_is_refused() -> None:
     rows = fork_rows(5, 9)
     rows[4] = (4, 0, "npu", 0, 8, 10)
-    with pytest.raises(ConfigError, match=r"join\.0 of chunk 0 started 1 ns before it could"):
+    with pytest.raises(ConfigError, match=r"join\.0 of chunk 0 started 1 ns before it was ready"):
         idle_gaps(make_record(rows, plan=FORK))
     del rows[3]
-    with pytest.raises(ConfigError, match="chunk 0 has 7 of 8 tasks, with some left out"):
+    with pytest.raises(ConfigError, match="chunk 0 has 7 of 8 tasks, and some are missing"):
         idle_gaps(make_record(rows, plan=FORK))
 
 
@@ -375,20 +375,20 @@ def changed(index: int, row: Row) -> list[Row]:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (changed(1, (STATIC_0, 0, "npu", 0, 0, 3)), "static.0 of chunk 0 started 1 ns before it could"),
+        (changed(1, (STATIC_0, 0, "npu", 0, 0, 3)), "static.0 of chunk 0 started 1 ns before it was ready"),
         (changed(1, (STATIC_0, 0, "cpu", 0, 1, 3)), "which no worker 0 of processor 'cpu' runs"),
         (changed(1, (STATIC_0, 0, "npu", 1, 1, 3)), "which no worker 1 of processor 'npu' runs"),
         (changed(1, (STATIC_0, 0, "tpu", 0, 1, 3)), "of processor 'tpu' runs"),
-        (changed(1, (STATIC_0, 0, "npu", 0, 3, 1)), "does not lie between"),
-        (changed(1, (STATIC_0, 1, "npu", 0, 1, 3)), "there is no task (1, 1)"),
-        (changed(1, (9, 0, "npu", 0, 1, 3)), "there is no task (9, 0)"),
+        (changed(1, (STATIC_0, 0, "npu", 0, 3, 1)), "is not between"),
+        (changed(1, (STATIC_0, 1, "npu", 0, 1, 3)), "task (1, 1) does not exist"),
+        (changed(1, (9, 0, "npu", 0, 1, 3)), "task (9, 0) does not exist"),
         (changed(1, (EMBEDDING, 0, "cpu", 0, 1, 3)), "a task has two events"),
         (SOUND[:2], "chunk 0 has 2 of 5 tasks"),
         (changed(4, (HEAD, 0, "cpu", 0, 4, 7)), "overlaps"),
     ],
 )
 def test_events_that_are_no_runs_are_refused(rows: list[Row], message: str) -> None:
-    with pytest.raises(ConfigError, match="the events are no run's") as raised:
+    with pytest.raises(ConfigError, match="the events are not those of a run") as raised:
         idle_gaps(make_record(rows, end=7))
     assert message in str(raised.value)
 

@@ -105,7 +105,7 @@ def committed_pages(array: NDArray[np.float32]) -> int:
 
 @pytest.mark.parametrize("capacity", [0, -1, CONTEXT + 1])
 def test_a_capacity_outside_the_context_is_refused(capacity: int) -> None:
-    with pytest.raises(ConfigError, match=f"{capacity} positions was asked for; the model takes 1 to {CONTEXT}"):
+    with pytest.raises(ConfigError, match=f"a state cannot hold {capacity} positions; the model takes 1 to {CONTEXT}"):
         State(PLAN, capacity)
 
 

@@ -85,7 +85,9 @@ def test_recurrent_tensors_are_float32_and_zero_whatever_the_caches_are() -> Non
 
 @pytest.mark.parametrize("chunk_length", [0, 21])
 def test_a_chunk_longer_than_the_capacity_is_refused(chunk_length: int) -> None:
-    with pytest.raises(ConfigError, match=f"a state for chunks of {chunk_length} was asked for; its capacity is 20"):
+    with pytest.raises(
+        ConfigError, match=f"a state for chunks of {chunk_length} has a capacity of 20; choose at most that"
+    ):
         State(PLAN, 20, chunk_length=chunk_length)
 
 
@@ -211,7 +213,7 @@ def test_a_file_fits_another_chunk_length(tmp_path: Path, num_tokens: int) -> No
 
 def test_a_file_of_keys_before_rope_or_of_other_tables_is_refused(tmp_path: Path) -> None:
     make_state(RING_PLAN, 20).save(tmp_path / "rotated")
-    with pytest.raises(ModelError, match="its keys were not cached before RoPE, as those of the state are"):
+    with pytest.raises(ModelError, match="its keys were not cached before RoPE, unlike those of the state"):
         make_state(RING_PLAN.with_raw_keys(), 3).load(tmp_path / "rotated")
     long = make_plan(long_context_from=20)
     state = State(long, CONTEXT)
@@ -227,7 +229,7 @@ def test_a_file_of_keys_before_rope_or_of_other_tables_is_refused(tmp_path: Path
 def test_a_snapshot_of_another_kind_of_state_is_refused() -> None:
     snapshot = make_state(PLAN, 20).snapshot()
     for other in (State(PLAN, CONTEXT), State(PLAN, CONTEXT, "float16", chunk_length=CHUNK), make_state(RING_PLAN)):
-        with pytest.raises(ConfigError, match="the snapshot is of another kind of state"):
+        with pytest.raises(ConfigError, match="the snapshot does not fit this state"):
             other.restore(snapshot)
 
 

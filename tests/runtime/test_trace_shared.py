@@ -215,9 +215,9 @@ def test_chunks_without_a_common_sequence_do_not_wait_for_each_other() -> None:
         "6-9 npu: attention",
         "10-11 npu: drain",
     ]
-    with pytest.raises(ConfigError, match=r"dynamic\.0 of chunk 1 started 6 ns before it could"):
+    with pytest.raises(ConfigError, match=r"dynamic\.0 of chunk 1 started 6 ns before it was ready"):
         idle_gaps(made([[(1, 0, 8)], [(1, 8, 8)]], spans))
-    with pytest.raises(ConfigError, match="before it could"):
+    with pytest.raises(ConfigError, match="before it was ready"):
         idle_gaps(made([[(1, 0, 8)], [(2, 0, 8)]], spans, slots=1))
 
 
@@ -280,17 +280,17 @@ NO_CHUNKS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no segments": (set_segments(), "chunk 0 has a segment without rows"),
     "a sequence twice": (set_segments([1, 0, 4], [2, 0, 2], [2, 2, 2]), "chunk 0 has two segments of one sequence"),
     "a segment of two": (set_segments([1, 0], [2, 0, 4]), "is damaged"),
-    "a position in words": (set_segments([1, "0", 4], [2, 0, 4]), "'0' is no whole number"),
+    "a position in words": (set_segments([1, "0", 4], [2, 0, 4]), "'0' is not a non-negative integer"),
     "another's rows": (set_segments([1, 0, 4], [3, 0, 4]), "chunk 0 holds no rows of run 1 from position 0 on"),
     "another position": (set_segments([1, 0, 4], [2, 1, 4]), "chunk 0 holds no rows of run 1 from position 0 on"),
     "too few tokens": (set_segments([1, 0, 3], [2, 0, 4]), "run 0 has 4 tokens, its chunks 3"),
     "a negative number": (
         lambda data: data["otherData"]["runs"][0]["chunks"][0].__setitem__(0, -1),
-        "-1 is no whole number",
+        "-1 is not a non-negative integer",
     ),
     "two stories": (
         lambda data: data["otherData"]["runs"][1]["chunks"][0][1].reverse(),
-        "two runs tell otherwise of chunk 0",
+        "two runs have different descriptions of chunk 0",
     ),
     "one of two numbers": (
         lambda data: data["otherData"]["runs"][1]["chunks"][0].__setitem__(0, 1),
@@ -309,10 +309,13 @@ NO_CHUNKS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "a task of one's own": (
         lambda data: task_of(data)["args"].update(run=0),
-        "a task is told of as run 0's own, which shared its chunks",
+        "a task belongs to run 0 alone, but that run shared its chunks",
     ),
     "chunks of no use": (lambda data: data["otherData"]["runs"][0].update(chunks=7), "is damaged"),
-    "a sequence in words": (lambda data: data["otherData"]["runs"][0].update(sequence="a"), "'a' is no whole number"),
+    "a sequence in words": (
+        lambda data: data["otherData"]["runs"][0].update(sequence="a"),
+        "'a' is not a non-negative integer",
+    ),
 }
 
 
