@@ -1,4 +1,4 @@
-"""How an option is declared: once, with its check and what the command line says of it."""
+"""Declaration of an option, in one place: its check and its help text on the command line."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What there is to say of an option beside its name, type and default.
+    """Properties of an option in addition to its name, type and default.
 
-    flag: as click takes it; none for what the command line does not have.
-    choices: names to choose from. With a `noun` for them, others are refused here; else `check` does it.
-    must: what a value has to be, and in words, where its type does not say all.
+    flag: the flag for click; empty for an option that the command line does not have.
+    choices: allowed names. With a `noun` for them, other names are rejected here; otherwise by `check`.
+    must: a condition for the value, and its description, if the type is not sufficient.
     """
 
     flag: str
@@ -45,7 +45,7 @@ class Declaration:
     check: Callable[[Any], object] = id
 
     def require(self, name: str, kind: str, value: Any) -> None:
-        """Raise ConfigError unless the option may have this value; a whole number is at least 1."""
+        """Raise ConfigError unless the option may have this value; a whole number must be at least 1."""
         accepts, expected = self.must or _KINDS.get(kind, (lambda value: True, ""))
         if not accepts(value):
             raise ConfigError(f"{name} is {value!r}, expected {expected}")

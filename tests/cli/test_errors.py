@@ -130,7 +130,7 @@ LINES = [
     ((*RUN, "--top-p", "0.9"), "--top-p does nothing without --temperature above 0"),
     ((*RUN, "--prefix-cache", "off", "--prefix-cache-memory", "1GB"), "does nothing without a prefix cache"),
     ((*RUN, "--prefix-cache-disk", "1GB"), "--prefix-cache-disk does nothing without --prefix-cache disk, or a folder"),
-    ((*RUN, "--prefix-cache", GGUF / "cache"), "which is no folder; give memory, disk, off or a folder"),
+    ((*RUN, "--prefix-cache", GGUF / "cache"), "which is not a folder; choose memory, disk, off or a folder"),
     (("bench", GGUF, "--prefix-cache-memory", "1GB"), "--prefix-cache-memory does nothing without --prefix-cache"),
     (("bench", GGUF, "--parallel", 10**20), "--parallel is '100000000000000000000', expected at most 4096"),
     (("cache", "show", "--folder", "nowhere"), "Directory 'nowhere' does not exist"),
@@ -179,7 +179,10 @@ LINES = [
     (("plan", GGUF, "--prompt-length", 5000), "--prompt-length is 5000, expected 1 to 128, the context"),
     (("plan", GGUF, "--context", 64, "--prompt-length", 65), "--prompt-length is 65, expected 1 to 64"),
     (("plan", GGUF, "--scheme", "float"), "under the scheme 'float' this linear is not int8 by int8"),
-    (("plan", GGUF, "--npu", "qnn", "--scheme", "float"), "qnn has no linears under the scheme 'float'"),
+    (
+        ("plan", GGUF, "--npu", "qnn", "--scheme", "float"),
+        "qnn does not support linear layers under the scheme 'float'",
+    ),
     (("plan", GGUF, "--calibration", "x.npz"), "uses no calibration"),
     (("plan", "smollm2"), "no model is called 'smollm2'"),
     (("plan", GGUF, "--save-onnx", GGUF / "parts"), "cannot write ONNX files to "),
@@ -226,7 +229,7 @@ def test_a_prompt_too_long_is_told_what_can_be_had(command):
     whole = command("run", GGUF, "-p", "a b " * 100)
     part = command("run", GGUF, "-p", "a b " * 100, "--context", 64)
     assert "a context of up to" not in whole.err
-    assert "take a context of up to 128 (--context)" in part.err
+    assert "choose a context of up to 128 (--context)" in part.err
     assert whole.err.endswith("let the context shift (--context-shift)\n")
 
 
@@ -401,7 +404,7 @@ def test_where_subgraphs_cannot_be_written_is_told_before_they_are_made(command,
         raise AssertionError("it is planned first")
 
     monkeypatch.setattr("chunkrt.cli.plan.read_model", fail)
-    expect_one_line(command("plan", GGUF, "--save-onnx", GGUF / "parts"), f"{GGUF} is no folder")
+    expect_one_line(command("plan", GGUF, "--save-onnx", GGUF / "parts"), f"{GGUF} is not a folder")
 
 
 @pytest.mark.parametrize("module", ["click", "numpy", "chunkrt.cli", "chunkrt.cli.doctor", "chunkrt.errors"])

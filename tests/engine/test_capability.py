@@ -57,9 +57,10 @@ def test_the_line_says_which_how_many_and_why():
     _, moved = moved_from(planned("lfm2"), "w4a16")
     line = told(moved)
     assert line.startswith(
-        f"the CPU runs what the NPU cannot: {len(moved)} linear (first {moved[0].node}: MatMul of u16 by s4"
+        f"the CPU runs operators that the NPU does not support: {len(moved)} linear "
+        f"(first {moved[0].node}: MatMul of u16 by s4"
     )
-    assert line.endswith("; --npu-strict refuses such a model")
+    assert line.endswith("; --npu-strict makes this an error")
     assert "\n" not in line
 
 

@@ -239,7 +239,7 @@ def test_a_conversation_goes_on_where_it_parts_from_what_was_said(
         ({"context_keep": -1}, "context_keep is -1, expected a whole number, 0 or more"),
         ({"context_keep": 1.5}, "context_keep is 1.5, expected a whole number, 0 or more"),
         ({"context_shift": "yes"}, "context_shift is 'yes', expected true or false"),
-        ({"context_keep": 63}, "context_keep is 63, but of a context of 64 two tokens at least have to move"),
+        ({"context_keep": 63}, "context_keep is 63, but in a context of 64 at least two tokens must move"),
     ],
 )
 def test_options_that_cannot_be_are_refused(folders: dict[str, Path], options: dict[str, Any], message: str) -> None:

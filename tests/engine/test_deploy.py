@@ -214,7 +214,8 @@ def test_an_engine_directory_keeps_how_attention_was_compiled(tmp_path, monkeypa
         assert engine.npu_backend.num_compiled > 0
     told = [message for message in caplog.messages if "compiled for" in message]
     assert told[0] == (
-        "attention was compiled for the NPU with npu_window 8,16, and 12 is asked for; what is missing is compiled"
+        "attention was compiled for the NPU with npu_window 8,16, and 12 is requested; "
+        "the missing contexts are compiled"
     )
     assert len(told) == 2
     with chunkrt.load(output, npu="native") as engine:

@@ -148,7 +148,7 @@ def test_a_trace_of_them_is_whole(engine):
 
 def test_what_makes_no_embedding_is_refused(engine):
     for texts, pooling, message in (
-        ([], "last", "no text"),
+        ([], "last", "texts is empty"),
         ([[]], "mean", "empty"),
         (["hello " * 200], "last", "does not fit"),
         (["hello"], "first", "pooling"),

@@ -195,7 +195,7 @@ def test_closing_twice_is_closing_once(engine):
 
 def test_a_model_without_a_tokenizer_takes_token_ids_alone():
     with chunkrt.load(checkpoint("llama_mha")) as engine:
-        with pytest.raises(ModelError, match=r"has no tokenizer; put its tokenizer\.json beside its weights"):
+        with pytest.raises(ModelError, match=r"has no tokenizer; put its tokenizer\.json next to its weights"):
             engine.session().prefill("hello")
         session = engine.session()
         session.prefill([1, 2])

@@ -173,7 +173,7 @@ def test_what_a_host_could_not_run_is_refused(command, calibrations, tmp_path, m
     asked = ("compile", checkpoint("llama_gqa"), "-o", tmp_path / "engine", "--for-host")
     expect_one_line(command(*asked), "--for-host does nothing without --soc")
     asked = (*asked, "--soc", "SM8650", "--scheme", "w8a16", "--calibration", calibrations("llama_gqa"))
-    expect_one_line(command(*asked), "runs graphs with all layers on the NPU, and dynamic.0 is none of these")
+    expect_one_line(command(*asked), "runs graphs with all layers on the NPU, and dynamic.0 is not one of these")
     short = ("--attention", "npu", "--npu-window", "32", "--context", "96")
     expect_one_line(command(*asked, *short), "a --context that is no longer than the longest --npu-window")
     monkeypatch.setattr(host, "LARGEST_GRAPH", 1000)

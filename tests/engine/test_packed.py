@@ -204,7 +204,7 @@ def test_one_session_in_two_threads_is_refused(engine):
     other.start()
     session.on_run = look
     session.prefill(PROMPTS[3])
-    assert refused == ["the session is in use by another thread or task; make one for each"]
+    assert refused == ["the session is in use by another thread or task; create one for each"]
 
 
 def test_one_session_in_two_tasks_is_refused(engine):
@@ -214,7 +214,7 @@ def test_one_session_in_two_tasks_is_refused(engine):
 
     first, second = asyncio.run(main())
     assert first.num_tokens == len(PROMPTS[3])
-    assert str(second) == "the session is in use by another thread or task; make one for each"
+    assert str(second) == "the session is in use by another thread or task; create one for each"
 
 
 def test_caches_have_a_budget():
@@ -224,7 +224,9 @@ def test_caches_have_a_budget():
         first, second = engine.session(), engine.session()
         first.prefill(PROMPTS[1])
         for refused in (engine.session, first.fork):
-            with pytest.raises(BusyError, match=f"the caches of 2 sessions take all of the {2 * one} bytes"):
+            with pytest.raises(
+                BusyError, match=f"the caches of 2 sessions leave no room within their limit of {2 * one} bytes"
+            ):
                 refused()
         assert engine.stats().cache_bytes == 2 * one
         second.close()
@@ -356,8 +358,8 @@ def test_a_session_in_use_goes_neither_back_nor_apart(engine):
         (lambda engine: engine.generate(b"ab"), "prompts is of type bytes, expected a list"),
         (lambda engine: list(engine.stream(None)), "prompts is of type NoneType, expected a list"),
         (lambda engine: engine.score(5), "pairs is of type int, expected a list"),
-        (lambda engine: engine.score(("ab", "cd")), "a pair is 'ab', expected a context and what follows it"),
-        (lambda engine: engine.score([([1], [2], [3])]), "expected a context and what follows it"),
+        (lambda engine: engine.score(("ab", "cd")), "a pair is 'ab', expected a context and its continuation"),
+        (lambda engine: engine.score([([1], [2], [3])]), "expected a context and its continuation"),
         (lambda engine: engine.score([([1], [99999])]), "token id 99999 is outside the vocabulary"),
         (lambda engine: engine.score([([1], [-1])]), "token id -1 is outside the vocabulary"),
     ],

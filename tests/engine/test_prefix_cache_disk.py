@@ -158,7 +158,7 @@ def test_a_flipped_byte_is_a_miss(model: Path, filled: Path, truth: np.ndarray, 
     path.write_bytes(data)
     assert cached_tokens(model, filled, truth) <= 256
     assert len(lines) == 1
-    assert lines[0].startswith(f"{path} is of no use to the prefix cache (")
+    assert lines[0].startswith(f"the prefix cache cannot use {path} (")
     assert cached_tokens(model, filled, truth) == 576  # it has been written again
 
 
@@ -204,7 +204,7 @@ def test_a_header_that_says_something_else_is_a_miss(
     if changed:
         assert cached_tokens(model, filled, truth) <= 256
         assert len(lines) == 1
-        assert lines[0].startswith(f"{path} is of no use to the prefix cache (")
+        assert lines[0].startswith(f"the prefix cache cannot use {path} (")
     else:
         assert cached_tokens(model, filled, truth) == 576
 
@@ -466,7 +466,7 @@ def test_what_waits_and_what_is_remembered_have_bounds(
 
 def test_what_is_no_folder_is_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="which is no folder; give memory, disk, off or a folder"):
+    with pytest.raises(ConfigError, match="which is not a folder; choose memory, disk, off or a folder"):
         load(model, prefix_cache=tmp_path / "file")
 
 

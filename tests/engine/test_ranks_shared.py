@@ -321,7 +321,7 @@ def test_options_of_many_sequences(caplog):
     with led(NAME, 2, chunk_length=8, cache_memory=2 * one, queue=1) as ranks:
         engine = ranks.engine
         first, second = engine.session(), engine.session()
-        with pytest.raises(BusyError, match="the caches of 2 sessions take all"):
+        with pytest.raises(BusyError, match="the caches of 2 sessions leave no room"):
             engine.session()
 
         async def main():
@@ -367,7 +367,7 @@ def test_ranks_that_would_compute_otherwise_are_refused(of_others, message):
 def test_a_state_of_the_first_rank_alone_is_refused(ranks):
     engine = ranks.engine
     state = State(engine.plan, engine.context_length, engine.cache_dtype, chunk_length=engine.chunk_length)
-    with pytest.raises(ConfigError, match="the state is this rank's alone; take that of a session"):
+    with pytest.raises(ConfigError, match="the state belongs to this rank alone; use the state of a session"):
         engine.run(Run(np.array([5]), state))
 
 
@@ -377,7 +377,7 @@ def test_ranks_that_nobody_leads_take_one_run_at_a_time():
     def work(communicator):
         options = {"npu": "native", "chunk_length": 8, "threads": 1}
         with chunkrt.load(checkpoint(NAME), communicator=communicator, **options) as engine:
-            with pytest.raises(ConfigError, match="ranks that nobody leads take one run at a time"):
+            with pytest.raises(ConfigError, match="ranks without a leader take one run at a time"):
                 asyncio.run(engine.session().aprefill(PROMPTS[1]))
             with pytest.raises(ConfigError, match="outside the vocabulary"):
                 engine.generate([*PROMPTS[:2], [10**9]], max_new_tokens=2)

@@ -180,7 +180,7 @@ def test_a_prompt_of_exactly_the_context_is_taken(session):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "the prompt is empty; give at least one token"),
+        ([], "the prompt is empty; pass at least one token"),
         ([3, 128], "token id 128 is outside the vocabulary of 128"),
         ([3, -1], "token id -1 is outside the vocabulary of 128"),
         ([2**40], "token id 1099511627776 is outside"),
@@ -279,7 +279,7 @@ def test_a_full_context_ends_the_generation(engine):
 
 
 def test_generation_needs_a_prompt(session):
-    with pytest.raises(ConfigError, match="there is nothing to continue; call prefill first"):
+    with pytest.raises(ConfigError, match="the session has no tokens to continue; call prefill first"):
         session.generate()
 
 

@@ -88,7 +88,7 @@ def test_compile_takes_a_file_and_what_it_wrote_runs_with_it(command, write, tmp
     assert any(s.device == "cpu" and any("down_proj" in w for w in s.weights) for s in read_plan(folder).subgraphs)
     with chunkrt.load(folder, **read_settings(path)) as engine:
         assert (engine.chunk_length, engine.options.policy) == (8, "in_order")
-    with pytest.raises(ConfigError, match="its placement is fixed; give the checkpoint"):
+    with pytest.raises(ConfigError, match="its placement is fixed; pass the checkpoint"):
         chunkrt.load(folder, placement={"lm_head": "npu"})
 
 
