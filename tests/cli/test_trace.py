@@ -161,7 +161,7 @@ def test_the_timeline_of_shared_chunks_has_a_row_for_every_sequence(command, sha
 
 
 def test_what_cannot_be_drawn(command, traced, tmp_path):
-    expect_one_line(command("trace", traced, "--plot", tmp_path / "a.png"), "ends in none of .svg, .html")
+    expect_one_line(command("trace", traced, "--plot", tmp_path / "a.png"), "must end with one of .svg, .html")
     expect_one_line(command("trace", traced, "--plot", tmp_path / "missing" / "a.svg"), "No such file or directory")
     (tmp_path / "folder.svg").mkdir()
     expect_one_line(command("trace", traced, "--plot", tmp_path / "folder.svg"), "it is not a file; name a file")
