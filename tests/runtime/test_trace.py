@@ -1,4 +1,4 @@
-"""Traces: what viewers need, what comes back, and files that are none."""
+"""Traces: the fields that viewers need, exact round trips, and invalid files."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_arrows_lead_along_both_sides_of_a_fork(tmp_path):
     ways = [["static.0", "linear.0", "join.0", "dynamic.0"], ["static.0", "shadow.0", "join.0"]]
     expected = [[f"{stage} chunk {chunk}" for stage in way] for chunk in range(4) for way in ways]
     for chunk in range(4):
-        if chunk > 0:  # of chunk 0 it took no time
+        if chunk > 0:  # in chunk 0 it took no time
             expected[2 * chunk].insert(0, f"embedding chunk {chunk}")
     expected[-2] += ["static.1 chunk 3", "head chunk 3"]
     assert list(flows.values()) == expected
@@ -72,7 +72,7 @@ def test_arrows_lead_along_both_sides_of_a_fork(tmp_path):
     ]
 
 
-def test_a_trace_of_the_format_before_is_read_as_a_chain(tmp_path):
+def test_trace_of_the_previous_format_is_read_as_a_chain(tmp_path):
     path, record = tmp_path / "out.json", virtual_record(npu_and_cpu())
     write_trace(path, [record], "toy")
     data = json.loads(path.read_text("utf-8"))
@@ -124,7 +124,7 @@ def test_busy_samples_average_to_the_busy_share(tmp_path):
         assert sum(samples) / len(samples) == pytest.approx(busy, abs=0.1)
 
 
-def test_copies_have_a_track_where_there_are_any(tmp_path):
+def test_copies_have_a_track_if_there_are_any(tmp_path):
     record = virtual_record(npu_and_cpu(), num_chunks=1)
     first = next(event for event in record.events if event.task.subgraph == 2)
     copy = TaskEvent(first.task, "dma", 0, first.start_ns, first.start_ns)
@@ -136,7 +136,7 @@ def test_copies_have_a_track_where_there_are_any(tmp_path):
     assert [c.task for c in back.copies] == [copy.task]
 
 
-def test_spans_of_a_converting_npu_lie_within_its_tasks_and_come_back(tmp_path):
+def test_spans_of_a_converting_npu_are_within_its_tasks_and_round_trip(tmp_path):
     record = virtual_record(npu_and_cpu())
     npu, cpu = record.pipeline.processors
     processors = (replace(npu, num_computing=1), cpu)
@@ -169,7 +169,7 @@ def moved_to_zero(event, start_ns):
     return event._replace(start_ns=event.start_ns - start_ns, end_ns=event.end_ns - start_ns, passage=passage)
 
 
-def test_real_runs_come_back_as_they_were(tmp_path):
+def test_real_runs_round_trip(tmp_path):
     executor = Executor(
         PLAN, make_executables(PLAN), chunk_length=8, processors=npu_and_cpu(2), policy=find_policy("look_ahead")
     )
@@ -196,8 +196,8 @@ def test_any_name_survives(tmp_path):
 
 
 @pytest.mark.parametrize("num_chunks", [1_000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
-def test_a_huge_trace_is_written_piece_by_piece(tmp_path, num_chunks):
-    """The writer holds no more than a small part of the file, and the analysis goes through."""
+def test_huge_trace_is_written_piece_by_piece(tmp_path, num_chunks):
+    """The writer holds only a small part of the file, and the analysis succeeds."""
     record = virtual_record(npu_and_cpu(2), num_chunks=num_chunks, slots=32)
     path = tmp_path / "out.json"
     tracemalloc.start()
@@ -212,7 +212,7 @@ def test_a_huge_trace_is_written_piece_by_piece(tmp_path, num_chunks):
         assert sum(time.busy_ns.values()) + sum(time.idle_ns.values()) == time.total_ns
 
 
-def test_writing_replaces_the_file_whole_or_not_at_all(tmp_path):
+def test_write_trace_replaces_the_file_completely_or_not_at_all(tmp_path):
     path = tmp_path / "out.json"
     path.write_text("old")
     broken = replace(virtual_record(npu_and_cpu()), events=[TaskEvent(Task(0, 0), "nobody", 0, 0, 0)])
@@ -224,7 +224,7 @@ def test_writing_replaces_the_file_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_paths_that_take_no_trace(tmp_path):
+def test_unwritable_paths_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="it is a folder; name a file"):
         check_trace_path(tmp_path)
     with pytest.raises(ConfigError, match="there is no folder"):
@@ -235,7 +235,7 @@ def test_paths_that_take_no_trace(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_what_is_no_file_is_not_replaced(tmp_path):
+def test_write_trace_does_not_replace_a_device(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="it is no file; name a file"):
         check_trace_path(tmp_path / "pipe")
@@ -316,7 +316,7 @@ NO_TRACES = {
     "stage of another format": (set_pipeline(stages=[["a", "cpu", True]]), "is damaged"),
     "waits for itself": (set_pipeline(stages=[["a", "cpu", "linears", [0]]]), "stage 0 waits for [0], which do not"),
     "waits for a word": (set_pipeline(stages=[["a", "cpu", "linears", "b"]]), "'b' is not a non-negative integer"),
-    "waits for what is not there": (
+    "waits for a missing stage": (
         set_pipeline(stages=[["a", "cpu", "linears", [-1]]]),
         "-1 is not a non-negative integer",
     ),
@@ -327,7 +327,7 @@ NO_TRACES = {
 
 
 @pytest.mark.parametrize("name", NO_TRACES)
-def test_a_file_that_is_no_trace_is_one_clear_line(tmp_path, name):
+def test_file_that_is_not_a_trace_is_one_clear_line(tmp_path, name):
     write, message = NO_TRACES[name]
     path = tmp_path / "out.json"
     write(path)
@@ -348,13 +348,13 @@ def test_a_file_that_is_no_trace_is_one_clear_line(tmp_path, name):
         (set_event(dur=1e9), "is not between"),
     ],
 )
-def test_a_trace_that_contradicts_itself_is_one_clear_line(tmp_path, write, message):
+def test_trace_that_contradicts_itself_is_one_clear_line(tmp_path, write, message):
     write(tmp_path / "out.json")
     with pytest.raises(ConfigError, match="record the run again") as raised:
         where_time_went(read_trace(tmp_path / "out.json"))
     assert message in str(raised.value)
 
 
-def test_a_missing_file(tmp_path):
+def test_missing_trace_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         read_trace(tmp_path / "out.json")
