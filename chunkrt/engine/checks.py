@@ -1,4 +1,4 @@
-"""Types of an engine's caches, and checks of options that they exclude."""
+"""Data types of an engine's caches, and checks of options that are incompatible with them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Constraint(Protocol):
         ...
 
     def accept(self, token_id: int) -> None:
-        """Note a drawn token, which is one of the allowed."""
+        """Note a drawn token, which is one of the allowed ones."""
         ...
 
 
@@ -179,7 +179,7 @@ class _Text:
         return self._stops.push(text) if may_stop else (text, False)
 
     def rest(self) -> str:
-        """Return the withheld text at the end."""
+        """Return the withheld text at the end of the generation."""
         if self._decoder is None:
             return ""
         text, is_stopped = self._stops.push(self._decoder.flush())

@@ -159,7 +159,7 @@ class Session(AsyncSession):
             yield generation.next_piece()
 
     def __repr__(self) -> str:
-        """Return the fill of the session."""
+        """Return the number of tokens, and the largest possible number."""
         state = "closed" if self._is_closed else f"{self.position} of {self.context_length} tokens"
         return f"Session({state})"
 
@@ -312,7 +312,7 @@ class Session(AsyncSession):
         if isinstance(prompt, str):
             prompt = self._engine.require_tokenizer().encode_for_embedding(prompt)
         tokens = self._encode(prompt)
-        if len(tokens) > self.context_length:  # the context may shift
+        if len(tokens) > self.context_length:  # even if the context shifts
             raise ConfigError(f"a text of {len(tokens)} tokens does not fit the context of {self.context_length}")
         result = yield from self._extension(tokens, "hidden")
         assert result.hidden is not None

@@ -40,7 +40,7 @@ class Take(NamedTuple):
 
 
 class Batcher(Protocol):
-    """Object that forms chunks."""
+    """Rule that forms chunks from waiting sequences."""
 
     name: str
 

@@ -116,8 +116,7 @@ class Executor:
         self._one_run = Lock()
 
     def job(self, run: Run) -> Job:
-        """Check that a run can be computed here. Raises ConfigError if the tokens, the state or an option do not
-        fit."""
+        """Return a run as a job for this executor. Raises ConfigError if tokens, state or an option do not fit."""
         run.check(self.plan, self.chunk_length)
         last = run.state.position + (run.token_ids.size - 1) // self.chunk_length * self.chunk_length
         if not self.reaches(last):

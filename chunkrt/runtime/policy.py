@@ -73,7 +73,7 @@ class ScheduleView(Protocol):
 
 
 class Policy(Protocol):
-    """Object that chooses among ready tasks."""
+    """Rule that chooses among ready tasks."""
 
     name: str
     is_concurrent: bool

@@ -41,7 +41,7 @@ def test_random_graphs_give_the_same_bits_under_every_policy(batch: int) -> None
 
 
 def check_graph(seed: int) -> None:
-    """Random layers, devices, chunks, workers and slots; random durations, both estimated and real."""
+    """Run a random graph: layers, devices, chunks, workers and slots, and durations, both estimated and real."""
     random = Random(seed)
     plan = random_plan(random)
     chunk_length = random.randint(1, 8)

@@ -26,7 +26,7 @@ wait at each."""
 
 @dataclass(frozen=True, kw_only=True)
 class Exactness:
-    """Conditions for equal bits of an engine.
+    """Conditions under which an engine computes equal bits.
 
     step: chunks that begin at positions other than its multiples give other bits. tokens_differ: True if a run of one
         token is computed elsewhere than those of several, and rounded differently.

@@ -254,7 +254,7 @@ def _beginning_with(node: Node, tokens: Tokens) -> Node | None:
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of first tokens that are the same."""
+    """Return the length of the common beginning of two token sequences."""
     if one == other:
         return len(one)
     pairs = zip(one, other, strict=False)
