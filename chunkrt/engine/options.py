@@ -1,4 +1,4 @@
-"""How an engine runs a model: every option, declared once."""
+"""Options of an engine, each declared once."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype
 
 NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
 DEFAULT_CHUNK_LENGTH = 32
-"""With an NPU."""
+"""Default chunk length with an NPU."""
 CPU_CHUNK_LENGTH = 128
-"""Without one: a processor reads weights once for all rows of a chunk, and pads none."""
+"""Default chunk length without an NPU: a processor reads weights once for all rows of a chunk, and pads none."""
 MOST_THREADS = 256
 
 DEFAULT_PREFIX_CACHE = "memory"
-"""Without ranks."""
+"""Default prefix cache without ranks."""
 
 Outputs = Literal["grid", "float"]
 OnNpuFailure = Literal["fallback", "fail"]
@@ -42,7 +42,7 @@ DEFAULT_NPU_WINDOW = "512"
 
 
 def npu_choices() -> tuple[str, ...]:
-    """Who can play the NPU, plug-ins too."""
+    """Return the names of the backends that can serve as the NPU, including plug-ins."""
     return (*NPU_CHOICES, *PLUGINS.names)
 
 
@@ -61,14 +61,14 @@ MOST_DIGITS = 18
 
 
 def _windows(value: object) -> tuple[int, ...]:
-    """Whole numbers with commas between, each once and in order; empty if it is anything else."""
+    """Parse whole numbers separated by commas, each once and sorted; empty if the value is anything else."""
     parts = value.split(",") if isinstance(value, str) else [str(value)] if is_whole(value) else []
     numbers = {int(part) for part in parts if part.strip().isdecimal() and len(part) <= MOST_DIGITS}
     return tuple(sorted(numbers)) if len(parts) == len(numbers) and 0 not in numbers else ()
 
 
 def _graph_layers(value: object) -> int | None:
-    """None for "all", 0 for what is neither that nor layers=N."""
+    """Parse a number of layers: None for "all", 0 for anything except "all" and layers=N."""
     if not isinstance(value, str):
         return 0
     number = value.removeprefix("layers=")
@@ -371,27 +371,27 @@ class EngineOptions:
 
     @property
     def npu_windows(self) -> tuple[int, ...]:
-        """Those of `npu_window`, shortest first."""
+        """Windows of `npu_window`, shortest first."""
         return _windows(self.npu_window)
 
     @property
     def graph_layers(self) -> int | None:
-        """Layers of a graph at most; None for all."""
+        """Largest number of layers of a graph; None for all."""
         return _graph_layers(self.npu_graph)
 
     @property
     def decodes_on(self) -> DecodeOn:
-        """Where single tokens run."""
+        """Processor of single tokens."""
         return "npu" if self.weights == "npu-only" else self.decode_on
 
     @property
     def num_threads(self) -> int:
-        """The thread budget. Raises ConfigError as `find_cpus` does."""
+        """Number of threads. Raises ConfigError like `find_cpus`."""
         return self.threads or available_cores(find_cpus(self.affinity))
 
     @property
     def falls_back(self) -> bool:
-        """Whether the CPU takes over when the NPU fails."""
+        """True if the CPU takes over when the NPU fails."""
         default = "fallback" if self.npu == "auto" and self.weights == "both" else "fail"
         return (self.on_npu_failure or default) == "fallback"
 

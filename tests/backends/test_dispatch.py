@@ -340,7 +340,7 @@ def test_shifted_contexts_and_no_npu_take_switches():
 def test_caches_of_int8_are_the_native_attentions_alone():
     run_model("llama_gqa", "-rms_norm", cache_dtype="int8")
     for ops in ("none", "-cached_attention", "-rope"):
-        with pytest.raises(ConfigError, match=r"caches of int8 are .* and reference runs cached_attention"):
+        with pytest.raises(ConfigError, match=r"int8 caches are .* but reference runs cached_attention"):
             run_model("llama_gqa", ops, cache_dtype="int8")
 
 

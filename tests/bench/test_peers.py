@@ -229,7 +229,7 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_else(tmp_path, 
     path = tmp_path / "file" / "report"
     finished = CliRunner().invoke(peers("command").peers, ["no-such-model", option, str(path)])
     assert finished.exit_code == 2
-    assert finished.output.splitlines()[-1] == f"Error: cannot write {path}: {tmp_path}/file is no folder"
+    assert finished.output.splitlines()[-1] == f"Error: cannot write {path}: {tmp_path}/file is not a folder"
 
 
 def test_an_environment_that_cannot_be_made_is_an_error_in_a_line(tmp_path):

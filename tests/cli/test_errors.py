@@ -133,7 +133,7 @@ LINES = [
         (*RUN, "--prefix-cache-disk", "1GB"),
         "--prefix-cache-disk has no effect without --prefix-cache disk, or a folder",
     ),
-    ((*RUN, "--prefix-cache", GGUF / "cache"), "which is no folder; give memory, disk, off or a folder"),
+    ((*RUN, "--prefix-cache", GGUF / "cache"), "which is not a folder; choose memory, disk, off or a folder"),
     (("bench", GGUF, "--prefix-cache-memory", "1GB"), "--prefix-cache-memory has no effect without --prefix-cache"),
     (("bench", GGUF, "--parallel", 10**20), "--parallel is '100000000000000000000', expected at most 4096"),
     (("cache", "show", "--folder", "nowhere"), "Directory 'nowhere' does not exist"),
@@ -182,7 +182,10 @@ LINES = [
     (("plan", GGUF, "--prompt-length", 5000), "--prompt-length is 5000, expected 1 to 128, the context"),
     (("plan", GGUF, "--context", 64, "--prompt-length", 65), "--prompt-length is 65, expected 1 to 64"),
     (("plan", GGUF, "--scheme", "float"), "under the scheme 'float' this linear is not int8 by int8"),
-    (("plan", GGUF, "--npu", "qnn", "--scheme", "float"), "qnn has no linears under the scheme 'float'"),
+    (
+        ("plan", GGUF, "--npu", "qnn", "--scheme", "float"),
+        "qnn does not support linear layers under the scheme 'float'",
+    ),
     (("plan", GGUF, "--calibration", "x.npz"), "uses no calibration"),
     (("plan", "smollm2"), "no model is called 'smollm2'"),
     (("plan", GGUF, "--save-onnx", GGUF / "parts"), "cannot write ONNX files to "),
@@ -229,7 +232,7 @@ def test_prompt_beyond_the_context_reports_the_limit(command):
     whole = command("run", GGUF, "-p", "a b " * 100)
     part = command("run", GGUF, "-p", "a b " * 100, "--context", 64)
     assert "a context of up to" not in whole.err
-    assert "take a context of up to 128 (--context)" in part.err
+    assert "choose a context of up to 128 (--context)" in part.err
     assert whole.err.endswith("let the context shift (--context-shift)\n")
 
 
@@ -404,7 +407,7 @@ def test_unwritable_save_onnx_is_refused_before_any_work(command, monkeypatch):
         raise AssertionError("it is planned first")
 
     monkeypatch.setattr("chunkrt.cli.plan.read_model", fail)
-    expect_one_line(command("plan", GGUF, "--save-onnx", GGUF / "parts"), f"{GGUF} is no folder")
+    expect_one_line(command("plan", GGUF, "--save-onnx", GGUF / "parts"), f"{GGUF} is not a folder")
 
 
 @pytest.mark.parametrize("module", ["click", "numpy", "chunkrt.cli", "chunkrt.cli.doctor", "chunkrt.errors"])

@@ -101,7 +101,7 @@ def test_plot_errors_are_reported_before_anything_runs(command, tmp_path, monkey
     monkeypatch.setattr("chunkrt.cli.simulate.simulate_prompt", lambda *_, **__: pytest.fail("it was simulated"))
     monkeypatch.setattr("chunkrt.cli.tune.search", lambda *_, **__: pytest.fail("it was searched"))
     served = (*commands["simulate"], "--arrivals", "poisson:1", "--prompt", "8", "--generate", "8")
-    cases = [(arguments, "a.jpg", "its name ends in none of .png, .svg") for arguments in commands.values()]
+    cases = [(arguments, "a.jpg", "its name must end with one of .png, .svg") for arguments in commands.values()]
     cases.append((served, "a.svg", "--plot draws single prompts"))
     for arguments, name, message in cases:
         finished = command(*arguments, "--plot", tmp_path / name)

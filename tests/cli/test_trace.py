@@ -161,10 +161,10 @@ def test_timeline_has_a_row_per_sequence(command, shared, tmp_path):
 
 
 def test_trace_plot_refuses_wrong_files(command, traced, tmp_path):
-    expect_one_line(command("trace", traced, "--plot", tmp_path / "a.png"), "ends in none of .svg, .html")
+    expect_one_line(command("trace", traced, "--plot", tmp_path / "a.png"), "must end with one of .svg, .html")
     expect_one_line(command("trace", traced, "--plot", tmp_path / "missing" / "a.svg"), "No such file or directory")
     (tmp_path / "folder.svg").mkdir()
-    expect_one_line(command("trace", traced, "--plot", tmp_path / "folder.svg"), "it is no file; name one")
+    expect_one_line(command("trace", traced, "--plot", tmp_path / "folder.svg"), "it is not a file; name a file")
 
 
 def test_paths_of_traces_are_checked_before_anything_runs(command, tmp_path):

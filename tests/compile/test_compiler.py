@@ -449,7 +449,7 @@ def test_a_compiled_model_keeps_its_scheme_and_its_placement(engine_folder, tmp_
     with pytest.raises(ConfigError, match="was compiled under 'w8a8-dynamic', not 'float'"):
         chunkrt.load(engine_folder, scheme="float")
     (tmp_path / "placement.toml").write_text('lm_head = "npu"')
-    with pytest.raises(ConfigError, match="its placement is fixed; give the checkpoint"):
+    with pytest.raises(ConfigError, match="its placement is fixed; pass the checkpoint"):
         chunkrt.load(engine_folder, placement=tmp_path / "placement.toml")
 
 

@@ -257,13 +257,13 @@ def test_what_options_make_of_schemes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shadow": "all"}, r"'w8a8-dynamic' is not static and has no shadow"),
-        ({"scheme": "float", "shadow": "auto"}, r"'float' is not static and has no shadow"),
-        ({"budget": 0.1}, r"'w8a8-dynamic' is not static and has no budget"),
-        ({"outputs": "float"}, r"'w8a8-dynamic' is not static and has no outputs"),
-        ({"equalisation": 0.5}, r"'w8a8-dynamic' is not static and has no equalisation"),
-        ({"equalisation": 0}, r"'w8a8-dynamic' is not static and has no equalisation"),
-        ({"rotation": True}, r"'w8a8-dynamic' is not static and has no rotation"),
+        ({"shadow": "all"}, r"'w8a8-dynamic' is not static and does not use shadow"),
+        ({"scheme": "float", "shadow": "auto"}, r"'float' is not static and does not use shadow"),
+        ({"budget": 0.1}, r"'w8a8-dynamic' is not static and does not use budget"),
+        ({"outputs": "float"}, r"'w8a8-dynamic' is not static and does not use outputs"),
+        ({"equalisation": 0.5}, r"'w8a8-dynamic' is not static and does not use equalisation"),
+        ({"equalisation": 0}, r"'w8a8-dynamic' is not static and does not use equalisation"),
+        ({"rotation": True}, r"'w8a8-dynamic' is not static and does not use rotation"),
         ({"scheme": "w8a16", "shadow": "all"}, r"'w8a16' take 16 bits and need no shadow; use 'w8a8' or 'mixed'"),
         ({"scheme": "w4a16", "shadow": "auto"}, r"'w4a16' take 16 bits and need no shadow"),
         ({"scheme": "w8a16", "shadow": DOWN}, r"'w8a16' take 16 bits and need no shadow"),
@@ -334,7 +334,9 @@ def test_patterns_that_match_are_taken():
 def test_a_compiled_model_keeps_how_it_was_quantised(tmp_path, options):
     compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, tmp_path / "engine", model="toy")
     (name,) = options
-    with pytest.raises(ConfigError, match=rf"engine is compiled and takes no {name} any more; give the checkpoint"):
+    with pytest.raises(
+        ConfigError, match=rf"engine is compiled and does not accept {name} any more; pass the checkpoint"
+    ):
         chunkrt.load(tmp_path / "engine", **options)
 
 
