@@ -182,12 +182,12 @@ def test_chunks_are_the_whole(attn_type, split, backend):
 
 
 def test_a_kind_that_nobody_knows_is_refused_by_name():
-    with pytest.raises(UnsupportedModelError, match="attn_type 'wkv' is not known; there are: gated_delta_rule, sh"):
+    with pytest.raises(UnsupportedModelError, match="attn_type 'wkv' is unknown; known: gated_delta_rule, sh"):
         find_variant("wkv")
     assert not has_expansion("chunkrt", "LinearAttention", "wkv")
-    with pytest.raises(ConfigError, match="'short_conv' is registered already"):
+    with pytest.raises(ConfigError, match="'short_conv' is already registered"):
         register_variant("short_conv", find_variant("short_conv"))
-    with pytest.raises(ConfigError, match="'short_conv' is registered with the reference already"):
+    with pytest.raises(ConfigError, match="'short_conv' is already registered with the reference"):
         register("short_conv")(None)
 
 
@@ -341,7 +341,7 @@ def test_a_kind_that_native_lacks_goes_to_the_reference_with_one_warning(retenti
         with chunkrt.load(folder, npu=npu, scheme="w8a8-dynamic", cache_dtype="float32", chunk_length=8) as engine:
             logits[npu] = engine.session().prefill(tokens, logits="all").logits
     (record,) = caplog.records
-    assert "the reference runs the operator linear_attention, slowly: native has none: " in record.getMessage()
+    assert "the reference, which is slow, runs the operator linear_attention: native has no form: " in record.getMessage()
     assert "of attn_type 'retention'; it has: gated_delta_rule, short_conv" in record.getMessage()
     np.testing.assert_allclose(
         logits["native"], logits["reference"], rtol=0, atol=0.02 * np.abs(logits["native"]).max()

@@ -245,13 +245,13 @@ def test_refusals_name_the_node_and_the_way_out() -> None:
     assert "native has no operator Erf; it has: add, cached_attention, embedding" in refusal(
         make_case([node("Erf", "x", "y")], values, "y")
     )
-    assert "native has Gelu approximated by tanh only, not by 'none'" in refusal(
+    assert "native supports Gelu with the tanh approximation only, not 'none'" in refusal(
         make_case([node("Gelu", "x", "y")], values, "y")
     )
     assert "over the last axis only, not over axis 0 of 2" in refusal(
         make_case([node("Split", "x", "y z", axis=0)], values, "y")
     )
-    assert "native multiplies by weights; 'y' is computed" in refusal(
+    assert "native multiplies by weights only; 'y' is computed" in refusal(
         make_case([node("MatMul", "x y", "z")], values, "z")
     )
     assert NativeBackend(1).supports(*mlp_case()[:2], find_scheme("float"))
@@ -267,7 +267,7 @@ def test_operands_that_do_not_fit_are_a_partition_error() -> None:
 def test_run_errors_are_backend_errors() -> None:
     case, backend = linear_case(), NativeBackend(2)
     inputs = {"x": random_rows(3, HIDDEN), "residual": random_rows(3, INNER)}
-    with pytest.raises(BackendError, match=r"native, static.0: no array was given for 'residual'"):
+    with pytest.raises(BackendError, match=r"native, static.0: no array was passed for 'residual'"):
         run(backend, case, {"x": inputs["x"]}, 3)
     with pytest.raises(
         BackendError, match=r"input 'residual': expected float32 \[T, 40\] with T = 3, got float32 \[3, 24\]"

@@ -156,7 +156,7 @@ CHANGES = {
     "expected at least 1 segment, got 0": lambda s: s.clear(),
     "segment 1: expected at least 1 row, got 0": lambda s: s.__setitem__(1, s[1]._replace(num_rows=0)),
     "segments 0 and 2 share the memory of": lambda s: change(s, 2, **s[0].inputs),
-    "no array was given for 'position'": lambda s: s.__setitem__(1, s[1]._replace(inputs={})),
+    "no array was passed for 'position'": lambda s: s.__setitem__(1, s[1]._replace(inputs={})),
 }
 
 
@@ -183,5 +183,5 @@ def test_chunk_inputs_are_checked_too() -> None:
     executable = compiled(of, attention, 2)
     with pytest.raises(BackendError, match=r"expected float32 \[T, "):
         executable.run_segments(too_wide, chunk.outputs, chunk.segments)
-    with pytest.raises(BackendError, match="no array was given for"):
+    with pytest.raises(BackendError, match="no array was passed for"):
         executable.run_segments({}, chunk.outputs, chunk.segments)

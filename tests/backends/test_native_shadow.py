@@ -244,7 +244,7 @@ def test_without_a_static_grid_of_8_bits_it_is_refused(name: str) -> None:
     support = NativeBackend(1).supports(subgraph, plan, find_scheme(name))
     assert not support
     assert support.node == "shadow"
-    assert support.reason.startswith(f"under the scheme '{name}' this linear's activations are not on a static grid")
+    assert support.reason.startswith(f"under the scheme '{name}' the activations of this linear layer have no static 8-bit grid")
     assert NativeBackend(1).supports(subgraph, plan, W8A8)
     assert not NativeBackend(1).supports(subgraph, plan, replace(W8A8, wide=("w",)))
 
@@ -252,7 +252,7 @@ def test_without_a_static_grid_of_8_bits_it_is_refused(name: str) -> None:
 def test_a_weight_that_is_computed_is_refused() -> None:
     tensors = [tensor("x", "T", 4), tensor("v", 4, 3), tensor("shadow", "T", 3)]
     subgraph, plan, _ = make_case([node("ShadowLinear", "x v", "shadow", domain="chunkrt")], tensors, "shadow")
-    assert NativeBackend(1).supports(subgraph, plan, W8A8).reason == "native multiplies by weights; 'v' is computed"
+    assert NativeBackend(1).supports(subgraph, plan, W8A8).reason == "native multiplies by weights only; 'v' is computed"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_an_operator_that_nothing_has_is_named(registry):
     ("function", "message"),
     [
         (lambda x: x["a"], "failed: IndexError"),
-        (lambda x: (x, x), "failed: ValueError: it gave 2 outputs, expected 1"),
+        (lambda x: (x, x), "failed: ValueError: it returned 2 outputs, expected 1"),
     ],
 )
 def test_a_form_that_fails_is_named(registry, function, message):

@@ -148,7 +148,7 @@ def test_an_operator_is_registered_once():
     assert registry.find("add", "reference").function is function
     assert registry.find("add", "native") is None
     with pytest.raises(
-        ConfigError, match=r"registers the operator 'add' on 'reference', which chunkrt.toy has already"
+        ConfigError, match=r"registers the operator 'add' on 'reference', which chunkrt.toy already has"
     ):
         make(registry, module="acme.ops")
     assert registry.find("add", "reference").function is function
@@ -164,12 +164,12 @@ def test_a_plugin_replaces_on_purpose_and_ours_is_still_to_be_had():
     assert registry.find_own("add", "reference").function is ours
     assert registry.find_plugin("add", "reference") is found
     assert registry.find_plugin("add", "native") is None
-    with pytest.raises(ConfigError, match=r"which acme-ops \(acme.ops\) has already; uninstall one of them"):
+    with pytest.raises(ConfigError, match=r"which acme-ops \(acme.ops\) already has; uninstall one of them"):
         make(registry, module="other.ops", replaces=True)
 
 
 def test_there_must_be_something_to_replace():
-    with pytest.raises(ConfigError, match="replaces the operator 'ad' on 'reference', which nobody has"):
+    with pytest.raises(ConfigError, match="replaces the operator 'ad' on 'reference', which does not exist"):
         make(OperatorRegistry(), "ad", replaces=True)
 
 
@@ -180,7 +180,7 @@ def test_a_plugins_own_device_goes_before_every_backend():
     assert [registry.find_plugin("add", device).function for device in ("native", "reference", "npu")] == [function] * 3
     make(registry, device="cuda", module="other.ops")
     with pytest.raises(
-        ConfigError, match=r"'add' is there several times, of acme.ops on 'torch' and other.ops on 'cuda'"
+        ConfigError, match=r"'add' is registered several times, by acme.ops on 'torch' and other.ops on 'cuda'"
     ):
         registry.find_plugin("add", "native")
 
@@ -188,11 +188,11 @@ def test_a_plugins_own_device_goes_before_every_backend():
 @pytest.mark.parametrize(
     ("operator", "device", "options", "message"),
     [
-        ("rope", "native", {}, r"acme.ops registers the operator 'rope' on 'native', where nobody calls it; name a "),
-        ("quantize", "npu", {}, "'quantize' on 'npu', where nobody calls it"),
-        ("sampler", "native", {}, "'sampler' on 'native', where nobody calls it"),
-        ("add", "toy", {"parts": ("rap",)}, "with the part 'rap'; there are: quantize, rope"),
-        ("rope", "toy", {"parts": ("rope",)}, "with the part 'rope'; 'rope' is called with none"),
+        ("rope", "native", {}, r"acme.ops registers the operator 'rope' on 'native', where it is never called; name a "),
+        ("quantize", "npu", {}, "'quantize' on 'npu', where it is never called"),
+        ("sampler", "native", {}, "'sampler' on 'native', where it is never called"),
+        ("add", "toy", {"parts": ("rap",)}, "with the part 'rap'; known parts: quantize, rope"),
+        ("rope", "toy", {"parts": ("rope",)}, "with the part 'rope'; 'rope' takes no parts"),
     ],
 )
 def test_what_would_never_be_called_or_cannot_be_is_refused(operator, device, options, message):
@@ -213,7 +213,7 @@ def test_a_plugin_that_fails_leaves_nothing_behind():
             make(registry, "mul", "torch")
             make(registry)
 
-    with pytest.raises(ConfigError, match="has already"):
+    with pytest.raises(ConfigError, match="already has"):
         install()
     assert registry.names() == ["add"]
     assert make(registry, "mul", "torch").__module__ == "chunkrt.toy"

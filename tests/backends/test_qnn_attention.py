@@ -215,7 +215,7 @@ def test_attention_is_what_float64_computes(model, past, tmp_path):
     for position in (0, 1, 31, 32, past - 1, past):
         for num_rows in (1, ROWS):
             one.check(executable, position, num_rows)
-    with pytest.raises(BackendError, match=f"{past} positions of history, and there are {past + 1}"):
+    with pytest.raises(BackendError, match=f"{past} positions of history, but has {past + 1}"):
         one.check(executable, past + 1, 1)
 
 

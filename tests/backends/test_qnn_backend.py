@@ -190,7 +190,7 @@ def test_a_context_gives_the_bits_that_its_compiler_gave(backend, decoder, schem
 
 def test_what_is_refused_is_refused_before_anything_is_compiled(backend, decoder, tmp_path):
     embedding = decoder.plan.subgraphs[0]
-    with pytest.raises(PartitionError, match=r"embedding: node 'model.embed_tokens.output': the NPU has no Gather"):
+    with pytest.raises(PartitionError, match=r"embedding: node 'model.embed_tokens.output': the NPU does not support Gather"):
         backend.compile(embedding, decoder.plan, CHUNK, W8A16, decoder.weights["w8a16"])
     assert not (tmp_path / "contexts").exists()
 
@@ -358,7 +358,7 @@ def test_a_column_beyond_float16_is_not_compiled(backend, decoder):
         if is_taken:
             backend.compile(subgraph, decoder.plan, CHUNK, W8A16, store)
             continue
-        with pytest.raises(CompileError, match=f"outputs of {down_proj} reach 65600, beyond .* float16.*--npu native"):
+        with pytest.raises(CompileError, match=f"outputs of {down_proj} reach 65600 and exceed .* float16.*--npu native"):
             backend.compile(subgraph, decoder.plan, CHUNK, W8A16, store)
 
 
@@ -367,7 +367,7 @@ def test_no_memory_for_buffers_is_a_lost_device(backend, decoder, monkeypatch):
         raise RuntimeError("rpcmem: out of memory")
 
     monkeypatch.setattr("onnxruntime.OrtValue.ortvalue_from_numpy", full)
-    with pytest.raises(DeviceLostError, match=r"does not take the context of static.1: rpcmem: out of memory"):
+    with pytest.raises(DeviceLostError, match=r"refuses the context of static.1: rpcmem: out of memory"):
         compile_layer(backend, decoder)
 
 

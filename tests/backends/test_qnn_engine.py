@@ -397,7 +397,7 @@ def test_an_npu_that_fails_at_the_start_is_an_error(model, engine, request, monk
         request.getfixturevalue("damaged")
     else:
         monkeypatch.setattr("chunkrt.backends.qnn.backend.open_session", no_session)
-    with pytest.raises(DeviceLostError, match=r"the NPU does not take the context of static\.[01]: "):
+    with pytest.raises(DeviceLostError, match=r"the NPU refuses the context of static\.[01]: "):
         load(model)
 
 
@@ -412,7 +412,7 @@ def test_or_the_cpu_takes_over_at_the_start(model, engine, native, request, monk
         np.testing.assert_array_equal(logits_of(other, prompt(NUM_TOKENS)), logits_of(native, prompt(NUM_TOKENS)))
         assert {event.processor for event in other.session().prefill(prompt(NUM_TOKENS)).events} == {"cpu"}
     (told,) = warnings_of(caplog, FALLBACK)
-    assert told.startswith("the NPU does not take the context of static.")
+    assert told.startswith("the NPU refuses the context of static.")
     assert told.endswith("; the CPU takes over")
 
 

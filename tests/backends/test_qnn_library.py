@@ -96,11 +96,11 @@ def test_a_machine_without_the_device_is_told_what_is_missing(monkeypatch, tmp_p
     monkeypatch.setattr(library.sys, "platform", "linux")
     monkeypatch.setattr(ort, "register_execution_provider_library", lambda name, path: None)
     monkeypatch.setattr(ort, "get_ep_devices", list)
-    with pytest.raises(BackendUnavailableError, match=r"driver that makes /dev/fastrpc-cdsp, .* native$"):
+    with pytest.raises(BackendUnavailableError, match=r"driver, which provides /dev/fastrpc-cdsp; .* native$"):
         library.open_htp.__wrapped__()
     (tmp_path / "adsp").touch()
     monkeypatch.setattr(library, "LINUX_NPU_DEVICES", ("cdsp", str(tmp_path / "adsp")))
-    with pytest.raises(BackendUnavailableError, match=r"may this user read .*adsp\?; without an NPU: --npu native$"):
+    with pytest.raises(BackendUnavailableError, match=r"does this user have read access to .*adsp\?; without an NPU: --npu native$"):
         library.open_htp.__wrapped__()
 
 
@@ -143,7 +143,7 @@ def test_a_soc_that_nobody_knows_must_be_named(on_arm, machine):
     if machine:
         on_arm(machine)
     says = machine or "it says nothing"
-    with pytest.raises(ConfigError, match=rf"which SoC this machine has \({says}\); name it with --soc \(.*SM8650.*"):
+    with pytest.raises(ConfigError, match=rf"unknown SoC of this machine \({says}\); name it with --soc \(.*SM8650.*"):
         library.this_soc()
 
 

@@ -21,7 +21,7 @@ def contradicts(words):
 @pytest.mark.parametrize("default", ["all", "none"])
 def test_every_combination(words, default):
     if contradicts(words):
-        with pytest.raises(ConfigError, match="contradict each other; give one of them"):
+        with pytest.raises(ConfigError, match="contradict each other; remove one of them"):
             Switches.parse(words)
         return
     switches = Switches.parse(words)
@@ -49,11 +49,11 @@ def test_why_an_operator_is_off_is_told_in_the_words_that_were_given():
     ("ops", "message"),
     [
         ("all,none", "'all' and 'none' contradict each other"),
-        (("+add", "mul,-add"), r"'mul' is no switch, .* write \+mul to switch it on, -mul to switch it off"),
+        (("+add", "mul,-add"), r"'mul' is not a switch; .* write \+mul to switch it on, -mul to switch it off"),
         ("+add,-add", r"\+add and -add contradict each other"),
-        ("", "'' is no switch, expected all, none, "),
-        ("all,,+add", "'' is no switch"),
-        ("+", r"'\+' is no switch"),
+        ("", "'' is not a switch; expected all, none, "),
+        ("all,,+add", "'' is not a switch"),
+        ("+", r"'\+' is not a switch"),
         (7, "ops is 7, expected text such as"),
         ((7,), r"ops is \(7,\), expected text such as"),
     ],
@@ -67,7 +67,7 @@ def test_unknown_and_required_operators_are_refused_by_name():
     known = ("add", "all_reduce", "rms_norm")
     with pytest.raises(ConfigError, match=r"unknown operator 'rmsnorm'; did you mean 'rms_norm'[?] there are: add, "):
         Switches.parse("none,+rmsnorm").check(known, ())
-    with pytest.raises(ConfigError, match="'all_reduce' insists on its form and cannot be switched off"):
+    with pytest.raises(ConfigError, match="'all_reduce' requires its form and cannot be switched off"):
         Switches.parse("-all_reduce").check(known, ("all_reduce",))
     Switches.parse("none,+all_reduce,-add").check(known, ("all_reduce",))
 
