@@ -94,7 +94,7 @@ def test_a_mask_that_always_shows_the_first_key_is_refused(tmp_path, window):
         inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, mask, *PAST]
         return decoder.node("Attention", inputs, outputs=["attended", *PRESENT], q_num_heads=HEADS, kv_num_heads=1)
 
-    with pytest.raises(UnsupportedModelError, match=r"its mask .* is no causal mask"):
+    with pytest.raises(UnsupportedModelError, match=r"its mask .* is not a causal mask"):
         import_decoder(SmallDecoder(attention).save(tmp_path))
 
 

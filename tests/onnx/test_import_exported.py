@@ -65,7 +65,7 @@ def test_an_export_of_an_import_is_no_riddle(tmp_path):
     tokens = input_ids("llama_tied")[:8]
     of_both = [OnnxSession(path).run(tokens) for path in (first, second)]
     np.testing.assert_array_equal(*of_both)
-    with pytest.raises(UnsupportedModelError, match=r"second\.onnx has rows of model\.rope, .* import that one"):
+    with pytest.raises(UnsupportedModelError, match=r"second\.onnx has rows of model\.rope without .* import that one"):
         import_decoder(second)
 
 

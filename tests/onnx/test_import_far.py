@@ -98,7 +98,7 @@ def test_sizes_of_data_are_tried_far_on(tmp_path, context):
         return SmallDecoder(lambda *operands: with_mask_of_keys(keys, *operands), context=CONTEXT)
 
     import_decoder(decoder(all_keys).save(tmp_path))
-    with pytest.raises(UnsupportedModelError, match=r"operator Attention .* its mask .* is no causal mask"):
+    with pytest.raises(UnsupportedModelError, match=r"operator Attention .* its mask .* is not a causal mask"):
         import_decoder(decoder(first_keys).save(tmp_path))
 
 

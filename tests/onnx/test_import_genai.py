@@ -116,10 +116,10 @@ def test_an_import_that_is_wrong_is_found():
     ("attribute", "value", "reason"),
     [
         ("softcap", 30.0, "its softcap is 30"),
-        ("rotary_interleaved", 1, "rotates neighbours"),
+        ("rotary_interleaved", 1, "rotates adjacent columns"),
         ("smooth_softmax", 1, "its smooth_softmax is 1"),
-        ("do_rotary", 0, "nothing rotates its queries"),
-        ("kv_num_heads", 3, "4 heads of queries and 3 of keys"),
+        ("do_rotary", 0, "its queries and keys are not rotated"),
+        ("kv_num_heads", 3, "4 query heads and 3 key heads"),
     ],
 )
 def test_attention_of_another_kind_is_refused(tmp_path, attribute, value, reason):

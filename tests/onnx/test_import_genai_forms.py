@@ -110,7 +110,7 @@ def test_an_output_of_hidden_states_is_left_out_with_one_line(tmp_path, caplog):
     model.graph.output.append(helper.make_tensor_value_info("hidden_states", onnx.TensorProto.FLOAT, ["b", "t", 64]))
     agrees_with(tmp_path, model, "genai_llama_fp32")
     told = [record.getMessage() for record in caplog.records if "hidden_states" in record.getMessage()]
-    assert set(told) == {"model.onnx: the outputs hidden_states are left out; logits and states are read"}
+    assert set(told) == {"model.onnx: ignoring the outputs hidden_states; logits and states are read"}
 
 
 def test_a_state_that_no_input_takes_is_refused(tmp_path):
@@ -118,7 +118,7 @@ def test_a_state_that_no_input_takes_is_refused(tmp_path):
     spare = helper.make_node("Identity", ["present.0.key"], ["present.7.key"], name="spare")
     model.graph.node.append(spare)
     model.graph.output.append(helper.make_tensor_value_info("present.7.key", onnx.TensorProto.FLOAT, None))
-    with pytest.raises(UnsupportedModelError, match=r"its output 'present\.7\.key' is a state that"):
+    with pytest.raises(UnsupportedModelError, match=r"its output 'present\.7\.key' is a state without a counterpart"):
         import_decoder(saved(model, tmp_path))
 
 

@@ -237,7 +237,7 @@ def test_what_gives_other_numbers_is_refused(tmp_path, change):
     model = load()
     change(model)
     named = r"node '/model/layers\.0/linear_attn/LinearAttention', an operator LinearAttention of .* com\.microsoft"
-    with pytest.raises(UnsupportedModelError, match=f"{named}.* gives other numbers than the gated delta rule"):
+    with pytest.raises(UnsupportedModelError, match=f"{named}.* computes other numbers than the gated delta rule"):
         import_decoder(saved(model, tmp_path))
 
 
@@ -257,7 +257,7 @@ def test_queries_that_change_with_the_length_are_refused(tmp_path):
     index = list(model.graph.node).index(rule)
     for node in reversed(made):
         model.graph.node.insert(index, node)
-    with pytest.raises(UnsupportedModelError, match="made of 'factor', which changes with the length"):
+    with pytest.raises(UnsupportedModelError, match="depends on 'factor', which changes with the length"):
         import_decoder(saved(model, tmp_path))
 
 
@@ -266,13 +266,13 @@ def test_queries_that_change_with_the_length_are_refused(tmp_path):
     [
         ("LinearAttention", "update_rule", "delta", "its update_rule is 'delta'"),
         ("LinearAttention", "state_window", 2, "a window of states"),
-        ("LinearAttention", "q_num_heads", 3, "3 heads of queries and keys and 4 of values"),
+        ("LinearAttention", "q_num_heads", 3, "3 query and key heads and 4 value heads"),
         ("CausalConvWithState", "state_window", 2, "a window of states"),
         ("CausalConvWithState", "dilation", 2, "its dilation is 2"),
-        ("CausalConvWithState", "channels_last", 1, "not of rows that were turned"),
+        ("CausalConvWithState", "channels_last", 1, "its input is not rows that were transposed"),
         ("GatedRMSNorm", "activation", "tanh", "its activation is 'tanh'"),
         ("MRotaryEmbedding", "scale", 2.0, "scales positions"),
-        ("MRotaryEmbedding", "interleaved", 1, "rotates neighbours"),
+        ("MRotaryEmbedding", "interleaved", 1, "rotates adjacent columns"),
     ],
 )
 def test_another_kind_is_refused_by_its_name(tmp_path, op, attribute, value, reason):
