@@ -134,7 +134,7 @@ def test_a_tensor_of_another_shape_is_named_beforehand_and_when_it_is_read():
 def test_an_unknown_architecture_is_refused_and_the_known_ones_are_listed():
     source = RandomCheckpoint()
     source.architecture = "mamba"
-    with pytest.raises(UnsupportedModelError, match="architecture 'mamba' is not supported; supported are: ") as raised:
+    with pytest.raises(UnsupportedModelError, match="architecture 'mamba' is not supported; supported: ") as raised:
         build_decoder(source)
     assert all(family in str(raised.value) for family in FAMILIES)
 
@@ -142,7 +142,7 @@ def test_an_unknown_architecture_is_refused_and_the_known_ones_are_listed():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; there are: silu"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         ({"sliding_window": 32}, "sliding_window = 32 is not supported in this family"),
         ({"quantization_config": {"bits": 4}}, "quantised by another library"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope scaling 'yarn' is not supported"),
@@ -160,18 +160,18 @@ def test_a_sliding_window_as_long_as_the_context_changes_nothing():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": ...}, "the config does not give 'hidden_size'"),
-        ({"intermediate_size": None}, "the config does not give 'intermediate_size'"),
+        ({"hidden_size": ...}, "the config lacks 'hidden_size'"),
+        ({"intermediate_size": None}, "the config lacks 'intermediate_size'"),
         ({"vocab_size": 0}, "vocab_size is 0, expected a positive whole number"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
-        ({"num_hidden_layers": 10**6}, "1000000 layers are claimed, but there are"),
+        ({"num_hidden_layers": 10**6}, "the config claims 1000000 layers, but the checkpoint has"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
         ({"head_dim": 9}, "head_dim is 9; RoPE needs an even one"),
         ({"rms_norm_eps": None}, "rms_norm_eps is None"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        ({"max_position_embeddings": 2**24 + 1}, "claims a context of 16777217 tokens; at most 16777216 is believed"),
-        ({"sliding_window": 2**24 + 1}, "sliding_window is 16777217; at most 16777216 is believed"),
+        ({"max_position_embeddings": 2**24 + 1}, "claims a context of 16777217 tokens; expected at most 16777216"),
+        ({"sliding_window": 2**24 + 1}, "sliding_window is 16777217; expected at most 16777216"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(changes, message):

@@ -150,7 +150,7 @@ def test_the_attention_factor_of_longrope_may_be_given():
 def test_the_original_context_of_longrope_may_be_long(original):
     config = {"rope_scaling": LONGROPE, "original_max_position_embeddings": original}
     assert longrope_tables(config, 4, 2**24).long_context_from == original
-    with pytest.raises(ModelError, match="original_max_position_embeddings is 16777217; at most 16777216 is believed"):
+    with pytest.raises(ModelError, match="original_max_position_embeddings is 16777217; expected at most 16777216"):
         longrope_tables(config | {"original_max_position_embeddings": 2**24 + 1}, 4, 2**24)
 
 

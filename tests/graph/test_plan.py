@@ -61,7 +61,7 @@ def test_json_holds_nothing_but_json(plan):
 def test_a_plan_with_something_missing_or_unknown_is_damaged(plan, damage):
     data = json.loads(plan.to_json())
     damage(data)
-    with pytest.raises(ModelError, match=r"the plan is damaged \(.*compile the model again"):
+    with pytest.raises(ModelError, match=r"the plan is damaged \(.*recompile the model"):
         Plan.from_json(json.dumps(data))
 
 
@@ -75,7 +75,7 @@ def test_a_plan_with_something_missing_or_unknown_is_damaged(plan, damage):
 def test_what_two_subgraphs_write_is_damaged(plan, damage):
     data = json.loads(plan.to_json())
     damage(data["subgraphs"])
-    with pytest.raises(ModelError, match=r"writes what another writes\); compile the model again"):
+    with pytest.raises(ModelError, match=r"writes a tensor that another writes\); recompile the model"):
         Plan.from_json(json.dumps(data))
 
 
@@ -84,7 +84,7 @@ def test_a_number_that_no_float_holds_is_damaged(plan, number):
     data = json.loads(plan.to_json())
     node = next(node for part in data["subgraphs"] for node in part["nodes"] if "epsilon" in node["attributes"])
     node["attributes"]["epsilon"] = "EPSILON"
-    with pytest.raises(ModelError, match="its attribute 'epsilon' is no finite number"):
+    with pytest.raises(ModelError, match="its attribute 'epsilon' is not a finite number"):
         Plan.from_json(json.dumps(data).replace('"EPSILON"', number))
 
 

@@ -71,7 +71,7 @@ def test_what_cannot_be_divided_by_is_refused(config):
 def test_a_checkpoints_divisor_without_a_number_is_refused(value):
     tables = RotaryTables(inverse_frequencies({}, 4), 8, divisor="rope_freqs.weight")
     tables.declare()
-    with pytest.raises(ModelError, match=r"rope_freqs\.weight.* holds a zero or no number"):
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight.* holds a zero or a value that is not a number"):
         tables.cos.combine(np.array([1.0, value], np.float32))
 
 
@@ -98,7 +98,7 @@ def test_a_part_of_the_dimensions_may_rotate():
 
 @pytest.mark.parametrize("rule", ["yarn", "dynamic", "longrope"])
 def test_an_unknown_rule_is_refused_by_name(rule):
-    with pytest.raises(UnsupportedModelError, match=f"rope scaling '{rule}' is not supported; there are: default, lin"):
+    with pytest.raises(UnsupportedModelError, match=f"rope scaling '{rule}' is not supported; supported: default, lin"):
         inverse_frequencies({"rope_scaling": {"rope_type": rule, "factor": 2.0}}, 8)
 
 
