@@ -230,7 +230,7 @@ def test_another_models_weights_are_refused():
         Folding(rotated_rows=frozenset({"a"})).apply("a", np.ones(3, np.float32))
     with pytest.raises(QuantizationError, match=r"knows \d+ channels of .*, the model has \d+"):
         equalise(other.plan, other.load, model.run()[1], 0.5)
-    with pytest.raises(QuantizationError, match="knows nothing of the channels of last_hidden"):
+    with pytest.raises(QuantizationError, match="lacks the channels of last_hidden"):
         equalise(model.plan, model.load, {}, 0.5)
 
 
