@@ -55,7 +55,7 @@ def test_blocks_move_as_their_values_do(module):
 
 def test_columns_that_tear_blocks_apart_are_refused():
     layout = tiled_value_heads(CONFIG | {"linear_value_head_dim": 16})["ssm_out"]
-    with pytest.raises(QuantizationError, match="blocks of 32 do not keep"):
+    with pytest.raises(QuantizationError, match="order of its columns splits blocks of 32"):
         layout.restore_blocks(blocks(2, 96))
 
 

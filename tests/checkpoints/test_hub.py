@@ -72,7 +72,7 @@ def test_a_quantisation_chooses_among_files():
     assert choose_gguf(names, "Q8_0", "m") == "m-q8_0.gguf"
     assert choose_gguf(names, "q4_0", "m") == "sub/m-Q4_0-00001-of-00002.gguf"
     assert choose_gguf(["only.gguf"], None, "m") == "only.gguf"
-    with pytest.raises(ModelError, match=r"m has no GGUF file of Q4; there are: m-IQ4_K_M\.gguf, "):
+    with pytest.raises(ModelError, match=r"m has no GGUF file with quantisation Q4; available: m-IQ4_K_M\.gguf, "):
         choose_gguf(names, "Q4", "m")
 
 
