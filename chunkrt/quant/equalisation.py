@@ -165,14 +165,14 @@ def _made_as(flow: DataFlow, value: str) -> str:
 
 def _peaks_of(channel_peaks: Mapping[str, Float32], value: str, width: int) -> Float32:
     if value not in channel_peaks:
-        raise QuantizationError(f"the calibration lacks the channels of {value}; recalibrate this model")
+        raise QuantizationError(f"the calibration has no entry for the channels of {value}; calibrate this model again")
     peaks = channel_peaks[value]
     if peaks.shape != (width,):
         raise QuantizationError(
-            f"the calibration is another model's: it has {peaks.size} channels of {value}, the model has {width}"
+            f"the calibration is of another model: it has {peaks.size} channels of {value}, the model has {width}"
         )
     if not np.isfinite(peaks).all():
-        raise QuantizationError(f"the calibration has channels of {value} that are not finite; recalibrate")
+        raise QuantizationError(f"the calibration has channels of {value} that are not finite; calibrate again")
     return peaks
 
 

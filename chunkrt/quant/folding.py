@@ -129,7 +129,9 @@ class Folding:
             elif array.ndim == 1 and key in ("ones", "rotated_rows", "rotated_columns") and array.dtype.kind == "U":
                 sets[key] = frozenset(array.tolist())
             else:
-                raise ModelError(f"{key!r}, {array.dtype} {list(array.shape)}, is not part of a folding; recalibrate")
+                raise ModelError(
+                    f"{key!r}, {array.dtype} {list(array.shape)}, is not part of a folding; calibrate again"
+                )
         return Folding(**sets, **factors)  # type: ignore[arg-type]
 
     def _changes(self, name: str) -> bool:
@@ -144,8 +146,8 @@ class Folding:
         if not fits or (needs_matrix and weight.ndim != 2):
             found = ", ".join(f"{shape[0]} {kind}" for kind, shape in lengths.items())
             raise QuantizationError(
-                f"the folding is another model's: it has {found or 'a rotation'} for {name}, which is "
-                f"{list(weight.shape)}; recalibrate this model"
+                f"the folding is of another model: it has {found or 'a rotation'} for {name}, which is "
+                f"{list(weight.shape)}; calibrate this model again"
             )
 
 

@@ -75,12 +75,12 @@ def grids_of(linear: Node, scheme: Scheme, calibration: Calibration | None, scal
         if by_column or is_shadowed:
             outputs = columns_of[result] if by_column else float(columns_of[result].max())
     except KeyError as error:
-        raise QuantizationError(f"the calibration lacks {error}; recalibrate this model") from error
+        raise QuantizationError(f"the calibration has no entry for {error}; calibrate this model again") from error
     if scheme.has_float_output(weight):
         return LinearGrids(input_step=input_step, output_step=None)
     if by_column and np.size(outputs) != scale.size:
         found = f"{np.size(outputs)} columns of {weight}, the model has {scale.size}"
-        raise QuantizationError(f"the calibration is another model's: it has {found}")
+        raise QuantizationError(f"the calibration is of another model: it has {found}")
     limits = np.float32(OUTPUT_HEADROOM[bits]) * np.asarray(outputs, np.float32)
     if by_column:
         limits = np.minimum(limits, np.maximum(outputs, np.float32(FLOAT16_MAX)))

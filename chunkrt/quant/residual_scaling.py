@@ -125,7 +125,7 @@ def residual_scaling(plan: Plan, calibration: Calibration) -> ResidualScaling:
     if obstacle:
         obstacle = f"it cannot be scaled: {obstacle}"
     if unknown := sorted(stream.values - calibration.peaks.keys()):
-        raise QuantizationError(f"the calibration lacks {unknown[0]!r}; recalibrate this model")
+        raise QuantizationError(f"the calibration has no entry for {unknown[0]!r}; calibrate this model again")
     peak = max((calibration.peaks[name] for name in stream.values), default=0.0)
     exponent = _exponent(peak)
     if exponent > LARGEST_EXPONENT:
