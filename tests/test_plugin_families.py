@@ -150,7 +150,7 @@ def namesake(layer, hidden):
         (narrow, r"operator RMSNormalization 'output': it norms \['T', \d+\] by \[\d+\]"),
         (uneven, r"operator Split 'a': it splits \d+ columns in 5 along axis -1"),
         (unknown, r"KeyError: 'hidden'"),
-        (namesake, r"operator MatMul 'output': chunkrt has MatMul itself; give that of mine another name"),
+        (namesake, r"operator MatMul 'output': chunkrt has its own MatMul; rename that of mine"),
     ],
 )
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_layers_of_two_windows_are_reported_with_the_plugin(plugged):
             layer.self_attn._window = window
         return decoder
 
-    with pytest.raises(ModelError, match=PLUGIN + r"makes no plan: its layers have windows of \{3, 5\}; one window"):
+    with pytest.raises(ModelError, match=PLUGIN + r"makes an invalid plan: its layers have windows of \{3, 5\}; one window"):
         plan_checkpoint(plugged(build), {})
 
 
@@ -202,7 +202,7 @@ class Scaled(Module):
 @pytest.mark.parametrize(
     ("combine", "message"),
     [
-        (lambda norm: norm[:5], r"it makes \[5\], expected \[\d+\]"),
+        (lambda norm: norm[:5], r"it returns \[5\], expected \[\d+\]"),
         (lambda norm: norm.reshape(3, -1, 7), "cannot reshape array"),
         (lambda norm: norm["a"], "IndexError: "),
     ],
@@ -214,7 +214,7 @@ def test_a_parameter_that_cannot_be_made_is_reported_by_name(plugged, combine, m
         return decoder
 
     planned = plan_checkpoint(plugged(build), {})
-    name = r"parameter model\.norm\.weight cannot be made of model\.norm\.weight: "
+    name = r"parameter model\.norm\.weight cannot be made from model\.norm\.weight: "
     with pytest.raises(ModelError, match=name + message):
         planned.load("model.norm.weight")
 

@@ -204,7 +204,7 @@ def test_doctor_says_which_operators_are_there_twice(monkeypatch):
         )
         finding = doctor._plugin(plugin)
         assert not finding.ok
-        assert "'rms_norm' is there several times" in finding.advice
+        assert "'rms_norm' is registered several times" in finding.advice
 
 
 def test_a_policy_is_no_class():

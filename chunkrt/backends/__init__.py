@@ -1,4 +1,4 @@
-"""Backends by name. Each is imported when it is asked for, so that what a machine lacks harms nobody else."""
+"""Backends by name. A backend is imported when it is requested, so a missing dependency affects it alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from chunkrt.plugins import Plugin, PluginGroup
 __all__ = ["BACKENDS", "PLUGINS", "Backend", "Executable", "Support", "make_backend"]
 
 BACKENDS = ("native", "onnxrt", "reference")
-"""Those on CPU threads. The NPU has `chunkrt.backends.qnn.QnnBackend`, which needs to know more to be made."""
+"""Backends on CPU threads. The NPU has `chunkrt.backends.qnn.QnnBackend`, whose constructor needs more arguments."""
 
 PLUGINS: PluginGroup[Callable[..., Backend]] = PluginGroup(
     "chunkrt.backends", error=BackendUnavailableError, own=("auto", "qnn", *BACKENDS, "off")
 )
-"""Each is a function of the keyword argument `threads` that makes the backend, and may be called more than once."""
+"""Factories of plug-ins. Each takes the keyword argument `threads`, returns the backend, and may be called repeatedly.
+"""
 
 _ATTRIBUTES = ("name", "concurrency", "cache_dtypes", "supports", "compile")
 
@@ -25,13 +26,14 @@ def make_backend(name: str, *, threads: int, attention_math: AttentionMath = "fl
     """Make a backend.
 
     Args:
-        name: "native", "onnxrt" or "reference", or a plug-in's.
-        threads: the thread budget that its kernels share with the executor's workers.
-        attention_math: what "native" multiplies in; the others have float32 alone, and do not mind it.
+        name: "native", "onnxrt" or "reference", or the name of a plug-in.
+        threads: the thread budget that the backend's kernels share with the executor's workers.
+        attention_math: the data type in which "native" multiplies in attention; the other backends use float32 and
+            ignore it.
 
     Raises:
-        ConfigError: there is no backend of that name.
-        BackendUnavailableError: its library is not on this machine, or the plug-in is broken.
+        ConfigError: no backend has that name.
+        BackendUnavailableError: the backend's library is not installed, or the plug-in is broken.
     """
     if name == "native":
         try:
@@ -60,25 +62,26 @@ def _make_plugin(plugin: Plugin[Callable[..., Backend]], threads: int) -> Backen
         backend = make(threads=threads)
     except ChunkrtError:
         raise
-    except (Exception, SystemExit) as error:  # whatever another's code raises
+    except (Exception, SystemExit) as error:  # third-party code may raise any exception
         raise BackendUnavailableError(
-            f"the {plugin} cannot make its backend: {type(error).__name__}: {error}; repair it, or choose another"
+            f"the {plugin} cannot make its backend: {type(error).__name__}: {error}; repair it or choose another "
+            "backend"
         ) from error
     if missing := [name for name in _ATTRIBUTES if not hasattr(backend, name)]:
         found = f"a {type(backend).__name__} without {', '.join(missing)}"
-        raise BackendUnavailableError(f"the {plugin} made {found}; expected what chunkrt.backends.Backend has")
+        raise BackendUnavailableError(f"the {plugin} made {found}; expected the attributes of chunkrt.backends.Backend")
     if wrong := _wrong_attribute(backend):
-        raise BackendUnavailableError(f"the {plugin} made a backend whose {wrong}; repair it, or choose another")
+        raise BackendUnavailableError(f"the {plugin} made a backend whose {wrong}; repair it or choose another backend")
     return backend
 
 
 def _wrong_attribute(backend: Backend) -> str:
-    """What no backend can have; empty if there is nothing."""
+    """Return the description of an invalid attribute; empty if all are valid."""
     concurrency: object = backend.concurrency
     if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
         return f"concurrency is {concurrency!r}, expected None or a whole number of at least 1"
     dtypes: object = backend.cache_dtypes
     if not isinstance(dtypes, tuple | list) or (concurrency is None and not dtypes):
-        return f"cache_dtypes are {dtypes!r}, expected names of types"
+        return f"cache_dtypes is {dtypes!r}, expected names of data types"
     uncalled = (name for name in ("supports", "compile") if not callable(getattr(backend, name)))
-    return f"{name} cannot be called" if (name := next(uncalled, "")) else ""
+    return f"{name} is not callable" if (name := next(uncalled, "")) else ""

@@ -1,6 +1,6 @@
-"""What a backend is: the contract between the plan and whatever computes a subgraph.
+"""The contract between the plan and a backend, which compiles and runs subgraphs.
 
-A backend plays one or both roles, "npu" and "cpu"; the device "link" has one of its own (`backends/link.py`).
+A backend has one or both roles, "npu" and "cpu"; the device "link" has a backend of its own (`backends/link.py`).
 `chunkrt.testing.check_backend` is this contract as a test suite.
 """
 
@@ -19,12 +19,12 @@ from chunkrt.quant.scheme import Scheme
 
 Array = NDArray[Any]
 AttentionMath = Literal["float32", "bfloat16"]
-"""What queries, keys, values and the softmax's weights are multiplied in."""
+"""Data type in which attention multiplies queries, keys, values and the softmax's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """Whether a backend can run a subgraph; if not, which node stands in the way and why."""
+    """Verdict of a backend on a subgraph: supported, or the first unsupported node and the reason."""
 
     ok: bool
     node: str = ""
@@ -34,16 +34,16 @@ class Support:
         return self.ok
 
     def require(self, backend: str, subgraph: Subgraph) -> None:
-        """Raises PartitionError, with backend, node and reason, unless it is `ok`."""
+        """Raise PartitionError, with backend, node and reason, unless it is `ok`."""
         if not self.ok:
             raise PartitionError(f"{backend} cannot run {subgraph.name}: node {self.node!r}: {self.reason}")
 
 
 class Passage(NamedTuple):
-    """When a call passed through an NPU, by `time.perf_counter_ns`.
+    """Times at which a call passed through an NPU, by `time.perf_counter_ns`.
 
-    Until `entered_ns` its inputs were converted and laid where the NPU reads them. Then it waited for its turn. From
-    `began_ns` to `ended_ns` the NPU computed. What came after was the conversion of the outputs.
+    Until `entered_ns` the inputs are converted and copied into the NPU's buffers. Then the call waits for its turn.
+    From `began_ns` to `ended_ns` the NPU computes. The remaining time is the conversion of the outputs.
     """
 
     entered_ns: int
@@ -55,7 +55,7 @@ class Executable(Protocol):
     """One compiled subgraph."""
 
     fixed_length: int | None
-    """Rows that every call must have (an NPU's chunk), or None if any number from 1 to the chunk length will do."""
+    """Number of rows that every call must have (an NPU's chunk), or None for any number from 1 to the chunk length."""
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage | None:
         """Compute the outputs from the inputs.
@@ -64,12 +64,12 @@ class Executable(Protocol):
             inputs: the subgraph's `inputs` and `state` by name, C-contiguous, dtypes as in the plan. A value has
                 shape [rows, ...]; a cache is float32 or float16 [kv_heads, P, D] and is updated in place.
                 "position" is int64 [1]: the position of row 0.
-            outputs: the subgraph's `outputs` by name, C-contiguous, written in full.
+            outputs: the subgraph's `outputs` by name, C-contiguous; every element is written.
 
-        The caller owns all buffers. Releases the GIL while it computes; several threads may call one instance.
+        The caller owns all buffers. The call releases the GIL while it computes; several threads may call one instance.
 
         Returns:
-            Of an NPU whose values are converted: what of the time was what. Else None.
+            The times of the call's phases for an NPU that converts values, else None.
 
         Raises:
             BackendError: the computation failed.
@@ -78,10 +78,10 @@ class Executable(Protocol):
 
 
 class SegmentOperands(NamedTuple):
-    """What a stateful subgraph takes of one segment: consecutive rows of a chunk that are one sequence's.
+    """Inputs of a stateful subgraph for one segment: consecutive rows of a chunk that belong to one sequence.
 
-    `num_rows`: of the segment. `inputs`: by name what each sequence has of its own: the state, and inputs whose shape
-    has no rows ("position", "rope_position").
+    `num_rows`: rows of the segment. `inputs`: the arrays that each sequence has of its own, by name: the state, and
+    inputs whose shape has no rows ("position", "rope_position").
     """
 
     num_rows: int
@@ -90,18 +90,18 @@ class SegmentOperands(NamedTuple):
 
 @runtime_checkable
 class SegmentExecutable(Executable, Protocol):
-    """A subgraph with state that takes the rows of several sequences in one call. Of others each segment is a call."""
+    """A subgraph with state that takes the rows of several sequences in one call. Other executables get one call a
+    segment."""
 
     def run_segments(
         self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], segments: Sequence[SegmentOperands]
     ) -> None:
-        """As `run`, for a chunk of several segments, with the bits that each alone would give.
+        """Run a chunk of several segments, with the same bits as when each runs alone; see `run`.
 
         Args:
-            inputs: those of the subgraph's `inputs` that have rows, of the whole chunk.
-            outputs: the subgraph's `outputs`, of the whole chunk.
-            segments: what lies in the chunk's rows, in their order; their rows together are the chunk's. No two share
-                state.
+            inputs: the subgraph's `inputs` that have rows, for all rows of the chunk.
+            outputs: the subgraph's `outputs`, for all rows of the chunk.
+            segments: the segments in the order of their rows; together they are the chunk's rows. No two share state.
 
         Raises:
             BackendError: the computation failed.
@@ -114,17 +114,17 @@ class SumExecutable(Executable, Protocol):
     """A subgraph that is a sum over ranks."""
 
     def run_sum(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], number: int) -> None:
-        """As `run`, of whatever has that number on all ranks; `run` is of what has none. See `Key.number`."""
+        """Run the sum with a number that is the same on all ranks (`Key.number`); `run` is for sums without one."""
         ...
 
 
 @runtime_checkable
 class HistoryExecutable(Executable, Protocol):
-    """A subgraph that keeps a copy of caches and rings where it computes, so that only what is new enters."""
+    """A subgraph that keeps a copy of caches and rings where it computes, so that only new positions are copied in."""
 
     def run_after(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], history: int) -> Passage | None:
-        """As `run`. The same `history` as in the call before says that what it saw or wrote up to the position of this
-        one is still what the state holds."""
+        """Run like `run`. If `history` equals that of the previous call, everything that call read or wrote up to the
+        position of this call is still in the state."""
         ...
 
 
@@ -133,15 +133,15 @@ class Backend(Protocol):
 
     name: str
     concurrency: int | None
-    """Calls it takes at once. A number, 1 for an NPU, is for one that plays the NPU's role beside the native
-    backend. None is for one that runs on the executor's threads, and plays both roles."""
+    """Number of calls that it takes at once. A number (1 for an NPU) means that the backend serves as the NPU next to
+    the native backend. None means that it runs on the executor's threads and has both roles."""
     cache_dtypes: tuple[str, ...]
-    """Of keys and values, what it takes, and first what it gets unless told otherwise: float16 only if it rounds a
-    chunk's own keys before it attends to them, or results would depend on the chunk length. None if it keeps no state.
-    """
+    """Supported data types of keys and values, the default first. float16 may come first only if the backend rounds a
+    chunk's own keys before it attends to them; otherwise results would depend on the chunk length. None if it keeps no
+    state."""
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
-        """Tell, without compiling, whether `compile` would accept the subgraph under the scheme."""
+        """Return, without compiling, whether `compile` would accept the subgraph under the scheme."""
         ...
 
     def compile(
@@ -150,7 +150,7 @@ class Backend(Protocol):
         """Make an executable for up to `chunk_length` rows.
 
         Raises:
-            PartitionError: an operator or type that the backend does not run.
+            PartitionError: the backend does not run an operator or a type.
             CompileError: the backend's compiler failed.
         """
         ...
@@ -158,7 +158,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class ConvertingBackend(Backend, Protocol):
-    """An NPU whose values are converted on the way in and out: of its calls some compute, the others convert."""
+    """An NPU backend that converts values on entry and exit: some of its calls compute while the others convert."""
 
     num_computing: int
-    """Calls that compute at once, at most `concurrency`."""
+    """Number of calls that compute at once, at most `concurrency`."""

@@ -1,4 +1,4 @@
-"""What backends have of a plan's operators, and what the NPU refuses of it."""
+"""Support of backends for a plan's operators, and the subgraphs that the NPU refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QNN = "qnn"
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCoverage:
-    """An operator of the plan. `refusals`: why a backend has it not, empty if it has it; those not asked are absent."""
+    """An operator of the plan. `refusals`: each queried backend's reason against it, empty if it is supported."""
 
     name: str
     num_nodes: int
@@ -29,7 +29,7 @@ class OperatorCoverage:
 
 @dataclass(frozen=True, kw_only=True)
 class RefusedSubgraph:
-    """A subgraph of the NPU that the NPU cannot take, and the first node in the way."""
+    """A subgraph on the NPU that the NPU does not support, and the first unsupported node."""
 
     name: str
     node: str
@@ -37,7 +37,7 @@ class RefusedSubgraph:
 
 
 def available_backends() -> tuple[Sequence[Backend], dict[str, str]]:
-    """Those that are on this machine, and why the others are not."""
+    """Return the backends that are available on this machine, and the reasons why the others are not."""
     available: list[Backend] = []
     unavailable: dict[str, str] = {}
     for name in sorted(BACKENDS, key=lambda name: name != "reference"):
@@ -49,9 +49,9 @@ def available_backends() -> tuple[Sequence[Backend], dict[str, str]]:
 
 
 def operators_of(plan: Plan, backends: Sequence[Backend]) -> list[OperatorCoverage]:
-    """Every operator, and what each backend says of its nodes; the NPU is asked for those that are placed on it.
+    """Return every operator with each backend's verdict on its nodes; the NPU's only for nodes that are placed on it.
 
-    What a backend lacks and a plug-in has is not lacking.
+    An operator that a backend lacks counts as supported if a plug-in has it.
     """
     dispatcher, npu_dispatcher = _dispatcher(plan, DEFAULT_SCHEME), _dispatcher(plan, DEFAULT_NPU_SCHEME)
     scheme, npu_scheme = find_scheme(DEFAULT_SCHEME), find_scheme(DEFAULT_NPU_SCHEME)
@@ -80,7 +80,7 @@ def _operator_name(node: Node) -> str:
 
 
 def refused_subgraphs(plan: Plan) -> list[RefusedSubgraph]:
-    """Those that are placed on the NPU, under its default scheme."""
+    """Return the subgraphs on the NPU that it refuses under its default scheme."""
     scheme, dispatcher = find_scheme(DEFAULT_NPU_SCHEME), _dispatcher(plan, DEFAULT_NPU_SCHEME)
     refused: dict[str, RefusedSubgraph] = {}
     for subgraph in (s for s in plan.subgraphs if s.is_static and s.device == NPU):
@@ -96,7 +96,7 @@ def _dispatcher(plan: Plan, scheme: str) -> Dispatcher:
 
 
 def _is_plugins(subgraph: Subgraph, dispatcher: Dispatcher, backend: str) -> bool:
-    """Whether plug-ins have every operator of a subgraph, where a backend would run it."""
+    """Return whether plug-ins have every operator of a subgraph that a backend would run."""
     try:
         return all(choice.is_plugin for _, choice in dispatcher.runners(subgraph, backend))
     except PartitionError:

@@ -1,12 +1,12 @@
-"""Dispatch: which implementation each operator of a subgraph gets, bound once, when the subgraph is compiled.
+"""Dispatch: choose an implementation for each operator of a subgraph, once, when the subgraph is compiled.
 
-In this order: a plug-in's, the form of the backend that runs the subgraph, the reference's. An operator that is
-switched off gets chunkrt's own reference. Neighbours that the backend runs itself are compiled by it as a whole; where
-that is all of them, the executable is the backend's and nothing is between. The others are functions, called one after
-another.
+The order is: a plug-in's implementation, the form of the backend that runs the subgraph, the reference's. An operator
+that is switched off gets chunkrt's own reference. Adjacent nodes that the backend runs itself are compiled as one
+section. If these are all nodes of the subgraph, the executable is the backend's own. The other nodes are functions,
+called one after another.
 
-An operator with parts (`rope` in `cached_attention`, `quantize` in `linear`) has them melted into the backend's form.
-Where a part is switched off, or a plug-in's, it is therefore the reference that runs, and calls it.
+In a backend's form, an operator with parts (`rope` in `cached_attention`, `quantize` in `linear`) is fused with them.
+If a part is switched off or comes from a plug-in, the reference therefore runs the operator and calls the part.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ from chunkrt.plugins import PluginGroup
 from chunkrt.quant.scheme import Scheme
 
 DEVICES = {"native": NATIVE, "reference": REFERENCE, "onnxrt": NPU, "qnn": NPU}
-"""Whose forms a backend runs; a plug-in's backend runs its own."""
+"""Device whose forms each backend runs; a plug-in's backend runs its own."""
 
 FALLS_BACK = ("native", "onnxrt")
-"""Backends that leave an operator they lack to the reference. Others refuse: it belongs on another device."""
+"""Backends that leave operators they lack to the reference. The others refuse: the operator belongs on another device.
+"""
 
 PLUGINS: PluginGroup[Callable[[OperatorRegistry], object]] = PluginGroup("chunkrt.operators", error=ConfigError)
-"""Each is a function that registers its operators. A name stands for the plug-in, and is no operator's."""
+"""Functions of plug-ins, each of which registers operators. The name identifies the plug-in, not an operator."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """What runs an operator.
+    """The implementation that runs an operator.
 
-    `runs_on`: the backend, "reference", or a plug-in's device. `origin`: where that comes from; `reason`: why it is it.
-    `function`: what is called, with its `parts` bound; None where the backend compiles the operator. `prepare`: what it
-    has made of weights before.
+    `runs_on`: the backend, "reference", or a plug-in's device. `origin`: the source of the implementation; `reason`:
+    why it was chosen. `function`: the callable, with its `parts` bound; None if the backend compiles the operator.
+    `prepare`: converts the weights for `function` beforehand.
     """
 
     operator: str
@@ -75,9 +76,9 @@ class Runner:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Neighbours of a subgraph that run together: `runners` are all functions, or all the backend's.
+    """Adjacent nodes of a subgraph that run together: `runners` are either all functions or all the backend's.
 
-    `subgraph`: of their nodes alone; `plan`: the one in which it is a subgraph.
+    `subgraph`: consists of these nodes alone; `plan`: the plan that contains it.
     """
 
     subgraph: Subgraph
@@ -86,21 +87,21 @@ class Section:
 
     @property
     def steps(self) -> list[tuple[Node, Callable[..., Any]]]:
-        """What is called, and for which node; empty where the backend compiles the section."""
+        """Functions with their nodes, in order; empty if the backend compiles the section."""
         return [(use.node, runner.function) for use, runner in self.runners if runner.function is not None]
 
 
 class Dispatcher:
-    """Chooses for one plan under one scheme.
+    """Chooses implementations for one plan under one scheme.
 
     Args:
         registry: all implementations; see `registered_operators`.
-        switches: what a person switched on and off.
-        default: "all" or "none", where the switches say neither.
-        warns: whether an operator that is left to the reference is told in a warning.
+        switches: operators that the user switched on or off.
+        default: "all" or "none", used if the switches name neither.
+        warns: whether a warning reports operators that are left to the reference.
 
     Raises:
-        ConfigError: a switch names an operator that nobody has, or one that cannot be switched off.
+        ConfigError: a switch names an unknown operator, or one that cannot be switched off.
     """
 
     def __init__(
@@ -119,16 +120,16 @@ class Dispatcher:
         self._warns, self._warned = warns, set[str]()
 
     def for_plan(self, plan: Plan) -> Dispatcher:
-        """One that chooses the same for another plan of the decoder, and does not repeat its warnings."""
+        """Return a dispatcher that chooses the same for another plan of the decoder and repeats no warnings."""
         other = copy(self)
         other._plan = plan
         return other
 
     def compile(self, subgraph: Subgraph, backend: Backend, chunk_length: int, weights: WeightStore) -> Executable:
-        """Choose, and bind what was chosen: nothing is looked up when the executable runs.
+        """Choose implementations and bind them; the executable looks nothing up when it runs.
 
         Raises:
-            PartitionError: an operator that nobody has, or that the backend does not run under the scheme.
+            PartitionError: no implementation of an operator exists, or the backend does not run it under the scheme.
             CompileError: the backend's compiler failed.
         """
         sections = self.sections(subgraph, backend.name)
@@ -138,13 +139,13 @@ class Dispatcher:
         return SectionedExecutable(subgraph, compiled, self._plan, chunk_length)
 
     def sections(self, subgraph: Subgraph, backend: str) -> list[Section]:
-        """A subgraph cut where functions and the backend take turns; one section, the whole, where they do not.
+        """Cut a subgraph wherever functions and the backend alternate; without functions it is one section.
 
         Args:
-            backend: the name of the one that runs the subgraph.
+            backend: the name of the backend that runs the subgraph.
 
         Raises:
-            PartitionError: an operator that nobody has.
+            PartitionError: no implementation of an operator exists.
         """
         runners = self.runners(subgraph, backend)
         groups = [list(group) for _, group in groupby(runners, key=lambda runner: runner[1].function is None)]
@@ -157,29 +158,31 @@ class Dispatcher:
         return [Section(subgraph=part, plan=plan, runners=group) for part, group in zip(parts, groups, strict=True)]
 
     def runners(self, subgraph: Subgraph, backend: str) -> list[tuple[Use, Runner]]:
-        """What runs each operator of a subgraph, in the order in which they run; raises as `sections`."""
+        """Return the runner of each operator of a subgraph, in execution order; raises as `sections`."""
         return [(use, self._choose(use, backend)) for use in uses(subgraph, self._plan)]
 
     def compiles_whole(self, backend: str) -> bool:
-        """Whether a backend compiles every subgraph of the plan but sums as one, with no function between."""
+        """Return whether a backend compiles every subgraph of the plan as one, except sums over ranks, without
+        functions."""
         subgraphs = [subgraph for subgraph in self._plan.subgraphs if subgraph.device != "link"]
         return all(runner.function is None for s in subgraphs for _, runner in self.runners(s, backend))
 
     def part_names(self, operator: str) -> Sequence[str]:
-        """An operator's parts under the scheme.
+        """Return an operator's parts under the scheme.
 
-        Activations are measured row by row under dynamic schemes, and by routed experts under all but "float".
+        Activations are measured row by row under dynamic schemes, and for routed experts under every scheme except
+        "float".
         """
         is_static = self._scheme.is_static and operator != "routed_experts"
         is_measured = self._scheme.weight_bits is not None and not is_static
         return [part for part in PARTS.get(operator, ()) if part != "quantize" or is_measured]
 
     def sampler(self) -> Runner:
-        """What makes the samplers of sessions."""
+        """Return the runner that makes the samplers of sessions."""
         return self._part_runner(SAMPLER, SAMPLER)
 
     def check(self, section: Section, backend: str, supports: Callable[[Subgraph, Plan, Scheme], Support]) -> None:
-        """Raises PartitionError if a backend, by its `supports`, does not run a section under the scheme."""
+        """Raise PartitionError if a backend, by its `supports`, does not run a section under the scheme."""
         if not section.steps and not (support := supports(section.subgraph, section.plan, self._scheme)):
             raise PartitionError(
                 f"{backend} cannot run subgraph {section.subgraph.name} under scheme {self._scheme.name}"
@@ -200,7 +203,7 @@ class Dispatcher:
         device = DEVICES.get(backend, backend)
         reason, refusal = self._why_off(use.operator), ""
         has_no_other = not self._switches.names(use.operator) and not self._registry.own_takes(use)
-        if not reason or has_no_other:  # "none" chooses chunkrt's own reference, if there is one
+        if not reason or has_no_other:  # Under "none" chunkrt's own reference is chosen, if there is one.
             plugin, refusal = self._registry.pick_plugin(use.operator, device, use.node)
             if plugin:
                 return self._call(plugin, f"plug-in {plugin.provider} has it")
@@ -221,7 +224,8 @@ class Dispatcher:
             is_off = self._why_off(use.operator) != ""
             remedy = f"switch it on with --ops +{use.operator}, or install" if is_off else "install"
             raise PartitionError(
-                f"node {use.node.name!r}: nothing is left to run {what}: {reason}, and {lack}; {remedy} what brings it"
+                f"node {use.node.name!r}: no implementation of {what} can run: {reason}, and {lack}; {remedy} a "
+                "package that provides it"
             )
         assert reference is not None
         if device == REFERENCE and not reference.is_plugin and not self._has_other_parts(use.operator):
@@ -229,7 +233,7 @@ class Dispatcher:
         return self._call(reference, reason)
 
     def _call(self, implementation: Implementation, reason: str) -> Runner:
-        """A function, with the parts that it calls."""
+        """Return a runner of a function, with the parts that it calls."""
         parts = {part: self._part_runner(part, implementation.operator) for part in implementation.parts}
         bound = {part: runner.function for part, runner in parts.items()}
         is_in_place = implementation.is_plugin and implementation.device in OWN_DEVICES
@@ -245,7 +249,8 @@ class Dispatcher:
         )
 
     def _part_runner(self, part: str, operator: str) -> Runner:
-        """What a part is, where it is called by itself: it goes with its operator unless it is named."""
+        """Return the runner of a part that is called as a function; a switch for its operator applies unless the part
+        is named."""
         is_named = self._switches.names(part) or self._registry.is_required(part)
         reason = self._why_off(part if is_named else operator)
         plugin = None if reason else self._registry.find_plugin(part, REFERENCE)
@@ -261,7 +266,7 @@ class Dispatcher:
         return self._switches.why_off(operator, default=self._default)
 
     def _why_not_melted(self, operator: str) -> str:
-        """Why an operator that is on cannot take its backend's form, because of its parts."""
+        """Return why an operator that is on cannot use its backend's form because of its parts; empty if it can."""
         for part in self.part_names(operator):
             if part in self._switches.off:
                 return f"its part {part} is switched off by --ops -{part}"
@@ -278,30 +283,30 @@ class Dispatcher:
         is_standard = device == NPU and not use.node.domain
         if backend not in FALLS_BACK or is_standard or not (reason := self._registry.missing(use, device)):
             return ""
-        reason = f"{backend} has none: {reason}"
+        reason = f"{backend} has no form: {reason}"
         is_told = not self._warns or use.operator in self._warned
         if not is_told and not self._why_not_called(self._registry.find(use.operator, REFERENCE), use):
             self._warned.add(use.operator)
-            log.warning("the reference runs the operator %s, slowly: %s", use.operator, reason)
+            log.warning("the reference, which is slow, runs the operator %s: %s", use.operator, reason)
         return reason
 
     def _has_other_parts(self, operator: str) -> bool:
-        """Whether the reference calls a plug-in's parts in an operator."""
+        """Return whether the reference calls a plug-in's parts in an operator."""
         return any(self._part_runner(part, operator).is_plugin for part in self.part_names(operator))
 
     def _own_reference(self, operator: str) -> Implementation | None:
-        """chunkrt's own, or that of the plug-in that brings the operator."""
+        """Return chunkrt's own reference, or that of the plug-in that provides the operator."""
         return self._registry.find_own(operator, REFERENCE) or self._registry.find(operator, REFERENCE)
 
 
 def check_switches(switches: Switches, registry: OperatorRegistry) -> None:
-    """Raises ConfigError if a switch names an operator that nobody has, or one that cannot be switched off."""
+    """Raise ConfigError if a switch names an unknown operator, or one that cannot be switched off."""
     names = registry.names()
     switches.check(names, [name for name in names if registry.is_required(name)])
 
 
 def default_base(npu: str) -> str:
-    """The switch of an engine that is given neither "all" nor "none": npu "reference" runs the reference alone."""
+    """Return the switch of an engine without "all" or "none": npu "reference" runs only the reference."""
     return NONE if npu == REFERENCE else ALL
 
 
@@ -310,11 +315,11 @@ _is_loaded = False
 
 
 def registered_operators() -> OperatorRegistry:
-    """Every operator's implementations, ours and those of plug-ins, which are loaded at the first call."""
+    """Return all implementations, ours and those of plug-ins, which are loaded at the first call."""
     global _is_loaded
     with _loading:
         if not _is_loaded:
-            with operators.all_or_nothing():  # Ctrl-C in the middle leaves the next call all to do
+            with operators.all_or_nothing():  # if Ctrl-C interrupts, the next call starts over
                 _load()
             _is_loaded = True
     return operators
@@ -332,11 +337,11 @@ def _load() -> None:
 
 
 def load_operators(registry: OperatorRegistry) -> None:
-    """Let every plug-in register its operators; of one that fails none are, and it is told in one warning."""
+    """Let every plug-in register its operators; a plug-in that fails registers none and is reported in one warning."""
     for plugin in PLUGINS.plugins:
         if register := plugin.load_or_tell():
             try:
                 with registry.from_distribution(plugin.distribution):
                     register(registry)
-            except (Exception, SystemExit) as error:  # whatever another's code raises
+            except (Exception, SystemExit) as error:  # third-party code may raise any exception
                 plugin.fail(error)

@@ -1,8 +1,8 @@
-"""Executables that go on elsewhere when the NPU fails.
+"""Executables that continue on another backend when the NPU fails.
 
-Static subgraphs keep no state, so the chunk at which the NPU failed is computed again by a second executable under the
-same scheme. If the NPU is lost, that one computes everything after it, too; if a value left the range of the NPU's
-numbers, it computes that chunk alone.
+Static subgraphs keep no state, so a second executable, under the same scheme, recomputes the chunk at which the NPU
+failed. If the NPU is lost, it also computes all later chunks; if a value exceeded the NPU's number range, it computes
+that chunk alone.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ class NpuHealth:
         self._lock = threading.Lock()
 
     def report(self, error: Exception) -> None:
-        """Take note of a failure of the NPU: nothing runs on it any more."""
+        """Record a failure of the NPU: nothing runs on it any more."""
         with self._lock:
             if not self.is_lost:
                 self.is_lost = True
                 log.warning("%s; the CPU takes over", error)
 
     def report_overflow(self, error: NumberRangeError) -> None:
-        """Take note of a value that the NPU's numbers cannot hold: the next chunk runs on the NPU again."""
+        """Record a value that exceeds the NPU's number range: the next chunk runs on the NPU again."""
         with self._lock:
             if not self._has_overflowed:
                 self._has_overflowed = True
-                log.warning("%s; the CPU computes each chunk in which that happens", error)
+                log.warning("%s; the CPU computes each chunk in which this happens", error)
 
 
 class FallbackExecutable:
-    """Runs on the NPU while that works, then on the CPU; and on the CPU where the NPU's numbers do not reach."""
+    """Runs on the NPU while it works, then on the CPU; chunks that exceed the NPU's number range run on the CPU."""
 
     def __init__(self, on_npu: Executable, on_cpu: Executable, health: NpuHealth) -> None:
         self.fixed_length = on_npu.fixed_length
@@ -67,7 +67,7 @@ class FallbackExecutable:
 
 
 class HistoryFallbackExecutable(FallbackExecutable):
-    """One whose NPU keeps a copy of the state."""
+    """An executable with fallback whose NPU keeps a copy of the state."""
 
     def __init__(self, on_npu: HistoryExecutable, on_cpu: Executable, health: NpuHealth) -> None:
         super().__init__(on_npu, on_cpu, health)
@@ -79,7 +79,7 @@ class HistoryFallbackExecutable(FallbackExecutable):
 
 
 def with_fallback(on_npu: Executable, on_cpu: Executable, health: NpuHealth) -> FallbackExecutable:
-    """What runs on the NPU while that works, then on the CPU."""
+    """Return an executable that runs on the NPU while it works, then on the CPU."""
     if isinstance(on_npu, HistoryExecutable):
         return HistoryFallbackExecutable(on_npu, on_cpu, health)
     return FallbackExecutable(on_npu, on_cpu, health)

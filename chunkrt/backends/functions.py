@@ -1,4 +1,4 @@
-"""Running operators that are functions, the reference's or a plug-in's, one after another."""
+"""Execution of operators that are functions, the reference's or a plug-in's, one after another."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from chunkrt.errors import BackendError, ChunkrtError
 from chunkrt.graph.plan import Node, Tensor, resolve
 
 Operator = Callable[..., Any]
-"""Takes the node's inputs in order and its attributes by name, and returns its output or a tuple of outputs."""
+"""A function that takes the node's inputs in order and its attributes by name, and returns one output or a tuple."""
 
 
 class FunctionExecutable:
-    """Evaluates functions one after another, whoever wrote them.
+    """Evaluates functions one after another, regardless of their origin.
 
     Args:
-        name: of the subgraph, for errors.
-        steps: what each node's function is called with, and the function.
+        name: the subgraph's name, for errors.
+        steps: each function, with the node that gives its arguments.
         constants: the weights by name.
-        tensors: the plan's, for the shapes and types that results must have.
+        tensors: the plan's tensors; they give the shapes and types that results must have.
     """
 
     fixed_length: int | None = None
@@ -60,7 +60,7 @@ class FunctionExecutable:
                     values[name] = _checked(result, self._tensors[name], sizes)
             except ChunkrtError:
                 raise
-            except Exception as error:  # a plug-in's function may raise anything
+            except Exception as error:  # a plug-in's function may raise any exception
                 reason = f"{type(error).__name__}: {error}"
                 raise BackendError(self._failure(node, function, reason)) from error
         for name, buffer in outputs.items():
@@ -72,25 +72,25 @@ class FunctionExecutable:
 
 
 def _checked(result: Any, tensor: Tensor, sizes: Mapping[str, int]) -> Array:
-    """A result as whoever reads it next wants it. Raises ValueError or TypeError if it is not what the plan has."""
+    """Return a result in the form that readers expect. Raises ValueError or TypeError if it differs from the plan."""
     array = np.asarray(result)
     expected = resolve(tensor.shape, sizes)
     if array.shape != expected:
-        raise ValueError(f"it gave {tensor.name!r} of shape {list(array.shape)}, expected {list(expected)}")
+        raise ValueError(f"it returned {tensor.name!r} of shape {list(array.shape)}, expected {list(expected)}")
     if not np.can_cast(array.dtype, tensor.dtype, "same_kind"):
-        raise TypeError(f"it gave {tensor.name!r} of type {array.dtype}, expected {tensor.dtype}")
+        raise TypeError(f"it returned {tensor.name!r} of type {array.dtype}, expected {tensor.dtype}")
     return read_only(np.ascontiguousarray(array, tensor.dtype))
 
 
 def read_only(array: Array) -> Array:
-    """A view that functions cannot write to: others read the same values."""
+    """Return a view that functions cannot write to, because others read the same values."""
     view = array.view()
     view.flags.writeable = False
     return view
 
 
 def function_name(function: Operator) -> str:
-    """Where a function is written: "chunkrt.backends.reference.rotate_half"."""
+    """Return where a function is defined, e.g. "chunkrt.backends.reference.rotate_half"."""
     while isinstance(function, partial):
         function = function.func
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"

@@ -1,6 +1,6 @@
 """Linear attention in NumPy, one function a kind: the reference backend's part of `chunkrt::LinearAttention`.
 
-A kind that is not known here is added from outside with `register`, beside its row in `graph/linear_attention.py`.
+Register a new kind with `register`, and add its row to `graph/linear_attention.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from chunkrt.graph.plan import Node
 
 Float32 = NDArray[np.float32]
 Convolve = Callable[[Float32], Float32]
-"""x float32 [T, C] to the same shape: the node's causal convolution, which also moves its state on. Call it once."""
+"""x float32 [T, C] to the same shape: the node's causal convolution, which also advances its state. Call it once."""
 
 Kind = Callable[..., Float32]
 """(qkv [T, columns], gate [T, Hv] or None, beta [T, Hv] or None, convolve, recurrent_state [Hv, dk, dv] or None, and by
@@ -27,11 +27,12 @@ _kinds: dict[str, Kind] = {}
 
 
 def register(attn_type: str) -> Callable[[Kind], Kind]:
-    """Decorator: what a kind of linear attention computes. Raises ConfigError if the kind has a function already."""
+    """Register the function of a kind of linear attention (a decorator). Raises ConfigError if the kind has one
+    already."""
 
     def add(kind: Kind) -> Kind:
         if attn_type in _kinds:
-            raise ConfigError(f"the attn_type {attn_type!r} is registered with the reference already")
+            raise ConfigError(f"the attn_type {attn_type!r} is already registered with the reference")
         _kinds[attn_type] = kind
         return kind
 
@@ -39,7 +40,7 @@ def register(attn_type: str) -> Callable[[Kind], Kind]:
 
 
 def missing_kind(node: Node) -> str:
-    """Why there is no linear attention of a node's kind here; empty if there is."""
+    """Return why the reference lacks the kind of a linear-attention node; empty if it has it."""
     if (attn_type := node.attributes["attn_type"]) in _kinds:
         return ""
     return f"reference has no linear attention of attn_type {attn_type!r}; it has: {', '.join(sorted(_kinds))}"
@@ -57,10 +58,10 @@ def linear_attention(
     attn_type: str,
     **sizes: Any,
 ) -> Float32:
-    """The operator, as `ops.linear_attention` describes it; both states are updated in place.
+    """Compute the operator as `ops.linear_attention` describes it; both states are updated in place.
 
     Raises:
-        KeyError: a kind that is not registered; ask `missing_kind` first.
+        KeyError: the kind is not registered; check with `missing_kind` first.
     """
 
     def convolve(x: Float32) -> Float32:
@@ -70,11 +71,11 @@ def linear_attention(
 
 
 def causal_convolution(x: Float32, weight: Float32, bias: Float32 | None, state: Float32) -> Float32:
-    """Every channel by itself: y_t = bias + sum over j of weight_j z_(t+j), where z is the state, then x.
+    """Convolve every channel separately: y_t = bias + sum over j of weight_j z_(t+j), where z is the state, then x.
 
     Args:
         x: float32 [T, C].
-        weight: float32 [C, 1, K], the last tap for the row itself.
+        weight: float32 [C, 1, K]; the last tap applies to the row itself.
         bias: float32 [C], or None.
         state: float32 [C, K - 1], the columns before row 0; replaced by the last K - 1 columns.
 
@@ -94,7 +95,7 @@ def causal_convolution(x: Float32, weight: Float32, bias: Float32 | None, state:
 def _short_conv(
     qkv: Float32, gate: None, beta: None, convolve: Convolve, recurrent_state: None, **sizes: int
 ) -> Float32:
-    """LFM2's gated short convolution: after * convolve(before * x). Source: Hugging Face's `Lfm2ShortConv`."""
+    """Compute LFM2's gated short convolution: after * convolve(before * x). Source: Hugging Face's `Lfm2ShortConv`."""
     before, after, x = np.split(qkv, 3, axis=1)
     return after * convolve(before * x)
 
@@ -113,7 +114,7 @@ def _gated_delta_rule(
     head_v_dim: int,
     use_qk_l2norm: int,
 ) -> Float32:
-    """S <- e^g S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q, row after row. Source: Yang et al., Gated Delta
+    """Compute row by row S <- e^g S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q. Source: Yang et al., Gated Delta
     Networks (2024), equation 10."""
     mixed = convolve(qkv)
     active = mixed / (1 + np.exp(-mixed.astype(np.float64)))

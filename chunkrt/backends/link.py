@@ -1,4 +1,4 @@
-"""The backend of the device "link": sums over ranks, by a communicator; `chunkrt::AllReduce` and nothing else."""
+"""The backend of the device "link": sums over ranks by a communicator. It runs `chunkrt::AllReduce` alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LinkBackend:
     """Compiles the subgraphs on the device "link" for one rank.
 
     Args:
-        communicator: reaches the other ranks, which run plans of the same subgraphs.
+        communicator: connects to the other ranks, which run plans with the same subgraphs.
     """
 
     name = LINK
@@ -27,7 +27,7 @@ class LinkBackend:
         self._communicator = communicator
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
-        """Yes, if it is one sum over ranks."""
+        """Accept a subgraph that is one sum over ranks."""
         for node in subgraph.nodes:
             if (node.domain, node.op) != ("chunkrt", ALL_REDUCE_OP) or len(subgraph.nodes) > 1:
                 return Support(ok=False, node=node.name, reason=f"the link runs one chunkrt::{ALL_REDUCE_OP} at a time")
@@ -58,7 +58,7 @@ class LinkExecutable:
         self._index, self._communicator = index, communicator
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-        """See `Executable.run`; it waits until all ranks have given their part.
+        """See `Executable.run`; it waits until all ranks have contributed.
 
         Raises:
             DeviceLostError, BackendError: see `Communicator.all_reduce`.

@@ -1,6 +1,6 @@
-"""Run one node by itself, in float: calibration, the search for schemes and the report by layers do so.
+"""Run one node by itself, in float, for calibration, the search for schemes and the report by layers.
 
-chunkrt's reference runs the node if it has the operator and takes the node; otherwise the form of a plug-in does.
+chunkrt's reference runs the node if it has the operator and accepts the node; otherwise a plug-in's form does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def run_operator(node: Node, inputs: Sequence[Any]) -> Any:
     """Return the output of a node, or a tuple of outputs.
 
     Raises:
-        PartitionError: nothing on this machine has the operator, or takes the node.
-        ConfigError: several forms of plug-ins take the node.
+        PartitionError: nothing on this machine has the operator, or accepts the node.
+        ConfigError: several plug-in forms accept the node.
         BackendError: the function of a plug-in failed.
     """
     use = use_of(node)
@@ -41,12 +41,12 @@ def _form(use: Use, registry: OperatorRegistry) -> Implementation:
     plugin, refusal = registry.pick_plugin(use.operator, REFERENCE, use.node)
     if plugin is None:
         reason = registry.missing(use, REFERENCE) + refusal
-        raise PartitionError(f"node {use.node.name!r}: {reason}; install the plug-in that brings the operator")
+        raise PartitionError(f"node {use.node.name!r}: {reason}; install the plug-in that provides the operator")
     return plugin
 
 
 def _call_plugin(plugin: Implementation, use: Use, inputs: Sequence[Any]) -> Any:
-    """Call the function of a plug-in with chunkrt's own parts; its floats become float32, as in a run."""
+    """Call a plug-in's function with chunkrt's own parts; its float outputs become float32, as in a run."""
     registry, node = registered_operators(), use.node
     own_parts = {part: registry.find_own(part, REFERENCE) for part in plugin.parts}
     parts = {part: own.function for part, own in own_parts.items() if own is not None}
@@ -55,7 +55,7 @@ def _call_plugin(plugin: Implementation, use: Use, inputs: Sequence[Any]) -> Any
         results = function(*inputs, **node.attributes)
         results = results if isinstance(results, tuple) else (results,)
         if len(results) != len(node.outputs):
-            raise ValueError(f"it gave {len(results)} outputs, expected {len(node.outputs)}")
+            raise ValueError(f"it returned {len(results)} outputs, expected {len(node.outputs)}")
         return tuple(np.ascontiguousarray(result, np.float32) for result in results)
     except ChunkrtError:
         raise

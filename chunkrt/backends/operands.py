@@ -1,4 +1,4 @@
-"""Weights of an engine as operators in NumPy take them: the reference's, and functions of plug-ins."""
+"""Weights of an engine in the form that NumPy operators take: the reference's, and functions of plug-ins."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from chunkrt.quant.grid import LinearGrids
 from chunkrt.quant.scheme import Scheme
 
 Prepare = Callable[[str, Any], Any]
-"""From a weight's name and the weight to what a function gets in its place."""
+"""A function that converts a weight, given its name, for the function that takes it."""
 
 operators.register("quantize", REFERENCE)(quantize_rows)
 
 
 def constants(subgraph: Subgraph, plan: Plan, scheme: Scheme, weights: WeightStore) -> dict[str, Any]:
-    """The weights of a subgraph by name, as functions take them.
+    """Return the weights of a subgraph by name, in the form that functions take.
 
-    Under "float" all are arrays. Otherwise the weight of a linear is a `QuantizedWeight`, that of routed experts a list
-    of them.
+    Under "float" all are arrays. Otherwise the weight of a linear is a `QuantizedWeight`, and that of routed experts a
+    list of them.
     """
     stored = stored_weights(plan, scheme)
     return {name: _constant(stored[name], scheme, weights) for name in subgraph.weights}
@@ -47,21 +47,21 @@ def _constant(stored: StoredWeight, scheme: Scheme, weights: WeightStore) -> Any
 
 
 def prepare_weight(implementation: Implementation, name: str, weight: Any) -> Any:
-    """What an implementation's `prepare` makes of a weight. Raises CompileError if it fails."""
+    """Return the result of an implementation's `prepare` for a weight. Raises CompileError if it fails."""
     assert implementation.prepare is not None
     try:
         return implementation.prepare(weight)
-    except Exception as error:  # whatever a plug-in's function raises
+    except Exception as error:  # a plug-in's function may raise any exception
         raise CompileError(
             f"{implementation.origin} cannot prepare {name} for {implementation.operator!r}: {type(error).__name__}: "
-            f"{error}; repair it, or use --ops=-{implementation.operator}"
+            f"{error}; repair it or use --ops=-{implementation.operator}"
         ) from error
 
 
 def prepared(
     wanted: Sequence[tuple[Node, Prepare | None]], weights: Mapping[str, Any]
 ) -> tuple[list[Node], dict[str, Any]]:
-    """The nodes, and the weights as each reads them: prepared ones under names of their own, the others as they are."""
+    """Return the nodes, and the weights that each reads: prepared weights under new names, the others unchanged."""
     nodes: list[Node] = []
     found: dict[str, Any] = {}
     for node, prepare in wanted:

@@ -1,6 +1,6 @@
-"""The reference backend: NumPy, one function an operator, written to be read.
+"""The reference backend: NumPy, one function an operator, written for readability.
 
-It is the truth for values: integer products are exact, everything else is float32 or better. It is slow.
+It defines the correct values: integer products are exact, everything else is float32 or better. It is slow.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Rope = Callable[[Float32, Float32, Float32], Float32]
 
 
 class ReferenceBackend:
-    """Runs any plan, under any scheme, anywhere."""
+    """Runs any plan, under any scheme, on any machine."""
 
     name = "reference"
     concurrency: int | None = None
     cache_dtypes: tuple[str, ...] = ("float32", "float16")
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
-        """Yes, if every operator is known."""
+        """Accept a subgraph if every operator is known."""
         for use in uses(subgraph, plan):
             if reason := operators.missing(use, REFERENCE):
                 return Support(ok=False, node=use.node.name, reason=reason)
@@ -45,7 +45,7 @@ class ReferenceBackend:
     def compile(
         self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
     ) -> Executable:
-        """Look the operators up and the weights out.
+        """Look up the operators and the weights.
 
         Raises:
             PartitionError: see `supports`.
@@ -56,7 +56,7 @@ class ReferenceBackend:
 
 
 def own_function(operator: str) -> Operator:
-    """The function of an operator that the reference has, by its canonical name."""
+    """Return the reference's function of an operator, by its canonical name."""
     found = operators.find_own(operator, REFERENCE)
     assert found is not None
     return found.function
@@ -113,7 +113,7 @@ def _tanh(x: Float32) -> Float32:
 @operators.register("gelu", REFERENCE)
 def _gelu(x: Float32, *, approximate: str = "none") -> Float32:
     if approximate != "tanh":
-        raise PartitionError(f"reference has Gelu approximated by tanh only, not by {approximate!r}")
+        raise PartitionError(f"reference supports Gelu with the tanh approximation only, not {approximate!r}")
     inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)
     result: Float32 = np.float32(0.5) * x * (1 + np.tanh(inner))
     return result
@@ -182,7 +182,7 @@ def _routed_experts(
 ) -> Float32:
     scores = np.exp(router_logits - router_logits.max(axis=-1, keepdims=True))
     scores /= scores.sum(axis=-1, keepdims=True)
-    picked = np.argsort(-router_logits, axis=-1, kind="stable")[:, :top_k]  # of equals the first
+    picked = np.argsort(-router_logits, axis=-1, kind="stable")[:, :top_k]  # the first of equal logits
     weights = np.take_along_axis(scores, picked, axis=-1)
     if norm_topk_prob:
         weights /= weights.sum(axis=-1, keepdims=True)
@@ -196,7 +196,7 @@ def _routed_experts(
 
 @operators.register("rope", REFERENCE)
 def rotate_half(x: Float32, cos: Float32, sin: Float32) -> Float32:
-    """RoPE on x [T, heads, D] by cos, sin [T, rotary_dim / 2]; dimensions past rotary_dim pass through."""
+    """Apply RoPE to x [T, heads, D] with cos, sin [T, rotary_dim / 2]; dimensions past rotary_dim pass through."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None], sin[:, None]
@@ -232,7 +232,7 @@ def _cached_attention(
 
 
 def _heads(qkv: Float32, attributes: Mapping[str, Attribute]) -> Sequence[Float32]:
-    """q, k, v [T, heads, D]."""
+    """Return q, k, v, each [T, heads, D]."""
     num_heads, num_kv_heads, head_dim = (cast(int, attributes[n]) for n in ("num_heads", "num_kv_heads", "head_dim"))
     heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
     return [np.ascontiguousarray(part) for part in np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)]
@@ -241,7 +241,7 @@ def _heads(qkv: Float32, attributes: Mapping[str, Attribute]) -> Sequence[Float3
 def _append(
     key_cache: Array, value_cache: Array, k: Float32, v: Float32, start: int, attributes: Mapping[str, Attribute]
 ) -> int:
-    """Write the rows' keys and values to their slots; returns the first position that any of the rows sees."""
+    """Write the rows' keys and values to their slots; return the first position that any of the rows sees."""
     slots = np.arange(start, start + len(k)) % key_cache.shape[1]
     key_cache[:, slots], value_cache[:, slots] = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
     window = cast(int, attributes["window"])
@@ -249,14 +249,15 @@ def _append(
 
 
 def _read(cache: Array, first: int, stop: int) -> Float32:
-    """Positions first to stop of a cache [kv_heads, slots, D]; in a ring position p is at slot p modulo its size."""
+    """Return positions first to stop of a cache [kv_heads, slots, D]; a ring holds position p at slot p modulo its
+    size."""
     return cache[:, np.arange(first, stop) % cache.shape[1]].astype(np.float32)
 
 
 def _attend(
     q: Float32, keys: Float32, values: Float32, start: int, first: int, attributes: Mapping[str, Attribute]
 ) -> Float32:
-    """Softmax attention of rows from `start` on over the keys from position `first` on."""
+    """Compute softmax attention of rows from `start` on over the keys from position `first` on."""
     num_kv_heads, window = (cast(int, attributes[name]) for name in ("num_kv_heads", "window"))
     rows, num_heads, head_dim = q.shape
     grouped = q.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)

@@ -1,8 +1,8 @@
-"""The operators: what there is for each, by canonical name and device.
+"""Registry of implementations, by canonical operator name and device.
 
-Devices of our own are `reference` (a NumPy function), `native` (an emitter of instructions), `npu` (a lowering to
-ONNX) and `link` (what sums over ranks); a plug-in adds functions for devices of its own choice, or replaces ours.
-Whatever runs is looked up once, when a subgraph is compiled (`backends/dispatch.py`).
+Devices of our own are `reference` (a NumPy function), `native` (an emitter of instructions), `npu` (a lowering to ONNX)
+and `link` (sums over ranks); a plug-in adds functions for devices of its own choice, or replaces ours. Implementations
+are looked up once, when a subgraph is compiled (`backends/dispatch.py`).
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ OWN_PACKAGE = "chunkrt"
 
 ALL_PARTS = frozenset(part for parts in PARTS.values() for part in parts)
 CALLED = (*sorted(ALL_PARTS), SAMPLER)
-"""Operators that are called as functions, by whatever needs them, and have no form on a backend."""
+"""Operators that other code calls as functions, and that have no form on a backend."""
 
 
 def nothing_refused(node: Node) -> str:
-    """Of an implementation that takes every node of its operator."""
+    """Return that an implementation accepts every node of its operator."""
     return ""
 
 
 PREPARED = ("linear", "logits", "routed_experts", "shadow_linear")
-"""Operators whose implementation may bring a form of its own for the weights of linears."""
+"""Operators whose implementation may convert the weights of linears to a form of its own."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """What a device has for an operator.
+    """A device's implementation of an operator.
 
-    `function`: of `reference` and of every plug-in, it takes the node's inputs in order and its attributes by name,
-    and returns its output or a tuple of outputs. `module`: where it is written. `distribution`: what was installed
-    to bring it; empty for ours. `parts`: operators that it calls and wants by keyword. `is_required`: whether the
-    operator insists on this form, so that nobody can switch it off. `refuses`: why it does not take a node of the
-    operator; empty if it does. `prepare`: from a weight to what `function` gets in its place, if it wants that.
+    `function`: on `reference` and in every plug-in, it takes the node's inputs in order and its attributes by name, and
+    returns its output or a tuple of outputs. `module`: the module that defines it. `distribution`: the installed
+    package that provides it; empty for ours. `parts`: operators that it calls and takes as keyword arguments.
+    `is_required`: whether the operator requires this form, so that it cannot be switched off. `refuses`: returns why it
+    does not accept a node of the operator; empty if it does. `prepare`: converts a weight for `function`, if it needs
+    that.
     """
 
     operator: str
@@ -60,21 +61,21 @@ class Implementation:
 
     @property
     def is_plugin(self) -> bool:
-        """Whether it comes from outside chunkrt."""
+        """True if the implementation is from outside chunkrt."""
         return bool(self.distribution) or self.module.partition(".")[0] != OWN_PACKAGE
 
     @property
     def provider(self) -> str:
-        """Who brings it, for people: the distribution, or the module of one that was registered by hand."""
+        """Provider, for messages: the distribution, or the module of an implementation that was registered directly."""
         return self.distribution or self.module
 
     @property
     def origin(self) -> str:
-        """Where it comes from: "chunkrt.backends.reference", "chunkrt-torch (chunkrt_torch.norms)"."""
+        """Source, e.g. "chunkrt.backends.reference" or "chunkrt-torch (chunkrt_torch.norms)"."""
         return f"{self.distribution} ({self.module})" if self.distribution else self.module
 
     def refusal(self, node: Node) -> str:
-        """What `refuses` says of a node. Raises PartitionError if a plug-in's fails."""
+        """Return the result of `refuses` for a node. Raises PartitionError if a plug-in's fails."""
         try:
             return self.refuses(node)
         except Exception as error:
@@ -82,12 +83,12 @@ class Implementation:
                 raise
             what = f"{type(error).__name__}: {error}"
             raise PartitionError(
-                f"{self.origin} cannot say whether it takes node {node.name!r}: {what}; repair it"
+                f"{self.origin} failed to decide whether it accepts node {node.name!r}: {what}; repair it"
             ) from error
 
 
 class OperatorRegistry:
-    """Implementations of operators, each name and device taken once."""
+    """Implementations of operators, at most one for each name and device."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], Implementation] = {}
@@ -105,21 +106,22 @@ class OperatorRegistry:
         refuses: Callable[[Node], str] = nothing_refused,
         prepare: Callable[[Any], Any] | None = None,
     ) -> Callable[[Function], Function]:
-        """Decorator: make a callable known as what a device has for an operator.
+        """Register a callable as a device's implementation of an operator (a decorator).
 
         Args:
             operator: its canonical name, such as "rms_norm"; `chunkrt ops MODEL` lists them.
             device: "reference", "native", "npu", or a plug-in's own.
-            replaces: whether it takes the place of one of ours. Where a plug-in does, it is a function.
-            parts: "rope" or "quantize", if the callable wants it as a keyword argument, as reference attention does.
+            replaces: whether it replaces one of ours. A plug-in's replacement is a function.
+            parts: "rope" or "quantize", if the callable takes it as a keyword argument, like the reference's attention.
             is_required: whether the operator cannot be switched off.
-            refuses: why a node of the operator is left to what would run it otherwise; empty if it is taken.
-            prepare: of an operator in PREPARED, called with each weight of a node once, when its subgraph is compiled;
-                the callable gets what it returns in the weight's place.
+            refuses: returns why the implementation does not accept a node, which then runs as if it were not
+                registered; empty if it does.
+            prepare: for an operator in PREPARED: called with each weight of a node once, when its subgraph is compiled;
+                the callable gets the result instead of the weight.
 
         Raises:
-            ConfigError: the name is taken on the device; or there is nothing to replace, or a plug-in did already; or
-                what is registered would never be called, or cannot be.
+            ConfigError: the name is taken on the device; or there is nothing to replace, or a plug-in already replaced
+                it; or the registered implementation would never be called, or is not callable.
         """
 
         def add(function: Function) -> Function:
@@ -145,12 +147,12 @@ class OperatorRegistry:
     def _check(self, new: Implementation, *, replaces: bool) -> None:
         what, old = f"{new.operator!r} on {new.device!r}", self._entries.get((new.operator, new.device))
         if old is None and replaces:
-            raise ConfigError(f"{new.origin} replaces the operator {what}, which nobody has; leave replaces=True away")
+            raise ConfigError(f"{new.origin} replaces the operator {what}, which does not exist; omit replaces=True")
         if old is not None and (old.is_plugin or not replaces):
-            hint = "say replaces=True to replace it on purpose"
+            hint = "pass replaces=True to replace it on purpose"
             if old.is_plugin:
                 hint = "register it once" if old.provider == new.provider else "uninstall one of them"
-            raise ConfigError(f"{new.origin} registers the operator {what}, which {old.origin} has already; {hint}")
+            raise ConfigError(f"{new.origin} registers the operator {what}, which {old.origin} already has; {hint}")
         if not callable(new.function):
             raise ConfigError(f"{new.origin} registers the operator {what} as {new.function!r}, expected a function")
         if new.prepare is not None and not (callable(new.prepare) and new.operator in PREPARED):
@@ -160,17 +162,17 @@ class OperatorRegistry:
             )
         if new.operator in CALLED and new.device in (NATIVE, NPU, LINK):
             raise ConfigError(
-                f"{new.origin} registers the operator {what}, where nobody calls it; name a device of your own, or "
+                f"{new.origin} registers the operator {what}, where it is never called; name a device of your own, or "
                 "'reference' with replaces=True"
             )
         parts = () if new.operator in CALLED else ALL_PARTS
         if unknown := [part for part in new.parts if part not in parts]:
-            known = f"there are: {', '.join(sorted(parts))}" if parts else f"{new.operator!r} is called with none"
+            known = f"known parts: {', '.join(sorted(parts))}" if parts else f"{new.operator!r} takes no parts"
             raise ConfigError(f"{new.origin} registers the operator {what} with the part {unknown[0]!r}; {known}")
 
     @contextmanager
     def from_distribution(self, name: str) -> Iterator[None]:
-        """What is registered inside is the plug-in's of that installed name: all of it, or nothing if it fails."""
+        """Attribute registrations inside to the plug-in of that installed name; if it fails, all are undone."""
         with self.all_or_nothing():
             self._distribution = name
             try:
@@ -180,7 +182,7 @@ class OperatorRegistry:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """What is registered inside is forgotten if that fails."""
+        """Undo the registrations made inside if it fails."""
         before = self._entries.copy()
         try:
             yield
@@ -189,21 +191,21 @@ class OperatorRegistry:
             raise
 
     def copy(self) -> OperatorRegistry:
-        """Another registry of the same implementations, to which others can be added."""
+        """Return another registry of the same implementations, to which others can be added."""
         other = OperatorRegistry()
         other._entries, other._own = self._entries.copy(), self._own.copy()
         return other
 
     def find(self, operator: str, device: str) -> Implementation | None:
-        """What there is, a plug-in's if it replaced ours."""
+        """Return the implementation for a device: a plug-in's if it replaced ours."""
         return self._entries.get((operator, device))
 
     def find_own(self, operator: str, device: str) -> Implementation | None:
-        """What chunkrt itself has, whether or not a plug-in replaced it."""
+        """Return chunkrt's own implementation, whether or not a plug-in replaced it."""
         return self._own.get((operator, device))
 
     def find_plugin(self, operator: str, device: str) -> Implementation | None:
-        """Return the form that a plug-in has of an operator that would run on `device`, whatever the form refuses.
+        """Return a plug-in's form of an operator that would run on `device`, regardless of its refusals.
 
         Raises:
             ConfigError: there are several.
@@ -214,10 +216,10 @@ class OperatorRegistry:
         return found[0] if found else None
 
     def pick_plugin(self, operator: str, device: str, node: Node) -> tuple[Implementation | None, str]:
-        """Return the form of a plug-in that takes a node, if there is one; and the reasons of those that refuse it.
+        """Return the plug-in's form that accepts a node, if there is one, and the reasons of those that refuse it.
 
         Raises:
-            ConfigError: several forms take the node.
+            ConfigError: several forms accept the node.
             PartitionError: the `refuses` of a form fails.
         """
         refusals = [(form, form.refusal(node)) for form in self._plugins(operator, device)]
@@ -228,7 +230,8 @@ class OperatorRegistry:
         return (takers[0] if takers else None), "".join(reasons)
 
     def _plugins(self, operator: str, device: str) -> list[Implementation]:
-        """Forms of plug-ins for an operator that would run on `device`: in place of ours, or on their own devices."""
+        """Return plug-ins' forms of an operator that would run on `device`: replacements of ours, or on their own
+        devices."""
         return [
             entry
             for (name, where), entry in self._entries.items()
@@ -236,7 +239,7 @@ class OperatorRegistry:
         ]
 
     def check_plugins(self, distribution: str) -> None:
-        """Raise ConfigError if an operator of a plug-in has several forms, and none that leaves a node to another."""
+        """Raise ConfigError if a plug-in has several forms of an operator, and none of them ever refuses a node."""
         mine = [entry for entry in self._entries.values() if entry.distribution == distribution]
         for entry in mine:
             for device in OWN_DEVICES if entry.device not in OWN_DEVICES else (entry.device,):
@@ -246,19 +249,19 @@ class OperatorRegistry:
                     raise _several(found)
 
     def is_required(self, operator: str) -> bool:
-        """Whether an operator insists on a form, so that nobody can switch it off."""
+        """Return whether an operator requires a form, so that it cannot be switched off."""
         return any(entry.is_required for (name, _), entry in self._entries.items() if name == operator)
 
     def names(self) -> list[str]:
-        """The canonical names of all operators that anybody has."""
+        """Return the canonical names of all registered operators."""
         return sorted({name for name, _ in self._entries})
 
     def own_takes(self, use: Use) -> bool:
-        """Return whether chunkrt's own reference has an operator and takes the node."""
+        """Return whether chunkrt's own reference has an operator and accepts the node."""
         return not self.missing(use, REFERENCE)
 
     def missing(self, use: Use, device: str) -> str:
-        """Why a use has no form of chunkrt's own on a device; empty if it has."""
+        """Return why chunkrt has no form of its own for a use on a device; empty if it has one."""
         if own := self._own.get((use.operator, device)):
             return own.refuses(use.node)
         known = ", ".join(sorted(name for name, where in self._own if where == device))
@@ -266,8 +269,8 @@ class OperatorRegistry:
 
 
 def _several(forms: Sequence[Implementation], node: Node | None = None) -> ConfigError:
-    """Error for forms of one operator among which nothing decides."""
-    operator, where = forms[0].operator, f", and node {node.name!r} is taken by each" if node else ""
+    """Make the error for several forms of one operator with equal priority."""
+    operator, where = forms[0].operator, f", and node {node.name!r} is accepted by each" if node else ""
     share = "" if operator in CALLED else "; or let refuses= of each leave nodes to the others"
     if len({form.provider for form in forms}) == 1:
         count = "two" if len(forms) == 2 else len(forms)
@@ -276,14 +279,14 @@ def _several(forms: Sequence[Implementation], node: Node | None = None) -> Confi
         return ConfigError(f"{what}{where}; register one of them{share}")
     several = " and ".join(f"{form.origin} on {form.device!r}" for form in forms)
     return ConfigError(
-        f"the operator {operator!r} is there several times, of {several}{where}; uninstall all but one{share}"
+        f"the operator {operator!r} is registered several times, by {several}{where}; uninstall all but one{share}"
     )
 
 
 operators = OperatorRegistry()
-"""All that is registered: ours when their modules are imported, plug-ins' before the first dispatch."""
+"""All implementations: ours are registered when their modules are imported, plug-ins' before the first dispatch."""
 
 
 def qualified(domain: str, op: str) -> str:
-    """An operator's name in ONNX as people write it: "MatMul", "chunkrt::CachedAttention"."""
+    """Return an operator's qualified name in ONNX: "MatMul", "chunkrt::CachedAttention"."""
     return f"{domain}::{op}" if domain else op

@@ -1,4 +1,4 @@
-"""A subgraph in several parts: consecutive sections, each an executable, run one after another as if they were one."""
+"""A subgraph in several parts: consecutive sections, each an executable, that run one after another as one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chunkrt.graph.plan import Node, Plan, Subgraph, resolve
 
 
 def cut(subgraph: Subgraph, plan: Plan, groups: Sequence[Sequence[Node]]) -> tuple[Subgraph, ...]:
-    """Consecutive parts of a subgraph, each a subgraph of its own; what one hands to a later one is its output.
+    """Split a subgraph into consecutive parts, each a subgraph; values that later parts read become outputs.
 
     Args:
         groups: the nodes of each part, all nodes together, in an order in which they can run.
@@ -41,10 +41,10 @@ def cut(subgraph: Subgraph, plan: Plan, groups: Sequence[Sequence[Node]]) -> tup
 
 
 class SectionedExecutable:
-    """Runs sections in order. What passes between them is in buffers of its own, a set for each call at a time.
+    """Runs sections in order. Each call passes values between them in a set of buffers of its own.
 
     Args:
-        subgraph: the whole.
+        subgraph: the subgraph that the sections form.
         sections: its parts, each with an executable for up to `chunk_length` rows.
     """
 
@@ -75,7 +75,7 @@ class SectionedExecutable:
             self._free.append(buffers)
 
     def _take(self) -> dict[str, Array]:
-        """A set of buffers that no other thread has."""
+        """Provide a set of buffers that no other thread uses."""
         try:
             return self._free.pop()
         except IndexError:

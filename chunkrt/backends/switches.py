@@ -1,12 +1,12 @@
-"""Switches: which operators run in the form of their backend or of a plug-in, and which in the reference's.
+"""Switches: operators that run in their backend's or a plug-in's form, or in the reference's.
 
     all            every operator (the default)
     none           no operator (the default of npu "reference")
-    +rms_norm      this one, whatever else is said
-    -rms_norm      not this one
+    +rms_norm      switch this one on, regardless of the other switches
+    -rms_norm      switch this one off
 
-Several may be given, with commas between or as several texts: "none,+linear". A part of an operator, as `rope` is of
-`cached_attention`, goes with the operator unless it is named.
+Several may be given, separated by commas or as several texts: "none,+linear". A part of an operator, e.g. `rope` of
+`cached_attention`, follows the operator unless it is named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALL, NONE = "all", "none"
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """What `ops` says. `base`: "all", "none", or empty if neither was given."""
+    """Parsed switches of `ops`. `base`: "all", "none", or empty if neither was given."""
 
     base: str = ""
     on: frozenset[str] = frozenset()
@@ -29,10 +29,10 @@ class Switches:
 
     @staticmethod
     def parse(ops: str | Sequence[str] | None) -> Switches:
-        """Read what a person wrote.
+        """Parse the user's switches.
 
         Raises:
-            ConfigError: it is no text, a switch is empty or has no sign, or two contradict each other.
+            ConfigError: it is not text, a switch is empty or has no sign, or two contradict each other.
         """
         texts = [] if ops is None else [ops] if isinstance(ops, str) else ops
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
@@ -40,38 +40,38 @@ class Switches:
         words = [word.strip() for text in texts for word in text.split(",")]
         bases = sorted({word for word in words if word in (ALL, NONE)})
         if len(bases) > 1:
-            raise ConfigError("ops: 'all' and 'none' contradict each other; give one of them")
+            raise ConfigError("ops: 'all' and 'none' contradict each other; remove one of them")
         for word in words:
             if word not in (ALL, NONE) and (word[:1] not in ("+", "-") or len(word) < 2):
                 name = word.lstrip("+-")
                 hint = f"write +{name} to switch it on, -{name} to switch it off" if name else "name an operator"
-                raise ConfigError(f"ops: {word!r} is no switch, expected all, none, +name or -name; {hint}")
+                raise ConfigError(f"ops: {word!r} is not a switch; expected all, none, +name or -name; {hint}")
         on, off = (frozenset(word[1:] for word in words if word[:1] == sign) for sign in "+-")
         if both := sorted(on & off):
-            raise ConfigError(f"ops: +{both[0]} and -{both[0]} contradict each other; give one of them")
+            raise ConfigError(f"ops: +{both[0]} and -{both[0]} contradict each other; remove one of them")
         return Switches(base=bases[0] if bases else "", on=on, off=off)
 
     def check(self, known: Collection[str], required: Collection[str]) -> None:
-        """Refuse names that nobody has.
+        """Refuse names of unknown or required operators.
 
         Args:
             known: every operator.
-            required: those that insist on their form.
+            required: operators that require their form.
 
         Raises:
-            ConfigError: an unknown name, with the nearest offered; or one that cannot be switched off.
+            ConfigError: a name is unknown (the message offers the nearest), or its operator cannot be switched off.
         """
         for name in sorted(self.on | self.off):
             if name not in known:
                 raise unknown_name("operator", name, known)
         if refused := sorted(self.off & set(required)):
-            raise ConfigError(f"ops: the operator {refused[0]!r} insists on its form and cannot be switched off")
+            raise ConfigError(f"ops: the operator {refused[0]!r} requires its form and cannot be switched off")
 
     def why_off(self, operator: str, *, default: str = ALL) -> str:
-        """Why an operator is switched off, in words; empty if it is on.
+        """Return why an operator is switched off; empty if it is on.
 
         Args:
-            default: "all" or "none", where the switches say neither.
+            default: "all" or "none", used if the switches name neither.
         """
         if operator in self.off:
             return f"switched off by --ops -{operator}"
@@ -80,5 +80,5 @@ class Switches:
         return "switched off by --ops none" if self.base else "off by default with npu 'reference'"
 
     def names(self, operator: str) -> bool:
-        """Whether an operator is named, on or off."""
+        """Return whether a switch names an operator."""
         return operator in self.on | self.off

@@ -1,4 +1,4 @@
-"""Opening a checkpoint whatever its format."""
+"""Opening of a checkpoint in any supported format."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) 
     """Open a GGUF file or a Hugging Face folder; the content decides, not the name.
 
     Args:
-        refuse: see `GgufSource`; a folder shows all that it has in any case.
+        refuse: see `GgufSource`; a folder always shows all of its tensors.
 
     Raises:
         ModelError: it is neither, or it is damaged.
-        UnsupportedModelError: it is sound, but not implemented.
+        UnsupportedModelError: it is intact, but not implemented.
     """
     path = Path(path)
     if path.is_dir():
@@ -36,7 +36,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) 
         if found:
             hint = f"name the file itself: {found}"
         elif (path / "adapter_config.json").exists():
-            hint = "it holds an adapter alone; merge it into its base model, and give the merged folder"
+            hint = "it holds only an adapter; merge it into its base model, and use the merged folder"
         raise ModelError(f"the folder {path} has no config.json; {hint}")
     try:
         check_regular(path)

@@ -1,7 +1,7 @@
-"""Text halves of checkpoints that also see or hear.
+"""Text halves of multimodal checkpoints.
 
-Such a config.json has the decoder's keys in `text_config`; the other halves' tensors are of no use here.
-Source: Transformers' `Gemma3Config`, `Mistral3Config` and `Qwen3_5Config`.
+Such a config.json has the decoder's keys in `text_config`; the other halves' tensors are not used here. Source:
+Transformers' `Gemma3Config`, `Mistral3Config` and `Qwen3_5Config`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SECTION = "text_config"
 
 @dataclass(frozen=True, kw_only=True)
 class Composite:
-    """Transformers' defaults for a composite model_type: that of its text half, and whether its head is tied."""
+    """Transformers' defaults for a composite model_type: that of its text half, and whether its LM head is tied."""
 
     text_type: str
     is_tied: bool
@@ -35,7 +35,7 @@ COMPOSITES = {
 }
 
 _WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
-"""Keys of the whole model that count for its text half."""
+"""Keys of the complete model that apply to its text half."""
 
 _OTHER_HALVES = re.compile(r"(model\.)?(audio_tower|multi_modal_projector|vision_tower|visual)\.")
 
@@ -67,5 +67,5 @@ def tensors_of_other_halves(names: Iterable[str], path: Path) -> set[str]:
     found = {name: match[0] for name in names if (match := _OTHER_HALVES.match(name))}
     if found:
         parts = ", ".join(f"{part}*" for part in sorted(set(found.values())))
-        log.warning("%s: only text is read; %d tensors are left out: %s", path.name, len(found), parts)
+        log.warning("%s: only text is read; ignoring %d tensors: %s", path.name, len(found), parts)
     return set(found)

@@ -35,7 +35,7 @@ from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
 log = logging.getLogger(__name__)
 
 MOST_PARTS = 4096
-"""Tensors that one may stack up: experts."""
+"""Largest number of tensors (experts) in one stacked tensor."""
 
 Q4_0_ZERO = 8
 """Q4_0 has no minima: w = (integer - 8) * scale."""
@@ -46,20 +46,20 @@ class GgufSource:
 
     Args:
         path: a GGUF file, version 2 or 3, little-endian; of several parts any one.
-        refuse: told of what is not implemented; by default it raises that. If it does not, a refused key is passed
-            over, and so is a tensor that the architecture lacks. Where the config cannot be told, `architecture` and
+        refuse: called with each unsupported feature; by default it raises the error. If it returns, a refused key is
+            skipped, and so is a tensor that the architecture lacks. If the config cannot be derived, `architecture` and
             the names of tensors are the file's own, and `config` is empty.
 
     Raises:
         ModelError: the file is not GGUF, is truncated, or its header contradicts itself or the file's size.
-        UnsupportedModelError: an architecture or a feature of it that is not implemented.
+        UnsupportedModelError: the architecture or one of its features is not implemented.
     """
 
     path: Path
     architecture: str
     config: Mapping[str, Any]
     metadata: Mapping[str, Any]
-    """GGUF's own keys, "tokenizer.ggml.tokens" among them; a value is decoded each time it is read."""
+    """GGUF's own keys, including "tokenizer.ggml.tokens"; a value is decoded at each access."""
 
     def __init__(self, path: str | os.PathLike[str], *, refuse: Refuse = strictly) -> None:
         paths = parts_of(Path(path))
@@ -76,13 +76,13 @@ class GgufSource:
         except UnsupportedModelError as error:
             refusals.append(error)
         except ModelError as error:
-            if not refusals:  # what contradicts itself without the refused keys may make sense with them
+            if not refusals:  # keys that contradict each other without the refused keys may be valid with them
                 raise ModelError(f"{self.path}: {error}") from error
         for refusal in refusals:
             refuse(UnsupportedModelError(f"{self.path}: {refusal}", feature=refusal.feature))
 
     def _translate(self, header: GgufHeader, refuse: Refuse) -> None:
-        """The file's words in Hugging Face's. Raises as the constructor does, without the path."""
+        """Translate the file's names and keys to Hugging Face's. Raises as the constructor does, without the path."""
         architecture = find_architecture(self.metadata.get("general.architecture"))
         shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
         keys = Keys(self.metadata, shapes, lambda name: self._values(header.tensors[name]))
@@ -103,17 +103,17 @@ class GgufSource:
         self.architecture, self.config, self._tensors = architecture.model_type, config, tensors
 
     def names(self) -> Sequence[str]:
-        """Every tensor, in the order of the file's table."""
+        """Names of all tensors, in the order of the file's table."""
         return list(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
-        """Shape in Hugging Face's layout and GGUF's type, as in "Q4_K". Raises ModelError as `read` does."""
+        """Return the shape in Hugging Face's layout and GGUF's type, e.g. "Q4_K". Raises ModelError as `read` does."""
         tensor, layout = self._find(name)
         is_readable = _is_dequantised(tensor.type)
         return TensorInfo(shape=layout.shape(tensor.shape), stored_as=tensor.type.name, is_readable=is_readable)
 
     def read(self, name: str) -> NDArray[np.float32]:
-        """One tensor, dequantised; a view of the file (read-only) where it is stored as float32.
+        """Return one tensor, dequantised; a view of the file (read-only) if it stores float32.
 
         Raises:
             ModelError: there is no tensor of that name.
@@ -123,12 +123,12 @@ class GgufSource:
         return np.require(layout.restore(self._values(tensor)), requirements=["C"])
 
     def read_blocks(self, name: str) -> BlockTensor | None:
-        """A tensor of Q4_0 or Q4_1 as it is stored; None for one of another type.
+        """Return a tensor of Q4_0 or Q4_1 as it is stored; None for one of another type.
 
         Raises:
             ModelError: there is no tensor of that name.
-            QuantizationError: a scale or a minimum is not finite; Q4_0's minimum is -8 times its scale. Or the file's
-                order of columns is another one, and tears blocks apart.
+            QuantizationError: a scale or a minimum is not finite; Q4_0's minimum is -8 times its scale. Or the file has
+                another order of columns, which would split blocks.
         """
         tensor, layout = self._find(name)
         if tensor.type.name not in BLOCK_TYPES:
@@ -157,18 +157,18 @@ class GgufSource:
         return self._stored_rows(self._find(name)[0])
 
     def _values(self, tensor: GgufTensor) -> NDArray[np.float32]:
-        """Dequantised, in the file's order of rows."""
+        """Dequantise, in the file's order of rows."""
         try:
             with np.errstate(all="ignore"):
                 values = dequantize(self._stored_rows(tensor), tensor.type)
         except NotImplementedError as error:
             raise UnsupportedModelError(
-                f"{self.path}: tensor {tensor.name} is stored as {tensor.type.name}, which is not dequantised"
+                f"{self.path}: tensor {tensor.name} is stored as {tensor.type.name}, which cannot be dequantised"
             ) from error
         return np.require(values, np.float32, ["C", "ALIGNED"])
 
     def _stored_rows(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        """The bytes of each row."""
+        """Return the bytes of each row."""
         stored = np.frombuffer(self._maps[tensor.part], np.uint8, tensor.num_bytes, tensor.start)
         return stored.reshape(*tensor.shape[:-1], -1)
 
@@ -179,10 +179,10 @@ class GgufSource:
 
 
 def _joined(headers: Sequence[GgufHeader], paths: Sequence[Path]) -> GgufHeader:
-    """One header for all parts of a file: the first's keys, and the tensors of all.
+    """Join the headers of all parts of a file: the first's keys, and the tensors of all.
 
     Raises:
-        UnsupportedModelError: a part whose name does not tell the others'.
+        UnsupportedModelError: a part whose name does not give the others'.
         ModelError: the parts are not those of one file, in their order.
     """
     tensors: dict[str, GgufTensor] = {}
@@ -190,14 +190,14 @@ def _joined(headers: Sequence[GgufHeader], paths: Sequence[Path]) -> GgufHeader:
         count = header.metadata.get("split.count", 0) or 1
         if len(headers) == 1 and count != 1:
             raise UnsupportedModelError(
-                f"{path} is one of {count} parts; give all of them the names that llama-gguf-split does, as in "
+                f"{path} is one of {count} parts; rename all of them in the style of llama-gguf-split, e.g. "
                 f"model-00001-of-{count:05}.gguf"
             )
         found = header.metadata.get("split.no", 0)
         if (count, found) != (len(headers), number):
             expected = f"part {number + 1} of {len(headers)}"
             raise ModelError(
-                f"{path} says that it is number {found} of {count} from 0, expected {expected}; fetch it again"
+                f"{path} has the part number {found} of {count} from 0, expected {expected}; fetch it again"
             )
         if twice := tensors.keys() & header.tensors.keys():
             raise ModelError(f"{path} has {min(twice)}, which an earlier part has too; fetch the parts again")
@@ -210,7 +210,7 @@ def _joined(headers: Sequence[GgufHeader], paths: Sequence[Path]) -> GgufHeader:
 
 @cache
 def _is_dequantised(kind: GGMLQuantizationType) -> bool:
-    """Whether the `gguf` package has float32 for a type: it is asked for a block of zeros."""
+    """Return whether the `gguf` package dequantises a type, by converting a block of zeros."""
     _, block_bytes = GGML_QUANT_SIZES[kind]
     try:
         with np.errstate(all="ignore"):
@@ -221,13 +221,13 @@ def _is_dequantised(kind: GGMLQuantizationType) -> bool:
 
 
 def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
-    """A tensor under its name; or each of those that it stacks up, whose number goes where the name has EACH."""
+    """Return a tensor under its name; or each of the tensors stacked in it, whose number replaces EACH in the name."""
     if name and EACH not in name:
         yield name, tensor
     elif name:
         num_parts, *shape = tensor.shape
         if num_parts > MOST_PARTS:
-            raise ModelError(f"tensor {tensor.name} stacks up {num_parts} others; at most {MOST_PARTS} are believed")
+            raise ModelError(f"tensor {tensor.name} stacks {num_parts} tensors, expected at most {MOST_PARTS}")
         num_bytes = tensor.num_bytes // num_parts
         for index in range(num_parts):
             start = tensor.start + index * num_bytes

@@ -1,8 +1,7 @@
 """The header of a GGUF file: its metadata and its table of tensors.
 
-The `gguf` package's reader trusts the header and makes an array for every token of the vocabulary. This one
-walks the header once, checks each claim against the file's size before it acts on it, and decodes values when
-they are asked for.
+The `gguf` package's reader trusts the header and makes an array for every token of the vocabulary. This one reads the
+header once, checks each claim against the file's size before it uses it, and decodes values on demand.
 
 Source: the GGUF specification (ggml, docs/gguf.md), versions 2 and 3, little-endian.
 """
@@ -51,7 +50,7 @@ _SCALARS = {
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
     """A row of the tensor table. `shape` is row-major (the file has it reversed), `start` an offset in the file, `part`
-    which of a split file's it is."""
+    the number of its part in a split file."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +61,7 @@ class GgufTensor:
 
 
 class Metadata(Mapping[str, Any]):
-    """The header's keys and values: int, float, bool, str or a list of them, decoded anew at each access."""
+    """The header's keys and values: int, float, bool, str or a list of them, decoded at each access."""
 
     def __init__(self, data: mmap, path: Path, fields: Mapping[str, tuple[GGUFValueType, int]]) -> None:
         self._data = data
@@ -95,7 +94,7 @@ class Metadata(Mapping[str, Any]):
         return len(self._fields)
 
     def _value(self, key: str, kind: GGUFValueType, offset: int) -> tuple[Any, int]:
-        """A scalar or a string, and where it ends."""
+        """Decode a scalar or a string; returns it and its end."""
         if kind != GGUFValueType.STRING:
             return _SCALARS[kind].unpack_from(self._data, offset)[0], offset + _SCALARS[kind].size
         start = offset + 8
@@ -112,11 +111,11 @@ class GgufHeader:
 
 
 def read_header(data: mmap, path: Path) -> GgufHeader:
-    """Walk the header once. Takes time and memory in proportion to the header, whatever it claims.
+    """Read the header once. Takes time and memory in proportion to the header, regardless of its claims.
 
     Raises:
         ModelError: the file is not GGUF, is truncated, or its header contradicts itself or the file's size.
-        UnsupportedModelError: a version, byte order or block type that is not read here.
+        UnsupportedModelError: the version, byte order or a block type is not supported.
     """
     walk = _Walk(data, path)
     num_tensors, num_fields = walk.preamble()
@@ -142,7 +141,7 @@ class _Walk:
         return ModelError(f"{self.path} is truncated or damaged: {found}; {how_to_fetch(self.path)}")
 
     def skip(self, num_bytes: int, what: str) -> int:
-        """Step over bytes that must lie inside the file; returns where they start."""
+        """Step over bytes that must lie inside the file; returns their start."""
         start = self.offset
         if num_bytes > self.size - start:
             raise self.damaged(
@@ -165,7 +164,7 @@ class _Walk:
         return text
 
     def count(self, what: str, smallest_bytes: int) -> int:
-        """A number of things still to come, each of which takes at least so many bytes."""
+        """Read a number of later items, each of which takes at least `smallest_bytes`."""
         count = self.integer(_U64, f"the number of {what}")
         if count * smallest_bytes > self.size - self.offset:
             raise self.damaged(f"its header claims {count} {what}, but it has only {self.size} bytes")
@@ -178,15 +177,15 @@ class _Walk:
         version = self.integer(_U32, "the version")
         if version & 0xFFFF == 0:
             raise UnsupportedModelError(
-                f"{self.path} is a big-endian GGUF file; only little-endian ones are read: convert it again"
+                f"{self.path} is a big-endian GGUF file; only little-endian ones are supported; convert it again"
             )
         if version not in VERSIONS:
-            raise UnsupportedModelError(f"{self.path} is a GGUF file of version {version}; those read are {VERSIONS}")
+            raise UnsupportedModelError(f"{self.path} is a GGUF file of version {version}; supported: {VERSIONS}")
         num_tensors = self.count("tensors", _SMALLEST_TENSOR_BYTES)
         return num_tensors, self.count("metadata fields", _SMALLEST_FIELD_BYTES)
 
     def fields(self, count: int) -> dict[str, tuple[GGUFValueType, int]]:
-        """Where each value starts, and its type."""
+        """Return the start of each value, and its type."""
         fields: dict[str, tuple[GGUFValueType, int]] = {}
         for index in range(count):
             key = self.name(f"the key of metadata field {index}")
@@ -212,7 +211,7 @@ class _Walk:
     def skip_array(self, key: str) -> None:
         kind = self.value_type(key)
         if kind == GGUFValueType.ARRAY:
-            raise UnsupportedModelError(f"{self.path}: {key} is an array of arrays, which is not read")
+            raise UnsupportedModelError(f"{self.path}: {key} is an array of arrays, which is not supported")
         if kind != GGUFValueType.STRING:
             item_bytes = _SCALARS[kind].size
             self.skip(self.count(f"items in {key}", item_bytes) * item_bytes, key)
@@ -251,7 +250,7 @@ class _Walk:
         name = self.name(f"the name of tensor {index}")
         rank = self.integer(_U32, f"the rank of {name}")
         if not 1 <= rank <= MAX_DIMENSIONS:
-            raise self.damaged(f"tensor {name} claims {rank} dimensions, 1 to {MAX_DIMENSIONS} are possible")
+            raise self.damaged(f"tensor {name} claims {rank} dimensions, expected 1 to {MAX_DIMENSIONS}")
         shape = tuple(self.integer(_U64, f"the shape of {name}") for _ in range(rank))[::-1]
         number = self.integer(_U32, f"the type of {name}")
         try:

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as Hugging Face's config keys: what architectures have in common, and what one has besides.
+"""A GGUF file's metadata as Hugging Face's config keys: common ones, and those of single architectures.
 
 Source: llama.cpp's convert_hf_to_gguf.py and gguf-py/gguf/constants.py.
 """
@@ -22,13 +22,13 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 GEMMA3_27B_LAYERS = 62
 
 LARGEST_COUNT = 2**24
-"""Of anything that is counted: beyond any model's, and little enough for lists of that length."""
+"""Limit of every count: larger than any model's, and small enough for lists of that length."""
 
 
 class Keys:
-    """An architecture's metadata keys, read with their types checked; names are those after "llama." and the like.
+    """An architecture's metadata keys, read with type checks; names are those after "llama." and the like.
 
-    `shapes`: of all tensors, under their GGUF names. `read`: gives the values of one of them, float32.
+    `shapes`: of all tensors, under their GGUF names. `read`: returns the values of one of them, float32.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Keys:
         self._metadata = metadata
 
     def get(self, key: str) -> Any:
-        """A value as it is; None if there is none."""
+        """Return a raw value; None if there is none."""
         return self._metadata.get(self.prefix + key)
 
     def count(self, key: str, default: int | None = None, *, may_lack: bool = False) -> int:
-        """A positive integer. 0 means the default, if there is one. A list, one a layer, must be uniform.
+        """Return a positive integer. 0 means the default, if there is one. A list, one value a layer, must be uniform.
 
         Args:
-            may_lack: zeros in a list are layers without such a thing, and are passed over.
+            may_lack: zeros in a list are layers without such a thing, and are skipped.
         """
         value = self.get(key)
         if isinstance(value, list) and value:
@@ -63,11 +63,11 @@ class Keys:
         if type(value) is not int or value <= 0:
             raise ModelError(f"{self.prefix}{key} must be a positive integer, found {value!r}")
         if value > LARGEST_COUNT:
-            raise ModelError(f"{self.prefix}{key} = {value}; at most {LARGEST_COUNT} is believed")
+            raise ModelError(f"{self.prefix}{key} = {value}; expected at most {LARGEST_COUNT}")
         return value
 
     def per_layer(self, key: str, num_layers: int) -> list[int]:
-        """One integer a layer, 0 or more; a single one stands for all layers."""
+        """Return one integer a layer, 0 or more; a single one stands for all layers."""
         value = self.get(key)
         values = value if isinstance(value, list) else [value] * num_layers
         if len(values) != num_layers or any(type(v) is not int or v < 0 for v in values):
@@ -77,7 +77,7 @@ class Keys:
         return values
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive, finite number."""
+        """Return a positive, finite number."""
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -86,7 +86,7 @@ class Keys:
         return float(value)
 
     def vector(self, tensor: str, length: int) -> list[float]:
-        """The values of a small tensor that Hugging Face keeps in the config."""
+        """Return the values of a small tensor that Hugging Face keeps in the config."""
         if self.shapes.get(tensor) != (length,):
             found = list(self.shapes[tensor]) if tensor in self.shapes else "missing"
             raise ModelError(f"tensor {tensor} is {found}, expected [{length}]")
@@ -94,14 +94,14 @@ class Keys:
 
 
 def common_config(keys: Keys, *, is_hybrid: bool = False) -> dict[str, Any]:
-    """The config keys that every architecture has.
+    """Return the config keys that every architecture has.
 
     Args:
         is_hybrid: some layers have no attention, and 0 for the number of their key/value heads.
 
     Raises:
         ModelError: a key is missing, of the wrong type or out of range.
-        UnsupportedModelError: a key asks for what is not implemented.
+        UnsupportedModelError: a key requires a feature that is not implemented.
     """
     hidden_size = keys.count("embedding_length")
     num_heads = keys.count("attention.head_count", may_lack=is_hybrid)
@@ -125,7 +125,7 @@ def common_config(keys: Keys, *, is_hybrid: bool = False) -> dict[str, Any]:
         raise ModelError(f"{keys.prefix}{NEXTN} = {num_extra}, expected less than block_count = {num_layers}")
     num_layers -= num_extra
     if num_layers > len(keys.shapes):
-        raise ModelError(f"{keys.prefix}block_count = {num_layers}, but there are {len(keys.shapes)} tensors")
+        raise ModelError(f"{keys.prefix}block_count = {num_layers}, but the file has {len(keys.shapes)} tensors")
     if not any(name.startswith(f"blk.{num_layers - 1}.") for name in keys.shapes):
         raise ModelError(f"{keys.prefix}block_count = {num_layers}, but no tensor blk.{num_layers - 1}.* exists")
     return {
@@ -163,7 +163,7 @@ def _rope_scaling(keys: Keys) -> dict[str, Any] | None:
 
 
 def lfm2_config(keys: Keys, config: Config) -> Config:
-    """Which layers are convolutions, and how long these are."""
+    """Return which layers are convolutions, and the length of these."""
     kv_heads = keys.per_layer("attention.head_count_kv", config["num_hidden_layers"])
     return {
         "norm_eps": config["rms_norm_eps"],
@@ -175,7 +175,8 @@ def lfm2_config(keys: Keys, config: Config) -> Config:
 
 
 def qwen3_next_config(keys: Keys, config: Config) -> Config:
-    """Norms hold 1 + w already. Where q, k, v and z share a tensor in Hugging Face, GGUF has two."""
+    """Return keys of the delta rule. Norms already hold 1 + w. For Hugging Face's joint tensor of q, k, v and z, GGUF
+    has two."""
     v_heads, all_v = keys.count("ssm.time_step_rank"), keys.count("ssm.inner_size")
     if all_v % v_heads:
         raise ModelError(f"{keys.prefix}ssm.inner_size = {all_v}, which {v_heads} heads cannot share evenly")
@@ -194,7 +195,7 @@ def qwen3_next_config(keys: Keys, config: Config) -> Config:
 
 
 def _experts(keys: Keys, num_layers: int) -> Config:
-    """The weights of those that are picked are always normalised."""
+    """Return keys of the experts. The weights of the picked ones are always normalised."""
     return {
         "num_experts": keys.count("expert_count"),
         "num_experts_per_tok": keys.count("expert_used_count"),
@@ -206,7 +207,8 @@ def _experts(keys: Keys, num_layers: int) -> Config:
 
 
 def gemma3_config(keys: Keys, config: Config) -> Config:
-    """Norms hold 1 + w; the scale of attention is in no key, llama.cpp knows it from the number of layers."""
+    """Return Gemma 3's keys. Norms hold 1 + w; no key has the scale of attention, which llama.cpp derives from the
+    number of layers."""
     num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
     if config["partial_rotary_factor"] != 1:
         name = f"{keys.prefix}rope.dimension_count"
@@ -225,7 +227,7 @@ def gemma3_config(keys: Keys, config: Config) -> Config:
 
 
 def phi3_config(keys: Keys, config: Config) -> Config:
-    """Factors of longrope are tensors; their attention factor is a key."""
+    """Return keys of longrope. Its factors are tensors; their attention factor is a key."""
     context = config["max_position_embeddings"]
     found = {"original_max_position_embeddings": keys.count("rope.scaling.original_context_length", default=context)}
     if not {LONG_FACTORS, SHORT_FACTORS} & keys.shapes.keys():

@@ -1,4 +1,4 @@
-"""Where GGUF keeps a tensor otherwise than Hugging Face: its rows or columns in another order, or other numbers.
+"""Differences between GGUF's and Hugging Face's tensors: another order of rows or columns, or other numbers.
 
 Source: llama.cpp's convert_hf_to_gguf.py and conversion/qwen.py (`Qwen3NextModel`, `_LinearAttentionVReorderBase`).
 """
@@ -22,10 +22,10 @@ Order = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How one tensor becomes Hugging Face's.
+    """Conversion of one tensor to Hugging Face's layout.
 
-    rows, columns: for each of Hugging Face's, which of the file's it is. values: what the numbers become. is_depthwise:
-    the file's [C, K] is [C, 1, K]. is_single_row: the file's [K] is [1, K].
+    rows, columns: for each of Hugging Face's, the index in the file. values: converts the numbers. is_depthwise: the
+    file's [C, K] is [C, 1, K]. is_single_row: the file's [K] is [1, K].
     """
 
     rows: Order | None = None
@@ -35,26 +35,26 @@ class Layout:
     is_single_row: bool = False
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Hugging Face's shape, from the file's. Raises ModelError if an axis is not as long as its order."""
+        """Return Hugging Face's shape for the file's. Raises ModelError if an axis is not as long as its order."""
         for axis, order in ((0, self.rows), (-1, self.columns)):
             if order is not None and (not stored or stored[axis] != len(order)):
-                raise ModelError(f"it is {list(stored)}, and axis {axis} should be {len(order)} long")
+                raise ModelError(f"it is {list(stored)}, and axis {axis} should have the length {len(order)}")
         if self.is_single_row and len(stored) == 1:
             return (1, *stored)
         return (stored[0], 1, *stored[1:]) if self.is_depthwise and len(stored) == 2 else stored
 
     def restore(self, stored: Float32) -> Float32:
-        """Hugging Face's tensor, from the file's values."""
+        """Return Hugging Face's tensor for the file's values."""
         found = stored if self.rows is None else stored[self.rows]
         found = found if self.columns is None else found[..., self.columns]
         found = found if self.values is None else self.values(found)
         return found.reshape(self.shape(stored.shape))
 
     def restore_blocks(self, stored: BlockTensor) -> BlockTensor:
-        """The same for a tensor in blocks of 4 bits.
+        """Return the same for a tensor in blocks of 4 bits.
 
         Raises:
-            QuantizationError: columns of one block go to several.
+            QuantizationError: the order would split the columns of one block.
         """
         if self.rows is not None:
             stored = BlockTensor(
@@ -64,7 +64,7 @@ class Layout:
             return stored
         blocks = self.columns.reshape(-1, BLOCK_DEPTH)
         if (blocks != blocks[:, :1] + np.arange(BLOCK_DEPTH)).any() or (blocks[:, 0] % BLOCK_DEPTH).any():
-            raise QuantizationError("its columns are in an order that blocks of 32 do not keep; use another scheme")
+            raise QuantizationError("the order of its columns splits blocks of 32; use another scheme")
         of_blocks = blocks[:, 0] // BLOCK_DEPTH
         return BlockTensor(
             integers=stored.integers[:, self.columns],
@@ -79,7 +79,7 @@ SINGLE_ROW = Layout(is_single_row=True)
 
 
 def _logarithm(rate: Float32) -> Float32:
-    """A_log, of which the file has -exp."""
+    """Return A_log, which the file stores as -exp(A_log)."""
     with np.errstate(all="ignore"):
         return np.log(-rate)
 
@@ -88,22 +88,20 @@ LOGARITHM = Layout(values=_logarithm)
 
 
 def rotate_half_rows(num_heads: int, num_rows: int) -> Layout:
-    """Rows in the order of interleaved RoPE (pairs adjacent), where Hugging Face has that of rotate-half."""
+    """Return Hugging Face's order (rotate-half) of rows that are in the order of interleaved RoPE (pairs adjacent)."""
     pairs = np.arange(num_rows).reshape(num_heads, -1, 2)
     return Layout(rows=pairs.swapaxes(1, 2).ravel())
 
 
 def tiled_value_heads(config: Mapping[str, Any]) -> dict[str, Layout]:
-    """Layouts by GGUF module of linear attention whose value heads lie tiled over key heads, 0 of each first; Hugging
-    Face has those of a key head together."""
+    """Return layouts by GGUF module of linear attention whose value heads are tiled over key heads, starting with the
+    first value head of each; Hugging Face groups the value heads of each key head."""
     k_heads, v_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if v_heads % k_heads:
         raise ModelError(f"{v_heads} value heads of linear attention cannot share {k_heads} key heads evenly")
     dim, num_before = config["linear_value_head_dim"], 2 * k_heads * config["linear_key_head_dim"]
     if num_before + v_heads * dim > LARGEST_COUNT:
-        raise ModelError(
-            f"linear attention of {num_before + v_heads * dim} columns; at most {LARGEST_COUNT} are believed"
-        )
+        raise ModelError(f"linear attention of {num_before + v_heads * dim} columns; expected at most {LARGEST_COUNT}")
     heads = np.arange(v_heads).reshape(-1, k_heads).T.ravel()
     of_values = (heads[:, None] * dim + np.arange(dim)).ravel()
     after_keys = np.concatenate([np.arange(num_before), num_before + of_values])

@@ -1,4 +1,4 @@
-"""GGUF's vocabulary in Hugging Face's words: tensor names and metadata keys, one table row an architecture.
+"""Translation of GGUF's tensor names and metadata keys to Hugging Face's, one table row for each architecture.
 
 Source: llama.cpp's gguf-py/gguf/tensor_mapping.py and convert_hf_to_gguf.py.
 """
@@ -37,15 +37,15 @@ def _as_they_are(config: Config) -> Mapping[str, Layout]:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What sets one `general.architecture` apart.
+    """Properties of one `general.architecture`.
 
-    `model` and `layer` map names of tensors, whole or up to ".weight" or ".bias", of the model and of a layer, where
+    `model` and `layer` map names of tensors, complete or up to ".weight" or ".bias", of the model and of a layer, where
     they come after "blk.N." in GGUF and "model.layers.N." in Hugging Face. `in_config` are tensors that Hugging Face
     keeps in the config. `permuted` are the modules whose rows GGUF reorders for interleaved RoPE, with the config key
-    that counts their heads; `layouts` gives those of modules that differ otherwise. `refused` are metadata keys (after
-    the architecture's name) that would change the result and are not implemented, unless they are 0. `config` gives
-    the config keys that it has besides the common ones or in place of them, from the metadata and the common ones.
-    `is_hybrid`: some layers have no attention.
+    that counts their heads; `layouts` returns those of modules that differ otherwise. `refused` are metadata keys
+    (after the architecture's name) that would change the result and are not implemented, unless they are 0. `config`
+    returns the config keys that it has in addition to the common ones or instead of them, from the metadata and the
+    common ones. `is_hybrid`: some layers have no attention.
     """
 
     model_type: str
@@ -60,7 +60,7 @@ class Architecture:
 
 
 EACH = "{}"
-"""In a name: the tensor is a stack of those that Hugging Face has, and this is the number of each."""
+"""Placeholder in a name: the tensor stacks several of Hugging Face's, and this is the number of each."""
 
 MODEL = {
     "token_embd": "model.embed_tokens",
@@ -85,7 +85,7 @@ SANDWICH_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 WINDOWS = frozenset({"attention.sliding_window"})
-"""Refused where layers see all before them."""
+"""Keys that are refused if layers see all earlier tokens."""
 
 SCALINGS = frozenset(
     (
@@ -200,7 +200,7 @@ _TENSOR_NAME = re.compile(r"(blk\.(?P<layer>0|[1-9][0-9]*)\.)?(?P<module>[a-z0-9
 
 
 def find_architecture(name: Any) -> Architecture:
-    """Look an architecture up by its `general.architecture`.
+    """Find an architecture by its `general.architecture`.
 
     Raises:
         UnsupportedModelError: it is not in the table.
@@ -208,36 +208,36 @@ def find_architecture(name: Any) -> Architecture:
     if isinstance(name, str) and name in ARCHITECTURES:
         return ARCHITECTURES[name]
     known = ", ".join(sorted(ARCHITECTURES))
-    raise UnsupportedModelError(f"the GGUF architecture {name!r} is not implemented; there are: {known}")
+    raise UnsupportedModelError(f"the GGUF architecture {name!r} is not implemented; supported: {known}")
 
 
 def is_known_name(name: str) -> bool:
-    """Whether any architecture has a tensor of that name, GGUF's or Hugging Face's."""
+    """Return whether any architecture has a tensor of that name, GGUF's or Hugging Face's."""
     short = re.sub(r"^(blk|model\.layers)\.[0-9]+\.|\.(weight|bias)$", "", name)
     return short in _known_names() or name in _known_names()
 
 
 @cache
 def _known_names() -> frozenset[str]:
-    """Of all tables, what comes after the layer and before ".weight"."""
+    """Return the parts of all tables' names after the layer and before ".weight"."""
     tables = [table for a in ARCHITECTURES.values() for table in (a.model, a.layer)]
     return frozenset(name for table in tables for row in table.items() for name in row)
 
 
 def is_of_later_layer(name: str, num_layers: int) -> bool:
-    """Return whether a GGUF tensor belongs to a layer beyond a number of them."""
+    """Return whether a GGUF tensor belongs to a layer with at least a certain index."""
     match = _TENSOR_NAME.fullmatch(name)
     return match is not None and match["layer"] is not None and int(match["layer"]) >= num_layers
 
 
 def translate_name(architecture: Architecture, config: Config, tensor: GgufTensor) -> tuple[str, Layout]:
-    """A tensor's name in Hugging Face's words, and how it becomes what Hugging Face has.
+    """Return a tensor's name in Hugging Face's vocabulary, and its conversion.
 
     The name is "" for a tensor that Hugging Face keeps in the config.
 
     Raises:
         UnsupportedModelError: the architecture has no such tensor.
-        ModelError: its shape does not go with the config.
+        ModelError: its shape does not match the config.
     """
     name = tensor.name
     match = _TENSOR_NAME.fullmatch(name)
@@ -265,19 +265,21 @@ def _layout(architecture: Architecture, config: Config, module: str, tensor: Ggu
         return architecture.layouts(config).get(module, AS_IT_IS)
     num_heads, num_rows = config[architecture.permuted[module]], tensor.shape[0]
     if num_rows % (2 * num_heads):
-        raise ModelError(f"{tensor.name} has {num_rows} rows, which {num_heads} heads of an even length cannot share")
+        raise ModelError(
+            f"{tensor.name} has {num_rows} rows, which {num_heads} heads of an even length cannot share evenly"
+        )
     return rotate_half_rows(num_heads, num_rows)
 
 
 def translate_config(architecture: Architecture, keys: Keys, refuse: Refuse = strictly) -> Config:
-    """Hugging Face's config keys from the metadata and the tensors' shapes.
+    """Return Hugging Face's config keys from the metadata and the tensors' shapes.
 
     Args:
-        refuse: told of every key of `Architecture.refused` that is set.
+        refuse: called with every key of `Architecture.refused` that is set.
 
     Raises:
         ModelError: a key is missing, of the wrong type or out of range.
-        UnsupportedModelError: a key asks for what is not implemented.
+        UnsupportedModelError: a key requires a feature that is not implemented.
     """
     for key in sorted(architecture.refused):
         if keys.get(key):

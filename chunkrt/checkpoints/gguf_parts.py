@@ -1,4 +1,4 @@
-"""GGUF files in several parts, as llama-gguf-split names them: NAME-00001-of-00003.gguf."""
+"""GGUF files in several parts, with llama-gguf-split's names: NAME-00001-of-00003.gguf."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from chunkrt.errors import ModelError
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 PREFERRED = ("Q4_K_M", "Q8_0", "Q4_0", "Q4_1")
-"""Quantisations, where nobody says which: llama.cpp's choice first."""
+"""Quantisations in order of preference if none is named: llama.cpp's choice first."""
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All parts of a GGUF file, of which one is named; the path alone if its name is not that of a part."""
+    """Return all parts of a GGUF file, given one of them; the path alone if its name is not that of a part."""
     if not (found := _PART.fullmatch(path.name)):
         return [path]
     stem, count = found["stem"], int(found["count"])
@@ -22,21 +22,21 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def first_of_each(names: Sequence[str]) -> list[str]:
-    """Those of some file names that are GGUF models: a whole file, or the first of several parts."""
+    """Return the file names that are GGUF models: a complete file, or the first of several parts."""
     models = [name for name in names if name.endswith(".gguf") and not Path(name).name.startswith("mmproj")]
     return sorted(n for n in models if not (part := _PART.fullmatch(Path(n).name)) or int(part["number"]) == 1)
 
 
 def choose_gguf(names: Sequence[str], quantisation: str | None, where: str) -> str:
-    """One of several GGUF models, by the quantisation in its name.
+    """Return one of several GGUF models, by the quantisation in its name.
 
     Args:
-        names: files, with folders before them perhaps.
-        quantisation: as in "Q4_0", whatever the case; None for the first of PREFERRED that is there.
+        names: files, possibly with folders.
+        quantisation: e.g. "Q4_0", ignoring case; None for the first of PREFERRED that is available.
         where: for messages.
 
     Raises:
-        ModelError: none is of it.
+        ModelError: none has that quantisation.
     """
     models = first_of_each(names)
     for wanted in PREFERRED if quantisation is None else (quantisation,):
@@ -45,11 +45,13 @@ def choose_gguf(names: Sequence[str], quantisation: str | None, where: str) -> s
             return min(fitting, key=len)
     if quantisation is None and models:
         return models[0]
-    there = f"there are: {', '.join(models)}" if models else "there is no GGUF file"
-    raise ModelError(f"{where} has no GGUF file of {quantisation}; {there}" if quantisation else f"{where}: {there}")
+    there = f"available: {', '.join(models)}" if models else "there is no GGUF file"
+    raise ModelError(
+        f"{where} has no GGUF file with quantisation {quantisation}; {there}" if quantisation else f"{where}: {there}"
+    )
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has one and no more; the first of its parts."""
+    """Return the GGUF file of a folder that has exactly one; the first of its parts."""
     models = first_of_each([path.name for path in folder.glob("*.gguf")])
     return folder / models[0] if len(models) == 1 else None

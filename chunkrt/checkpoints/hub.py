@@ -1,6 +1,6 @@
 """Models of the Hugging Face hub by their ids, in the cache of its client.
 
-What is in the cache is found without the client and without a network; the client fetches what is not.
+Models in the cache are found without the client and without a network; the client fetches the others.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _ID = re.compile(
     r"(?::(?P<quantisation>[\w.-]+))?(?:@(?P<revision>\w[\w./-]*))?/?"
 )
 FOLDER_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""Of a repository in Hugging Face's own layout."""
+"""File patterns of a repository in Hugging Face's own layout."""
 TEXT_FOLDERS = ("1_Pooling", "additional_chat_templates")
-"""Folders in such a repository that hold settings of texts and embeddings."""
+"""Folders of such a repository with settings of texts and embeddings."""
 _FILES = ("config.json", ".gguf", ".onnx", ".safetensors", ".toml")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubModel:
-    """A repository, perhaps one of its GGUF files by quantisation, at a branch, tag or commit."""
+    """A repository, or one of its GGUF files by quantisation, at a branch, tag or commit."""
 
     repository: str
     quantisation: str | None = None
@@ -40,7 +40,7 @@ class HubModel:
 
 
 def parse_hub_id(text: str) -> HubModel | None:
-    """The model that "org/name", "org/name:Q4_0" or "org/name@revision" stands for, None if it is no such id."""
+    """Parse a model id "org/name", "org/name:Q4_0" or "org/name@revision"; None if it is not one."""
     if not (found := _ID.fullmatch(text)) or found["repository"].endswith(_FILES) or ".." in text:
         return None
     return HubModel(
@@ -49,7 +49,7 @@ def parse_hub_id(text: str) -> HubModel | None:
 
 
 def hub_cache() -> Path:
-    """Where the hub's client keeps what it fetches."""
+    """Return the cache folder of the hub's client."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache).expanduser()
     if home := os.environ.get("HF_HOME"):
@@ -58,7 +58,7 @@ def hub_cache() -> Path:
 
 
 def cached_model(model: HubModel) -> Path | None:
-    """A model's GGUF file or folder in the cache; None unless it is there as a whole."""
+    """Return a model's GGUF file or folder in the cache; None unless it is complete."""
     repository = hub_cache() / f"models--{model.repository.replace('/', '--')}"
     try:
         commit = (repository / "refs" / model.revision).read_text(encoding="utf-8").strip()
@@ -78,7 +78,7 @@ def cached_model(model: HubModel) -> Path | None:
 
 
 def cached_models() -> Iterator[tuple[str, Path]]:
-    """The models in the cache that could be run, by their ids."""
+    """Return the models in the cache that can be run, by their ids."""
     for folder in sorted(hub_cache().glob("models--*--*")):
         model = parse_hub_id(folder.name.removeprefix("models--").replace("--", "/", 1))
         if model is not None and (path := cached_model(model)) is not None:
@@ -86,7 +86,7 @@ def cached_models() -> Iterator[tuple[str, Path]]:
 
 
 def fetch_model(model: HubModel) -> Path:
-    """Fetch what a model needs, with the client's own progress bars; what the cache has already is not fetched again.
+    """Fetch a model's files, with the client's own progress bars; cached files are not fetched again.
 
     Raises:
         ConfigError: the client is not installed.
@@ -99,30 +99,33 @@ def fetch_model(model: HubModel) -> Path:
             f"there is no file or folder {model}; to fetch it from the Hugging Face hub: pip install 'chunkrt[hub]'"
         ) from error
     try:
-        # the client asks for a list of files again and again, and logs it, where nothing can be reached; for this once
+        # if no connection is possible, the client requests the list of files repeatedly and logs each try; silence this
+        # call
         siblings = HfApi().model_info(model.repository, revision=model.revision).siblings
         patterns = _wanted(model, [sibling.rfilename for sibling in siblings or ()])
         snapshot_download(model.repository, revision=model.revision, allow_patterns=patterns, ignore_patterns=None)
     except ModelError:
         raise
-    except Exception as error:  # its client's, and those of the clients below that
+    except Exception as error:  # errors of its client, and of the clients below that
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
         raise ModelError(
-            f"there is no file or folder {model}, and the Hugging Face hub does not give it: {reason}; "
-            "`chunkrt models` lists what is here"
+            f"there is no file or folder {model}, and the Hugging Face hub does not provide it: {reason}; "
+            "`chunkrt models` lists known models"
         ) from error
     if (path := cached_model(model)) is None:
-        raise ModelError(f"{model} was fetched, but is not whole in {hub_cache()}; chunkrt pull {model} fetches it")
+        raise ModelError(
+            f"{model} was fetched, but is incomplete in {hub_cache()}; chunkrt pull {model} fetches it again"
+        )
     return path
 
 
 def _wanted(model: HubModel, names: list[str]) -> list[str]:
-    """Which files of a repository a model needs."""
+    """Return the files of a repository that a model needs."""
     if model.quantisation is None and "config.json" in names and any(n.endswith(".safetensors") for n in names):
         inside = [name for name in names if Path(name).parent.as_posix() in (".", *TEXT_FOLDERS)]
         return [name for name in inside if any(Path(name).match(pattern) for pattern in FOLDER_FILES)]
     if model.quantisation is None and not first_of_each(names):
-        raise ModelError(f"{model} on the Hugging Face hub holds neither safetensors nor GGUF; take another")
+        raise ModelError(f"{model} on the Hugging Face hub holds neither safetensors nor GGUF; choose another model")
     chosen = Path(choose_gguf(names, model.quantisation, str(model)))
     return [part.as_posix() for part in parts_of(chosen)]
 

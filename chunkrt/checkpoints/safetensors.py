@@ -45,7 +45,7 @@ class _Tensor:
 class SafetensorsSource:
     """A folder with config.json and model.safetensors, or model.safetensors.index.json and its shards.
 
-    Of a model that also sees or hears, the text half: its config, and all tensors less the other halves'.
+    For a multimodal model, it shows the text half: its config, and all tensors without the other halves'.
 
     Raises:
         ModelError: a file is missing, truncated or contradicts itself or another.
@@ -80,17 +80,17 @@ class SafetensorsSource:
                 del self._tensors[name]
 
     def names(self) -> Sequence[str]:
-        """Every tensor, in the order of the headers."""
+        """Names of all tensors, in the order of the headers."""
         return list(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
-        """Shape and safetensors' type, as in "BF16". Raises ModelError if there is no tensor of that name."""
+        """Return the shape and safetensors' type, e.g. "BF16". Raises ModelError if there is no tensor of that name."""
         tensor = self._find(name)
         is_readable = tensor.dtype == "BF16" or tensor.dtype in _FLOATS
         return TensorInfo(shape=tensor.shape, stored_as=tensor.dtype, is_readable=is_readable)
 
     def read(self, name: str) -> NDArray[np.float32]:
-        """One tensor as float32; a view of the file (read-only) where it is stored so.
+        """Return one tensor as float32; a view of the file (read-only) if it is stored so.
 
         Raises:
             ModelError: there is no tensor of that name, or a float64 value that float32 cannot hold.
@@ -101,7 +101,7 @@ class SafetensorsSource:
             return (tensor.stored.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
         if tensor.dtype not in _FLOATS:
             raise UnsupportedModelError(
-                f"{tensor.file}: {name} is stored as {tensor.dtype}, which has no meaning as a weight here; "
+                f"{tensor.file}: {name} is stored as {tensor.dtype}, which is not supported for weights; "
                 f"expected {', '.join(_FLOATS)} or BF16 (an already quantised checkpoint?)"
             )
         values = tensor.stored.view(_FLOATS[tensor.dtype]).reshape(tensor.shape)
@@ -109,10 +109,10 @@ class SafetensorsSource:
             with np.errstate(over="raise", invalid="ignore"):
                 return np.require(values, np.float32, ["C", "ALIGNED"])
         except FloatingPointError as error:
-            raise ModelError(f"{tensor.file}: {name} holds float64 values beyond float32's range") from error
+            raise ModelError(f"{tensor.file}: {name} holds float64 values that exceed float32's range") from error
 
     def read_blocks(self, name: str) -> BlockTensor | None:
-        """None: the format has no blocks. Raises ModelError if there is no tensor of that name."""
+        """Return None: the format has no blocks. Raises ModelError if there is no tensor of that name."""
         self._find(name)
         return None
 
@@ -131,18 +131,18 @@ class SafetensorsSource:
             raise ModelError(f"{index} has no weight_map")
         for shard in dict.fromkeys(weight_map.values()):
             if not isinstance(shard, str) or Path(shard).name != shard:
-                raise ModelError(f"{index} names the file {shard!r}, which is not a plain file name beside it")
+                raise ModelError(f"{index} names the file {shard!r}, which is not a plain file name next to it")
             for name, tensor in _read_tensors(self.path / shard).items():
                 if name in self._tensors:
                     raise ModelError(f"{name} is in two files: {self._tensors[name].file} and {tensor.file}")
                 self._tensors[name] = tensor
         for name, shard in weight_map.items():
             if name not in self._tensors or self._tensors[name].file.name != shard:
-                raise ModelError(f"{index} says that {name} is in {shard}, but it is not there")
+                raise ModelError(f"{index} maps {name} to {shard}, which does not hold it")
 
 
 def _read_tensors(path: Path) -> dict[str, _Tensor]:
-    """One safetensors file's tensors, every claim of its header checked."""
+    """Read one safetensors file's tensors, checking every claim of its header."""
     data = np.frombuffer(map_file(path), np.uint8)
     header_bytes = int.from_bytes(data[:8].tobytes(), "little")
     if header_bytes > data.size - 8:
@@ -167,12 +167,12 @@ def _read_tensors(path: Path) -> dict[str, _Tensor]:
 
 
 def _span(entry: Any, name: str, path: Path, payload_bytes: int) -> tuple[int, int]:
-    """Where a tensor's data lies, once its entry {dtype, shape, data_offsets} is known to be sound."""
+    """Return the location of a tensor's data, after checking its entry {dtype, shape, data_offsets}."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise _damaged(path, f"the header's entry of {name} is not {{dtype, shape, data_offsets}}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise UnsupportedModelError(f"{path}: {name} has the data type {dtype!r}; known are {', '.join(_BITS)}")
+        raise UnsupportedModelError(f"{path}: {name} has the data type {dtype!r}; known: {', '.join(_BITS)}")
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise _damaged(path, f"{name} has an impossible shape")
     if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= payload_bytes:
@@ -209,7 +209,7 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON lets a name appear twice in an object and readers differ on which counts; here none does."""
+    """Refuse repeated names in an object: JSON allows them and readers differ in which one they use."""
     result = dict(pairs)
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]

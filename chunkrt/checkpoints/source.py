@@ -1,6 +1,6 @@
-"""One face for every checkpoint format.
+"""The common interface of all checkpoint formats.
 
-A `TensorSource` shows a checkpoint in Hugging Face's vocabulary, whatever the file: tensor names such as
+A `TensorSource` shows a checkpoint in Hugging Face's vocabulary, regardless of the file: tensor names such as
 "model.layers.0.self_attn.q_proj.weight", config keys such as "num_attention_heads", and weights in Hugging Face's
 layout (linears [out_features, in_features], no permuted rows). A decoder family is therefore written once.
 """
@@ -22,17 +22,18 @@ from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import map_read_only
 
 BLOCK_DEPTH = 32
-"""Weights of one output channel that share a scale and a minimum, as in GGUF's Q4_0 and Q4_1."""
+"""Number of weights of one output channel that share a scale and a minimum, as in GGUF's Q4_0 and Q4_1."""
 
 BLOCK_TYPES = frozenset(("Q4_0", "Q4_1"))
 FLOAT_TYPES = frozenset(("F64", "F32", "F16", "BF16"))
-"""Of what `TensorInfo.stored_as` may be: tensors that `read_blocks` gives, and those that were never quantised."""
+"""Values of `TensorInfo.stored_as`: types that `read_blocks` returns, and types that were never quantised."""
 
 
 SAMPLED_BYTES = 1021
-"""Of each tensor that are looked at to tell checkpoints apart. A prime: places fall on all bytes of an element."""
+"""Number of sampled bytes of each tensor that distinguish checkpoints. It is a prime: samples hit all bytes of an
+element."""
 
-LEFT_OUT = "%s: one token at a time is predicted; %d tensors of multi-token prediction are left out: %s"
+LEFT_OUT = "%s: one token at a time is predicted; ignoring %d tensors of multi-token prediction: %s"
 """Warning with the checkpoint's name, and the number and pattern of the tensors."""
 
 COMPARED_BYTES = 2**22
@@ -41,9 +42,9 @@ COMPARED_BYTES = 2**22
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """What the header says of a tensor: its shape in Hugging Face's layout and the type it is stored in.
+    """A tensor's entry in the header: its shape in Hugging Face's layout and its storage type.
 
-    `is_readable`: whether `TensorSource.read` makes float32 of that type.
+    `is_readable`: whether `TensorSource.read` converts that type to float32.
     """
 
     shape: tuple[int, ...]
@@ -56,7 +57,7 @@ class BlockTensor:
     """A tensor of 4 bits in blocks along its rows: w ~ integer * scale + minimum.
 
     integers: uint8 [N, K], 0 to 15; K is a multiple of BLOCK_DEPTH. scales, minima: float16 [N, K / BLOCK_DEPTH],
-    finite.
+        finite.
     """
 
     integers: NDArray[np.uint8]
@@ -64,18 +65,18 @@ class BlockTensor:
     minima: NDArray[np.float16]
 
     def dequantise(self) -> NDArray[np.float32]:
-        """float32 [N, K]; the products are exact, the sums rounded once."""
+        """Return float32 [N, K]; the products are exact, the sums rounded once."""
         blocks = self.integers.reshape(*self.scales.shape, BLOCK_DEPTH).astype(np.float32)
         values = blocks * self.scales[..., None].astype(np.float32) + self.minima[..., None].astype(np.float32)
         return values.reshape(self.integers.shape)
 
 
 Refuse = Callable[[UnsupportedModelError], None]
-"""What is told of each thing in a checkpoint that is not implemented; it may go on by returning."""
+"""A function called with the error for each unsupported feature of a checkpoint; if it returns, reading continues."""
 
 
 def strictly(refusal: UnsupportedModelError) -> None:
-    """Go no further: raise the refusal."""
+    """Raise the refusal."""
     raise refusal
 
 
@@ -89,19 +90,20 @@ class TensorSource(Protocol):
     """Hugging Face's config.json keys; a GGUF's metadata is translated into them."""
 
     def names(self) -> Sequence[str]:
-        """Every tensor of the checkpoint, in file order."""
+        """Names of all tensors of the checkpoint, in file order."""
         ...
 
     def info(self, name: str) -> TensorInfo:
-        """Shape and stored type of one tensor. Raises ModelError if the checkpoint has none of that name."""
+        """Return the shape and stored type of one tensor. Raises ModelError if the checkpoint has none of that name."""
         ...
 
     def read(self, name: str) -> NDArray[np.float32]:
-        """One tensor, dequantised to float32, in Hugging Face's layout. Raises ModelError as `info` does."""
+        """Return one tensor, dequantised to float32, in Hugging Face's layout. Raises ModelError as `info` does."""
         ...
 
     def read_blocks(self, name: str) -> BlockTensor | None:
-        """The same tensor in its own blocks of 4 bits, in the same layout; None if its type is not of BLOCK_TYPES.
+        """Return the same tensor in its own blocks of 4 bits, in the same layout; None if its type is not in
+        BLOCK_TYPES.
 
         Raises:
             ModelError: as `info` does.
@@ -110,20 +112,22 @@ class TensorSource(Protocol):
         ...
 
     def stored(self, name: str) -> NDArray[np.uint8]:
-        """Bytes of one tensor as the checkpoint stores them, in any shape. Raises ModelError as `info` does."""
+        """Return the bytes of one tensor as the checkpoint stores them, in any shape. Raises ModelError as `info`
+        does."""
         ...
 
 
 def spread(values: NDArray[Any]) -> bytes:
-    """Up to SAMPLED_BYTES bytes of an array, evenly spread over it, as it lies in memory."""
+    """Return up to SAMPLED_BYTES bytes of an array, evenly spread over its memory."""
     flat = values.reshape(-1).view(np.uint8)
     return flat[np.linspace(0, flat.size - 1, min(SAMPLED_BYTES, flat.size)).astype(np.int64)].tobytes()
 
 
 def weights_digest(source: TensorSource) -> str:
-    """SHA-256, in hexadecimal, of what tells a checkpoint's weights from another's of the same shapes.
+    """Return the SHA-256, in hexadecimal, of data that distinguish a checkpoint's weights from others of the same
+    shapes.
 
-    Of every tensor, in the order of names: its name, shape and type, and a sample of its values.
+    It covers every tensor, in the order of names: its name, shape and type, and a sample of its values.
     """
     digest = hashlib.sha256()
     for name in sorted(source.names()):

@@ -1,1 +1,1 @@
-"""From a checkpoint to an engine directory: plans, calibration, schemes that are searched, quantised weights."""
+"""From a checkpoint to an engine directory: plans, calibration, search for schemes, quantised weights."""

@@ -1,7 +1,7 @@
-"""Calibration: run a decoder in float over some text, note how large its values get, and keep what was found.
+"""Calibration: run a decoder in float over some text, and record the magnitudes of its values.
 
-Subgraph after subgraph, each over the whole text before the next: every weight is read once, and a model of any size
-needs the memory of its largest subgraph, beside what a token carries from one subgraph to the next.
+Each subgraph runs over the complete text before the next: every weight is read once, and a model of any size needs the
+memory of its largest subgraph, plus the values that pass between subgraphs.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Float32 = NDArray[np.float32]
 TokenIds = NDArray[np.int64]
 Values = Mapping[str, Any]
 RunNode = Callable[[Node, Values], Any]
-"""One operator, given all values known by then: its output, or a tuple of them."""
+"""A function that evaluates one operator, given all values known so far: returns its output, or a tuple of them."""
 
 log = logging.getLogger(__name__)
 
 WINDOW_LENGTH = 512
-"""Tokens that attend to one another; each window starts at position 0."""
+"""Number of tokens in a window, which attend to one another; each window starts at position 0."""
 
 DEFAULT_NUM_TOKENS = 2048
 
@@ -61,14 +61,14 @@ def cached_calibration(
     is_rotated: bool = False,
     progress: Count = lambda done, total: None,
 ) -> tuple[Calibration, Path]:
-    """The calibration of a checkpoint on some tokens, from the cache, or made and put there.
+    """Return the calibration of a checkpoint on some tokens, from the cache, or made and stored there.
 
     Args:
-        planned: the checkpoint, opened and planned, with nothing placed and nothing shadowed.
-        model: what it is called.
-        token_ids: int64 [n]; by default those of a text that comes with chunkrt.
+        planned: the checkpoint, opened and planned, without placement and shadows.
+        model: the model's name.
+        token_ids: int64 [n]; by default those of a text that is part of chunkrt.
         equalisation, is_rotated: of the scheme that it is for; see `quant/scheme.py`.
-        progress: told (subgraphs done, subgraphs in all), if there is anything to do.
+        progress: called with (subgraphs done, total), if there is anything to do.
 
     Returns:
         The calibration, and the file that holds it.
@@ -130,7 +130,8 @@ def cached_calibration(
 
 
 def _load_finite(planned: Planned, name: str) -> Float32:
-    """A weight; QuantizationError names the checkpoint's tensor that is not finite, before a value can be blamed."""
+    """Return a weight; QuantizationError names the checkpoint's tensor that is not finite, before values are
+    checked."""
     values = planned.load(name)
     if not np.isfinite(values).all():
         source, tensors = planned.source, planned.parameters[name].checkpoint_tensors
@@ -140,18 +141,18 @@ def _load_finite(planned: Planned, name: str) -> Float32:
 
 
 def shipped_text() -> str:
-    """The text that comes with chunkrt, for those who have none at hand."""
+    """Return the text that is part of chunkrt, for users without their own."""
     return resources.files("chunkrt").joinpath("calibration_text.txt").read_text("utf-8")
 
 
 def calibration_tokens(planned: Planned, text: str, num_tokens: int | None) -> TokenIds:
-    """The first tokens of a text, int64 [n].
+    """Return the first tokens of a text, int64 [n].
 
-    A model that was tuned for chat gets the text's paragraphs as the turns of a conversation: the tokens between turns
-    make some of its values larger than any word does.
+    For a model that was tuned for chat, the text's paragraphs become the turns of a conversation: the tokens between
+    turns make some of its values larger than any word does.
 
     Raises:
-        ConfigError: the text is empty, or has fewer tokens than asked for.
+        ConfigError: the text is empty, or has fewer tokens than requested.
         ModelError: the checkpoint has no tokenizer.
     """
     if num_tokens is not None and num_tokens < 1:
@@ -162,12 +163,12 @@ def calibration_tokens(planned: Planned, text: str, num_tokens: int | None) -> T
         raise ModelError(f"{planned.source.path} has no tokenizer, which calibration needs; add its tokenizer.json")
     found = _conversation(tokenizer, paragraphs) or tokenizer.encode(text, add_special=True, parse_special=False)
     if num_tokens is not None and len(found) < num_tokens:
-        raise ConfigError(f"the calibration text has {len(found)} tokens, fewer than the {num_tokens} asked for")
+        raise ConfigError(f"the calibration text has {len(found)} tokens, fewer than the requested {num_tokens}")
     return np.array(found[: num_tokens or DEFAULT_NUM_TOKENS], np.int64)
 
 
 def _conversation(tokenizer: Tokenizer, paragraphs: list[str]) -> list[int]:
-    """The tokens of a user and an assistant taking turns; none if the model does not chat."""
+    """Return the tokens of alternating turns of a user and an assistant; empty if the model has no chat template."""
     turns = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(paragraphs)]
     try:
         return tokenizer.encode_chat(turns, add_generation_prompt=False) if tokenizer.has_chat_template else []
@@ -177,7 +178,7 @@ def _conversation(tokenizer: Tokenizer, paragraphs: list[str]) -> list[int]:
 
 
 def text_digest(token_ids: TokenIds) -> str:
-    """SHA-256 of a text's tokens, in hexadecimal."""
+    """Return the SHA-256 of a text's tokens, in hexadecimal."""
     return hashlib.sha256(token_ids.astype("<i8").tobytes()).hexdigest()
 
 
@@ -191,22 +192,22 @@ def calibrate(
     method: Method = "mse",
     progress: Count = lambda done, total: None,
 ) -> Calibration:
-    """Run a decoder over tokens and keep the limits of its values.
+    """Run a decoder over tokens and record the limits of its values.
 
     Args:
-        load: a weight's float32 values by its plan name; called once a weight. What it folds into them is for the
-            caller to note.
-        token_ids: int64 [n], n at least 1; cut into windows of WINDOW_LENGTH, the context permitting.
-        model: what the model is called.
-        weights: the checkpoint's `weights_digest`; a calibration without one is not taken for any checkpoint.
-        progress: told (subgraphs done, subgraphs in all).
+        load: returns a weight's float32 values by its plan name; called once a weight. The caller records its folded
+            transformations.
+        token_ids: int64 [n], n at least 1; cut into windows of WINDOW_LENGTH, if the context permits.
+        model: the model's name.
+        weights: the checkpoint's `weights_digest`; a calibration without one matches no checkpoint.
+        progress: called with (subgraphs done, total).
 
     Raises:
         ConfigError: there are no tokens, or one is outside the vocabulary.
         QuantizationError: a value is not finite.
     """
     if not token_ids.size:
-        raise ConfigError("the calibration text has no tokens; give a longer one")
+        raise ConfigError("the calibration text has no tokens; use a longer text")
     if token_ids.max() >= plan.vocab_size:
         raise ConfigError(f"token id {token_ids.max()} is outside the vocabulary of {plan.vocab_size}")
     length = min(WINDOW_LENGTH, plan.context_length)
@@ -241,12 +242,12 @@ def calibrate(
 
 
 def first_values(token_ids: TokenIds, logit_rows: NDArray[np.int64]) -> dict[str, Any]:
-    """What a decoder is given for tokens that start at position 0."""
+    """Return a decoder's inputs for tokens that start at position 0."""
     return {"input_ids": token_ids, "position": np.zeros(1, np.int64), "logit_rows": logit_rows}
 
 
 def run_subgraph(plan: Plan, index: int, live: Values, weights: Mapping[str, Float32], run: RunNode) -> dict[str, Any]:
-    """Run one subgraph of a plan on a window: from the values that live before it to those that live after it."""
+    """Run one subgraph of a plan on a window: takes the values live before it, returns those live after it."""
     subgraph = plan.subgraphs[index]
     num_tokens = len(live["input_ids"])
     symbols = {"P": num_tokens, "W": num_tokens}
@@ -268,12 +269,12 @@ def run_subgraph(plan: Plan, index: int, live: Values, weights: Mapping[str, Flo
 
 
 def run_node(node: Node, values: Values) -> Any:
-    """One operator in float."""
+    """Evaluate one operator in float."""
     return run_operator(node, [values[name] for name in node.inputs])
 
 
 class _Observer:
-    """Notes every value that a node computes."""
+    """Records every value that a node computes."""
 
     def __init__(self, plan: Plan, method: Method) -> None:
         self.peaks: dict[str, float] = {}
@@ -286,22 +287,23 @@ class _Observer:
         linears = linear_nodes(plan).values()
         self._method: Method = method
         self._inputs: dict[str, list[Float32]] = {node.inputs[0]: [] for node in linears}
-        """The inputs of the linears that are on their way, window by window."""
+        """Inputs of linears that still have readers, window by window."""
         self._readers = Counter(node.inputs[0] for node in linears)
-        """How many linears are still to come for each of these."""
+        """Number of linears that will still read each of these."""
         self._outputs = {node.outputs[0] for node in linears}
         self._ranges: dict[str, Range] = {}
 
     def run(self, node: Node, values: Values) -> Any:
-        """One operator; its outputs are seen."""
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found as it is seen
+        """Evaluate one operator and record its outputs."""
+        # Values that are not finite raise an error when they are recorded.
+        with np.errstate(over="ignore", invalid="ignore"):
             results = run_node(node, values)
             for name, result in zip(node.outputs, results if isinstance(results, tuple) else (results,), strict=True):
                 self.see(name, result)
         return results
 
     def see(self, name: str, values: Float32) -> None:
-        """Take more rows of a value. Raises QuantizationError if one is not finite."""
+        """Record rows of a value. Raises QuantizationError if one is not finite."""
         if name not in self._ranges:
             self._ranges[name] = Range(self._method if name in self._inputs else "absmax", counts=name in self._inputs)
         found = self._ranges[name]
@@ -315,9 +317,9 @@ class _Observer:
             self._inputs[name].append(values)
 
     def finish(self, subgraph: Subgraph, weights: dict[str, Float32]) -> None:
-        """Nothing more comes of what a subgraph computed: keep its peaks and limits, and drop the rest.
+        """Finish a subgraph's values: keep their peaks and limits, and drop the rest.
 
-        The head gets no shadow.
+        The LM head gets no shadow.
         """
         for name, found in self._ranges.items():
             self.peaks[name] = float(found.largest)
@@ -337,7 +339,7 @@ class _Observer:
                     self._inputs[node.inputs[0]].clear()
 
     def _hot_channels(self, name: str) -> NDArray[np.int32]:
-        """Those that exceed the grid of a shadowed linear most often; of equals, the first."""
+        """Return the channels that exceed the grid of a shadowed linear most often; of equals, the first."""
         limit = self.shadow_limits[name]
         times = sum((np.abs(x) > limit).sum(axis=0) for x in self._inputs[name])
         ranking = np.argsort(-np.asarray(times), kind="stable")
@@ -345,6 +347,6 @@ class _Observer:
 
 
 def _largest(values: Float32) -> Float32:
-    """The largest magnitude of each column."""
+    """Return the largest magnitude of each column."""
     largest: Float32 = np.maximum(values.max(axis=0), -values.min(axis=0))
     return largest

@@ -1,7 +1,7 @@
 """The compile half: from a checkpoint to an engine directory.
 
-weights -> graph -> plan -> quantisation -> engine directory. Imported only when something has to be compiled: a
-device that runs engine directories never needs it, nor ONNX.
+weights -> graph -> plan -> quantisation -> engine directory. Imported only to compile: a device that runs engine
+directories needs neither this package nor ONNX.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 
 
 def open_decoder(checkpoint: Path, ranks: Ranks = ALONE) -> tuple[TensorSource, Module]:
-    """A checkpoint and its module tree: built by its family, or imported from ONNX.
+    """Open a checkpoint and its module tree: built by its family, or imported from ONNX.
 
     Raises:
         ModelError: the checkpoint is damaged, incomplete or unsupported.
-        ConfigError: so many ranks cannot share the decoder.
+        ConfigError: the ranks cannot share the decoder.
     """
     if is_onnx(checkpoint):
         if not ranks.are_alone:
@@ -59,12 +59,12 @@ def plan_checkpoint(
     """Open a checkpoint, build its decoder, place it and cut it into subgraphs.
 
     Args:
-        scheme: linears that it shadows are cut out.
-        ranks: which of how many processes the plan is for.
+        scheme: its shadows become separate subgraphs.
+        ranks: the rank that the plan is for.
 
     Raises:
         ModelError: the checkpoint is damaged, incomplete or unsupported.
-        ConfigError: the placement names no module; so many ranks cannot share the decoder, or not under the scheme.
+        ConfigError: the placement names no module; the ranks cannot share the decoder, or not under the scheme.
     """
     if scheme is not None:
         check_scheme_of_ranks(scheme, ranks.size)
@@ -83,20 +83,20 @@ def compile_checkpoint(
     check: Callable[[Plan, Scheme], None] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Plan:
-    """Write the engine directory of a checkpoint, aside and then renamed.
+    """Write the engine directory of a checkpoint to a temporary name, then rename it.
 
     Args:
-        folder: where it shall be; nothing may be there yet, and nobody else may be writing it.
-        recipe: a scheme; or what is searched for, on the calibration's text.
-        calibration: for a static scheme; by default one is made from the text that comes with chunkrt. One that was
-            made for another equalisation or rotation gives its text, and is made anew.
-        ranks: which of how many processes the engine directory is for.
-        check: asked before anything is written; what it raises ends the compilation.
-        progress: told (what is being done, how much is done, how much there is).
+        folder: the path to write; it must not exist, and no other process may be writing it.
+        recipe: a scheme; or a search for one, on the calibration's text.
+        calibration: for a static scheme; by default one is made from the text that is part of chunkrt. If it was made
+            for another equalisation or rotation, its text is used to recalibrate.
+        ranks: the rank that the engine directory is for.
+        check: called before anything is written; its exceptions end the compilation.
+        progress: called with (step, done, total).
 
     Raises:
-        ModelError, QuantizationError, ConfigError: see `plan_checkpoint`; a full disk is a ModelError. Nothing is
-            left behind.
+        ModelError, QuantizationError, ConfigError: see `plan_checkpoint`; a full disk is a ModelError. No partial
+            output remains.
     """
     scheme, ranges, scaling = recipe.scheme, None, None
     check_scheme_of_ranks(scheme, ranks.size)
@@ -147,7 +147,7 @@ def compile_checkpoint(
     log.info("compiled %s into %s", checkpoint, folder)
     if scheme.weight_bits == 4:
         counts = linears_by_weight_bits(planned.plan, scheme)
-        log.info("weights of %d linears have 4 bits, of %d 8 bits", counts[4], counts[8])
+        log.info("weights of %d linear layers have 4 bits, of %d 8 bits", counts[4], counts[8])
     return planned.plan
 
 
@@ -160,14 +160,14 @@ def prepare(
     model: str,
     progress: Progress = lambda what, done, total: None,
 ) -> tuple[Scheme, Calibration]:
-    """The scheme that a static recipe comes to for a checkpoint, and its calibration; from the cache if they can be.
+    """Return the scheme of a static recipe for a checkpoint, and its calibration; from the cache if possible.
 
     Args:
-        planned: the checkpoint with nothing placed and nothing shadowed.
+        planned: the checkpoint without placement and shadows.
 
     Raises:
-        ConfigError, ModelError, QuantizationError: see `compile_checkpoint`; a shadow is asked for a linear that is not
-            there; nothing is within the budget.
+        ConfigError, ModelError, QuantizationError: see `compile_checkpoint`; a shadow names a linear that does not
+            exist; no scheme is within the budget.
     """
     scheme = recipe.scheme
     check_shadowed(planned.plan, scheme)

@@ -1,12 +1,12 @@
-"""Choosing for every linear how it is quantised, by what each choice is measured to lose on the calibration text.
+"""Search for the quantisation of every linear, by the measured loss of each choice on the calibration text.
 
     shadow   all linears in 8 bits, with the fewest shadows that keep the loss within the budget
     mixed    first the most multiply-adds in 8 bits (the others in 16), then the fewest shadows, then the fewest bytes:
              of the linears in 16 bits, the most with 4-bit weights
 
-Greedy, with the sum checked: every linear's loss is measured alone, in each way, which puts the linears in order; along
-that order the shortest way to a scheme within the budget is found by bisection, each scheme measured as a whole. What
-is chosen was measured to be within the budget; a better one may have been passed over.
+The search is greedy and checks the sum. Every linear's loss is measured alone, for each choice, which puts the linears
+in order. Along that order, bisection finds the shortest prefix that yields a scheme within the budget; each scheme is
+measured as a whole. The chosen scheme was measured to be within the budget; a better one may have been missed.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ Float32 = NDArray[np.float32]
 TokenIds = NDArray[np.int64]
 
 NUM_FRONTIER = 6
-"""Parts of the order, at whose ends schemes are measured beside those that lead to the chosen one."""
+"""Number of parts of the order at whose ends schemes are measured in addition to those of the bisection."""
 
 NEGLIGIBLE = 0.05
-"""Of the budget, shared out evenly among the linears: one that loses no more alone gets no shadow."""
+"""Fraction of the budget, divided evenly among the linears: one that loses no more alone gets no shadow."""
 
 HELD_OUT_EVERY = 8
-"""Of the calibration text's windows, one in so many is kept from the grids of a search, to measure on."""
+"""Interval of the calibration text's windows that are kept out of a search's grids, to measure on."""
 
 NUM_WINDOWS, SEARCH_WINDOW_LENGTH = 4, 256
-"""What a trial looks at, of those."""
+"""Limits of a trial's windows: their number, and their length in tokens."""
 
 FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearChoice:
-    """One linear.
+    """One linear in a search.
 
-    reach: the largest magnitude of its input over the step of the grid that it has beside a shadow, which ends at 127.
-    kl: mean KL divergence when this linear alone is in 8 bits. kl_shadowed: the same with a shadow; None where kl is
-    NEGLIGIBLE, and it was not measured. activation_bits, weight_bits, has_shadow: what was chosen. shadow_bytes: of
-    rows kept in float32; shadow_multiply_adds: a row's, on average. Both are 0 without a shadow.
+    reach: the largest magnitude of its input over the step of its grid with a shadow, which ends at 127. kl: mean KL
+    divergence when this linear alone is in 8 bits. kl_shadowed: the same with a shadow; None if kl is NEGLIGIBLE, and
+    it was not measured. activation_bits, weight_bits, has_shadow: the choice. shadow_bytes: bytes of rows kept in
+    float32; shadow_multiply_adds: for a row, on average. Both are 0 without a shadow.
     """
 
     weight: str
@@ -75,7 +75,7 @@ class LinearChoice:
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """One scheme along a search's order: its share of multiply-adds with 8-bit activations, shadows, linears with 4-bit
-    weights, and what it lost when measured."""
+    weights, and its measured loss."""
 
     share_in_8_bits: float
     num_shadows: int
@@ -86,8 +86,8 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a search found: the scheme, what it loses on the calibration text, the linears that it was about in the
-    plan's order, and all schemes that were measured as a whole."""
+    """Result of a search: the scheme, its loss on the calibration text, the searched linears in the plan's order, and
+    all schemes that were measured as a whole."""
 
     scheme: Scheme
     budget: float
@@ -96,12 +96,12 @@ class Choice:
     frontier: Sequence[Point]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the choice as a dictionary for JSON."""
         return asdict(self)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Choice:
-        """Read what `to_dict` gave. Raises TypeError, KeyError or AttributeError if it did not."""
+        """Read the result of `to_dict`. Raises TypeError, KeyError or AttributeError for anything else."""
         return Choice(
             scheme=Scheme.from_dict(data["scheme"]),
             budget=data["budget"],
@@ -119,12 +119,13 @@ def cached_choice(
     *,
     progress: Count = lambda done, total: None,
 ) -> tuple[Choice, Path]:
-    """What a recipe's search finds for a checkpoint, from the cache beside the calibrations, or made and put there.
+    """Return the result of a recipe's search for a checkpoint, from the cache next to the calibrations, or made and
+    stored there.
 
     Args:
-        planned: the checkpoint with nothing placed and nothing shadowed.
-        calibration: of the recipe's scheme. The search makes its own grids of one part of its text, and measures on
-            another; an engine's grids are made of all of it.
+        planned: the checkpoint without placement and shadows.
+        calibration: of the recipe's scheme. The search makes its own grids from one part of its text, and measures on
+            another; an engine's grids are made from all of it.
 
     Returns:
         The choice, and the JSON file that holds it.
@@ -170,10 +171,10 @@ def cached_choice(
 
 
 def held_out(token_ids: TokenIds, context_length: int) -> tuple[TokenIds, list[TokenIds]]:
-    """Part a text: tokens for the grids of a search, and windows of others to measure on.
+    """Split a text: tokens for the grids of a search, and windows of others to measure on.
 
-    What a search looks at must not have made the grids: values beyond their ends are what shadows are for, and a text
-    has none that it was calibrated on.
+    A search must not measure on the text that made the grids: shadows are for values that exceed the grids, and the
+    calibration text has none of these.
 
     Args:
         token_ids: int64 [n].
@@ -187,7 +188,9 @@ def held_out(token_ids: TokenIds, context_length: int) -> tuple[TokenIds, list[T
         ConfigError: the text has fewer than 4 tokens.
     """
     if token_ids.size < 4:
-        raise ConfigError(f"the calibration text has {token_ids.size} tokens, and choosing schemes takes 4 or more")
+        raise ConfigError(
+            f"the calibration text has {token_ids.size} tokens, but a search for schemes needs at least 4"
+        )
     length = min(WINDOW_LENGTH, context_length, token_ids.size // 2)
     parts = np.split(token_ids, range(length, token_ids.size, length))
     parts = [part for part in parts if part.size >= 2]
@@ -209,12 +212,13 @@ def choose(
     """Search for the scheme.
 
     Args:
-        scheme: of 8-bit static linears; those that it keeps wide stay so.
-        budget: the most mean KL divergence, in nats, on the windows of `losses`.
-        progress: told (trials done, trials expected); more are expected once it is known what stays in 16 bits.
+        scheme: a scheme with 8-bit static linears; linears that it names as wide stay wide.
+        budget: the largest mean KL divergence, in nats, on the windows of `losses`.
+        progress: called with (trials done, trials expected); the expected number grows once the linears with 16 bits
+            are known.
 
     Raises:
-        QuantizationError: not even the most careful choice is within the budget.
+        QuantizationError: even the most careful choice exceeds the budget.
     """
     return _Search(losses, scheme, search, budget, progress).run()
 
@@ -227,7 +231,7 @@ class _Search:
         self._expected = 2 * len(self._candidates) + 2 * len(self._candidates).bit_length() + NUM_FRONTIER
         self._num_trials = 0
         self._points: dict[Scheme, Loss] = {}
-        """The whole schemes that were measured."""
+        """Schemes that were measured as a whole."""
 
     def run(self) -> Choice:
         """See `choose`."""
@@ -262,7 +266,7 @@ class _Search:
         )
 
     def _with_4_bits(self, wide: Sequence[str], shadowed: Sequence[str]) -> list[str]:
-        """Of the linears in 16 bits, those whose weights can have 4: the most bytes for the least loss."""
+        """Return the linears, of those in 16 bits, whose weights can have 4: the most bytes for the least loss."""
         fitting = [name for name in wide if int(self._losses.plan.tensors[name].shape[0]) % BLOCK_LENGTH == 0]
         self._expected += len(fitting) + len(fitting).bit_length()
         alone = {name: self._trial(self._variant(wide, (), fitting), [name]).kl for name in fitting}
@@ -270,7 +274,8 @@ class _Search:
         return worst[self._least(len(worst), lambda count: self._variant(wide, shadowed, worst[count:])) :]
 
     def _variant(self, wide: Sequence[str], shadowed: Sequence[str], with_4_bits: Sequence[str] = ()) -> Scheme:
-        """The scheme with more linears in 16 bits, some of these with 4-bit weights, and shadows for some others."""
+        """Return the scheme with more linears in 16 bits, some of these with 4-bit weights, and shadows for some
+        others."""
         narrow = tuple(name for name in self._candidates if name in set(shadowed) - set(wide))
         scheme = replace(self._scheme, wide=(*self._scheme.wide, *wide), shadowed=narrow)
         if not with_4_bits:
@@ -279,7 +284,7 @@ class _Search:
         return replace(scheme, weight_bits=4, weights_of_8_bits=others)
 
     def _least(self, most: int, scheme_at: Callable[[int], Scheme]) -> int:
-        """The least count, 0 to `most`, whose scheme was measured to be within the budget, as bisection finds it."""
+        """Return the least count, 0 to `most`, whose scheme was measured to be within the budget, by bisection."""
         low, high = -1, most
         if (least := self._measure(scheme_at(most)).kl) > self._budget:
             remedy = "use --scheme mixed" if self._search == "shadow" else "raise the budget"

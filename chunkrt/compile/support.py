@@ -1,7 +1,7 @@
-"""What chunkrt has for a checkpoint, and what is missing, by name: told from headers alone, no weight is read.
+"""Support for a checkpoint, and missing features by name; read from headers alone, without weights.
 
-Each part asks those that would do the work: the mapping of names, the decoder family, the tokenizer, the backends. What
-a config asks for and nobody has is noted and left out, and the rest is looked at as if it had not been asked for.
+Each part uses the code that would do the work: the mapping of names, the decoder family, the tokenizer, the backends.
+Unsupported features of a config are recorded and removed, and the rest is checked as if the config did not have them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from chunkrt.tokenizer import Tokenizer
 
 SHOWN_NAMES = 3
 LONGEST_VALUE = 60
-"""Characters of a config's value that are shown."""
+"""Number of characters of a config's value that are shown."""
 
 _SIZES = {
     "layers": ("block_count", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -48,12 +48,12 @@ _SIZES = {
     "heads": ("attention.head_count", "num_attention_heads", "n_head", "n_heads"),
     "context": ("context_length", "max_position_embeddings", "n_positions"),
 }
-"""What is told of any model, with the keys that have it: GGUF's, then Hugging Face's."""
+"""Reported sizes of any model, with their keys: GGUF's, then Hugging Face's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Something that the config asks for. `reason`: why it is not there; empty if it is."""
+    """A feature that the config requires. `reason`: why it is not supported; empty if it is."""
 
     name: str
     asked: str
@@ -62,12 +62,11 @@ class Feature:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """How the checkpoint's tensors go with the decoder's parameters.
+    """Match between the checkpoint's tensors and the decoder's parameters.
 
-    `num_needed`: None where no decoder can be made; `unread` are then those that no mapping of any family has.
-    `misfits`: those of another shape than is needed, in words. `unused`: parameters that the decoder's modules declare
-    and none of its operators reads. `types`: how many there are of each stored type;
-    `unreadable`: those of them that are not dequantised.
+    `num_needed`: None if no decoder can be made; `unread` then has the tensors that no family's mapping has. `misfits`:
+    descriptions of tensors with a wrong shape. `unused`: parameters that the decoder's modules declare and none of its
+    operators reads. `types`: number of tensors of each stored type; `unreadable`: types that cannot be dequantised.
     """
 
     num_found: int
@@ -82,7 +81,8 @@ class Tensors:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerKind:
-    """The checkpoint's tokenizer; `model` is empty if it has none. `reason`: why it is not there; empty if it is."""
+    """The checkpoint's tokenizer; `model` is empty if it has none. `reason`: why it is not supported; empty if it
+    is."""
 
     model: str
     pre_tokenizer: str
@@ -91,10 +91,10 @@ class TokenizerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class SupportReport:
-    """All that can be told. `module` is the family's source file, empty if the architecture is not known.
+    """A report on a checkpoint. `module` is the family's source file, empty if the architecture is unknown.
 
-    `known`: the architectures that are, nearest first. `sizes`: of layers, hidden size and so on, as far as they are
-    given. `unavailable`: backends that are not on this machine, with the reason; nothing is held against those.
+    `known`: the known architectures, nearest first. `sizes`: of layers, hidden size and so on, if present.
+    `unavailable`: backends that are not on this machine, with the reason; they do not count as missing.
     """
 
     path: str
@@ -113,7 +113,7 @@ class SupportReport:
 
     @property
     def gaps(self) -> list[str]:
-        """Everything that is missing, in a few words each; empty if the checkpoint runs."""
+        """List everything that is missing, in a few words each; empty if the checkpoint runs."""
         tensors = self.tensors
         gaps = [] if self.module else [f"architecture {self.architecture!r}"]
         gaps += [f"feature {feature.name}" for feature in self.features if feature.reason]
@@ -135,28 +135,28 @@ class SupportReport:
         return gaps
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the report as a dictionary for JSON."""
         return asdict(self) | {"gaps": self.gaps}
 
 
 def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] | None = None) -> SupportReport:
-    """Look at a checkpoint's headers and tell what is there for it and what is missing.
+    """Read a checkpoint's headers and report supported and missing features.
 
     Args:
         path: a GGUF file, a Hugging Face folder or an ONNX decoder, of any architecture.
-        backends: whom to ask, besides the NPU; by default all that are on this machine.
+        backends: backends to check, in addition to the NPU; by default all that are available on this machine.
 
     Raises:
         ModelError: it is neither, or damaged, or its config contradicts itself.
         UnsupportedModelError: its header cannot be read (another byte order, an unknown type, a part of a split file);
-            or an ONNX decoder has an operator that is not understood.
+            or an ONNX decoder has an unsupported operator.
     """
     refusals: list[UnsupportedModelError] = []
     metadata: Mapping[str, Any] | None = None
     unmapped: list[str] = []
     source: TensorSource
     draft: _Draft | None
-    if is_onnx(Path(path)):  # it is read as a whole, and what is not understood is an error
+    if is_onnx(Path(path)):  # an ONNX decoder is imported completely, and unsupported parts raise an error
         source, decoder = import_decoder(Path(path))
         declared = model_type = source.architecture
         known, kind = list[str](), "ONNX"
@@ -200,7 +200,7 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
 
 @dataclass(frozen=True, kw_only=True)
 class _Draft:
-    """What becomes of a checkpoint without what was refused. `config`: of a family; an ONNX decoder has none."""
+    """Report on a checkpoint without its refused features. `config`: a family's; None for an ONNX decoder."""
 
     config: DecoderConfig | None
     decoder: Module
@@ -218,7 +218,7 @@ class _Draft:
 
 
 def _draft(source: TensorSource, refusals: list[UnsupportedModelError]) -> _Draft | None:
-    """Make the decoder, leaving out of the config one refused key after the other; None if that does not help."""
+    """Make the decoder, removing one refused key after the other from the config; None if that does not help."""
     source = copy(source)
     while True:
         try:
@@ -229,7 +229,7 @@ def _draft(source: TensorSource, refusals: list[UnsupportedModelError]) -> _Draf
             left_out = {refusal.feature} | ({"rope_parameters"} if refusal.feature == SCALING_KEY else set())
         except ModelError:
             if refusals:
-                return None  # it may make sense with what was left out
+                return None  # the config may be valid with the removed keys
             raise
         config_left = {key: value for key, value in source.config.items() if key not in left_out}
         if len(config_left) == len(source.config):
@@ -238,7 +238,7 @@ def _draft(source: TensorSource, refusals: list[UnsupportedModelError]) -> _Draf
 
 
 def _sizes(source: TensorSource, declared: str, metadata: Mapping[str, Any] | None) -> dict[str, int]:
-    """By the names of `_SIZES`, those that are given as whole numbers."""
+    """Return sizes by the names of `_SIZES`, if they are whole numbers."""
     if metadata is not None:
         given = {key.removeprefix(f"{declared}."): metadata[key] for key in metadata if key.startswith(f"{declared}.")}
     else:
@@ -249,7 +249,7 @@ def _sizes(source: TensorSource, declared: str, metadata: Mapping[str, Any] | No
 
 
 def _features(config: DecoderConfig, draft: _Draft, refusals: Sequence[UnsupportedModelError]) -> Iterator[Feature]:
-    """What the config asks for and the decoder has, save what a refusal tells of."""
+    """List the config's features that the decoder has, except refused ones."""
     plan = draft.plan
     nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
     windows = [node.attributes["window"] for node in nodes if node.op in ATTENTION_OPS]
@@ -276,7 +276,7 @@ def _features(config: DecoderConfig, draft: _Draft, refusals: Sequence[Unsupport
 
 
 def _rope_rules(config: DecoderConfig) -> Iterator[str]:
-    """Scaling rules, by kind of layer where each has its own; and the tensor that scales, where a GGUF has one."""
+    """Describe scaling rules, by kind of layer if they differ; and the tensor that scales, if a GGUF has one."""
     sections = {kind: value for kind, value in (config.raw.get("rope_parameters") or {}).items() if value}
     if any(isinstance(section, Mapping) for section in sections.values()):
         rules = {kind: rope_parameters({"rope_parameters": section})["rope_type"] for kind, section in sections.items()}
@@ -326,20 +326,20 @@ def _tensors(source: TensorSource, draft: _Draft | None, unmapped: Sequence[str]
 
 
 def _tokenizer(source: TensorSource, metadata: Mapping[str, Any] | None) -> TokenizerKind:
-    """Its kind; it is made as well, since what is damaged could not be loaded."""
+    """Describe the tokenizer; it is also loaded, because a damaged one would fail later."""
     try:
         if metadata is not None:
             from chunkrt.tokenizer.gguf_vocabulary import read_kind
 
             model, pre = read_kind(metadata) or ("", "")
-            Tokenizer.from_source(source)  # whether its tables are whole
+            Tokenizer.from_source(source)  # checks that its tables are complete
             return TokenizerKind(model=model, pre_tokenizer=pre)
         from chunkrt.tokenizer.huggingface_folder import read_folder
 
         if (found := read_folder(source.path, source.config)) is None:
             return TokenizerKind(model="", pre_tokenizer="")
         library, _ = found
-        Tokenizer(*found)  # whether its decoder is implemented
+        Tokenizer(*found)  # checks that its decoder is implemented
         pre = type(library.pre_tokenizer).__name__ if library.pre_tokenizer else ""
         return TokenizerKind(model=type(library.model).__name__, pre_tokenizer=pre)
     except UnsupportedModelError as refusal:
@@ -351,6 +351,6 @@ def _tokenizer(source: TensorSource, metadata: Mapping[str, Any] | None) -> Toke
 
 
 def first_few(names: Sequence[str]) -> str:
-    """In one line, with how many there are beyond."""
+    """Join names in one line, with the number of omitted ones."""
     num_more = len(names) - SHOWN_NAMES
     return ", ".join(names[:SHOWN_NAMES]) + (f" and {num_more} more" if num_more > 0 else "")

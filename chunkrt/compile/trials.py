@@ -1,7 +1,7 @@
-"""What quantising some linears of a decoder loses: KL divergence from the float decoder, on a few windows of text.
+"""Loss of quantising some linears of a decoder: KL divergence from the float decoder, on a few windows of text.
 
-A float run keeps what every subgraph was given. A trial then begins at the first subgraph that it changes. Beside an
-engine, only sums of floats may be in another order, and embeddings are not rounded to float16.
+A float run keeps the inputs of every subgraph. A trial then begins at the first subgraph that it changes. Compared with
+an engine, only sums of floats may be in another order, and embeddings are not rounded to float16.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TokenIds = NDArray[np.int64]
 Result = TypeVar("Result")
 
 LOSS_EVERY = 4
-"""Of a window's rows, every fourth one's logits are compared: a head is as much work as many layers."""
+"""Interval of a window's rows whose logits are compared, because an LM head costs as much as many layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A trial beside the float decoder: mean KL divergence in nats, and the trial's perplexity over float's."""
+    """Result of a trial compared with the float decoder: mean KL divergence in nats, and the ratio of perplexities."""
 
     kl: float
     perplexity_ratio: float
@@ -45,12 +45,12 @@ class Loss:
 class Losses:
     """Trials of schemes on one decoder. Holds all of its weights in float32, and linears a second time as integers.
 
-    Windows run beside one another, each on one thread: results do not depend on how many cores there are.
+    Windows run in parallel, each on one thread: results do not depend on the number of cores.
 
     Args:
-        plan: the decoder as it is by nature, without shadows.
-        load: a weight's float32 values by its plan name, folded as the calibration says; called once a weight.
-        calibration: where grids end.
+        plan: the decoder without placement and without shadows.
+        load: returns a weight's float32 values by its plan name, with the calibration's folding; called once a weight.
+        calibration: gives the limits of grids.
         windows: int64 [n] each, n at least 2, of text: they start at position 0.
     """
 
@@ -77,18 +77,18 @@ class Losses:
 
     @cached_property
     def multiply_adds(self) -> dict[str, int]:
-        """Of every linear, for one row."""
+        """Multiply-adds of every linear, for one row."""
         shapes = {name: resolve(self.plan.tensors[name].shape, {}) for name in self.linears}
         return {name: depth * columns for name, (depth, columns) in shapes.items()}
 
     def reach(self, weight: str) -> float:
-        """The largest magnitude of a linear's input over the step of the grid that it has beside a shadow."""
+        """Return the largest magnitude of a linear's input over the step of its grid with a shadow."""
         source = self.linears[weight].inputs[0]
-        limit = self._calibration.shadow_limits[source] or 1.0  # as grids do it
+        limit = self._calibration.shadow_limits[source] or 1.0  # the same rule as in grids
         return LEVELS[8] * self._calibration.peaks[source] / limit
 
     def of(self, scheme: Scheme, only: Iterable[str] | None = None) -> Loss:
-        """The loss under a static scheme.
+        """Return the loss under a static scheme.
 
         Args:
             only: weights of the linears that follow it, while the others stay in float; by default all.
@@ -100,7 +100,7 @@ class Losses:
         if not chosen:
             return Loss(kl=0.0, perplexity_ratio=1.0)
         first = min(self._home[name] for name in chosen)
-        for name in chosen:  # before threads ask for them
+        for name in chosen:  # before threads need them
             self._rounded.weight(name, scheme)
 
         def run(node: Node, values: Values) -> Any:
@@ -123,12 +123,12 @@ class Losses:
 
 
 class RoundedLinears:
-    """Linears as a scheme computes them, in float32.
+    """Linears under a scheme, computed in float32.
 
     Args:
         weights: float32 [K, N], by name.
         calibration: for static schemes.
-        load_blocks: of weights that the checkpoint has in blocks of 4 bits; others are brought into blocks.
+        load_blocks: returns weights that the checkpoint has in blocks of 4 bits; others are converted to blocks.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class RoundedLinears:
         self._quantized: dict[tuple[str, str], Integers | BlockTensor] = {}
 
     def multiply(self, node: Node, x: Float32, scheme: Scheme) -> Float32:
-        """A MatMul node's output float32 [T, N] of x float32 [T, K], what a shadow adds included."""
+        """Return a MatMul node's output float32 [T, N] for x float32 [T, K], including its shadow."""
         name = node.inputs[1]
         grids = self.grids(node, scheme) if scheme.is_static else None
         right = right_operand(self.weight(name, scheme), name, scheme, grids, np.float32)
@@ -152,13 +152,14 @@ class RoundedLinears:
         return right.multiply(x)
 
     def grids(self, node: Node, scheme: Scheme) -> LinearGrids:
-        """Of a linear under a static scheme. Raises QuantizationError if the calibration is not of this decoder."""
+        """Return grids of a linear under a static scheme. Raises QuantizationError if the calibration is not of this
+        decoder."""
         quantized = self.weight(node.inputs[1], scheme)
         assert isinstance(quantized, Integers)
         return grids_of(node, scheme, self._calibration, quantized.scale)
 
     def weight(self, name: str, scheme: Scheme) -> Integers | BlockTensor:
-        """A weight as a scheme stores it, its integers held in float32; made once."""
+        """Return a weight as a scheme stores it, its integers held in float32; made once."""
         storage = scheme.storage_of(name)
         if (name, storage) not in self._quantized:
             blocks = self._load_blocks(name) if storage == "blocks" else None
@@ -170,7 +171,7 @@ class RoundedLinears:
 
 
 class _Window:
-    """Some tokens in a row, and what every subgraph got of them in the float run."""
+    """Consecutive tokens, and the inputs of every subgraph for them in the float run."""
 
     def __init__(self, plan: Plan, weights: Mapping[str, Float32], token_ids: TokenIds) -> None:
         self._plan = plan
@@ -178,11 +179,11 @@ class _Window:
         self._token_ids = token_ids
         self._rows = np.arange(0, len(token_ids) - 1, LOSS_EVERY)
         self._given: list[Values] = []
-        """The values that live when each subgraph starts."""
+        """Live values at the start of each subgraph."""
         self._log_p: Float32
 
     def keep(self) -> None:
-        """Run in float, and keep what a trial needs."""
+        """Run in float, and keep the values that a trial needs."""
         live: Values = first_values(self._token_ids, self._rows)
         for index in range(len(self._plan.subgraphs)):
             self._given.append(live)
@@ -190,14 +191,15 @@ class _Window:
         self._log_p = _log_softmax(live[self._plan.output])
 
     def loss(self, first: int, run: RunNode) -> tuple[Float32, Float32]:
-        """KL divergence, and how much less likely the text's next token became; of each compared row."""
+        """Return each compared row's KL divergence, and its decrease of the log-probability of the text's next
+        token."""
         live = self._given[first]
         for index in range(first, len(self._plan.subgraphs)):
             live = run_subgraph(self._plan, index, live, self._weights, run)
         log_p, log_q = self._log_p, _log_softmax(live[self._plan.output])
         drop, p = log_p - log_q, np.exp(log_p)
-        # As both sum to 1, sum p log(p / q) is sum p log(p / q) + q - p. No term of that is negative, and all are small
-        # where p is near q: float32 is enough.
+        # Because both sum to 1, sum p log(p / q) is sum p log(p / q) + q - p. No term of that is negative, and all are
+        # small where p is near q: float32 is sufficient.
         kl: Float32 = (p * drop + (np.exp(log_q) - p)).sum(axis=-1)
         rows = np.arange(len(self._rows))
         return kl, drop[rows, self._token_ids[self._rows + 1]]

@@ -9,7 +9,8 @@ from chunkrt.graph.plan import Node, Plan, resolve
 
 
 def node_flops(node: Node, plan: Plan) -> int:
-    """For one row of the result; of attention for each pair of a row and a position that it attends to."""
+    """Return the FLOPs for one row of the result; for attention, for each pair of a row and a position that it attends
+    to."""
     row = OPERATORS.get((node.domain, node.op))
     if row is None or row.flops is None:
         return sum(prod(resolve(plan.tensors[name].shape[1:], {})) for name in node.outputs)
@@ -17,12 +18,12 @@ def node_flops(node: Node, plan: Plan) -> int:
 
 
 def attended_pairs(position: int, num_tokens: int, window: int = 0) -> int:
-    """Pairs of a row and a position that it attends to: itself and all before, or the last of these.
+    """Count pairs of a row and a position that it attends to: itself and all earlier ones, or the last of these.
 
     Args:
-        position: of the first row.
-        num_tokens: rows.
-        window: how many positions a row sees at most; 0 for all.
+        position: position of the first row.
+        num_tokens: number of rows.
+        window: largest number of positions that a row sees; 0 for all.
     """
     growing = min(num_tokens, max(0, window - position)) if window else num_tokens
     return growing * position + growing * (growing + 1) // 2 + (num_tokens - growing) * window

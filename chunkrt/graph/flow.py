@@ -1,4 +1,4 @@
-"""The data flow between a decoder's subgraphs: what waits for what while one chunk passes through them."""
+"""The data flow between a decoder's subgraphs: the dependencies of one chunk's tasks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 
 class Route(NamedTuple):
-    """What one chunk passes through.
+    """Subgraphs that one chunk passes through.
 
-    subgraphs: in order. first: those of them that wait for no other. followers: for every subgraph of the plan, those
-    of the route that wait for it.
+    subgraphs: in order. first: the subgraphs that wait for no other. followers: for every subgraph of the plan, the
+    subgraphs of the route that wait for it.
     """
 
     subgraphs: tuple[int, ...]
@@ -21,13 +21,13 @@ class Route(NamedTuple):
 
 
 class Flow:
-    """What waits for what.
+    """Dependencies between subgraphs.
 
     Args:
-        reads: for every subgraph those whose outputs it reads; each comes before it.
-        has_state: for every subgraph whether it owns state.
-        sums: those that are sums over ranks.
-        hidden: the one that writes the hidden states after the last norm, if that is known.
+        reads: for every subgraph, the earlier subgraphs whose outputs it reads.
+        has_state: for every subgraph, whether it owns state.
+        sums: the subgraphs that are sums over ranks.
+        hidden: the subgraph that writes the hidden states after the last norm, if known.
     """
 
     def __init__(
@@ -47,31 +47,31 @@ class Flow:
             waits_for.append(tuple(source for source in sorted(set(sources)) if not implied >> source & 1))
             ancestors.append(implied | as_set(sources))
         self.waits_for = tuple(waits_for)
-        """For every subgraph those that it waits for, less what others imply: one each in a chain."""
+        """Dependencies of every subgraph, except those that others imply: one each in a chain."""
         self.num_waits = tuple((len(w) or 1) + owns for w, owns in zip(waits_for, has_state, strict=True))
-        """For every subgraph how many things a task of it waits for: tasks of its chunk, or where there are none that
-        the chunk enters; and with state its chunk's turn."""
+        """Number of conditions that a task of each subgraph waits for: tasks of its chunk, or without any the chunk's
+        entry; and with state its chunk's turn."""
         self.ancestors = tuple(ancestors)
-        """For every subgraph the set of all that have ended when it starts: bit i stands for subgraph i."""
+        """Set of all subgraphs that have ended when each one starts: bit i stands for subgraph i."""
         everything = (1 << len(waits_for)) - 1
         state = _union(ancestors[i] | 1 << i for i, owns in enumerate(has_state) if owns)
         self.with_logits = self._route(everything)
-        """Of a chunk that has rows whose logits are wanted: everything."""
+        """Route of a chunk with rows that need logits: all subgraphs."""
         self.without_logits = self._route(state or everything & 1)
-        """Of any other: what state is made of. Without state it is the first subgraph alone."""
+        """Route of any other chunk: the subgraphs that update state. Without state it is the first subgraph alone."""
         self.with_sums = self._route(state | _union(ancestors[i] | 1 << i for i in sums) or everything & 1)
-        """Of a chunk whose logits another rank wants: what its sums are made of, and state."""
+        """Route of a chunk whose logits another rank computes: the subgraphs of its sums, and of state."""
 
         self.with_hidden = self.with_logits if hidden is None else self._route(state | ancestors[hidden] | 1 << hidden)
-        """Of a chunk whose hidden states are wanted, and no logits."""
+        """Route of a chunk that needs hidden states, and no logits."""
 
     @property
     def is_chain(self) -> bool:
-        """Whether each waits for the one before it, so that no two tasks of a chunk can overlap."""
+        """True if each subgraph waits for the one before it, so that no two tasks of a chunk can overlap."""
         return all(waits == (i - 1,) for i, waits in enumerate(self.waits_for) if i > 0)
 
     def routes(self, num_chunks: int, logit_chunks: Container[int]) -> list[Route]:
-        """What the chunks of a prompt pass through, of which some have rows whose logits are wanted."""
+        """Return the routes of a prompt's chunks, some of which have rows that need logits."""
         return [self.with_logits if chunk in logit_chunks else self.without_logits for chunk in range(num_chunks)]
 
     def _route(self, members: int) -> Route:
@@ -88,7 +88,7 @@ class Flow:
 
 
 def as_set(subgraphs: Iterable[int]) -> int:
-    """Some subgraphs as a set: bit i stands for subgraph i."""
+    """Encode some subgraphs as a set: bit i stands for subgraph i."""
     return _union(1 << index for index in subgraphs)
 
 

@@ -1,7 +1,7 @@
-"""Plans whose caches of int8 hold keys without what a bias adds to all of them.
+"""Plans whose int8 caches hold keys without the bias that is added to all of them.
 
-A bias of hundreds in a few channels, as Qwen2 and Qwen2.5 have, would make the scales of these channels so coarse that
-little is left of the differences between keys. It is a constant, and no cache has to hold it.
+A bias of hundreds in a few channels, as in Qwen2 and Qwen2.5, would make the scales of these channels so coarse that
+the differences between keys would be lost. The bias is a constant, so no cache has to hold it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph
 
 
 def without_key_biases(plan: Plan) -> Plan:
-    """The same decoder with keys cached before RoPE, and with the bias as an input of each attention that has one in
-    its keys: caches of int8 leave it out. A decoder without such biases stays as it is.
-    """
+    """Return the same decoder with keys cached before RoPE, and with the key bias as an input of each attention that
+    has one: int8 caches omit it. A decoder without such biases is returned unchanged."""
     nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
     makers = {name: node for node in nodes for name in node.outputs}
     found = {node.name: _bias(node.inputs[0], plan, makers) for node in nodes if node.op in ATTENTION_OPS}
@@ -36,9 +35,9 @@ def without_key_biases(plan: Plan) -> Plan:
 
 
 def _bias(value: str, plan: Plan, makers: Mapping[str, Node]) -> str:
-    """The weight that is added to each row of a value, beside others that may be; empty if there is none.
+    """Return the weight that is added to each row of a value, possibly among others; empty if there is none.
 
-    A norm of heads behind the bias leaves none.
+    A norm of heads after the bias rules it out.
     """
     node = makers.get(value)
     if node is None or (node.domain, node.op) != ("", "Add"):

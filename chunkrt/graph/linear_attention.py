@@ -1,8 +1,8 @@
-"""The kinds of linear attention: what sets one `attn_type` of `chunkrt::LinearAttention` apart.
+"""The kinds of linear attention: properties that distinguish the values of `attn_type` of `chunkrt::LinearAttention`.
 
 All share one operator: a causal convolution over each channel, whose last inputs are state, and for some a recurrence
-whose matrix a head is state too. A new kind is registered here with its expansion into standard ONNX, and with each
-backend that shall run it (`backends/linear_attention.py` for the reference); nothing of the shared code knows its name.
+with a state matrix for each head. A new kind is registered here with its expansion into standard ONNX, and with each
+backend that will run it (`backends/linear_attention.py` for the reference); the shared code does not know its name.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from dataclasses import dataclass
 from chunkrt.errors import ConfigError, UnsupportedModelError
 
 LINEAR_ATTENTION_OP = "LinearAttention"
-"""Of our domain."""
+"""Linear attention's operator in our domain."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One kind.
+    """One kind of linear attention.
 
-    `columns_per_channel`: how many columns of the operator's input a channel of the convolution takes (3 where it
-    is multiplied by a gate before and after). `is_recurrent`: whether there is a state matrix a head. `num_gates`:
-    how many of gate and beta it takes; None if that differs. `expansion`: the body of an ONNX function in ONNX's
-    text form, opset 23, in which `chunkrt.CausalConvolution` may be used. Its inputs are qkv, gate, beta,
-    conv_weight, conv_bias (a zero where the node has none), conv_state and recurrent_state, its attributes the
-    operator's, its outputs output, new_conv_state and, if it is recurrent, new_recurrent_state. Empty if there is
-    none: `onnxrt` then refuses the kind.
+    `columns_per_channel`: number of the input's columns for each channel of the convolution (3 if it is multiplied by a
+    gate before and after). `is_recurrent`: whether each head has a state matrix. `num_gates`: number of inputs among
+    gate and beta; None if that varies. `expansion`: the body of an ONNX function in ONNX's text form, opset 23, in
+    which `chunkrt.CausalConvolution` may be used. Its inputs are qkv, gate, beta, conv_weight, conv_bias (a zero if the
+    node has none), conv_state and recurrent_state, its attributes the operator's, its outputs output, new_conv_state
+    and, if it is recurrent, new_recurrent_state. Empty if there is none: `onnxrt` then refuses the kind.
     """
 
     columns_per_channel: int
@@ -35,7 +34,7 @@ class Variant:
 
 
 _SHORT_CONV = """{
-    # three columns a channel: a gate before the convolution, one after it, and what is convolved
+    # three columns a channel: a gate before the convolution, one after it, and the convolved input
     before, after, x = Split <axis = 1, num_outputs = 3> (qkv)
     gated = Mul (before, x)
     convolved, new_conv_state = chunkrt.CausalConvolution (gated, conv_weight, conv_bias, conv_state)
@@ -130,22 +129,22 @@ _variants = {
 
 
 def register_variant(attn_type: str, variant: Variant) -> None:
-    """Add a kind. Raises ConfigError if there is one of that name."""
+    """Register a kind. Raises ConfigError if the name exists."""
     if attn_type in _variants:
-        raise ConfigError(f"the attn_type {attn_type!r} is registered already")
+        raise ConfigError(f"the attn_type {attn_type!r} is already registered")
     _variants[attn_type] = variant
 
 
 def find_variant(attn_type: str) -> Variant:
-    """The kind of that name, for which families of plug-ins are imported if need be.
+    """Return the kind of that name; families of plug-ins are imported if it is unknown otherwise.
 
     Raises:
         UnsupportedModelError: there is none.
     """
     if attn_type not in _variants:
-        from chunkrt.graph.decoders import PLUGINS  # a compiled model is run without the family that built it
+        from chunkrt.graph.decoders import PLUGINS  # a compiled model runs without the family that built it
 
         PLUGINS.load_all()
     if attn_type not in _variants:
-        raise UnsupportedModelError(f"attn_type {attn_type!r} is not known; there are: {', '.join(sorted(_variants))}")
+        raise UnsupportedModelError(f"attn_type {attn_type!r} is unknown; known: {', '.join(sorted(_variants))}")
     return _variants[attn_type]

@@ -1,4 +1,4 @@
-"""Plans with fewer subgraphs: neighbours that one processor runs are one."""
+"""Plans with fewer subgraphs: adjacent subgraphs on one processor are fused."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from chunkrt.graph.plan import Plan, Subgraph
 
 
 def merged_on_cpu(plan: Plan) -> Plan:
-    """The same decoder for the CPU alone: subgraphs are one up to a sum over ranks, or to the rows of logits.
+    """Return the same decoder for the CPU alone: subgraphs are fused up to each sum over ranks, and to the rows of
+    logits.
 
-    It has the same state, and gives the same bits.
+    It has the same state, and computes the same bits.
     """
     plan = plan.on_cpu()
     groups = [list(group) for _, group in groupby(plan.subgraphs, key=lambda s: (s.device, s.rows))]
@@ -20,7 +21,7 @@ def merged_on_cpu(plan: Plan) -> Plan:
 
 
 def merged(subgraphs: Sequence[Subgraph], plan: Plan) -> Subgraph:
-    """Subgraphs of a plan that follow each other on one device, as one."""
+    """Fuse consecutive subgraphs of a plan on one device."""
     if len(subgraphs) == 1:
         return subgraphs[0]
     inside = {name for subgraph in subgraphs for name in subgraph.outputs}

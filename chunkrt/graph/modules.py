@@ -1,8 +1,8 @@
 """The parts that decoders are built from: modules, parameters, norms and tables; `graph/parallel.py` has the linears.
 
-A module knows its place in the tree (its path, which is also where its checkpoint tensors are), may be placed on a
-device with `.to`, and describes what it computes in `forward`, which `graph/tracing.py` records. A parameter knows
-how to fill itself from a checkpoint.
+A module knows its place in the tree (its path, which is also the prefix of its checkpoint tensors), may be placed on a
+device with `.to`, and describes its computation in `forward`, which `graph/tracing.py` records. A parameter knows how
+to load itself from a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Float32 = NDArray[np.float32]
 class Parameter:
     """A weight of the graph and the way it is loaded.
 
-    `checkpoint_tensors` maps each tensor that it reads to the shape that tensor must have; `combine` makes the
-    weight, of `shape`, out of them in that order.
+    `checkpoint_tensors` maps each tensor that it reads to that tensor's required shape; `combine` makes the weight, of
+    `shape`, from them in that order.
     """
 
     shape: tuple[int, ...]
@@ -42,26 +42,26 @@ class Parameter:
 
         Raises:
             ModelError: a checkpoint tensor is missing or has another shape; the message names both. Or `combine` fails,
-                or does not make the declared shape.
+                or does not return the declared shape.
         """
         self.check(source)
         tensors = [source.read(name) for name in self.checkpoint_tensors]
         try:
             weight = self.combine(*tensors)
             if weight.shape != self.shape:
-                raise ValueError(f"it makes {list(weight.shape)}, expected {list(self.shape)}")
+                raise ValueError(f"it returns {list(weight.shape)}, expected {list(self.shape)}")
         except (ChunkrtError, MemoryError):
             raise
         except Exception as error:  # a plug-in's function may raise any exception
             what = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise ModelError(
-                f"{source.path.name}: parameter {self.name} cannot be made of {', '.join(self.checkpoint_tensors)}: "
+                f"{source.path.name}: parameter {self.name} cannot be made from {', '.join(self.checkpoint_tensors)}: "
                 f"{what}; correct its combine"
             ) from error
         return weight
 
     def load_blocks(self, source: TensorSource) -> BlockTensor | None:
-        """A linear's weight in the checkpoint's own blocks of 4 bits, [N, K]; None if a part of it has none.
+        """Return a linear's weight in the checkpoint's own blocks of 4 bits, [N, K]; None if a part of it has none.
 
         Raises:
             ModelError: as `load` does.
@@ -72,15 +72,15 @@ class Parameter:
 
     @property
     def keeps_blocks(self) -> bool:
-        """Whether `load_blocks` gives a checkpoint's blocks, if its tensors have them."""
+        """Return True if `load_blocks` returns a checkpoint's blocks when its tensors have them."""
         return False
 
     def stored_as(self, source: TensorSource) -> set[str]:
-        """The types that the checkpoint has its tensors in. Raises ModelError if one is missing."""
+        """Return the storage types of its tensors in the checkpoint. Raises ModelError if one is missing."""
         return {source.info(name).stored_as for name in self.checkpoint_tensors}
 
     def misfit(self, source: TensorSource) -> str:
-        """The first of its tensors whose shape is another than it must be, in words; empty if there is none.
+        """Describe its first tensor with a wrong shape; empty if there is none.
 
         Raises:
             ModelError: the checkpoint lacks one of them.
@@ -92,12 +92,12 @@ class Parameter:
         return ""
 
     def check(self, source: TensorSource) -> None:
-        """Raise ModelError if a tensor is missing, or has another shape than it must have."""
+        """Raise ModelError if a tensor is missing or has a wrong shape."""
         if misfit := self.misfit(source):
             raise ModelError(f"{source.path.name}: {misfit}")
 
     def value(self) -> ir.Value:
-        """The weight in the graph being traced."""
+        """Return the weight in the graph that is being traced."""
         return current_trace().weight(self.name, self.shape)
 
 
@@ -116,7 +116,7 @@ class Module:
         return self
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Direct submodules by attribute name; those of a list are "name.index"."""
+        """Return direct submodules by attribute name; those of a list are "name.index"."""
         for name, member in vars(self).items():
             if isinstance(member, Module):
                 yield name, member
@@ -124,18 +124,18 @@ class Module:
                 yield from ((f"{name}.{i}", m) for i, m in enumerate(member) if isinstance(m, Module))
 
     def modules(self) -> Iterator[Module]:
-        """This module and all below it, parents first."""
+        """Return this module and all below it, parents first."""
         yield self
         for _, child in self.children():
             yield from child.modules()
 
     def parameters(self) -> Iterator[Parameter]:
-        """Every parameter of this module and of those below it."""
+        """Return every parameter of this module and of those below it."""
         for module in self.modules():
             yield from (member for member in vars(module).values() if isinstance(member, Parameter))
 
     def named(self, path: str = "") -> Self:
-        """Tell every module and parameter below this one its path. Call it once, on the root.
+        """Set the paths of every module and parameter below this one. Call it once, on the root.
 
         A module overrides `declare` to create parameters whose checkpoint names depend on the path.
         """
@@ -153,14 +153,14 @@ class Module:
 
     def forward(self, *inputs: Any) -> ir.Value:
         """Describe the computation with `graph/ops.py` and submodules."""
-        raise TypeError(f"{type(self).__name__} has no forward; a module that is called defines one")
+        raise TypeError(f"{type(self).__name__} has no forward; define one, because the module is called")
 
     def __call__(self, *inputs: ir.Value) -> ir.Value:
         with current_trace().scope(self.path, self.device):
             return self.forward(*inputs)
 
     def sibling(self, name: str) -> str:
-        """The path of something beside this module: a packed linear's checkpoint tensors are there."""
+        """Return the path of a sibling of this module: a packed linear's checkpoint tensors are siblings."""
         parent = self.path.rpartition(".")[0]
         return f"{parent}.{name}" if parent else name
 
@@ -168,7 +168,7 @@ class Module:
 class Embedding(Module):
     """Rows of a table [num_rows, width], picked by token id. Runs on the CPU unless placed.
 
-    `scale` multiplies the checkpoint's table; a head that is tied to it does not see that.
+    `scale` multiplies the checkpoint's table; it does not affect an LM head that is tied to it.
     """
 
     def __init__(self, num_rows: int, width: int, *, scale: float = 1.0) -> None:
@@ -191,7 +191,7 @@ class Embedding(Module):
 class RMSNorm(Module):
     """Root-mean-square normalisation (Zhang and Sennrich, 2019, equation 4).
 
-    `offset` is added to the checkpoint's weight: 1 where the family multiplies by 1 + w.
+    `offset` is added to the checkpoint's weight: 1 if the family multiplies by 1 + w.
     """
 
     def __init__(self, width: int, epsilon: float, *, offset: float = 0.0) -> None:
@@ -213,8 +213,8 @@ class HeadNorm(Module):
     """RMSNorm of single heads. Runs on the CPU unless placed.
 
     Args:
-        parts: how many neighbouring heads each checkpoint tensor `weight` [head_dim] beside this module is for. Heads
-            after those pass through.
+        parts: number of consecutive heads for each checkpoint tensor `weight` [head_dim], a sibling of this module.
+            Later heads pass through.
         offset: as RMSNorm's.
     """
 
@@ -239,9 +239,9 @@ class HeadNorm(Module):
 
 
 class DepthwiseWeights(Module):
-    """Weights of a convolution over each channel by itself: weight [channels, 1, taps] and, with a bias, [channels].
+    """Weights of a convolution over each channel: weight [channels, 1, taps] and, with a bias, [channels].
 
-    A convolution of one tap gets a zero tap before it, because kernels take two or more.
+    A convolution of one tap gets a leading zero tap, because kernels need at least two.
     """
 
     def __init__(self, channels: int, taps: int, *, bias: bool = False) -> None:
@@ -262,7 +262,7 @@ class DepthwiseWeights(Module):
 
 
 class Constant(Module):
-    """Numbers that no checkpoint holds, float32."""
+    """Float32 numbers that are not in any checkpoint."""
 
     def __init__(self, values: Float32) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Every operator in one table: its name, what it takes and gives, whether it is dynamic, and its FLOPs.
+"""Table of every operator: its name, its inputs and outputs, whether it is dynamic, and its FLOPs.
 
-A plan that was read from a file is held against it (`Plan.from_json`), so that backends and kernels need not doubt. The
-operators of plug-ins, whose domains are their own, are their own affair.
+A plan that was read from a file is checked against it (`Plan.from_json`), so that backends and kernels can rely on it.
+Operators of plug-ins, which have their own domains, are not checked.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ Shape = tuple[Dimension, ...]
 Attributes = Mapping[str, Any]
 
 MOST = 2**31 - 1
-"""Of any whole number in a plan."""
+"""Limit of every whole number in a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
     """One row of the table.
 
-    num_inputs: with the optional ones. optional: the places of inputs that may be missing, as the empty string.
-    least_inputs: those from this place on may be left out altogether; None if none may.
-    indices: the places of those that are int64; the others are float32.
-    attributes: their types; all but `defaulted` have to be there. output: the shape of the first output, from the
-    attributes and the shapes of the inputs (None for one that is missing); raises ValueError for what does not go
-    together. The other outputs are of any shape that the plan gives them.
-    name: the canonical one, where it is not ONNX's in lower case. is_dynamic: whether it depends on position, state,
-    run-time indices, other ranks or on which values are large; without a place of its own it goes to the CPU. flops:
-    for one row of the result, of attention for each pair of a row and a position that it attends to; None for
-    operators that take one for each element of their results.
+    num_inputs: including the optional ones. optional: the places of inputs that may be missing, as the empty string.
+    least_inputs: number of inputs after which the others may be omitted entirely; None if none may. indices: the places
+    of int64 inputs; the others are float32. attributes: their types; all except `defaulted` are required. output:
+    computes the shape of the first output from the attributes and the shapes of the inputs (None for a missing one);
+    raises ValueError if they do not match. The other outputs have the shapes that the plan gives them. name: the
+    canonical name, if it is not ONNX's in lower case. is_dynamic: whether it depends on position, state, run-time
+    indices, other ranks or on which values are large; unless placed it then goes to the CPU. flops: for one row of the
+    result, for attention for each pair of a row and a position that it attends to; None for operators that take one for
+    each element of their results.
     """
 
     num_inputs: int
@@ -53,19 +52,19 @@ class Operator:
 def check_node(
     domain: str, op: str, attributes: Attributes, inputs: Sequence[tuple[str, Shape] | None], output: Shape
 ) -> None:
-    """Hold one node against its operator's row.
+    """Check one node against its operator's row.
 
     Args:
         inputs: type and shape of each input, None for one that is missing.
         output: the shape of its first output.
 
     Raises:
-        ValueError: it is not an operator that there is, or not how that one is used.
+        ValueError: the operator is unknown, or is used in an unsupported way.
     """
     if domain not in ("", "chunkrt"):
         return
     if (row := OPERATORS.get((domain, op))) is None:
-        raise ValueError(f"there is no operator {op!r}")
+        raise ValueError(f"unknown operator {op!r}")
     least = row.num_inputs if row.least_inputs is None else row.least_inputs
     require(least <= len(inputs) <= row.num_inputs, f"it has {len(inputs)} inputs, not {row.num_inputs}")
     missing = [place for place, given in enumerate(inputs) if given is None and place not in row.optional]
@@ -82,9 +81,9 @@ def check_node(
         is_number = type(value) is kind or (kind is float and type(value) is int)
         require(is_number, f"its attribute {name!r} is {value!r}, expected {kind.__name__}")
         require(kind is not int or -1 <= value <= MOST, f"its attribute {name!r} is {value!r}")
-        require(kind is not float or abs(value) <= float_info.max, f"its attribute {name!r} is no finite number")
+        require(kind is not float or abs(value) <= float_info.max, f"its attribute {name!r} is not a finite number")
     expected = row.output(attributes, [given and given[1] for given in inputs])
-    require(output == expected, f"it gives {list(output)}, not {list(expected)}")
+    require(output == expected, f"it returns {list(output)}, not {list(expected)}")
 
 
 def require(condition: object, message: str) -> None:
@@ -103,7 +102,7 @@ def _same(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
 
 
 def _elementwise(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
-    """Of two matrices, or of one with a value for each of its columns or rows, or with a single value."""
+    """Check two matrices, or one with a value for each of its columns or rows, or with a single value."""
     left, right = inputs
     require(right == left or right in (left[1:], (*left[:1], 1), (1,), ()), f"it takes {list(left)} and {list(right)}")
     return _matrix(left)
@@ -147,7 +146,7 @@ def _attention(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     heads, kv_heads, head_dim = (attributes[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
     rotary, window = attributes["rotary_dim"], attributes["window"]
     require(min(heads, kv_heads, head_dim, rotary) > 0 and window >= 0, f"its sizes are {dict(attributes)}")
-    require(heads % kv_heads == 0, f"{heads} heads do not share {kv_heads}")
+    require(heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} evenly")
     require(rotary % 2 == 0 and rotary <= head_dim, f"it rotates {rotary} of {head_dim} columns")
     require(_matrix(qkv)[1] == (heads + 2 * kv_heads) * head_dim, f"q, k and v are {list(qkv)}")
     require(all(position == (1,) for position in positions), f"its positions are {positions}")
@@ -171,13 +170,13 @@ def _linear_attention(attributes: Attributes, inputs: Sequence[Any]) -> Shape:
     if variant.is_recurrent:
         steps = (qkv[0], heads)
         key_heads = attributes["num_k_heads"]
-        require(key_heads > 0 and heads % key_heads == 0, f"{heads} heads do not share {key_heads}")
+        require(key_heads > 0 and heads % key_heads == 0, f"{heads} heads cannot share {key_heads} evenly")
         require({gate, beta} <= {None, steps}, f"its gates are {gate} and {beta}, not {list(steps)}")
         num_gates = sum(shape is not None for shape in (gate, beta))
         require(variant.num_gates in (None, num_gates), f"it has {num_gates} gates, not {variant.num_gates}")
         require(matrices == (heads, key_dim, value_dim) and key_dim > 0, f"its state is {matrices}")
     else:
-        require((gate, beta, matrices) == (None, None, None), "it has inputs of a recurrence, which it has not")
+        require((gate, beta, matrices) == (None, None, None), "it has inputs of a recurrence, but its kind has none")
     return (qkv[0], heads * value_dim)
 
 
@@ -207,18 +206,18 @@ def _product_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
 
 
 def _attention_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
-    """Score and weighted sum, for all heads."""
+    """Return the FLOPs of score and weighted sum, for all heads."""
     return 4 * int(attributes["num_heads"] * attributes["head_dim"])
 
 
 def _linear_attention_flops(attributes: Attributes, inputs: Sequence[Any]) -> int:
-    """The taps of the convolution and, for every element of the matrices, 7: it decays, is multiplied with k and
-    summed, gets its update, and is multiplied with q and summed."""
+    """Count the taps of the convolution and, for every element of the matrices, 7 FLOPs: it decays, is multiplied with
+    k and summed, is updated, and is multiplied with q and summed."""
     return 2 * _size(inputs[3]) + (0 if inputs[6] is None else 7 * _size(inputs[6]))
 
 
 def _experts_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
-    """Of those that a row picks."""
+    """Return the FLOPs of the experts that a row picks."""
     return 2 * int(attributes["top_k"]) * sum(_size(shape[1:]) for shape in inputs[2:])
 
 
@@ -284,9 +283,9 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
 
 
 OPERATOR_NAMES = frozenset(op for _, op in OPERATORS)
-"""Names that quantisation goes by, without a domain; a plug-in's operator has another name."""
+"""Operators that quantisation treats by name, without a domain; a plug-in's operator has another name."""
 
 
 def is_dynamic(domain: str, op: str) -> bool:
-    """Whether a node without a place of its own goes to the CPU; those of plug-ins go to the NPU."""
+    """Return whether a node without a place of its own goes to the CPU; nodes of plug-ins go to the NPU."""
     return (domain, op) in OPERATORS and OPERATORS[domain, op].is_dynamic

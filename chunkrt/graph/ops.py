@@ -1,7 +1,7 @@
-"""The operators that a decoder may use while it is traced: standard ONNX, plus what carries state.
+"""The operators that a decoder may use while it is traced: standard ONNX, plus operators with state.
 
-Each function adds one node to the graph under construction and returns its output. Shapes are worked out here,
-because a module needs them to build the next layer and the plan needs them for bytes and FLOPs.
+Each function adds one node to the graph under construction and returns its output. Shapes are computed here, because a
+module needs them to build the next layer and the plan needs them for bytes and FLOPs.
 """
 
 from __future__ import annotations
@@ -16,60 +16,60 @@ from chunkrt.graph.tracing import current_trace
 
 
 def shape_of(value: ir.Value) -> tuple[int | str, ...]:
-    """A traced value's shape, symbols as strings."""
+    """Return a traced value's shape, symbols as strings."""
     assert value.shape is not None
     return tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
 
 
 def add(left: ir.Value, right: ir.Value, *, name: str = "add") -> ir.Value:
-    """left + right; right has left's shape, or is a row [N]."""
+    """Return left + right; right has left's shape, or is a row [N]."""
     return _one("Add", [left, right], shape_of(left), name)
 
 
 def mul(left: ir.Value, right: ir.Value, *, name: str = "mul") -> ir.Value:
-    """left * right, element by element."""
+    """Return left * right, element by element."""
     return _one("Mul", [left, right], shape_of(left), name)
 
 
 def sigmoid(value: ir.Value, *, name: str = "sigmoid") -> ir.Value:
-    """1 / (1 + exp(-value))."""
+    """Return 1 / (1 + exp(-value))."""
     return _one("Sigmoid", [value], shape_of(value), name)
 
 
 def matmul(left: ir.Value, right: ir.Value, *, name: str = "matmul") -> ir.Value:
-    """left [T, K] @ right [K, N]."""
+    """Return left [T, K] @ right [K, N]."""
     return _one("MatMul", [left, right], (*shape_of(left)[:-1], shape_of(right)[-1]), name)
 
 
 def rms_normalization(value: ir.Value, weight: ir.Value, *, epsilon: float, name: str = "norm") -> ir.Value:
-    """value * rsqrt(mean(value^2) + epsilon) * weight over the last axis."""
+    """Return value * rsqrt(mean(value^2) + epsilon) * weight over the last axis."""
     attributes = {"axis": -1, "epsilon": epsilon}
     return _one("RMSNormalization", [value, weight], shape_of(value), name, attributes=attributes)
 
 
 def gather_rows(table: ir.Value, indices: ir.Value, *, name: str = "gather") -> ir.Value:
-    """Rows of table [V, H] at indices [T] (or [R])."""
+    """Return rows of table [V, H] at indices [T] (or [R])."""
     shape = (*shape_of(indices), *shape_of(table)[1:])
     return _one("Gather", [table, indices], shape, name, attributes={"axis": 0})
 
 
 def softplus(value: ir.Value, *, name: str = "softplus") -> ir.Value:
-    """log(1 + exp(value))."""
+    """Return log(1 + exp(value))."""
     return _one("Softplus", [value], shape_of(value), name)
 
 
 def tanh(value: ir.Value, *, name: str = "tanh") -> ir.Value:
-    """The hyperbolic tangent."""
+    """Return the hyperbolic tangent."""
     return _one("Tanh", [value], shape_of(value), name)
 
 
 def silu(value: ir.Value, *, name: str = "silu") -> ir.Value:
-    """value * sigmoid(value)."""
+    """Return value * sigmoid(value)."""
     return mul(value, sigmoid(value, name=f"{name}_sigmoid"), name=name)
 
 
 def gelu_tanh(value: ir.Value, *, name: str = "gelu") -> ir.Value:
-    """0.5 value (1 + tanh(sqrt(2 / pi) (value + 0.044715 value^3))); Hendrycks and Gimpel, 2016, section 2."""
+    """Return 0.5 value (1 + tanh(sqrt(2 / pi) (value + 0.044715 value^3))); Hendrycks and Gimpel, 2016, section 2."""
     return _one("Gelu", [value], shape_of(value), name, attributes={"approximate": "tanh"})
 
 
@@ -78,13 +78,13 @@ def head_norm(value: ir.Value, weight: ir.Value, *, epsilon: float, name: str = 
 
     Args:
         value: [T, N], head after head.
-        weight: [n, D]: the n first slices of D columns are normalised, each by its own row; the others pass through.
+        weight: [n, D]: the first n slices of D columns are normalised, each by its own row; the others pass through.
     """
     return _one("HeadNorm", [value, weight], shape_of(value), name, attributes={"epsilon": epsilon}, domain="chunkrt")
 
 
 def split_columns(value: ir.Value, *, names: Sequence[str]) -> list[ir.Value]:
-    """Cut the last axis into equal parts, one a name."""
+    """Cut the last axis into equal parts, one for each name."""
     *rows, width = shape_of(value)
     shape = (*rows, int(width) // len(names))
     attributes = {"axis": -1, "num_outputs": len(names)}
@@ -109,14 +109,14 @@ def cached_attention(
     Args:
         qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], columns q | k | v, head after head.
         cos, sin: [positions, rotary_dim / 2] tables for rotate-half RoPE.
-        window: how many keys a row sees, its own among them; 0 for all before it.
-        long_context_from: cos and sin hold a second table behind the first, for contexts of more tokens than these; the
-            input "rope_position" says which.
+        window: number of keys that a row sees, its own included; 0 for all earlier keys.
+        long_context_from: cos and sin hold a second table behind the first, for contexts of more tokens than this; the
+            input "rope_position" selects one.
 
     Returns:
-        [T, num_heads * head_dim]. The caches [num_kv_heads, P (W with a window), head_dim] belong to the module being
-        traced.
-        `backends/onnx/functions.py` holds the operator's meaning in standard ONNX.
+        [T, num_heads * head_dim]. The caches [num_kv_heads, P (W with a window), head_dim] belong to the module that is
+        being traced.
+        `backends/onnx/functions.py` defines the operator in standard ONNX.
     """
     trace = current_trace()
     slots = "W" if window else "P"
@@ -167,15 +167,15 @@ def linear_attention(
     use_qk_l2norm: bool = False,
     name: str = "linear_attention",
 ) -> ir.Value:
-    """A causal convolution over the last few rows and, by type, a recurrence over all rows before.
+    """Compute a causal convolution over the last few rows and, by type, a recurrence over all earlier rows.
 
     Args:
-        qkv: [T, columns], what the type makes of it: see `graph/linear_attention.py`, which has a row a type.
-        gate, beta: [T, num_v_heads], where the type has a recurrence: the logarithm of the decay, and the step.
+        qkv: [T, columns], interpreted by type: see `graph/linear_attention.py`, which has a row for each.
+        gate, beta: [T, num_v_heads], if the type has a recurrence: the logarithm of the decay, and the step.
         conv_weight: [channels, 1, taps], the last tap for the row itself. conv_bias: [channels].
 
     Returns:
-        [T, num_v_heads * head_v_dim]. The states belong to the module being traced.
+        [T, num_v_heads * head_v_dim]. The states belong to the module that is being traced.
     """
     trace = current_trace()
     attributes: dict[str, int | float | str] = {
@@ -204,13 +204,13 @@ def linear_attention(
 
 
 def all_reduce(partial: ir.Value, *, name: str = "sum") -> ir.Value:
-    """The sum over ranks of what each of them has, [T, H]. A subgraph of its own, on the device "link"."""
+    """Sum the ranks' partial results, [T, H]. A subgraph of its own, on the device "link"."""
     inputs = [partial, current_trace().position()]
     return _one(ALL_REDUCE_OP, inputs, shape_of(partial), name, domain="chunkrt")
 
 
 def float_linear(left: ir.Value, weight: ir.Value, *, name: str = "float_linear") -> ir.Value:
-    """left [T, K] @ weight [K, N] in float32 whatever the scheme: for what decides, as a router does."""
+    """Return left [T, K] @ weight [K, N] in float32 under every scheme: for decisions such as a router's."""
     shape = (*shape_of(left)[:-1], shape_of(weight)[-1])
     return _one("FloatLinear", [left, weight], shape, name, domain="chunkrt")
 
@@ -225,7 +225,7 @@ def routed_experts(
     norm_topk_prob: bool,
     name: str = "experts",
 ) -> ir.Value:
-    """A sum of the feed-forwards that a router picks for each row, weighted by the softmax over all of them.
+    """Sum the feed-forwards that a router picks for each row, weighted by the softmax over all of them.
 
     Args:
         hidden: [T, H]. router_logits: [T, E].

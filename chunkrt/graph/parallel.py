@@ -1,11 +1,11 @@
-"""The linears of decoders, each whole or cut over ranks.
+"""The linears of decoders, each complete or cut over ranks.
 
     y = x @ W      columns cut: every rank has some columns of y, from all of x
                    rows cut:    every rank has some columns of x, and the sum over ranks of their products is y
 
-A column-parallel linear feeds a row-parallel one, so that one sum is made for the two. Each linear's parameters know
-what to take of the checkpoint's tensors, in floats or in blocks of 4 bits. On one rank all are the same linear.
-Source: Shoeybi et al., Megatron-LM (2019), section 3; the classes have the names that they have in vLLM.
+A column-parallel linear feeds a row-parallel one, so that the two need only one sum. Each linear's parameters know
+which part of the checkpoint's tensors to load, in floats or in blocks of 4 bits. On one rank all are the same linear.
+Source: Shoeybi et al., Megatron-LM (2019), section 3; the classes have the names of vLLM's.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.graph.shares import HeadShare, Number, Share
 
 Outputs = int | Mapping[str, int]
-"""Columns, of one tensor at the module's own path; or of each of several tensors beside the module, by their names."""
+"""Number of columns of one tensor at the module's own path; or of each of several sibling tensors, by their names."""
 
 
 @dataclass(kw_only=True)
 class LinearWeight(Parameter):
-    """A linear's weight [K, N]: of all checkpoint tensors' rows `rows`, which are N, and of their columns `depth`."""
+    """A linear's weight [K, N]: the rows `rows` of all checkpoint tensors, which are N, and the columns `depth` of
+    each."""
 
     rows: Share
     depth: Share
 
     @property
     def keeps_blocks(self) -> bool:
-        """See `Parameter.keeps_blocks`: none is cut."""
+        """See `Parameter.keeps_blocks`: whether the cut leaves blocks intact."""
         return self._blocks() is not None
 
     def load_blocks(self, source: TensorSource) -> BlockTensor | None:
@@ -59,15 +60,16 @@ class LinearWeight(Parameter):
 
 
 class LinearBase(Module, ABC):
-    """hidden [T, K] @ weight [K, N] (+ bias [N]). Subclasses say by `share` what of the checkpoint's tensors these are.
+    """Product hidden [T, K] @ weight [K, N] (+ bias [N]). Subclasses select the part of the checkpoint's tensors in
+    `share`.
 
     The checkpoint holds each output as `weight` [columns, in_features] (and `bias` [columns]).
 
     Args:
-        in_features: of the whole linear.
-        outputs: of the whole linear.
-        stored_in: the checkpoint has the outputs one after another in one tensor of this name, beside the module.
-        tied_to: another module, whose table [columns, in_features] is the weight (a tied head).
+        in_features: of the complete linear.
+        outputs: of the complete linear.
+        stored_in: the checkpoint has the outputs one after another in one tensor of this name, a sibling of the module.
+        tied_to: another module, whose table [columns, in_features] is the weight (a tied LM head).
     """
 
     def __init__(
@@ -87,10 +89,10 @@ class LinearBase(Module, ABC):
 
     @abstractmethod
     def share(self) -> tuple[Share, Share]:
-        """What this rank has: of all outputs' columns together, and of the input's."""
+        """Return this rank's part: of the columns of all outputs together, and of the input's columns."""
 
     def tensors(self) -> dict[str, int]:
-        """The checkpoint's tensors, less their ".weight" and ".bias", with their rows."""
+        """Return the checkpoint's tensors, without ".weight" and ".bias", with their numbers of rows."""
         if self._stored_in:
             return {self.sibling(self._stored_in): sum(self.outputs.values())}
         if self._tied_to:
@@ -128,24 +130,25 @@ class LinearBase(Module, ABC):
         return self.with_bias(product)
 
     def with_bias(self, product: ir.Value) -> ir.Value:
-        """The bias added, if there is one."""
+        """Return the bias, if there is one."""
         return ops.add(product, self.bias.value(), name="output") if self.has_bias else product
 
     def even(self, sizes: Mapping[str, int], ranks: Ranks) -> list[Share]:
-        """A rank's slices of axes of some sizes. Raises ConfigError, which names those that cannot be shared evenly."""
+        """Return a rank's slices of axes of some sizes. Raises ConfigError, which names axes that cannot be shared
+        evenly."""
         shares = {name: Share.even(size, ranks) for name, size in sizes.items()}
         if odd := [f"{name} {sizes[name]}" for name, share in shares.items() if share is None]:
             raise ConfigError(
-                f"{ranks.size} ranks cannot share {', '.join(odd)} evenly; take a number of ranks that divides them"
+                f"{ranks.size} ranks cannot share {', '.join(odd)} evenly; use a number of ranks that divides them"
             )
         return [share for share in shares.values() if share is not None]
 
 
 class ReplicatedLinear(LinearBase):
-    """Whole on every rank.
+    """A linear that is complete on every rank.
 
     Args:
-        rows: of the outputs one after another, those that are the linear's columns; by default all.
+        rows: the rows, of the outputs one after another, that are the linear's columns; by default all.
     """
 
     def __init__(
@@ -167,11 +170,11 @@ class ReplicatedLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(LinearBase):
-    """Several linears over the same input, side by side. Each of them is cut by its columns, and a rank has its slice
-    of each; they need not be equally wide.
+    """Several linears over the same input, concatenated. Each of them is cut by its columns, and a rank has its slice
+    of each; their widths may differ.
 
     Raises:
-        ConfigError: an output cannot be shared evenly; all such are named (when the module is named).
+        ConfigError: an output cannot be shared evenly; the message names all such outputs (when the module is named).
     """
 
     def __init__(
@@ -196,7 +199,7 @@ class QKVParallelLinear(LinearBase):
     """The query, key and value projections as one linear, columns q | k | v, head after head, cut by heads.
 
     Args:
-        heads: a rank's; see `graph/shares.py` for what is copied and padded.
+        heads: a rank's heads; see `graph/shares.py` for copies and padding.
     """
 
     def __init__(self, in_features: int, heads: HeadShare, *, bias: bool = False, stored_in: str = "") -> None:
@@ -214,8 +217,9 @@ class RowParallelLinear(LinearBase):
     The bias is added to the sum, once.
 
     Args:
-        outputs: the columns; or with the name of the checkpoint's tensor, beside this module, if it is not this one's.
-        depth: what of the input a rank has, if not an even slice.
+        outputs: the columns; or with the name of the checkpoint's tensor, a sibling of this module, if it is not this
+            one's.
+        depth: the rank's part of the input, if it is not an even slice.
 
     Raises:
         ConfigError: the input cannot be shared evenly (when the module is named).

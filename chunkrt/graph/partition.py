@@ -1,14 +1,14 @@
-"""From a decoder to its plan: placed, traced, linears with a shadow cut out, and cut into subgraphs.
+"""From a decoder to its plan: place, trace, split off shadows of linears, and cut into subgraphs.
 
-Every node has a device: its module's, where one was placed, or the rule's. Neighbours on one device melt into one
-subgraph, so that a decoder of L layers makes L + 1 static and L dynamic subgraphs, between an embedding and a head. A
-linear with a shadow is a subgraph of its own, and so are its shadow and every sum over ranks.
+Every node has a device: its module's, if one was placed, or the rule's. Adjacent nodes on one device are fused into one
+subgraph, so that a decoder of L layers makes L + 1 static and L dynamic subgraphs, between an embedding and an LM head.
+A linear with a shadow is a subgraph of its own, and so are its shadow and every sum over ranks.
 
     x -> MatMul -> y      becomes      x -> MatMul ----------------> y.main --+
                                        x -> chunkrt::ShadowLinear -> y.shadow -+-> Add -> y
 
-So a second processor can compute beside the linear what its grid leaves: both wait for the same subgraph, and for
-nothing else.
+A second processor can thus compute the part of the input that exceeds the linear's grid while the linear runs: both
+wait for the same subgraph, and for no other.
 """
 
 from __future__ import annotations
@@ -68,31 +68,31 @@ SHADOW_SUFFIX = ".shadow"
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A checkpoint with its decoder and plan: all that is known before a weight is read."""
+    """A checkpoint with its decoder and plan: all facts that are known before a weight is read."""
 
     source: TensorSource
     decoder: Module
     plan: Plan
 
     def load(self, name: str) -> Float32:
-        """A weight's values, by its plan name. Raises ModelError as `Parameter.load` does."""
+        """Return a weight's values, by its plan name. Raises ModelError as `Parameter.load` does."""
         parameter = self.parameters[name]
         if isinstance(parameter, RotaryTable):
             return parameter.load_rows(self.source, int(self.plan.tensors[name].shape[0]))
         return parameter.load(self.source)
 
     def load_rotary(self, name: str) -> Float64:
-        """The recipe of a rotary table, by its plan name; see `graph/rotary_tables.py`. Raises as `load`."""
+        """Return the recipe of a rotary table, by its plan name; see `graph/rotary_tables.py`. Raises as `load`."""
         parameter = self.parameters[name]
         assert isinstance(parameter, RotaryTable)
         return parameter.recipe(self.source)
 
     def within(self, num_tokens: int) -> Planned:
-        """The same, whose plan is for contexts of at most so many tokens; see `Plan.within`."""
+        """Return the same with a plan for contexts of at most `num_positions` tokens; see `Plan.within`."""
         return replace(self, plan=self.plan.within(num_tokens))
 
     def load_blocks(self, name: str) -> BlockTensor | None:
-        """A linear's weight in the checkpoint's own blocks of 4 bits, by its plan name; None if it has none.
+        """Return a linear's weight in the checkpoint's own blocks of 4 bits, by its plan name; None if it has none.
 
         Raises:
             ModelError, QuantizationError: see `Parameter.load_blocks`.
@@ -101,12 +101,13 @@ class Planned:
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """All that the decoder reads, by plan name."""
+        """Return all parameters of the decoder, by plan name."""
         return {parameter.name: parameter for parameter in self.decoder.parameters()}
 
     @property
     def num_parameters(self) -> int:
-        """Values of all tensors that the decoder reads, without those of RoPE. A tied head and its table are one."""
+        """Count the values of all tensors that the decoder reads, without those of RoPE. A tied LM head and its table
+        count once."""
         modules = [module for module in self.decoder.modules() if not isinstance(module, RotaryTables)]
         members = (member for module in modules for member in vars(module).values())
         tensors = [member.checkpoint_tensors for member in members if isinstance(member, Parameter)]
@@ -143,15 +144,17 @@ def plan_decoder(
 
 
 def check_new_plan(plan: Plan) -> None:
-    """Raise ModelError, which names the family, if the plan of its decoder is none that chunkrt can run."""
+    """Raise ModelError, which names the family, if the plan of its decoder is not one that chunkrt can run."""
     try:
         check_plan(plan)
     except ValueError as error:
-        raise ModelError(f"the {describe_family(plan.family)} makes no plan: {error}; correct its modules") from error
+        raise ModelError(
+            f"the {describe_family(plan.family)} makes an invalid plan: {error}; correct its modules"
+        ) from error
 
 
 def unused_parameters(decoder: Module, traced: ir.Model) -> list[Parameter]:
-    """Parameters that a decoder declares and no operator of its traced graph reads.
+    """Return the parameters that a decoder declares and that no operator of its traced graph reads.
 
     Rotary tables are exempt: layers of one kind share them, and a decoder may have no layer of that kind.
     """
@@ -164,11 +167,11 @@ def partition(model: ir.Model, *, family: str) -> Plan:
     """Cut a traced decoder into subgraphs.
 
     Args:
-        model: as `trace` leaves it.
+        model: a model that `trace` returned.
         family: Hugging Face's model_type.
 
-    Requires: nodes in an order in which they can run, as tracing leaves them. Ensures: every node is in exactly one
-    subgraph, and running the subgraphs in order computes the graph.
+    Requires: nodes in an order in which they can run, as after tracing. Ensures: every node is in exactly one subgraph,
+    and running the subgraphs in order computes the graph.
     """
     graph = model.graph
     nodes = list(graph)
@@ -193,7 +196,7 @@ def partition(model: ir.Model, *, family: str) -> Plan:
 
 
 def _home(node: ir.Node) -> tuple[str, ...]:
-    """Neighbours with the same one share a subgraph."""
+    """Return a node's key; adjacent nodes with the same key share a subgraph."""
     return _device(node), _rows(node), node.metadata_props.get(ALONE_KEY, "")
 
 
@@ -220,7 +223,7 @@ def _is_static(nodes: Sequence[ir.Node]) -> bool:
 
 
 def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
-    """What a person would call them: embedding, static.0, dynamic.0, static.1, ..., shadow.0, link.0, ..., head."""
+    """Return readable names: embedding, static.0, dynamic.0, static.1, ..., shadow.0, link.0, ..., head."""
     counts: dict[str, int] = {}
     names = []
     for index, group in enumerate(groups):
@@ -243,7 +246,8 @@ def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
 def _subgraph(
     name: str, group: Sequence[ir.Node], reads: Counter[str | None], graph: ir.Graph, state: set[str]
 ) -> Subgraph:
-    """`reads`: how often the whole graph reads a value; one that it reads more often than the group is an output."""
+    """Make a subgraph. `reads`: the number of reads of a value in the graph; if it exceeds those in the group, the
+    value is an output."""
     made = {value.name for node in group for value in node.outputs}
     read = Counter(v.name or "" for node in group for v in node.inputs if v is not None)
     return Subgraph(
@@ -260,7 +264,7 @@ def _subgraph(
 
 
 def _node(node: ir.Node) -> Node:
-    outputs = node.outputs[:1] if node.domain == DOMAIN else node.outputs  # the others are what its state becomes
+    outputs = node.outputs[:1] if node.domain == DOMAIN else node.outputs  # the others are new states
     return Node(
         name=node.name or "",
         op=node.op_type,
@@ -290,10 +294,10 @@ def _tensors(graph: ir.Graph, subgraphs: Sequence[Subgraph], state: set[str]) ->
 
 
 def cut_shadowed(model: ir.Model, is_shadowed: Callable[[str], bool]) -> None:
-    """A pass, in place: put a shadow beside every linear whose weight's name is chosen.
+    """Add a shadow to every linear whose weight's name is chosen, in place.
 
-    Requires: a traced decoder. Ensures: the outputs of linears keep their names and, but for rounding, their values;
-    the two halves of a linear are marked to become subgraphs of their own, the second on the CPU.
+    Requires: a traced decoder. Ensures: the outputs of linears keep their names and, except for rounding, their values;
+    the two halves of a linear are marked to become separate subgraphs, the second on the CPU.
     """
     graph = model.graph
     for node in list(graph):

@@ -1,7 +1,7 @@
-"""Placement: putting modules on devices by a file or a mapping, before the decoder is traced.
+"""Placement: assigns modules to devices by a file or a mapping, before the decoder is traced.
 
-A placement file is TOML, one line a pattern of module paths. A line is for what it names and all below that; later
-lines win:
+A placement file is TOML, one line for each pattern of module paths. A line applies to the modules that it names and all
+below them; later lines win:
 
     "model.layers.*.mlp.down_proj" = "cpu"
     "lm_head" = "npu"
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from chunkrt.graph.modules import Module
 
 Placement = Mapping[str, Place]
-"""Device by pattern of module paths; the pattern "" is the whole decoder."""
+"""Device by pattern of module paths; the pattern "" is the complete decoder."""
 
 ALL_ON_CPU: Placement = {"": "cpu"}
 
@@ -42,14 +42,14 @@ def read_placement(path: Path) -> Placement:
 
 
 def check_placement(placement: Any, where: str) -> Placement:
-    """A placement, of which nothing is known yet.
+    """Check an untrusted placement.
 
     Args:
-        placement: what was found.
+        placement: the object from the file or the argument.
         where: the file or the argument, for messages.
 
     Raises:
-        ConfigError: it is no mapping of patterns to devices.
+        ConfigError: it is not a mapping of patterns to devices.
     """
     if not isinstance(placement, Mapping):
         raise ConfigError(f"{where} holds {placement!r}, expected a mapping such as {{'lm_head': 'npu'}}")
@@ -61,7 +61,7 @@ def check_placement(placement: Any, where: str) -> Placement:
 
 
 def place(decoder: Module, placement: Placement) -> None:
-    """Place every module that a pattern names, and what is below it, wherever earlier patterns have put that.
+    """Place every module that a pattern names, and all below it, overriding earlier patterns.
 
     Raises:
         ConfigError: a pattern matches no module; the message offers the nearest path.
@@ -82,7 +82,7 @@ def place(decoder: Module, placement: Placement) -> None:
 
 
 def placed_by_name(placement: Placement, node: str) -> Place | None:
-    """Where a placement puts a node, whose name begins with the path of its module; None where it says nothing."""
+    """Return the device of a node, whose name begins with the path of its module; None if no pattern matches."""
     parts = node.split(".")
     paths = [".".join(parts[:length]) for length in range(len(parts))]
     devices = [device for pattern, device in placement.items() if any(fnmatchcase(path, pattern) for path in paths)]

@@ -1,12 +1,12 @@
 """The plan: the ordered subgraphs of one decoder, as plain data.
 
-Everything after graph building works from it: backends compile its subgraphs, the executor streams chunks through
-them, the simulator predicts them. It is JSON on disk, read by msgspec into the classes below and held against what each
-operator takes (`graph/operators.py`); a device which only runs an engine never imports ONNX.
+All later steps use it: backends compile its subgraphs, the executor streams chunks through them, the simulator predicts
+them. It is JSON on disk; msgspec reads it into the classes below, and it is checked against the table of operators
+(`graph/operators.py`). A device which only runs an engine never imports ONNX.
 
-A shape holds integers and symbols. `"T"`: the tokens of one chunk. `"R"`: the rows of logits asked for (one for a
-prompt, unless all are wanted). `"P"`: the cache's capacity in positions. `"W"`: that of a layer which sees a window
-alone, whose cache is a ring: position p is at slot p modulo W.
+A shape holds integers and symbols. `"T"`: the tokens of one chunk. `"R"`: the requested rows of logits (one for a
+prompt, unless all are needed). `"P"`: the cache's capacity in positions. `"W"`: the capacity of a layer that sees only
+a window; its cache is a ring, with position p at slot p modulo W.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from chunkrt.files import check_keys, parse_json
 from chunkrt.graph.flow import Flow
 
 Device = Literal["npu", "cpu", "link"]
-"""The link is what joins ranks: its subgraphs are sums over them."""
+"""Devices of subgraphs. The link joins ranks: its subgraphs are sums over them."""
 Place = Literal["npu", "cpu"]
 """Devices that modules can be placed on."""
 Kind = Literal["value", "weight", "state"]
@@ -36,30 +36,32 @@ Rotary = Literal["", "cos", "sin"]
 Dtype = Literal["float32", "float16", "int64", "int32", "int8", "bool"]
 
 DOMAIN = "chunkrt"
-"""Of the operators that are our own."""
+"""Domain of our own operators."""
 
 SHADOW_OP = "ShadowLinear"
-"""Of our domain: what a linear's inputs exceed its grid by, times its weight; see `graph/partition.py`."""
+"""Operator of our domain: the part of a linear's input that exceeds its grid, times its weight; see
+`graph/partition.py`."""
 
 ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
-"""Of our domain: attention over a cache of keys that are rotated already, or of keys that are rotated when used."""
+"""Operators of our domain: attention over a cache of rotated keys, or of keys that are rotated at every use."""
 
 KEY_FORMS = ("after RoPE", "before RoPE", "before RoPE and without their biases")
 """Forms in which keys are cached, the last in int8 alone; see `graph/key_biases.py`."""
 
 EXPERTS_OP = "RoutedExperts"
-"""Of our domain: feed-forwards of which every row takes a few; inputs hidden, router_logits, gate_up [E, H, 2 I] and
-down [E, I, H]."""
+"""Operator of our domain: feed-forwards of which every row uses a few; inputs hidden, router_logits, gate_up [E, H, 2
+I]
+and down [E, I, H]."""
 
 ALL_REDUCE_OP = "AllReduce"
-"""Of our domain: the sum over ranks of a partial result [T, H]; inputs partial and position, which names the sum. Alone
-in its subgraph, on the device "link"."""
+"""Operator of our domain: the sum over ranks of a partial result [T, H]; inputs partial and position, which identifies
+the sum. It is alone in its subgraph, on the device "link"."""
 
 RING_STEP = 64
-"""Slots: a ring has a multiple of them, or the capacity."""
+"""Divisor of a ring's number of slots, unless the ring has the cache's capacity."""
 
 MAIN_SUFFIX = ".main"
-"""Added to the name of a linear's output where a shadow is added to it under the name itself."""
+"""Suffix of a linear's own output if a shadow is added to it; the sum has the name without it."""
 
 INPUTS: Mapping[str, tuple[Dimension, ...]] = {
     "input_ids": ("T",),
@@ -67,18 +69,18 @@ INPUTS: Mapping[str, tuple[Dimension, ...]] = {
     "rope_position": (1,),
     "logit_rows": ("R",),
 }
-"""What a decoder is given: int64, by name."""
+"""Inputs of a decoder by name, all int64."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A named value. `kind` says where it lives: a "value" is computed, a "weight" is constant, a "state" persists.
+    """A named value. Kinds: a "value" is computed, a "weight" is constant, a "state" persists.
 
-    Weights are float32 in the plan whatever the scheme: how a linear's weight is stored is the scheme's choice.
-    `rotary`: the function that a rotary table is made with, if chunkrt makes it (see `graph/rotary_tables.py`). The
-    weights on disk hold what such a table is made of; tables that a checkpoint holds are weights like others.
+    Weights are float32 in the plan under every scheme: the scheme decides how a linear's weight is stored. `rotary`:
+    the function of a rotary table, if chunkrt makes it (see `graph/rotary_tables.py`). The weights on disk hold the
+    recipe of such a table; tables from a checkpoint are ordinary weights.
     """
 
     name: str
@@ -88,7 +90,7 @@ class Tensor:
     rotary: Rotary = ""
 
     def num_bytes(self, **symbols: int) -> int:
-        """Size in bytes once the symbols (T, R, P) have values."""
+        """Return the size in bytes, given values of the symbols (T, R, P)."""
         return prod(resolve(self.shape, symbols)) * DTYPE_BYTES[self.dtype]
 
 
@@ -113,8 +115,8 @@ class Subgraph:
 
     `inputs` and `outputs` are the values that cross its boundary (graph inputs such as "input_ids" and "position"
     included); `weights` are constants it reads; `state` are cache tensors that it updates in place. `rows` is the
-    symbol that counts its rows: "T" for a subgraph that runs once a chunk, "R" for one that runs on the rows whose
-    logits are wanted.
+    symbol that counts its rows: "T" for a subgraph that runs once a chunk, "R" for one that runs on the rows that need
+    logits.
     """
 
     name: str
@@ -129,7 +131,8 @@ class Subgraph:
 
     @property
     def window(self) -> int:
-        """Positions that a row attends to at most; 0 if some of its attention sees all before, or there is none."""
+        """Largest number of positions that a row attends to; 0 if some of its attention sees all earlier ones, or there
+        is none."""
         windows = [node.attributes["window"] for node in self.nodes if node.op in ATTENTION_OPS]
         return max((w for w in windows if isinstance(w, int)), default=0) if all(windows) else 0
 
@@ -138,9 +141,9 @@ class Subgraph:
 class Plan:
     """The subgraphs of one decoder, each after those whose outputs it reads, with every tensor they name.
 
-    `context_length`: positions that it can tell apart. `long_context_from`: with more tokens than these, its rotary
-    tables are the second ones, which follow the `context_length` rows of the first; None if there is one of each.
-    `has_head`: False if the checkpoint has no head, so that only the hidden states mean anything.
+    `context_length`: number of positions that it can distinguish. `long_context_from`: with more tokens than this, it
+    uses the second rotary tables, which follow the `context_length` rows of the first; None if there is one of each.
+    `has_head`: False if the checkpoint has no LM head, so that only the hidden states are valid.
     """
 
     family: str
@@ -155,7 +158,7 @@ class Plan:
 
     @property
     def static_subgraphs(self) -> tuple[Subgraph, ...]:
-        """Those that depend on the chunk length alone."""
+        """Subgraphs that depend on the chunk length alone."""
         return tuple(s for s in self.subgraphs if s.is_static)
 
     @cached_property
@@ -165,31 +168,32 @@ class Plan:
 
     @cached_property
     def window(self) -> int | None:
-        """Keys that a row of a layer with a window sees, itself among them; None without such layers."""
+        """Number of keys that a row of a layer with a window sees, its own included; None without such layers."""
         attention = (node for s in self.subgraphs for node in s.nodes if node.op in ATTENTION_OPS)
         windows = (node.attributes["window"] for node in attention)
         return next((window for window in windows if isinstance(window, int) and window), None)
 
     @cached_property
     def hidden(self) -> str | None:
-        """What the head reads rows of: the hidden states [T, H] after the last norm. None if no row is picked."""
+        """Hidden states [T, H] after the last norm, from which the LM head's rows are picked. None if no row is
+        picked."""
         nodes = (node for s in self.subgraphs for node in s.nodes if node.op == "Gather")
         return next((node.inputs[0] for node in nodes if node.inputs[1] == "logit_rows"), None)
 
     @cached_property
     def value_caches(self) -> frozenset[str]:
-        """The state tensors that hold attention's values."""
+        """State tensors that hold attention's values."""
         nodes = (node for s in self.subgraphs for node in s.nodes if node.op in ATTENTION_OPS)
         return frozenset(node.inputs[6] for node in nodes)
 
     @property
     def has_raw_keys(self) -> bool:
-        """Whether keys are cached before RoPE, so that they can move to another position."""
+        """True if keys are cached before RoPE, so that they can move to another position."""
         return self.key_form > 0
 
     @cached_property
     def key_form(self) -> int:
-        """Form in which keys are cached, as a place in `KEY_FORMS`."""
+        """Form in which keys are cached, as an index of `KEY_FORMS`."""
         raw = [node for s in self.subgraphs for node in s.nodes if node.op == "RawKeyAttention"]
         return 2 if any(len(node.inputs) > 7 for node in raw) else int(bool(raw))
 
@@ -199,7 +203,7 @@ class Plan:
         return plan_html(self)
 
     def with_raw_keys(self) -> Plan:
-        """The same decoder, with keys cached before RoPE and rotated whenever they are used."""
+        """Return the same decoder, with keys cached before RoPE and rotated at every use."""
 
         def switched(node: Node) -> Node:
             return replace(node, op="RawKeyAttention") if node.op == "CachedAttention" else node
@@ -207,34 +211,35 @@ class Plan:
         return replace(self, subgraphs=tuple(replace(s, nodes=tuple(map(switched, s.nodes))) for s in self.subgraphs))
 
     def on_cpu(self) -> Plan:
-        """The same subgraphs, with the CPU playing the NPU's role."""
+        """Return the same subgraphs, with the CPU serving as the NPU."""
         return replace(
             self, subgraphs=tuple(replace(s, device="cpu") if s.device == "npu" else s for s in self.subgraphs)
         )
 
     def slots(self, capacity: int, chunk_length: int) -> dict[str, int]:
-        """What "P" and "W" stand for in the state of a session.
+        """Return the values of "P" and "W" in the state of a session.
 
-        A ring has room for all that the rows of one chunk see, with the chunk itself: none of it is overwritten before
-        it has been used.
+        A ring has room for all positions that the rows of one chunk see, and for the chunk itself: nothing is
+        overwritten before it has been used.
 
         Args:
-            capacity: positions that the session can hold.
-            chunk_length: tokens of a chunk at most.
+            capacity: number of positions that the session can hold.
+            chunk_length: largest number of tokens in a chunk.
         """
         needed = (self.window or capacity) + chunk_length - 1
         return {"P": capacity, "W": min(capacity, -(-needed // RING_STEP) * RING_STEP)}
 
     def rope_offset(self, num_tokens: int) -> int:
-        """What is added to a position for its row in the rotary tables, in a context of so many tokens."""
+        """Return the offset of a position's row in the rotary tables, in a context of `num_tokens` tokens."""
         is_long = self.long_context_from is not None and num_tokens > self.long_context_from
         return self.context_length if is_long else 0
 
     def within(self, num_tokens: int) -> Plan:
-        """The same decoder for contexts of at most so many tokens: its rotary tables lose the rows that these skip.
+        """Return the same decoder for contexts of at most `num_positions` tokens: its rotary tables lose the rows that
+        these do not use.
 
-        If so many tokens take the second tables, all rows stay: `rope_offset` is a row of the whole tables, and
-        sessions on disk hold it. Tables that a checkpoint holds stay whole too.
+        If that many tokens use the second tables, all rows stay: `rope_offset` is a row of the complete tables, and
+        sessions on disk hold it. Tables from a checkpoint stay complete too.
         """
         if self.rope_offset(num_tokens):
             return self
@@ -247,7 +252,7 @@ class Plan:
 
     @cached_property
     def flow(self) -> Flow:
-        """What waits for what: a subgraph for those that write its inputs."""
+        """Dependencies: a subgraph waits for those that write its inputs."""
         writers: dict[str, int] = {}
         reads = []
         for index, subgraph in enumerate(self.subgraphs):
@@ -258,12 +263,12 @@ class Plan:
         return Flow(reads, [bool(subgraph.state) for subgraph in self.subgraphs], sums, hidden)
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """Return the plan as JSON text."""
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read what `to_json` wrote.
+        """Read the output of `to_json`.
 
         Raises:
             ModelError: the text is not a plan.
@@ -279,9 +284,9 @@ class Plan:
             check_plan(plan)
             return plan
         except KeyError as error:
-            raise ModelError(f"the plan is damaged (it has no tensor {error}); compile the model again") from error
+            raise ModelError(f"the plan is damaged (it has no tensor {error}); recompile the model") from error
         except (ValueError, RecursionError, UnsupportedModelError) as error:
-            raise ModelError(f"the plan is damaged ({error}); compile the model again") from error
+            raise ModelError(f"the plan is damaged ({error}); recompile the model") from error
 
 
 def resolve(shape: tuple[Dimension, ...], symbols: Mapping[str, int]) -> tuple[int, ...]:
@@ -290,7 +295,7 @@ def resolve(shape: tuple[Dimension, ...], symbols: Mapping[str, int]) -> tuple[i
 
 
 def linear_nodes(plan: Plan) -> dict[str, Node]:
-    """Every MatMul with a weight, by that weight's name: what a scheme quantises."""
+    """Return every MatMul with a weight, by that weight's name: a scheme quantises these."""
     return {
         node.inputs[1]: node
         for subgraph in plan.subgraphs
@@ -300,18 +305,18 @@ def linear_nodes(plan: Plan) -> dict[str, Node]:
 
 
 def linear_weights(plan: Plan) -> set[str]:
-    """The names of the weights of all linears."""
+    """Return the names of the weights of all linears."""
     return set(linear_nodes(plan))
 
 
 def expert_weights(plan: Plan) -> set[str]:
-    """The names of the weights of all routed experts. Where linears are quantised they are int8 for each output channel
-    of each expert, and their activations dynamic, whatever the scheme."""
+    """Return the names of the weights of all routed experts. If linears are quantised, these are int8 for each output
+    channel of each expert, and their activations dynamic, under every scheme."""
     return {name for s in plan.subgraphs for node in s.nodes if node.op == EXPERTS_OP for name in node.inputs[2:]}
 
 
 def embedding_tables(plan: Plan) -> set[str]:
-    """Weights that a Gather picks rows from; stored in float16 where linears are int8."""
+    """Return the weights that a Gather picks rows from; they are stored in float16 if linears are int8."""
     return {
         node.inputs[0]
         for subgraph in plan.subgraphs
@@ -321,6 +326,6 @@ def embedding_tables(plan: Plan) -> set[str]:
 
 
 def _tables(data: dict[str, Any]) -> dict[type, list[dict[str, Any]]]:
-    """The tables of what has been found to be a plan, by what each is read as."""
+    """Return the rotary tables of a checked plan, by the input that reads each."""
     nodes = [node for subgraph in data["subgraphs"] for node in subgraph["nodes"]]
     return {Plan: [data], Subgraph: data["subgraphs"], Node: nodes, Tensor: list(data["tensors"].values())}

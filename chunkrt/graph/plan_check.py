@@ -1,4 +1,4 @@
-"""Plans that were read from a file are held against the table of operators, so that nobody else need doubt."""
+"""Checks of plans from files against the table of operators, so that other code can rely on them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from chunkrt.graph.plan import ATTENTION_OPS, INPUTS, Plan, Subgraph, Tensor
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse what no compiler wrote. Raises ValueError, or KeyError for a name that is no tensor's."""
+    """Refuse plans that no compiler wrote. Raises ValueError, or KeyError for an unknown tensor name."""
     require(set(plan.inputs) <= INPUTS.keys(), f"it has inputs {plan.inputs}")
-    require(1 <= plan.vocab_size <= MOST and 1 <= plan.context_length <= MOST, "its sizes are none")
-    require(plan.long_context_from is None or 1 <= plan.long_context_from <= MOST, "its longer context is none")
+    require(1 <= plan.vocab_size <= MOST and 1 <= plan.context_length <= MOST, "its sizes are invalid")
+    require(plan.long_context_from is None or 1 <= plan.long_context_from <= MOST, "its longer context is invalid")
     for name, tensor in plan.tensors.items():
         _check_tensor(plan, name, tensor)
     names = [subgraph.name for subgraph in plan.subgraphs]
@@ -20,11 +20,11 @@ def check_plan(plan: Plan) -> None:
     known, states = set(plan.inputs), set[str]()
     for subgraph in plan.subgraphs:
         is_alone = known.isdisjoint(subgraph.outputs) and states.isdisjoint(subgraph.state)
-        require(is_alone, f"{subgraph.name} writes what another writes")
+        require(is_alone, f"{subgraph.name} writes a tensor that another writes")
         _check_subgraph(plan, subgraph, known)
         known.update(subgraph.outputs)
         states.update(subgraph.state)
-    require(plan.output in known, f"nothing writes its output {plan.output!r}")
+    require(plan.output in known, f"no subgraph writes its output {plan.output!r}")
     shape = plan.tensors[plan.output].shape
     require(shape == ("R", plan.vocab_size), f"its output {plan.output!r} is {list(shape)}")
     attention = [node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS]
@@ -36,7 +36,7 @@ def check_plan(plan: Plan) -> None:
         require(found == rows, f"{node.name!r} has rotary tables of {found} rows, not {rows}")
     tables = {name for node in attention for name in node.inputs[3:5]}
     others = [tensor.name for tensor in plan.tensors.values() if tensor.rotary and tensor.name not in tables]
-    require(not others, f"{others} are no rotary tables")
+    require(not others, f"{others} are not rotary tables")
 
 
 def _check_tensor(plan: Plan, name: str, tensor: Tensor) -> None:
@@ -54,13 +54,13 @@ def _check_tensor(plan: Plan, name: str, tensor: Tensor) -> None:
 def _check_subgraph(plan: Plan, subgraph: Subgraph, known: set[str]) -> None:
     for kind, names in {"weight": subgraph.weights, "state": subgraph.state, "value": subgraph.inputs}.items():
         require(all(plan.tensors[name].kind == kind for name in names), f"{subgraph.name} reads {names} as {kind}")
-    require(known.issuperset(subgraph.inputs), f"{subgraph.name} reads what nothing has written")
+    require(known.issuperset(subgraph.inputs), f"{subgraph.name} reads tensors that no subgraph has written")
     inside = {*subgraph.inputs, *subgraph.weights, *subgraph.state}
     written: set[str] = set()
     for node in subgraph.nodes:
         try:
-            require(inside.issuperset(filter(None, node.inputs)), "it reads what is not there")
-            require(node.outputs and inside.isdisjoint(node.outputs), "it writes what is there already")
+            require(inside.issuperset(filter(None, node.inputs)), "it reads tensors that do not exist")
+            require(node.outputs and inside.isdisjoint(node.outputs), "it writes tensors that exist already")
             inputs = [plan.tensors[name] if name else None for name in node.inputs]
             outputs = [plan.tensors[name] for name in node.outputs]
             require(all(output.kind == "value" for output in outputs), "it writes a weight or a state")
@@ -70,8 +70,8 @@ def _check_subgraph(plan: Plan, subgraph: Subgraph, known: set[str]) -> None:
             raise ValueError(f"node {node.name!r}: {error}") from error
         inside.update(node.outputs)
         written.update(node.outputs)
-    require(written.issuperset(subgraph.outputs), f"{subgraph.name} gives what it does not write")
-    require(len(set(subgraph.outputs)) == len(subgraph.outputs), f"{subgraph.name} gives a tensor twice")
+    require(written.issuperset(subgraph.outputs), f"{subgraph.name} outputs a tensor that it does not write")
+    require(len(set(subgraph.outputs)) == len(subgraph.outputs), f"{subgraph.name} outputs a tensor twice")
     constants = [*subgraph.weights, *subgraph.state]
     read = {name for node in subgraph.nodes for name in node.inputs}
     require(len(set(constants)) == len(constants) and read.issuperset(constants), f"{subgraph.name} names {constants}")

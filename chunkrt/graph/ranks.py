@@ -1,4 +1,4 @@
-"""Which of how many processes that share a decoder this one is."""
+"""The rank of a process among those that share a decoder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_RANKS = 1024
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of how many ranks this process is: `rank` counts from 0 to `size` - 1; rank 0 speaks.
+    """This process's rank among `size` processes: `rank` counts from 0 to `size` - 1; rank 0 prints.
 
     Raises:
         ConfigError: there is no such rank.
@@ -30,7 +30,7 @@ class Ranks:
 
     @property
     def are_alone(self) -> bool:
-        """Whether there is one only, which has all of the decoder."""
+        """True if there is only one rank, which has all of the decoder."""
         return self.size == 1
 
     def __str__(self) -> str:
@@ -38,4 +38,4 @@ class Ranks:
 
 
 ALONE = Ranks(0, 1)
-"""One process that has the whole decoder."""
+"""One process that has the complete decoder."""

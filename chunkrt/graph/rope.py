@@ -23,24 +23,25 @@ from chunkrt.graph.rotary_tables import Float64, rotary_table
 from chunkrt.graph.tracing import ROTARY_KEY
 
 LEAST_DIVISOR = 1e-6
-"""Of frequencies: what is less is no factor that anybody trains with, and may overflow."""
+"""Smallest accepted factor of frequencies: smaller ones are not used in training, and may overflow."""
 
 LARGEST_FLOAT = float_info.max
-"""A config's whole number may be larger, and is then less than infinity and still no float."""
+"""Largest float. A config's whole number may be larger: it is then less than infinity and still not a float."""
 
 LONGEST_CONTEXT = 2**24
-"""Tokens. A config that claims more is not believed."""
+"""Largest accepted context, in tokens."""
 
 _UNSCALED = ("partial_rotary_factor", "attention_factor")
 """Factors that scale no frequency."""
 
 SCALING_KEY = "rope_scaling"
-"""What refusals name, wherever the config says it: in newer ones it is a part of `rope_parameters`."""
+"""Key that error messages name, wherever the config has it: in newer ones it is a part of `rope_parameters`."""
 
 
 @dataclass(kw_only=True)
 class RotaryTable(Parameter):
-    """A table of cos or sin. `make_recipe` makes its recipe (`graph/rotary_tables.py`) of the checkpoint's tensors."""
+    """A table of cos or sin. `make_recipe` makes its recipe (`graph/rotary_tables.py`) from the checkpoint's
+    tensors."""
 
     function: Rotary
     make_recipe: Callable[..., Float64]
@@ -50,16 +51,16 @@ class RotaryTable(Parameter):
         self.combine = lambda *tensors: self._rows(self.make_recipe(*tensors), self.shape[0])
 
     def recipe(self, source: TensorSource) -> Float64:
-        """The recipe of the table: float64 [tables, 1 + rotary_dim / 2]. Raises ModelError as `load` does."""
+        """Return the recipe of the table: float64 [tables, 1 + rotary_dim / 2]. Raises ModelError as `load` does."""
         self.check(source)
         return self.make_recipe(*(source.read(name) for name in self.checkpoint_tensors))
 
     def load_rows(self, source: TensorSource, num_rows: int) -> Float32:
-        """The first rows of the table. Raises ModelError as `load` does."""
+        """Return the first rows of the table. Raises ModelError as `load` does."""
         return self._rows(self.recipe(source), min(num_rows, self.shape[0]))
 
     def value(self) -> ir.Value:
-        """The table in the graph being traced, marked as one that chunkrt makes."""
+        """Return the table in the graph that is being traced, marked as one that chunkrt makes."""
         value = super().value()
         value.metadata_props[ROTARY_KEY] = self.function
         return value
@@ -70,12 +71,12 @@ class RotaryTable(Parameter):
 
 
 class RotaryTables(Module):
-    """cos and sin [context_length, rotary_dim / 2], one pair for all layers that share it.
+    """Tables cos and sin [context_length, rotary_dim / 2], one pair for all layers that share it.
 
     Args:
         divisor: a tensor that a GGUF divides the inverse frequencies by (`rope_freqs.weight`).
-        magnitude: what cos and sin are multiplied by.
-        long_frequencies, long_context_from: a second table follows the first, for contexts of more tokens than these;
+        magnitude: factor of cos and sin.
+        long_frequencies, long_context_from: a second table follows the first, for contexts of more tokens than this;
             see `ops.cached_attention`.
     """
 
@@ -99,12 +100,15 @@ class RotaryTables(Module):
         self.cos, self.sin = self._table("cos"), self._table("sin")
 
     def frequencies(self, source: TensorSource) -> list[Float64]:
-        """Of each table, radians a position: float64 [rotary_dim / 2], divided where a checkpoint divides them."""
+        """Return radians a position for each table: float64 [rotary_dim / 2], divided if the checkpoint has a
+        divisor."""
         return self._divided(*([source.read(self._divisor)] if self._divisor else []))
 
     def _divided(self, *divisor: NDArray[np.float32]) -> list[Float64]:
         if divisor and not (np.isfinite(divisor[0]) & (divisor[0] != 0)).all():
-            raise ModelError(f"{self._divisor}, which divides RoPE's frequencies, holds a zero or no number")
+            raise ModelError(
+                f"{self._divisor}, which divides RoPE's frequencies, holds a zero or a value that is not a number"
+            )
         return [f / divisor[0] if divisor else f for f in self._frequencies]
 
     def _table(self, function: Rotary) -> RotaryTable:
@@ -119,14 +123,14 @@ class RotaryTables(Module):
 
 
 def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Float64:
-    """theta^(-2i/d) for i in 0..d/2, scaled by the config's rule; float64 [rotary_dim / 2].
+    """Return theta^(-2i/d) for i in 0..d/2, scaled by the config's rule; float64 [rotary_dim / 2].
 
-    Reads Hugging Face's `rope_theta`, `partial_rotary_factor` and `rope_scaling`, or the newer `rope_parameters`
-    that holds all of them.
+    Reads Hugging Face's `rope_theta`, `partial_rotary_factor` and `rope_scaling`, or the newer `rope_parameters` that
+    holds all of them.
 
     Raises:
-        UnsupportedModelError: a scaling rule that is not implemented.
-        ModelError: a rule without one of its numbers, or a number that makes no sense.
+        UnsupportedModelError: the scaling rule is not implemented.
+        ModelError: one of the rule's numbers is missing or invalid.
     """
     parameters = rope_parameters(config)
     base, rule = _base(parameters, head_dim), parameters["rope_type"]
@@ -142,21 +146,21 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Float64:
         if rule == "llama3":
             return _llama3(base, parameters)
     except KeyError as error:
-        raise ModelError(f"rope scaling {rule!r} needs {error}, which the config does not give") from error
+        raise ModelError(f"rope scaling {rule!r} needs {error}, which the config lacks") from error
     raise UnsupportedModelError(
-        f"rope scaling {rule!r} is not supported; there are: default, linear, llama3", feature=SCALING_KEY
+        f"rope scaling {rule!r} is not supported; supported: default, linear, llama3", feature=SCALING_KEY
     )
 
 
 def longrope_tables(config: Mapping[str, Any], head_dim: int, context_length: int) -> RotaryTables:
-    """Tables under the rule "longrope": frequencies divided by short factors, or by long ones in a long context.
+    """Make tables under the rule "longrope": frequencies divided by short factors, or in a long context by long ones.
 
     cos and sin are multiplied by `attention_factor`; by default sqrt(1 + ln(s) / ln(original)), s = context / original.
     Source: Ding et al., LongRoPE (2024); Hugging Face's `_compute_longrope_parameters`.
 
     Raises:
-        UnsupportedModelError: the config has not both lists of factors.
-        ModelError: a list or a number that makes no sense.
+        UnsupportedModelError: the config does not have both lists of factors.
+        ModelError: a list or a number is invalid.
     """
     parameters = rope_parameters(config)
     base = _base(parameters, head_dim)
@@ -165,7 +169,7 @@ def longrope_tables(config: Mapping[str, Any], head_dim: int, context_length: in
         raise ModelError(f"the config's original_max_position_embeddings is {original!r}, expected a whole number")
     if original > LONGEST_CONTEXT:
         raise ModelError(
-            f"the config's original_max_position_embeddings is {original}; at most {LONGEST_CONTEXT} is believed"
+            f"the config's original_max_position_embeddings is {original}; expected at most {LONGEST_CONTEXT}"
         )
     short, long = (_factors(parameters, key, len(base)) for key in ("short_factor", "long_factor"))
     stretch = _positive({"factor": parameters.get("factor") or context_length / original}, "factor")
@@ -182,10 +186,10 @@ def longrope_tables(config: Mapping[str, Any], head_dim: int, context_length: in
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All that a config says of RoPE, wherever it does, with Hugging Face's defaults and a "rope_type".
+    """Return a config's parameters of RoPE from all their places, with Hugging Face's defaults and a "rope_type".
 
     Raises:
-        ModelError: a section of it is no table of numbers.
+        ModelError: a section of it is not a table of numbers.
         UnsupportedModelError: it has a section for each kind of layer, or a factor without a rule.
     """
     parameters: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
@@ -213,16 +217,16 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _base(parameters: Mapping[str, Any], head_dim: int) -> Float64:
-    """Inverse frequencies before any scaling."""
+    """Return inverse frequencies before any scaling."""
     theta = _positive(parameters, "rope_theta")
-    factor = min(_positive(parameters, "partial_rotary_factor"), 2.0)  # no number of dimensions is infinite
+    factor = min(_positive(parameters, "partial_rotary_factor"), 2.0)  # an infinite factor fails this check
     rotary_dim = round(head_dim * factor)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ModelError(f"RoPE is to rotate {rotary_dim} of {head_dim} dimensions, expected an even number of them")
+        raise ModelError(f"RoPE would rotate {rotary_dim} of {head_dim} dimensions, expected an even number of them")
     with np.errstate(over="ignore"):
         base: Float64 = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
         if not (base * LONGEST_CONTEXT < inf).all():
-            raise ModelError(f"the config's rope_theta of RoPE is {theta!r}; nothing can be divided by so little")
+            raise ModelError(f"the config's rope_theta of RoPE is {theta!r}; it is too small to divide by")
     return base
 
 
@@ -238,7 +242,7 @@ def _factors(parameters: Mapping[str, Any], key: str, length: int) -> Float64:
 
 
 def _llama3(base: Float64, parameters: Mapping[str, Any]) -> Float64:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Scale frequencies: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     factor = _divisor(parameters, "factor")
     low, high = _positive(parameters, "low_freq_factor"), _positive(parameters, "high_freq_factor")
     if low >= high:
@@ -252,7 +256,7 @@ def _llama3(base: Float64, parameters: Mapping[str, Any]) -> Float64:
 def _divisor(parameters: Mapping[str, Any], key: str) -> float:
     value = _positive(parameters, key)
     if not value >= LEAST_DIVISOR:
-        raise ModelError(f"the config's {key} of RoPE is {value!r}; frequencies cannot be divided by so little")
+        raise ModelError(f"the config's {key} of RoPE is {value!r}; it is too small to divide frequencies by")
     return value
 
 

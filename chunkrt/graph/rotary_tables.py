@@ -1,8 +1,8 @@
 """Rotary tables: cos and sin of positions times inverse frequencies, made when a model is loaded.
 
-A table is made of a few numbers, its recipe, which an engine directory stores: float64 [tables, 1 + rotary_dim / 2],
-each row the magnitude and then the inverse frequencies of one table. So the table takes no space on disk, and memory
-for the rows alone that the context of an engine needs.
+A table is made from a few numbers, its recipe, which an engine directory stores: float64 [tables, 1 + rotary_dim / 2],
+each row the magnitude and then the inverse frequencies of one table. The table thus takes no space on disk, and memory
+only for the rows that the context of an engine needs.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ Float64 = NDArray[np.float64]
 
 FUNCTIONS: dict[Rotary, Callable[[Float64], Float64]] = {"cos": np.cos, "sin": np.sin}
 _ROWS_AT_ONCE = 4096
-"""Rows whose float64 values are in memory together."""
+"""Number of rows whose float64 values are in memory together."""
 
 
 def rotary_table(function: Rotary, recipe: Float64, *, num_positions: int, num_rows: int) -> NDArray[np.float32]:
-    """The first rows of the tables of a recipe, one table behind the other: computed in float64, rounded to float32.
+    """Compute the first rows of a recipe's tables, one table behind the other, in float64, rounded to float32.
 
     Args:
         function: "cos" or "sin".
         recipe: float64 [tables, 1 + rotary_dim / 2].
         num_positions: rows of each table.
-        num_rows: rows to make, of all tables together.
+        num_rows: number of rows to make, of all tables together.
 
     Returns:
         float32 [num_rows, rotary_dim / 2].

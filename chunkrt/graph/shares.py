@@ -1,12 +1,13 @@
-"""Shares: which part of an axis a rank has, and which heads of attention.
+"""Shares: a rank's part of an axis, and its attention heads.
 
-Heads are given out in groups, a key/value head with the query heads that read it. All ranks have equally many:
+Heads are distributed in groups, a key/value head with the query heads that read it. All ranks have the same number:
 
-- Where ranks divide the groups, each has its groups.
-- Where groups divide the ranks (fewer groups than ranks), each group is copied to so many ranks, which share out its
-  query heads. A group's own query heads are padded with zeros if they cannot be shared evenly.
-- Else the groups are padded with groups of zeros up to the next multiple of the ranks. So 3 groups on 2 ranks are 2 on
-  each, one of them of zeros. Padding costs the time of the largest share, which some rank would take in any case.
+- If the number of ranks divides the number of groups, each rank has its groups.
+- If the number of groups divides the number of ranks (fewer groups than ranks), each group is copied to several ranks,
+  which divide its query heads. A group's query heads are padded with zeros if they cannot be divided evenly.
+- Otherwise the groups are padded with groups of zeros up to the next multiple of the ranks. For example, 3 groups on 2
+  ranks are 2 on each, one of them of zeros. Padding costs the time of the largest share, which some rank would take in
+  any case.
 
 A head of zeros has rows of zeros in q, k and v and columns of zeros in the output projection: it adds nothing.
 """
@@ -27,25 +28,25 @@ Number = TypeVar("Number", bound=np.generic)
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Some elements of an axis of `size`: their `indices`, in order. The index `size` stands for a zero, which pads."""
+    """Some elements of an axis of `size`: their `indices`, in order. The index `size` stands for a zero of padding."""
 
     size: int
     indices: NDArray[np.int64]
 
     @staticmethod
     def whole(size: int) -> Share:
-        """All of the axis."""
+        """Return the complete axis."""
         return Share(size, np.arange(size))
 
     @staticmethod
     def even(size: int, ranks: Ranks) -> Share | None:
-        """A rank's slice, as long as all others'; None if there are none."""
+        """Return a rank's slice, of the same length on all ranks; None if the axis cannot be cut evenly."""
         length, rest = divmod(size, ranks.size)
         return None if rest else Share(size, np.arange(ranks.rank * length, (ranks.rank + 1) * length))
 
     @staticmethod
     def joined(shares: Sequence[Share]) -> Share:
-        """Of axes that lie one after another."""
+        """Concatenate shares of axes that lie one after another."""
         size = sum(share.size for share in shares)
         starts = np.cumsum([0, *(share.size for share in shares)])
         parts = [
@@ -55,7 +56,7 @@ class Share:
         return Share(size, np.concatenate(parts))
 
     def spread(self, width: int) -> Share:
-        """The same where every element is `width` of them."""
+        """Return the same share for elements of `width` each."""
         return Share(self.size * width, self._spread(width))
 
     def _spread(self, width: int) -> NDArray[np.int64]:
@@ -64,11 +65,11 @@ class Share:
 
     @property
     def length(self) -> int:
-        """Elements, padding included."""
+        """Number of elements, padding included."""
         return len(self.indices)
 
     def take(self, array: NDArray[Number], axis: int = 0) -> NDArray[Number]:
-        """This part of an array along one of its axes, which has `size`."""
+        """Return this part of an array along one of its axes, which has `size`."""
         if np.array_equal(self.indices, np.arange(self.size)):
             return array
         if self.size in self.indices:
@@ -78,7 +79,7 @@ class Share:
         return taken
 
     def in_blocks(self, length: int) -> Share | None:
-        """The same part of an axis of blocks of `length` neighbours; None if it takes a piece of a block."""
+        """Return the same part of an axis of blocks of `length` adjacent elements; None if it cuts a block."""
         if self.size % length or self.length % length:
             return None
         blocks = Share(self.size // length, self.indices[::length] // length)
@@ -87,7 +88,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadShare:
-    """A rank's heads of attention: of `query` heads and of `key` heads, whose values go with them."""
+    """A rank's attention heads: `query` heads and `key` heads, which also determine the value heads."""
 
     query: Share
     key: Share
@@ -95,27 +96,27 @@ class HeadShare:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of the rank."""
+        """Number of query heads on the rank."""
         return self.query.length
 
     @property
     def num_kv_heads(self) -> int:
-        """Key/value heads of the rank."""
+        """Number of key/value heads on the rank."""
         return self.key.length
 
     @property
     def q_columns(self) -> Share:
-        """Of all query heads' columns."""
+        """Return the rank's share of all query heads' columns."""
         return self.query.spread(self.head_dim)
 
     @property
     def kv_columns(self) -> Share:
-        """Of all key heads' columns, or of all value heads'."""
+        """Return the rank's share of all key heads' columns, or of all value heads'."""
         return self.key.spread(self.head_dim)
 
 
 def share_heads(num_heads: int, num_kv_heads: int, head_dim: int, ranks: Ranks) -> HeadShare:
-    """A rank's heads; see above.
+    """Return a rank's heads; see above.
 
     Args:
         num_heads: a multiple of `num_kv_heads`.

@@ -1,7 +1,7 @@
-"""A plan whose attention is static: over a window of so many past slots, so that an NPU can compute it.
+"""A plan whose attention is static, over a window of a fixed number of past slots, so that an NPU can compute it.
 
-It has the same state as the plan that it is made from, and may stand in for it as long as the history fits. A short
-convolution sees the same few rows before a chunk wherever that begins: its history always fits.
+It has the same state as the plan that it is made from, and may replace it as long as the history fits. A short
+convolution sees the same few rows before a chunk at any position: its history always fits.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from chunkrt.graph.merging import merged
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
 
 HEAD_NORM_OP = "HeadNorm"
-"""Of our domain: RMS normalisation of each head's columns."""
+"""Operator of our domain: RMS normalisation of each head's columns."""
 
 PAST_SLOTS = "past_slots"
-"""The attribute of attention that is static: slots of its cache that a graph sees, beside the rows of the chunk; of a
-convolution the rows of its state, all of them."""
+"""Attribute of static attention: number of slots of its cache that a graph sees, besides the rows of the chunk; for a
+convolution all rows of its state."""
 
 CONVOLUTION = "short_conv"
-"""The kind of linear attention that can be static."""
+"""Kind of linear attention that can be static."""
 
 
 def attention_nodes(plan: Plan) -> list[str]:
-    """The names of all attention over a cache that could be static."""
+    """Return the names of all attention over a cache that can be static."""
     return [node.name for s in plan.subgraphs if _is_attention(s) for node in s.nodes if node.op in ATTENTION_OPS]
 
 
 def convolution_nodes(plan: Plan) -> list[str]:
-    """The names of all linear attention that could be static."""
+    """Return the names of all linear attention that can be static."""
     return [node.name for s in plan.subgraphs if _is_attention(s) for node in s.nodes if is_convolution(node)]
 
 
 def can_be_static(node: Node) -> bool:
-    """Whether a node is attention over a cache, or a convolution, that some plan may have on the NPU."""
+    """Return whether a node is attention over a cache, or a convolution, that a plan may have on the NPU."""
     return node.op == "CachedAttention" or is_convolution(node)
 
 
 def is_convolution(node: Node) -> bool:
-    """Whether a node is linear attention of the kind that can be static."""
+    """Return whether a node is linear attention of the kind that can be static."""
     return node.op == LINEAR_ATTENTION_OP and node.attributes["attn_type"] == CONVOLUTION
 
 
 def with_static_attention(
     plan: Plan, nodes: Collection[str], slots: Mapping[str, int], *, fits: Callable[[Subgraph], bool]
 ) -> Plan:
-    """Put attention on the NPU, and make one of the neighbours there.
+    """Put attention on the NPU, and fuse it with adjacent subgraphs there.
 
     Args:
-        plan: whose attention lies in subgraphs of its own on the CPU, alone or with norms of heads.
-        nodes: the names of those that shall be static, attention over caches and convolutions.
-        slots: of the caches "P", and of the rings "W"; convolutions need none.
+        plan: a plan whose attention lies in subgraphs of its own on the CPU, alone or with norms of heads.
+        nodes: the names of nodes that become static: attention over caches, and convolutions.
+        slots: numbers of slots: "P" for caches, and "W" for rings; convolutions need none.
         fits: whether a subgraph is small enough to be one graph of the NPU.
     """
     subgraphs = tuple(_static(s, plan, nodes, slots) for s in plan.subgraphs)
@@ -67,17 +67,17 @@ def with_static_attention(
 
 
 def num_layers(subgraph: Subgraph) -> int:
-    """Attention and convolutions that a subgraph holds."""
+    """Return a subgraph's attention over caches and convolutions."""
     return sum(node.op in ATTENTION_OPS or is_convolution(node) for node in subgraph.nodes)
 
 
 def num_static(subgraph: Subgraph) -> int:
-    """Attention and convolutions that are static, of those which a subgraph holds."""
+    """Return a subgraph's static attention and convolutions."""
     return sum(PAST_SLOTS in node.attributes for node in subgraph.nodes)
 
 
 class WindowElements(NamedTuple):
-    """What static attention takes for a chunk beside the values between subgraphs, and what it gives; in elements."""
+    """Inputs and outputs of static attention for a chunk, besides the values between subgraphs; in elements."""
 
     entering: int
     leaving: int
@@ -85,11 +85,11 @@ class WindowElements(NamedTuple):
 
 
 def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> WindowElements:
-    """Entering, masks (one for those with the same window) and rows of rotary tables; leaving, new rows of the caches.
-    Of convolutions the state enters, and the rows that it is made of leave.
+    """Count elements. Entering: masks (one for each window) and rows of rotary tables; leaving: new rows of the caches.
+    The state of a convolution enters, and the rows that form it leave.
 
-    The history are slots of caches and rings. They stay in the graph's buffers: of one sequence they are converted
-    once, but the driver copies all of them at each run, since the memory is not shared with the NPU.
+    The history consists of slots of caches and rings. They stay in the graph's buffers: for one sequence they are
+    converted once, but the driver copies all of them at each run, because the memory is not shared with the NPU.
     """
     leaving = history = 0
     shared: dict[tuple[object, ...], int] = {}
@@ -111,7 +111,8 @@ def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> WindowElements
 
 
 def static_slots(node: Node) -> int:
-    """Of the cache that static attention sees, or rows of a convolution's state; 0 if it is not static."""
+    """Return the number of cache slots that static attention sees, or of rows of a convolution's state; 0 if it is not
+    static."""
     return int(str(node.attributes.get(PAST_SLOTS, 0)))
 
 
@@ -137,7 +138,7 @@ def _static(subgraph: Subgraph, plan: Plan, nodes: Collection[str], slots: Mappi
 
 
 def _melted(subgraphs: list[Subgraph], plan: Plan, fits: Callable[[Subgraph], bool]) -> list[Subgraph]:
-    """As few as there can be, each a run of neighbours that fits; a shadowed linear's stay by themselves."""
+    """Fuse adjacent subgraphs into as few as fit; those of linears with a shadow stay separate."""
     made: list[list[Subgraph]] = []
     for subgraph in subgraphs:
         if made and fits(merged([*made[-1], subgraph], plan)):

@@ -1,8 +1,8 @@
 """Tracing: running a decoder's module tree once to record it as an ONNX graph.
 
 While a trace is open, every operator of `graph/ops.py` appends a node to it. Nodes and values are named after the
-module that made them ("model.layers.0.mlp.down_proj.output"), and a node remembers the device its module was
-placed on, so that the graph reads well in Netron and partitioning needs no second look at the modules.
+module that made them ("model.layers.0.mlp.down_proj.output"), and a node remembers the device of its module, so that
+the graph is readable in Netron and partitioning does not need the modules.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from chunkrt.graph.operators import OPERATOR_NAMES, check_node, require
 from chunkrt.graph.plan import DOMAIN, Attribute, Device
 
 OPSET = 23
-"""The first with RMSNormalization, RotaryEmbedding and Attention."""
+"""Opset of traced graphs: the first with RMSNormalization, RotaryEmbedding and Attention."""
 IR_VERSION = 10
 DEVICE_KEY = "chunkrt.device"
-"""Where a node's own device is written, in its metadata; a node without it is placed by rule."""
+"""Metadata key of a node's own device; a node without it is placed by rule."""
 MODULE_KEY = "chunkrt.module"
 STATE_KEY = "chunkrt.state"
-"""Marks a graph input that persists from chunk to chunk."""
+"""Mark of a graph input that persists from chunk to chunk."""
 CONTEXT_KEY = "chunkrt.context_length"
 LONG_CONTEXT_KEY = "chunkrt.long_context_from"
 NO_HEAD_KEY = "chunkrt.no_head"
-"""Where the graph says how many positions it can tell apart, and from how many on it needs its long rotary tables."""
+"""Metadata keys of the number of positions that the graph can distinguish, and of the number from which on it uses
+its long rotary tables."""
 ROTARY_KEY = "chunkrt.rotary"
-"""Marks a weight that is a rotary table of chunkrt's own making; see `Tensor.rotary`."""
+"""Mark of a weight that is a rotary table made by chunkrt; see `Tensor.rotary`."""
 ALONE_KEY = "chunkrt.alone"
-"""Marks a node that shall be a subgraph of its own, by its name."""
+"""Mark of a node that becomes a separate subgraph, with its name."""
 
 _current: ContextVar[Trace] = ContextVar("trace")
 
 
 def current_trace() -> Trace:
-    """The trace that operators add to. Raises LookupError outside of `Trace.open`."""
+    """Return the trace that operators add to. Raises LookupError outside of `Trace.open`."""
     return _current.get()
 
 
@@ -70,7 +71,7 @@ class Trace:
 
     @contextmanager
     def scope(self, path: str, device: Device | None) -> Iterator[None]:
-        """Name nodes after a module, and place them where it, or the nearest placed module around it, is."""
+        """Name nodes after a module, and place them on its device, or on that of the nearest placed ancestor."""
         self._scopes.append((path, device or self._scopes[-1][1]))
         try:
             yield
@@ -99,7 +100,7 @@ class Trace:
             is_foreign = domain not in ("", DOMAIN)
             require(
                 not (is_foreign and op in OPERATOR_NAMES),
-                f"chunkrt has {op} itself; give that of {domain} another name",
+                f"chunkrt has its own {op}; rename that of {domain}",
             )
             check_node(
                 domain,
@@ -125,45 +126,45 @@ class Trace:
         return values
 
     def input(self, name: str, shape: tuple[int | str, ...]) -> ir.Value:
-        """An int64 input of the whole graph; the same value each time it is asked for."""
+        """Return an int64 input of the graph; the same name returns the same value."""
         if name not in self.inputs:
             self.inputs[name] = _value(name, ir.DataType.INT64, shape)
         return self.inputs[name]
 
     def position(self) -> ir.Value:
-        """The graph input that holds the position of row 0: int64 [1]."""
+        """Return the graph input that holds the position of row 0: int64 [1]."""
         return self.input("position", (1,))
 
     def rope_position(self) -> ir.Value:
-        """The graph input that holds row 0's row in rotary tables of which there are several: int64 [1]."""
+        """Return the graph input that holds row 0's row in concatenated rotary tables: int64 [1]."""
         return self.input("rope_position", (1,))
 
     def weight(self, name: str, shape: tuple[int, ...]) -> ir.Value:
-        """A float32 weight by its full name; its values come later, from the checkpoint."""
+        """Add a float32 weight by its full name; its values are loaded later, from the checkpoint."""
         if name not in self.weights:
             self.weights[name] = _value(name, ir.DataType.FLOAT, shape)
         return self.weights[name]
 
     def state(self, name: str, shape: tuple[int | str, ...]) -> ir.Value:
-        """A tensor that persists, of the module being traced: a cache, or a recurrent state."""
+        """Add a tensor that persists to the module being traced: a cache, or a recurrent state."""
         full_name = self._unique(name)
         self.inputs[full_name] = _value(full_name, ir.DataType.FLOAT, shape)
         self.inputs[full_name].metadata_props[STATE_KEY] = "1"
         return self.inputs[full_name]
 
     def update_state(self, old: ir.Value, new: ir.Value) -> None:
-        """Say that `new` is what the state `old` becomes."""
+        """Record that `new` is the updated content of the state `old`."""
         self.state_updates.append((old, new))
 
     def set_context(self, length: int, long_from: int | None) -> None:
-        """Say how many positions the decoder can tell apart; see `Plan`."""
+        """Record the number of positions that the decoder can distinguish; see `Plan`."""
         known = int(self.metadata.get(CONTEXT_KEY, length))
         self.metadata[CONTEXT_KEY] = str(min(known, length))
         if long_from is not None:
             self.metadata[LONG_CONTEXT_KEY] = str(long_from)
 
     def leave_out_head(self) -> None:
-        """Say that the logits mean nothing; see `Plan.has_head`."""
+        """Record that the logits are not valid; see `Plan.has_head`."""
         self.metadata[NO_HEAD_KEY] = "1"
 
     def _unique(self, name: str) -> str:
@@ -183,11 +184,11 @@ def trace(decoder: Callable[[ir.Value, ir.Value], ir.Value], *, title: str = "de
         title: noun phrase for the decoder in errors, without an article.
 
     Returns:
-        A model with inputs input_ids, logit_rows, position and the state of every layer; outputs logits and the
-        updated state. Weights are initializers without values: those come from the checkpoint.
+        A model with inputs input_ids, logit_rows, position and the state of every layer; outputs logits and the updated
+        state. Weights are initializers without values, which come from the checkpoint.
 
     Raises:
-        ModelError: a forward raised an exception, or gave an operator shapes that do not fit it.
+        ModelError: a forward raised an exception, or passed shapes to an operator that do not fit it.
     """
     record = Trace()
     try:
@@ -214,7 +215,7 @@ def trace(decoder: Callable[[ir.Value, ir.Value], ir.Value], *, title: str = "de
 
 
 def _type_of(value: ir.Value) -> tuple[str, tuple[int | str, ...]]:
-    """Name of a value's type, and its shape."""
+    """Return the name of a value's type, and its shape."""
     assert value.shape is not None
     name = "int64" if value.dtype == ir.DataType.INT64 else "float32"
     return name, tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
@@ -225,7 +226,7 @@ def _value(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Valu
 
 
 def attribute(name: str, value: Attribute) -> ir.Attr:
-    """A plan's attribute in ONNX."""
+    """Convert a plan's attribute to ONNX."""
     if isinstance(value, int):
         return ir.AttrInt64(name, value)
     if isinstance(value, float):

@@ -1,7 +1,7 @@
-"""Uses of operators in a plan, by their canonical names, whoever runs them.
+"""Uses of operators in a plan, by their canonical names, independent of the backend that runs them.
 
-A use of an operator is one node, or several that people think of as one: the four nodes of a gate through SiLU are one
-`silu_mul`. Standard library only, as the plan itself.
+A use of an operator is one node, or several that form one operation: the four nodes of a gate with SiLU are one
+`silu_mul`. This module needs only the standard library, like the plan itself.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "logits": ("quantize",),
     "routed_experts": ("quantize",),
 }
-"""Operators that are steps of others, and no node of their own: the rotation of queries and keys, and the measuring of
-activations under schemes that do it row by row."""
+"""Operators that are steps of others, and not nodes of their own: the rotation of queries and keys, and the measuring
+of activations under schemes that do it row by row."""
 
 SAMPLER = "sampler"
 """The operator that is in no plan: a session's choice of the next token."""
@@ -30,10 +30,10 @@ SAMPLER = "sampler"
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """An operator in a plan.
+    """A use of an operator in a plan.
 
-    `node`: what a function for it is called with: the inputs, attributes and outputs of the whole. `nodes`: those of
-    the plan that it stands for, in their order.
+    `node`: the inputs, attributes and outputs with which a function for it is called. `nodes`: the plan's nodes that it
+    consists of, in their order.
     """
 
     operator: str
@@ -42,7 +42,7 @@ class Use:
 
 
 def uses(subgraph: Subgraph, plan: Plan) -> tuple[Use, ...]:
-    """The operators of a subgraph in an order in which they can run; each node is in one of them."""
+    """Return the uses in a subgraph, in an order in which they can run; each node is in one of them."""
     gated = {use.nodes[-1].name: use for use in gated_products(subgraph)}
     inner = {node.name for use in gated.values() for node in use.nodes[:-1]}
     last_linears = _last_linears(subgraph, plan)
@@ -64,9 +64,9 @@ def uses(subgraph: Subgraph, plan: Plan) -> tuple[Use, ...]:
 
 
 def use_of(node: Node) -> Use:
-    """A node by itself, as the operator that it is without its neighbours.
+    """Return the use of a node as a separate operator.
 
-    Both kinds of cached attention are one operator, whose function is told by the attribute `has_raw_keys`.
+    Both kinds of cached attention are one operator; its function distinguishes them by the attribute `has_raw_keys`.
     """
     called = node
     if node.op in ATTENTION_OPS:
@@ -76,7 +76,8 @@ def use_of(node: Node) -> Use:
 
 
 def canonical_name(domain: str, op: str) -> str:
-    """An operator's name: "rms_norm", "head_norm"; with its domain if that is somebody else's: "acme_mixer"."""
+    """Return an operator's name: "rms_norm", "head_norm"; with its domain if it is neither ONNX's nor ours:
+    "acme_mixer"."""
     if domain.partition(".")[0] in ("", DOMAIN) and op in _NAMES:
         return _NAMES[op]
     is_foreign = domain.partition(".")[0] not in ("", DOMAIN)
@@ -85,12 +86,13 @@ def canonical_name(domain: str, op: str) -> str:
 
 
 def gated_products(subgraph: Subgraph) -> list[Use]:
-    """Where a gate goes through an activation and is multiplied with the other half of a value.
+    """Find gates that go through an activation and are multiplied with the other half of a value.
 
         Split -> Sigmoid(gate) -> Mul(gate, .) -> Mul(., up)   SiluMul(x)
         Split -> Gelu(gate) -> Mul(., up)                      GeluMul(x)
 
-    Not where an inner result is needed elsewhere. Each stands where its last node stood: its operand is there then.
+    They are not fused if an inner result is needed elsewhere. Each takes the place of its last node, where its operand
+    is available.
     """
     readers = _Readers(subgraph)
     found = (_gated_product(node, readers) for node in subgraph.nodes if node.op == "Split")
@@ -98,7 +100,7 @@ def gated_products(subgraph: Subgraph) -> list[Use]:
 
 
 class _Readers:
-    """Which nodes of a subgraph read a value."""
+    """Return the nodes of a subgraph that read each value."""
 
     def __init__(self, subgraph: Subgraph) -> None:
         self._outputs = set(subgraph.outputs)
@@ -108,12 +110,12 @@ class _Readers:
                 self._readers.setdefault(name, []).append(node)
 
     def only(self, name: str, op: str) -> Node | None:
-        """The one reader of a value, if it is that operator and nobody outside wants the value."""
+        """Return the only reader of a value, if it is that operator and the value is not needed outside."""
         found = self.inside(name)
         return found[0] if len(found) == 1 and found[0].op == op else None
 
     def inside(self, name: str) -> list[Node]:
-        """All readers of a value; none, if it leaves the subgraph."""
+        """Return all readers of a value; empty if it leaves the subgraph."""
         return [] if name in self._outputs else self._readers.get(name, [])
 
 
@@ -144,7 +146,7 @@ def _is_linear(node: Node, plan: Plan) -> bool:
 
 
 def _last_linears(subgraph: Subgraph, plan: Plan) -> set[str]:
-    """The linears that make the plan's output, by node; what is done to logits afterwards goes element by element."""
+    """Return the linears that compute the plan's output, by node; operations on logits after them are elementwise."""
     writers = {name: node for node in subgraph.nodes for name in node.outputs}
     found, pending = set(), [plan.output]
     while pending:

@@ -1,1 +1,1 @@
-"""ONNX decoders of other tools in, and chunkrt's out."""
+"""Import of ONNX decoders from other tools, and export of chunkrt's."""

@@ -1,6 +1,6 @@
-"""Running an exported fixed window with ONNX Runtime: a small loop, the reference for the export, and usable.
+"""Execution of an exported fixed window with ONNX Runtime: a small loop, the reference for the export.
 
-States stay on the device, in two sets of buffers that take turns: what one run writes, the next reads.
+States stay on the device, in two alternating sets of buffers: the next run reads the set that this run writes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(in
 class OnnxSession:
     """A decoder exported by `chunkrt export`, run window by window.
 
-    Tokens go in windows of W; the first is padded on the left. So after a number of tokens that W does not divide, and
-    for every generated token, a window of one row is needed: another export of the same model and context.
+    Tokens are run in windows of W; the first is padded on the left. After a number of tokens that W does not divide,
+    and for every generated token, a window of one row is needed: another export of the same model and context.
 
     Args:
         model: the ONNX file, of any window.
-        step: the same with a window of 1; not needed if `model` is one.
-        providers: ONNX Runtime's, the best first.
-        threads: of ONNX Runtime; by default as many as it takes.
+        step: the same with a window of 1; not needed if `model` has one.
+        providers: ONNX Runtime's providers, the preferred one first.
+        threads: number of ONNX Runtime's threads; by default its own choice.
 
     Raises:
-        ModelError: a file is damaged, or no fixed window of chunkrt's.
-        ConfigError: the two do not go together.
+        ModelError: a file is damaged, or not a fixed window of chunkrt's.
+        ConfigError: the two files do not match.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OnnxSession:
         self._step = _Window(Path(step), providers, threads) if step else self._window
         if any(self._step.settings[key] != self._window.settings[key] for key in ("context", "dtype", "keys")):
             raise ConfigError(
-                f"{step} and {model} do not share their caches; export both with one context, dtype and keys"
+                f"{step} and {model} do not have the same caches; export both with the same context, dtype and keys"
             )
         if self._step.plan != self._window.plan or self._step.states != self._window.states:
             raise ConfigError(f"{step} and {model} are exports of different decoders")
@@ -65,12 +65,12 @@ class OnnxSession:
 
     @property
     def window(self) -> int:
-        """Rows of a run of the first model."""
+        """Number of rows in a run of the first model."""
         return self._window.size
 
     @property
     def position(self) -> int:
-        """Tokens so far. Attention sees the last of them alone once they are more than the sequence."""
+        """Number of tokens so far. Attention sees only the last ones once they exceed the sequence length."""
         return self._position
 
     def reset(self) -> None:
@@ -85,24 +85,24 @@ class OnnxSession:
         )
 
     def run(self, token_ids: Sequence[int]) -> NDArray[Any]:
-        """Logits [tokens, vocabulary] of tokens that follow those so far, in the model's type.
+        """Return logits [tokens, vocabulary] of tokens that follow the earlier ones, in the model's type.
 
         Raises:
-            ConfigError: there are no tokens, or some that the vocabulary has not; or some that need a window of one
-                row, and there is none; or, with keys cached after RoPE, more than the model can tell apart.
+            ConfigError: there are no tokens, or one is not in the vocabulary; or some need a window of one row, and
+                there is none; or, with keys cached after RoPE, they exceed the model's context.
             BackendError: ONNX Runtime failed.
         """
         tokens = self._window.checked(token_ids)
         end = self._position + len(tokens)
         if self._window.num_positions is not None and end > self._window.num_positions:
             raise ConfigError(
-                f"{end} tokens are beyond the model's context of {self._window.num_positions}; an export with --keys "
-                "pre-rope has no end"
+                f"{end} tokens exceed the model's context of {self._window.num_positions}; an export with --keys "
+                "pre-rope has no limit"
             )
         in_windows = len(tokens) if self._position == 0 else len(tokens) // self.window * self.window
         if in_windows < len(tokens) and self._step.size != 1:
             raise ConfigError(
-                f"{len(tokens)} tokens after {self._position} are no whole windows of {self.window}; give OnnxSession "
+                f"{len(tokens)} tokens after {self._position} do not fill windows of {self.window}; pass OnnxSession "
                 "an export with --window 1 as its step"
             )
         padding = -in_windows % self.window
@@ -114,7 +114,7 @@ class OnnxSession:
     def generate(
         self, token_ids: Sequence[int], max_new_tokens: int, *, eos_ids: Collection[int] = ()
     ) -> Iterator[int]:
-        """Run a prompt, and then the likeliest token again and again; an end token is not given.
+        """Run a prompt, then repeatedly the likeliest next token; an end token is not returned.
 
         Raises:
             ConfigError: `max_new_tokens` is negative; or see `run`.
@@ -154,14 +154,15 @@ class _Window:
 
     def __init__(self, path: Path, providers: Sequence[str], threads: int | None) -> None:
         options = ort.SessionOptions()
-        options.add_session_config_entry("session.disable_prepacking", "1")  # weights stay where they are mapped
+        options.add_session_config_entry("session.disable_prepacking", "1")  # weights stay memory-mapped
         if threads:
             options.intra_op_num_threads = threads
         if not path.is_file():
-            raise ModelError(f"there is no file {path}")
+            raise ModelError(f"the file {path} does not exist")
         if unknown := [name for name in providers if name not in ort.get_available_providers()]:
             raise ConfigError(
-                f"ONNX Runtime has no provider {unknown[0]!r} here; it has {', '.join(ort.get_available_providers())}"
+                f"ONNX Runtime has no provider {unknown[0]!r} here; available: "
+                f"{', '.join(ort.get_available_providers())}"
             )
         try:
             model = read_proto(path) if path.is_symlink() else path  # in a hub's cache, its data are links as well
@@ -194,14 +195,14 @@ class _Window:
         }
 
     def checked(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
-        """Tokens as an array. Raises ConfigError if there are none, or one is not of the vocabulary."""
+        """Return tokens as an array. Raises ConfigError if there are none, or one is not in the vocabulary."""
         tokens = np.asarray(token_ids)
         if not tokens.size:
-            raise ConfigError("there are no tokens to run")
+            raise ConfigError("no tokens to run")
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
             raise ConfigError(f"token ids are {tokens.dtype} {list(tokens.shape)}, expected a list of whole numbers")
         if outside := [int(token) for token in tokens if not 0 <= token < self._vocab_size]:
-            raise ConfigError(f"token id {outside[0]} is not of the vocabulary of {self._vocab_size}")
+            raise ConfigError(f"token id {outside[0]} is not in the vocabulary of {self._vocab_size}")
         return tokens.astype(np.int64)
 
     def run(
@@ -211,7 +212,7 @@ class _Window:
         present: Mapping[str, ort.OrtValue],
         device: str,
     ) -> NDArray[Any]:
-        """Logits [W, vocabulary]; `present` is filled."""
+        """Return logits [W, vocabulary]; `present` is filled."""
         binding = self._session.io_binding()
         for name in self._inputs:
             binding.bind_cpu_input(name, inputs[name])

@@ -1,7 +1,7 @@
-"""What a scheme makes of a linear, in NumPy: its weight as integers, and the products of that with rows.
+"""A linear under a scheme, in NumPy: its weight as integers, and products of that weight with rows.
 
-The reference computes with it in float64, where every sum of integers is exact. Trials of schemes compute in float32:
-there sums are exact below 2^24, as those of 8-bit inputs practically are; beyond they are rounded.
+The reference computes in float64, where every sum of integers is exact. Trials of schemes compute in float32: there
+sums are exact below 2^24, which sums of 8-bit inputs practically always are; larger ones are rounded.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Quantize = Callable[[Float32], tuple[NDArray[np.int8], Float32]]
 MOST_4_BIT, MOST_MULTIPLIER = 7, 16
 
 COLUMNS_AT_ONCE = 1024
-"""Output channels quantised together: bounds the temporary copies of a large linear."""
+"""Number of output channels quantised together: bounds the temporary copies of a large linear."""
 
 MOST = 15
-"""The largest integer of 4 bits without a sign."""
+"""The largest unsigned integer of 4 bits."""
 
 
 class Integers(NamedTuple):
     """A linear's weight [K, N] ~ values * scale: values int8 (or as floats), scale float32 [N].
 
-    multipliers: of 4-bit integers, int8 [ceil(K / BLOCK_LENGTH), N]: what their products were made with.
+    multipliers: for 4-bit integers, int8 [ceil(K / BLOCK_LENGTH), N]: the factors in the values.
     """
 
     values: NDArray[Any]
@@ -44,7 +44,8 @@ class Integers(NamedTuple):
 
 
 def quantize_linear(weight: Float32, storage: Storage, *, name: str) -> Integers | BlockTensor:
-    """A linear's weight float32 [K, N] as a scheme stores it. Raises QuantizationError as those that it calls."""
+    """Quantise a linear's weight float32 [K, N] for a scheme. Raises QuantizationError as the functions that it
+    calls."""
     if storage == "blocks":
         return quantize_to_blocks(weight, name=name)
     if storage == "int4":
@@ -54,14 +55,14 @@ def quantize_linear(weight: Float32, storage: Storage, *, name: str) -> Integers
 
 
 def quantize_weight(weight: Float32, *, name: str = "weight") -> tuple[NDArray[np.int8], Float32]:
-    """Symmetric int8 per output channel.
+    """Quantise to symmetric int8 per output channel.
 
     Args:
         weight: float32 [K, N], as in `X @ W`; any strides.
 
     Returns:
-        int8 [K, N] in [-127, 127] and float32 scales [N]: weight ~ q * scale, scale = max|column| / 127, ties to
-        even. A column of zeros has scale 0.
+        int8 [K, N] in [-127, 127] and float32 scales [N]: weight ~ q * scale, scale = max|column| / 127, ties to even.
+        A column of zeros has scale 0.
 
     Raises:
         QuantizationError: a weight is infinite or not a number.
@@ -82,10 +83,10 @@ def quantize_weight(weight: Float32, *, name: str = "weight") -> tuple[NDArray[n
 def quantize_weight_in_blocks(
     weight: Float32, *, name: str = "weight"
 ) -> tuple[NDArray[np.int8], Float32, NDArray[np.int8]]:
-    """4 bits in blocks of BLOCK_LENGTH along the depth, whose scales are whole multiples of their column's.
+    """Quantise to 4 bits in blocks of BLOCK_LENGTH along the depth, whose scales are whole multiples of their column's.
 
-    A block takes the multiplier that leaves the least square error; the block with a column's largest weight always
-    takes 16. Hexagon's compiler divides a column's largest block scale by 16 again, so it finds the same integers.
+    A block takes the multiplier with the least square error; the block with a column's largest weight always takes 16.
+    Hexagon's compiler divides a column's largest block scale by 16 again, so it finds the same integers.
 
     Args:
         weight: float32 [K, N], as in `X @ W`; any strides.
@@ -124,7 +125,7 @@ def quantize_weight_in_blocks(
 
 
 def quantize_to_blocks(weight: NDArray[np.float32], *, name: str = "weight") -> BlockTensor:
-    """Blocks as Q4_1 has them, each from its smallest weight to its largest.
+    """Quantise to blocks as in Q4_1, each from its smallest weight to its largest.
 
     Args:
         weight: float32 [K, N], as in `X @ W`; any strides; K a multiple of BLOCK_DEPTH.
@@ -166,34 +167,34 @@ def _column_limits(weight: Float32, name: str) -> Float32:
 
 
 def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
-    """Dynamic int8 per row: q = round-half-even(x * (127 / max|x|)) and max|x| / 127; x float32 [T, K]."""
+    """Quantise to dynamic int8 per row: q = round-half-even(x * (127 / max|x|)) and max|x| / 127; x float32 [T, K]."""
     limit = np.abs(x).max(axis=-1, keepdims=True)
     multiplier = np.float32(127) / np.where(limit > 0, limit, np.float32(1))
     return np.rint(x * multiplier).astype(np.int8), (limit / np.float32(127)).astype(np.float32)
 
 
 class IntegerWeight:
-    """An int8 weight with its scales. They are kept as they are; products convert COLUMNS_AT_ONCE columns at a time.
+    """An int8 weight with its scales, both kept as they are; products convert COLUMNS_AT_ONCE columns at a time.
 
     integers: int8 [K, N] as stored (or as floats). scale: float32 [N]. shape: [K, N].
     """
 
     def __init__(self, integers: NDArray[Any], scale: Float32, dtype: Dtype = np.float64) -> None:
         self.integers, self.scale = integers, scale
-        self._dtype = dtype  # float64: by BLAS, and exact up to a depth of 2^29
+        self._dtype = dtype  # float64 uses BLAS, and is exact up to a depth of 2^29
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[K, N]."""
+        """Shape [K, N]."""
         return self.integers.shape
 
     def dequantise(self) -> Float32:
-        """The weight in float32 [K, N], made anew."""
+        """Return the weight in float32 [K, N], as a new array."""
         values: Float32 = np.multiply(self.integers, self.scale).astype(np.float32, copy=False)
         return values
 
     def _products(self, *lefts: NDArray[Any]) -> list[NDArray[Any]]:
-        """Each left [T, K] @ the integers."""
+        """Multiply each left [T, K] by the integers."""
         wide: list[NDArray[Any]] = [left.astype(self._dtype, copy=False) for left in lefts]
         if self.integers.dtype == self._dtype:
             return [left @ self.integers for left in wide]
@@ -210,7 +211,7 @@ class DynamicWeight(IntegerWeight):
     """An int8 weight [K, N] with its scales [N], as MatMul's right operand; the left one is measured row by row."""
 
     def multiply(self, left: Float32, quantize: Quantize = quantize_rows) -> Float32:
-        """left float32 [T, K] @ this, float32 [T, N]; what is left of rows without their outliers is quantised."""
+        """Return left float32 [T, K] @ this, float32 [T, N]; rows are quantised without their outliers."""
         outliers, rest = take_outliers(left)
         quantized, row_scale = quantize(rest)
         inner, outer = self._products(quantized, outliers)
@@ -230,11 +231,12 @@ class BlockWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[K, N]."""
+        """Shape [K, N]."""
         return self.blocks.integers.shape[::-1]
 
     def multiply(self, left: Float32, quantize: Quantize = quantize_rows) -> Float32:
-        """left float32 [T, K] @ this, float32 [T, N]: block after block, each product and sum rounded once together."""
+        """Return left float32 [T, K] @ this, float32 [T, N]: block after block, each product and sum rounded once
+        together."""
         outliers, rest = take_outliers(left)
         quantized, row_scale = quantize(rest)
         value = np.zeros((len(left), self.shape[1]), np.float32)
@@ -250,7 +252,7 @@ class BlockWeight:
         return result
 
     def dequantise(self) -> Float32:
-        """The weight in float32 [K, N], made anew."""
+        """Return the weight in float32 [K, N], as a new array."""
         return self.blocks.dequantise().T
 
 
@@ -274,7 +276,7 @@ class StaticWeight(IntegerWeight):
         self.bits, self.input_step, self.output_step = bits, input_step, output_step
 
     def multiply(self, left: Float32) -> Float32:
-        """left float32 [T, K] @ this, float32 [T, N]."""
+        """Return left float32 [T, K] @ this, float32 [T, N]."""
         (accumulated,) = self._products(round_to_grid(left, self.input_step, self.bits))
         result: Float32 = accumulated.astype(np.float32, copy=False) * (self.input_step * self.scale)
         if self.output_step is None:
@@ -282,7 +284,7 @@ class StaticWeight(IntegerWeight):
         return round_to_grid(result, self.output_step, self.bits) * self.output_step
 
     def multiply_excess(self, left: Float32) -> Float32:
-        """What `multiply` leaves out where left [T, K] is beyond its grid, float32 [T, N]."""
+        """Return the part that `multiply` omits because left [T, K] exceeds its grid, float32 [T, N]."""
         (excess,) = self._products(excess_over_grid(left, self.input_step))
         result: Float32 = (excess * self.scale).astype(np.float32, copy=False)
         return result
@@ -294,7 +296,7 @@ QuantizedWeight = DynamicWeight | BlockWeight | StaticWeight
 def right_operand(
     quantized: Integers | BlockTensor, name: str, scheme: Scheme, grids: LinearGrids | None, dtype: Dtype = np.float64
 ) -> QuantizedWeight:
-    """A linear's weight as it is multiplied under a scheme; `grids`: of a static one."""
+    """Return a linear's weight in the form that is multiplied under a scheme; `grids`: for a static one."""
     if isinstance(quantized, BlockTensor):
         return BlockWeight(quantized, dtype)
     if grids is None:

@@ -1,4 +1,4 @@
-"""Calibration: how large the values of a decoder get on some text, from which static schemes take their grids."""
+"""Calibration: the magnitudes of a decoder's values on some text, from which static schemes take their grids."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ BY_NAME = ("column_peaks", "channel_peaks", "shadowed_column_peaks", "hot_channe
 
 
 SHADOW_SHARE = 0.005
-"""Of the values of a shadowed linear's input, what its grid leaves to the shadow. The rest has steps as much finer."""
+"""Fraction of a shadowed linear's input values that its grid leaves to the shadow. The steps for the rest are finer."""
 
 
 def num_hot_channels(depth: int) -> int:
-    """How many rows of a shadowed linear's weight, of so many in all, are kept dequantised."""
+    """Return the number of rows of a shadowed linear's weight that are kept dequantised, out of `depth`."""
     return max(1, depth // 32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was seen of one decoder on one text.
+    """Measurements of one decoder on one text.
 
-    model: what was calibrated, as it was named. weights: its `weights_digest`. token_ids: int64 [n], of the text.
-    method: how limits were chosen.
-    equalisation, is_rotated: of the scheme that it is for. folding: what these did to the weights beforehand.
-    peaks: for every value between the nodes of a plan, by name, its largest magnitude: 16-bit grids reach so far.
-    limits: for every linear's input, where an 8-bit grid should end: at the peak or, depending on the method, below it.
+    model: name of the calibrated model, as the user gave it. weights: its `weights_digest`. token_ids: int64 [n], the
+    text's. method: the method that chose the limits.
+    equalisation, is_rotated: of the scheme that it is for. folding: the transformations of the weights that they
+    caused.
+    peaks: the largest magnitude of every value between the nodes of a plan, by name: 16-bit grids reach that far.
+    limits: for every linear's input, the end of an 8-bit grid: at the peak or, depending on the method, below it.
     column_peaks: float32 [N], for every linear's output: the largest magnitude of each column.
     channel_peaks: float32 [K], for every linear's input: the largest magnitude of each channel.
 
-    For a linear that gets a shadow, which takes over what its input's grid does not hold:
-    shadow_limits: where the 8-bit grid of its input ends, by the input's name.
-    shadowed_column_peaks: as column_peaks, of the product of what the grid holds.
+    For a linear that gets a shadow, which computes the part of its input that exceeds the grid:
+    shadow_limits: the end of its input's 8-bit grid, by the input's name.
+    shadowed_column_peaks: as column_peaks, for the product of the part within the grid.
     hot_channels: int32 [num_hot_channels(K)], ascending: the input's channels that exceed the grid most often.
     """
 
@@ -68,7 +69,7 @@ class Calibration:
     hot_channels: Mapping[str, NDArray[np.int32]]
 
     def save(self, path: Path) -> None:
-        """Write a NumPy .npz archive, aside and then renamed. Raises ModelError if that fails."""
+        """Write a NumPy .npz archive to a temporary name, then rename it. Raises ModelError if that fails."""
         about = {name: getattr(self, name) for name in ("model", "weights", "method", "equalisation", "is_rotated")}
         names: dict[str, list[str]] = {}
         arrays = {f"{field}/{name}": array for field in BY_NAME for name, array in getattr(self, field).items()}
@@ -90,14 +91,14 @@ class Calibration:
 
     @staticmethod
     def load(path: Path) -> Calibration:
-        """Read what `save` wrote.
+        """Read the output of `save`.
 
         Raises:
             ModelError: the file is missing, damaged, or of another format.
         """
         try:
             check_regular(path)
-            if path.is_file() and not is_zipfile(path):  # NumPy would advise to unpickle it
+            if path.is_file() and not is_zipfile(path):  # NumPy would suggest unpickling it
                 raise ValueError("it is no .npz archive")
             with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
                 check_archive(archive.zip, ratio=16)
@@ -125,18 +126,18 @@ class Calibration:
                 return calibration
         except MemoryError as error:
             raise OutOfMemoryError(f"there is too little memory to read the calibration {path} ({error})") from error
-        except Exception as error:  # a damaged archive raises whatever its bytes lead to
+        except Exception as error:  # a damaged archive raises many types of exceptions
             raise ModelError(f"{path} is not a calibration ({error}); run `chunkrt calibrate` again") from error
 
     def _check(self) -> None:
-        """Raises ValueError for what no calibration can have seen."""
+        """Raise ValueError for impossible measurements."""
         if not (
             isinstance(self.model, str)
             and isinstance(self.weights, str)
             and isinstance(self.is_rotated, bool)
             and self.method in METHODS
         ):
-            raise ValueError("it says of what or how it was made what makes no sense")
+            raise ValueError("its description of model, method or scheme is invalid")
         for field in NUMBERS:
             values = np.array(list(getattr(self, field).values()))
             if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
@@ -151,7 +152,7 @@ class Calibration:
 
 
 def _check_headers(archive: ZipFile) -> None:
-    """Raises ValueError for an array whose header claims another size than it has; NumPy would allocate that."""
+    """Raise ValueError for an array whose header claims a wrong size; NumPy would allocate it."""
     for member in archive.infolist():
         with archive.open(member) as file:
             is_first_version = npy.read_magic(file) == (1, 0)

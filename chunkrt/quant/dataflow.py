@@ -1,4 +1,4 @@
-"""Who makes and who reads every value of a plan, over all its subgraphs."""
+"""The writer and the readers of every value of a plan, over all its subgraphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class DataFlow:
     """A plan's nodes, joined by the values between them.
 
     nodes: of all subgraphs, in an order in which they can run. makers: the node that computes a value. readers: the
-    nodes that read a value or a weight, once for each time they do.
+    nodes that read a value or a weight, once for each read.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -22,38 +22,38 @@ class DataFlow:
                 self.readers[name].append(node)
 
     def is_weight(self, name: str) -> bool:
-        """Whether a tensor is constant."""
+        """Return whether a tensor is constant."""
         return bool(name) and self.plan.tensors[name].kind == "weight"
 
     def owns(self, node: Node, weight: str) -> bool:
-        """Whether a tensor is a weight that no other node reads."""
+        """Return whether a tensor is a weight that no other node reads."""
         return self.is_weight(weight) and self.readers[weight] == [node]
 
     def alone_reads(self, node: Node, value: str) -> bool:
-        """Whether a value is for this node only, and is read once."""
+        """Return whether a value has this node as its only reader, which reads it once."""
         return self.readers[value] == [node] and value != self.plan.output
 
     def is_linear(self, node: Node) -> bool:
-        """Whether a node is a MatMul with a weight of its own on the right."""
+        """Return whether a node is a MatMul with a weight of its own on the right."""
         return node.op == "MatMul" and self.owns(node, node.inputs[1]) and not self.is_weight(node.inputs[0])
 
     def is_norm(self, node: Node) -> bool:
-        """Whether a node is an RMSNorm over the channels with a weight of its own."""
+        """Return whether a node is an RMSNorm over the channels with a weight of its own."""
         over_channels = node.op == "RMSNormalization" and node.attributes.get("axis", -1) == -1
         return over_channels and self.owns(node, node.inputs[1])
 
     def picks_rows(self, node: Node) -> bool:
-        """Whether a node picks rows of a value: it leaves channels as they are."""
+        """Return whether a node picks rows of a value, which keeps channels unchanged."""
         return node.op == "Gather" and node.attributes.get("axis", 0) == 0 and not self.is_weight(node.inputs[0])
 
     def width(self, name: str) -> int:
-        """How many channels a tensor has."""
+        """Return the number of channels of a tensor."""
         return int(self.plan.tensors[name].shape[-1]) if self.plan.tensors[name].shape else 1
 
     def linears_of(self, value: str) -> list[Node] | Node:
-        """The linears that read a value, or rows picked from it; or a node that reads it and is none.
+        """Return the linears that read a value, or rows picked from it; or a reader that is not a linear.
 
-        The decoder's output is read by nobody here, but not for linears alone: its maker is given.
+        The decoder's output also has readers outside, so its maker is returned for it.
         """
         if value == self.plan.output:
             return self.makers[value]

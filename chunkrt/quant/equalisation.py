@@ -1,7 +1,7 @@
 """Equalisation: large channels of a linear's input are made smaller, and the weight's rows for them larger.
 
-SmoothQuant's migration (Xiao et al., 2023, section 4). The factors leave the input where it is made: with the weight of
-a norm, or with columns of an earlier linear.
+This is SmoothQuant's migration (Xiao et al., 2023, section 4). The factors are divided out where the input is made:
+from the weight of a norm, or from columns of an earlier linear.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
 MOST_FOR_PRODUCTS = 0.5
-"""The largest alpha for what no norm makes: products of gate and up, and attention. Single channels of these are
-thousands of times the median, and weights that took them over would lose more than 8-bit inputs gain."""
+"""The largest alpha for inputs that no norm makes: products of gate and up, and attention. Single channels of these are
+thousands of times the median; moving them into the weights would cost more there than 8-bit inputs gain."""
 
 UNREACHED = -1
 
@@ -45,15 +45,15 @@ def equalise(
 
         d[k] = peak(x[:, k])^alpha / max|W[k, :]|^(1 - alpha), geometric mean 1; x becomes x / d, W becomes diag(d) W
 
-    Linears that read one value share its factors. A linear whose input is made by something that factors do not pass,
-    or is read by something else too, is left alone.
+    Linears that read one value share its factors. A linear is left unchanged if factors cannot pass through the maker
+    of its input, or if the input has other readers.
 
     Args:
-        load: a weight's float32 values by its plan name; called once for each linear.
+        load: returns a weight's float32 values by its plan name; called once for each linear.
         channel_peaks: float32 [K], the largest magnitude of each channel, by the name of a linear's input.
-        alpha: 0 makes the weight's rows even, 1 the input's channels.
+        alpha: 0 equalises the weight's rows, 1 the input's channels.
         most_for_products: the largest alpha for inputs that no norm makes; see MOST_FOR_PRODUCTS.
-        left_alone: weights of linears that keep their inputs as they are.
+        left_alone: weights of linears whose inputs are not changed.
 
     Raises:
         ConfigError: alpha is not between 0 and 1.
@@ -65,7 +65,7 @@ def equalise(
     rows: dict[str, Float32] = {}
     columns: dict[str, Float32] = {}
     inputs = dict.fromkeys(_made_as(flow, node.inputs[0]) for node in flow.nodes if flow.is_linear(node))
-    for value in reversed(inputs):  # a weight has its columns' factors before those of its rows are chosen
+    for value in reversed(inputs):  # a weight gets its columns' factors before those of its rows are chosen
         linears, source = flow.linears_of(value), _source(flow, value)
         if isinstance(linears, Node) or source is None or any(linear.inputs[1] in left_alone for linear in linears):
             continue
@@ -90,10 +90,10 @@ def equalise(
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Where the channels of a value take factors.
+    """Weights that take the factors of a value's channels.
 
-    weights: a linear's or a norm's, and biases after it. columns: int64 [K], which of their columns makes each channel;
-    UNREACHED for a channel that factors do not pass to.
+    weights: a linear's or a norm's, and biases after it. columns: int64 [K], the column of them that makes each
+    channel; UNREACHED for a channel that factors do not pass to.
     """
 
     weights: tuple[str, ...]
@@ -101,7 +101,7 @@ class _Source:
 
 
 def _source(flow: DataFlow, value: str) -> _Source | None:
-    """The source of a value; None if factors do not pass from a weight to it, or would reach another value."""
+    """Return the source of a value; None if factors cannot pass from a weight to it, or would reach another value."""
     node = flow.makers.get(value)
     if node is None:
         return None
@@ -115,7 +115,7 @@ def _source(flow: DataFlow, value: str) -> _Source | None:
 
 
 def _operands(flow: DataFlow, node: Node) -> Sequence[str]:
-    """Inputs of which a node's output is a multiple, channel by channel, as long as the others stay as they are."""
+    """Return inputs of which a node's output is a multiple, channel by channel, while the others are unchanged."""
     width = flow.width(node.outputs[0])
     if node.op == "Mul":
         return [name for name in node.inputs if flow.width(name) == width]
@@ -127,7 +127,7 @@ def _operands(flow: DataFlow, node: Node) -> Sequence[str]:
 
 
 def _through(flow: DataFlow, node: Node, value: str, operand: _Source) -> _Source:
-    """The source of a node's output, from that of its operand."""
+    """Return the source of a node's output, given that of its operand."""
     if node.op == "Add":
         (bias,) = (name for name in node.inputs if flow.is_weight(name))
         return replace(operand, weights=(*operand.weights, bias))
@@ -135,7 +135,7 @@ def _through(flow: DataFlow, node: Node, value: str, operand: _Source) -> _Sourc
         widths = [flow.width(name) for name in node.outputs]
         index = node.outputs.index(value)
         return replace(operand, columns=operand.columns[sum(widths[:index]) :][: widths[index]])
-    if node.op == "HeadNorm":  # undoes what factors do to the heads that it normalises, and lets v pass
+    if node.op == "HeadNorm":  # it cancels factors of the heads that it normalises, and passes those of v
         num_normed = prod(int(size) for size in flow.plan.tensors[node.inputs[1]].shape)
         return replace(operand, columns=np.where(np.arange(flow.width(value)) < num_normed, UNREACHED, operand.columns))
     if node.op in ATTENTION_OPS:
@@ -144,7 +144,8 @@ def _through(flow: DataFlow, node: Node, value: str, operand: _Source) -> _Sourc
 
 
 def _attended_columns(attention: Node) -> NDArray[np.int64]:
-    """Which column of q | k | v each channel of attention's output is a mean of: heads of a group share theirs."""
+    """Return the column of q | k | v of which each channel of attention's output is a mean: heads of a group share
+    theirs."""
     names = ("num_heads", "num_kv_heads", "head_dim")
     num_heads, num_kv_heads, head_dim = (cast(int, attention.attributes[name]) for name in names)
     kv_heads = num_heads + num_kv_heads + np.arange(num_heads) // (num_heads // num_kv_heads)
@@ -157,21 +158,21 @@ def _splits_channels(flow: DataFlow, node: Node) -> bool:
 
 
 def _made_as(flow: DataFlow, value: str) -> str:
-    """The value that rows were picked from, if they were."""
+    """Return the value that rows were picked from, or the value itself."""
     node = flow.makers.get(value)
     return _made_as(flow, node.inputs[0]) if node is not None and flow.picks_rows(node) else value
 
 
 def _peaks_of(channel_peaks: Mapping[str, Float32], value: str, width: int) -> Float32:
     if value not in channel_peaks:
-        raise QuantizationError(f"the calibration knows nothing of the channels of {value}; calibrate this model anew")
+        raise QuantizationError(f"the calibration has no entry for the channels of {value}; calibrate this model again")
     peaks = channel_peaks[value]
     if peaks.shape != (width,):
         raise QuantizationError(
-            f"the calibration is another model's: it knows {peaks.size} channels of {value}, the model has {width}"
+            f"the calibration is of another model: it has {peaks.size} channels of {value}, the model has {width}"
         )
     if not np.isfinite(peaks).all():
-        raise QuantizationError(f"the calibration has channels of {value} that are not finite; calibrate anew")
+        raise QuantizationError(f"the calibration has channels of {value} that are not finite; calibrate again")
     return peaks
 
 
@@ -183,7 +184,7 @@ def _row_peaks(weight: Float32, name: str) -> Float32:
 
 
 def _factors(peaks: Float64, row_peaks: Float64, alpha: float) -> Float64:
-    """d of `equalise`, float64; 1 for a channel that was always zero, or meets weights that are."""
+    """Return d of `equalise`, float64; 1 for a channel that was always zero, or whose weights are."""
     exponents = np.zeros_like(peaks)
     used = (peaks > 0) & (row_peaks > 0)
     if used.any():

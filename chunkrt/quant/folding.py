@@ -1,7 +1,7 @@
-"""Folding: changes of a decoder's float weights that leave what it computes as it is, and make it easier to quantise.
+"""Folding: transformations of a decoder's float weights that keep its results and make it easier to quantise.
 
-A factor that one weight gains another loses, a rotation that one applies the next undoes. `quant/equalisation.py` and
-`quant/rotation.py` find such changes; a folding is what they found, and is applied as weights are loaded.
+One weight gains a factor that another loses; one applies a rotation that the next undoes. `quant/equalisation.py` and
+`quant/rotation.py` find such transformations; a folding holds them, and is applied as weights are loaded.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ FACTORS = ("gains", "rows", "columns")
 
 @dataclass(frozen=True, kw_only=True)
 class Folding:
-    """What happens to the weights of a plan, by name, in this order; nothing by default.
+    """Transformations of a plan's weights by name, applied in this order; none by default.
 
-    ones: weights of norms that become 1, because linears took them over.
-    gains: float32 [K], of those norms: what the rows of such a linear are multiplied by.
+    ones: weights of norms that become 1, because linears absorbed them.
+    gains: float32 [K], of those norms: factors of the rows of such a linear.
     rotated_rows: linears that read the rotated residual stream: W becomes R^T W.
     rotated_columns: linears and tables that write it: W becomes W R; and biases: b becomes b R.
-    rows: float32 [K]: what the rows of a linear's weight are multiplied by.
-    columns: float32 [N]: what the columns of a linear's weight, or the values of a vector, are multiplied by.
+    rows: float32 [K]: factors of the rows of a linear's weight.
+    columns: float32 [N]: factors of the columns of a linear's weight, or of the values of a vector.
 
-    R is made from the width (`quant/hadamard.py`) and not kept.
+    R is derived from the width (`quant/hadamard.py`) and not stored.
     """
 
     ones: frozenset[str] = frozenset()
@@ -44,17 +44,17 @@ class Folding:
 
     @property
     def has_rotation(self) -> bool:
-        """Whether the residual stream is rotated."""
+        """True if the residual stream is rotated."""
         return bool(self.rotated_rows or self.rotated_columns)
 
     def then(self, later: Folding) -> Folding:
-        """This folding, and `later` on what it leaves.
+        """Return this folding followed by `later`.
 
         Raises:
             QuantizationError: `later` rotates, and this one is not empty.
         """
         if later.has_rotation and self != Folding():
-            raise QuantizationError("a rotation comes first: rotate, calibrate what that leaves, then equalise it")
+            raise QuantizationError("a rotation comes first: rotate, calibrate the result, then equalise it")
         first = later if later.has_rotation else self
         return Folding(
             ones=first.ones,
@@ -66,7 +66,7 @@ class Folding:
         )
 
     def digest(self) -> str:
-        """SHA-256 of all of it, in hexadecimal."""
+        """SHA-256 of the complete folding, in hexadecimal."""
         found = hashlib.sha256()
         for name, array in sorted(self.arrays().items()):
             found.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -74,16 +74,16 @@ class Folding:
         return found.hexdigest()
 
     def apply(self, name: str, weight: Float32) -> Float32:
-        """What becomes of a weight.
+        """Return a weight's transformed values.
 
         Args:
-            weight: float32 [K, N], any strides, or a vector [N]; it is left as it is.
+            weight: float32 [K, N], any strides, or a vector [N]; it is not modified.
 
         Returns:
-            float32 of the same shape; the weight itself if nothing happens to it.
+            float32 of the same shape; the weight itself if it is unchanged.
 
         Raises:
-            QuantizationError: its shape is not that of the weight that the folding was made for.
+            QuantizationError: its shape differs from that of the weight that the folding was made for.
         """
         if not self._changes(name):
             return weight
@@ -102,7 +102,7 @@ class Folding:
         return folded
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The folding as arrays of numbers and of text, by keys such as "rows/lm_head.weight"."""
+        """Return the folding as arrays of numbers and of text, by keys such as "rows/lm_head.weight"."""
         found: dict[str, NDArray[Any]] = {}
         for kind in (member.name for member in fields(self)):
             held = getattr(self, kind)
@@ -114,7 +114,7 @@ class Folding:
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> Folding:
-        """The folding that `arrays` described.
+        """Return the folding that `arrays` described.
 
         Raises:
             ModelError: an array is not part of a folding.
@@ -130,7 +130,7 @@ class Folding:
                 sets[key] = frozenset(array.tolist())
             else:
                 raise ModelError(
-                    f"{key!r}, {array.dtype} {list(array.shape)}, is not part of a folding; calibrate anew"
+                    f"{key!r}, {array.dtype} {list(array.shape)}, is not part of a folding; calibrate again"
                 )
         return Folding(**sets, **factors)  # type: ignore[arg-type]
 
@@ -138,7 +138,7 @@ class Folding:
         return any(name in getattr(self, member.name) for member in fields(self))
 
     def _check(self, name: str, weight: Float32) -> None:
-        """Every factor has the length of its axis, and only matrices have rows."""
+        """Check that every factor has the length of its axis, and that only matrices have rows."""
         axes: dict[str, Literal[0, -1]] = {"gains": 0, "rows": 0, "columns": -1}
         lengths = {kind: getattr(self, kind)[name].shape for kind in FACTORS if name in getattr(self, kind)}
         needs_matrix = name in self.rotated_rows or lengths.keys() & {"gains", "rows"}
@@ -146,8 +146,8 @@ class Folding:
         if not fits or (needs_matrix and weight.ndim != 2):
             found = ", ".join(f"{shape[0]} {kind}" for kind, shape in lengths.items())
             raise QuantizationError(
-                f"the folding is another model's: it has {found or 'a rotation'} for {name}, which is "
-                f"{list(weight.shape)}; calibrate this model anew"
+                f"the folding is of another model: it has {found or 'a rotation'} for {name}, which is "
+                f"{list(weight.shape)}; calibrate this model again"
             )
 
 

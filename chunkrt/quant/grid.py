@@ -2,7 +2,8 @@
 
     x ~ q * step, q = round-half-even(x / step), saturating at the grid's levels; step = limit / levels
 
-Symmetric around zero, so that a grid is one number. Zero is on it, and a product of two grids needs no correction.
+Grids are symmetric around zero, so one number defines a grid. Zero is on it, and a product of two grids needs no
+correction.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from chunkrt.quant.scheme import LEVELS, Scheme
 Float32 = NDArray[np.float32]
 
 OUTPUT_HEADROOM = {8: 1.0, 16: 2.0}
-"""How far beyond the largest output seen in calibration an output's grid reaches. A 16-bit one can afford to."""
+"""Factor by which an output's grid exceeds the largest output in calibration. A 16-bit grid is fine enough for it."""
 
 FLOAT16_MAX = 65504
-"""Where the headroom of a column's own grid ends: on an NPU its limit is a factor in float16."""
+"""Limit of the headroom of a column's own grid: on an NPU the grid's limit is a factor in float16."""
 
 SUM_RESOLUTION = 256
 """Hexagon drops the last 8 bits of a 16-bit linear's sum of integers. No output has finer steps than that."""
@@ -38,14 +39,14 @@ class LinearGrids:
 
 
 def round_to_grid(x: Float32, step: Float32, bits: int) -> Float32:
-    """The integers q of x on a grid, as float32; x [T, N], step [1] or [N]."""
+    """Return the integers q of x on a grid, as float32; x [T, N], step [1] or [N]."""
     levels = np.float32(LEVELS[bits])
     quotient: Float32 = np.rint(x / step).clip(-levels, levels)
     return quotient
 
 
 def excess_over_grid(x: Float32, step: Float32) -> Float32:
-    """What x [T, K] exceeds an 8-bit grid by where it saturates, 0 elsewhere; step [1]. A NaN stays one."""
+    """Return the part by which x [T, K] exceeds an 8-bit grid, 0 where it does not; step [1]. A NaN stays a NaN."""
     levels = np.float32(LEVELS[8])
     quotient = np.rint(x / step)
     excess: Float32 = np.where(np.abs(quotient) <= levels, np.float32(0), x - quotient.clip(-levels, levels) * step)
@@ -53,7 +54,7 @@ def excess_over_grid(x: Float32, step: Float32) -> Float32:
 
 
 def grids_of(linear: Node, scheme: Scheme, calibration: Calibration | None, scale: Float32) -> LinearGrids:
-    """The grids of a linear (a MatMul node with a weight) under a static scheme.
+    """Return the grids of a linear (a MatMul node with a weight) under a static scheme.
 
     Args:
         scale: float32 [N], of the quantised weight.
@@ -74,12 +75,12 @@ def grids_of(linear: Node, scheme: Scheme, calibration: Calibration | None, scal
         if by_column or is_shadowed:
             outputs = columns_of[result] if by_column else float(columns_of[result].max())
     except KeyError as error:
-        raise QuantizationError(f"the calibration knows nothing of {error}; calibrate this model anew") from error
+        raise QuantizationError(f"the calibration has no entry for {error}; calibrate this model again") from error
     if scheme.has_float_output(weight):
         return LinearGrids(input_step=input_step, output_step=None)
     if by_column and np.size(outputs) != scale.size:
         found = f"{np.size(outputs)} columns of {weight}, the model has {scale.size}"
-        raise QuantizationError(f"the calibration is another model's: it knows {found}")
+        raise QuantizationError(f"the calibration is of another model: it has {found}")
     limits = np.float32(OUTPUT_HEADROOM[bits]) * np.asarray(outputs, np.float32)
     if by_column:
         limits = np.minimum(limits, np.maximum(outputs, np.float32(FLOAT16_MAX)))
@@ -91,7 +92,7 @@ def grids_of(linear: Node, scheme: Scheme, calibration: Calibration | None, scal
 
 
 def _steps(limits: Float32 | float, bits: int) -> Float32:
-    """A value that was always zero gets steps as if its limit were 1."""
+    """Return the step for a limit; a value that was always zero gets the step of limit 1."""
     known = np.atleast_1d(np.asarray(limits, np.float32))
     steps: Float32 = np.where(known > 0, known, np.float32(1)).astype(np.float32) / np.float32(LEVELS[bits])
     return steps

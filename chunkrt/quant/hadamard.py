@@ -2,9 +2,9 @@
 
     R = diag(signs) (F1 x F2 x ...) / sqrt(width)        x: the Kronecker product
 
-The factors are Hadamard matrices, entries of 1 and -1, as far as powers of two go; the odd part of a width takes a
-Hartley matrix, whose entries stay below 1.5. R itself is never made: a product with its factors is cheaper. The signs
-keep what all channels have in common from meeting in the one column that has no change of sign.
+The factors are Hadamard matrices, with entries of 1 and -1, for the powers of two in the width; the odd part takes a
+Hartley matrix, whose entries stay below 1.5. R itself is never computed, because a product with its factors is cheaper.
+The signs prevent a component common to all channels from accumulating in the one column without sign changes.
 Source: Ashkboos et al., QuaRot (2024), section 3; Bracewell, Discrete Hartley transform (1983).
 """
 
@@ -22,18 +22,18 @@ LARGEST_POWER = 64
 """Order of the largest Hadamard factor: a product costs the sum of the orders."""
 
 ROWS_AT_ONCE = 1024
-"""Rows that are in float64 at a time."""
+"""Number of rows that are in float64 at a time."""
 
 
 def rotate(x: Float32) -> Float32:
-    """x R, float32 [M, width], computed in float64; R is the same whenever the width is."""
+    """Return x R, float32 [M, width], computed in float64; R depends on the width alone."""
     width = x.shape[-1]
     signs, factors = _signs(width), orthogonal_factors(width)
     rotated = np.empty(x.shape, np.float32)
     for begin in range(0, len(x), ROWS_AT_ONCE):
         rows = x[begin : begin + ROWS_AT_ONCE] * signs
         num_rows = len(rows)
-        for factor in factors:  # each takes the leading part of a row and puts it last: in the end all is in order
+        for factor in factors:  # each factor moves the leading part of a row to its end: afterwards all are in order
             leading_last = rows.reshape(num_rows, len(factor), -1).swapaxes(1, 2)
             rows = (leading_last.reshape(-1, len(factor)) @ factor).reshape(num_rows, width)
         rotated[begin : begin + ROWS_AT_ONCE] = rows
@@ -42,7 +42,7 @@ def rotate(x: Float32) -> Float32:
 
 @cache
 def orthogonal_factors(width: int) -> tuple[Float64, ...]:
-    """Symmetric matrices F, float64 [n, n], whose orders multiply to `width`; F F = n I."""
+    """Return symmetric matrices F, float64 [n, n], whose orders multiply to `width`; F F = n I."""
     power = width & -width
     factors = [] if width == power else [hartley(width // power)]
     while power > 1:
@@ -52,7 +52,7 @@ def orthogonal_factors(width: int) -> tuple[Float64, ...]:
 
 
 def hadamard(order: int) -> Float64:
-    """Sylvester's Hadamard matrix of an order that is a power of two."""
+    """Return Sylvester's Hadamard matrix of an order that is a power of two."""
     matrix: Float64 = np.ones((1, 1))
     while len(matrix) < order:
         matrix = np.kron(matrix, np.array([[1.0, 1.0], [1.0, -1.0]]))
@@ -60,7 +60,7 @@ def hadamard(order: int) -> Float64:
 
 
 def hartley(order: int) -> Float64:
-    """cos + sin of 2 pi i j / n: a real relative of the Fourier matrix, of any order."""
+    """Return cos + sin of 2 pi i j / n: a real relative of the Fourier matrix, of any order."""
     numbers = np.arange(order)
     angles = 2 * np.pi / order * (np.outer(numbers, numbers) % order)
     matrix: Float64 = np.cos(angles) + np.sin(angles)
@@ -69,7 +69,7 @@ def hartley(order: int) -> Float64:
 
 @cache
 def _signs(width: int) -> Float64:
-    """Drawn from the generator that is the same in every release of NumPy, and divided by sqrt(width)."""
+    """Draw the signs from the generator that is the same in every release of NumPy, and divide them by sqrt(width)."""
     drawn = np.random.RandomState(width).randint(0, 2, width)
     signs: Float64 = (2 * drawn - 1) / np.sqrt(width)
     return signs

@@ -1,7 +1,7 @@
-"""The few large values of a row, which are taken out before the others are quantised to int8.
+"""The few large values of a row, which are removed before the others are quantised to int8.
 
-One value a thousand times the median would leave the others a grid too coarse to be told apart. Dettmers et al.,
-LLM.int8() (2022), section 3.2, take channels out that are fixed beforehand; here every row tells its own.
+One value a thousand times the median would leave too coarse a grid for the others. Dettmers et al., LLM.int8() (2022),
+section 3.2, remove channels that are fixed beforehand; here every row determines its own.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 Float32 = NDArray[np.float32]
 
 OUTLIER_RATIO = 8
-"""An outlier is more than so many times its row's mean magnitude; fewer than an eighth of a row can be."""
+"""Ratio of an outlier to its row's mean magnitude; fewer than an eighth of a row can exceed it."""
 
 NUM_SUMS = 64
 
 
 def take_outliers(x: Float32) -> tuple[Float32, Float32]:
-    """Rows [T, K] as (outliers, rest): each 0 where the other is not. A row that is not finite has no outliers.
+    """Split rows [T, K] into (outliers, rest), each 0 where the other is not. A row that is not finite has no outliers.
 
-    The sum of magnitudes is taken in the order of the native kernels, so that the same values are outliers.
+    The magnitudes are summed in the order of the native kernels, so that both find the same outliers.
     """
     rows, width = x.shape
     padded = np.zeros((rows, -(-width // NUM_SUMS) * NUM_SUMS), np.float32)

@@ -1,12 +1,12 @@
-"""Residual scaling: a residual stream that leaves float16 is made smaller by a power of two, in weights.
+"""Residual scaling: a residual stream that exceeds float16 is made smaller by a power of two, in weights.
 
-What lies between linears is float16 on an NPU, which ends at 65,504. Gemma 3's stream goes further. An RMSNorm does not
-see a scale, so the whole stream can be s = 2^-k of what it was: the embeddings, and all that is added to them, times s,
-and epsilon of the norms that read it times s^2. Of a decoder whose norms stand behind the linears, as Gemma 3's do, the
-weights of those norms are scaled in place of the linears'. Heads that are tied to the embeddings are weights of their
-own in a plan, read a norm, and stay as they are.
+Values between linears are float16 on an NPU, whose largest is 65,504. Gemma 3's stream exceeds that. An RMSNorm is
+invariant to scale, so the complete stream can be multiplied by s = 2^-k: the embeddings, and all terms added to them,
+times s, and epsilon of the norms that read it times s^2. If norms follow the linears, as in Gemma 3, the weights of
+those norms are scaled instead of the linears'. LM heads that are tied to the embeddings are separate weights in a plan,
+read a norm, and are not scaled.
 
-Powers of two are exact: what a decoder computes changes in no bit, but where a value becomes a subnormal of its type.
+Powers of two are exact: no bit of a decoder's results changes, unless a value becomes subnormal in its type.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from chunkrt.quant.grid import FLOAT16_MAX
 Number = TypeVar("Number", float, NDArray[np.float32])
 
 HEADROOM = 2.0
-"""How much larger than in calibration the stream may become on other text. A 16-bit output grid has as much."""
+"""Factor by which the stream may exceed its peak in calibration on other text. A 16-bit output grid has the same."""
 
 LARGEST_EXPONENT = 10
-"""Of 1 / s. Beyond it usual embeddings, some 2^-5, would be subnormal in float16: no scale holds such a stream."""
+"""Limit of k in s = 2^-k. Beyond it usual embeddings, some 2^-5, would be subnormal in float16: no scale is
+possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualScaling:
-    """A scale of a decoder's residual stream, and where it goes.
+    """A scale of a decoder's residual stream, and the places where it is applied.
 
     exponent: k of s = 2^-k; 0: nothing is scaled.
     peak: the stream's largest magnitude in calibration, unscaled.
-    values: of the plan, by name: the stream, and what is added to it.
+    values: the plan's values by name: the stream, and all terms added to it.
     norms: nodes whose epsilon is multiplied by s^2.
     writers: weights whose columns are multiplied by s. readers: linears whose rows are divided by it.
-    obstacle: why a stream that needs a scale has none; empty otherwise.
+    obstacle: the reason why a stream that needs a scale has none; empty otherwise.
     """
 
     exponent: int
@@ -57,13 +58,13 @@ class ResidualScaling:
     def __str__(self) -> str:
         reach = f"the residual stream reaches {self.peak:.6g}"
         if self.obstacle:
-            return f"{reach}, and {HEADROOM:g} times that leaves float16 ({FLOAT16_MAX}), but {self.obstacle}"
+            return f"{reach}, and {HEADROOM:g} times that exceeds float16 ({FLOAT16_MAX}), but {self.obstacle}"
         if not self.exponent:
-            return f"{reach} and keeps its scale (float16 ends at {FLOAT16_MAX})"
+            return f"{reach} and keeps its scale (float16's largest value is {FLOAT16_MAX})"
         return f"{reach} and is scaled by 2^-{self.exponent}, to {self.peak * 2.0**-self.exponent:.6g}"
 
     def plan(self, plan: Plan) -> Plan:
-        """A plan of the decoder with the norms' epsilons scaled; the plan itself where nothing is."""
+        """Return a plan of the decoder with the norms' epsilons scaled; the plan itself if nothing is scaled."""
         if not self.exponent:
             return plan
 
@@ -77,7 +78,7 @@ class ResidualScaling:
         return replace(plan, subgraphs=tuple(replace(s, nodes=tuple(map(scaled, s.nodes))) for s in plan.subgraphs))
 
     def folding(self, plan: Plan) -> Folding:
-        """What happens to the weights of a plan of the decoder."""
+        """Return the folding of the scale for a plan's weights."""
         if not self.exponent:
             return Folding()
 
@@ -90,7 +91,7 @@ class ResidualScaling:
         )
 
     def calibration(self, plan: Plan, calibration: Calibration) -> Calibration:
-        """What a calibration of the scaled decoder would have found, its folding with the scale."""
+        """Return the calibration of the scaled decoder, whose folding includes the scale."""
         if not self.exponent:
             return calibration
         factor = 2.0**-self.exponent
@@ -109,12 +110,12 @@ class ResidualScaling:
 def residual_scaling(plan: Plan, calibration: Calibration) -> ResidualScaling:
     """Choose a scale by calibration: the largest that leaves the stream HEADROOM below the end of float16.
 
-    So 2 * peak * 2^-k is at most 65,504, and k is 0 for streams that stay below 32,752. Where values reach the stream
-    by a way that a scale does not pass, or k would be beyond LARGEST_EXPONENT, nothing is scaled, and `obstacle` says
-    why.
+    Then 2 * peak * 2^-k is at most 65,504, and k is 0 for streams that stay below 32,752. If values reach the stream by
+    a path that cannot be scaled, or k would exceed LARGEST_EXPONENT, nothing is scaled, and `obstacle` states the
+    reason.
 
     Args:
-        plan: the decoder as it is by nature, without shadows.
+        plan: the decoder without placement and without shadows.
 
     Raises:
         QuantizationError: the calibration is of another decoder.
@@ -124,7 +125,7 @@ def residual_scaling(plan: Plan, calibration: Calibration) -> ResidualScaling:
     if obstacle:
         obstacle = f"it cannot be scaled: {obstacle}"
     if unknown := sorted(stream.values - calibration.peaks.keys()):
-        raise QuantizationError(f"the calibration knows nothing of {unknown[0]!r}; calibrate this model anew")
+        raise QuantizationError(f"the calibration has no entry for {unknown[0]!r}; calibrate this model again")
     peak = max((calibration.peaks[name] for name in stream.values), default=0.0)
     exponent = _exponent(peak)
     if exponent > LARGEST_EXPONENT:
@@ -152,12 +153,12 @@ def _times(numbers: Mapping[str, Number], names: Collection[str], factor: float)
 
 
 class _ObstacleError(Exception):
-    """A node that a scale does not pass, and why."""
+    """A node that a scale cannot pass, with the reason."""
 
 
 @dataclass
 class _Stream:
-    """The values that a scale reaches from the embeddings on, and what is around them; see ResidualScaling."""
+    """Values that a scale reaches from the embeddings on, and the nodes around them; see ResidualScaling."""
 
     flow: DataFlow
     values: set[str] = field(default_factory=set)
@@ -166,7 +167,7 @@ class _Stream:
     readers: set[str] = field(default_factory=set)
 
     def follow(self) -> str:
-        """Find all of it; why that cannot be, or nothing."""
+        """Search the plan; return the obstacle, empty if there is none."""
         flow = self.flow
         pending = [node.outputs[0] for node in flow.nodes if node.op == "Gather" and flow.is_weight(node.inputs[0])]
         if not pending:
@@ -183,7 +184,7 @@ class _Stream:
         return ""
 
     def _made_from(self, value: str) -> list[str]:
-        """The values that must be scaled for this one to be; weights are noted."""
+        """Return the values that must be scaled for this one to be scaled; weights are recorded."""
         flow, node = self.flow, self.flow.makers.get(value)
         if node is None:
             raise _ObstacleError(f"{value!r} is an input of the decoder")
@@ -208,7 +209,8 @@ class _Stream:
         return []
 
     def _factor_of(self, product: Node) -> list[str]:
-        """The one factor of a product that takes the scale: a value that does already, a weight, a linear's output."""
+        """Return the one factor of a product that takes the scale: an already scaled value, a weight, a linear's
+        output."""
         flow = self.flow
         if any(name in self.values for name in product.inputs):
             return []
@@ -227,19 +229,19 @@ class _Stream:
                 raise _ObstacleError(f"node {node.name!r} (Mul) multiplies two parts of it")
 
     def _writes(self, node: Node, name: str) -> bool:
-        """Note a weight that a node writes the stream with; False for what is none."""
+        """Record a weight that a node writes the stream with; return False if it has none."""
         flow = self.flow
         if not flow.is_weight(name):
             return False
         if not flow.owns(node, name) or flow.width(name) != flow.width(node.outputs[0]):
             raise _ObstacleError(
-                f"node {node.name!r} ({node.op}) reads {name}, which others read too or which is narrower"
+                f"node {node.name!r} ({node.op}) reads {name}, which other nodes read too or which is narrower"
             )
         self.writers.add(name)
         return True
 
     def _goes_to(self, value: str) -> list[str]:
-        """The values that are scaled because this one is; norms and linears that read it are noted."""
+        """Return the values that are scaled because this one is; norms and linears that read it are recorded."""
         flow = self.flow
         if value == flow.plan.output:
             raise _ObstacleError(f"node {flow.makers[value].name!r} makes it the decoder's output")
@@ -252,5 +254,5 @@ class _Stream:
             elif flow.is_linear(node):
                 self.readers.add(node.inputs[1])
             else:
-                raise _ObstacleError(f"node {node.name!r} ({node.op}) reads it, and sees its scale")
+                raise _ObstacleError(f"node {node.name!r} ({node.op}) reads it, and is not invariant to its scale")
         return further

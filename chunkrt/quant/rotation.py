@@ -1,7 +1,7 @@
 """Rotation of the residual stream, so that no channel of it is much larger than others.
 
-RMSNorm divides by a length, which a rotation leaves as it is; with the norms' weights taken over by the linears behind
-them, a rotation passes the norms. What writes into the stream rotates, what reads it rotates back, all in weights.
+RMSNorm divides by a length, which a rotation preserves; once the linears after them have absorbed the norms' weights, a
+rotation passes through the norms. Weights that write into the stream rotate, weights that read it rotate back.
 Source: Ashkboos et al., QuaRot (2024), section 4; Liu et al., SpinQuant (2024), R1 in section 3.
 """
 
@@ -21,13 +21,13 @@ Float32 = NDArray[np.float32]
 
 
 def rotation(plan: Plan, load: Callable[[str], Float32]) -> Folding:
-    """Rotate the residual stream: the embeddings, and all that is added to them.
+    """Rotate the residual stream: the embeddings, and all terms added to them.
 
     Args:
-        load: a weight's float32 values by its plan name; called once for each norm of the stream.
+        load: returns a weight's float32 values by its plan name; called once for each norm of the stream.
 
     Raises:
-        QuantizationError: a rotation would change what the decoder computes; the message names the node.
+        QuantizationError: a rotation would change the decoder's results; the message names the node.
     """
     stream = _Stream(DataFlow(plan))
     norms = {name: load(name) for name in sorted(set(stream.norms.values()))}
@@ -42,7 +42,7 @@ def rotation(plan: Plan, load: Callable[[str], Float32]) -> Folding:
 class _Stream:
     """The values that are rotated, found from the embeddings on, and the weights around them.
 
-    writers: weights whose columns are rotated. readers: linears whose rows are rotated. norms: by such a linear the
+    writers: weights whose columns are rotated. readers: linears whose rows are rotated. norms: for such a linear, the
     weight of the norm before it, if there is one.
     """
 
@@ -62,7 +62,7 @@ class _Stream:
                 pending += [*self._goes_to(value), *self._made_from(value)]
 
     def _made_from(self, value: str) -> list[str]:
-        """The values that must be rotated for this one to be."""
+        """Return the values that must be rotated for this one to be rotated."""
         flow, node = self._flow, self._flow.makers.get(value)
         if node is None:
             raise QuantizationError(f"the residual stream cannot be rotated: {value!r} is an input of the decoder")
@@ -83,7 +83,7 @@ class _Stream:
         return [name for name in node.inputs if name not in weights] if node.op == "Add" else []
 
     def _goes_to(self, value: str) -> list[str]:
-        """The values that are rotated because this one is."""
+        """Return the values that are rotated because this one is."""
         flow = self._flow
         if value == flow.plan.output:
             raise _refusal(flow.makers[value], "makes it the decoder's output")
@@ -96,13 +96,15 @@ class _Stream:
             elif flow.is_linear(node):
                 self.readers.add(node.inputs[1])
             else:
-                raise _refusal(node, "reads it, and is no Add, nor a norm or a linear with a weight of its own")
+                raise _refusal(
+                    node, "reads it, and is neither an Add, nor a norm or a linear layer with a weight of its own"
+                )
         return further
 
     def _pass_norm(self, norm: Node) -> None:
         linears = self._flow.linears_of(norm.outputs[0])
         if isinstance(linears, Node):
-            raise _refusal(norm, f"has a weight that only linears can take over, and {linears.name!r} is none")
+            raise _refusal(norm, f"has a weight that only linear layers can absorb, and {linears.name!r} is not one")
         for linear in linears:
             self.readers.add(linear.inputs[1])
             self.norms[linear.inputs[1]] = norm.inputs[1]
@@ -110,5 +112,5 @@ class _Stream:
 
 def _refusal(node: Node, reason: str) -> QuantizationError:
     return QuantizationError(
-        f"the residual stream cannot be rotated: node {node.name!r} ({node.op}) {reason}; leave the rotation out"
+        f"the residual stream cannot be rotated: node {node.name!r} ({node.op}) {reason}; omit the rotation"
     )

@@ -1,4 +1,4 @@
-"""The backends keep the contract, and the suite that says so notices when one does not."""
+"""The backends satisfy the contract, and the conformance suite detects backends that do not."""
 
 from dataclasses import dataclass, replace
 from threading import Event, main_thread
@@ -17,12 +17,12 @@ from chunkrt.testing.decoder import random_decoder
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_our_backends_conform(name):
+def test_builtin_backends_conform(name):
     check_backend(make_backend(name, threads=2))
 
 
 class OddBackend(ReferenceBackend):
-    """The reference, with executables that are wrapped."""
+    """The reference, with wrapped executables."""
 
     name = "odd"
     wrapper = None
@@ -43,7 +43,7 @@ class Odd:
     fixed_length = None
 
     def __post_init__(self):
-        """Where some set a fixed length."""
+        """Let subclasses set a fixed length."""
 
     def run(self, inputs, outputs):
         self.inner.run(inputs, outputs)
@@ -58,7 +58,7 @@ class Odd:
 
     @property
     def caches(self):
-        """Those that hold every position, where it has them."""
+        """Return the states that hold every position, if the executable has any."""
         is_plain = not self.subgraph.window and any(node.op == "CachedAttention" for node in self.subgraph.nodes)
         return self.subgraph.state if is_plain else ()
 
@@ -67,7 +67,7 @@ CASES = []
 
 
 def breaks(clause):
-    """Register an executable, or a whole backend, under the clause it breaks."""
+    """Register an executable, or a complete backend, under the clause it violates."""
 
     def add(kind):
         backend = kind() if issubclass(kind, ReferenceBackend) else type("", (OddBackend,), {"wrapper": kind})()
@@ -229,7 +229,7 @@ class ForgetsTheCache(Odd):
 
 @breaks("outputs")
 class ReadsBeyondThePosition(Odd):
-    """Attends to positions that hold nothing yet."""
+    """Attends to positions that have not been written yet."""
 
     def run(self, inputs, outputs):
         beyond = sum(float(inputs[name][0, -1, 0]) for name in self.caches)
@@ -256,7 +256,7 @@ class FirstLogitRowsOnly(Odd):
 
 @breaks("values")
 class TruncatesActivations(Odd):
-    """Rounds towards zero where int8 activations round to the nearest."""
+    """Rounds towards zero, whereas int8 activations round to the nearest."""
 
     def run(self, inputs, outputs):
         if self.scheme.weight_bits and self.is_static:
@@ -277,7 +277,7 @@ class ForgetsTheShadow(Odd):
 
 @breaks("values")
 class PutsFloatOutputsOnAGrid(Odd):
-    """Of 4 bits: one of 8 is too fine to show in a layer, and is for the clause `linears`."""
+    """Has a 4-bit error: an 8-bit one is too small to show in a layer, and is covered by the clause `linears`."""
 
     def run(self, inputs, outputs):
         super().run(inputs, outputs)
@@ -289,7 +289,7 @@ class PutsFloatOutputsOnAGrid(Odd):
 
 @breaks("chunks")
 class PositionsOfTheChunk(Odd):
-    """Rounds the position down to a whole chunk, which only two chunk lengths compared can show."""
+    """Rounds the position down to a complete chunk, which only a comparison of two chunk lengths can show."""
 
     def run(self, inputs, outputs):
         super().run(inputs, outputs)
@@ -299,7 +299,7 @@ class PositionsOfTheChunk(Odd):
 
 
 class ReadsAnotherState(Odd):
-    """Sees states that are not what the call before has left."""
+    """Reads states that differ from those after the previous call."""
 
     def run(self, inputs, outputs):
         for name in self.subgraph.state:
@@ -326,7 +326,7 @@ class SharesTheRecurrentStateOfHeads(ReadsAnotherState):
 
 @breaks("values")
 class KeepsTheStateFromBefore(Odd):
-    """Outputs are right; the next call would be wrong."""
+    """Returns correct outputs; the next call would be wrong."""
 
     def run(self, inputs, outputs):
         names = [name for name in self.subgraph.state if name.endswith("recurrent_state")]
@@ -337,7 +337,7 @@ class KeepsTheStateFromBefore(Odd):
 
 
 class ChangesAnOperator(OddBackend):
-    """Of the hybrid decoder, whose subgraphs are more than Llama's by what is changed."""
+    """An executable of the hybrid decoder, whose subgraphs differ from Llama's in the changed parts."""
 
     def compile(self, subgraph, *rest):
         nodes = tuple(self.changed(node) if node.op == self.op else node for node in subgraph.nodes)
@@ -373,7 +373,7 @@ class NormsHeadsWithALargerEpsilon(ChangesAnOperator):
 
 @breaks("inputs")
 class WritesRingsFromTheirBegin(Odd):
-    """Takes the ring for a cache that begins anew when it is full."""
+    """Treats the ring as a cache that restarts when it is full."""
 
     def run(self, inputs, outputs):
         super().run(inputs, outputs)
@@ -404,7 +404,7 @@ class CountsItsCalls(Odd):
 
 
 class RunsSegments(Odd):
-    """Segment by segment."""
+    """Runs one segment after another."""
 
     def run_segments(self, inputs, outputs, segments):
         first = 0
@@ -444,7 +444,7 @@ class LeavesTheLastSegmentUnwritten(RunsSegments):
 
 
 class KeepsTheState(Odd):
-    """Where it computes; what a call adds, the state gets."""
+    """Keeps the state where it computes; writes the additions of a call into the caller's state."""
 
     kept, held = None, None
 
@@ -473,7 +473,7 @@ class KeepsOneStateForAll(KeepsTheState):
 
 @breaks("threads")
 class SharesItsScratch(Odd):
-    """A first call in another thread finds what the second left."""
+    """The first call in another thread reads the results of the second thread."""
 
     scratch = None
     overwritten = None
@@ -492,7 +492,7 @@ class SharesItsScratch(Odd):
 
 @breaks("linears")
 class RoundsHalvesUp(OddBackend):
-    """Rounds ties away from zero, where the suite tries a linear alone; a decoder's values hardly ever lie on one."""
+    """Rounds ties away from zero if the suite runs a linear alone; a decoder's values rarely lie on a tie."""
 
     def compile(self, subgraph, plan, chunk_length, scheme, weights):
         executable = super().compile(subgraph, plan, chunk_length, scheme, weights)
@@ -507,13 +507,13 @@ class HalvesUp(Odd):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("clause", "backend"), CASES)
-def test_a_broken_clause_is_noticed(clause, backend):
+def test_suite_detects_broken_clause(clause, backend):
     check_is_noticed(clause, backend)
 
 
 @pytest.fixture(scope="module")
 def few_schemes():
-    """One with dynamic activations, one that is static, with shadows; and in float, of the other decoder alone."""
+    """Return one dynamic and one static scheme with shadows; and float, for the other decoder alone."""
     few = [scheme for scheme in conformance.TRIED if scheme.name in ("w8a8-dynamic", "w8a8-shadowed")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conformance, "TRIED", few)
@@ -525,7 +525,7 @@ def few_schemes():
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("clause", "backend"), {case.values[0]: case for case in reversed(CASES)}.values())
-def test_under_few_schemes_each_broken_clause_is_noticed(few_schemes, clause, backend):
+def test_suite_detects_broken_clause_under_few_schemes(few_schemes, clause, backend):
     check_is_noticed(clause, backend)
 
 
@@ -537,7 +537,7 @@ def check_is_noticed(clause, backend):
 
 
 class FixedLength(Odd):
-    """As an NPU has it: chunks of one length on static subgraphs, four rows of logits at a time."""
+    """An executable in the style of an NPU: chunks of one length on static subgraphs, four rows of logits at a time."""
 
     def __post_init__(self):
         self.fixed_length = None if self.is_attention else 4 if self.subgraph.rows == "R" else self.chunk_length
@@ -556,18 +556,18 @@ CONFORM = [
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", CONFORM, ids=lambda backend: type(backend).__name__)
-def test_what_an_executable_may_be_conforms(backend):
-    """One that runs segments one by one, one that keeps the state, and an NPU that takes chunks of one length."""
+def test_unusual_executables_conform(backend):
+    """Executables that run segments one by one, keep the state, or take chunks of one length like an NPU."""
     check_backend(backend)
 
 
 class PacksAndKeeps(RunsSegments, KeepsTheState):
-    """Segment by segment, and with a state of its own."""
+    """Runs one segment after another, with a state of its own."""
 
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("wrapper", [PacksAndKeeps, FixedLength])
-def test_under_few_schemes_it_conforms_too(few_schemes, wrapper):
+def test_unusual_executables_conform_under_few_schemes(few_schemes, wrapper):
     name, concurrency = ("npu", 1) if wrapper is FixedLength else ("odd", None)
     check_backend(
         type(wrapper.__name__, (OddBackend,), {"wrapper": wrapper, "name": name, "concurrency": concurrency})()
@@ -575,7 +575,7 @@ def test_under_few_schemes_it_conforms_too(few_schemes, wrapper):
 
 
 class StaticOnly(OddBackend):
-    """Refuses what is dynamic, as an NPU may."""
+    """Refuses dynamic subgraphs, as an NPU may."""
 
     def supports(self, subgraph, plan, scheme):
         if subgraph.is_static:
@@ -588,12 +588,12 @@ class StaticOnly(OddBackend):
         return super().compile(subgraph, plan, *rest)
 
 
-def test_a_backend_for_some_subgraphs_conforms(few_schemes):
+def test_backend_for_some_subgraphs_conforms(few_schemes):
     check_backend(StaticOnly())
 
 
 @pytest.mark.exhaustive
-def test_a_backend_for_some_subgraphs_conforms_under_every_scheme():
+def test_backend_for_some_subgraphs_conforms_under_every_scheme():
     check_backend(StaticOnly())
 
 
@@ -608,7 +608,7 @@ def test_native_refuses_float_linears_and_names_the_node():
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_an_operator_that_nobody_has_is_refused_by_name(name):
+def test_unknown_operator_is_refused_by_name(name):
     decoder = random_decoder([SCHEMES["w8a8-dynamic"]])
     subgraph = decoder.plan.subgraphs[0]
     odd = replace(subgraph, nodes=(replace(subgraph.nodes[0], op="Gater", domain="elsewhere"),))
@@ -618,6 +618,6 @@ def test_an_operator_that_nobody_has_is_refused_by_name(name):
         backend.compile(*arguments)
 
 
-def test_an_unknown_backend_offers_the_nearest():
+def test_unknown_backend_error_offers_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'native'"):
         make_backend("nativ", threads=1)

@@ -1,4 +1,4 @@
-"""Dispatch: what runs each operator under which switches and plug-ins, and that the parts make up the whole."""
+"""Dispatch: the runner of each operator under switches and plug-ins, and the results of subgraphs in sections."""
 
 import logging
 import threading
@@ -35,7 +35,7 @@ DEVICES = {"native": "native", "reference": "reference", "onnxrt": "npu", "qnn":
 
 @pytest.fixture(scope="module")
 def decoder():
-    """Every kind of layer there is."""
+    """A decoder with every kind of layer."""
     return random_decoder([DYNAMIC, FLOAT], HYBRID_CONFIG, hybrid)
 
 
@@ -45,7 +45,7 @@ def registry():
 
 
 def add_plugin(registry, operator, device, function, **options):
-    """What an installed plug-in does: on a device of its own, or in place of one of ours."""
+    """Register a plug-in's form, on a device of its own or in place of a built-in form."""
     with registry.from_distribution("acme-ops"):
         registry.register(operator, device, replaces=device in OWN_DEVICES, **options)(function)
 
@@ -59,7 +59,7 @@ def all_choices(decoder, found, backend):
 
 
 def expected_place(operator, backend, ops, plugged):
-    """The rule, written again: where an operator runs that all switches and plug-ins are about."""
+    """Return where an operator with these switches and plug-ins should run; an independent copy of the rule."""
     is_off = ops == "none" or ops == f"-{operator}"
     if is_off:
         return "reference"
@@ -73,7 +73,7 @@ def expected_place(operator, backend, ops, plugged):
 @pytest.mark.sampled(every=11)
 @pytest.mark.parametrize("plugged", [None, "toy", "native", "reference", "npu"])
 @pytest.mark.parametrize("backend", DEVICES)
-def test_the_matrix_of_operators_devices_switches_and_plugins(decoder, backend, plugged):
+def test_dispatch_of_all_operators_devices_switches_and_plugins(decoder, backend, plugged):
     operators = {use.operator for subgraph in decoder.plan.subgraphs for use in uses(subgraph, decoder.plan)}
     assert len(operators) > 12
     for operator, switch in product(sorted(operators), (None, "all", "none", "-{}", "none,+{}", "none,-{}")):
@@ -95,7 +95,7 @@ def test_the_matrix_of_operators_devices_switches_and_plugins(decoder, backend, 
 
 @pytest.mark.parametrize("backend", ["native", "reference", "onnxrt"])
 @pytest.mark.parametrize("operator", PARTS)
-def test_parts_are_melted_called_or_replaced(decoder, backend, operator):
+def test_parts_are_fused_called_or_replaced(decoder, backend, operator):
     part, own = PARTS[operator], {"rope": rotate_half, "quantize": quantize_rows}[PARTS[operator]]
 
     def theirs(*inputs):
@@ -109,7 +109,7 @@ def test_parts_are_melted_called_or_replaced(decoder, backend, operator):
         return next(choice for choice in found if choice.operator == operator)
 
     assert choice("all", is_plugged=False).runs_on == backend
-    assert choice(f"none,+{operator}", is_plugged=False).runs_on == backend  # a part goes with its operator
+    assert choice(f"none,+{operator}", is_plugged=False).runs_on == backend  # a part follows its operator
     for ops, is_plugged, called in [
         (f"-{part}", False, own),
         (f"-{part}", True, own),
@@ -128,7 +128,7 @@ def test_parts_are_melted_called_or_replaced(decoder, backend, operator):
             assert found.parts[part].is_plugin == (called is theirs)
 
 
-def test_reasons_are_told(decoder, registry):
+def test_runner_reports_reason(decoder, registry):
     add_plugin(registry, "rope", "toy", rotate_half)
     add_plugin(registry, "rms_norm", "toy", lambda *inputs: inputs[0])
     found = dispatcher(decoder, registry, "-add")
@@ -139,7 +139,7 @@ def test_reasons_are_told(decoder, registry):
     assert reasons["linear"] == "native form"
 
 
-def test_what_all_runs_on_the_backend_is_the_backends_executable(decoder, registry):
+def test_subgraph_of_backend_operators_uses_the_backends_executable(decoder, registry):
     backend, weights = make_backend("native", threads=1), decoder.weights[DYNAMIC.name]
     plan = decoder.plan
     kinds = {
@@ -153,7 +153,7 @@ def test_what_all_runs_on_the_backend_is_the_backends_executable(decoder, regist
     }
 
 
-def test_an_operator_that_a_backend_lacks_goes_to_the_reference_with_one_warning(decoder, registry, caplog):
+def test_operator_that_backend_lacks_runs_in_reference_with_one_warning(decoder, registry, caplog):
     for entries in (registry._entries, registry._own):
         del entries["rms_norm", "native"]
     found = dispatcher(decoder, registry)
@@ -163,20 +163,23 @@ def test_an_operator_that_a_backend_lacks_goes_to_the_reference_with_one_warning
     assert len(mine) > 2
     assert {choice.runs_on for choice in mine} == {"reference"}
     (record,) = caplog.records
-    assert "the reference runs the operator rms_norm, slowly: native has none: native has no" in record.getMessage()
+    assert (
+        "the reference, which is slow, runs the operator rms_norm: native has no form: native has no"
+        in record.getMessage()
+    )
 
 
-def test_a_required_part_stays_a_plugins(decoder, registry):
+def test_required_part_remains_the_plugins(decoder, registry):
     with registry.from_distribution("acme-ops"):
         registry.register("rope", "toy", is_required=True)(rotate_half)
     choices = all_choices(decoder, dispatcher(decoder, registry, "none"), "native")
     (attention,) = {c.parts["rope"].runs_on for c in choices if c.operator == "cached_attention"}
     assert attention == "toy"
-    with pytest.raises(ConfigError, match="'rope' insists"):
+    with pytest.raises(ConfigError, match="'rope' requires its form"):
         dispatcher(decoder, registry, "-rope")
 
 
-def test_ctrl_c_among_plugins_leaves_the_next_call_all_to_do(monkeypatch):
+def test_ctrl_c_while_loading_plugins_is_retried_at_next_call(monkeypatch):
     registry, calls = registered_operators().copy(), []
 
     def interrupted(registry):
@@ -195,12 +198,12 @@ def test_ctrl_c_among_plugins_leaves_the_next_call_all_to_do(monkeypatch):
     assert len(calls) == 2
 
 
-def test_what_nobody_has_is_refused_by_node(decoder, registry):
+def test_operator_without_implementation_is_refused_by_node(decoder, registry):
     for entries in (registry._entries, registry._own):
         del entries["rms_norm", "native"], entries["rms_norm", "reference"]
     found = dispatcher(decoder, registry)
     with pytest.raises(
-        PartitionError, match=r"nothing is left to run RMSNormalization: native has none: .* 'rms_norm'"
+        PartitionError, match=r"no implementation of RMSNormalization can run: native has no form: .* 'rms_norm'"
     ) as refused:
         all_choices(decoder, found, "native")
     assert "--ops" not in str(refused.value)  # it is on
@@ -213,14 +216,14 @@ def test_native_still_refuses_float_linears(decoder, registry):
         found.compile(decoder.plan.static_subgraphs[0], backend, 4, weights)
 
 
-def test_a_required_operator_stays_on(decoder, registry):
+def test_required_operator_stays_on(decoder, registry):
     for entries in (registry._entries, registry._own):
         del entries["rms_norm", "native"]
     function = registry.find("rms_norm", "reference").function
     registry.register("rms_norm", "native", is_required=True)(function)
     choices = all_choices(decoder, dispatcher(decoder, registry, "none"), "native")
     assert {choice.runs_on for choice in choices if choice.operator == "rms_norm"} == {"native"}
-    with pytest.raises(ConfigError, match="'rms_norm' insists"):
+    with pytest.raises(ConfigError, match="'rms_norm' requires its form"):
         dispatcher(decoder, registry, "-rms_norm")
 
 
@@ -233,8 +236,8 @@ def test_two_plugins_for_one_operator_are_refused(decoder, registry):
 
 
 @pytest.mark.parametrize("device", ["fast", "native"])
-def test_each_node_gets_the_form_of_a_package_that_takes_it(decoder, registry, device):
-    """One form on a device of its own or in place of ours, another on "exact": they share the nodes."""
+def test_each_node_gets_the_plugin_form_that_accepts_it(decoder, registry, device):
+    """One form is on a device of its own or replaces ours, another is on "exact": they share the nodes."""
 
     def is_inner(node):
         return "input_layernorm" in node.name
@@ -254,7 +257,7 @@ def test_each_node_gets_the_form_of_a_package_that_takes_it(decoder, registry, d
     assert all(runner.function is (fast if is_inner(use.node) else exact) for use, runner in norms)
 
 
-def test_forms_of_a_package_that_all_refuse_leave_the_node_to_ours(decoder, registry):
+def test_node_refused_by_all_plugin_forms_runs_in_ours(decoder, registry):
     for device in ("fast", "exact"):
         add_plugin(registry, "rms_norm", device, np.add, refuses=lambda node, device=device: f"not for {device}")
     norms = [r for r in all_choices(decoder, dispatcher(decoder, registry), "native") if r.operator == "rms_norm"]
@@ -264,8 +267,8 @@ def test_forms_of_a_package_that_all_refuse_leave_the_node_to_ours(decoder, regi
 
 
 @pytest.mark.parametrize("ops", [None, "none"])
-def test_an_operator_that_only_a_plugin_has_is_on_where_none_are(decoder, registry, ops):
-    """`--npu reference` and `none` stand for chunkrt's own reference, which has no form of the operator."""
+def test_operator_of_plugin_alone_is_on_under_none(decoder, registry, ops):
+    """`--npu reference` and `none` mean chunkrt's own reference, which has no form of the operator."""
     plan = decoder.plan
     nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
     norm = next(node for node in nodes if node.op == "RMSNormalization")
@@ -283,7 +286,7 @@ def test_an_operator_that_only_a_plugin_has_is_on_where_none_are(decoder, regist
 
 
 def run_model(name, ops, *, npu="native", scheme="w8a8-dynamic", tokens=5, **options):
-    """Logits of a prompt in chunks of 5, the tokens that follow, and the operators and nodes of the plan."""
+    """Return the logits of a prompt in chunks of 5, the next tokens, and the operators and nodes of the plan."""
     path = checkpoint(name)
     with chunkrt.load(path, npu=npu, scheme=scheme, ops=ops, chunk_length=5, threads=2, **options) as engine:
         session = engine.session()
@@ -299,14 +302,14 @@ def rms(values):
 
 
 def quantisation_error(name, logits):
-    """How far off the logits are that Transformers computes in float."""
+    """Return the relative error of the logits from those that Transformers computes in float."""
     return rms(logits - expected_logits(name))
 
 
 @pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("name", FAMILIES.values(), ids=FAMILIES)
-def test_in_float_each_operator_alone_can_be_switched_off(name):
-    """ONNX Runtime and the reference in turns; each operator rounds sums of up to 64 products otherwise."""
+def test_each_operator_can_be_switched_off_in_float(name):
+    """ONNX Runtime and the reference alternate; each operator rounds sums of up to 64 products differently."""
     whole, generated, operators, num_nodes = run_model(name, "all", npu="onnxrt", scheme="float")
     tolerance = num_nodes * 64 * 2.0**-24 * np.abs(whole).max()
     for operator in (*sorted(operators), "rope"):
@@ -317,9 +320,9 @@ def test_in_float_each_operator_alone_can_be_switched_off(name):
 
 @pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("name", FAMILIES.values(), ids=FAMILIES)
-def test_native_takes_turns_with_each_operator_of_the_reference(name):
-    """Values between linears differ by their rounding alone. A row of which one falls to another step, or is an outlier
-    no more, is quantised anew: that moves logits less than quantising all rows does."""
+def test_native_alternates_with_each_operator_of_the_reference(name):
+    """Values between linears differ only by rounding. If one moves to another step, or is no longer an outlier, its row
+    is quantised differently, which changes logits less than quantising all rows does."""
     whole, generated, operators, _ = run_model(name, "all")
     tolerance = quantisation_error(name, whole)
     for operator in (*sorted(operators), "rope", "quantize", "none"):
@@ -329,7 +332,7 @@ def test_native_takes_turns_with_each_operator_of_the_reference(name):
         assert its_tokens == generated, operator
 
 
-def test_shifted_contexts_and_no_npu_take_switches():
+def test_switches_work_with_shifted_contexts_and_without_npu():
     for options in ({"npu": "off"}, {"context_shift": True}, {"cache_dtype": "float32"}):
         whole, tokens, *_ = run_model("llama_gqa", "all", **options)
         found, its_tokens, *_ = run_model("llama_gqa", "-rope,-silu_mul", **options)
@@ -337,21 +340,21 @@ def test_shifted_contexts_and_no_npu_take_switches():
         assert its_tokens == tokens
 
 
-def test_caches_of_int8_are_the_native_attentions_alone():
+def test_int8_caches_require_native_attention():
     run_model("llama_gqa", "-rms_norm", cache_dtype="int8")
     for ops in ("none", "-cached_attention", "-rope"):
         with pytest.raises(ConfigError, match=r"int8 caches are .* but reference runs cached_attention"):
             run_model("llama_gqa", ops, cache_dtype="int8")
 
 
-def test_bfloat16_is_the_native_attentions_alone():
+def test_bfloat16_requires_native_attention():
     run_model("llama_gqa", "-rms_norm", attention_math="bfloat16")
     for ops in ("none", "-cached_attention", "-rope"):
         with pytest.raises(ConfigError, match=r"attention in bfloat16 is .* and reference runs cached_attention"):
             run_model("llama_gqa", ops, attention_math="bfloat16")
 
 
-def test_several_threads_call_one_executable_in_sections(decoder, registry):
+def test_executable_in_sections_is_thread_safe(decoder, registry):
     backend, weights, plan = make_backend("native", threads=2), decoder.weights[DYNAMIC.name], decoder.plan
     subgraph = next(s for s in plan.static_subgraphs if len(s.nodes) > 8)
     executable = dispatcher(decoder, registry, "-rms_norm,-add").compile(subgraph, backend, 8, weights)
@@ -380,7 +383,7 @@ def test_several_threads_call_one_executable_in_sections(decoder, registry):
 
 @pytest.fixture
 def plugged(registry, monkeypatch):
-    """A function that makes engines see a plug-in."""
+    """Return a function that installs a plug-in for engines."""
     monkeypatch.setattr("chunkrt.engine.engine.registered_operators", lambda: registry)
 
     def add(operator, device, function, **options):
@@ -389,7 +392,7 @@ def plugged(registry, monkeypatch):
     return add
 
 
-def test_a_plugins_operator_runs_and_can_be_switched_off(plugged):
+def test_plugin_operator_runs_and_can_be_switched_off(plugged):
     calls = []
 
     def rms_norm(x, weight, *, axis, epsilon):
@@ -404,7 +407,7 @@ def test_a_plugins_operator_runs_and_can_be_switched_off(plugged):
     np.testing.assert_allclose(found, whole, rtol=0, atol=num_nodes * 64 * 2.0**-24 * np.abs(whole).max())
 
 
-def test_a_plugins_rope_is_used_by_the_attention(plugged):
+def test_plugin_rope_is_used_by_attention(plugged):
     calls = []
 
     def rope(x, cos, sin):
@@ -419,8 +422,8 @@ def test_a_plugins_rope_is_used_by_the_attention(plugged):
 
 
 @pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a8-dynamic", "w8a16"])
-def test_a_plugins_linear_may_take_weights_in_float(plugged, scheme):
-    """Activations are not rounded then, which is less of an error than rounding them."""
+def test_plugin_linear_may_use_float_weights(plugged, scheme):
+    """Activations are then not rounded, so the error is smaller."""
     name = "llama_biased_gguf"
     whole, *_ = run_model(name, "-linear", scheme=scheme)
     plugged("linear", "toy", lambda left, right: left @ right.dequantise())
@@ -432,7 +435,7 @@ KINDS = {"w8a8-dynamic": DynamicWeight, "w4a8-dynamic": BlockWeight, "w8a16": St
 
 
 @pytest.mark.parametrize("scheme", KINDS)
-def test_a_plugin_prepares_each_weight_once_and_gets_what_it_made(plugged, scheme):
+def test_plugin_prepares_each_weight_once(plugged, scheme):
     made, calls = [], []
 
     def prepare(weight):
@@ -455,7 +458,7 @@ def test_a_plugin_prepares_each_weight_once_and_gets_what_it_made(plugged, schem
 
 
 def num_bytes(weight):
-    """Of the arrays that an object of one of KINDS holds."""
+    """Return the size in bytes of the arrays in an object of one of KINDS."""
     held = vars(getattr(weight, "blocks", weight))
     return sum(array.nbytes for array in held.values() if isinstance(array, np.ndarray))
 
@@ -476,7 +479,7 @@ def test_weights_of_functions_stay_integers_of_one_byte(plugged, scheme):
         assert num_bytes(weight) <= columns * (depth + beside) + 4
 
 
-def test_what_is_prepared_is_told_when_it_fails(plugged):
+def test_failing_prepare_is_reported(plugged):
     def prepare(weight):
         raise ValueError("no room on the GPU")
 
@@ -484,7 +487,7 @@ def test_what_is_prepared_is_told_when_it_fails(plugged):
     message = (
         r"acme-ops \(\S*test_dispatch\) cannot prepare \S+qkv_proj.weight for 'linear': ValueError: no room on the GPU"
     )
-    with pytest.raises(CompileError, match=message + "; repair it, or use --ops=-linear"):
+    with pytest.raises(CompileError, match=message + "; repair it or use --ops=-linear"):
         run_model("llama_gqa", "all")
 
 
@@ -502,7 +505,7 @@ def test_experts_are_prepared_as_a_list(plugged):
 
 
 @pytest.mark.parametrize(("operator", "prepare"), [("rms_norm", list), ("rope", list), ("linear", "list")])
-def test_what_cannot_be_prepared_is_refused_when_it_is_registered(registry, operator, prepare):
+def test_invalid_prepare_is_refused_at_registration(registry, operator, prepare):
     with pytest.raises(
         ConfigError, match=rf"registers the operator '{operator}' on 'toy' with prepare=.*are linear, log"
     ):
@@ -511,7 +514,7 @@ def test_what_cannot_be_prepared_is_refused_when_it_is_registered(registry, oper
 
 @pytest.mark.parametrize("npu", ["native", "reference"])
 def test_functions_get_contiguous_arrays_of_the_plans_types(plugged, npu):
-    """Whatever ran before: here, functions that give something else."""
+    """This holds for outputs of any earlier function, here ones that return other types."""
     seen = []
 
     def look(*arrays):
@@ -530,7 +533,7 @@ def test_functions_get_contiguous_arrays_of_the_plans_types(plugged, npu):
     assert rms(found - whole) < quantisation_error("llama_gqa", whole)
 
 
-def test_a_plugins_sampler_chooses_the_tokens(plugged):
+def test_plugin_sampler_chooses_tokens(plugged):
     class Last:
         def __init__(self, options):
             self.options = options
@@ -561,7 +564,7 @@ def test_a_plugins_sampler_chooses_the_tokens(plugged):
         (lambda logits: None, "chose None, expected a token"),
     ],
 )
-def test_what_a_plugins_sampler_does_wrong_is_told(plugged, token, message):
+def test_error_in_plugin_sampler_is_reported(plugged, token, message):
     plugged("sampler", "toy", lambda options: SimpleNamespace(next=lambda logits, history: token(logits)))
     with chunkrt.load(checkpoint("llama_gqa")) as engine:
         session = engine.session()
@@ -571,7 +574,7 @@ def test_what_a_plugins_sampler_does_wrong_is_told(plugged, token, message):
         assert session.tokens == (1, 2, 3)
 
 
-def test_a_plugins_sampler_that_cannot_be_made_is_told(plugged):
+def test_failing_plugin_sampler_factory_is_reported(plugged):
     plugged("sampler", "toy", lambda: None)
     with chunkrt.load(checkpoint("llama_gqa")) as engine:
         session = engine.session()
@@ -585,28 +588,28 @@ def test_a_plugins_sampler_that_cannot_be_made_is_told(plugged):
     [
         (lambda x, weight, **_: 1 / 0, "RMSNormalization by .*lambda.* failed: ZeroDivisionError: division by zero"),
         (lambda x, weight: x, "failed: TypeError: .* unexpected keyword argument 'axis'"),
-        (lambda x, weight, **_: x[:, :-1], r"gave '.*' of shape \[3, 47\], expected \[3, 48\]"),
-        (lambda x, weight, **_: x[:1], r"gave '.*' of shape \[1, 48\], expected \[3, 48\]"),
-        (lambda x, weight, **_: None, r"gave '.*' of shape \[\], expected \[3, 48\]"),
-        (lambda x, weight, **_: x * 1j, r"gave '.*' of type complex\d+, expected float32"),
-        (lambda x, weight, **_: np.full(x.shape, "1"), r"gave '.*' of type <U1, expected float32"),
+        (lambda x, weight, **_: x[:, :-1], r"returned '.*' of shape \[3, 47\], expected \[3, 48\]"),
+        (lambda x, weight, **_: x[:1], r"returned '.*' of shape \[1, 48\], expected \[3, 48\]"),
+        (lambda x, weight, **_: None, r"returned '.*' of shape \[\], expected \[3, 48\]"),
+        (lambda x, weight, **_: x * 1j, r"returned '.*' of type complex\d+, expected float32"),
+        (lambda x, weight, **_: np.full(x.shape, "1"), r"returned '.*' of type <U1, expected float32"),
         (lambda x, weight, **_: np.multiply(x, 2, out=x), "failed: ValueError: output array is read-only"),
         (lambda x, weight, **_: (x, x), "failed: ValueError: zip"),
     ],
 )
-def test_what_a_plugins_function_does_wrong_is_told_with_its_name(plugged, function, message):
+def test_error_in_plugin_function_names_the_plugin(plugged, function, message):
     plugged("rms_norm", "toy", function)
     with chunkrt.load(checkpoint("llama_gqa")) as engine, pytest.raises(BackendError, match=message):
         engine.session().prefill([1, 2, 3])
 
 
-def test_unknown_operators_are_refused_before_anything_is_compiled(tmp_path):
+def test_unknown_operators_are_refused_before_compilation(tmp_path):
     with pytest.raises(ConfigError, match="unknown operator 'rmsnorm'; did you mean 'rms_norm'"):
         chunkrt.load(tmp_path / "nowhere", ops="-rmsnorm")
 
 
 @pytest.mark.parametrize("backend", ["native", "reference", "onnxrt"])
-def test_what_a_plugin_refuses_runs_as_without_it(decoder, registry, backend):
+def test_node_refused_by_plugin_runs_as_without_it(decoder, registry, backend):
     nodes = [node.name for s in decoder.plan.subgraphs for node in s.nodes if node.op == "RMSNormalization"]
     taken = nodes[1]
     with registry.from_distribution("acme-ops"):
@@ -622,15 +625,15 @@ def test_what_a_plugin_refuses_runs_as_without_it(decoder, registry, backend):
         assert where[name].reason == "native form; plug-in acme-ops refuses it: it is another one"
 
 
-def test_a_reference_that_refuses_leaves_ours(decoder, registry):
+def test_reference_that_refuses_is_replaced_by_ours(decoder, registry):
     with registry.from_distribution("acme-ops"):
         registry.register("rms_norm", "reference", replaces=True, refuses=lambda node: "never")(None.__class__)
     places = {c.origin for c in all_choices(decoder, dispatcher(decoder, registry), "reference")}
     assert not any("acme" in place for place in places)
 
 
-def test_a_plugin_that_cannot_say_is_named(decoder, registry):
+def test_failing_refuses_function_is_named(decoder, registry):
     with registry.from_distribution("acme-ops"):
         registry.register("rms_norm", "toy", refuses=lambda node: node.absent)(lambda *inputs: inputs[0])
-    with pytest.raises(PartitionError, match=r"acme-ops .* cannot say whether it takes node .*AttributeError"):
+    with pytest.raises(PartitionError, match=r"acme-ops .* failed to decide whether it accepts node .*AttributeError"):
         all_choices(decoder, dispatcher(decoder, registry), "native")

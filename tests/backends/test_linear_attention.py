@@ -1,6 +1,6 @@
 """Linear attention: the reference and the standard-ONNX form of each kind agree with ONNX Runtime's own operators.
 
-And a kind that is made up here joins both without any shared code knowing of it.
+A kind that is defined here joins both without any change to shared code.
 """
 
 import json
@@ -37,7 +37,7 @@ BACKENDS = {"reference": ReferenceBackend, "onnxrt": OnnxRuntimeBackend}
 
 
 class Case:
-    """One operator alone in a plan, its weights, and inputs for the longest of LENGTHS."""
+    """A plan of one operator, its weights, and inputs for the longest of LENGTHS."""
 
     def __init__(self, attn_type, *, has_bias=False, l2norm=True, seed=0):
         rng = np.random.default_rng(seed)
@@ -87,7 +87,7 @@ class Case:
         self.store = SimpleNamespace(array=(tables | self.weights).__getitem__)
 
     def run(self, backend, lengths):
-        """The output of consecutive calls, and the states that they leave."""
+        """Return the output of consecutive calls, and the final states."""
         executable = BACKENDS[backend]().compile(self.subgraph, self.plan, max(LENGTHS), SCHEMES["float"], self.store)
         states = {name: state.copy() for name, state in self.states.items()}
         outputs, start = [], 0
@@ -100,7 +100,7 @@ class Case:
         return np.concatenate(outputs), states
 
     def by_contrib(self, length):
-        """The same by ONNX Runtime's operators of the domain com.microsoft."""
+        """Compute the same with ONNX Runtime's operators of the domain com.microsoft."""
         qkv = self.qkv[:length]
         before, after, x = np.split(qkv, 3, axis=1) if not self.is_recurrent else (None, None, qkv)
         conv_input = x if before is None else before * x
@@ -155,7 +155,7 @@ KINDS = [
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("attn_type", "options"), KINDS)
-def test_every_kind_is_what_onnx_runtimes_own_operators_compute(attn_type, options, length, backend):
+def test_every_kind_equals_onnx_runtimes_own_operators(attn_type, options, length, backend):
     case = Case(attn_type, **options)
     output, states = case.run(backend, [length])
     expected, expected_states = case.by_contrib(length)
@@ -165,14 +165,14 @@ def test_every_kind_is_what_onnx_runtimes_own_operators_compute(attn_type, optio
 
 
 def assert_close(found, expected):
-    """Sums over the state's rows, of which each step rounds a few times; without unit keys it grows."""
+    """Compare sums over the state's rows, which are rounded a few times per step and grow without unit keys."""
     np.testing.assert_allclose(found, expected, rtol=0, atol=128 * 2.0**-23 * max(1, np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("split", [[1] * 33, [8, 8, 8, 8, 1], [32, 1], [1, 32], [2, 31]])
 @pytest.mark.parametrize("attn_type", CHANNELS)
-def test_chunks_are_the_whole(attn_type, split, backend):
+def test_chunked_equals_unchunked(attn_type, split, backend):
     case = Case(attn_type)
     output, states = case.run(backend, split)
     at_once, states_at_once = case.run(backend, [33])
@@ -181,17 +181,17 @@ def test_chunks_are_the_whole(attn_type, split, backend):
         assert_close(state, states_at_once[name])
 
 
-def test_a_kind_that_nobody_knows_is_refused_by_name():
-    with pytest.raises(UnsupportedModelError, match="attn_type 'wkv' is not known; there are: gated_delta_rule, sh"):
+def test_unknown_kind_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match="attn_type 'wkv' is unknown; known: gated_delta_rule, sh"):
         find_variant("wkv")
     assert not has_expansion("chunkrt", "LinearAttention", "wkv")
-    with pytest.raises(ConfigError, match="'short_conv' is registered already"):
+    with pytest.raises(ConfigError, match="'short_conv' is already registered"):
         register_variant("short_conv", find_variant("short_conv"))
-    with pytest.raises(ConfigError, match="'short_conv' is registered with the reference already"):
+    with pytest.raises(ConfigError, match="'short_conv' is already registered with the reference"):
         register("short_conv")(None)
 
 
-def test_a_kind_without_an_implementation_is_named_by_each_backend(monkeypatch):
+def test_kind_without_implementation_is_named_by_each_backend(monkeypatch):
     register_variant("bare", Variant(columns_per_channel=1, is_recurrent=False))
     monkeypatch.setitem(CHANNELS, "bare", V_HEADS * V_DIM)
     monkeypatch.setitem(COLUMNS, "bare", V_HEADS * V_DIM)
@@ -274,7 +274,7 @@ class RetentionBody(Module):
 
 @pytest.fixture(scope="module")
 def retention(tmp_path_factory):
-    """The kind, registered as a package from outside would do it, and a checkpoint of a decoder with it."""
+    """Register the kind as an external package would, and write a checkpoint of a decoder with it."""
     register_variant("retention", Variant(columns_per_channel=1, is_recurrent=True, expansion=RETENTION))
 
     @register("retention")
@@ -309,7 +309,7 @@ def retention(tmp_path_factory):
 
 
 def retention_logits(weights, tokens):
-    """In closed form, without a state: every row weighs all rows before it by their decays in between."""
+    """Compute the closed form without a state: every row weights all earlier rows by the decays between them."""
     hidden = weights["embed_tokens.weight"][tokens]
     projected = hidden @ weights["qkv_proj.weight"].T
     taps = weights["conv.weight"][:, 0].T
@@ -323,7 +323,7 @@ def retention_logits(weights, tokens):
 
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
 @pytest.mark.parametrize("chunk_length", [1, 8, 64])
-def test_a_kind_from_outside_runs_in_a_decoder(retention, chunk_length, npu):
+def test_external_kind_runs_in_a_decoder(retention, chunk_length, npu):
     folder, weights = retention
     tokens = np.random.default_rng(1).integers(0, VOCAB, 33)
     expected = retention_logits(weights, tokens)
@@ -334,22 +334,24 @@ def test_a_kind_from_outside_runs_in_a_decoder(retention, chunk_length, npu):
     np.testing.assert_allclose(np.vstack(found), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-def test_a_kind_that_native_lacks_goes_to_the_reference_with_one_warning(retention, caplog):
+def test_kind_that_native_lacks_runs_in_reference_with_one_warning(retention, caplog):
     folder, _ = retention
     tokens, logits = np.random.default_rng(1).integers(0, VOCAB, 33).tolist(), {}
     for npu in ("native", "reference"):
         with chunkrt.load(folder, npu=npu, scheme="w8a8-dynamic", cache_dtype="float32", chunk_length=8) as engine:
             logits[npu] = engine.session().prefill(tokens, logits="all").logits
     (record,) = caplog.records
-    assert "the reference runs the operator linear_attention, slowly: native has none: " in record.getMessage()
+    assert (
+        "the reference, which is slow, runs the operator linear_attention: native has no form: " in record.getMessage()
+    )
     assert "of attn_type 'retention'; it has: gated_delta_rule, short_conv" in record.getMessage()
     np.testing.assert_allclose(
         logits["native"], logits["reference"], rtol=0, atol=0.02 * np.abs(logits["native"]).max()
     )
 
 
-def test_families_of_plugins_are_imported_for_a_kind_that_is_not_known(monkeypatch):
-    """A compiled model is run from the cache, without the family that built it."""
+def test_unknown_kind_imports_families_of_plugins(monkeypatch):
+    """A compiled model from the cache runs without the family that built it."""
     imported = []
 
     def load_all():

@@ -1,4 +1,4 @@
-"""Attention as the native backend lowers it, against NumPy in float64 written from the formula."""
+"""Native attention against NumPy in float64, written from the formula."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WINDOWS = [0, 1, 5, 63, 64, 65, 300]
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention, compiled, and the tables that it ropes with."""
+    """One compiled attention operator, and its rotary tables."""
 
     executable: Executable
     cos: np.ndarray
@@ -59,7 +59,7 @@ def attention_case(window: int, op: str) -> Case:
 
 
 def empty_caches(slots: int = CONTEXT, dtype: str = "float32") -> dict[str, np.ndarray]:
-    """Whatever lies in slots that nothing was appended to must not matter."""
+    """Return caches of invalid values, because slots that have not been written must not matter."""
     if dtype == "int8":
         return {name: np.full((KV_HEADS, slots, HEAD_DIM + 4), -1, np.int8) for name in ("keys", "values")}
     return {name: np.full((KV_HEADS, slots, HEAD_DIM), np.nan, dtype) for name in ("keys", "values")}
@@ -85,7 +85,7 @@ def run_prompt(
 
 
 def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """x [T, heads, D] by tables [T, rotary_dim / 2]: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    """Rotate x [T, heads, D] by tables [T, rotary_dim / 2]: (a, b) -> (a cos - b sin, b cos + a sin)."""
     half = ROTARY_DIM // 2
     a, b, rest = x[..., :half], x[..., half:ROTARY_DIM], x[..., ROTARY_DIM:]
     c, s = cos[:, None], sin[:, None]
@@ -93,7 +93,7 @@ def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 
 
 def quantized(rows: np.ndarray) -> np.ndarray:
-    """What int8 makes of rows [..., D]: round(x / s) * s, s = max|x| / 127."""
+    """Round rows [..., D] as int8 does: round(x / s) * s, s = max|x| / 127."""
     scale = np.abs(rows).max(axis=-1, keepdims=True) / 127
     return np.round(rows / scale) * scale
 
@@ -107,7 +107,7 @@ def truth(
     is_int8: bool = False,
     has_raw_keys: bool = False,
 ) -> np.ndarray:
-    """softmax(scale q k^T) v over the keys max(0, p - window + 1)..p, row by row and head by head."""
+    """Compute softmax(scale q k^T) v over the keys max(0, p - window + 1)..p, row by row and head by head."""
     heads = qkv.astype(np.float64).reshape(len(qkv), -1, HEAD_DIM)
     q, k, v = np.split(heads, [HEADS, HEADS + KV_HEADS], axis=1)
     rows = slice(table_offset, table_offset + len(qkv))
@@ -127,7 +127,7 @@ def truth(
 
 
 def ring_slots(window: int, chunk: int) -> int:
-    """The fewest that chunks of such a length may have, in blocks of 64."""
+    """Return the smallest number of slots for chunks of this length, in blocks of 64."""
     return min(CONTEXT, -(-(window + chunk - 1) // 64) * 64)
 
 
@@ -171,7 +171,7 @@ def test_raw_keys_give_the_same_bits(window: int, table_offset: int) -> None:
 
 @pytest.mark.parametrize("window", [0, 40])
 def test_raw_keys_may_move_along_the_tables(window: int) -> None:
-    """A context that was shifted: the keys of positions 0..99 count as rows 50..149 from the next row on."""
+    """In a shifted context, the keys of positions 0..99 count as rows 50..149 from the next row on."""
     layer = make_layer(window, op="RawKeyAttention")
     caches = empty_caches()
     run_rows(layer, QKV_ROWS[:100], caches, 0)
@@ -186,8 +186,8 @@ def test_int8_caches_against_quantised_keys_and_values(op: str) -> None:
     found = run_prompt(layer, QKV_ROWS, caches, 64)
     has_raw_keys = op == "RawKeyAttention"
     expected = truth(layer, QKV_ROWS, 0, is_int8=True, has_raw_keys=has_raw_keys)
-    # A key on the border of two integers may take the other, a step of max|x| / 127 (the largest is about 4.5): its
-    # score moves by up to scale * |q| * step, its weight as much relatively, and a value likewise.
+    # A key on the border of two integers may round to the other one, a step of max|x| / 127 (the largest is about 4.5):
+    # its score changes by up to scale * |q| * step, its weight by as much relatively, and a value likewise.
     np.testing.assert_allclose(found, expected, atol=0.02, rtol=0)
     values = QKV_ROWS.reshape(LENGTH, -1, HEAD_DIM)[:, HEADS + KV_HEADS :].transpose(1, 0, 2)
     integers, scales = caches["values"][:, :LENGTH, :HEAD_DIM], caches["values"][:, :LENGTH, HEAD_DIM:]
@@ -198,7 +198,7 @@ def test_int8_caches_against_quantised_keys_and_values(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["CachedAttention", "RawKeyAttention"])
 @pytest.mark.parametrize("window", [0, 5, 65])
-def test_the_reference_agrees(window: int, op: str) -> None:
+def test_reference_agrees(window: int, op: str) -> None:
     slots = ring_slots(window, 32) if window else CONTEXT
     results = []
     for backend in (NativeBackend(2), ReferenceBackend()):
@@ -235,18 +235,18 @@ def test_the_reference_agrees(window: int, op: str) -> None:
         ("RawKeyAttention", 5, 64, 90, 3, "row 3 of the rotary tables leaves no rows for the 4 earlier keys that"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_invalid_shapes_are_refused(
     op: str, window: int, slots: int, position: int, table_row: int, message: str
 ) -> None:
-    """Before anything is written."""
+    """Check the refusal before anything is written."""
     caches = empty_caches(slots)
     with pytest.raises(BackendError, match=message):
         run_rows(make_layer(window, op=op), QKV_ROWS[:3], caches, position, table_row)
     assert all(np.isnan(cache).all() for cache in caches.values())
 
 
-def test_a_ring_that_just_fits() -> None:
-    """62 + 3 - 1 slots for three rows; and a ring of any size until it is full."""
+def test_smallest_valid_ring_is_accepted() -> None:
+    """The ring has 62 + 3 - 1 slots for three rows; before it is full, any size is valid."""
     layer, caches = make_layer(62), empty_caches(64)
     expected = truth(layer, QKV_ROWS[:66], 62)
     found = run_prompt(layer, QKV_ROWS[:66], caches, 3)
@@ -255,7 +255,7 @@ def test_a_ring_that_just_fits() -> None:
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=0)
 
 
-def test_a_cache_must_be_declared_as_one() -> None:
+def test_cache_must_be_declared_as_one() -> None:
     builder = ProgramBuilder(ThreadPool(1), 4)
     qkv = builder.input("qkv", "float32", ["T", 12])
     position = builder.input("position", "int64", [1])

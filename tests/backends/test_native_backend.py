@@ -68,7 +68,7 @@ def test_linear_equals_numpy_exactly(rows: int) -> None:
     case = linear_case()
     x, residual = random_rows(rows, HIDDEN), random_rows(rows, INNER, seed=1)
     outliers = np.zeros_like(x)
-    outliers[::3, 11] = -3000.3  # one a row at most: its product and the sum with the rest are each rounded once
+    outliers[::3, 11] = -3000.3  # at most one per row: its product and the sum with the rest are each rounded once
     x[outliers != 0] = 0
     found = run(NativeBackend(2), case, {"x": x + outliers, "residual": residual}, rows)["y"]
 
@@ -87,7 +87,7 @@ def test_linear_equals_numpy_exactly(rows: int) -> None:
     [(linear_case, "Linear", "product biased"), (mlp_case, "SiluMul", "sigmoid silu"), (gelu_case, "GeluMul", "gelu")],
 )
 def test_fusion_changes_no_bit_without_outliers(make: Callable[[str], Case], op: str, inner: str) -> None:
-    fused, unfused = make("y"), make(f"{inner} y")  # what somebody wants to see cannot be fused away
+    fused, unfused = make("y"), make(f"{inner} y")  # a value with another reader cannot be fused
     assert [n.op for n in fuse(*fused[:2], W8A8)] == [op]
     assert fuse(*unfused[:2], W8A8) == list(unfused[0].nodes)
     inputs = {name: random_rows(5, int(fused[1].tensors[name].shape[1])) for name in fused[0].inputs}
@@ -95,7 +95,7 @@ def test_fusion_changes_no_bit_without_outliers(make: Callable[[str], Case], op:
     np.testing.assert_array_equal(run(backend, fused, inputs, 5)["y"], run(backend, unfused, inputs, 5)["y"])
 
 
-def test_fusion_changes_only_the_order_of_rounding_where_there_are_outliers() -> None:
+def test_fusion_changes_only_rounding_order_with_outliers() -> None:
     fused, unfused = linear_case(), linear_case("product biased y")
     inputs = {"x": random_rows(5, HIDDEN), "residual": random_rows(5, INNER)}
     inputs["x"][1, 3], inputs["x"][4, [0, 23]] = 5000, (-2000, 2500)
@@ -109,7 +109,7 @@ def test_silu_against_numpy() -> None:
     x = random_rows(3, 2 * INNER)
     gate, up = np.split(x.astype(np.float64), 2, axis=1)
     found = run(NativeBackend(1), mlp_case(), {"x": x}, 3)["y"]
-    # The sigmoid's 2.5 units in the last place and one half for each of two products.
+    # The sigmoid has 2.5 units in the last place, and each of two products one half.
     np.testing.assert_allclose(found, gate / (1 + np.exp(-gate)) * up, rtol=3.5 * 2.0**-23)
 
 
@@ -130,7 +130,7 @@ def test_functions_against_numpy(op: str, truth: Callable[[np.ndarray], np.ndarr
     np.testing.assert_allclose(run(NativeBackend(1), case, {"x": x}, 3)["y"], truth(x), rtol=4 * 2.0**-23)
 
 
-def test_two_products_that_one_add_joins() -> None:
+def test_two_products_joined_by_one_add() -> None:
     case = make_case(
         [node("MatMul", "x v", "a"), node("MatMul", "x w", "b"), node("Add", "a b", "y")],
         [
@@ -204,11 +204,11 @@ def test_attention_against_the_reference(kv_heads: int, dtype: str) -> None:
         np.testing.assert_allclose(
             found_state[name].astype(np.float64), true_state[name].astype(np.float64), rtol=unit, atol=4 * unit
         )
-    # A cached value may round the other way; the output is a mean of them, with weights that move likewise.
+    # A cached value may round the other way; the output is a mean of them, whose weights change likewise.
     np.testing.assert_allclose(found, truth, atol=64 * unit, rtol=0)
 
 
-def test_a_table_for_rows_of_a_value() -> None:
+def test_gather_from_computed_rows() -> None:
     case = make_case(
         [node("Gather", "hidden logit_rows", "last", axis=0), node("MatMul", "last w", "logits")],
         [
@@ -226,7 +226,7 @@ def test_a_table_for_rows_of_a_value() -> None:
 
 
 def refusal(case: Case, scheme: str = "w8a8-dynamic") -> str:
-    """`supports` and `compile` must agree."""
+    """Return the reason; `supports` and `compile` must agree."""
     subgraph, plan, weights = case
     support = NativeBackend(1).supports(subgraph, plan, find_scheme(scheme))
     assert not support
@@ -236,7 +236,7 @@ def refusal(case: Case, scheme: str = "w8a8-dynamic") -> str:
     return f"{support.node}: {support.reason}"
 
 
-def test_refusals_name_the_node_and_the_way_out() -> None:
+def test_refusal_names_node_and_remedy() -> None:
     reason = refusal(linear_case(), "float")
     assert reason.startswith("product: under the scheme 'float' this linear is not int8 by int8")
     assert "use a quantised scheme such as 'w8a8-dynamic', or --npu onnxrt or --npu reference" in reason
@@ -245,19 +245,19 @@ def test_refusals_name_the_node_and_the_way_out() -> None:
     assert "native has no operator Erf; it has: add, cached_attention, embedding" in refusal(
         make_case([node("Erf", "x", "y")], values, "y")
     )
-    assert "native has Gelu approximated by tanh only, not by 'none'" in refusal(
+    assert "native supports Gelu with the tanh approximation only, not 'none'" in refusal(
         make_case([node("Gelu", "x", "y")], values, "y")
     )
     assert "over the last axis only, not over axis 0 of 2" in refusal(
         make_case([node("Split", "x", "y z", axis=0)], values, "y")
     )
-    assert "native multiplies by weights; 'y' is computed" in refusal(
+    assert "native multiplies by weights only; 'y' is computed" in refusal(
         make_case([node("MatMul", "x y", "z")], values, "z")
     )
     assert NativeBackend(1).supports(*mlp_case()[:2], find_scheme("float"))
 
 
-def test_operands_that_do_not_fit_are_a_partition_error() -> None:
+def test_mismatched_operands_are_a_partition_error() -> None:
     case = make_case([node("Add", "x z", "y")], [tensor(n, "T", w) for n, w in [("x", 8), ("y", 8), ("z", 4)]], "y")
     message = r"native cannot run static.0: node 'y': add: expected the right side to be float32 \[T, 8\]"
     with pytest.raises(PartitionError, match=message):
@@ -267,7 +267,7 @@ def test_operands_that_do_not_fit_are_a_partition_error() -> None:
 def test_run_errors_are_backend_errors() -> None:
     case, backend = linear_case(), NativeBackend(2)
     inputs = {"x": random_rows(3, HIDDEN), "residual": random_rows(3, INNER)}
-    with pytest.raises(BackendError, match=r"native, static.0: no array was given for 'residual'"):
+    with pytest.raises(BackendError, match=r"native, static.0: no array was passed for 'residual'"):
         run(backend, case, {"x": inputs["x"]}, 3)
     with pytest.raises(
         BackendError, match=r"input 'residual': expected float32 \[T, 40\] with T = 3, got float32 \[3, 24\]"
@@ -277,6 +277,6 @@ def test_run_errors_are_backend_errors() -> None:
         run(backend, case, {"x": random_rows(34, HIDDEN), "residual": random_rows(34, INNER)}, 34)
 
 
-def test_threads_are_counted_from_one() -> None:
+def test_thread_count_must_be_positive() -> None:
     with pytest.raises(ConfigError, match="at least 1 thread, got 0"):
         NativeBackend(0)

@@ -29,7 +29,7 @@ class Weight:
         return self.q.shape[1]
 
     def packed(self) -> tuple[np.ndarray, np.ndarray]:
-        """As block_gemm.h has it: uint8 [N / 16, K / 32, 4, 16, 4] and float16 [N / 16, K / 32, 2, 16]."""
+        """Pack as in block_gemm.h: uint8 [N / 16, K / 32, 4, 16, 4] and float16 [N / 16, K / 32, 2, 16]."""
         depth_blocks, columns = self.scales.shape
         blocks = -(-columns // 16)
         q = np.zeros((depth_blocks, 4, 2, 4, blocks * 16), np.uint8)
@@ -56,10 +56,10 @@ def random_weight(rng: np.random.Generator, depth_blocks: int, columns: int) -> 
 
 
 def fma(left: np.ndarray, right: np.ndarray, addend: np.ndarray) -> np.ndarray:
-    """left * right + addend of float32 in one rounding.
+    """Return left * right + addend of float32 in one rounding.
 
-    The product is exact in float64. The sum is rounded to odd, after which rounding to float32 cannot go wrong (Boldo
-    and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+    The product is exact in float64. The sum is rounded to odd, after which rounding to float32 is correct (Boldo and
+    Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
     """
     product, other = left.astype(np.float64) * right, addend.astype(np.float64)
     total = product + other
@@ -72,7 +72,7 @@ def fma(left: np.ndarray, right: np.ndarray, addend: np.ndarray) -> np.ndarray:
 
 
 def product(left: np.ndarray, weight: Weight) -> np.ndarray:
-    """float32 [rows, N]: what block_gemm.h calls value."""
+    """Return float32 [rows, N]: the "value" of block_gemm.h."""
     value = np.zeros((len(left), weight.columns), np.float32)
     for block, (scale, minimum) in enumerate(zip(weight.scales, weight.minima, strict=True)):
         depth = slice(block * 32, block * 32 + 32)
@@ -84,18 +84,18 @@ def product(left: np.ndarray, weight: Weight) -> np.ndarray:
 
 
 def quantized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int8 rows and their float32 scales [rows, 1]."""
+    """Return int8 rows and their float32 scales [rows, 1]."""
     largest = np.abs(x).max(axis=1, keepdims=True)
     inverse = np.where(largest > 0, np.float32(127) / np.where(largest > 0, largest, 1), 0).astype(np.float32)
     return np.rint(x * inverse).astype(np.int8), largest / np.float32(127)
 
 
 OUTLIERS = 3000.0, 3300.0
-"""Three of such a size in a row of 32 are beyond 8 times its mean magnitude; what is drawn from a normal is not."""
+"""Range of outliers: three of them in a row of 32 exceed 8 times its mean magnitude; normal values do not."""
 
 
 def rows_with_outliers(rng: np.random.Generator, rows: int, depth: int) -> np.ndarray:
-    """Normal rows, of which most have one to three outliers anywhere and some are zero."""
+    """Return normal rows, most of which have one to three outliers at random places and some of which are zero."""
     x = rng.standard_normal((rows, depth), np.float32)
     for row in x[rng.random(rows) < 0.7]:
         channels = rng.choice(depth, rng.integers(1, 4), replace=False)
@@ -109,7 +109,7 @@ def without_outliers(x: np.ndarray) -> np.ndarray:
 
 
 def product_of_outliers(x: np.ndarray, weight: Weight) -> np.ndarray:
-    """float32 [rows, N], as kernels/outliers has it: channel after channel."""
+    """Return float32 [rows, N], as in kernels/outliers: channel after channel."""
     outliers, total = x - without_outliers(x), np.zeros((len(x), weight.columns), np.float32)
     scales, minima = (np.repeat(array.astype(np.float32), 32, axis=0) for array in (weight.scales, weight.minima))
     values = fma(weight.q.astype(np.float32), scales, minima)
@@ -164,7 +164,7 @@ def test_linear_equals_numpy_exactly(
 
 
 def test_linear_approximates_the_weight() -> None:
-    """What is lost is what quantising all but the outliers loses: half a step of their row for each input, at most."""
+    """The error is that of quantising all values except outliers: at most half a step of the row for each input."""
     rng = np.random.default_rng(3)
     weight = random_weight(rng, 18, 49)
     x = rows_with_outliers(rng, 9, 576)
@@ -187,7 +187,7 @@ def test_linear_of_rows_that_are_not_finite() -> None:
     assert np.isfinite(found[0]).all()
 
 
-def test_the_builder_checks_operands() -> None:
+def test_builder_checks_operands() -> None:
     builder = ProgramBuilder(ThreadPool(1), 4)
     x = builder.input("x", "float32", ["T", 64])
     packed, scales = (builder.constant(array) for array in random_weight(np.random.default_rng(5), 2, 17).packed())

@@ -19,7 +19,7 @@ SCHEME = SCHEMES["w4a8-dynamic"]
 
 
 def linear_case(depth: int, columns: int) -> Case:
-    """x @ w + bias + r, with a weight in blocks."""
+    """Build x @ w + bias + r, with a weight in blocks."""
     subgraph, plan, weights = make_case(
         [node("MatMul", "x w", "product"), node("Add", "product bias", "biased"), node("Add", "biased r", "y")],
         [
@@ -50,7 +50,7 @@ def inputs(rows: int, depth: int, columns: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("isa", isa_parameters())
 @pytest.mark.parametrize(("depth", "columns"), [(32, 1), (32, 16), (64, 15), (96, 17), (160, 33), (1536, 65)])
-def test_products_are_the_reference_s(monkeypatch: pytest.MonkeyPatch, isa: str, depth: int, columns: int) -> None:
+def test_products_equal_the_reference(monkeypatch: pytest.MonkeyPatch, isa: str, depth: int, columns: int) -> None:
     monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
     case = linear_case(depth, columns)
     assert [n.op for n in fuse(case[0], case[1], SCHEME)] == ["Linear"]

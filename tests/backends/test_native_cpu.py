@@ -1,4 +1,4 @@
-"""What is reported of this processor, and forcing an instruction set."""
+"""Reports on this processor, and forcing an instruction set."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("isa", isa_parameters())
-def test_forcing_an_instruction_set_selects_nothing_above_it(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_instruction_set_is_the_highest_selected(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order = ["reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni", "amx", "amx_bf16"]
     monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
     selected = set(cpu_info()["selected"].values())
@@ -36,14 +36,14 @@ def test_forcing_an_instruction_set_selects_nothing_above_it(isa: str, monkeypat
     assert all(order.index(name) <= order.index(isa) for name in selected)
 
 
-def test_an_unknown_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHUNKRT_FORCE_ISA", "avx9")
     for act in (cpu_info, lambda: NativeBackend(1)):
         with pytest.raises(ConfigError, match="CHUNKRT_FORCE_ISA: unknown instruction set 'avx9'; there are: "):
             act()
 
 
-def test_not_built_and_not_supported_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_distinguish_not_built_from_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     built, present, supported = _native.built_isas(), _native.present_isas(), _native.supported_isas()
     for name in built:
         monkeypatch.setenv("CHUNKRT_FORCE_ISA", name)

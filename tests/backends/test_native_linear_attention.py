@@ -31,7 +31,7 @@ ISAS = isa_parameters("reference", "neon", "avx2", "avx512vnni")
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("rows", LENGTHS)
-def test_the_delta_rule_against_float64(isa: str, name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delta_rule_against_float64(isa: str, name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
     shape = SHAPES[name]
     inputs = random_inputs(shape, rows)
@@ -43,7 +43,7 @@ def test_the_delta_rule_against_float64(isa: str, name: str, rows: int, monkeypa
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 64])
 def test_any_chunks_give_the_same_rows(isa: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single rows among them: those are the single step."""
+    """Chunks include single rows, which use the single step."""
     monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
     shape = SHAPES["shared k heads"]
     inputs = random_inputs(shape, 95)
@@ -82,12 +82,12 @@ def forget_nothing(inputs: Inputs) -> None:
 
 
 def learn_nothing(inputs: Inputs) -> None:
-    """As a padded row would: the state stays what it was."""
+    """Set gates as in padded rows, which do not change the state."""
     inputs.gate[:], inputs.beta[:] = 0, 0
 
 
 def zero_rows(inputs: Inputs) -> None:
-    """All zeros for as long as the convolution looks back, so that q and k are zero rows too."""
+    """Set rows to zero for the length of the convolution, so that rows of q and k are zero too."""
     inputs.qkv[::2] = 0
     inputs.qkv[10:20] = 0
 
@@ -115,8 +115,8 @@ def test_extreme_rows(isa: str, change: object, rows: int, monkeypatch: pytest.M
         np.testing.assert_array_equal(found[2], inputs.recurrent_state)
 
 
-def test_a_strong_decay_costs_the_next_ones_no_digits() -> None:
-    """Differences of summed logarithms would: beside 1e4 a float32 holds 0.1 to a hundredth."""
+def test_strong_decay_keeps_precision_of_later_rows() -> None:
+    """Differences of summed logarithms would lose it: next to 1e4, a float32 resolves 0.1 to a hundredth."""
     shape = SHAPES["odd sizes"]
     inputs = random_inputs(shape, 32)
     inputs.gate[:], inputs.gate[0] = -0.1, -1e4
@@ -124,7 +124,7 @@ def test_a_strong_decay_costs_the_next_ones_no_digits() -> None:
     assert_near(found[0][-1:], expected_delta_rule(inputs, shape)[0][-1:])
 
 
-def test_what_is_not_finite_reaches_no_earlier_row() -> None:
+def test_non_finite_values_reach_no_earlier_row() -> None:
     shape = SHAPES["shared k heads"]
     inputs = random_inputs(shape, 33)
     program = delta_rule_program(inputs, shape)
@@ -168,8 +168,8 @@ def test_short_convolution(isa: str, channels: int, taps: int, has_bias: bool, m
     assert len(bits) == 1
 
 
-def test_a_convolution_bias_before_the_delta_rule() -> None:
-    """Taps that pick a constant column stand in for the bias."""
+def test_convolution_bias_before_the_delta_rule() -> None:
+    """Taps that pick a constant column stand for the bias."""
     shape = SHAPES["odd sizes"]
     inputs = random_inputs(shape, 5)
     bias = np.random.default_rng(5).standard_normal(shape.channels).astype(np.float32)
@@ -195,7 +195,7 @@ def test_head_norm(heads: int, width: int) -> None:
     np.testing.assert_array_equal(out[:, heads * width :], x[:, heads * width :])
 
 
-def test_the_builder_checks_operands() -> None:
+def test_builder_checks_operands() -> None:
     shape = SHAPES["odd sizes"]
     builder = ProgramBuilder(ThreadPool(1), 4)
     x = builder.input("x", "float32", ["T", shape.channels])
@@ -230,7 +230,7 @@ def test_the_builder_checks_operands() -> None:
         builder.head_norm(narrow, builder.constant(np.ones((1, 3), np.float32)), 1e-6)
 
 
-def test_a_state_of_fixed_shape_is_float32() -> None:
+def test_fixed_shape_state_is_float32() -> None:
     shape = SHAPES["odd sizes"]
     inputs = random_inputs(shape, 2)
     states = [inputs.conv_state, inputs.recurrent_state.astype(np.float16)]
@@ -240,7 +240,7 @@ def test_a_state_of_fixed_shape_is_float32() -> None:
     np.testing.assert_array_equal(inputs.conv_state, before)
 
 
-def test_the_backend_runs_the_delta_rule() -> None:
+def test_backend_runs_the_delta_rule() -> None:
     shape = SHAPES["shared k heads"]
     inputs = random_inputs(shape, 33)
     case = linear_attention_case("gated_delta_rule", shape)
@@ -253,7 +253,7 @@ def test_the_backend_runs_the_delta_rule() -> None:
         np.testing.assert_array_equal(array, truth)
 
 
-def test_the_backend_runs_a_short_convolution() -> None:
+def test_backend_runs_a_short_convolution() -> None:
     shape = Shape(num_k_heads=1, num_v_heads=1, head_k_dim=1, head_v_dim=20, taps=3)
     case = linear_attention_case("short_conv", shape)
     bcx, state = random_rows(33, 60), np.zeros((20, 2), np.float32)
@@ -264,7 +264,7 @@ def test_the_backend_runs_a_short_convolution() -> None:
     np.testing.assert_array_equal(state, (before * x)[-2:].T)
 
 
-def test_an_unknown_kind_is_refused_by_name() -> None:
+def test_unknown_kind_is_refused_by_name() -> None:
     subgraph, plan, _ = linear_attention_case("gated_linear_attention", SHAPES["odd sizes"])
     support = NativeBackend(1).supports(subgraph, plan, W8A8)
     assert not support
@@ -275,7 +275,7 @@ def test_an_unknown_kind_is_refused_by_name() -> None:
 
 
 def linear_attention_case(kind: str, shape: Shape) -> Case:
-    """One node; whatever is no short convolution has a delta rule's operands."""
+    """Make one node; any kind other than short convolution has a delta rule's operands."""
     is_short = kind == "short_conv"
     channels = shape.num_v_heads * shape.head_v_dim if is_short else shape.channels
     tensors = [

@@ -1,4 +1,4 @@
-"""Programs: what the builder accepts, what a run accepts, and that threads change no bit."""
+"""Programs: checks of the builder and of a run, and independence of thread count."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_ROWS = 33
 
 
 def decoder_layer(threads: int, times: StepTimes | None = None, *, is_in_bfloat: bool = False) -> Program:
-    """Every operator once or more: a small decoder with random weights, always the same."""
+    """A program with every operator at least once: a small decoder with random weights from a fixed seed."""
     rng = np.random.default_rng(0)
     builder = ProgramBuilder(ThreadPool(threads), MAX_ROWS, times)
 
@@ -34,7 +34,7 @@ def decoder_layer(threads: int, times: StepTimes | None = None, *, is_in_bfloat:
     logit_rows = builder.input("logit_rows", "int64", ["R"])
     caches = [builder.state(name, [KV_HEADS, "P", HEAD_DIM]) for name in ("keys", "values")]
     table = rng.standard_normal((50, HIDDEN)).astype(np.float16)
-    table[::3, 7] = 1000  # linears meet rows with outliers and rows without
+    table[::3, 7] = 1000  # linears get rows with outliers and rows without
     hidden = builder.gather(builder.constant(table), ids)
     qkv = linear(builder.rms_norm(hidden, constant(HIDDEN), 1e-5), HIDDEN, QKV)
     tables = constant(CONTEXT, HEAD_DIM // 2), constant(CONTEXT, HEAD_DIM // 2)
@@ -90,7 +90,7 @@ def test_chunks_change_no_bit(dtype: str) -> None:
     np.testing.assert_array_equal(parts_state, whole_state)
 
 
-def test_callers_may_share_a_program() -> None:
+def test_program_is_thread_safe() -> None:
     program = decoder_layer(2)
     truth = [run(program, rows) for rows in range(1, 9)]
     with ThreadPoolExecutor(4) as executor:
@@ -99,7 +99,7 @@ def test_callers_may_share_a_program() -> None:
         np.testing.assert_array_equal(logits, truth[i % 8])
 
 
-def test_a_chunk_whose_logits_nobody_wants() -> None:
+def test_chunk_without_logits() -> None:
     program, state = decoder_layer(2), caches()
     empty = np.empty((0, 50), np.float32)
     program.run([np.arange(5), np.array([0]), np.empty(0, np.int64), *state], [empty])
@@ -111,7 +111,7 @@ def test_temporaries_share_memory() -> None:
     builder = ProgramBuilder(ThreadPool(1), 16)
     value = builder.input("x", "float32", ["T", 16])
     for _ in range(50):
-        value = builder.gather(value, builder.input("rows", "int64", ["T"]))  # each a loop of its own
+        value = builder.gather(value, builder.input("rows", "int64", ["T"]))  # each in a separate loop
     builder.output("y", value)
     assert builder.build().arena_bytes <= 3 * 16 * 16 * 4
 
@@ -124,7 +124,7 @@ def test_row_wise_operators_share_a_loop() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_times_of_steps_add_up_to_the_runs_and_change_no_bit(threads: int) -> None:
+def test_step_times_add_up_and_change_no_bit(threads: int) -> None:
     times = StepTimes()
     timed = decoder_layer(threads, times)
     assert times.take() == (0, {})
@@ -141,7 +141,7 @@ def test_times_of_steps_add_up_to_the_runs_and_change_no_bit(threads: int) -> No
     assert found.tobytes() == run(decoder_layer(threads), 33).tobytes()
 
 
-def test_steps_go_by_the_names_of_what_they_do() -> None:
+def test_steps_are_named_after_their_operation() -> None:
     builder = ProgramBuilder(ThreadPool(1), 4)
 
     def floats(*shape: int) -> int:
@@ -177,7 +177,7 @@ def test_steps_go_by_the_names_of_what_they_do() -> None:
     ]
 
 
-def test_a_run_that_fails_has_no_times() -> None:
+def test_failed_run_has_no_times() -> None:
     times = StepTimes()
     program = decoder_layer(1, times)
     with pytest.raises(IndexError):
@@ -186,8 +186,8 @@ def test_a_run_that_fails_has_no_times() -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(2**61, 8), (2**44, 8), (2**64 - 1, 1), (1, 2**62)])
-def test_sizes_that_memory_cannot_have_are_refused(rows: int, width: int) -> None:
-    """Their product is not taken modulo 2^64: 2^61 rows of 8 floats would need no memory then."""
+def test_impossible_sizes_are_refused(rows: int, width: int) -> None:
+    """Their product must not be computed modulo 2^64: 2^61 rows of 8 floats would then need no memory."""
     builder = ProgramBuilder(ThreadPool(1), rows)
     with pytest.raises(ValueError, match=rf"float32 \[T, {width}\] with up to {rows} rows is more than .* bytes"):
         builder.output("y", builder.sigmoid(builder.sigmoid(builder.input("x", "float32", ["T", width]))))
@@ -265,7 +265,7 @@ def tiled(slots: int, width: int = 32) -> list[np.ndarray]:
     return [np.zeros((KV_HEADS, slots, width), np.uint16) for _ in range(2)]
 
 
-def test_caches_in_tiles_are_for_attention_in_bfloat16_alone() -> None:
+def test_tiled_caches_require_bfloat16_attention() -> None:
     program = decoder_layer(2, is_in_bfloat=True)
     np.testing.assert_array_equal(run(program, 33, state=tiled(64)), run(program, 33))
     with pytest.raises(ValueError, match="caches in tiles need a multiple of 64 slots, got 63"):
@@ -297,7 +297,7 @@ def run_arrays(arrays: dict[str, np.ndarray]) -> None:
     decoder_layer(2).run(inputs, [arrays["logits"]])
 
 
-def test_a_failed_run_leaves_the_program_usable() -> None:
+def test_failed_run_leaves_the_program_usable() -> None:
     program = decoder_layer(2)
     truth = run(program, 4)
     with pytest.raises(IndexError):
@@ -307,7 +307,7 @@ def test_a_failed_run_leaves_the_program_usable() -> None:
     np.testing.assert_array_equal(run(program, 4), truth)
 
 
-def test_the_builder_checks_operands() -> None:
+def test_builder_checks_operands() -> None:
     builder = ProgramBuilder(ThreadPool(1), 4)
     x = builder.input("x", "float32", ["T", 6])
     other = builder.input("other", "float32", ["R", 6])
@@ -347,7 +347,7 @@ def test_the_builder_checks_operands() -> None:
         builder.sigmoid(x)
 
 
-def test_a_pool_needs_a_thread() -> None:
+def test_pool_needs_a_thread() -> None:
     with pytest.raises(ValueError, match="at least 1 thread, got 0"):
         ThreadPool(0)
 
@@ -358,7 +358,7 @@ def test_constants_live_as_long_as_the_program() -> None:
     builder.output("y", builder.add(x, builder.constant(np.full(2048, 3, np.float32))))
     program = builder.build()
     del builder
-    _ = [np.full(2048, 9, np.float32) for _ in range(50)]  # would take the place of a freed constant
+    _ = [np.full(2048, 9, np.float32) for _ in range(50)]  # would be allocated in the place of a freed constant
     out = np.empty((1, 2048), np.float32)
     program.run([np.zeros((1, 2048), np.float32)], [out])
     assert (out == 3).all()

@@ -1,4 +1,4 @@
-"""Rows of several sequences in one call of the native backend: bit for bit what each sequence gives alone."""
+"""Rows of several sequences in one native call: bit for bit the same as each sequence alone."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from chunkrt.testing.calls import Call, Recording
 
 NUM_TOKENS, MOST_ROWS = 100, 40
 CUTS = ([(0, 1), (70, 1), (33, 1), (5, 1), (70, 1)], [(40, 21), (7, 1), (0, 9), (66, 5)], [(9, 40)])
-"""Of sequences that share a chunk, each one's first position and rows."""
+"""First positions and numbers of rows of sequences that share a chunk."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def engines():
-    """What was loaded, for as long as its weights are used."""
+    """Keep loaded engines open while their weights are used."""
     with ExitStack() as stack:
         load.stack = stack
         yield
@@ -48,7 +48,7 @@ def recording(name: str, is_merged: bool = False, *, has_raw_keys: bool = False)
 
 
 def with_state(plan: Plan) -> list[Subgraph]:
-    """One of each kind: subgraphs whose nodes, shapes and windows are the same do the same."""
+    """Return one subgraph of each kind: those with equal nodes, shapes and windows behave the same."""
     kinds = {}
     for subgraph in plan.subgraphs:
         if subgraph.state:
@@ -64,7 +64,7 @@ def compiled(of: Recording, subgraph: Subgraph, threads: int) -> SegmentExecutab
 
 
 def sequences(of: Recording, subgraph: Subgraph, cut: Sequence[tuple[int, int]]) -> list[Call]:
-    """A call for each, with a state of its own; the types of caches take turns."""
+    """Make one call for each sequence, with its own state; the types of caches alternate."""
     most = min(NUM_TOKENS, of.plan.context_length)
     return [
         of.call(subgraph, at % most, min(rows, most - at % most), cache_dtype=("float32", "float16")[i % 2])
@@ -120,7 +120,7 @@ def test_raw_keys() -> None:
         check_together(of, attention, cut)
 
 
-def test_int8_caches_and_capacities_of_their_own() -> None:
+def test_int8_caches_and_separate_capacities() -> None:
     of = recording("llama_gqa")
     (attention,) = with_state(of.plan)
 
@@ -156,12 +156,12 @@ CHANGES = {
     "expected at least 1 segment, got 0": lambda s: s.clear(),
     "segment 1: expected at least 1 row, got 0": lambda s: s.__setitem__(1, s[1]._replace(num_rows=0)),
     "segments 0 and 2 share the memory of": lambda s: change(s, 2, **s[0].inputs),
-    "no array was given for 'position'": lambda s: s.__setitem__(1, s[1]._replace(inputs={})),
+    "no array was passed for 'position'": lambda s: s.__setitem__(1, s[1]._replace(inputs={})),
 }
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_what_is_wrong_is_a_backend_error_and_nothing_is_written(message: str) -> None:
+def test_invalid_segment_is_a_backend_error_and_nothing_is_written(message: str) -> None:
     of = recording("llama_gqa")
     (attention,) = with_state(of.plan)
     calls = three(of, attention)
@@ -183,5 +183,5 @@ def test_chunk_inputs_are_checked_too() -> None:
     executable = compiled(of, attention, 2)
     with pytest.raises(BackendError, match=r"expected float32 \[T, "):
         executable.run_segments(too_wide, chunk.outputs, chunk.segments)
-    with pytest.raises(BackendError, match="no array was given for"):
+    with pytest.raises(BackendError, match="no array was passed for"):
         executable.run_segments({}, chunk.outputs, chunk.segments)

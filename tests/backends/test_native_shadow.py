@@ -1,4 +1,4 @@
-"""The shadow of a linear on the native backend: what saturation takes, times the weight, against NumPy."""
+"""The shadow of a linear on the native backend: the part that saturates, times the weight, against NumPy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chunkrt.errors import PartitionError
 from chunkrt.quant.scheme import find_scheme
 
 W8A8 = replace(find_scheme("w8a8"), float_outputs=("*",), shadowed=("*",))
-DEPTH, COLUMNS = 70, 41  # neither is whole groups or blocks
+DEPTH, COLUMNS = 70, 41  # neither is a multiple of groups or blocks
 STEP = 0.01
 
 MAIN, SHADOW = node("MatMul", "x w", "main"), node("ShadowLinear", "x w", "shadow", domain="chunkrt")
@@ -58,7 +58,7 @@ def shadow_case(
 
 
 def truth(case: Case, x: np.ndarray) -> np.ndarray:
-    """The definition, one rounding an operation, channel by channel."""
+    """Compute the definition, one rounding per operation, channel by channel."""
     integers, scales = case[2].linear("w")
     step = case[2].array("w" + INPUT_STEP_SUFFIX)
     q = np.rint(x / step)
@@ -113,8 +113,8 @@ def test_shadow_is_near_float64() -> None:
     assert (error <= (DEPTH + 4) * 2.0**-24 * size).all()
 
 
-def test_main_and_shadow_make_the_whole_product_exactly() -> None:
-    """With steps and scales that are powers of 2 and sums below 2^24 nothing rounds."""
+def test_main_and_shadow_add_up_to_the_exact_product() -> None:
+    """With steps and scales that are powers of 2 and sums below 2^24 nothing is rounded."""
     case = shadow_case((MAIN, SHADOW, SUM), "y", step=2.0**-5, scale=2.0**-7)
     integers = np.random.default_rng(0).integers(-1000, 1001, (33, DEPTH))
     integers[np.abs(integers) < 400] //= 8
@@ -214,7 +214,7 @@ def test_chunks_change_no_bit(chunk: int) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("channel", [0, 3, DEPTH - 1])
-def test_what_is_not_finite_stays_in_its_row_and_is_not_hidden(value: float, channel: int) -> None:
+def test_non_finite_values_stay_in_their_row_and_are_visible(value: float, channel: int) -> None:
     case, x = shadow_case(), rows_with_outliers(9)
     expected = truth(case, np.delete(x, 4, axis=0))
     x[4, channel] = value
@@ -223,7 +223,7 @@ def test_what_is_not_finite_stays_in_its_row_and_is_not_hidden(value: float, cha
     same_bits(np.delete(found, 4, axis=0), expected)
 
 
-def test_a_float_output_is_on_no_grid() -> None:
+def test_float_output_is_on_no_grid() -> None:
     case, x = shadow_case((MAIN,), "main"), rows_with_outliers(9)
     found, reference = (run(b, case, {"x": x}, 9, W8A8)["main"] for b in (NativeBackend(2), ReferenceBackend()))
     integers, scales = case[2].linear("w")
@@ -233,26 +233,30 @@ def test_a_float_output_is_on_no_grid() -> None:
     same_bits(found, reference)
 
 
-def test_fusion_leaves_both_halves_alone() -> None:
+def test_fusion_leaves_both_halves_unchanged() -> None:
     subgraph, plan, _ = shadow_case((MAIN, SHADOW, SUM), "y")
     assert fuse(subgraph, plan, W8A8) == [MAIN, SHADOW, SUM]
 
 
 @pytest.mark.parametrize("name", ["float", "w8a8-dynamic", "w8a16", "w4a16"])
-def test_without_a_static_grid_of_8_bits_it_is_refused(name: str) -> None:
+def test_shadow_without_static_8_bit_grid_is_refused(name: str) -> None:
     subgraph, plan, _ = shadow_case()
     support = NativeBackend(1).supports(subgraph, plan, find_scheme(name))
     assert not support
     assert support.node == "shadow"
-    assert support.reason.startswith(f"under the scheme '{name}' this linear's activations are not on a static grid")
+    assert support.reason.startswith(
+        f"under the scheme '{name}' the activations of this linear layer have no static 8-bit grid"
+    )
     assert NativeBackend(1).supports(subgraph, plan, W8A8)
     assert not NativeBackend(1).supports(subgraph, plan, replace(W8A8, wide=("w",)))
 
 
-def test_a_weight_that_is_computed_is_refused() -> None:
+def test_computed_weight_is_refused() -> None:
     tensors = [tensor("x", "T", 4), tensor("v", 4, 3), tensor("shadow", "T", 3)]
     subgraph, plan, _ = make_case([node("ShadowLinear", "x v", "shadow", domain="chunkrt")], tensors, "shadow")
-    assert NativeBackend(1).supports(subgraph, plan, W8A8).reason == "native multiplies by weights; 'v' is computed"
+    assert (
+        NativeBackend(1).supports(subgraph, plan, W8A8).reason == "native multiplies by weights only; 'v' is computed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,7 +269,7 @@ def test_a_weight_that_is_computed_is_refused() -> None:
         (SCALE_SUFFIX, [1, 2], r"packed weight: expected a constant int8 \[1, 18, 16, 4\], got int8 \[3, 18, 16, 4\]"),
     ],
 )
-def test_operands_that_do_not_fit(suffix: str, value: list[int], message: str) -> None:
+def test_mismatched_operands(suffix: str, value: list[int], message: str) -> None:
     subgraph, plan, weights = shadow_case()
     arrays = {"w" + part: array for part, array in weights.parts("w")}
     arrays["w" + HOT_CHANNELS_SUFFIX] = weights.array("w" + HOT_CHANNELS_SUFFIX)
@@ -275,7 +279,7 @@ def test_operands_that_do_not_fit(suffix: str, value: list[int], message: str) -
 
 
 @pytest.mark.parametrize("hot", [[], [0, 5, 69]])
-def test_hot_channels_come_back_from_the_file(hot: list[int], tmp_path: Path) -> None:
+def test_hot_channels_are_loaded_from_the_file(hot: list[int], tmp_path: Path) -> None:
     entries = [Entry(name="w" + HOT_CHANNELS_SUFFIX, dtype="int32", shape=(len(hot),), logical_shape=(len(hot),))]
     with (tmp_path / "weights").open("wb") as file:
         WeightWriter(file, entries).write(np.asarray(hot, np.int32))

@@ -21,7 +21,7 @@ from chunkrt.errors import PartitionError
 from chunkrt.quant.scheme import LEVELS, SCHEMES, Scheme, find_scheme
 
 SMAPS = Path("/proc/self/smaps")
-HIDDEN, INNER = 70, 41  # neither is whole groups or blocks
+HIDDEN, INNER = 70, 41  # neither is a multiple of groups or blocks
 WIDE = "layers.0.down_proj.weight"
 STATIC = [
     *(scheme for scheme in SCHEMES.values() if scheme.is_static),
@@ -99,7 +99,7 @@ def test_linear_equals_int64_exactly(scheme: Scheme, weight: str, rows: int) -> 
 
 
 @schemes
-def test_bias_and_residual_come_after_the_rounding(scheme: Scheme) -> None:
+def test_bias_and_residual_are_added_after_rounding(scheme: Scheme) -> None:
     subgraph, plan, _ = linear_case(scheme)
     assert fuse(subgraph, plan, scheme) == list(subgraph.nodes)
     assert [n.op for n in fuse(subgraph, plan, find_scheme("w8a8-dynamic"))] == ["Linear"]
@@ -162,8 +162,8 @@ def linear_outputs(
 def test_packed_4_bits_have_the_bits_of_their_int8_products(
     depth: int, columns: int, digits: int, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From 5462 inputs on a panel in the second-level cache has 2 blocks of columns, from 8193 on 1, and then more than
-    it is meant to."""
+    """From 5462 inputs on, a panel in the second-level cache has 2 blocks of columns; from 8193 on 1, which then
+    exceeds the intended size."""
     monkeypatch.setenv("CHUNKRT_FORCE_ISA", isa)
     rng = np.random.default_rng(depth)
     products, multipliers = random_products(rng, depth, columns)
@@ -177,7 +177,7 @@ def test_packed_4_bits_have_the_bits_of_their_int8_products(
         )
 
 
-def test_packed_4_bits_that_do_not_fit() -> None:
+def test_invalid_packed_4_bits() -> None:
     products, multipliers = random_products(np.random.default_rng(0), 40, 20)
     packed, by_block = pack_products(products, multipliers)
     builder = ProgramBuilder(ThreadPool(1), 2)
@@ -209,13 +209,13 @@ def test_4_bit_weights_take_half_the_resident_memory_of_8_bit_ones(tmp_path: Pat
         case = subgraph, plan, WeightStore.open(path)
         run(NativeBackend(2), case, {"x": random_rows(3, depth)}, 3, scheme)
         resident[name] = resident_bytes(path)
-    most_beside = 64 * 1024  # scales, and what is left of pages
+    most_beside = 64 * 1024  # scales, and partial pages
     assert 0 <= resident["w8a16"] - depth * columns < most_beside
     assert 0 <= resident["w4a16"] - depth * columns * 17 // 32 < most_beside
 
 
 def resident_bytes(path: Path) -> int:
-    """Of all that is mapped from a file, what is in memory."""
+    """Return the resident bytes of all that is mapped from a file."""
     sizes, is_ours = [], False
     for line in SMAPS.read_text().splitlines():
         if "-" in line.split()[0]:
@@ -234,7 +234,7 @@ def resident_bytes(path: Path) -> int:
         (OUTPUT_STEP_SUFFIX, np.inf, "round_to_grid's step: expected a finite number above 0, got inf"),
     ],
 )
-def test_steps_that_are_none(suffix: str, value: float, message: str) -> None:
+def test_invalid_steps(suffix: str, value: float, message: str) -> None:
     scheme = find_scheme("w8a16")
     subgraph, plan, weights = linear_case(scheme)
     weights.array("w" + suffix)[-1] = value

@@ -1,4 +1,4 @@
-"""Tables of an odd number of values leave every weight where the native kernels can read it."""
+"""Tables of an odd number of values keep every weight aligned for the native kernels."""
 
 import numpy as np
 from random_folders import write_folder

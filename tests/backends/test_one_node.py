@@ -1,4 +1,4 @@
-"""One node by itself: chunkrt's reference runs it if it takes the node, else a plug-in's form does."""
+"""One node by itself: chunkrt's reference runs it if it accepts the node, otherwise a plug-in's form does."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 @pytest.fixture
 def registry(monkeypatch):
-    """A registry that a test adds forms to."""
+    """Return a registry to which a test adds forms."""
     copied = registered_operators().copy()
     monkeypatch.setattr(one_node, "registered_operators", lambda: copied)
     return copied
@@ -29,20 +29,20 @@ def add(registry, function, device="acme", operator="acme_double", **options):
         registry.register(operator, device, **options)(function)
 
 
-def test_a_form_of_a_plugin_runs_and_its_floats_become_float32(registry):
+def test_plugin_form_runs_and_its_floats_become_float32(registry):
     add(registry, lambda x: np.float64(2) * x.astype(np.float64))
     (found,) = run_operator(node(), [X])
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, X + X)
 
 
-def test_a_form_gets_the_parts_that_it_asks_for(registry):
+def test_form_gets_its_declared_parts(registry):
     add(registry, lambda x, *, rope: rope(x[:, None], np.zeros((2, 1)), np.ones((2, 1)))[:, 0], parts=("rope",))
     (found,) = run_operator(node(), [X])
     np.testing.assert_array_equal(found, np.stack([-X[:, 1], X[:, 0], X[:, 2]], axis=1))  # a quarter turn
 
 
-def test_the_form_that_takes_the_node_runs(registry):
+def test_form_that_accepts_the_node_runs(registry):
     add(registry, lambda x, times: 2 * x, "fast", refuses=lambda node: "" if node.attributes["times"] == 2 else "no")
     add(
         registry,
@@ -54,7 +54,7 @@ def test_the_form_that_takes_the_node_runs(registry):
         np.testing.assert_array_equal(run_operator(node(times=times), [X])[0], times * X)
 
 
-def test_forms_that_both_take_the_node_are_an_error(registry):
+def test_two_forms_that_accept_the_node_are_an_error(registry):
     for device in ("fast", "exact"):
         add(registry, np.positive, device)
     message = "two forms of one operator in package acme-ops: 'acme_double' on 'fast' and 'exact', and node 'double' is"
@@ -62,14 +62,14 @@ def test_forms_that_both_take_the_node_are_an_error(registry):
         run_operator(node(), [X])
 
 
-def test_a_kind_that_the_reference_refuses_is_a_plugins(registry):
+def test_kind_that_the_reference_refuses_runs_in_a_plugin(registry):
     """Linear attention is an operator of chunkrt's; a plug-in has a kind of its own."""
     add(registry, lambda x, attn_type: -x, operator="linear_attention", refuses=lambda node: "")
     (found,) = run_operator(node("LinearAttention", "chunkrt", attn_type="acme_kind"), [X])
     np.testing.assert_array_equal(found, -X)
 
 
-def test_an_operator_that_nothing_has_is_named(registry):
+def test_operator_without_implementation_is_named(registry):
     with pytest.raises(PartitionError, match=r"node 'double': reference has no operator acme::Double; .* install"):
         run_operator(node(), [X])
 
@@ -78,10 +78,10 @@ def test_an_operator_that_nothing_has_is_named(registry):
     ("function", "message"),
     [
         (lambda x: x["a"], "failed: IndexError"),
-        (lambda x: (x, x), "failed: ValueError: it gave 2 outputs, expected 1"),
+        (lambda x: (x, x), "failed: ValueError: it returned 2 outputs, expected 1"),
     ],
 )
-def test_a_form_that_fails_is_named(registry, function, message):
+def test_failing_form_is_named(registry, function, message):
     add(registry, function)
     with pytest.raises(BackendError, match=rf"node 'double': acme::Double by .*<lambda> {message}"):
         run_operator(node(), [X])

@@ -1,4 +1,4 @@
-"""The decoder, whole and in parts, is ONNX that any ONNX tool takes."""
+"""The decoder, complete and in parts, is valid ONNX for any ONNX tool."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ PARTS = {s.name: (s,) for s in PLAN.subgraphs}
 
 
 def with_weights(subgraphs, scheme):
-    """An ONNX model that holds its weights."""
+    """Return an ONNX model that holds its weights."""
     plan, scheme = DECODER.plans[scheme.name], DECODER.schemes[scheme.name]
     model = to_onnx(plan, subgraphs, name="part")
     quantize_linears(model, scheme)
@@ -49,10 +49,10 @@ def check(model):
 
 
 @pytest.mark.parametrize("scheme", TRIED, ids=lambda scheme: scheme.name)
-def test_the_whole_decoder_runs_as_it_was_exported(scheme):
-    """Straight under ONNX Runtime, prompt first and then one more token on the caches that came out.
+def test_exported_decoder_runs(scheme):
+    """Run directly on ONNX Runtime, first the prompt and then one more token on the resulting caches.
 
-    Under a static scheme a value may fall to another side of a step, with as much as that makes of it.
+    Under a static scheme a value may move to the neighbouring step, with the corresponding difference.
     """
     model = with_weights(DECODER.plans[scheme.name].subgraphs, scheme)
     session = ort.InferenceSession(model.SerializeToString())
@@ -74,7 +74,7 @@ def test_the_whole_decoder_runs_as_it_was_exported(scheme):
     np.testing.assert_allclose(np.vstack([first, last]), at_once, rtol=0, atol=allowed * np.abs(at_once).max())
 
 
-def test_a_subgraph_alone_has_the_values_that_cross_its_boundary():
+def test_subgraph_has_the_values_that_cross_its_boundary():
     (dynamic,) = PARTS["dynamic.0"]
     graph = to_onnx(PLAN, [dynamic], name="dynamic.0").graph
     assert [value.name for value in graph.inputs] == [*dynamic.inputs, *dynamic.state]
@@ -97,7 +97,7 @@ def test_quantised_linears_hold_int8_weights_and_their_scales():
 
 @pytest.mark.parametrize("scheme", [s for s in TRIED if s.is_static], ids=lambda scheme: scheme.name)
 def test_static_linears_are_standard_onnx(scheme):
-    """Their form is tested in test_quant_qdq.py. A shadow is ours, and comes with what it means."""
+    """Their form is tested in test_quant_qdq.py. A shadow is our operator, and its definition is included."""
     model = with_weights(DECODER.plans[scheme.name].subgraphs, scheme)
     ours = {n.op_type for n in model.graph.node if n.domain}
     shadow = {"ShadowLinear"} if scheme.shadowed else set()
@@ -106,7 +106,7 @@ def test_static_linears_are_standard_onnx(scheme):
     assert {f.name for f in model.functions} == ours | parts
 
 
-def test_the_float_scheme_leaves_linears_as_they_are():
+def test_float_scheme_leaves_linears_unchanged():
     model = to_onnx(PLAN, PLAN.subgraphs, name="decoder")
     before = [(n.domain, n.op_type) for n in model.graph]
     quantize_linears(model, SCHEMES["float"])
@@ -114,8 +114,8 @@ def test_the_float_scheme_leaves_linears_as_they_are():
 
 
 @pytest.mark.parametrize("rotary_dim", [4, 10])
-def test_the_expansion_of_attention_means_what_the_reference_computes(rotary_dim):
-    """Also where only a part of a head rotates."""
+def test_expansion_of_attention_equals_the_reference(rotary_dim):
+    """Cases include a partially rotated head."""
     (dynamic,) = PARTS["dynamic.0"]
     node = replace(dynamic.nodes[0], attributes=dynamic.nodes[0].attributes | {"rotary_dim": rotary_dim})
     subgraph = replace(dynamic, nodes=(node,))

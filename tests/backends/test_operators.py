@@ -1,4 +1,4 @@
-"""Canonical names of operators, and the registry of what there is for each."""
+"""Canonical names of operators, and the registry of implementations."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ OPS = {
     "split": {"Split"},
     "tanh": {"Tanh"},
 }
-"""What the uses of a name are in ONNX; both products of a gate stand for several nodes."""
+"""ONNX operators of each name's uses; both products of a gate stand for several nodes."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,7 +46,7 @@ def test_each_node_of_a_decoder_is_in_one_use_of_a_known_operator(name):
             found = uses(subgraph, whole)
             assert sorted(n.name for use in found for n in use.nodes) == sorted(n.name for n in subgraph.nodes)
             known = {*subgraph.inputs, *subgraph.weights, *subgraph.state, ""}
-            for use in found:  # what it reads is there when its turn comes
+            for use in found:  # its inputs exist when it runs
                 assert use.node.op in OPS[use.operator] | {"CachedAttention"}
                 assert known.issuperset(use.node.inputs)
                 known.update(use.node.outputs)
@@ -54,7 +54,7 @@ def test_each_node_of_a_decoder_is_in_one_use_of_a_known_operator(name):
     assert [everywhere.count(name) for name in ("embedding", "gather_rows", "logits")] == [1, 1, 1]
 
 
-def test_attention_over_raw_keys_is_told_by_an_attribute():
+def test_raw_key_attention_is_marked_by_an_attribute():
     node = Node(name="a", op="RawKeyAttention", domain="chunkrt", inputs=(), outputs=(), attributes={"window": 0})
     use = use_of(node)
     assert (use.operator, use.node.op, use.nodes) == ("cached_attention", "CachedAttention", (node,))
@@ -82,7 +82,7 @@ def tensor(name, kind="value"):
 
 
 def gated(*, outputs):
-    """x -> Split -> Sigmoid, Mul, Mul -> y -> MatMul by a computed value and by a weight."""
+    """Build x -> Split -> Sigmoid, Mul, Mul -> y -> MatMul by a computed value and by a weight."""
     steps = [
         ("Split", ("x",), ("gate", "up")),
         ("Sigmoid", ("gate",), ("sig",)),
@@ -119,7 +119,7 @@ def gated(*, outputs):
     return subgraph, plan
 
 
-def test_a_gate_is_one_operator_that_stands_where_its_last_node_stood():
+def test_gate_is_one_operator_in_the_place_of_its_last_node():
     found = uses(*gated(outputs=("hidden",)))
     assert [use.operator for use in found] == ["tanh", "silu_mul", "matmul", "linear"]
     silu = found[1]
@@ -128,7 +128,7 @@ def test_a_gate_is_one_operator_that_stands_where_its_last_node_stood():
 
 
 @pytest.mark.parametrize("inner", ["gate", "up", "sig", "silu"])
-def test_a_gate_whose_inner_result_is_wanted_stays_in_pieces(inner):
+def test_gate_with_a_needed_inner_result_is_not_fused(inner):
     found = [use.operator for use in uses(*gated(outputs=("hidden", inner)))]
     assert found == ["split", "sigmoid", "tanh", "mul", "mul", "matmul", "linear"]
 
@@ -142,19 +142,19 @@ def make(registry, operator="add", device="reference", **options):
     return function
 
 
-def test_an_operator_is_registered_once():
+def test_operator_is_registered_once():
     registry = OperatorRegistry()
     function = make(registry)
     assert registry.find("add", "reference").function is function
     assert registry.find("add", "native") is None
     with pytest.raises(
-        ConfigError, match=r"registers the operator 'add' on 'reference', which chunkrt.toy has already"
+        ConfigError, match=r"registers the operator 'add' on 'reference', which chunkrt.toy already has"
     ):
         make(registry, module="acme.ops")
     assert registry.find("add", "reference").function is function
 
 
-def test_a_plugin_replaces_on_purpose_and_ours_is_still_to_be_had():
+def test_plugin_replaces_ours_which_remains_available():
     registry = OperatorRegistry()
     ours = make(registry)
     with registry.from_distribution("acme-ops"):
@@ -164,23 +164,23 @@ def test_a_plugin_replaces_on_purpose_and_ours_is_still_to_be_had():
     assert registry.find_own("add", "reference").function is ours
     assert registry.find_plugin("add", "reference") is found
     assert registry.find_plugin("add", "native") is None
-    with pytest.raises(ConfigError, match=r"which acme-ops \(acme.ops\) has already; uninstall one of them"):
+    with pytest.raises(ConfigError, match=r"which acme-ops \(acme.ops\) already has; uninstall one of them"):
         make(registry, module="other.ops", replaces=True)
 
 
-def test_there_must_be_something_to_replace():
-    with pytest.raises(ConfigError, match="replaces the operator 'ad' on 'reference', which nobody has"):
+def test_replacing_requires_an_existing_operator():
+    with pytest.raises(ConfigError, match="replaces the operator 'ad' on 'reference', which does not exist"):
         make(OperatorRegistry(), "ad", replaces=True)
 
 
-def test_a_plugins_own_device_goes_before_every_backend():
+def test_plugins_own_device_precedes_every_backend():
     registry = OperatorRegistry()
     make(registry)
     function = make(registry, device="torch", module="acme.ops")
     assert [registry.find_plugin("add", device).function for device in ("native", "reference", "npu")] == [function] * 3
     make(registry, device="cuda", module="other.ops")
     with pytest.raises(
-        ConfigError, match=r"'add' is there several times, of acme.ops on 'torch' and other.ops on 'cuda'"
+        ConfigError, match=r"'add' is registered several times, by acme.ops on 'torch' and other.ops on 'cuda'"
     ):
         registry.find_plugin("add", "native")
 
@@ -188,14 +188,19 @@ def test_a_plugins_own_device_goes_before_every_backend():
 @pytest.mark.parametrize(
     ("operator", "device", "options", "message"),
     [
-        ("rope", "native", {}, r"acme.ops registers the operator 'rope' on 'native', where nobody calls it; name a "),
-        ("quantize", "npu", {}, "'quantize' on 'npu', where nobody calls it"),
-        ("sampler", "native", {}, "'sampler' on 'native', where nobody calls it"),
-        ("add", "toy", {"parts": ("rap",)}, "with the part 'rap'; there are: quantize, rope"),
-        ("rope", "toy", {"parts": ("rope",)}, "with the part 'rope'; 'rope' is called with none"),
+        (
+            "rope",
+            "native",
+            {},
+            r"acme.ops registers the operator 'rope' on 'native', where it is never called; name a ",
+        ),
+        ("quantize", "npu", {}, "'quantize' on 'npu', where it is never called"),
+        ("sampler", "native", {}, "'sampler' on 'native', where it is never called"),
+        ("add", "toy", {"parts": ("rap",)}, "with the part 'rap'; known parts: quantize, rope"),
+        ("rope", "toy", {"parts": ("rope",)}, "with the part 'rope'; 'rope' takes no parts"),
     ],
 )
-def test_what_would_never_be_called_or_cannot_be_is_refused(operator, device, options, message):
+def test_registration_that_would_never_be_called_is_refused(operator, device, options, message):
     registry = OperatorRegistry()
     with pytest.raises(ConfigError, match=message):
         make(registry, operator, device, module="acme.ops", **options)
@@ -204,7 +209,7 @@ def test_what_would_never_be_called_or_cannot_be_is_refused(operator, device, op
     assert registry.names() == []
 
 
-def test_a_plugin_that_fails_leaves_nothing_behind():
+def test_failed_plugin_leaves_no_registrations():
     registry = OperatorRegistry()
     make(registry)
 
@@ -213,7 +218,7 @@ def test_a_plugin_that_fails_leaves_nothing_behind():
             make(registry, "mul", "torch")
             make(registry)
 
-    with pytest.raises(ConfigError, match="has already"):
+    with pytest.raises(ConfigError, match="already has"):
         install()
     assert registry.names() == ["add"]
     assert make(registry, "mul", "torch").__module__ == "chunkrt.toy"
@@ -235,13 +240,13 @@ assert all(found.find_own(name, "reference") for name in found.names() if name !
 """
 
 
-def test_the_registry_is_whole_whatever_was_imported_before():
+def test_registry_is_complete_regardless_of_imports():
     finished = subprocess.run([sys.executable, "-P", "-c", FRESH], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
 
 
 def test_lowerings_are_standard_or_functions():
-    """A function's name in ONNX is the canonical one in capitals."""
+    """A function's name in ONNX is the canonical one in CamelCase."""
     as_op = {name: "".join(word.capitalize() for word in name.split("_")) for name in (*STANDARD, *FUNCTIONS)}
     kinds = {"linear_attention": "short_conv"}
     assert all(has_expansion("chunkrt", as_op[name], kinds.get(name, "")) for name in FUNCTIONS)

@@ -1,4 +1,4 @@
-"""Outliers of a row: which they are, and that a linear multiplies them in float beside one int8 digit of the rest."""
+"""Outliers of a row: their selection, and linears that multiply them in float, and the rest as one int8 digit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = st.integers(1, 130).flatmap(
 
 @given(ROWS)
 @settings(deadline=None)
-def test_every_value_is_an_outlier_or_of_the_rest(parts):
+def test_every_value_is_either_an_outlier_or_in_the_rest(parts):
     x = parts[0] * parts[1]
     outliers, rest = take_outliers(x)
     assert outliers.dtype == rest.dtype == np.float32
@@ -37,7 +37,7 @@ def test_every_value_is_an_outlier_or_of_the_rest(parts):
 
 @given(ROWS)
 @settings(deadline=None)
-def test_an_outlier_is_beyond_8_times_the_mean_magnitude(parts):
+def test_outliers_exceed_8_times_the_mean_magnitude(parts):
     x = parts[0] * parts[1]
     outliers, _ = take_outliers(x)
     exact = np.abs(x.astype(np.float64))
@@ -47,7 +47,7 @@ def test_an_outlier_is_beyond_8_times_the_mean_magnitude(parts):
     assert ((outliers != 0) <= (exact > limit - rounding)).all()
 
 
-def test_what_lies_on_the_limit_stays():
+def test_values_on_the_limit_are_no_outliers():
     x = np.zeros((2, 16), np.float32)
     x[:, 3], x[:, 4] = 1, 1
     x[1, 4] = 1 - 2.0**-10
@@ -57,7 +57,7 @@ def test_what_lies_on_the_limit_stays():
     np.testing.assert_array_equal(rest[1, [3, 4]], [0, x[1, 4]])
 
 
-def test_rows_are_told_apart():
+def test_rows_are_independent():
     x = np.ones((4, 64), np.float32)
     x[1, 5], x[2, [0, 63]] = 1e4, (-2e4, 1e4)
     found = [np.flatnonzero(row).tolist() for row in take_outliers(x)[0]]
@@ -65,7 +65,7 @@ def test_rows_are_told_apart():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_rows_that_are_not_finite_have_none(bad):
+def test_rows_that_are_not_finite_have_no_outliers(bad):
     x = np.ones((2, 40), np.float32)
     x[:, 7], x[0, 20] = 1e4, bad
     outliers, rest = take_outliers(x)
@@ -74,7 +74,7 @@ def test_rows_that_are_not_finite_have_none(bad):
     assert np.flatnonzero(outliers[1]).tolist() == [7]
 
 
-def test_a_sum_that_overflows_has_none():
+def test_overflowing_row_has_no_outliers():
     x = np.ones((1, 40), np.float32)
     x[0, [3, 19, 5]] = 3e38
     outliers, rest = take_outliers(x)
@@ -86,7 +86,7 @@ DEPTH, COLUMNS = 160, 49
 
 
 def rows_of_every_kind() -> np.ndarray:
-    """No outliers, one, six, nothing else, values of any size, and zeros."""
+    """Return rows with no, one or six outliers, with a single nonzero value, of various magnitudes, and zeros."""
     x = np.random.default_rng(0).standard_normal((8, DEPTH)).astype(np.float32)
     x[1, 17] = -4000.3
     x[2, [0, 31, 32, 100, 158, 159]] = (5000.1, -4000.7, 4500, 4100.9, -4999, 4300.2)
@@ -101,7 +101,7 @@ def rows_of_every_kind() -> np.ndarray:
 
 
 def check_linear(multiply, matrix: np.ndarray) -> None:
-    """Half a step of the rest for each value is what a linear may lose, and what float32 rounds off."""
+    """Check products to half a step of the rest for each value, plus float32's rounding."""
     x = rows_of_every_kind()
     found = multiply(x)
     assert not found[3].any()
@@ -114,14 +114,14 @@ def check_linear(multiply, matrix: np.ndarray) -> None:
     exact = (steps * step + np.where(is_outlier, x, 0)) @ matrix
     rounding = 2.0**-24 * (DEPTH + 8) * (np.abs(x) @ size)
     assert (np.abs(found - exact) <= rounding).all()
-    # A row whose outlier set the step would lose more than this test allows.
+    # A row whose outlier set the step would exceed this tolerance.
     coarse = np.abs(x).max(axis=1, keepdims=True) / 127
     wrong = np.rint(np.divide(x, coarse, out=np.zeros_like(x), where=coarse > 0)) * coarse @ matrix
     assert (np.abs(wrong - exact) > 2 * rounding)[[1, 2, 5, 6]].any(axis=1).all()
 
 
 def check_rows_that_are_not_finite(multiply) -> None:
-    """They are NaN, and the rows beside them what they are alone."""
+    """Check that such rows are NaN, and that the other rows are the same as alone."""
     x = rows_of_every_kind()
     x[[0, 2], 40] = np.nan, np.inf
     found, alone = multiply(x), multiply(rows_of_every_kind())
@@ -131,7 +131,7 @@ def check_rows_that_are_not_finite(multiply) -> None:
 
 
 def random_blocks() -> tuple[BlockTensor, np.ndarray]:
-    """And their values [K, N]."""
+    """Return a weight and its values [K, N]."""
     rng = np.random.default_rng(2)
     scales, minima = (rng.standard_normal((COLUMNS, DEPTH // 32)).astype(np.float16) for _ in range(2))
     blocks = BlockTensor(integers=rng.integers(0, 16, (COLUMNS, DEPTH), np.uint8), scales=scales, minima=minima)
@@ -145,7 +145,7 @@ def random_integers() -> tuple[np.ndarray, np.ndarray]:
 
 
 def run(add_linear, x: np.ndarray) -> np.ndarray:
-    """A native program of one linear, which `add_linear(builder, value)` adds."""
+    """Run a native program of one linear, which `add_linear(builder, value)` adds."""
     builder = ProgramBuilder(ThreadPool(2), max_rows=len(x))
     builder.output("y", add_linear(builder, builder.input("x", "float32", ["T", DEPTH])))
     out = np.full((len(x), COLUMNS), 7, np.float32)

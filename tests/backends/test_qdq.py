@@ -1,4 +1,4 @@
-"""Static linears in QDQ form mean what the reference computes, on an evaluator that shares no code with ours."""
+"""Static linears in QDQ form compute the same as the reference, on an evaluator that shares no code with ours."""
 
 import numpy as np
 import onnx
@@ -31,7 +31,7 @@ def onnx_model(plan, subgraph, scheme, weights):
 
 @by_decoder
 @by_scheme
-def test_every_linear_multiplies_what_came_through_a_grid_and_leaves_through_one(decoder, scheme):
+def test_every_linear_has_quantised_input_and_output(decoder, scheme):
     plan = decoder.plans[scheme.name]
     for subgraph in plan.subgraphs:
         model = onnx_model(plan, subgraph, scheme, decoder.weights[scheme.name])
@@ -68,7 +68,7 @@ def test_every_linear_multiplies_what_came_through_a_grid_and_leaves_through_one
 
 @by_decoder
 @by_scheme
-def test_a_subgraph_keeps_its_inputs_and_outputs(decoder, scheme):
+def test_subgraph_keeps_its_inputs_and_outputs(decoder, scheme):
     plan = decoder.plans[scheme.name]
     for subgraph in plan.static_subgraphs:
         model = onnx_model(plan, subgraph, scheme, decoder.weights[scheme.name])
@@ -78,8 +78,8 @@ def test_a_subgraph_keeps_its_inputs_and_outputs(decoder, scheme):
 
 @by_decoder
 @by_scheme
-def test_weights_are_what_the_store_holds(decoder, scheme):
-    """Dequantised as ONNX says, by float64."""
+def test_weights_equal_those_of_the_store(decoder, scheme):
+    """They are dequantised as ONNX defines it, in float64."""
     weights = decoder.weights[scheme.name]
     for name in linear_nodes(decoder.plan):
         values = qdq_values(name, scheme, weights)
@@ -95,7 +95,7 @@ def test_weights_are_what_the_store_holds(decoder, scheme):
 
 @by_decoder
 @by_scheme
-def test_a_linear_alone_is_within_a_step_of_exact_arithmetic(decoder, scheme):
+def test_linear_is_within_a_step_of_exact_arithmetic(decoder, scheme):
     plan, weights = decoder.plans[scheme.name], decoder.weights[scheme.name]
     for node in linear_nodes(plan).values():
         for case in exact_linears(node, plan, scheme, weights, 6):
@@ -106,8 +106,8 @@ def test_a_linear_alone_is_within_a_step_of_exact_arithmetic(decoder, scheme):
 
 
 @by_decoder
-def test_a_shadow_alone_is_what_exact_arithmetic_says(decoder):
-    """Its step and scales are those of the store, whatever the main half makes of its own."""
+def test_shadow_equals_exact_arithmetic(decoder):
+    """Its step and scales are those of the store, regardless of the main half's."""
     (scheme,) = (scheme for scheme in STATIC if scheme.shadowed == ("*",))
     plan, weights = decoder.plans[scheme.name], decoder.weights[scheme.name]
     shadows = [node for subgraph in plan.subgraphs for node in subgraph.nodes if node.op == "ShadowLinear"]

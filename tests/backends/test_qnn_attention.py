@@ -1,4 +1,4 @@
-"""Attention over a static window on the emulated NPU: beside attention in float64, and engines beside the CPU's."""
+"""Attention over a static window on the emulated NPU: compared with float64, and engines compared with the CPU's."""
 
 import functools
 import logging
@@ -28,9 +28,10 @@ if not open_htp().is_emulated:
 
 ROWS, CHUNK, VOCABULARY = 32, 16, 48
 TOLERANCE = 2.0**-8
-"""Of attention's output, by the root mean square: float16 in the scores, the shares and both sums, 2^-11 each."""
+"""Tolerance of attention's output (root mean square): float16 in the scores, the shares and both sums, 2^-11 each."""
 LOGIT_TOLERANCE = 2.0**-6
-"""Of logits, against attention on the CPU under the same scheme: what falls to the other side of a grid as well."""
+"""Tolerance of logits, against attention on the CPU under the same scheme; it includes values that move to another
+step."""
 FAMILIES = [
     "gemma3_scaled",
     "gemma3_window_5",
@@ -47,7 +48,7 @@ FAMILIES = [
 
 
 class OneAttention:
-    """One node over so many past slots: its plan, its state and what it gives in float64."""
+    """One node over a number of past slots: its plan, its state and its result in float64."""
 
     def __init__(self, heads, kv_heads, dim, past, *, rotary=None, window=0, capacity=2200, seed=0):
         rng = np.random.default_rng(seed)
@@ -114,19 +115,20 @@ class OneAttention:
         return backend.compile(self.subgraph, self.plan, rows, find_scheme("w8a16"), Constants(self.tables))
 
     def append(self, position, num_rows):
-        """Write what the history holds at positions into the caches."""
+        """Write the history's values at some positions into the caches."""
         for name, cache in self.caches.items():
             for place in range(position, position + num_rows):
                 cache[:, place % cache.shape[1]] = self.history[name][:, place]
 
     def remember(self, position):
-        """The caches hold the history before a position, each slot its last; others hold what nobody shall see."""
+        """Fill the caches with the history before a position, each slot with its last; other slots hold values that
+        must not be read."""
         for cache in self.caches.values():
             cache[...] = 1000
         self.append(0, position)
 
     def expected(self, qkv, position):
-        """Output [T, heads * dim], new keys and values [kv_heads, T, dim], in float64."""
+        """Return output [T, heads * dim], new keys and values [kv_heads, T, dim], in float64."""
         rows = len(qkv)
         by_head = qkv.astype(np.float64).reshape(rows, -1, self.dim).transpose(1, 0, 2)
         q, k, v = np.split(by_head, [self.heads, self.heads + self.kv_heads])
@@ -151,7 +153,7 @@ class OneAttention:
         return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
     def learn(self, position, num_rows):
-        """The history is what a run has written."""
+        """Copy the values that a run has written into the history."""
         for name, cache in self.caches.items():
             places = np.arange(position, position + num_rows)
             self.history[name][:, places] = cache[:, places % cache.shape[1]]
@@ -208,14 +210,14 @@ QUICK = [("partly-rotated", 512)]
         for case in ((model, past) for model in SIZES for past in (512, 2048))
     ],
 )
-def test_attention_is_what_float64_computes(model, past, tmp_path):
+def test_attention_equals_float64(model, past, tmp_path):
     heads, kv_heads, dim, rotary = SIZES[model]
     one = OneAttention(heads, kv_heads, dim, past, rotary=rotary)
     executable = one.compile(tmp_path)
     for position in (0, 1, 31, 32, past - 1, past):
         for num_rows in (1, ROWS):
             one.check(executable, position, num_rows)
-    with pytest.raises(BackendError, match=f"{past} positions of history, and there are {past + 1}"):
+    with pytest.raises(BackendError, match=f"{past} positions of history, but has {past + 1}"):
         one.check(executable, past + 1, 1)
 
 
@@ -223,7 +225,7 @@ def test_attention_is_what_float64_computes(model, past, tmp_path):
     ("window", "slots"),
     [(5, 64), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in [(64, 128), (33, 64)])],
 )
-def test_a_ring_is_seen_by_its_window(window, slots, tmp_path):
+def test_ring_is_read_by_its_window(window, slots, tmp_path):
     one = OneAttention(4, 2, 16, slots, window=window)
     executable = one.compile(tmp_path)
     for position in (0, 1, window - 1, window, slots - 1, slots, slots + 7, 5 * slots + 3):
@@ -231,7 +233,7 @@ def test_a_ring_is_seen_by_its_window(window, slots, tmp_path):
             one.check(executable, position, num_rows)
 
 
-def test_a_chunk_of_fewer_rows_is_padded_inside(tmp_path):
+def test_shorter_chunk_is_padded_inside(tmp_path):
     one = OneAttention(4, 2, 16, 64)
     executable = one.compile(tmp_path, rows=8)
     for num_rows in range(1, 9):
@@ -239,7 +241,7 @@ def test_a_chunk_of_fewer_rows_is_padded_inside(tmp_path):
 
 
 @pytest.mark.parametrize("window", [0, 40])
-def test_of_a_history_only_what_is_new_enters(window, tmp_path, monkeypatch):
+def test_only_new_history_enters(window, tmp_path, monkeypatch):
     one = OneAttention(4, 2, 16, 128, window=window)
     executable = one.compile(tmp_path)
     entered, enter_at = [], Place.enter_at
@@ -251,11 +253,11 @@ def test_of_a_history_only_what_is_new_enters(window, tmp_path, monkeypatch):
     monkeypatch.setattr(Place, "enter_at", noted)
     for position, num_rows, history, missing in [
         (0, 32, 1, 0),
-        (32, 20, 1, 0),  # what the graph gave is there
+        (32, 20, 1, 0),  # the graph's results are in the buffers
         (52, 1, 1, 0),
-        (60, 3, 1, 7),  # another processor went on
+        (60, 3, 1, 7),  # another processor continued
         (63, 1, 1, 0),
-        (60, 4, 2, 60),  # the state went back, and on
+        (60, 4, 2, 60),  # the state was rewound, and continued
         (20, 5, 3, 20),
         (25, 32, 3, 0),
         (90, 32, 3, 33),
@@ -283,7 +285,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def load(home):
-    """Loads a tiny checkpoint with a calibration of its own prompt."""
+    """Return a function that loads a tiny checkpoint with a calibration of its own prompt."""
 
     def load(name, **options):
         path = home / f"{name}.npz"
@@ -304,11 +306,11 @@ def tokens_of(num_tokens, seed=0):
 FEW_OR_MANY = pytest.mark.parametrize(
     ("num_tokens", "num_decoded"), [(80, 2), pytest.param(100, 4, marks=pytest.mark.exhaustive)], ids=["few", "many"]
 )
-"""Of a prompt, and single ones after it."""
+"""Numbers of tokens: of a prompt, and of single tokens after it."""
 
 
 def tell(engine, num_tokens=80, num_decoded=2):
-    """Logits of a prompt, longer than most windows, and of some single tokens after it."""
+    """Return logits of a prompt, longer than most windows, and of some single tokens after it."""
     session, tokens = engine.session(), tokens_of(num_tokens + num_decoded)
     logits = session.prefill(tokens[:num_tokens], logits="all").logits
     return np.vstack([logits, *(session.prefill([int(token)]).logits for token in tokens[num_tokens:])])
@@ -316,7 +318,7 @@ def tell(engine, num_tokens=80, num_decoded=2):
 
 @pytest.fixture(scope="module")
 def with_attention_on_the_cpu(load):
-    """A function of a checkpoint's name: what `tell` gives where attention stays on the CPU."""
+    """Return a function from a checkpoint's name to the results with attention on the CPU."""
 
     @functools.cache
     def told(name, *numbers):
@@ -345,12 +347,12 @@ def num_on_npu(executor):
 def test_every_family_attends_on_the_npu(load, with_attention_on_the_cpu, name, how, num_tokens, num_decoded):
     with load(name, attention="npu", **how) as engine:
         found = tell(engine, num_tokens, num_decoded)
-        fewer = num_tokens - 7  # and still beyond where phi3's tables are others
+        fewer = num_tokens - 7  # and still beyond the point where phi3's tables change
         np.testing.assert_array_equal(tell(engine, fewer, 0), found[:fewer])
     assert relative_error(found, with_attention_on_the_cpu(name, num_tokens, num_decoded)) < LOGIT_TOLERANCE
 
 
-def test_a_whole_decoder_is_one_graph(load):
+def test_complete_decoder_is_one_graph(load):
     with load("llama_gqa", attention="npu", npu_window=128) as engine:
         lanes = engine._conductor.lanes
         assert [subgraph.name for subgraph in lanes.prompts.plan.subgraphs][0::2] == ["embedding", "head"]
@@ -366,8 +368,8 @@ def test_a_whole_decoder_is_one_graph(load):
 @pytest.mark.parametrize(
     ("num_tokens", "window"), [(60, 32), pytest.param(100, 48, marks=pytest.mark.exhaustive)], ids=["short", "long"]
 )
-def test_where_a_prompt_is_parted_changes_no_bit(load, num_tokens, window):
-    """At borders of chunks, whatever lies between: nothing, or a window's end."""
+def test_split_of_a_prompt_changes_no_bit(load, num_tokens, window):
+    """Splits are at chunk boundaries, before or after a window's end."""
     with load("llama_gqa", attention="npu", npu_window=window) as engine:
         tokens = tokens_of(num_tokens)
         whole = engine.session().prefill(tokens, logits="all").logits
@@ -383,7 +385,7 @@ def test_where_a_prompt_is_parted_changes_no_bit(load, num_tokens, window):
     [(32, (15, 33, 59)), pytest.param(48, (15, 33, 50, 90, 99), marks=pytest.mark.exhaustive)],
     ids=["short", "long"],
 )
-def test_a_hit_of_the_prefix_cache_gives_the_bits_of_a_prefill_from_nothing(load, window, lengths):
+def test_prefix_cache_hit_gives_the_bits_of_a_full_prefill(load, window, lengths):
     options = {"attention": "npu", "npu_window": window}
     tokens = tokens_of(max(lengths) + 1)
     with load("llama_gqa", **options) as engine:
@@ -398,7 +400,7 @@ def test_a_hit_of_the_prefix_cache_gives_the_bits_of_a_prefill_from_nothing(load
             assert result.num_cached or length < 2 * CHUNK
 
 
-def test_a_failed_run_leaves_the_state_as_it_was(load, monkeypatch):
+def test_failed_run_leaves_the_state_unchanged(load, monkeypatch):
     with load("llama_gqa", attention="npu", npu_window=48) as engine:
         session = engine.session()
         session.prefill(tokens_of(20))
@@ -417,8 +419,8 @@ def fails(inputs, outputs, history):
     raise BackendError("it is gone")
 
 
-def test_the_cpu_takes_over_with_the_same_state(load, monkeypatch, caplog):
-    """The NPU fails in the second chunk; what comes after is computed by the CPU, attention too."""
+def test_fallback_continues_with_the_same_state(load, monkeypatch, caplog):
+    """The NPU fails in the second chunk; the CPU computes the rest, including attention."""
     with load("llama_gqa", npu="native") as engine:
         expected = tell(engine)
     with load("llama_gqa", attention="npu", npu_window=64, on_npu_failure="fallback") as engine:
@@ -454,8 +456,8 @@ def test_the_cpu_takes_over_with_the_same_state(load, monkeypatch, caplog):
         ),
     ],
 )
-def test_sequences_that_share_the_engine_get_the_bits_that_they_get_alone(load, name, how, num_seeds):
-    """And alone on an engine whose graphs get the whole history every time."""
+def test_sequences_in_one_engine_have_the_same_bits_as_alone(load, name, how, num_seeds):
+    """Alone here means an engine whose graphs get the complete history every time."""
     from interleavings import check_interleaving
 
     with load(name, attention="npu", **how) as engine, load(name, attention="npu", **how) as forgetful:
@@ -466,7 +468,7 @@ def test_sequences_that_share_the_engine_get_the_bits_that_they_get_alone(load, 
             check_interleaving(engine, seed, input_ids(name), most=4, longest=50, plain=forgetful)
 
 
-def test_no_cpu_keeps_weights_that_the_npu_has(load, monkeypatch):
+def test_npu_only_keeps_no_cpu_copy_of_weights(load, monkeypatch):
     compiled = []
     from chunkrt.backends.native.backend import NativeBackend
 
@@ -501,7 +503,7 @@ def test_no_cpu_keeps_weights_that_the_npu_has(load, monkeypatch):
         ({"weights": "npu-only", "on_npu_failure": "fallback"}, "nobody takes over"),
     ],
 )
-def test_what_makes_no_sense_is_refused(load, options, message):
+def test_invalid_options_are_refused(load, options, message):
     with pytest.raises(ConfigError, match=message):
         load("llama_gqa", **options)
 
@@ -531,7 +533,7 @@ def test_hidden_states_come_from_both_plans(load):
     assert relative_error(found, expected) < LOGIT_TOLERANCE
 
 
-def test_a_run_that_is_cancelled_between_windows_leaves_the_session_as_it_was(load, monkeypatch):
+def test_cancelled_run_between_windows_leaves_the_session_unchanged(load, monkeypatch):
     with load("llama_gqa", attention="npu", npu_window=32) as engine:
         session = engine.session()
         session.prefill(tokens_of(10))
@@ -552,8 +554,8 @@ def test_a_run_that_is_cancelled_between_windows_leaves_the_session_as_it_was(lo
 
 
 @pytest.mark.exhaustive
-def test_sequences_decode_by_the_only_executor_there_is(load):
-    """Where the longest window holds the context, single tokens that are sent to the NPU share what prompts have."""
+def test_sequences_decode_on_the_only_executor(load):
+    """If the longest window covers the context, single tokens on the NPU use the prompts' plan."""
     from interleavings import check_interleaving
 
     with load("llama_gqa", attention="npu", npu_window="32,128") as engine:
@@ -563,19 +565,19 @@ def test_sequences_decode_by_the_only_executor_there_is(load):
         check_interleaving(engine, 1, input_ids("llama_gqa"), most=4, longest=50)
 
 
-def test_what_only_qualcomms_npu_minds_is_told_where_there_is_none(load, caplog):
+def test_options_for_qualcomms_npu_are_reported_without_one(load, caplog):
     with caplog.at_level(logging.WARNING), load("llama_gqa", npu="auto", attention="npu", weights="npu-only"):
         assert "--attention npu has no effect, because the CPU serves as the NPU" in caplog.text
         assert "--weights npu-only has no effect" in caplog.text
 
 
-def test_caches_of_int8_are_refused_where_attention_is_placed_on_the_npu(load):
+def test_int8_caches_are_refused_with_attention_on_the_npu(load):
     with pytest.raises(ConfigError, match="does not support int8 caches"):
         load("llama_gqa", placement={"model.layers.1.self_attn": "npu"}, cache_dtype="int8")
 
 
-def test_prompts_have_their_turns_beside_those_that_decode(load):
-    """With "auto", where prompts and single tokens may share the only executor that has the NPU."""
+def test_prompts_and_decoding_sequences_take_turns(load):
+    """With "auto", prompts and single tokens may use the same only executor with the NPU."""
     with load("llama_gqa", attention="npu", npu_window=128, decode_on="auto") as engine:
         lanes = engine._conductor.lanes
         of_prompt = Ticket(engine._conductor.job(Run(tokens_of(50), engine.make_state())), CHUNK, bool)
@@ -589,13 +591,13 @@ def test_prompts_have_their_turns_beside_those_that_decode(load):
             assert of_prompt in tickets or of_prompt in after[0]
 
 
-def test_attention_placed_on_the_npu_is_no_breach_of_strictness(load):
+def test_placed_attention_satisfies_strict_mode(load):
     placement = {"model.layers.1.self_attn": "npu"}
     with load("llama_gqa", placement=placement, npu_window=64, npu_strict=True) as engine:
         assert len(engine._conductor.lanes.near) == 1
 
 
-def test_a_far_plan_without_the_npu_goes_on_where_the_near_one_ends(load):
+def test_far_plan_without_the_npu_continues_after_the_near_plan(load):
     linears = dict.fromkeys(("model.layers.*.self_attn.qkv_proj", "model.layers.*.self_attn.o_proj"), "cpu")
     placement = {"": "cpu", "model.layers.*.self_attn": "npu", **linears}
     with load("llama_gqa", placement=placement, npu_window=32) as engine:
@@ -605,13 +607,13 @@ def test_a_far_plan_without_the_npu_goes_on_where_the_near_one_ends(load):
         assert relative_error(found, tell(engine)) < LOGIT_TOLERANCE
 
 
-def test_an_operator_that_is_switched_off_is_named(load):
-    with pytest.raises(ConfigError, match=r"runs silu_mul .*omit --attention npu"):
+@pytest.mark.exhaustive
+def test_switched_off_operator_is_named(load):
+    with pytest.raises(ConfigError, match=r"runs silu_mul .*leave --attention npu away"):
         load("llama_gqa", attention="npu", ops="-silu_mul")
 
 
-@pytest.mark.exhaustive
-def test_an_engine_directory_has_the_graphs_of_all_plans_once(load, tmp_path, home):
+def test_engine_directory_has_the_graphs_of_all_plans_once(load, tmp_path, home):
     from chunkrt.engine.deploy import compile_engine
     from chunkrt.engine.options import EngineOptions
 

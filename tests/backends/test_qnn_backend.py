@@ -1,4 +1,4 @@
-"""The qnn backend on the emulator: the contract, what runs where, and how values get in and out."""
+"""The qnn backend on the emulator: the contract, the NPU's share of nodes, and conversion of values at the edges."""
 
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +53,7 @@ def backend(tmp_path):
 
 
 def compile_layer(backend, decoder, scheme=W8A16, chunk_length=CHUNK):
-    """static.1, with all that a layer has, and a call of it as it occurs in the decoder."""
+    """Return static.1, with all parts of a layer, and a call of it as it occurs in the decoder."""
     subgraph, weights = decoder.plan.static_subgraphs[1], decoder.weights[scheme.name]
     recording = Recording(decoder.plan, scheme, weights, chunk_length)
     executable = backend.compile(subgraph, decoder.plan, chunk_length, scheme, weights)
@@ -61,7 +61,7 @@ def compile_layer(backend, decoder, scheme=W8A16, chunk_length=CHUNK):
 
 
 def sum_of_two(decoder):
-    """A subgraph that adds two values, and its plan."""
+    """Return a subgraph that adds two values, and its plan."""
     base = decoder.plan.static_subgraphs[1]
     left, right = base.inputs
     names = {"inputs": (left, right), "outputs": (HIDDEN,)}
@@ -71,12 +71,12 @@ def sum_of_two(decoder):
 
 
 @pytest.mark.exhaustive
-def test_it_conforms(backend):
+def test_qnn_conforms(backend):
     check_backend(backend)
 
 
 def without_edges(model, name, shape, bits):
-    """A linear's model from the integers of its input to those of its output."""
+    """Return a linear's model from the integers of its input to those of its output."""
     model = onnx.load_from_string(model)
     graph, (depth, columns) = model.graph, shape
     first, last = f"{name}.input.quantized", f"{name}.output.quantized"
@@ -92,7 +92,7 @@ def without_edges(model, name, shape, bits):
 
 
 def linear_alone(decoder, name):
-    """A subgraph of one linear, and its plan."""
+    """Return a subgraph of one linear, and its plan."""
     node = linear_nodes(decoder.plan)[name]
     owner = next(subgraph for subgraph in decoder.plan.subgraphs if node in subgraph.nodes)
     io = {"inputs": node.inputs[:1], "outputs": node.outputs}
@@ -101,8 +101,8 @@ def linear_alone(decoder, name):
 
 
 @by_name
-def test_a_linear_is_within_one_step_of_the_exact_integers(backend, decoder, scheme):
-    """As it is compiled, without its edges of float16: integers over the whole grid in, integers out."""
+def test_linear_is_within_one_step_of_the_exact_integers(backend, decoder, scheme):
+    """The model is compiled without its edges of float16: integers over the complete grid in, integers out."""
     weights, plan = decoder.weights[scheme.name], decoder.plan
     names = [name for name in linear_nodes(plan) if ".layers.0." in name]
     assert len(names) == 4
@@ -117,7 +117,7 @@ def test_a_linear_is_within_one_step_of_the_exact_integers(backend, decoder, sch
         (found,) = session.run(None, {f"{name}.input.quantized": (q + zero).astype(dtype)})
         unit = weights.array(f"{name}.input_step") * scale.astype(np.float64) / weights.array(f"{name}.output_step")
         exact = q @ integers.astype(np.int64) * unit
-        # What lies beyond a grid becomes its last level, or what the integers' type still holds.
+        # Values that exceed a grid become its last level, or the last value of the integers' type.
         least = np.rint(exact).clip(-zero, LEVELS[bits]) - 1
         most = np.rint(exact).clip(-LEVELS[bits], zero) + 1
         steps = found.astype(np.int64) - zero
@@ -126,8 +126,8 @@ def test_a_linear_is_within_one_step_of_the_exact_integers(backend, decoder, sch
 
 
 @pytest.mark.parametrize(("scheme", "name"), OF_16_BITS, ids=lambda value: getattr(value, "name", ""))
-def test_what_the_npu_drops_of_sums_is_made_up_for(backend, decoder, scheme, name):
-    """On average, in units of the sum, of which each loses 127.5; small inputs, for float16 to show that."""
+def test_dropped_bits_of_sums_are_compensated(backend, decoder, scheme, name):
+    """The mean is in units of the sum, each of which loses 127.5; inputs are small, so that float16 can show it."""
     alone, plan = linear_alone(decoder, name)
     weights = decoder.weights[scheme.name]
     integers, scale = weights.linear(name)
@@ -141,8 +141,8 @@ def test_what_the_npu_drops_of_sums_is_made_up_for(backend, decoder, scheme, nam
 
 
 @by_name
-def test_nothing_runs_on_the_cpu(backend, decoder, scheme, monkeypatch):
-    """ONNX Runtime's own account of the sessions, of the one that compiles and of the one that loads."""
+def test_no_node_runs_on_the_cpu(backend, decoder, scheme, monkeypatch):
+    """ONNX Runtime's own report covers the compiling and the loading session."""
     make, sessions = ort.InferenceSession, []
 
     def recorded(model, settings):
@@ -160,7 +160,7 @@ def test_nothing_runs_on_the_cpu(backend, decoder, scheme, monkeypatch):
     assert loaded == ["EPContext"]
 
 
-def test_a_node_for_the_cpu_makes_no_session(backend):
+def test_node_for_the_cpu_makes_no_session(backend):
     value = onnx.helper.make_tensor_value_info
     graph = onnx.helper.make_graph(
         [onnx.helper.make_node("NonZero", ["x"], ["y"])],
@@ -174,7 +174,7 @@ def test_a_node_for_the_cpu_makes_no_session(backend):
 
 
 @by_name
-def test_a_context_gives_the_bits_that_its_compiler_gave(backend, decoder, scheme, tmp_path):
+def test_loaded_context_gives_the_bits_of_its_compiler(backend, decoder, scheme, tmp_path):
     subgraph, plan, weights = decoder.plan.static_subgraphs[1], decoder.plan, decoder.weights[scheme.name]
     path = tmp_path / "context.onnx"
     model = npu_model(plan, subgraph, CHUNK, scheme, weights)
@@ -188,9 +188,11 @@ def test_a_context_gives_the_bits_that_its_compiler_gave(backend, decoder, schem
     assert results[0] == results[1]
 
 
-def test_what_is_refused_is_refused_before_anything_is_compiled(backend, decoder, tmp_path):
+def test_unsupported_subgraphs_are_refused_before_compilation(backend, decoder, tmp_path):
     embedding = decoder.plan.subgraphs[0]
-    with pytest.raises(PartitionError, match=r"embedding: node 'model.embed_tokens.output': the NPU has no Gather"):
+    with pytest.raises(
+        PartitionError, match=r"embedding: node 'model.embed_tokens.output': the NPU does not support Gather"
+    ):
         backend.compile(embedding, decoder.plan, CHUNK, W8A16, decoder.weights["w8a16"])
     assert not (tmp_path / "contexts").exists()
 
@@ -200,7 +202,7 @@ def relative_error(found, expected):
 
 
 def layer_error(backend, decoder, chunk_length):
-    """Of static.1 against the reference, by the root mean square: the worse of its two outputs."""
+    """Return the error of static.1 against the reference (root mean square): the worse of its two outputs."""
     executable, call = compile_layer(backend, decoder, chunk_length=chunk_length)
     executable.run(call.inputs, call.outputs)
     recording = Recording(decoder.plan, W8A16, decoder.weights["w8a16"], chunk_length)
@@ -212,12 +214,12 @@ def layer_error(backend, decoder, chunk_length):
 
 @pytest.mark.sampled(chunk_length=[1, 16, 17, 64])
 @pytest.mark.parametrize("chunk_length", [1, 2, 15, 16, 17, 31, 32, 33, 64])
-def test_every_chunk_length_is_computed_rightly(backend, decoder, chunk_length):
+def test_every_chunk_length_is_computed_correctly(backend, decoder, chunk_length):
     assert layer_error(backend, decoder, chunk_length) < 2.0**-8
 
 
-def test_sixteen_rows_are_padded_because_the_compiler_gets_them_wrong(backend, decoder, monkeypatch):
-    """Should this fail, the compiler has been mended, and `graph_rows` can go."""
+def test_sixteen_rows_are_padded_because_of_a_compiler_bug(backend, decoder, monkeypatch):
+    """If this test fails, the compiler has been fixed, and `graph_rows` can be removed."""
     for module in (backend_module, executable_module, model_module):
         monkeypatch.setattr(module, "graph_rows", lambda rows: rows)
     assert layer_error(backend, decoder, 16) > 0.5
@@ -225,7 +227,7 @@ def test_sixteen_rows_are_padded_because_the_compiler_gets_them_wrong(backend, d
 
 
 class SpiedSession:
-    """A session that keeps the bindings it gave out, and may fail."""
+    """A session that keeps the bindings it returned, and may fail."""
 
     def __init__(self, session):
         self._session = session
@@ -246,7 +248,7 @@ class SpiedSession:
 
 @pytest.fixture
 def spied(backend, decoder, monkeypatch):
-    """static.1, its session and a call."""
+    """Return static.1, its session and a call."""
     sessions = []
     monkeypatch.setattr(
         "chunkrt.backends.qnn.backend.open_session",
@@ -293,7 +295,7 @@ def test_calls_do_not_allocate(backend, decoder):
     assert peak < smallest / 4
 
 
-def test_two_threads_get_what_each_gets_alone(backend, decoder):
+def test_two_threads_get_the_same_results_as_alone(backend, decoder):
     executable, first = compile_layer(backend, decoder)
     _, second = compile_layer(backend, decoder)
     for array in second.inputs.values():
@@ -317,8 +319,8 @@ def test_two_threads_get_what_each_gets_alone(backend, decoder):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 70000.0, -1e30])
-def test_an_input_beyond_float16_is_an_error(backend, decoder, value):
-    """A grid would make a number of it, and nobody would know."""
+def test_input_that_exceeds_float16_is_an_error(backend, decoder, value):
+    """A grid would silently turn it into a finite number."""
     executable, call = compile_layer(backend, decoder)
     for name, array in call.inputs.items():
         kept = array[3, 2]
@@ -331,7 +333,7 @@ def test_an_input_beyond_float16_is_an_error(backend, decoder, value):
     assert np.isfinite(call.outputs[HIDDEN]).all()
 
 
-def test_an_output_beyond_float16_is_an_error(backend, decoder):
+def test_output_that_exceeds_float16_is_an_error(backend, decoder):
     subgraph, plan = sum_of_two(decoder)
     executable = backend.compile(subgraph, plan, CHUNK, W8A16, decoder.weights["w8a16"])
     shape = (CHUNK, CONFIG_IN_BLOCKS["hidden_size"])
@@ -344,8 +346,8 @@ def test_an_output_beyond_float16_is_an_error(backend, decoder):
         executable.run(inputs, outputs)
 
 
-def test_a_column_beyond_float16_is_not_compiled(backend, decoder):
-    """The NPU would multiply by 65504 instead, and nobody would know."""
+def test_column_that_exceeds_float16_is_not_compiled(backend, decoder):
+    """The NPU would silently multiply by 65504 instead."""
     subgraph, weights = decoder.plan.static_subgraphs[1], decoder.weights["w8a16"]
     down_proj = "model.layers.0.mlp.down_proj.weight"
     assert down_proj in subgraph.weights
@@ -358,7 +360,9 @@ def test_a_column_beyond_float16_is_not_compiled(backend, decoder):
         if is_taken:
             backend.compile(subgraph, decoder.plan, CHUNK, W8A16, store)
             continue
-        with pytest.raises(CompileError, match=f"outputs of {down_proj} reach 65600, beyond .* float16.*--npu native"):
+        with pytest.raises(
+            CompileError, match=f"outputs of {down_proj} reach 65600 and exceed .* float16.*--npu native"
+        ):
             backend.compile(subgraph, decoder.plan, CHUNK, W8A16, store)
 
 
@@ -367,11 +371,11 @@ def test_no_memory_for_buffers_is_a_lost_device(backend, decoder, monkeypatch):
         raise RuntimeError("rpcmem: out of memory")
 
     monkeypatch.setattr("onnxruntime.OrtValue.ortvalue_from_numpy", full)
-    with pytest.raises(DeviceLostError, match=r"does not take the context of static.1: rpcmem: out of memory"):
+    with pytest.raises(DeviceLostError, match=r"refuses the context of static.1: rpcmem: out of memory"):
         compile_layer(backend, decoder)
 
 
-def test_a_failure_of_the_npu_is_a_lost_device(spied):
+def test_npu_failure_is_a_lost_device(spied):
     executable, session, call = spied
     session.error = RuntimeError("SSR: subsystem restart")
     with pytest.raises(DeviceLostError, match=r"the NPU failed in subgraph static.1: SSR: subsystem restart"):

@@ -1,4 +1,4 @@
-"""A model that the NPU cannot compile whole, on the emulated NPU: what it lacks runs on the CPU."""
+"""A model that the NPU cannot compile completely, on the emulated NPU: unsupported operators run on the CPU."""
 
 import json
 import logging
@@ -21,9 +21,11 @@ if not qnn.open_htp().is_emulated:
     pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
 
 NAME, SCHEME = "lfm2", "w4a16"
-"""Its feed-forwards have 48 values, which blocks of 32 do not divide: down_proj is not the NPU's."""
+"""Checkpoint whose feed-forwards have 48 values, which blocks of 32 do not divide: the NPU does not support
+down_proj."""
 MOST_DIFFERENCE = 2.0**-6
-"""Of logits from those of the CPU under the same scheme, by the root mean square; float16 lies between linears."""
+"""Tolerance of logits from those of the CPU under the same scheme (root mean square); values between linears are
+float16."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def logits_of(engine):
     return engine.session().prefill(np.array(input_ids(NAME)), logits="all").logits
 
 
-def test_a_model_is_run_and_one_line_says_how(calibration, caplog):
+def test_unsupported_operators_run_on_the_cpu_with_one_line(calibration, caplog):
     with load(calibration, npu="native") as engine:
         expected = logits_of(engine)
     caplog.clear()
@@ -68,12 +70,12 @@ def test_a_model_is_run_and_one_line_says_how(calibration, caplog):
     assert 0 < difference < MOST_DIFFERENCE
 
 
-def test_strictly_it_is_refused(calibration):
+def test_strict_mode_refuses_the_model(calibration):
     with pytest.raises(PartitionError, match=r"qnn cannot run subgraph .*down_proj.* of depth 48"):
         load(calibration, npu_strict=True)
 
 
-def test_an_engine_directory_for_a_device_has_contexts_of_the_rest(calibration, tmp_path):
+def test_engine_directory_has_contexts_of_supported_subgraphs(calibration, tmp_path):
     options = EngineOptions(npu="qnn", scheme=SCHEME, calibration=calibration)
     written = compile_engine(str(checkpoint(NAME)), tmp_path / "device", options, socs=["SM8650"], chunk_lengths=[32])
     with chunkrt.load(tmp_path / "device", npu="qnn") as engine:
@@ -81,7 +83,7 @@ def test_an_engine_directory_for_a_device_has_contexts_of_the_rest(calibration, 
         assert written["npu"][0]["contexts"] == sum(s.device == "npu" for s in engine.plan.subgraphs)
 
 
-def test_the_plan_marks_what_was_moved(command):
+def test_plan_marks_moved_subgraphs(command):
     arguments = ("plan", checkpoint(NAME), "--npu", "qnn", "--scheme", SCHEME)
     finished = command(*arguments)
     assert finished.status == 0

@@ -1,4 +1,4 @@
-"""Compiled contexts on disk: found by what they were compiled from, whole or not at all, written by one."""
+"""Compiled contexts on disk: found by a hash of their sources, complete or absent, written by one process."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ FILES = {"context.json", "context.onnx", "context_qnn.bin"}
 
 
 def write(wrapper):
-    """What the NPU's compiler writes: a wrapper, and a binary beside it."""
+    """Write files like the NPU's compiler: a wrapper, and a binary next to it."""
     wrapper.write_bytes(b"wrapper" * 100)
     wrapper.with_name("context_qnn.bin").write_bytes(bytes(range(256)) * 100)
 
@@ -46,12 +46,12 @@ def context(contexts):
     return contexts.make(KEY, write).parent
 
 
-def test_what_is_not_there_is_not_found(contexts):
+def test_missing_context_is_not_found(contexts):
     assert contexts.find(KEY) is None
     assert not contexts.path.exists()
 
 
-def test_what_was_made_is_found_and_not_made_again(contexts):
+def test_written_context_is_found_and_not_written_again(contexts):
     wrapper = contexts.make(KEY, write)
     assert wrapper == contexts.path / KEY / "context.onnx"
     assert {path.name for path in wrapper.parent.iterdir()} == FILES
@@ -60,7 +60,7 @@ def test_what_was_made_is_found_and_not_made_again(contexts):
     assert [path.name for path in contexts.path.iterdir()] == [KEY]
 
 
-def test_a_context_is_moved_and_copied_as_a_folder(contexts, context, tmp_path):
+def test_context_folder_can_be_moved_and_copied(contexts, context, tmp_path):
     shutil.copytree(context, tmp_path / "npu" / KEY)
     assert ContextFolder(tmp_path / "npu").find(KEY) == tmp_path / "npu" / KEY / "context.onnx"
 
@@ -102,7 +102,7 @@ def without_the_wrapper(path):
 
 
 def with_a_file_outside(path):
-    """The record names another context's binary, which is whole."""
+    """Make the record name another context's binary, which is intact."""
     record = json.loads(path.read_text())
     other = shutil.copytree(path.parent, path.parent.with_name("other"))
     record["files"][f"../{other.name}/context_qnn.bin"] = record["files"]["context_qnn.bin"]
@@ -123,7 +123,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES)
-def test_what_is_damaged_is_never_found_and_is_made_anew(contexts, context, caplog, name, damage):
+def test_damaged_context_is_never_found_and_is_rebuilt(contexts, context, caplog, name, damage):
     damage(context / name)
     assert contexts.find(KEY) is None
     (record,) = caplog.records
@@ -137,7 +137,7 @@ def test_what_is_damaged_is_never_found_and_is_made_anew(contexts, context, capl
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
-def test_an_interruption_leaves_nothing(contexts, error):
+def test_interrupted_write_leaves_no_files(contexts, error):
     def interrupt(wrapper):
         write(wrapper)
         raise error
@@ -148,7 +148,7 @@ def test_an_interruption_leaves_nothing(contexts, error):
     contexts.make(KEY, write)
 
 
-def test_what_a_process_left_that_died_is_not_found_and_goes_with_the_next_context(contexts, context):
+def test_leftovers_of_a_dead_process_are_ignored_and_removed_later(contexts, context):
     other = contexts.path / f".{KEY}x.part"
     shutil.copytree(context, other)
     assert contexts.find(other.name.strip(".")) is None
@@ -170,7 +170,7 @@ print(wrapper.read_text(), end="")
 
 @pytest.fixture
 def process(tmp_path):
-    """A function that starts a process that makes a context; it writes the text, or waits for one to write."""
+    """Return a function that starts a process that makes a context; it writes the text, or waits for another writer."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     started = []
 
@@ -186,7 +186,7 @@ def process(tmp_path):
         each.communicate()
 
 
-def test_of_two_processes_one_writes_and_the_other_waits(process, tmp_path):
+def test_second_process_waits_for_the_writer(process, tmp_path):
     first = process()
     assert first.stdout.readline() == "writing\n"
     second = process("the second\n")
@@ -196,7 +196,7 @@ def test_of_two_processes_one_writes_and_the_other_waits(process, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["key"]
 
 
-def test_when_the_one_that_writes_is_killed_the_other_writes(process, tmp_path):
+def test_waiting_process_writes_after_the_writer_is_killed(process, tmp_path):
     first = process()
     assert first.stdout.readline() == "writing\n"
     second = process("the second\n")
@@ -206,7 +206,7 @@ def test_when_the_one_that_writes_is_killed_the_other_writes(process, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
 
-# What a key depends on. No library is needed for that.
+# The parts of a key; these tests need no library.
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture
 def qnn(monkeypatch, tmp_path):
-    """A function that makes the backend as it is with some version of the library."""
+    """Return a function that makes the backend with some version of the library."""
 
     def make(soc="SM8650", version="2.7.0", **options):
         htp = Htp(version=version, is_emulated=True, device=None, backend_path="")
@@ -233,7 +233,7 @@ def static(plan, index=0):
     return [subgraph for subgraph in plan.subgraphs if subgraph.device == "npu"][index]
 
 
-def test_a_key_changes_with_all_that_is_compiled_from(engine, qnn, tmp_path):
+def test_key_depends_on_all_sources(engine, qnn, tmp_path):
     plan, weights = read_plan(engine), open_weights(engine)
     subgraph = static(plan)
     keys = [
@@ -249,11 +249,11 @@ def test_a_key_changes_with_all_that_is_compiled_from(engine, qnn, tmp_path):
     ]
     assert len(set(keys)) == len(keys)
     assert keys[0].startswith("SM8650-w8a16-r32-static.0-")
-    assert keys[0] == qnn().key(subgraph, plan, 1, SCHEME, weights)  # a graph of 32 rows as well
+    assert keys[0] == qnn().key(subgraph, plan, 1, SCHEME, weights)  # also a graph of 32 rows
 
 
 def changed_weights(subgraph, weights):
-    """Stores with one bit changed, in each array of the subgraph."""
+    """Yield stores with one changed bit, in each array of the subgraph."""
     for name in subgraph.weights:
         for suffix, array in weights.parts(name):
             changed = array.copy()
@@ -268,7 +268,7 @@ def changed_norm(subgraph):
     return (replace(norm, attributes={**norm.attributes, "epsilon": 0.5}), *others)
 
 
-def test_a_key_does_not_change_with_the_path_or_with_how_the_npu_runs(engine, qnn, tmp_path):
+def test_key_is_independent_of_path_and_run_options(engine, qnn, tmp_path):
     copy = shutil.copytree(engine, tmp_path / "elsewhere")
     keys = {
         options.key(static(plan := read_plan(folder)), plan, 32, SCHEME, open_weights(folder))
@@ -278,7 +278,7 @@ def test_a_key_does_not_change_with_the_path_or_with_how_the_npu_runs(engine, qn
     assert len(keys) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_a_compile_error(engine, qnn, tmp_path):
+def test_unwritable_folder_is_a_compile_error(engine, qnn, tmp_path):
     (tmp_path / "contexts").write_text("a file in the way")
     plan = read_plan(engine)
     with pytest.raises(
@@ -287,7 +287,7 @@ def test_a_folder_that_cannot_be_written_is_a_compile_error(engine, qnn, tmp_pat
         qnn().prepare(static(plan), plan, 32, SCHEME, open_weights(engine))
 
 
-def test_what_another_version_of_the_library_wrote_is_not_loaded(engine, tmp_path):
+def test_contexts_of_another_library_version_are_not_loaded(engine, tmp_path):
     pytest.importorskip("onnxruntime_qnn", reason="contexts are compiled by onnxruntime-qnn")
     plan, weights = read_plan(engine), open_weights(engine)
 

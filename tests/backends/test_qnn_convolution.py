@@ -1,4 +1,4 @@
-"""Short convolutions on the emulated NPU: beside the reference, and engines with them there beside the CPU's."""
+"""Short convolutions on the emulated NPU: compared with the reference, and engines compared with the CPU's."""
 
 from typing import ClassVar
 
@@ -23,10 +23,10 @@ if not open_htp().is_emulated:
 
 ROWS, CHUNK = 32, 16
 TOLERANCE = 2.0**-9
-"""Of an output, by the root mean square, as few as 16 values: three inputs, taps, three products and a sum are rounded
-to float16, 2^-11 each at most."""
+"""Tolerance of an output (root mean square) with as few as 16 values: three inputs, taps, three products and a sum are
+rounded to float16, at most 2^-11 each."""
 LOGIT_TOLERANCE = 2.0**-6
-"""Of logits, against the CPU under the same scheme, as of those with attention on the NPU."""
+"""Tolerance of logits against the CPU under the same scheme, as with attention on the NPU."""
 ON_NPU = {"placement": {"model.layers.*.conv": "npu"}}
 
 
@@ -35,7 +35,7 @@ def relative_error(found, expected):
 
 
 def gone_after(number):
-    """What computes so many times, and then fails."""
+    """Return a replacement of `Context.compute` that computes `number` times, and then fails."""
     calls, compute = [], Context.compute
 
     def fails_later(context, place):
@@ -118,14 +118,14 @@ class OneConvolution:
     ("channels", "taps", "has_bias"),
     [(16, 3, False), (1000, 3, True), (1024, 3, False), (2048, 3, False), (64, 4, True)],
 )
-def test_a_convolution_is_what_the_reference_computes(channels, taps, has_bias, tmp_path):
+def test_convolution_equals_the_reference(channels, taps, has_bias, tmp_path):
     one = OneConvolution(channels, taps, has_bias=has_bias)
     executable = one.compile(tmp_path)
-    for num_rows in (ROWS, 1, 1, 7, 2, ROWS):  # fewer rows than the state has leave some of it
+    for num_rows in (ROWS, 1, 1, 7, 2, ROWS):  # fewer rows than the state has keep some of it
         one.check(executable, num_rows)
 
 
-def test_a_chunk_of_fewer_rows_is_padded_inside(tmp_path):
+def test_shorter_chunk_is_padded_inside(tmp_path):
     one = OneConvolution(16)
     executable = one.compile(tmp_path, rows=8)
     for num_rows in range(8, 0, -1):
@@ -133,7 +133,7 @@ def test_a_chunk_of_fewer_rows_is_padded_inside(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["rows", "state"])
-def test_what_leaves_float16_leaves_the_state_alone(place, tmp_path):
+def test_value_that_exceeds_float16_leaves_the_state_unchanged(place, tmp_path):
     one = OneConvolution(16)
     executable = one.compile(tmp_path)
     one.check(executable, 5)
@@ -150,7 +150,7 @@ def test_what_leaves_float16_leaves_the_state_alone(place, tmp_path):
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    """Loads a tiny LFM2 with its calibration."""
+    """Return a function that loads a tiny LFM2 with its calibration."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("home")
         patch.setenv("CHUNKRT_HOME", str(folder))
@@ -168,14 +168,14 @@ def tokens_of(num_tokens, seed=0):
 
 
 def tell(engine, num_tokens=72, num_decoded=2):
-    """Logits of a prompt, longer than most windows, and of some single tokens after it."""
+    """Return logits of a prompt, longer than most windows, and of some single tokens after it."""
     session, tokens = engine.session(), tokens_of(num_tokens + num_decoded)
     logits = session.prefill(tokens[:num_tokens], logits="all").logits
     return np.vstack([logits, *(session.prefill([int(token)]).logits for token in tokens[num_tokens:])])
 
 
 def graphs(executor):
-    """The NPU's layers, graph by graph: "conv" or "self_attn"."""
+    """Return the NPU's layers, graph by graph: "conv" or "self_attn"."""
     return [
         [node.name.split(".")[3] for node in subgraph.nodes if "past_slots" in node.attributes]
         for subgraph in executor.plan.subgraphs
@@ -197,7 +197,7 @@ def graphs(executor):
         {"attention": "npu", "npu_window": 48, "npu_graph": "layers=1", "decode_on": "npu"},
     ],
 )
-def test_logits_are_those_of_convolutions_on_the_cpu(load, name, how):
+def test_logits_equal_those_of_convolutions_on_the_cpu(load, name, how):
     with load(name, cache_dtype=how.get("cache_dtype")) as engine:
         expected = tell(engine)
     with load(name, **how) as engine:
@@ -206,7 +206,7 @@ def test_logits_are_those_of_convolutions_on_the_cpu(load, name, how):
     assert relative_error(found, expected) < LOGIT_TOLERANCE
 
 
-def test_neighbours_melt_with_convolutions(load):
+def test_adjacent_subgraphs_are_fused_with_convolutions(load):
     with load() as engine:
         assert not engine._conductor.lanes.near
     with load(attention="npu", npu_window=32) as engine:
@@ -235,9 +235,9 @@ def test_convolutions_are_placed_one_by_one(load):
         assert static == ["model.layers.0.conv.linear_attention"]
 
 
-@pytest.mark.exhaustive  # of attention it is not
-def test_where_a_prompt_is_parted_changes_no_bit(load):
-    """Padding reaches no state: a part that ends within a chunk has some."""
+@pytest.mark.exhaustive  # the same test of attention is not exhaustive
+def test_split_of_a_prompt_changes_no_bit(load):
+    """Padding does not reach a state: a part that ends within a chunk has some."""
     tokens = tokens_of(3 * CHUNK)
     with load(**ON_NPU) as engine:
         whole = engine.session().prefill(tokens, logits="all").logits
@@ -247,7 +247,7 @@ def test_where_a_prompt_is_parted_changes_no_bit(load):
             np.testing.assert_array_equal(np.vstack(parts), whole)
 
 
-def test_a_state_goes_back_and_is_kept_as_ever(load):
+def test_state_is_rewound_and_saved_unchanged(load):
     tokens = tokens_of(80)
     with load(attention="npu", npu_window=32, decode_on="npu") as engine:
         session = engine.session()
@@ -263,7 +263,7 @@ def test_a_state_goes_back_and_is_kept_as_ever(load):
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("how", [ON_NPU, {"attention": "npu", "npu_window": 32}])
-def test_a_run_that_fails_or_is_cancelled_leaves_the_state_as_it_was(load, how, monkeypatch):
+def test_failed_or_cancelled_run_leaves_the_state_unchanged(load, how, monkeypatch):
     with load(**how) as engine:
         session = engine.session()
         session.prefill(tokens_of(10))
@@ -292,7 +292,7 @@ def test_a_run_that_fails_or_is_cancelled_leaves_the_state_as_it_was(load, how, 
         np.testing.assert_array_equal(session.prefill(tokens_of(70, seed=3)).logits, expected)
 
 
-def test_the_cpu_takes_over_from_the_chunk_that_failed(load, monkeypatch, caplog):
+def test_fallback_starts_with_the_chunk_that_failed(load, monkeypatch, caplog):
     with load() as engine:
         expected = tell(engine)
     with load(**ON_NPU, on_npu_failure="fallback") as engine:
@@ -302,11 +302,11 @@ def test_the_cpu_takes_over_from_the_chunk_that_failed(load, monkeypatch, caplog
     assert relative_error(found, expected) < LOGIT_TOLERANCE
 
 
-@pytest.mark.exhaustive  # of attention it is not
+@pytest.mark.exhaustive  # the same test of attention is not exhaustive
 @pytest.mark.parametrize(
     "how", [ON_NPU, ON_NPU | {"decode_on": "npu"}, {"attention": "npu", "npu_window": "32,64", "decode_on": "npu"}]
 )
-def test_sequences_that_share_the_engine_get_the_bits_that_they_get_alone(load, how):
+def test_sequences_in_one_engine_have_the_same_bits_as_alone(load, how):
     from interleavings import check_interleaving
 
     with load(**how) as engine:
@@ -314,8 +314,8 @@ def test_sequences_that_share_the_engine_get_the_bits_that_they_get_alone(load, 
             check_interleaving(engine, seed, tokens_of(128), most=4, longest=50)
 
 
-@pytest.mark.exhaustive  # of attention it is not
-def test_a_prefix_that_is_found_again_changes_no_bit(load):
+@pytest.mark.exhaustive  # the same test of attention is not exhaustive
+def test_prefix_cache_hit_changes_no_bit(load):
     tokens = tokens_of(80)
     with load(attention="npu", npu_window=32) as engine:
         expected = engine.session().prefill(tokens).logits
@@ -325,7 +325,7 @@ def test_a_prefix_that_is_found_again_changes_no_bit(load):
         np.testing.assert_array_equal(again.logits, expected)
 
 
-def test_a_host_of_ones_own_is_told_that_it_cannot_keep_the_state(load, tmp_path):
+def test_export_for_host_refuses_convolution_state(load, tmp_path):
     path = tmp_path / "calibration.npz"
     model = calibrated("lfm2", path)
     options = EngineOptions(npu="qnn", scheme="w8a16", calibration=path, attention="npu", npu_window=4096)

@@ -1,4 +1,4 @@
-"""Engines with an NPU, emulated: what is compiled, where it runs, and what happens when the NPU fails."""
+"""Engines with an emulated NPU: compiled graphs, placement of work, and NPU failures."""
 
 import hashlib
 import json
@@ -31,20 +31,20 @@ if not qnn.open_htp().is_emulated:
     pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
 
 NUM_GRAPHS = 3
-"""Two layers, and one."""
+"""Number of static subgraphs: one for each of two layers, and one more."""
 CONTEXT, CHUNK, NUM_TOKENS = 640, 8, 33
 NUM_NPU_RUNS = 11
-"""Of five chunks: two graphs each, and for the last, whose logits are wanted, the third as well."""
+"""Number of graph runs in five chunks: two each, and a third in the last, which has logits."""
 TOLERANCES = {"w8a16": 2.0**-8, "w4a16": 2.0**-8, "w8a8": 2.0**-3.5}
-"""Of logits, by the root mean square: some 2^-11 a linear for float16 on both sides and a 16-bit grid, 2^-6 for inputs
-and outputs of 8 bits of which one in ten falls to the other side; nine linears, whose errors add up like random ones,
-and what the layers between make of them."""
+"""Tolerance of logits (root mean square): some 2^-11 a linear for float16 on both sides and a 16-bit grid, 2^-6 for
+8-bit inputs and outputs of which one in ten moves to another step; nine linears, whose errors add up like random ones,
+and their amplification by the layers between."""
 FALLBACK = "chunkrt.backends.fallback"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny checkpoint with a long context and a calibration; it has no tokenizer to make one with."""
+    """A tiny checkpoint with a long context and a calibration, which it cannot make because it has no tokenizer."""
     folder = shutil.copytree(checkpoint("llama_mha"), tmp_path_factory.mktemp("long") / "tiny")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
@@ -59,7 +59,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def home(tmp_path_factory):
-    """A cache of this file's own, whose contexts can be counted."""
+    """A separate cache for this file, whose contexts can be counted."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("home")
         patch.setenv("CHUNKRT_HOME", str(folder))
@@ -105,7 +105,7 @@ def engine(model):
 
 
 @pytest.mark.parametrize("most_tokens", [65, pytest.param(512, marks=pytest.mark.exhaustive)])
-def test_graphs_are_compiled_once_whatever_the_prompts(model, tmp_path, monkeypatch, most_tokens):
+def test_graphs_are_compiled_once_for_all_prompts(model, tmp_path, monkeypatch, most_tokens):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     with load(model) as first:
         assert len(first.plan.static_subgraphs) == NUM_GRAPHS
@@ -121,7 +121,7 @@ def test_graphs_are_compiled_once_whatever_the_prompts(model, tmp_path, monkeypa
     assert num_contexts(tmp_path) == NUM_GRAPHS
 
 
-def test_progress_tells_of_every_graph(model, tmp_path, monkeypatch):
+def test_progress_covers_every_graph(model, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     told = []
     load(model, progress=lambda *step: told.append(step)).close()
@@ -133,13 +133,13 @@ def test_progress_tells_of_every_graph(model, tmp_path, monkeypatch):
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("scheme", TOLERANCES)
 @pytest.mark.parametrize("num_tokens", [2, 33, pytest.param(512, marks=pytest.mark.exhaustive)])
-def test_logits_are_those_of_the_reference(model, scheme, num_tokens):
+def test_logits_equal_the_reference(model, scheme, num_tokens):
     tokens = prompt(num_tokens)
     check_against_reference(model, tokens, scheme=scheme)
 
 
 def check_against_reference(model, tokens, **options):
-    """On the NPU logits are the reference's under the same scheme, and no further from those in float."""
+    """Check that logits on the NPU equal the reference's under the same scheme, and are no further from float."""
     with (
         load(model, cache_dtype="float32", **options) as engine,
         load(model, npu="reference", outputs="grid", **options) as exact,
@@ -153,8 +153,8 @@ def check_against_reference(model, tokens, **options):
 
 @pytest.mark.sampled(shadow=["*.down_proj.weight"])
 @pytest.mark.parametrize("shadow", ["all", "*.down_proj.weight"])
-def test_shadows_run_on_the_cpu_beside_their_linears_on_the_npu(model, shadow):
-    """Main halves with outputs of 8 bits by column; five chunks, pipelined."""
+def test_shadows_run_on_the_cpu_while_their_linears_run_on_the_npu(model, shadow):
+    """Main halves have 8-bit outputs by column; five chunks are pipelined."""
     tokens, options = prompt(NUM_TOKENS), {"scheme": "w8a8", "shadow": shadow}
     check_against_reference(model, tokens, **options)
     with load(model, **options) as engine, load(model, threads=1, policy="sequential", **options) as other:
@@ -175,8 +175,8 @@ def test_shadows_run_on_the_cpu_beside_their_linears_on_the_npu(model, shadow):
         assert plan.flow.waits_for[index] == plan.flow.waits_for[main]
 
 
-def test_a_compiled_engine_with_outputs_in_float_is_refused_by_the_npu(model):
-    """It was compiled for a CPU; the message names the linear and says what to do."""
+def test_engine_compiled_with_float_outputs_is_refused_by_the_npu(model):
+    """It was compiled for a CPU; the message names the linear and the remedy."""
     with load(model, npu="native", scheme="w8a8") as compiled:
         folder = compiled.folder
     with pytest.raises(PartitionError, match=r"qnn .*qkv_proj.*into float32.*--outputs grid") as raised:
@@ -192,7 +192,7 @@ def test_neither_policy_nor_threads_change_a_bit(model, engine, options):
         np.testing.assert_array_equal(logits_of(other, tokens), logits_of(engine, tokens))
 
 
-def test_the_npu_has_a_processor_of_its_own(engine):
+def test_npu_has_a_processor_of_its_own(engine):
     result = engine.session().prefill(prompt(NUM_TOKENS))
     devices = {subgraph: s.device for subgraph, s in enumerate(engine.plan.subgraphs)}
     assert {event.processor for event in result.events} == {"npu", "cpu"}
@@ -213,7 +213,7 @@ def test_single_tokens_run_on_the_cpu(engine, native):
 
 @dataclass
 class Hooked:
-    """An executable that says when it is called, how often before."""
+    """An executable that reports each call, with the number of earlier ones."""
 
     inner: object
     name: str
@@ -231,7 +231,7 @@ class Hooked:
 
 @pytest.fixture
 def hook(monkeypatch):
-    """A function that has one called before every task of engines that are loaded from then on."""
+    """Return a function that installs a callback before every task of engines that are loaded later."""
 
     def install(before):
         for backend in (QnnBackend, NativeBackend):
@@ -245,9 +245,9 @@ def hook(monkeypatch):
 
 
 def test_cpu_and_npu_work_at_the_same_time(model, hook):
-    """Each of two tasks waits, while it runs, for the other to run: the first attention, the NPU at the next chunk.
+    """Each of two tasks waits, while it runs, for the other to run: the first attention, and the NPU at the next chunk.
 
-    One CPU thread, so that chunks are embedded, and reach the NPU, in order.
+    There is one CPU thread, so that chunks are embedded, and reach the NPU, in order.
     """
     meeting = threading.Barrier(2, timeout=60)
     pair = {("native dynamic.0", 0), ("qnn static.0", 1)}
@@ -266,7 +266,7 @@ def test_cpu_and_npu_work_at_the_same_time(model, hook):
 
 
 class FailingNpu:
-    """Sessions whose runs fail from the k-th on, counted over all of them, until it recovers."""
+    """Sessions whose runs fail from the k-th on, counted over all of them, until recovery."""
 
     def __init__(self):
         self.fails_at = None
@@ -302,7 +302,7 @@ AT_RUN = pytest.mark.parametrize(
 
 
 @AT_RUN
-def test_the_cpu_finishes_what_the_npu_began(model, native, failing_npu, caplog, k):
+def test_fallback_finishes_on_the_cpu(model, native, failing_npu, caplog, k):
     tokens = prompt(NUM_TOKENS)
     expected = logits_of(native, tokens)[-1]
     with load(model, on_npu_failure="fallback") as engine:
@@ -319,12 +319,12 @@ def test_the_cpu_finishes_what_the_npu_began(model, native, failing_npu, caplog,
         np.testing.assert_array_equal(logits_of(engine, tokens), logits_of(native, tokens))
         assert len(list(session.generate(max_new_tokens=4))) == 4
         assert failing_npu.num_runs == runs
-        assert runs in (k, k + 1)  # the other call that was under way has its turn too
+        assert runs in (k, k + 1)  # the other call in progress also gets its turn
     assert len(warnings_of(caplog, FALLBACK)) == 1
 
 
 @AT_RUN
-def test_a_failure_leaves_everything_as_it_was(model, engine, failing_npu, k):
+def test_failure_leaves_everything_unchanged(model, engine, failing_npu, k):
     tokens = prompt(NUM_TOKENS)
     expected = engine.session().prefill(tokens).logits
     with load(model, on_npu_failure="fail") as other:
@@ -343,14 +343,14 @@ def test_a_failure_leaves_everything_as_it_was(model, engine, failing_npu, k):
         assert session.position == 5 + NUM_TOKENS
 
 
-def test_failing_is_what_an_npu_that_was_named_does(model, failing_npu):
+def test_explicit_npu_fails_by_default(model, failing_npu):
     with load(model) as engine:
         failing_npu.fails_at = 1
         with pytest.raises(DeviceLostError, match=r"subgraph static\.0 failed on chunk \d"):
             engine.session().prefill(prompt(NUM_TOKENS))
 
 
-def test_a_chunk_with_a_value_beyond_float16_is_the_cpus_and_no_other(model, native, hook, caplog):
+def test_chunk_that_exceeds_float16_runs_on_the_cpu_and_no_other(model, native, hook, caplog):
     calls = []
 
     def before(name, call):
@@ -373,7 +373,7 @@ def test_a_chunk_with_a_value_beyond_float16_is_the_cpus_and_no_other(model, nat
 
 @pytest.fixture
 def damaged(model, engine, home):
-    """static.1's context, no longer a context, though its record says that it is whole; mended afterwards."""
+    """Corrupt static.1's context, while its record still matches; it is restored afterwards."""
     (folder,) = (home / "contexts").glob("SM8650-w8a16-r32-static.1-*")
     (binary,) = folder.glob("*.bin")
     record = folder / "context.json"
@@ -392,17 +392,17 @@ def no_session(htp, soc, model, **options):
 
 
 @pytest.mark.parametrize("how", ["no session", "damaged"])
-def test_an_npu_that_fails_at_the_start_is_an_error(model, engine, request, monkeypatch, how):
+def test_npu_failure_at_start_is_an_error(model, engine, request, monkeypatch, how):
     if how == "damaged":
         request.getfixturevalue("damaged")
     else:
         monkeypatch.setattr("chunkrt.backends.qnn.backend.open_session", no_session)
-    with pytest.raises(DeviceLostError, match=r"the NPU does not take the context of static\.[01]: "):
+    with pytest.raises(DeviceLostError, match=r"the NPU refuses the context of static\.[01]: "):
         load(model)
 
 
 @pytest.mark.parametrize("how", ["no session", "damaged"])
-def test_or_the_cpu_takes_over_at_the_start(model, engine, native, request, monkeypatch, caplog, how):
+def test_fallback_at_start_runs_on_the_cpu(model, engine, native, request, monkeypatch, caplog, how):
     if how == "damaged":
         request.getfixturevalue("damaged")
     else:
@@ -412,11 +412,11 @@ def test_or_the_cpu_takes_over_at_the_start(model, engine, native, request, monk
         np.testing.assert_array_equal(logits_of(other, prompt(NUM_TOKENS)), logits_of(native, prompt(NUM_TOKENS)))
         assert {event.processor for event in other.session().prefill(prompt(NUM_TOKENS)).events} == {"cpu"}
     (told,) = warnings_of(caplog, FALLBACK)
-    assert told.startswith("the NPU does not take the context of static.")
+    assert told.startswith("the NPU refuses the context of static.")
     assert told.endswith("; the CPU takes over")
 
 
-def test_a_compiler_that_fails_leaves_nothing(model, tmp_path, monkeypatch, caplog):
+def test_failing_compiler_leaves_no_files(model, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     monkeypatch.setattr("chunkrt.backends.qnn.backend.open_session", no_session)
     with pytest.raises(CompileError, match=r"the NPU's compiler refuses static.0 for SM8650: no VTCM left"):
@@ -429,13 +429,13 @@ def test_a_compiler_that_fails_leaves_nothing(model, tmp_path, monkeypatch, capl
 
 @pytest.fixture
 def with_npu(monkeypatch):
-    """A machine that says that it has a Snapdragon 8 Gen 3."""
+    """A machine that reports a Snapdragon 8 Gen 3."""
     monkeypatch.setattr(qnn, "has_npu", lambda: True)
     monkeypatch.setattr(npu, "has_npu", lambda: True)
     monkeypatch.setattr(npu, "this_soc", lambda: find_soc("SM8650"))
 
 
-def test_auto_takes_an_npu_that_is_there(model, native, with_npu, failing_npu, caplog):
+def test_auto_uses_an_available_npu(model, native, with_npu, failing_npu, caplog):
     with load(model, npu="auto", scheme=None) as engine:
         assert engine.npu_backend.name == "qnn"
         assert engine.npu_backend.soc.name == "SM8650"
@@ -451,14 +451,14 @@ def test_auto_without_an_npu_is_native(model):
         assert engine.npu_backend.name == "native"
 
 
-def test_a_soc_that_nothing_is_done_for_is_mentioned(model, caplog):
+def test_soc_option_without_effect_is_reported(model, caplog):
     for choice in ("auto", "native"):
         load(model, npu=choice, soc="SM8750").close()
     told = "--soc SM8750 has no effect, because the CPU serves as the NPU; try --npu qnn"
     assert warnings_of(caplog, "chunkrt.engine.roles") == [told, told]
 
 
-def test_auto_leaves_a_dynamic_model_to_the_cpu(model, with_npu, caplog):
+def test_auto_runs_a_dynamic_model_on_the_cpu(model, with_npu, caplog):
     with load(model, npu="native", scheme="w8a8-dynamic", calibration=None) as compiled:
         folder = compiled.folder
     with chunkrt.load(folder, npu="auto") as engine:
@@ -468,7 +468,7 @@ def test_auto_leaves_a_dynamic_model_to_the_cpu(model, with_npu, caplog):
     assert told == "the NPU does not run the scheme w8a8-dynamic, so the CPU runs it; try --scheme w8a16"
 
 
-def test_emulation_is_told_once_a_process(model, caplog):
+def test_emulation_is_reported_once_a_process(model, caplog):
     npu._tell_of_emulation.cache_clear()
     for _ in range(2):
         load(model).close()
@@ -477,7 +477,7 @@ def test_emulation_is_told_once_a_process(model, caplog):
 
 
 @pytest.mark.exhaustive
-def test_an_npu_takes_turns_with_operators_that_are_switched_off(model):
+def test_npu_alternates_with_switched_off_operators(model):
     with load(model) as whole, load(model, ops="-rms_norm,-silu_mul") as engine:
         expected, found = (logits_of(e, prompt(NUM_TOKENS)) for e in (whole, engine))
         last = [e.session() for e in (whole, engine)]
@@ -496,7 +496,7 @@ def generated(session, prompt, num_tokens=6):
 
 
 def at_once(calls):
-    """What calls that are made in a thread each return, or raise."""
+    """Run each call in a thread; return its result or exception."""
     found = [None] * len(calls)
 
     def work(index):
@@ -516,8 +516,8 @@ def at_once(calls):
 
 @pytest.mark.sampled(decode_on=["npu"])
 @pytest.mark.parametrize("decode_on", ["cpu", "npu"])
-def test_sequences_that_share_chunks_get_the_bits_that_they_get_alone(model, decode_on, home):
-    """Four decode through the one graph of 8 rows that prompts have; nothing is compiled for it."""
+def test_sequences_in_shared_chunks_have_the_same_bits_as_alone(model, decode_on, home):
+    """Four sequences decode with the prompts' only graph of 8 rows; no graph is compiled for it."""
     prompts = [prompt(length, seed=length) for length in (1, 5, 17, 30)]
     with load(model, decode_on=decode_on) as engine:
         alone = [generated(engine.session(), ids) for ids in prompts]
@@ -532,8 +532,8 @@ def test_sequences_that_share_chunks_get_the_bits_that_they_get_alone(model, dec
 
 
 @pytest.mark.parametrize("k", [1, 6])
-def test_an_npu_that_dies_under_several_sequences_leaves_each_its_answer(model, native, failing_npu, k):
-    """The CPU takes over in the middle: the first that runs after it gives what the CPU gives."""
+def test_sequences_finish_after_the_npu_fails(model, native, failing_npu, k):
+    """The fallback starts in the middle: the next run has the CPU's results."""
     prompts = [prompt(length, seed=length) for length in (9, 17, 30)]
     with load(model, on_npu_failure="fallback") as engine:
         failing_npu.fails_at = k
@@ -545,7 +545,7 @@ def test_an_npu_that_dies_under_several_sequences_leaves_each_its_answer(model, 
         np.testing.assert_array_equal(other.logits, expected)
 
 
-def test_an_npu_that_fails_under_several_sequences_fails_those_and_no_later_ones(model, failing_npu):
+def test_npu_failure_fails_running_sequences_and_no_later_ones(model, failing_npu):
     prompts = [prompt(length, seed=length) for length in (9, 17, 30)]
     with load(model, on_npu_failure="fail") as engine:
         expected = [engine.session().prefill(ids).logits for ids in prompts]

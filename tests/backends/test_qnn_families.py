@@ -1,4 +1,4 @@
-"""A static subgraph of every family on the emulated NPU: it is compiled whole, and computes what the reference does."""
+"""A static subgraph of every family on the emulated NPU: it is compiled completely, and equals the reference."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ if not open_htp().is_emulated:
 
 CHUNK, SCHEME, SUBGRAPH = 32, "w8a16", "static.1"
 TOLERANCE = 2 * 10**0.5 * 2.0**-11 / 3**0.5
-"""Of an output, by the root mean square: twice what ten roundings to float16 do, each up to 2^-11 of a value."""
+"""Tolerance of an output (root mean square): twice the error of ten roundings to float16, each up to 2^-11 of a
+value."""
 OPERATORS_OF = {
     "gemma3_scaled": {"Gelu"},
     "lfm2": {"Sigmoid"},
@@ -33,7 +34,7 @@ OPERATORS_OF = {
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", OPERATORS_OF)
-def test_a_layer_is_what_the_reference_computes(name, tmp_path, monkeypatch):
+def test_layer_equals_the_reference(name, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     tokens = np.array(input_ids(name))
     planned = plan_checkpoint(checkpoint(name), {})
@@ -53,7 +54,7 @@ def test_a_layer_is_what_the_reference_computes(name, tmp_path, monkeypatch):
 
 
 def run_up_to(engine, name, tokens):
-    """A subgraph, and every value of a chunk up to its outputs, by the reference."""
+    """Return a subgraph, and every value of a chunk up to its outputs, from the reference."""
     plan, symbols = engine.plan, dict.fromkeys(("T", "P", "W"), len(tokens))
     values = {"input_ids": tokens, "position": np.zeros(1, np.int64)}
     for subgraph in plan.subgraphs:

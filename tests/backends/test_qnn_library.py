@@ -1,4 +1,4 @@
-"""Qualcomm's libraries: what is said when they are missing, which SoC this is, and that stdout stays clean."""
+"""Qualcomm's libraries: errors if they are missing, the SoC of this machine, and a clean stdout."""
 
 import importlib.metadata
 import importlib.util
@@ -29,7 +29,7 @@ print("the end")
 
 @pytest.fixture
 def on_arm(monkeypatch, tmp_path):
-    """A function that makes this an Arm machine whose SoC calls itself something."""
+    """Return a function that simulates an Arm machine with the given SoC name."""
     monkeypatch.setattr(library.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(library, "LINUX_DEVICES", tmp_path)
 
@@ -42,7 +42,7 @@ def on_arm(monkeypatch, tmp_path):
 
 @pytest.fixture
 def on_windows(monkeypatch):
-    """A function that makes this a Windows machine on Arm whose processor has a name."""
+    """Return a function that simulates a Windows machine on Arm with the given processor name."""
 
     def describe(processor):
         winreg = SimpleNamespace(
@@ -58,7 +58,7 @@ def on_windows(monkeypatch):
 
 
 def test_stdout_is_for_data(tmp_path):
-    """The library announces itself on stdout, which is a pipe here: what it buffers must not come later either."""
+    """The library prints to stdout, which is a pipe here: its buffered output must not appear later either."""
     pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn is not installed")
     if library.this_soc() is not None:
         pytest.skip("this machine has an NPU, and a compiler for that NPU alone")
@@ -68,7 +68,7 @@ def test_stdout_is_for_data(tmp_path):
     assert finished.stderr == ""
 
 
-def test_a_missing_package_is_named_with_what_to_type(monkeypatch):
+def test_missing_package_is_named_with_the_install_command(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -81,7 +81,7 @@ def test_a_missing_package_is_named_with_what_to_type(monkeypatch):
     assert not library.has_npu()
 
 
-def test_a_package_that_does_not_load_says_why(monkeypatch):
+def test_package_that_does_not_load_reports_why(monkeypatch):
     pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn is not installed")
     import onnxruntime_qnn
 
@@ -90,21 +90,23 @@ def test_a_package_that_does_not_load_says_why(monkeypatch):
         library.open_htp.__wrapped__()
 
 
-def test_a_machine_without_the_device_is_told_what_is_missing(monkeypatch, tmp_path):
+def test_machine_without_the_device_reports_the_missing_part(monkeypatch, tmp_path):
     ort = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn is not installed")
     monkeypatch.setattr(library.sys, "platform", "linux")
     monkeypatch.setattr(ort, "register_execution_provider_library", lambda name, path: None)
     monkeypatch.setattr(ort, "get_ep_devices", list)
-    with pytest.raises(BackendUnavailableError, match=r"driver that makes /dev/fastrpc-cdsp, .* native$"):
+    with pytest.raises(BackendUnavailableError, match=r"driver, which provides /dev/fastrpc-cdsp; .* native$"):
         library.open_htp.__wrapped__()
     (tmp_path / "adsp").touch()
     monkeypatch.setattr(library, "LINUX_NPU_DEVICES", ("cdsp", str(tmp_path / "adsp")))
-    with pytest.raises(BackendUnavailableError, match=r"may this user read .*adsp\?; without an NPU: --npu native$"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"does this user have read access to .*adsp\?; without an NPU: --npu native$"
+    ):
         library.open_htp.__wrapped__()
 
 
-def test_an_emulating_machine_is_no_soc(monkeypatch):
+def test_emulating_machine_is_no_soc(monkeypatch):
     for machine in ("x86_64", "AMD64"):
         monkeypatch.setattr(library.platform, "machine", lambda name=machine: name)
         assert library.this_soc() is None
@@ -114,7 +116,7 @@ def test_an_emulating_machine_is_no_soc(monkeypatch):
 @pytest.mark.parametrize(
     ("machine", "name"), [("SM8650", "SM8650"), ("SM8550P", "SM8550"), ("X1E80100", "SC8380XP"), ("QCS9075", "QCS9100")]
 )
-def test_linux_says_which_soc_this_is(on_arm, machine, name):
+def test_soc_of_linux(on_arm, machine, name):
     on_arm(machine)
     found = library.this_soc()
     assert found is not None
@@ -131,7 +133,7 @@ def test_linux_says_which_soc_this_is(on_arm, machine, name):
         ("Snapdragon(R) X2 Elite - X2E80100 - Qualcomm(R) Oryon(TM) CPU", "SC8480XP"),
     ],
 )
-def test_windows_says_which_soc_this_is(on_windows, processor, name):
+def test_soc_of_windows(on_windows, processor, name):
     on_windows(processor)
     found = library.this_soc()
     assert found is not None
@@ -139,19 +141,19 @@ def test_windows_says_which_soc_this_is(on_windows, processor, name):
 
 
 @pytest.mark.parametrize("machine", ["Raspberry Pi 5", "SM8250", None])
-def test_a_soc_that_nobody_knows_must_be_named(on_arm, machine):
+def test_unknown_soc_must_be_named(on_arm, machine):
     if machine:
         on_arm(machine)
     says = machine or "it says nothing"
-    with pytest.raises(ConfigError, match=rf"which SoC this machine has \({says}\); name it with --soc \(.*SM8650.*"):
+    with pytest.raises(ConfigError, match=rf"unknown SoC of this machine \({says}\); name it with --soc \(.*SM8650.*"):
         library.this_soc()
 
 
 @pytest.mark.parametrize(
     ("kind", "device", "expected"), [("CPU", "null", True), ("CPU", "?", False), ("NPU", "?", True)]
 )
-def test_an_npu_is_one_that_the_driver_or_onnx_runtime_lists(monkeypatch, on_arm, kind, device, expected):
-    """Of the device files, /dev/null is one that is there."""
+def test_has_npu_if_driver_or_onnx_runtime_lists_it(monkeypatch, on_arm, kind, device, expected):
+    """The device file /dev/null stands for an existing one."""
     import onnxruntime as ort
 
     listed = SimpleNamespace(device=SimpleNamespace(type=getattr(ort.OrtHardwareDeviceType, kind)))
@@ -161,7 +163,7 @@ def test_an_npu_is_one_that_the_driver_or_onnx_runtime_lists(monkeypatch, on_arm
     assert library.has_npu() is expected
 
 
-def test_a_library_that_does_not_load_is_no_npu(monkeypatch, on_arm):
+def test_library_that_does_not_load_is_no_npu(monkeypatch, on_arm):
     def unavailable():
         raise BackendUnavailableError("it does not load")
 

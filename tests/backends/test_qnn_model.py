@@ -1,4 +1,4 @@
-"""A real model on the emulated NPU: one layer for three generations of it, and the whole of SmolLM2-135M-Instruct."""
+"""A real model on the emulated NPU: one layer for three generations of it, and the complete SmolLM2-135M-Instruct."""
 
 import tempfile
 
@@ -28,13 +28,14 @@ PROMPT = (
 )
 NUM_TOKENS, CHUNK, SCHEME = 40, 32, "w8a16"
 LAYER_TOLERANCE = 2 * 10**0.5 * 2.0**-11 / 3**0.5
-"""Of an output, by the root mean square: twice what ten roundings to float16 do, each up to 2^-11 of a value."""
+"""Tolerance of an output (root mean square): twice the error of ten roundings to float16, each up to 2^-11 of a
+value."""
 MOST_DIVERGENCE = 0.01
 
 
 @pytest.fixture(scope="module", autouse=True)
 def home():
-    """A cache that goes when the tests are done: the float weights alone take half a gigabyte."""
+    """A cache that is removed after the tests: the float weights alone take half a gigabyte."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         patch.setenv("CHUNKRT_HOME", folder)
         yield
@@ -55,7 +56,7 @@ def tokens(reference):
 
 @pytest.fixture(scope="module")
 def on_npu(home, tokens):
-    """A session on the emulator and what it made of the prompt: two chunks, pipelined, all logits."""
+    """A session on the emulator and its results for the prompt: two chunks, pipelined, all logits."""
     with chunkrt.load(MODEL, npu="qnn", scheme=SCHEME, chunk_length=CHUNK, soc="SM8650", policy="in_order") as engine:
         session = engine.session()
         yield session, session.prefill(tokens, logits="all"), engine
@@ -67,7 +68,7 @@ def exact(reference, tokens):
 
 
 def run_up_to(engine, subgraph, tokens):
-    """Every value of a chunk before a subgraph, by the reference; and after it."""
+    """Return every value of a chunk before a subgraph, from the reference; and after it."""
     plan, symbols = engine.plan, {"T": len(tokens), "P": len(tokens)}
     values = {"input_ids": tokens, "position": np.zeros(1, np.int64)}
     for part in plan.subgraphs[: plan.subgraphs.index(subgraph) + 1]:
@@ -80,7 +81,7 @@ def run_up_to(engine, subgraph, tokens):
 
 
 @pytest.mark.parametrize("soc", ["SM8650", "SM8750", "SM8850"], ids=["v75", "v79", "v81"])
-def test_a_layer_is_what_the_reference_computes(reference, tokens, tmp_path, soc):
+def test_layer_equals_the_reference(reference, tokens, tmp_path, soc):
     engine = reference
     subgraph = engine.plan.static_subgraphs[1]
     assert [node.op for node in subgraph.nodes].count("MatMul") == 4
@@ -94,7 +95,7 @@ def test_a_layer_is_what_the_reference_computes(reference, tokens, tmp_path, soc
         assert off < LAYER_TOLERANCE, f"{name} is off by {off:.5f} of its root mean square"
 
 
-def test_every_graph_runs_on_the_npu_and_once_a_chunk(on_npu):
+def test_every_graph_runs_on_the_npu_once_a_chunk(on_npu):
     _, result, engine = on_npu
     assert engine.npu_backend.num_compiled == len(engine.plan.static_subgraphs) == 31
     assert result.num_chunks == 2
@@ -110,15 +111,15 @@ def test_logits_match_the_reference(on_npu, exact):
 
 
 def test_logits_are_close_to_float(on_npu, tokens):
-    """Of this divergence 8-bit weights alone make up about half. (A chat's first tokens diverge more: 0.007 by the
-    weights alone, 0.011 in all.)"""
+    """8-bit weights alone cause about half of this divergence. (A chat's first tokens diverge more: 0.007 from the
+    weights alone, 0.011 in total.)"""
     with chunkrt.load(MODEL, npu="onnxrt", scheme="float") as engine:
         expected = engine.session().prefill(tokens, logits="all").logits
     assert divergence(expected, on_npu[1].logits).mean() < MOST_DIVERGENCE
 
 
-def test_the_cpu_goes_on_where_the_npu_ends(on_npu):
-    """Token by token, from the keys and values that the NPU computed."""
+def test_cpu_decodes_from_the_npus_caches(on_npu):
+    """Single tokens continue from the keys and values that the NPU computed."""
     session = on_npu[0].fork()
     pieces = list(session.generate(max_new_tokens=4))
     assert "".join(piece.text for piece in pieces).startswith(" west")
@@ -126,7 +127,7 @@ def test_the_cpu_goes_on_where_the_npu_ends(on_npu):
 
 
 def divergence(expected, found):
-    """Kullback-Leibler divergence of every position, in nats: float64 [T] of logits float32 [T, V]."""
+    """Return the Kullback-Leibler divergence of every position, in nats: float64 [T] for logits float32 [T, V]."""
     p, q = (log_probabilities(logits.astype(np.float64)) for logits in (expected, found))
     return np.sum(np.exp(p) * (p - q), axis=1)
 

@@ -1,4 +1,4 @@
-"""Settings of the NPU: what is taken, what the installed provider knows, and what they do to contexts."""
+"""Settings of the NPU: validation, names in the installed provider, and their effect on contexts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_qnn = pytest.mark.skipif(not is_installed(), reason="onnxruntime-qnn is no
 ROWS = 32
 
 
-def test_all_settings_come_back_in_the_providers_words(tmp_path):
+def test_settings_are_converted_to_the_providers_names(tmp_path):
     profile = tmp_path / "npu.csv"
     named = {
         "graph_optimization": "3",
@@ -41,9 +41,9 @@ def test_all_settings_come_back_in_the_providers_words(tmp_path):
         (["graph_optimization=hard"], "graph_optimization is 'hard', expected a whole number"),
         (["context_priority=hihg"], "unknown context priority 'hihg'; did you mean 'high'?"),
         (["profiling_level=all", "profiling_file=x.csv"], "unknown profiling level 'all'"),
-        (["profiling_level=basic"], "profiling_level and profiling_file go together"),
-        (["profiling_file=x.csv"], "profiling_level and profiling_file go together"),
-        (["profiling_level=off", "profiling_file=x.csv"], "profiling_level and profiling_file go together"),
+        (["profiling_level=basic"], "profiling_level and profiling_file need each other"),
+        (["profiling_file=x.csv"], "profiling_level and profiling_file need each other"),
+        (["profiling_level=off", "profiling_file=x.csv"], "profiling_level and profiling_file need each other"),
         (["profiling_level=basic", "profiling_file=/no/such/x.csv"], "whose folder does not exist"),
         (["soc_model=57"], "chunkrt sets soc_model itself: name the SoC with --soc"),
         (["ep.share_ep_contexts=1"], "chunkrt sets ep.share_ep_contexts itself: a context holds one subgraph"),
@@ -56,7 +56,7 @@ def test_wrong_settings_are_refused(settings, message):
 
 
 @needs_qnn
-def test_the_installed_provider_knows_what_we_set():
+def test_installed_provider_knows_our_options():
     names = provider_option_names()
     assert {*PROVIDER_NAMES.values()} - {*NOT_FOUND} <= {*names}
     assert {name for name in SET_BY_CHUNKRT if not name.startswith("ep.") and name != "soc_model"} <= {*names}
@@ -64,7 +64,7 @@ def test_the_installed_provider_knows_what_we_set():
 
 
 @needs_qnn
-def test_options_of_the_provider_go_by_its_own_names():
+def test_provider_options_use_their_own_names():
     parsed = HtpOptions.parse(["htp_share_resource_optimization=1"])
     assert parsed.more == (("htp_share_resource_optimization", "1"),)
     assert parsed.as_provider_options()["htp_share_resource_optimization"] == "1"
@@ -75,14 +75,14 @@ def test_options_of_the_provider_go_by_its_own_names():
 
 
 @needs_qnn
-def test_what_the_provider_would_ignore_is_refused_when_it_is_opened(tmp_path):
+def test_unknown_provider_option_is_refused_at_open(tmp_path):
     options = HtpOptions(more=(("profiling_levels", "basic"),))
     with pytest.raises(ConfigError, match=r"unknown option of onnxruntime-qnn [\d.]+ 'profiling_levels'; did you mean"):
         QnnBackend(find_soc("SM8650"), contexts=tmp_path, options=options)
 
 
 @needs_qnn
-def test_the_provider_profiles_what_runs_and_contexts_are_named_after_what_is_compiled_in(tmp_path):
+def test_profiling_and_context_names(tmp_path):
     scheme = SCHEMES["w8a16"]
     decoder = random_decoder([scheme])
     subgraph, plan, weights = decoder.plan.static_subgraphs[0], decoder.plan, decoder.weights["w8a16"]

@@ -18,7 +18,7 @@ ROWS, WIDTH, TIMEOUT = 32, 8, 20
 
 
 class FakeSession:
-    """Doubles its input. What computes says so, and waits until it may end."""
+    """Doubles its input. A computing call signals it, and waits until it may end."""
 
     def __init__(self) -> None:
         self.began = threading.Semaphore(0)
@@ -67,7 +67,7 @@ class Call(threading.Thread):
 
 
 class Watched(np.ndarray):
-    """An array that tells when it has been read."""
+    """An array that signals when it has been read."""
 
     def __new__(cls, array: np.ndarray) -> Watched:
         watched = array.view(cls)
@@ -84,12 +84,12 @@ class Watched(np.ndarray):
         return result
 
 
-def test_inputs_enter_while_the_call_before_computes() -> None:
+def test_inputs_enter_while_the_previous_call_computes() -> None:
     executable, session = made()
     first = Call(executable, 1.0)
     assert session.began.acquire(timeout=TIMEOUT)
     second = Call(executable, 2.0)
-    assert second.x.was_read.wait(TIMEOUT)  # and the first still computes: nothing has let it end
+    assert second.x.was_read.wait(TIMEOUT)  # and the first call still computes, because it has not been released
     assert not session.began.acquire(blocking=False)
     session.may_end.release()
     first.join(TIMEOUT)
@@ -104,7 +104,7 @@ def test_inputs_enter_while_the_call_before_computes() -> None:
     assert first.passage.ended_ns <= second.passage.began_ns
 
 
-def test_no_more_calls_enter_than_there_are_places() -> None:
+def test_number_of_entering_calls_is_limited() -> None:
     executable, session = made()
     calls = [Call(executable, value) for value in range(NUM_PLACES)]
     assert all(call.x.was_read.wait(TIMEOUT) for call in calls)
@@ -120,7 +120,7 @@ def test_no_more_calls_enter_than_there_are_places() -> None:
 
 
 @pytest.mark.parametrize("fails", ["entering", "computing"])
-def test_a_call_that_fails_gives_its_place_back(fails: str) -> None:
+def test_failed_call_releases_its_place(fails: str) -> None:
     executable, session = made()
     session.may_end.release(100)
     x, y = np.ones((ROWS, WIDTH), np.float32), np.zeros((ROWS, WIDTH), np.float32)

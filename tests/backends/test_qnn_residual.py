@@ -1,4 +1,4 @@
-"""A residual stream that leaves float16, on the emulated NPU: scaled when it is compiled, it runs there."""
+"""A residual stream that exceeds float16, on the emulated NPU: scaled at compilation, it runs there."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ if not qnn.open_htp().is_emulated:
     pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
 
 MOST_ERROR = 0.04
-"""Of w8a16's logits against Transformers', by the root mean square."""
+"""Tolerance of w8a16's logits against Transformers' (root mean square)."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def home(tmp_path, monkeypatch):
 
 
 def logits_on_the_npu(wide):
-    """Of three chunks, all static subgraphs on the NPU; and what Transformers computes."""
+    """Return logits of three chunks, with all static subgraphs on the NPU; and Transformers' logits."""
     model, calibration = wide
     expected, tokens = wide_logits()
     options = {"npu": "qnn", "scheme": "w8a16", "calibration": calibration, "chunk_length": 32, "threads": 2}
@@ -41,14 +41,14 @@ def logits_on_the_npu(wide):
         return engine.session().prefill(tokens, logits="all").logits, expected
 
 
-def test_a_stream_beyond_float16_runs_on_the_npu(wide):
-    """Before streams were scaled this ended as the test below: "left the range of float16 on the NPU"."""
+def test_stream_that_exceeds_float16_runs_on_the_npu(wide):
+    """Before streams were scaled this ended as in the test below: "left the range of float16 on the NPU"."""
     found, expected = logits_on_the_npu(wide)
     error = np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
     assert error < MOST_ERROR
 
 
-def test_unscaled_it_leaves_float16(wide, monkeypatch):
+def test_unscaled_stream_exceeds_float16(wide, monkeypatch):
     monkeypatch.setattr(
         compiler, "residual_scaling", lambda plan, found: replace(residual_scaling(plan, found), exponent=0)
     )

@@ -1,4 +1,4 @@
-"""The table of SoCs against Qualcomm's own compiler, which writes into each context what it was compiled for."""
+"""The table of SoCs against Qualcomm's own compiler, which writes its target into each context."""
 
 import re
 
@@ -59,7 +59,7 @@ def model():
 
 
 def compiled(htp, soc, model, folder):
-    """What the compiler says of its target, as text by name."""
+    """Return the compiler's properties of its target, as text by name."""
     library.open_session(htp, soc, model, options={}, write_context=folder / "context.onnx")
     (binary,) = folder.glob("*.bin")
     found = re.findall(rb"[;=]?\b(soc_type|min_arch|vtcm_size|memory_alloc_limit)=(\w+);", binary.read_bytes())
@@ -67,7 +67,7 @@ def compiled(htp, soc, model, folder):
 
 
 @pytest.mark.parametrize("soc", SOCS.values(), ids=SOCS)
-def test_the_compiler_agrees_with_the_table(htp, soc, model, tmp_path):
+def test_compiler_agrees_with_the_table(htp, soc, model, tmp_path):
     assert compiled(htp, soc, model, tmp_path) == {
         "soc_type": soc.name,
         "min_arch": str(soc.htp_arch),
@@ -77,7 +77,7 @@ def test_the_compiler_agrees_with_the_table(htp, soc, model, tmp_path):
 
 
 @pytest.mark.parametrize("name", WITHOUT_FLOAT16)
-def test_the_compiler_refuses_float16_where_we_do(htp, name, model, tmp_path):
+def test_compiler_and_table_refuse_float16_on_the_same_socs(htp, name, model, tmp_path):
     soc = Soc(name=name, products=(), soc_model=NUMBERS_WITHOUT_FLOAT16[name], htp_arch=73)
     with pytest.raises(Exception, match=r"fallback to CPU EP has been|Failed to finalize QNN graph"):
         compiled(htp, soc, model, tmp_path)
@@ -102,7 +102,7 @@ def test_the_compiler_refuses_float16_where_we_do(htp, name, model, tmp_path):
         ("QCS9075", "QCS9100"),
     ],
 )
-def test_a_soc_has_several_names(alias, name):
+def test_soc_has_several_names(alias, name):
     assert find_soc(alias) is SOCS[name]
 
 
@@ -115,12 +115,12 @@ def test_names_are_unambiguous():
 
 
 @pytest.mark.parametrize("name", ["SM8651", "sm8651"])
-def test_an_unknown_soc_lists_all(name):
+def test_unknown_soc_lists_all(name):
     with pytest.raises(ConfigError, match=r"unknown SoC 'SM8651'; did you mean 'SM8650'\? there are: .*, QCS9100$"):
         find_soc(name)
 
 
 @pytest.mark.parametrize("name", ["", "8s Gen 3", "Snapdragon", "pentium"])
-def test_nothing_is_guessed(name):
+def test_inexact_names_are_refused(name):
     with pytest.raises(ConfigError, match="SM8650"):
         find_soc(name)

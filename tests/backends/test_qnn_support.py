@@ -1,4 +1,4 @@
-"""What the NPU refuses, and that its table is Qualcomm's compiler's own: what it computes, and what it does not."""
+"""Subgraphs that the NPU refuses, and agreement of the table with the results of Qualcomm's compiler."""
 
 from dataclasses import replace
 
@@ -30,12 +30,12 @@ def plan():
 
 @pytest.fixture(scope="module")
 def odd_plan():
-    """With depths that blocks do not divide."""
+    """Return a plan with depths that blocks do not divide."""
     return random_decoder([]).plan
 
 
 def with_node(plan, index, **changes):
-    """The plan's static.1 with one node changed, and that node."""
+    """Return the plan's static.1 with one node changed, and that node."""
     subgraph = plan.static_subgraphs[1]
     nodes = list(subgraph.nodes)
     nodes[index] = replace(nodes[index], **changes)
@@ -55,7 +55,7 @@ def assert_refused(subgraph, plan, scheme, node, *words):
 
 
 @pytest.mark.parametrize("scheme", STATIC, ids=lambda scheme: scheme.name)
-def test_static_subgraphs_under_static_schemes_are_taken(plan, scheme):
+def test_static_subgraphs_under_static_schemes_are_supported(plan, scheme):
     assert len(plan.static_subgraphs) == 3
     for subgraph in plan.static_subgraphs:
         assert npu_support(subgraph, plan, scheme)
@@ -66,19 +66,23 @@ def test_static_subgraphs_under_static_schemes_are_taken(plan, scheme):
     [
         (
             "attention.0",
-            ["no chunkrt::CachedAttention of float32, int64, int64, float32", "place it on the CPU", "RMSNorm"],
+            [
+                "not support chunkrt::CachedAttention of float32, int64, int64, float32",
+                "place it on the CPU",
+                "RMSNorm",
+            ],
         ),
-        ("embedding", ["no Gather of float32, int64", "place it on the CPU"]),
+        ("embedding", ["not support Gather of float32, int64", "place it on the CPU"]),
     ],
 )
-def test_an_operator_that_it_has_not_is_refused(plan, name, words):
+def test_unsupported_operator_is_refused(plan, name, words):
     subgraph = next(s for s in plan.subgraphs if s.name.replace("dynamic", "attention") == name)
     assert_refused(subgraph, plan, SCHEMES["w8a16"], subgraph.nodes[0], *words)
 
 
-def test_an_operator_of_another_domain_is_another_operator(plan):
+def test_operator_of_another_domain_is_another_operator(plan):
     subgraph, node = with_node(plan, index_of(plan, "Add"), domain="elsewhere")
-    assert_refused(subgraph, plan, SCHEMES["w8a16"], node, "no elsewhere::Add of float32, float32")
+    assert_refused(subgraph, plan, SCHEMES["w8a16"], node, "not support elsewhere::Add of float32, float32")
 
 
 def test_integer_operands_are_refused(plan):
@@ -91,7 +95,7 @@ def test_integer_operands_are_refused(plan):
     assert_refused(plan.static_subgraphs[1], odd, SCHEMES["w8a16"], users[0], *words)
 
 
-def test_a_product_of_two_computed_values_is_refused(plan):
+def test_product_of_two_computed_values_is_refused(plan):
     first = plan.static_subgraphs[1].nodes[0]
     subgraph, node = with_node(plan, 0, inputs=(first.inputs[0], HIDDEN))
     words = [f"MatMul of float32 by {HIDDEN!r}, which is computed", "place it on the CPU"]
@@ -104,7 +108,7 @@ def test_a_product_of_two_computed_values_is_refused(plan):
         (SCHEMES["float"], ["MatMul whose activations are float32", "use a static scheme: w8a16, w8a8, w4a16"]),
         (SCHEMES["w8a8-dynamic"], ["MatMul whose activations are measured row by row", "w8a16, w8a8, w4a16"]),
         (SCHEMES["w4a8-dynamic"], ["MatMul whose activations are measured row by row", "w8a16, w8a8, w4a16"]),
-        (NARROW, ["MatMul of u8 by s4: the NPU has no such product", "w8a16, w8a8, w4a16"]),
+        (NARROW, ["MatMul of u8 by s4: the NPU does not support this product", "w8a16, w8a8, w4a16"]),
     ],
     ids=["float", "dynamic", "w4a8-dynamic", "w4a8"],
 )
@@ -115,30 +119,30 @@ def test_other_schemes_are_refused(plan, scheme, words):
 
 
 @pytest.mark.parametrize("bits", [8, 16])
-def test_an_output_in_float_is_refused(plan, bits):
-    """Of a linear that has one, and of no other."""
+def test_float_output_is_refused(plan, bits):
+    """Only the linear with such an output is refused."""
     scheme = replace(SCHEMES["w8a8" if bits == 8 else "w8a16"], float_outputs=("*.gate_up_proj.weight",))
     subgraph = plan.static_subgraphs[1]
     node = next(node for node in subgraph.nodes if node.op == "MatMul" and "gate_up_proj" in node.inputs[1])
-    words = [f"MatMul of u{bits} by s8 into float32", "as many bits as what enters it", "--outputs grid"]
+    words = [f"MatMul of u{bits} by s8 into float32", "as many bits as its inputs", "--outputs grid"]
     assert_refused(subgraph, plan, scheme, node, *words)
     for other in (plan.static_subgraphs[0], plan.static_subgraphs[2]):
         assert npu_support(other, plan, replace(scheme, float_outputs=("*.layers.0.mlp.gate_up_proj.weight",)))
 
 
-def test_a_shadow_is_refused_and_its_main_half_is_taken():
+def test_shadow_is_refused_and_its_main_half_is_supported():
     scheme = replace(SCHEMES["w8a8"], name="w8a8-shadowed", shadowed=("*",))
     plan = random_decoder([scheme], CONFIG_IN_BLOCKS).plans[scheme.name]
     shadows = [subgraph for subgraph in plan.subgraphs if subgraph.name.startswith("shadow.")]
     assert len(shadows) == 8
     for subgraph in shadows:
         (node,) = subgraph.nodes
-        words = ["no chunkrt::ShadowLinear of float32, float32", "place it on the CPU"]
+        words = ["not support chunkrt::ShadowLinear of float32, float32", "place it on the CPU"]
         assert_refused(subgraph, plan, scheme, node, *words)
     assert all(npu_support(subgraph, plan, scheme) for subgraph in plan.static_subgraphs)
 
 
-def test_a_depth_that_blocks_do_not_divide_is_refused(odd_plan):
+def test_depth_that_blocks_do_not_divide_is_refused(odd_plan):
     subgraph = odd_plan.static_subgraphs[0]
     node = next(node for node in subgraph.nodes if node.op == "MatMul")
     words = ["MatMul of u16 by s4 of depth 36", "blocks of 32", "use the scheme w8a16, or place it on the CPU"]
@@ -146,28 +150,28 @@ def test_a_depth_that_blocks_do_not_divide_is_refused(odd_plan):
     assert npu_support(subgraph, odd_plan, SCHEMES["w8a16"])
 
 
-def test_8_bit_values_whose_depth_is_odd_are_refused(plan):
+def test_8_bit_values_with_odd_depth_are_refused(plan):
     node = plan.static_subgraphs[1].nodes[0]
     weight = plan.tensors[node.inputs[1]]
     odd = replace(plan, tensors={**plan.tensors, weight.name: replace(weight, shape=(38, *weight.shape[1:]))})
-    words = ["MatMul of u8 by s8 of depth 38", "where 4 divides", "use the scheme w8a16, or place it on the CPU"]
+    words = ["MatMul of u8 by s8 of depth 38", "only if 4 divides", "use the scheme w8a16, or place it on the CPU"]
     assert_refused(plan.static_subgraphs[1], odd, SCHEMES["w8a8"], node, *words)
     assert npu_support(plan.static_subgraphs[1], odd, SCHEMES["w8a16"])
 
 
 @pytest.mark.parametrize("op", ["Split", "RMSNormalization"])
-def test_another_axis_is_refused(plan, op):
+def test_other_axis_is_refused(plan, op):
     index = index_of(plan, op)
     attributes = plan.static_subgraphs[1].nodes[index].attributes
     subgraph, node = with_node(plan, index, attributes={**attributes, "axis": 0})
-    words = [f"{op} of float32 over axis 0 of 2", "over the last", "place it on the CPU"]
+    words = [f"{op} of float32 over axis 0 of 2", "the last axis only", "place it on the CPU"]
     assert_refused(subgraph, plan, SCHEMES["w8a16"], node, *words)
     last, _ = with_node(plan, index, attributes={**attributes, "axis": 1})
     assert npu_support(last, plan, SCHEMES["w8a16"])
 
 
-def test_a_subgraph_of_nothing_else_is_taken(plan):
-    """The node that is refused is the first in the way, not the first."""
+def test_subgraph_of_supported_nodes_is_supported(plan):
+    """The refused node is the first unsupported one, not the first one."""
     add = Node(name="sum", op="Add", domain="", inputs=(HIDDEN, HIDDEN), outputs=(HIDDEN,), attributes={})
     assert npu_support(replace(plan.static_subgraphs[1], nodes=(add,)), plan, SCHEMES["float"])
 
@@ -182,9 +186,9 @@ def htp():
 
 
 def steps_off(htp, soc, activation_bits, weight_bits, *, output_bits=None, depth=64, reach=None):
-    """How many output steps the NPU is off, at most and in the mean, in one linear of integers up to `reach`.
+    """Return the NPU's error in output steps, at most and in the mean, in one linear of integers up to `reach`.
 
-    Integers go in and come out; the output's grid just holds the results. Also 256 times what one of the sum is in
+    Integers go in and come out; the output's grid just holds the results. Also return 256 times one unit of the sum, in
     output steps.
     """
     rng = np.random.default_rng(0)
@@ -238,7 +242,7 @@ EVERY_ARCH = pytest.mark.parametrize(
 @EVERY_ARCH
 @pytest.mark.parametrize(("activation_bits", "weight_bits"), sorted(LINEARS))
 def test_products_in_the_table_are_within_one_step(htp, soc, activation_bits, weight_bits):
-    """On v69 the matrix unit has 8 bits; what it makes of 16 is less exact."""
+    """On v69 the matrix unit has 8 bits; its 16-bit results are less exact."""
     is_rough = (soc, activation_bits) == ("SM8450", 16)
     most, _, _ = steps_off(htp, soc, activation_bits, weight_bits)
     assert most <= (LEVELS[16] / 1000 if is_rough else 1)
@@ -249,7 +253,7 @@ def test_products_in_the_table_are_within_one_step(htp, soc, activation_bits, we
 @pytest.mark.parametrize("weight_bits", [8, 4])
 @pytest.mark.parametrize("reach", [4000, 250, 20])
 def test_sums_of_16_bits_lose_their_last_8(htp, soc, weight_bits, reach):
-    """The smaller the inputs on their grid, the more output steps that is; nearly always downwards."""
+    """Smaller inputs on their grid give a larger error in output steps; it is nearly always downwards."""
     most, mean, dropped = steps_off(htp, soc, 16, weight_bits, reach=reach)
     if soc == "SM8450":
         assert most <= 2 * (1 + dropped) + LEVELS[16] / 1000
@@ -268,18 +272,18 @@ def test_sums_of_16_bits_lose_their_last_8(htp, soc, weight_bits, reach):
     ],
     ids=["u8-to-u16", "u16-to-u8", "u8-by-s4"],
 )
-def test_products_that_are_not_are_refused_by_the_compiler(htp, soc, bits, case):
+def test_compiler_refuses_products_outside_the_table(htp, soc, bits, case):
     with pytest.raises(Exception, match=r"fallback to CPU EP has been explicitly disabled"):
         steps_off(htp, soc, *bits, **case)
 
 
 @pytest.mark.parametrize("soc", ["SM8450", "SM8650", "SM8850"])
-def test_a_depth_that_blocks_do_not_divide_is_computed_wrongly(htp, soc):
+def test_depth_that_blocks_do_not_divide_is_computed_wrongly(htp, soc):
     most, _, _ = steps_off(htp, soc, 16, 4, depth=48)
     assert most > 10000
 
 
-def test_settings_are_read_as_they_are_written():
+def test_settings_are_parsed():
     parsed = HtpOptions.parse(["performance_mode=balanced", "vtcm_mb=4", "rpc_control_latency_us=100"])
     assert parsed == HtpOptions(performance_mode="balanced", vtcm_mb=4, rpc_control_latency_us=100)
     assert parsed.as_provider_options() == {
@@ -294,8 +298,8 @@ def test_settings_are_read_as_they_are_written():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("vtcm_mb", "'vtcm_mb' is no NAME=VALUE setting of the NPU; names: performance_mode, vtcm_mb"),
-        ("", "'' is no NAME=VALUE setting"),
+        ("vtcm_mb", "'vtcm_mb' is not a NAME=VALUE setting of the NPU; names: performance_mode, vtcm_mb"),
+        ("", "'' is not a NAME=VALUE setting"),
         ("vtcm=4", "unknown NPU setting 'vtcm'; did you mean 'vtcm_mb'?"),
         ("vtcm_mb=", "vtcm_mb is '', expected a whole number"),
         ("vtcm_mb=4.5", "vtcm_mb is '4.5', expected a whole number"),

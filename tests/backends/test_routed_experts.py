@@ -1,4 +1,4 @@
-"""A mixture of experts: each row gets what its few best experts make of it, on every backend that has them."""
+"""A mixture of experts: each row gets the weighted sum of its best experts, on every backend that has them."""
 
 import json
 from functools import partial
@@ -45,7 +45,7 @@ def draw():
 
 
 def row_by_row(weights, norm_topk_prob, before_down=lambda activated: activated):
-    """In float64, as the definition reads."""
+    """Compute the definition in float64."""
     hidden, router, gate_up, down = (weights[n].astype(np.float64) for n in ("hidden", "router", "gate_up", "down"))
     output = np.zeros_like(hidden)
     for row in range(ROWS):
@@ -60,7 +60,7 @@ def row_by_row(weights, norm_topk_prob, before_down=lambda activated: activated)
 
 @pytest.mark.parametrize("backend", [ReferenceBackend, OnnxRuntimeBackend])
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
-def test_a_row_gets_the_weighted_sum_of_its_best_experts(norm_topk_prob, backend):
+def test_row_gets_the_weighted_sum_of_its_best_experts(norm_topk_prob, backend):
     plan, weights = plan_of(norm_topk_prob=norm_topk_prob), draw()
     (subgraph,) = (s for s in plan.subgraphs if any(node.op == "RoutedExperts" for node in s.nodes))
     assert subgraph.device == "cpu"
@@ -83,7 +83,8 @@ def experts_of(plan):
 
 
 def store_of(plan, scheme, weights, folder):
-    """Weights on disk. NaN stands for what a decoder computed; no checkpoint may hold it, so it is put there later."""
+    """A store of weights on disk. NaN stands for a computed value; a checkpoint cannot hold it, so it is inserted
+    later."""
     path = folder / "weights.safetensors"
     write_weights(plan, scheme, lambda name: np.nan_to_num(weights[name], nan=0), path)
     size = int.from_bytes(path.read_bytes()[:8], "little")
@@ -128,7 +129,7 @@ def test_experts_are_stored_in_8_bits_for_each_column_of_each_expert(scheme, tmp
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 @pytest.mark.parametrize("scheme", QUANTIZED, ids=lambda scheme: scheme.name)
-def test_under_every_quantised_scheme_products_are_those_of_8_bit_integers(scheme, norm_topk_prob, backend, tmp_path):
+def test_quantised_schemes_multiply_8_bit_integers(scheme, norm_topk_prob, backend, tmp_path):
     plan, weights = plan_of(norm_topk_prob=norm_topk_prob), draw()
     weights["hidden"] = np.rint(weights["hidden"] * 30).clip(-126, 126)
     weights["hidden"][:, 1] = 127  # a row's integers are its values
@@ -144,7 +145,7 @@ def test_under_every_quantised_scheme_products_are_those_of_8_bit_integers(schem
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_of_equal_experts_the_first_are_picked(backend, tmp_path):
+def test_first_of_equal_experts_are_picked(backend, tmp_path):
     plan, weights, scheme = plan_of(norm_topk_prob=False), draw(), SCHEMES["w8a8-dynamic"]
     weights["router"][:] = [0, 1, 1, 0, 1]
     store = store_of(plan, scheme, weights, tmp_path)
@@ -159,7 +160,7 @@ def test_of_equal_experts_the_first_are_picked(backend, tmp_path):
 
 
 WIDE = {"width": 200, "inner": 72, "experts": 12, "top_k": 5}
-"""More than one block of columns, pieces and panels of them; some experts get one row, some many."""
+"""Sizes with more than one block of columns, pieces and panels of them; some experts get one row, some many."""
 
 ZERO, NOT_A_NUMBER = 11, 12
 
@@ -177,7 +178,7 @@ def draw_wide():
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
-def test_native_computes_what_the_reference_does(norm_topk_prob, tmp_path):
+def test_native_equals_the_reference(norm_topk_prob, tmp_path):
     plan, scheme = plan_of(norm_topk_prob=norm_topk_prob, rows=40, **WIDE), SCHEMES["w8a8-dynamic"]
     store = store_of(plan, scheme, draw_wide(), tmp_path)
     subgraph = experts_of(plan)
@@ -186,7 +187,7 @@ def test_native_computes_what_the_reference_does(norm_topk_prob, tmp_path):
     )
     rows = [row for row in range(40) if row != NOT_A_NUMBER]
     found, expected = (run(executable, subgraph, rows, 200) for executable in (native, reference))
-    # An activation between two integers may fall to either side.
+    # An activation between two integers may round to either side.
     assert np.sqrt(np.mean((found - expected) ** 2)) <= np.sqrt(np.mean(expected**2)) / 2000
     assert not found[ZERO].any()
     together = run(native, subgraph, range(40), 200)
@@ -195,7 +196,7 @@ def test_native_computes_what_the_reference_does(norm_topk_prob, tmp_path):
 
 
 @pytest.mark.parametrize("isa", isa_parameters())
-def test_threads_chunks_and_instruction_sets_do_not_show_in_native_s_results(isa, tmp_path, monkeypatch):
+def test_native_is_independent_of_threads_chunks_and_instruction_sets(isa, tmp_path, monkeypatch):
     plan, scheme = plan_of(norm_topk_prob=True, rows=40, **WIDE), SCHEMES["w8a8-dynamic"]
     store, subgraph = store_of(plan, scheme, draw_wide(), tmp_path), experts_of(plan)
     expected = run(NativeBackend(threads=1).compile(subgraph, plan, 40, scheme, store), subgraph, range(40), 200)
@@ -213,7 +214,7 @@ def test_native_refuses_experts_in_float_by_name():
     assert "these experts are not int8 by int8" in support.reason
 
 
-def test_native_refuses_operands_that_do_not_fit():
+def test_native_refuses_mismatched_operands():
     builder = ProgramBuilder(ThreadPool(1), 8)
     hidden, logits = builder.input("x", "float32", ["T", 8]), builder.input("r", "float32", ["T", 3])
     gate_up, down = (builder.constant(np.zeros((3, 1, 2, 16, 4), np.int8)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The switches of operators: what they say in every combination, and which are refused."""
+"""The switches of operators: their meaning in every combination, and the invalid ones."""
 
 from itertools import chain, combinations
 
@@ -21,7 +21,7 @@ def contradicts(words):
 @pytest.mark.parametrize("default", ["all", "none"])
 def test_every_combination(words, default):
     if contradicts(words):
-        with pytest.raises(ConfigError, match="contradict each other; give one of them"):
+        with pytest.raises(ConfigError, match="contradict each other; remove one of them"):
             Switches.parse(words)
         return
     switches = Switches.parse(words)
@@ -39,7 +39,7 @@ def test_commas_repetition_and_order_make_no_difference(words):
     assert all(Switches.parse(form) == expected for form in forms)
 
 
-def test_why_an_operator_is_off_is_told_in_the_words_that_were_given():
+def test_reason_for_off_quotes_the_switch():
     assert Switches.parse("-add").why_off("add") == "switched off by --ops -add"
     assert Switches.parse("none").why_off("add") == "switched off by --ops none"
     assert Switches.parse(None).why_off("add", default="none") == "off by default with npu 'reference'"
@@ -49,16 +49,16 @@ def test_why_an_operator_is_off_is_told_in_the_words_that_were_given():
     ("ops", "message"),
     [
         ("all,none", "'all' and 'none' contradict each other"),
-        (("+add", "mul,-add"), r"'mul' is no switch, .* write \+mul to switch it on, -mul to switch it off"),
+        (("+add", "mul,-add"), r"'mul' is not a switch; .* write \+mul to switch it on, -mul to switch it off"),
         ("+add,-add", r"\+add and -add contradict each other"),
-        ("", "'' is no switch, expected all, none, "),
-        ("all,,+add", "'' is no switch"),
-        ("+", r"'\+' is no switch"),
+        ("", "'' is not a switch; expected all, none, "),
+        ("all,,+add", "'' is not a switch"),
+        ("+", r"'\+' is not a switch"),
         (7, "ops is 7, expected text such as"),
         ((7,), r"ops is \(7,\), expected text such as"),
     ],
 )
-def test_what_makes_no_sense_is_refused(ops, message):
+def test_invalid_switches_are_refused(ops, message):
     with pytest.raises(ConfigError, match=message):
         EngineOptions(ops=ops)
 
@@ -67,12 +67,12 @@ def test_unknown_and_required_operators_are_refused_by_name():
     known = ("add", "all_reduce", "rms_norm")
     with pytest.raises(ConfigError, match=r"unknown operator 'rmsnorm'; did you mean 'rms_norm'[?] there are: add, "):
         Switches.parse("none,+rmsnorm").check(known, ())
-    with pytest.raises(ConfigError, match="'all_reduce' insists on its form and cannot be switched off"):
+    with pytest.raises(ConfigError, match="'all_reduce' requires its form and cannot be switched off"):
         Switches.parse("-all_reduce").check(known, ("all_reduce",))
     Switches.parse("none,+all_reduce,-add").check(known, ("all_reduce",))
 
 
-def test_a_settings_file_has_them_as_text_or_as_a_list(tmp_path):
+def test_settings_file_has_them_as_text_or_as_a_list(tmp_path):
     path = tmp_path / "settings.toml"
     path.write_text('ops = ["none", "+linear"]\n')
     assert Switches.parse(read_settings(path)["ops"]) == Switches.parse("none,+linear")

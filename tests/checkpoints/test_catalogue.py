@@ -71,7 +71,7 @@ def test_an_entry_of_the_user_replaces_a_shipped_one(folder):
     [
         ("family = ", "cannot read .*mine.toml"),
         (f"famly = 'llama'\n{HEAD}{HUB}", "unknown key 'famly'; did you mean 'family'?"),
-        (f"name = 'other'\n{HEAD}{HUB}", "unknown key 'name'; an entry is called like its file"),
+        (f"name = 'other'\n{HEAD}{HUB}", "unknown key 'name'; an entry has the name of its file"),
         (f"{HEAD}{HUB}revison = 'x'", "unknown key 'revison'; did you mean 'revision'?"),
         (f"{HEAD}{WHEEL}{PART}size = 3", "unknown key 'size'"),
         (HEAD.replace("llama", "") + HUB.replace("repository", "#"), "the key 'repository' is missing"),
@@ -80,7 +80,7 @@ def test_an_entry_of_the_user_replaces_a_shipped_one(folder):
         (f"expected_perplexity = 'low'\n{HEAD}{HUB}", "expected_perplexity is 'low', expected float"),
         (HEAD, "[source] kind is None, expected one of: wheel, hub, path"),
         (f"{HEAD}[source]\nkind = 'torrent'", "[source] kind is 'torrent'"),
-        (f"{HEAD}{WHEEL}", "one [[source.parts]] or more"),
+        (f"{HEAD}{WHEEL}", "at least one [[source.parts]]"),
         (
             f"{HEAD}{WHEEL.replace('m.gguf', '../m.gguf')}{PART}",
             "file is '../m.gguf', expected a plain file name",

@@ -94,9 +94,9 @@ LINEAR = {
 @pytest.mark.parametrize("architecture", ["gemma3", "lfm2", "phi3", "qwen2", "qwen3", "qwen3next", "qwen35"])
 def test_a_header_that_claims_more_layers_than_tensors_is_refused(architecture):
     changes = LINEAR | {"shortconv.l_cache": 3}
-    with pytest.raises(ModelError, match=r"block_count = 4000000, but there are \d+ tensors"):
+    with pytest.raises(ModelError, match=r"block_count = 4000000, but the file has \d+ tensors"):
         config_of(architecture, 4_000_000, **changes)
-    with pytest.raises(ModelError, match="at most 16777216 is believed"):
+    with pytest.raises(ModelError, match="expected at most 16777216"):
         config_of(architecture, 4_000_000_000, **changes)
 
 
@@ -104,7 +104,7 @@ def test_a_header_that_claims_more_layers_than_tensors_is_refused(architecture):
 def test_linear_attention_wider_than_any_is_refused_before_anything_is_made(changes):
     architecture = find_architecture("qwen35")
     config = config_of("qwen35", **LINEAR | changes)
-    with pytest.raises(ModelError, match="columns; at most 16777216 are believed"):
+    with pytest.raises(ModelError, match="columns; expected at most 16777216"):
         architecture.layouts(config)
 
 

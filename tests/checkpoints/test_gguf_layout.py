@@ -55,14 +55,14 @@ def test_blocks_move_as_their_values_do(module):
 
 def test_columns_that_tear_blocks_apart_are_refused():
     layout = tiled_value_heads(CONFIG | {"linear_value_head_dim": 16})["ssm_out"]
-    with pytest.raises(QuantizationError, match="blocks of 32 do not keep"):
+    with pytest.raises(QuantizationError, match="order of its columns splits blocks of 32"):
         layout.restore_blocks(blocks(2, 96))
 
 
 def test_what_is_not_as_long_as_its_order_is_refused():
-    with pytest.raises(ModelError, match=r"it is \[5, 2\], and axis 0 should be 6 long"):
+    with pytest.raises(ModelError, match=r"it is \[5, 2\], and axis 0 should have the length 6"):
         Layout(rows=np.arange(6)).shape((5, 2))
-    with pytest.raises(ModelError, match=r"it is \[\], and axis -1 should be 6 long"):
+    with pytest.raises(ModelError, match=r"it is \[\], and axis -1 should have the length 6"):
         Layout(columns=np.arange(6)).shape(())
     with pytest.raises(ModelError, match="5 value heads of linear attention cannot share 2 key heads evenly"):
         tiled_value_heads(CONFIG | {"linear_num_value_heads": 5})

@@ -72,7 +72,7 @@ def test_a_quantisation_chooses_among_files():
     assert choose_gguf(names, "Q8_0", "m") == "m-q8_0.gguf"
     assert choose_gguf(names, "q4_0", "m") == "sub/m-Q4_0-00001-of-00002.gguf"
     assert choose_gguf(["only.gguf"], None, "m") == "only.gguf"
-    with pytest.raises(ModelError, match=r"m has no GGUF file of Q4; there are: m-IQ4_K_M\.gguf, "):
+    with pytest.raises(ModelError, match=r"m has no GGUF file with quantisation Q4; available: m-IQ4_K_M\.gguf, "):
         choose_gguf(names, "Q4", "m")
 
 
@@ -202,7 +202,7 @@ def test_a_repository_of_safetensors_is_fetched_without_what_is_not_read(hub):
 
 def test_what_the_hub_does_not_have_is_one_line(hub):
     with pytest.raises(
-        ModelError, match=r"no file or folder org/absent, and the Hugging Face hub .* is here"
+        ModelError, match=r"no file or folder org/absent, and the Hugging Face hub .* lists known models"
     ) as raised:
         find_checkpoint("org/absent", no_progress)
     assert "\n" not in str(raised.value)
@@ -216,7 +216,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line_without_the_clients_logs(monke
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setattr(client, "HfApi", lambda api=client.HfApi: api(endpoint=address))
-    with pytest.raises(ModelError, match=r"no file or folder org/name, and the Hugging Face hub .* is here"):
+    with pytest.raises(ModelError, match=r"no file or folder org/name, and the Hugging Face hub .* lists known models"):
         find_checkpoint("org/name", no_progress)
     assert caplog.records == []
     assert capfd.readouterr() == ("", "")

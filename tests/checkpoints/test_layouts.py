@@ -76,7 +76,7 @@ def test_load_reads_the_text_half_of_a_composite_checkpoint(tmp_path, caplog, na
     folder = write(tmp_path / "m", name, rename, more, composite_config(COMPOSITES[name]))
     check_support(folder)
     parts = ", ".join(f"{prefix}{part}.*" for part in ("multi_modal_projector", "vision_tower", "visual"))
-    assert caplog.messages == [f"m: only text is read; 3 tensors are left out: {parts}"]
+    assert caplog.messages == [f"m: only text is read; ignoring 3 tensors: {parts}"]
     expect_logits(folder, name)
 
 
@@ -114,7 +114,7 @@ def test_load_reads_a_tied_table_under_the_heads_name(tmp_path, name, prefix):
 def test_load_leaves_multi_token_prediction_out_and_says_so(tmp_path, name, caplog):
     more = {"mtp.fc.weight": np.ones((2, 2), np.float32), "mtp.layers.0.mlp.gate.weight": np.ones(2, np.float32)}
     expect_logits(write(tmp_path / "m", name, more=more), name)
-    said = "m: one token at a time is predicted; 2 tensors of multi-token prediction are left out: mtp.*"
+    said = "m: one token at a time is predicted; ignoring 2 tensors of multi-token prediction: mtp.*"
     assert caplog.messages == [said]
 
 
@@ -147,7 +147,7 @@ def test_load_leaves_the_layers_of_a_gguf_out_that_predict_several_tokens(tmp_pa
     check_support(path)
     (said,) = caplog.messages
     assert said.startswith(
-        "m.gguf: one token at a time is predicted; 3 tensors of multi-token prediction are left out: "
+        "m.gguf: one token at a time is predicted; ignoring 3 tensors of multi-token prediction: "
     )
     expect_logits(path, name)
 
@@ -167,7 +167,7 @@ def test_a_checkpoint_without_head_gives_hidden_states_alone(tmp_path, caplog, n
     save_file(tensors, folder / "model.safetensors")
     report = check_support(folder)
     assert (report.tensors.missing, report.tensors.unread, report.tensors.misfits) == ([], [], [])
-    assert caplog.messages == ["m has no head (lm_head.weight): it gives embeddings, and no logits"]
+    assert caplog.messages == ["m has no LM head (lm_head.weight): it computes embeddings, and no logits"]
     with chunkrt.load(folder, npu="reference", scheme="float", cache_dtype="float32") as engine:
         session, ids = engine.session(), input_ids(name)
         hidden = session.prefill(ids, logits="hidden").hidden
@@ -183,7 +183,7 @@ def test_a_checkpoint_without_head_gives_hidden_states_alone(tmp_path, caplog, n
             with pytest.raises(ModelError, match="has no head"):
                 refused()
         assert session.position == len(ids)
-    with pytest.raises(UnsupportedModelError, match="m has no head"):
+    with pytest.raises(UnsupportedModelError, match="m has no LM head"):
         window_model(plan_checkpoint(folder, {}), WindowSettings(window=2, sequence=4, context=8))
 
 
@@ -201,5 +201,5 @@ def test_a_tie_that_is_neither_true_nor_false_is_refused(tmp_path, section):
 
 def test_a_folder_with_an_adapter_alone_says_so(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="holds an adapter alone; merge it"):
+    with pytest.raises(ModelError, match="holds only an adapter; merge it"):
         check_support(tmp_path)

@@ -202,7 +202,7 @@ def test_a_forced_pull_fetches_whatever_is_there(server, direct, tmp_path):
     assert catalogue.pull(entry) == catalogue.pull(entry, is_forced=True)
     assert server.ranges == [None, None]
     local = entry_of(PathSource(path=str(tmp_path)))
-    with pytest.raises(ConfigError, match="is not fetched from anywhere"):
+    with pytest.raises(ConfigError, match="cannot be fetched"):
         catalogue.pull(local, is_forced=True)
 
 

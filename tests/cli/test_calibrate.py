@@ -76,7 +76,7 @@ def stream_peak(calibration):
 def test_calibrate_reports_the_scale_of_the_residual_stream(command, text, monkeypatch):
     finished = command("calibrate", GGUF, "--text", text)
     (line,) = (line for line in finished.out.splitlines() if line.startswith("the residual stream reaches "))
-    assert line.endswith(" and keeps its scale (float16 ends at 65504)")
+    assert line.endswith(" and keeps its scale (float16's largest value is 65504)")
     peak = float(line.split()[4])
     monkeypatch.setattr(residual_scaling, "HEADROOM", 65_504 / peak * 3)
     finished = command("calibrate", GGUF, "--text", text)
@@ -104,7 +104,7 @@ LINES = [
     ((GGUF, "--text", GGUF), "is not UTF-8"),
     ((GGUF, "--tokens", 0), "--tokens is 0, expected at least 1"),
     ((GGUF, "--tokens", -5), "--tokens is -5, expected at least 1"),
-    ((GGUF, "--tokens", 100_000), "fewer than the 100000 asked for"),
+    ((GGUF, "--tokens", 100_000), "fewer than the requested 100000"),
     ((GGUF, "-o", "."), "cannot write the calibration"),
     ((FOLDER,), "has no tokenizer"),
 ]

@@ -605,7 +605,7 @@ def test_an_empty_text(planned_gguf, text):
 
 
 def test_too_few_tokens(planned_gguf):
-    with pytest.raises(ConfigError, match=r"has \d+ tokens, fewer than the 500 asked for"):
+    with pytest.raises(ConfigError, match=r"has \d+ tokens, fewer than the requested 500"):
         calibration_tokens(planned_gguf, TEXT, 500)
     with pytest.raises(ConfigError, match="is 0, expected at least 1"):
         calibration_tokens(planned_gguf, TEXT, 0)

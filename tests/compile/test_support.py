@@ -297,7 +297,7 @@ def test_subgraphs_that_the_npu_cannot_take_are_named(monkeypatch, command):
     monkeypatch.setattr("chunkrt.backends.qnn.support.OPERATORS", ("Add", "MatMul", "Mul", "RMSNormalization", "Split"))
     report = check_support(checkpoint("gemma3_window_5"))
     assert [subgraph.name for subgraph in report.refused_subgraphs] == [f"static.{i}" for i in range(1, 7)]
-    assert all("the NPU has no Gelu" in subgraph.reason for subgraph in report.refused_subgraphs)
+    assert all("the NPU does not support Gelu" in subgraph.reason for subgraph in report.refused_subgraphs)
     assert report.gaps == ["Gelu on npu", "on the NPU: static.1, static.2, static.3 and 3 more"]
     finished = command("support", checkpoint("gemma3_window_5"))
     assert finished.status == 3

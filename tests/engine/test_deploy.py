@@ -185,7 +185,7 @@ def test_missing_onnx_is_one_line(device, tmp_path):
     finished = run_without_onnx(device, tmp_path, chunk_length=48)
     assert finished.returncode == 1
     line = finished.stderr.splitlines()[-1]
-    assert line.startswith(f"{device}/npu has no usable context of static.0 for SM8650, chunks of 48 and ")
+    assert line.startswith(f"{device}/npu contains no usable context of static.0 for SM8650, chunks of 48 and ")
     assert "needs onnx-ir" in line
 
 
@@ -195,7 +195,7 @@ def test_missing_contexts_are_compiled_into_the_cache(device, tmp_path, options,
     _, num_compiled = run(device, **options)
     (told,) = [message for message in caplog.messages if "was compiled for" in message]
     assert told.startswith(f"{device} was compiled for SM8650, chunks of 8; SM8650, chunks of 32; ")
-    assert told.endswith(f"what is missing is compiled into {tmp_path / 'home' / 'contexts'}")
+    assert told.endswith(f"missing contexts are compiled into {tmp_path / 'home' / 'contexts'}")
     assert num_compiled == len(STATIC) == len(list((tmp_path / "home" / "contexts").iterdir()))
     assert run(device, **options)[1] == 0
     assert files_of(device) == before
@@ -230,14 +230,14 @@ def test_contexts_of_another_version_are_reported(device, without_onnx, tmp_path
         target["library"] = "2.6.0"
     manifest.write_text(json.dumps(data))
     with pytest.raises(
-        CompileError, match=r"pip install onnxruntime-qnn==2\.6\.0, which these were compiled by, or pip"
+        CompileError, match=r"pip install onnxruntime-qnn==2\.6\.0, which compiled the existing contexts, or pip"
     ):
         run(tmp_path / "other", chunk_length=48)
 
 
 @pytest.mark.parametrize("options", [{"chunk_length": 48}, {"soc": "SM8850"}])
 def test_missing_contexts_need_onnx(device, without_onnx, options):
-    with pytest.raises(CompileError, match=r"needs onnx-ir; pip install onnx-ir, or compile the model again$"):
+    with pytest.raises(CompileError, match=r"needs onnx-ir; pip install onnx-ir, or recompile the model$"):
         run(device, **options)
 
 
@@ -264,14 +264,14 @@ def test_damaged_context_is_compiled_again_into_the_cache(device, damaged_contex
     logits, num_compiled = run(device)
     assert num_compiled == 1
     warnings = [record.getMessage() for record in caplog.records if "is damaged" in record.getMessage()]
-    assert warnings == [f"{damaged_context} is damaged (context_qnn.bin is not what was written); it is not used"]
+    assert warnings == [f"{damaged_context} is damaged (context_qnn.bin differs from the written file); it is not used"]
     np.testing.assert_array_equal(logits, run(deployed[0])[0])
     assert run(device)[1] == 0
     assert files_of(device) == before
 
 
 def test_damaged_context_without_onnx_is_an_error(device, damaged_context, without_onnx):
-    with pytest.raises(CompileError, match=r"npu has no usable context of static.1 for SM8650, chunks of 32"):
+    with pytest.raises(CompileError, match=r"npu contains no usable context of static.1 for SM8650, chunks of 32"):
         run(device)
 
 

@@ -107,7 +107,7 @@ def test_switches_apply_to_ranks_except_for_the_sums(npu):
         assert [sum_ for _, sum_ in found] == [("all_reduce", "link", None)] * 2
         assert_same_but_for_order(found[0][0], expected)
         assert np.array_equal(found[0][0], found[1][0])
-    with pytest.raises(ConfigError, match="the operator 'all_reduce' insists on its form and cannot be switched off"):
+    with pytest.raises(ConfigError, match="the operator 'all_reduce' requires its form and cannot be switched off"):
         on_ranks(2, lambda communicator: work(communicator, "-all_reduce"))
 
 
@@ -224,7 +224,7 @@ def test_linear_has_8_bits_if_a_rank_would_split_its_blocks(tmp_path):
 @pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "w4a16", "mixed"])
 def test_static_schemes_are_rejected(scheme, tmp_path):
     recipe = Recipe(scheme=find_scheme(scheme))
-    with pytest.raises(ConfigError, match=f"^the scheme '{scheme}' is static, but 2 ranks add partial sums"):
+    with pytest.raises(ConfigError, match=f"^the scheme '{scheme}' is static, but partial sums of 2 ranks have no grid"):
         compile_checkpoint(LLAMA, recipe, {}, tmp_path / "engine", model="toy", ranks=Ranks(0, 2))
     with pytest.raises(ConfigError, match=f"^the scheme '{scheme}' is static"):
         plan_checkpoint(LLAMA, {}, find_scheme(scheme), ranks=Ranks(0, 2))

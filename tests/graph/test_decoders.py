@@ -1,4 +1,4 @@
-"""From a checkpoint to a decoder: every tensor is accounted for, and what is not implemented is refused by name."""
+"""From a checkpoint to a decoder: every tensor is accounted for, and unsupported features are refused by name."""
 
 import shutil
 
@@ -15,7 +15,7 @@ from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
 
 def checkpoint(**changes):
-    """The random checkpoint under another config, with the tensors of the usual one."""
+    """Return the random checkpoint with a changed config, and the usual tensors."""
     source = RandomCheckpoint()
     source.config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not ...}
     return source
@@ -29,13 +29,13 @@ def test_every_tensor_is_read_by_exactly_one_parameter():
     assert len({parameter.name for parameter in decoder.parameters()}) == len(list(decoder.parameters()))
 
 
-def test_a_tied_head_reads_the_embedding_again():
+def test_tied_head_reads_the_embedding_again():
     decoder = build_decoder(RandomCheckpoint({**CONFIG, "tie_word_embeddings": True}))
     (head,) = (p for p in decoder.parameters() if p.name == "lm_head.weight")
     assert list(head.checkpoint_tensors) == ["model.embed_tokens.weight"]
 
 
-def test_packed_linears_are_the_parts_side_by_side():
+def test_packed_linears_are_the_concatenated_parts():
     source = RandomCheckpoint()
     weights = {p.name: p.load(source) for p in build_decoder(source).parameters()}
     parts = [source.read(f"model.layers.1.self_attn.{n}_proj.weight") for n in "qkv"]
@@ -47,19 +47,19 @@ def test_packed_linears_are_the_parts_side_by_side():
 
 
 @pytest.mark.parametrize("name", RandomCheckpoint().names())
-def test_a_missing_tensor_is_named(name):
+def test_missing_tensor_is_named(name):
     source = RandomCheckpoint()
     del source.shapes[name]
     with pytest.raises(ModelError, match=rf"random: tensor {name} is missing, needed by \S+"):
         build_decoder(source)
 
 
-def test_sizes_that_the_tensors_have_not_are_refused_before_any_table_is_made():
+def test_sizes_that_contradict_the_tensors_are_refused_before_tables_are_made():
     with pytest.raises(ModelError, match=r"tensor \S+ is \[\d+, \d+\], expected \[\d+, \d+\]$"):
         build_decoder(checkpoint(head_dim=2**14, max_position_embeddings=2**20))
 
 
-def test_an_unread_tensor_is_named():
+def test_unread_tensor_is_named():
     source = RandomCheckpoint()
     source.shapes["model.layers.0.self_attn.q_norm.weight"] = (10,)
     source.shapes["model.layers.1.self_attn.q_norm.weight"] = (10,)
@@ -67,20 +67,20 @@ def test_an_unread_tensor_is_named():
         build_decoder(source)
 
 
-def test_a_layer_beyond_the_config_is_unread():
+def test_layer_beyond_the_config_is_unread():
     with pytest.raises(ModelError, match=r"tensor model.layers.1\S+ is in the checkpoint, but no part"):
         build_decoder(checkpoint(num_hidden_layers=1))
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"])
-def test_buffers_that_the_config_determines_are_let_be(name):
+def test_buffers_determined_by_the_config_are_ignored(name):
     source = RandomCheckpoint()
     source.shapes[name] = (5,)
     build_decoder(source)
 
 
 def folder_of(tmp_path, name, change):
-    """A fixture's folder whose tensors `change` has altered."""
+    """Return a fixture's folder whose tensors `change` has altered."""
     folder = tmp_path / name
     shutil.copytree(checkpoint_path(name), folder)
     tensors = load_file(folder / "model.safetensors")
@@ -96,7 +96,7 @@ def head_tensors(source):
 
 @pytest.mark.parametrize("name", ["llama_tied", "gemma3_window_5", "lfm2", "qwen3_next"])
 def test_build_decoder_unties_a_head_that_differs_from_the_table(name, tmp_path, caplog):
-    """Transformers 5: both are present with different values, so they are not tied."""
+    """As in Transformers 5, both are present with different values, so they are not tied."""
 
     def train_head(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
@@ -120,7 +120,7 @@ def test_build_decoder_keeps_a_head_tied_that_equals_the_table(dtype, tmp_path, 
     assert caplog.messages == []
 
 
-def test_a_tensor_of_another_shape_is_named_beforehand_and_when_it_is_read():
+def test_wrong_shape_is_named_beforehand_and_when_read():
     source = RandomCheckpoint()
     source.shapes["model.layers.0.mlp.up_proj.weight"] = (51, 36)
     said = r"tensor model.layers.0.mlp.up_proj.weight is \[51, 36\], expected \[52, 36\]"
@@ -131,10 +131,10 @@ def test_a_tensor_of_another_shape_is_named_beforehand_and_when_it_is_read():
         parameters["model.layers.0.mlp.gate_up_proj.weight"].load(source)
 
 
-def test_an_unknown_architecture_is_refused_and_the_known_ones_are_listed():
+def test_unknown_architecture_is_refused_with_the_known_ones():
     source = RandomCheckpoint()
     source.architecture = "mamba"
-    with pytest.raises(UnsupportedModelError, match="architecture 'mamba' is not supported; supported are: ") as raised:
+    with pytest.raises(UnsupportedModelError, match="architecture 'mamba' is not supported; supported: ") as raised:
         build_decoder(source)
     assert all(family in str(raised.value) for family in FAMILIES)
 
@@ -142,46 +142,46 @@ def test_an_unknown_architecture_is_refused_and_the_known_ones_are_listed():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; there are: silu"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         ({"sliding_window": 32}, "sliding_window = 32 is not supported in this family"),
         ({"quantization_config": {"bits": 4}}, "quantised by another library"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope scaling 'yarn' is not supported"),
     ],
 )
-def test_an_unsupported_feature_is_refused_by_name(changes, message):
+def test_unsupported_feature_is_refused_by_name(changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
         build_decoder(checkpoint(**changes))
 
 
-def test_a_sliding_window_as_long_as_the_context_changes_nothing():
+def test_sliding_window_as_long_as_the_context_changes_nothing():
     assert read_config(checkpoint(sliding_window=64)).sliding_window == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": ...}, "the config does not give 'hidden_size'"),
-        ({"intermediate_size": None}, "the config does not give 'intermediate_size'"),
+        ({"hidden_size": ...}, "the config lacks 'hidden_size'"),
+        ({"intermediate_size": None}, "the config lacks 'intermediate_size'"),
         ({"vocab_size": 0}, "vocab_size is 0, expected a positive whole number"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
-        ({"num_hidden_layers": 10**6}, "1000000 layers are claimed, but there are"),
+        ({"num_hidden_layers": 10**6}, "the config claims 1000000 layers, but the checkpoint has"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
         ({"head_dim": 9}, "head_dim is 9; RoPE needs an even one"),
         ({"rms_norm_eps": None}, "rms_norm_eps is None"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        ({"max_position_embeddings": 2**24 + 1}, "claims a context of 16777217 tokens; at most 16777216 is believed"),
-        ({"sliding_window": 2**24 + 1}, "sliding_window is 16777217; at most 16777216 is believed"),
+        ({"max_position_embeddings": 2**24 + 1}, "claims a context of 16777217 tokens; expected at most 16777216"),
+        ({"sliding_window": 2**24 + 1}, "sliding_window is 16777217; expected at most 16777216"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused(changes, message):
+def test_invalid_config_is_refused(changes, message):
     with pytest.raises(ModelError, match=message):
         read_config(checkpoint(**changes))
 
 
 @pytest.mark.parametrize("length", [2**20 + 1, 4_194_304, 2**24])
-def test_contexts_of_up_to_2_to_the_24_are_believed(length):
-    """4,194,304 is that of Llama-3-8B-Instruct-Gradient-4194k."""
+def test_contexts_of_up_to_2_to_the_24_are_accepted(length):
+    """Llama-3-8B-Instruct-Gradient-4194k has 4,194,304."""
     config = read_config(checkpoint(max_position_embeddings=length, sliding_window=length - 1))
     assert (config.context_length, config.sliding_window) == (length, length - 1)
 
@@ -193,7 +193,7 @@ def test_defaults_are_those_of_transformers():
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 8, 1e-6)
 
 
-def test_of_two_epsilons_a_family_takes_the_one_that_transformers_does():
+def test_family_uses_the_epsilon_that_transformers_does():
     """LFM2 has `norm_eps`, all others `rms_norm_eps`."""
     both = checkpoint(rms_norm_eps=1e-3, norm_eps=1e-4)
     assert read_config(both).rms_norm_eps == 1e-3

@@ -1,4 +1,4 @@
-"""Decoder families beside Llama: what their configs leave out, what of them is refused, which layer gets which part."""
+"""Decoder families other than Llama: defaults of their configs, refused features, and the parts of each layer."""
 
 import json
 
@@ -19,7 +19,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0,
 
 
 def changed(name, **changes):
-    """A fixture under another config; ... takes a key away."""
+    """Return a fixture with a changed config; ... removes a key."""
     source = open_checkpoint(checkpoint(name))
     source.config = {key: value for key, value in {**source.config, **changes}.items() if value is not ...}
     return source
@@ -52,7 +52,7 @@ def attention_nodes(plan):
         ),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(name, changes, message):
+def test_unsupported_feature_is_refused_by_name(name, changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
         build_decoder(changed(name, **changes))
 
@@ -72,7 +72,7 @@ def test_what_is_not_implemented_is_refused_by_name(name, changes, message):
         ("phi3_longrope_short", {"original_max_position_embeddings": 0.5}, "original_max_position_embeddings is 0.5"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused(name, changes, message):
+def test_invalid_config_is_refused(name, changes, message):
     with pytest.raises(ModelError, match=message):
         build_decoder(changed(name, **changes))
 
@@ -94,17 +94,17 @@ def test_a_config_that_makes_no_sense_is_refused(name, changes, message):
         ("mistral_window_5", {"sliding_window": ..., "max_position_embeddings": 8192}, [4096, 4096]),
     ],
 )
-def test_which_layers_see_a_window(name, changes, windows):
+def test_layers_with_a_window(name, changes, windows):
     nodes = attention_nodes(plan_of(changed(name, **changes)))
     assert [node.attributes["window"] for node in nodes] == windows
 
 
-def test_layers_of_gemma_take_the_tables_of_their_kind_though_the_window_is_as_long_as_the_context():
+def test_gemma_layers_use_the_tables_of_their_kind_even_if_the_window_covers_the_context():
     nodes = attention_nodes(plan_of(changed("gemma3_scaled", sliding_window=128)))
     assert [node.inputs[3] for node in nodes] == ["model.local_rope.cos"] * 5 + ["model.rope.cos"]
 
 
-def test_a_config_of_gemma_may_leave_out_what_transformers_takes_for_granted():
+def test_gemma_config_may_omit_transformers_defaults():
     left_out = ("tie_word_embeddings", "hidden_activation", "rope_local_base_freq", "rope_theta", "attention_bias")
     complete = build_decoder(changed("gemma3_scaled"))
     sparse = build_decoder(changed("gemma3_scaled", **dict.fromkeys(left_out, ...)))
@@ -114,8 +114,8 @@ def test_a_config_of_gemma_may_leave_out_what_transformers_takes_for_granted():
             np.testing.assert_array_equal(left.combine(), right.combine())
 
 
-def test_norms_of_a_gguf_hold_the_sum_already():
-    """The same values come out of both files."""
+def test_gguf_norms_already_include_the_offset():
+    """Both files yield the same values."""
     (of_folder, of_gguf) = (
         {p.name: p.load(source) for p in build_decoder(source).parameters() if "norm" in p.name}
         for source in (open_checkpoint(checkpoint(name)) for name in ("gemma3_scaled", "gemma3_gguf"))
@@ -127,7 +127,7 @@ def test_norms_of_a_gguf_hold_the_sum_already():
 
 
 def test_longrope_has_two_tables_and_a_factor():
-    """As the paper's authors write it: cos(position / (factor * theta^(2i/d))) * sqrt(1 + ln(s) / ln(L))."""
+    """The formula is the authors': cos(position / (factor * theta^(2i/d))) * sqrt(1 + ln(s) / ln(L))."""
     config = {"rope_theta": 100.0, "rope_scaling": LONGROPE, "original_max_position_embeddings": 8}
     tables = longrope_tables(config, 4, 32).named("rope")
     cos, sin = tables.cos.combine(), tables.sin.combine()
@@ -141,16 +141,16 @@ def test_longrope_has_two_tables_and_a_factor():
             np.testing.assert_allclose(sin[32 + position, i], factor * np.sin(long), rtol=1e-6)
 
 
-def test_the_attention_factor_of_longrope_may_be_given():
+def test_attention_factor_of_longrope_may_be_given():
     config = {"rope_scaling": LONGROPE | {"attention_factor": 2.0}, "original_max_position_embeddings": 8}
     assert longrope_tables(config, 4, 32).named("rope").cos.combine().max() == 2
 
 
 @pytest.mark.parametrize("original", [4_194_304, 2**24])
-def test_the_original_context_of_longrope_may_be_long(original):
+def test_original_context_of_longrope_may_be_long(original):
     config = {"rope_scaling": LONGROPE, "original_max_position_embeddings": original}
     assert longrope_tables(config, 4, 2**24).long_context_from == original
-    with pytest.raises(ModelError, match="original_max_position_embeddings is 16777217; at most 16777216 is believed"):
+    with pytest.raises(ModelError, match="original_max_position_embeddings is 16777217; expected at most 16777216"):
         longrope_tables(config | {"original_max_position_embeddings": 2**24 + 1}, 4, 2**24)
 
 
@@ -164,7 +164,7 @@ def test_the_original_context_of_longrope_may_be_long(original):
         ("phi3_longrope_gguf", "phi3_longrope_long"),
     ],
 )
-def test_a_gguf_gives_the_plan_that_the_folder_gives(gguf, folder):
+def test_gguf_yields_the_plan_of_the_folder(gguf, folder):
     plans = [json.loads(plan_of(open_checkpoint(checkpoint(name))).to_json()) for name in (gguf, folder)]
     epsilons = [
         [node["attributes"].pop("epsilon", 0) for subgraph in plan["subgraphs"] for node in subgraph["nodes"]]

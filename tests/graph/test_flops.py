@@ -1,4 +1,4 @@
-"""Operations and bytes of what is neither a linear nor plain attention, counted again by hand."""
+"""Operations and bytes of operators other than linears and plain attention, counted again by hand."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ PLAN = random_decoder([], HYBRID_CONFIG, hybrid).plan
 
 
 def find(kind):
-    """The plan with the one subgraph that has the operator, or the attn_type, and of that the operator alone."""
+    """Return the plan with only the subgraph and node that has the operator, or the attn_type; and the node."""
     for subgraph in PLAN.subgraphs:
         for node in subgraph.nodes:
             if kind in (node.op, node.attributes.get("attn_type")):
@@ -35,7 +35,7 @@ def find(kind):
 
 
 @pytest.mark.parametrize("window", [0, 1, 7, 8, 100])
-def test_pairs_are_those_of_the_mask(window):
+def test_pairs_equal_those_of_the_mask(window):
     for position in (0, 1, 5, 6, 7, 30):
         for num_tokens in (1, 2, 8):
             rows = range(position, position + num_tokens)
@@ -43,7 +43,7 @@ def test_pairs_are_those_of_the_mask(window):
             assert attended_pairs(position, num_tokens, window) == expected
 
 
-def test_rows_cost_what_their_own_experts_and_states_do():
+def test_rows_cost_their_own_experts_and_states():
     for kind, operations in OPERATIONS.items():
         plan, _ = find(kind)
         assert Costs(plan).flops([8, 3], [0, 1], position=10).tolist() == [[8 * operations, 3 * operations]]
@@ -60,7 +60,7 @@ def unlike(node: Node, **attributes):
     return replace(node, attributes={**node.attributes, **attributes})
 
 
-def test_a_plan_with_layers_of_both_kinds_counts_each_by_its_own_pairs():
+def test_layers_of_both_kinds_count_their_own_pairs():
     plan, node = find("CachedAttention")
     (subgraph,) = plan.subgraphs
     both = replace(subgraph, nodes=(unlike(node, window=0), node))
@@ -70,7 +70,7 @@ def test_a_plan_with_layers_of_both_kinds_counts_each_by_its_own_pairs():
 
 
 def modelled(kind, scheme, chunk, *, gops=1.0, gb_per_s=1e9):
-    """An operator's work on a CPU where nothing else takes time."""
+    """Return an operator's work on a CPU on which everything else takes no time."""
     plan, _ = find(kind)
     device = find_device("sd8gen3")
     cost = OperatorCost(fixed_us=0.0, gb_per_s=gb_per_s, gops=gops)
@@ -81,7 +81,7 @@ def modelled(kind, scheme, chunk, *, gops=1.0, gb_per_s=1e9):
     return work(Task(0, 0))
 
 
-def test_the_simulator_takes_the_same_operations():
+def test_simulator_uses_the_same_operations():
     chunk = Chunk(num_tokens=8, num_rows=0, position=16)
     for kind, operations in OPERATIONS.items():
         assert modelled(kind, "w8a8-dynamic", chunk).ns == 8 * operations
@@ -89,7 +89,7 @@ def test_the_simulator_takes_the_same_operations():
 
 
 @pytest.mark.parametrize("scheme", ["float", "w8a8-dynamic"])
-def test_the_simulator_reads_the_experts_that_some_row_picks(scheme):
+def test_simulator_reads_the_picked_experts(scheme):
     _, node = find("RoutedExperts")
     stored = weight_bytes(PLAN, SCHEMES[scheme])
     all_bytes = sum(stored[name] for name in node.inputs[2:])
@@ -103,7 +103,7 @@ def test_the_simulator_reads_the_experts_that_some_row_picks(scheme):
         assert work.ns == round(share * all_bytes)
 
 
-def test_the_simulator_reads_and_writes_states_and_reads_the_slots_of_a_ring():
+def test_simulator_reads_and_writes_states_and_reads_the_slots_of_a_ring():
     chunk = Chunk(num_tokens=8, num_rows=0, position=200)
     conv, recurrent = 64 * 3, 4 * 6 * 10
     assert modelled("gated_delta_rule", "float", chunk).num_bytes == 2 * 4 * (conv + recurrent)
@@ -111,13 +111,13 @@ def test_the_simulator_reads_and_writes_states_and_reads_the_slots_of_a_ring():
     assert modelled("CachedAttention", "float", chunk).num_bytes == 2 * 2 * (2 * 64 * 10)
 
 
-def test_figures_of_a_prompt_leave_out_what_no_row_of_a_chunk_sees():
+def test_figures_of_a_prompt_omit_positions_outside_windows():
     found = attention_figures(PLAN, chunk_length=8, prompt_length=20)
     assert found.chunked_flops == 4 * ATTENDED * (8 * 8 + 8 * (16 - 2) + 4 * (20 - 10))
     assert found.unchunked_flops == 4 * ATTENDED * 20**2
 
 
-def test_figures_of_linears_count_the_experts_that_are_picked():
+def test_figures_of_linears_count_the_picked_experts():
     plan, _ = find("RoutedExperts")
     (figures,) = subgraph_figures(plan, SCHEMES["float"], chunk_length=8)
     assert figures.linear_flops == 8 * PICKED
@@ -130,7 +130,7 @@ def test_figures_of_linears_count_linear_attention(kind):
     assert figures.linear_flops == 8 * OPERATIONS[kind]
 
 
-def test_figures_of_linears_leave_out_attention_that_depends_on_the_position():
+def test_figures_of_linears_omit_attention_that_depends_on_the_position():
     plan, _ = find("CachedAttention")
     (figures,) = subgraph_figures(plan, SCHEMES["float"], chunk_length=8)
     assert figures.linear_flops == 0

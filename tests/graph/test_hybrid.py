@@ -1,4 +1,4 @@
-"""Decoders with linear attention: what a config says of their layers, and what is refused."""
+"""Decoders with linear attention: kinds of layers from the config, and refused configs."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from chunkrt.graph.decoders import build_decoder
 
 @pytest.fixture
 def changed(tmp_path):
-    """A fixture under another config: `...` takes a key away."""
+    """Return a function that copies a fixture with another config: `...` removes a key."""
 
     def change(name, changes):
         folder = shutil.copytree(checkpoint(name), tmp_path / name)
@@ -34,22 +34,22 @@ def changed(tmp_path):
         ("lfm2", {"layer_types": ["conv"]}, ModelError, "expected a word for each of 4 layers"),
         ("lfm2", {"full_attn_idxs": [0, 1]}, ModelError, "layers.0.self_attn.q_proj.weight is missing"),
         ("lfm2", {"block_ffn_dim_multiplier": 10**400}, ModelError, "is 1000\\d+, expected a positive number"),
-        ("lfm2", {"block_ff_dim": ...}, ModelError, "the config does not give 'intermediate_size'"),
+        ("lfm2", {"block_ff_dim": ...}, ModelError, "the config lacks 'intermediate_size'"),
         ("qwen3_5", {"linear_num_value_heads": 3}, ModelError, "3 value heads .* cannot share 2 key heads evenly"),
         ("qwen3_5", {"linear_num_key_heads": "2"}, ModelError, "linear_num_key_heads is '2'"),
         ("qwen3_next", {"full_attention_interval": 2}, ModelError, r"layers\.1\.self_attn\.q_proj\.weight is missing"),
-        ("qwen3_next_experts", {"num_experts": 1}, ModelError, "2 of 1 experts cannot be picked"),
+        ("qwen3_next_experts", {"num_experts": 1}, ModelError, "cannot pick 2 of 1 experts"),
         ("qwen3_next_experts", {"num_experts": 4}, ModelError, r"experts\.4\.\S+ is in the checkpoint, but no part"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(changed, name, changes, error, message):
+def test_mismatched_config_is_refused(changed, name, changes, error, message):
     if "intermediate_size" in message:
         changes = changes | {"intermediate_size": ...}
     with pytest.raises(error, match=message):
         build_decoder(changed(name, changes))
 
 
-def test_a_convolution_of_another_width_is_named(changed):
+def test_convolution_of_another_width_is_named(changed):
     with pytest.raises(ModelError, match=r"conv\.conv\.weight is \[32, 1, 3\], expected \[32, 1, 5\]"):
         build_decoder(changed("lfm2", {"conv_L_cache": 5}))
 
@@ -63,7 +63,7 @@ def test_a_convolution_of_another_width_is_named(changed):
     ],
 )
 @pytest.mark.parametrize("npu", ["reference", "native", "onnxrt"])
-def test_a_convolution_of_one_tap_is_a_longer_one_with_zeros(tmp_path, name, key, tensor, npu):
+def test_convolution_of_one_tap_is_a_longer_one_with_zeros(tmp_path, name, key, tensor, npu):
     def write(folder, change, settings):
         shutil.copytree(checkpoint(name), folder)
         tensors = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Decoders with biases in their keys, and the plan that leaves them to attention."""
+"""Decoders with key biases, and the plan that leaves them to attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def biases(plan: Plan) -> list[str]:
 
 
 @pytest.mark.parametrize("name", BIASED)
-def test_attention_is_told_of_the_bias_of_its_keys(name: str) -> None:
+def test_attention_gets_the_bias_of_its_keys(name: str) -> None:
     plan = plan_of(name)
     found = without_key_biases(plan)
     assert found.key_form == 2
@@ -42,13 +42,13 @@ def test_attention_is_told_of_the_bias_of_its_keys(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_decoders_without_one_or_with_a_norm_behind_it_stay_as_they_are(name: str) -> None:
+def test_decoders_without_a_key_bias_or_with_a_norm_after_it_are_unchanged(name: str) -> None:
     plan = plan_of(name)
     assert without_key_biases(plan) == plan
     assert plan.key_form == 0
 
 
-def test_a_bias_is_found_beside_a_shadow() -> None:
+def test_bias_is_found_with_a_shadow() -> None:
     planned = plan_checkpoint(checkpoint("qwen2"), {})
     graph = trace(planned.decoder)
     cut_shadowed(graph, lambda name: "qkv" in name)
@@ -57,7 +57,7 @@ def test_a_bias_is_found_beside_a_shadow() -> None:
     assert biases(without_key_biases(plan)) == biases(without_key_biases(planned.plan))
 
 
-def test_states_with_and_without_biases_do_not_take_each_other(tmp_path: Path) -> None:
+def test_states_with_and_without_biases_are_incompatible(tmp_path: Path) -> None:
     plan = plan_of("qwen2").with_raw_keys()
     State(plan, 8, "int8").save(tmp_path / "with")
     with pytest.raises(ModelError, match="its keys were not cached before RoPE and without their biases, as those of"):

@@ -1,4 +1,4 @@
-"""Plans with fewer subgraphs: what one processor runs is one, and reads and gives what the parts did."""
+"""Plans with fewer subgraphs: those of one processor are fused, and keep their inputs and outputs."""
 
 import pytest
 from fixture_checkpoints import checkpoint
@@ -12,7 +12,7 @@ NAMES = ("llama_gqa", "gemma3_window_5", "qwen3_next", "qwen3_next_experts")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_layers_are_one_subgraph_and_the_head_another(name: str) -> None:
+def test_layers_are_one_subgraph_and_the_head_another(name: str) -> None:
     plan = plan_checkpoint(checkpoint(name), {}).plan
     merged = merged_on_cpu(plan)
     assert [(s.device, s.rows) for s in merged.subgraphs] == [("cpu", "T"), ("cpu", "R")]
@@ -26,13 +26,13 @@ def test_the_layers_are_one_subgraph_and_the_head_another(name: str) -> None:
 def test_nodes_weights_and_state_are_those_of_the_plan(name: str, ranks: Ranks) -> None:
     plan = plan_checkpoint(checkpoint(name), {}, ranks=ranks).plan
     merged = merged_on_cpu(plan)
-    assert Plan.from_json(merged.to_json()) == merged  # which checks that every name is there before it is read
+    assert Plan.from_json(merged.to_json()) == merged  # checks that every name exists before it is read
     assert [n for s in merged.subgraphs for n in s.nodes] == [n for s in plan.subgraphs for n in s.nodes]
     assert {n for s in merged.subgraphs for n in s.weights} == {n for s in plan.subgraphs for n in s.weights}
     assert merged.state_tensors == plan.state_tensors
 
 
-def test_sums_over_ranks_stay_where_they_are() -> None:
+def test_sums_over_ranks_keep_their_place() -> None:
     plan = plan_checkpoint(checkpoint("llama_gqa"), {}, ranks=Ranks(0, 2)).plan
     merged = merged_on_cpu(plan)
     sums = [s for s in plan.subgraphs if s.device == "link"]

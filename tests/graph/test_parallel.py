@@ -1,4 +1,4 @@
-"""Linears over ranks: the shares of all ranks are the whole, in floats and in blocks; and what cannot be shared."""
+"""Linears over ranks: the shares of all ranks form the complete linear, in floats and in blocks; and invalid shares."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ SEEDS = st.integers(0, 99)
 
 
 class Tensors:
-    """A checkpoint of whole numbers, so that sums are exact; [N, K] in blocks of 4 bits if it is asked for them."""
+    """A checkpoint of whole numbers, so that sums are exact; [N, K] in blocks of 4 bits on request."""
 
     path = Path("made up")
     architecture = "made up"
@@ -60,7 +60,7 @@ def blocks(rng, columns, depth):
 
 
 def named(linear, name="linear"):
-    """The linear as a module "block.linear" of a decoder."""
+    """Add the linear as a module "block.linear" to a decoder, which names it."""
     block, root = Module(), Module()
     setattr(block, name, linear)
     root.block = block
@@ -77,21 +77,21 @@ def weights(linears, source):
 
 
 def in_blocks(linears, source):
-    """The same shares as `weights`, [K, N], out of blocks."""
+    """Return the same shares as `weights`, [K, N], from blocks."""
     found = [linear.weight.load_blocks(source) for linear in linears]
     assert all(linear.weight.keeps_blocks for linear in linears)
     return [blocks.dequantise().T for blocks in found]
 
 
 def outputs_of(shares, widths, size):
-    """Shares [.., columns] of all ranks, cut into the outputs' slices and put together: every output whole again."""
+    """Rebuild every output from the shares [.., columns] of all ranks, cut into the outputs' slices."""
     cuts = np.cumsum([width // size for width in widths])[:-1]
     parts = [np.split(share, cuts, axis=-1) for share in shares]
     return np.concatenate([np.concatenate(part, axis=-1) for part in zip(*parts, strict=True)], axis=-1)
 
 
 @given(SIZES, FACTORS, FACTORS, SEEDS)
-def test_columns_of_all_ranks_are_the_dense_ones(size, depth, columns, seed):
+def test_columns_of_all_ranks_form_the_dense_linear(size, depth, columns, seed):
     depth, columns = BLOCK_DEPTH * depth, size * columns
     source = Tensors(seed, **{"block.linear.weight": (columns, depth), "block.linear.bias": (columns,)})
     dense = source.read("block.linear.weight").T
@@ -104,7 +104,7 @@ def test_columns_of_all_ranks_are_the_dense_ones(size, depth, columns, seed):
 
 
 @given(SIZES, FACTORS, st.lists(FACTORS, min_size=1, max_size=4), st.booleans(), SEEDS)
-def test_every_output_of_a_merged_linear_is_cut_by_itself(size, depth, widths, is_stored_whole, seed):
+def test_every_output_of_a_merged_linear_is_cut_separately(size, depth, widths, is_stored_whole, seed):
     depth, outputs = BLOCK_DEPTH * depth, {f"part{i}": size * width for i, width in enumerate(widths)}
     stored = {"all": sum(outputs.values())} if is_stored_whole else outputs
     source = Tensors(
@@ -144,7 +144,7 @@ def test_products_of_row_shares_sum_to_the_dense_one(size, depth, columns, seed)
 
 
 @given(SIZES, FACTORS, FACTORS, SEEDS)
-def test_a_replicated_linear_is_whole_on_every_rank(size, depth, columns, seed):
+def test_replicated_linear_is_complete_on_every_rank(size, depth, columns, seed):
     depth *= BLOCK_DEPTH
     source = Tensors(seed, **{"block.linear.weight": (columns, depth)})
     rows = np.random.default_rng(seed).permutation(columns)
@@ -155,8 +155,8 @@ def test_a_replicated_linear_is_whole_on_every_rank(size, depth, columns, seed):
 
 
 @given(SIZES, st.integers(1, 6), st.integers(1, 6), st.sampled_from([2, 10, 32]), st.booleans(), SEEDS)
-def test_every_query_head_is_once_somewhere_beside_its_own_key_head(size, groups, group, dim, is_stored_whole, seed):
-    """The projection of heads and that of their results: no head is lost, doubled or read with another's key."""
+def test_every_query_head_is_on_one_rank_with_its_key_head(size, groups, group, dim, is_stored_whole, seed):
+    """No head of the projections is lost, duplicated or paired with another's key."""
     num_heads, hidden = groups * group, BLOCK_DEPTH
     widths = {"q_proj": num_heads * dim, "k_proj": groups * dim, "v_proj": groups * dim}
     stored = {"qkv_proj": sum(widths.values())} if is_stored_whole else widths
@@ -204,12 +204,12 @@ def test_every_query_head_is_once_somewhere_beside_its_own_key_head(size, groups
         (8, 4, 2, (4, 2)),
         (8, 2, 4, (2, 1)),  # each key head on two ranks
         (9, 3, 2, (6, 2)),  # SmolLM2-135M: a group of zeros
-        (9, 3, 4, (3, 1)),  # the last rank has zeros alone
+        (9, 3, 4, (3, 1)),  # the last rank has only zeros
         (14, 2, 4, (4, 1)),  # Qwen2.5-0.5B: seven query heads on two ranks, with one of zeros
         (3, 1, 4, (1, 1)),  # more ranks than heads
     ],
 )
-def test_how_many_heads_a_rank_has(num_heads, num_kv_heads, size, local):
+def test_number_of_heads_on_a_rank(num_heads, num_kv_heads, size, local):
     for rank in range(size):
         share = share_heads(num_heads, num_kv_heads, 64, Ranks(rank, size))
         assert (share.num_heads, share.num_kv_heads) == local
@@ -224,8 +224,8 @@ def test_blocks_that_a_share_would_cut_are_not_kept():
 
 
 @given(st.integers(1, 6), st.data())
-def test_a_share_in_blocks_is_the_same_share(num_blocks, data):
-    """Of an axis of blocks of 4, with padding; a share of whole blocks always has one, any other never."""
+def test_share_in_blocks_is_the_same_share(num_blocks, data):
+    """The axis has blocks of 4, with padding; a share of complete blocks always has one, any other never."""
     size = 4 * num_blocks
     picked = data.draw(st.lists(st.integers(0, num_blocks), min_size=1, max_size=5))
     share = Share(num_blocks, np.array(picked)).spread(4)
@@ -246,13 +246,13 @@ def test_every_output_that_cannot_be_shared_is_named():
 
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0), (0, 1025), (0.0, 1), (True, 2)])
-def test_there_is_no_such_rank(rank, size):
+def test_invalid_rank_is_refused(rank, size):
     with pytest.raises(ConfigError, match="rank"):
         Ranks(rank, size)
 
 
-def test_one_rank_reads_the_tensors_as_they_are():
-    """Without a copy: a checkpoint may be larger than what is left of the memory."""
+def test_single_rank_reads_the_tensors_without_a_copy():
+    """A checkpoint may be larger than the free memory."""
     source = Tensors(**{"block.linear.weight": (4, 6)})
     linear = named(RowParallelLinear(6, 4, ALONE))
     assert np.shares_memory(linear.weight.load(source), source.read("block.linear.weight"))

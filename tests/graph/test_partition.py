@@ -1,4 +1,4 @@
-"""How a decoder is cut: by rule, and where its modules were placed."""
+"""Cuts of a decoder: by rule, and by the placement of its modules."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_l_layers_make_l_plus_1_static_and_l_dynamic_subgraphs(layers):
     }
 
 
-def test_a_static_subgraph_reaches_from_one_attention_to_the_next():
+def test_static_subgraph_reaches_from_one_attention_to_the_next():
     (middle,) = (s for s in plan_of().subgraphs if s.name == "static.1")
     layers = "model.layers"
     assert [node.name for node in middle.nodes if node.op == "MatMul"] == [
@@ -43,7 +43,7 @@ def test_a_static_subgraph_reaches_from_one_attention_to_the_next():
     assert middle.state == ()
 
 
-def test_a_dynamic_subgraph_is_the_attention_with_its_caches():
+def test_dynamic_subgraph_is_the_attention_with_its_caches():
     plan = plan_of()
     (dynamic,) = (s for s in plan.subgraphs if s.name == "dynamic.1")
     assert [(node.domain, node.op) for node in dynamic.nodes] == [("chunkrt", "CachedAttention")]
@@ -60,7 +60,7 @@ def test_a_dynamic_subgraph_is_the_attention_with_its_caches():
     }
 
 
-def test_the_head_runs_on_rows_of_logits_alone():
+def test_head_runs_on_rows_of_logits_alone():
     plan = plan_of()
     assert [s.rows for s in plan.subgraphs] == ["T"] * 6 + ["R"]
     assert plan.subgraphs[-1].inputs == ("model.norm.output", "logit_rows")
@@ -69,7 +69,7 @@ def test_the_head_runs_on_rows_of_logits_alone():
     assert (plan.vocab_size, plan.context_length) == (61, 64)
 
 
-def test_subgraphs_only_read_what_earlier_ones_wrote():
+def test_subgraphs_only_read_outputs_of_earlier_ones():
     plan = plan_of()
     known = set(plan.inputs)
     assert known == {"input_ids", "position", "logit_rows"}
@@ -100,21 +100,21 @@ def test_one_module_on_the_cpu_splits_its_subgraph_in_three():
     assert plan.subgraphs[index].is_static
 
 
-def test_a_module_next_to_attention_melts_into_it():
+def test_module_next_to_attention_is_fused_with_it():
     plan = plan_of({"model.layers.0.self_attn.o_proj": "cpu"})
     assert len(plan.subgraphs) == len(plan_of().subgraphs)
     (dynamic,) = (s for s in plan.subgraphs if s.name == "dynamic.0")
     assert [node.op for node in dynamic.nodes] == ["CachedAttention", "MatMul", "Add"]
 
 
-def test_the_whole_decoder_on_the_cpu_melts():
+def test_decoder_on_the_cpu_is_fused():
     plan = plan_of(ALL_ON_CPU)
-    # The head runs on rows of logits, so it stays a subgraph of its own; so does what a module placed itself.
+    # The LM head runs on rows of logits, so it stays a separate subgraph; so does a module with its own placement.
     assert [(s.name, s.device, s.rows) for s in plan.subgraphs] == [("dynamic.0", "cpu", "T"), ("head", "cpu", "R")]
     assert len(plan.subgraphs[0].state) == 4
 
 
-def test_a_layer_is_placed_with_all_below_it():
+def test_layer_is_placed_with_all_below_it():
     plan = plan_of({"model.layers.1": "cpu"})
     devices = {node.name: s.device for s in plan.subgraphs for node in s.nodes}
     assert all(device == "cpu" for name, device in devices.items() if name.startswith("model.layers.1"))
@@ -122,7 +122,7 @@ def test_a_layer_is_placed_with_all_below_it():
     assert devices["model.norm.output"] == "npu"
 
 
-def test_a_module_says_where_it_goes():
+def test_module_may_set_its_own_device():
     decoder = build_decoder(RandomCheckpoint())
     assert decoder.model.layers[0].mlp.down_proj.to("cpu") is decoder.model.layers[0].mlp.down_proj
     plan = partition(trace(decoder), family="llama")

@@ -1,4 +1,4 @@
-"""Placement files: what they say, and what is wrong with them."""
+"""Placement files: their meaning, and their errors."""
 
 import pytest
 
@@ -15,16 +15,16 @@ def decoder():
 
 
 def placed(decoder):
-    """The modules that have a place and would not have one by themselves."""
+    """Return the modules that have a place, except those with one by default."""
     return {m.path: m.device for m in decoder.modules() if m.device and m.path not in ("model.embed_tokens", "lm_head")}
 
 
-def test_a_pattern_places_every_module_it_matches(decoder):
+def test_pattern_places_every_module_it_matches(decoder):
     place(decoder, {"model.layers.*.mlp.down_proj": "cpu"})
     assert placed(decoder) == {f"model.layers.{i}.mlp.down_proj": "cpu" for i in range(2)}
 
 
-def test_a_later_line_wins(decoder, tmp_path):
+def test_later_line_wins(decoder, tmp_path):
     path = tmp_path / "placement.toml"
     path.write_text('"model.layers.*" = "cpu"\n"model.layers.1" = "npu"\n"lm_head" = "npu"\n')
     place(decoder, read_placement(path))
@@ -33,17 +33,17 @@ def test_a_later_line_wins(decoder, tmp_path):
     assert decoder.lm_head.device == "npu"
 
 
-def test_a_later_line_wins_over_what_an_earlier_one_said_of_a_part(decoder):
+def test_later_line_overrides_a_part_of_an_earlier_one(decoder):
     place(decoder, {"model.layers.0.mlp": "cpu", "model.layers.1.mlp": "cpu", "model.layers.0": "npu"})
     assert placed(decoder) == {"model.layers.0": "npu", "model.layers.1.mlp": "cpu"}
 
 
-def test_parts_that_have_a_place_of_their_own_keep_it(decoder):
+def test_parts_with_their_own_place_keep_it(decoder):
     place(decoder, {"": "npu"})
     assert decoder.model.embed_tokens.device == "cpu"
 
 
-def test_a_pattern_that_matches_nothing_offers_the_nearest_path(decoder):
+def test_pattern_that_matches_nothing_offers_the_nearest_path(decoder):
     with pytest.raises(ConfigError, match=r"'model.layers.0.mlp.down' matches no module; did you mean 'model\S+down_p"):
         place(decoder, {"model.layers.0.mlp.down": "cpu"})
 
@@ -58,25 +58,25 @@ def test_a_pattern_that_matches_nothing_offers_the_nearest_path(decoder):
         ("\0", "cannot read the placement file"),
     ],
 )
-def test_a_file_that_is_wrong_is_named_with_what_is_wrong(tmp_path, text, message):
+def test_invalid_file_is_named_with_the_error(tmp_path, text, message):
     path = tmp_path / "placement.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_placement(path)
 
 
-def test_a_file_that_is_not_utf_8(tmp_path):
+def test_file_that_is_not_utf_8(tmp_path):
     path = tmp_path / "placement.toml"
     path.write_bytes(b'"lm_head" = "\xff"')
     with pytest.raises(ConfigError, match="cannot read the placement file"):
         read_placement(path)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_file(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read the placement file .*nowhere.toml"):
         read_placement(tmp_path / "nowhere.toml")
 
 
-def test_a_module_goes_to_a_device_and_nowhere_else():
+def test_module_cannot_be_placed_on_another_device():
     with pytest.raises(ConfigError, match="can be placed on 'npu' or 'cpu', not 'gpu'"):
         Module().to("gpu")

@@ -1,4 +1,4 @@
-"""The plan is plain data: it survives JSON, and what is not a plan is refused."""
+"""The plan is plain data: it survives JSON, and other data is refused."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def test_json_and_back_is_the_same_plan(plan):
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_json_holds_nothing_but_json(plan):
+def test_json_holds_only_json(plan):
     data = json.loads(plan.to_json())
     assert {type(v) for v in data.values()} <= {str, int, bool, list, dict, type(None)}
     assert data["subgraphs"][1]["nodes"][0]["op"] == "RMSNormalization"
@@ -58,10 +58,10 @@ def test_json_holds_nothing_but_json(plan):
         lambda data: data.update(vocab_size="61"),
     ],
 )
-def test_a_plan_with_something_missing_or_unknown_is_damaged(plan, damage):
+def test_plan_with_something_missing_or_unknown_is_damaged(plan, damage):
     data = json.loads(plan.to_json())
     damage(data)
-    with pytest.raises(ModelError, match=r"the plan is damaged \(.*compile the model again"):
+    with pytest.raises(ModelError, match=r"the plan is damaged \(.*recompile the model"):
         Plan.from_json(json.dumps(data))
 
 
@@ -72,24 +72,24 @@ def test_a_plan_with_something_missing_or_unknown_is_damaged(plan, damage):
         lambda parts: parts[4]["state"].append(parts[2]["state"][0]),
     ],
 )
-def test_what_two_subgraphs_write_is_damaged(plan, damage):
+def test_two_subgraphs_with_the_same_output_are_damaged(plan, damage):
     data = json.loads(plan.to_json())
     damage(data["subgraphs"])
-    with pytest.raises(ModelError, match=r"writes what another writes\); compile the model again"):
+    with pytest.raises(ModelError, match=r"writes a tensor that another writes\); recompile the model"):
         Plan.from_json(json.dumps(data))
 
 
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 400])
-def test_a_number_that_no_float_holds_is_damaged(plan, number):
+def test_number_that_no_float_holds_is_damaged(plan, number):
     data = json.loads(plan.to_json())
     node = next(node for part in data["subgraphs"] for node in part["nodes"] if "epsilon" in node["attributes"])
     node["attributes"]["epsilon"] = "EPSILON"
-    with pytest.raises(ModelError, match="its attribute 'epsilon' is no finite number"):
+    with pytest.raises(ModelError, match="its attribute 'epsilon' is not a finite number"):
         Plan.from_json(json.dumps(data).replace('"EPSILON"', number))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"plan"', "{}"])
-def test_what_is_not_a_plan_at_all_is_damaged(text):
+def test_other_json_is_damaged(text):
     with pytest.raises(ModelError, match="the plan is damaged"):
         Plan.from_json(text)
 
@@ -107,7 +107,7 @@ def test_bytes_follow_from_shape_dtype_and_symbols():
         cache.num_bytes(T=1)
 
 
-def test_a_decoder_is_a_chain(plan):
+def test_decoder_is_a_chain(plan):
     size = len(plan.subgraphs)
     assert plan.flow.is_chain
     assert plan.flow.waits_for == ((), *((i,) for i in range(size - 1)))
@@ -116,8 +116,8 @@ def test_a_decoder_is_a_chain(plan):
     assert plan.flow.without_logits.subgraphs == tuple(range(last_state + 1))
 
 
-def test_what_waits_for_what_where_subgraphs_fork_and_join():
-    """0 is read by 1 and 2, these by 3, which reads 0 as well; 4 nobody reads; 3 owns state."""
+def test_dependencies_with_forks_and_joins():
+    """0 is read by 1 and 2, and these by 3, which reads 0 as well; 4 has no readers; 3 owns state."""
     flow = Flow([(), (0,), (0,), (2, 0, 1), (1,)], [False, False, False, True, False])
     assert flow.waits_for == ((), (0,), (0,), (1, 2), (1,))
     assert flow.ancestors == (0b0, 0b1, 0b1, 0b111, 0b11)
@@ -127,7 +127,7 @@ def test_what_waits_for_what_where_subgraphs_fork_and_join():
     assert not flow.is_chain
 
 
-def test_without_state_a_chunk_whose_logits_nobody_wants_is_the_first_subgraph():
+def test_stateless_chunk_without_logits_is_the_first_subgraph():
     assert Flow([(), (0,)], [False, False]).without_logits.subgraphs == (0,)
 
 
@@ -146,7 +146,7 @@ def test_reading_a_plan_needs_no_onnx():
     assert loaded == []
 
 
-def test_raw_keys_switch_attention_and_nothing_else(plan: Plan) -> None:
+def test_raw_keys_change_only_attention(plan: Plan) -> None:
     raw = plan.with_raw_keys()
     assert (plan.has_raw_keys, raw.has_raw_keys) == (False, True)
     assert Plan.from_json(raw.to_json()) == raw.with_raw_keys() == raw
@@ -154,8 +154,8 @@ def test_raw_keys_switch_attention_and_nothing_else(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_compiled_is_read(name):
-    """The forms of operators are those that decoders have."""
+def test_compiled_plan_is_read(name):
+    """The table of operators accepts those of all decoders."""
     plan = plan_checkpoint(checkpoint(name), {}).plan
     for made in (plan, plan.with_raw_keys()):
         assert Plan.from_json(made.to_json()) == made
@@ -163,7 +163,7 @@ def test_what_is_compiled_is_read(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if checkpoint(name).is_dir()])
 def test_num_parameters_counts_the_checkpoints_values_once(name):
-    """All values of the file, which holds a tied table once; RoPE's buffers are no parameters."""
+    """The file's values count once, including a tied table; RoPE's buffers are not parameters."""
     folder = checkpoint(name)
     tensors = load_file(folder / "model.safetensors")
     is_tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings")

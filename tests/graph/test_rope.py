@@ -1,5 +1,5 @@
-"""Inverse frequencies against formulas written down independently, dimension by dimension, and against Transformers'
-logits where a fixture has the rule (tests/engine/test_parity.py)."""
+"""Inverse frequencies against independently written formulas, dimension by dimension, and against Transformers'
+logits if a fixture has the rule (tests/engine/test_parity.py)."""
 
 from math import cos, isclose, pi, sin
 
@@ -23,7 +23,7 @@ def plain(theta, rotary_dim):
 
 
 def llama3(theta, rotary_dim, rule):
-    """As Meta's release of Llama 3.1 writes it (models/llama3/reference_impl/model.py, apply_scaling)."""
+    """Scale as Meta's release of Llama 3.1 does (models/llama3/reference_impl/model.py, apply_scaling)."""
     old = rule["original_max_position_embeddings"]
     longest_kept, shortest_scaled = old / rule["high_freq_factor"], old / rule["low_freq_factor"]
     scaled = []
@@ -45,7 +45,7 @@ def test_without_scaling(theta, head_dim):
     np.testing.assert_allclose(inverse_frequencies({"rope_theta": theta}, head_dim), plain(theta, head_dim), rtol=1e-12)
 
 
-def test_theta_is_10000_unless_told():
+def test_theta_is_10000_by_default():
     np.testing.assert_allclose(inverse_frequencies({}, 8), plain(10000, 8), rtol=1e-12)
 
 
@@ -62,16 +62,16 @@ def test_linear_scaling_divides_by_the_factor():
         {"rope_scaling": LLAMA3 | {"factor": 5e-324}},
     ],
 )
-def test_what_cannot_be_divided_by_is_refused(config):
+def test_invalid_divisors_are_refused(config):
     with pytest.raises(ModelError, match="RoPE"):
         inverse_frequencies(config, 64)
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan")])
-def test_a_checkpoints_divisor_without_a_number_is_refused(value):
+def test_checkpoints_divisor_without_a_number_is_refused(value):
     tables = RotaryTables(inverse_frequencies({}, 4), 8, divisor="rope_freqs.weight")
     tables.declare()
-    with pytest.raises(ModelError, match=r"rope_freqs\.weight.* holds a zero or no number"):
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight.* holds a zero or a value that is not a number"):
         tables.cos.combine(np.array([1.0, value], np.float32))
 
 
@@ -86,32 +86,32 @@ def test_llama3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-def test_the_newer_section_holds_everything():
+def test_newer_section_holds_everything():
     config = {"rope_theta": 1.5, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}}
     np.testing.assert_allclose(inverse_frequencies(config, 8), np.array(plain(300, 8)) / 2, rtol=1e-12)
 
 
-def test_a_part_of_the_dimensions_may_rotate():
+def test_part_of_the_dimensions_may_rotate():
     found = inverse_frequencies({"partial_rotary_factor": 0.5}, 16)
     np.testing.assert_allclose(found, plain(10000.0, 8), rtol=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["yarn", "dynamic", "longrope"])
-def test_an_unknown_rule_is_refused_by_name(rule):
-    with pytest.raises(UnsupportedModelError, match=f"rope scaling '{rule}' is not supported; there are: default, lin"):
+def test_unknown_rule_is_refused_by_name(rule):
+    with pytest.raises(UnsupportedModelError, match=f"rope scaling '{rule}' is not supported; supported: default, lin"):
         inverse_frequencies({"rope_scaling": {"rope_type": rule, "factor": 2.0}}, 8)
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("given", [{"factor": 2.0}, {"type": None, "short_factor": [1.0]}])
-def test_a_factor_without_a_rule_is_refused_by_name(key, given):
+def test_factor_without_a_rule_is_refused_by_name(key, given):
     with pytest.raises(UnsupportedModelError, match=r"rope_scaling gives \w+ = \S+ without a rope_type") as raised:
         inverse_frequencies({key: given}, 8)
     assert raised.value.feature == "rope_scaling"
 
 
 @pytest.mark.parametrize("key", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
-def test_a_missing_number_is_named(key):
+def test_missing_number_is_named(key):
     rule = {name: value for name, value in LLAMA3.items() if name != key}
     with pytest.raises(ModelError, match=f"rope scaling 'llama3' needs '{key}'"):
         inverse_frequencies({"rope_scaling": rule}, 8)
@@ -132,7 +132,7 @@ def test_a_missing_number_is_named(key):
         ({"rope_theta": 10**400}, "rope_theta of RoPE is 1000\\d+, expected a positive"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(config, message):
+def test_invalid_numbers_are_refused(config, message):
     with pytest.raises(ModelError, match=message):
         inverse_frequencies(config, 8)
 
@@ -146,7 +146,7 @@ def test_tables_hold_cosines_and_sines_of_position_times_frequency():
     assert tables.cos.combine().dtype == np.float32
 
 
-def test_a_tensor_of_the_checkpoint_may_divide_the_frequencies():
+def test_tensor_of_the_checkpoint_may_divide_the_frequencies():
     tables = RotaryTables(np.array([1.0, 0.25]), 5, divisor="rope_freqs.weight").named("rope")
     assert tables.cos.checkpoint_tensors == {"rope_freqs.weight": (2,)}
     divided = tables.cos.combine(np.array([1, 4], np.float32))

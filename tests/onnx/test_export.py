@@ -1,4 +1,4 @@
-"""A fixed window computes what the decoder does: Transformers' logits of the fixtures are the truth."""
+"""A fixed window computes the same as the decoder: Transformers' logits of the fixtures are the reference."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ OTHERS = (
 
 
 def whole(name, window):
-    """Settings in which the prompt fits, with slots to spare."""
+    """Return settings in which the prompt fits, with additional slots."""
     length = -(-len(input_ids(name)) // window) * window
     return {"window": window, "sequence": length, "context": length + 5}
 
@@ -50,8 +50,8 @@ def test_float16_is_close(name, opset):
 
 
 @pytest.mark.parametrize("opset", [18, 23])
-def test_norms_take_squares_beyond_float16(opset):
-    """Rows of about 300: their squares are more than 65504, and a mean of them in float16 would be infinite."""
+def test_norms_support_squares_that_exceed_float16(opset):
+    """Rows of about 300 have squares above 65504, so a mean of them in float16 would be infinite."""
     decoder = planned("llama_gqa")
 
     class Loud(Planned):
@@ -71,8 +71,8 @@ def test_norms_take_squares_beyond_float16(opset):
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_left_padding_is_invisible(name, dtype):
-    """By a part of a window, and by two windows that hold nothing else."""
+def test_left_padding_has_no_effect(name, dtype):
+    """Cases are a part of a window, and two windows of padding alone."""
     tokens = input_ids(name)[:17]
     window = Window(planned(name), window=4, sequence=32, context=40, dtype=dtype)
     padded = window.run(tokens, extra_padding=2)
@@ -89,8 +89,8 @@ def test_left_padding_is_invisible(name, dtype):
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_padding_leaves_recurrent_state_alone(name):
-    """Bit for bit: a window of padding alone."""
+def test_padding_leaves_recurrent_state_unchanged(name):
+    """A window of padding alone keeps it bit for bit."""
     window = Window(planned(name), window=8, sequence=16, context=16, dtype="fp32")
     window.step(np.full(8, 3), 0, np.zeros(8, np.int64))
     for state, content in window.states.items():
@@ -100,8 +100,8 @@ def test_padding_leaves_recurrent_state_alone(name):
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("window", [8, 32, 60])
-def test_the_closed_form_of_the_delta_rule_is_stable(window):
-    """One token again and again: keys are alike, and what is inverted is far from the identity."""
+def test_closed_form_of_the_delta_rule_is_stable(window):
+    """With one token repeated, keys are alike, and the inverted matrix is far from the identity."""
     tokens = [7] * 60
     sizes = {"sequence": 64, "context": 64, "dtype": "fp32"}
     row_by_row = Window(planned("qwen3_next"), window=1, **sizes).run(tokens)
@@ -112,7 +112,7 @@ def test_the_closed_form_of_the_delta_rule_is_stable(window):
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2"])
 def test_growing_the_sequence_moves_no_cached_data(name):
-    """A window with a short sequence, and then one that sees more of the same caches."""
+    """A window with a short sequence is followed by one that sees more of the same caches."""
     tokens = np.array(input_ids(name)[:32])
     short = Window(planned(name), window=8, sequence=16, context=40, dtype="fp32")
     long = Window(planned(name), window=8, sequence=40, context=40, dtype="fp32")
@@ -126,7 +126,8 @@ def test_growing_the_sequence_moves_no_cached_data(name):
 
 @pytest.mark.parametrize("opset", [14, 23])
 def test_shift_invariance_after_sliding(tmp_path, opset):
-    """Past the sequence, a layer's result is that of the tokens that are left, wherever they stood before."""
+    """After more tokens than the sequence, the first layer's result is that of the remaining tokens, regardless of
+    their position."""
     decoder = plan_checkpoint(write_folder(tmp_path / "one", num_hidden_layers=1), {})
     sizes = {"window": 4, "sequence": 16, "context": 16, "dtype": "fp32", "opset": opset}
     tokens = np.random.default_rng(0).integers(0, decoder.plan.vocab_size, 48).tolist()
@@ -138,14 +139,15 @@ def test_shift_invariance_after_sliding(tmp_path, opset):
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", ["llama_gqa", "qwen3", "gemma3_window_5"])
 def test_sliding_equals_attention_to_the_same_tokens_at_absolute_positions(name):
-    """In deep decoders too: keys before RoPE, always at the window's places, against keys rotated where they were."""
+    """In deep decoders, keys before RoPE, always at the window's positions, are compared with keys rotated at their
+    original positions."""
     tokens = np.array(input_ids(name))[:64]
     sizes = {"window": 8, "sequence": 24, "context": 24, "dtype": "fp32"}
     at_places = Window(planned(name), **sizes, keys="pre-rope").run(tokens)
     absolute = Window(planned(name), **sizes, keys="post-rope").run(tokens)
     np.testing.assert_allclose(at_places, absolute, rtol=0, atol=1e-5 * max(1, np.abs(absolute).max()))
     if name != "gemma3_window_5":
-        assert np.abs(at_places - expected_logits(name)[:64])[32:].max() > 1e-2  # the oldest have dropped out
+        assert np.abs(at_places - expected_logits(name)[:64])[32:].max() > 1e-2  # the oldest have left the window
 
 
 def test_states_have_the_shapes_of_the_contract():
@@ -165,7 +167,7 @@ def test_states_have_the_shapes_of_the_contract():
     assert {n.replace("present.", "past_key_values.") for n in outputs if n != "logits"} <= types.keys()
 
 
-def test_the_fixture_is_what_is_tested():
-    """A truth that is not there would let everything pass."""
+def test_fixture_has_expected_logits():
+    """Missing expected logits would let every test pass."""
     assert all(expected_logits(name).std() > 0.1 for name in (*FAMILIES, *OTHERS))
     assert checkpoint("llama_gqa").is_dir()

@@ -1,4 +1,4 @@
-"""Exported files: valid at every opset, whole or not there, written with one weight in memory at a time."""
+"""Exported files: valid at every opset, complete or absent, written with one weight in memory at a time."""
 
 import json
 import weakref
@@ -56,7 +56,7 @@ def test_models_are_valid_at_every_opset(name, opset, dtype):
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_onnx_runtime_gives_the_same_at_every_opset(name, opset):
+def test_onnx_runtime_computes_the_same_at_every_opset(name, opset):
     tokens = np.array([input_ids(name)[:8]])
     outputs = []
     for version in {opset, 23}:
@@ -83,7 +83,7 @@ def test_float16_keeps_norms_and_softmax_in_float32_and_casts_no_logits():
         assert logits.dtype == ir.DataType.FLOAT16
 
 
-def test_a_tied_head_is_stored_once():
+def test_tied_head_is_stored_once():
     model = window_model(planned("llama_tied"), WindowSettings(**SIZES))
     assert "lm_head.weight" not in model.graph.initializers
     scaled = window_model(planned("gemma3_window_5"), WindowSettings(**SIZES))
@@ -94,7 +94,7 @@ def test_a_tied_head_is_stored_once():
     "names",
     [("layers.4", "layers.5", "layers.6"), ("stem", "blocks.7", "top"), ("layers.3.a", "layers.3.b", "layers.9")],
 )
-def test_states_are_numbered_whatever_the_family_calls_its_layers(names):
+def test_states_are_numbered_regardless_of_layer_names(names):
     decoder = planned("llama_gqa")
     text = decoder.plan.to_json()
     for index, name in enumerate(names):
@@ -107,7 +107,7 @@ def test_states_are_numbered_whatever_the_family_calls_its_layers(names):
         assert [v.name for v in model.graph.outputs[1:]] == [f"present.{state}" for state in states]
 
 
-def test_metadata_holds_what_a_graph_does_not_say():
+def test_metadata_holds_plan_settings_and_frequencies():
     decoder = planned("phi3_longrope_long")
     model = window_model(decoder, WindowSettings(**SIZES))
     assert model.producer_name == "chunkrt"
@@ -148,13 +148,13 @@ def test_external_data_is_loaded_again(tmp_path, name):
 
 @pytest.mark.parametrize("external_data", [True, False])
 def test_weights_are_read_when_the_model_is_written_and_dropped_at_once(tmp_path, external_data):
-    """With external data no more than two arrays live at a time: what was loaded and what is written of it."""
+    """With external data at most two arrays live at a time: the loaded one and the written one."""
     alive, most, loaded = set(), 0, []
 
     class Counting(Planned):
         def load(self, name):
             nonlocal most
-            weight = super().load(name) + np.float32(0)  # an array of its own, not one that the checkpoint maps
+            weight = super().load(name) + np.float32(0)  # a private array, not a map of the checkpoint
             alive.add(id(weight))
             weakref.finalize(weight, alive.discard, id(weight))
             most = max(most, len(alive))
@@ -175,7 +175,7 @@ def test_weights_are_read_when_the_model_is_written_and_dropped_at_once(tmp_path
     assert all(loaded.count(name) == 1 for name in weights if ".rope." not in name)
 
 
-def test_more_than_one_file_holds_is_an_error(tmp_path, monkeypatch):
+def test_model_that_exceeds_one_file_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(save_module, "LARGEST_FILE", 10_000)
     model = window_model(planned("llama_gqa"), WindowSettings(**SIZES))
     with pytest.raises(ConfigError, match="one ONNX file holds 2 GB; use --external-data"):
@@ -185,7 +185,7 @@ def test_more_than_one_file_holds_is_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("external_data", [True, False])
-def test_nothing_is_left_of_an_export_that_failed(tmp_path, external_data):
+def test_failed_export_leaves_no_files(tmp_path, external_data):
     decoder = planned("llama_gqa")
 
     class Failing(Planned):
@@ -193,13 +193,13 @@ def test_nothing_is_left_of_an_export_that_failed(tmp_path, external_data):
             return super().load(name) * np.float32(1e9 if name.endswith("down_proj.weight") else 1)
 
     failing = Failing(source=decoder.source, decoder=decoder.decoder, plan=decoder.plan)
-    with pytest.raises(QuantizationError, match=r"down_proj.weight holds .*beyond float16's 65504"):
+    with pytest.raises(QuantizationError, match=r"down_proj.weight holds .*which exceeds float16's 65504"):
         save_model(window_model(failing, WindowSettings(**SIZES)), tmp_path / "d.onnx", external_data=external_data)
     assert not list(tmp_path.iterdir())
 
 
-def test_static_subgraphs_are_the_plans_own(tmp_path):
-    """Each gives what the reference's operators give for the same inputs."""
+def test_static_subgraphs_equal_the_plans(tmp_path):
+    """Each computes the same as the reference's operators for the same inputs."""
     decoder = planned("llama_gqa")
     files = save_static_subgraphs(decoder, tmp_path, SubgraphSettings(window=8, dtype="fp32"))
     static = [s.name for s in decoder.plan.static_subgraphs]
@@ -220,7 +220,7 @@ def test_static_subgraphs_are_the_plans_own(tmp_path):
 
 
 def test_static_subgraphs_are_written_all_or_none(tmp_path):
-    """What comes in between (here Ctrl-C, with the second of them) leaves nothing behind."""
+    """An interruption (here Ctrl-C, at the second one) leaves no files."""
     done = []
 
     def interrupt(number, total):
@@ -235,7 +235,7 @@ def test_static_subgraphs_are_written_all_or_none(tmp_path):
 
 
 def reference(decoder, subgraph, inputs):
-    """Its outputs by the operators of the reference backend."""
+    """Return its outputs from the operators of the reference backend."""
     from chunkrt.compile.calibrate import run_node
 
     values = {"": None, **inputs, **{name: decoder.load(name) for name in subgraph.weights}}
@@ -246,14 +246,14 @@ def reference(decoder, subgraph, inputs):
 
 
 def dynamic_decoder(folder, **config):
-    """Heads of as many dimensions as ONNX Runtime's attention rotates."""
+    """Return a decoder whose heads have a number of dimensions that ONNX Runtime's attention supports."""
     return plan_checkpoint(write_folder(folder, **{"head_dim": 16, **config}), {})
 
 
 @pytest.mark.parametrize("opset", [14, 23])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("sizes", [{}, {"model_type": "mistral", "sliding_window": 5}], ids=["all", "window"])
-def test_the_dynamic_form_equals_a_window_that_holds_all(tmp_path, sizes, dtype, opset):
+def test_dynamic_form_equals_a_window_of_the_context(tmp_path, sizes, dtype, opset):
     decoder = dynamic_decoder(tmp_path / "tiny", **sizes)
     model = dynamic_model(decoder, DynamicSettings(context=64, dtype=dtype, opset=opset))
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
@@ -283,12 +283,12 @@ def test_the_dynamic_form_equals_a_window_that_holds_all(tmp_path, sizes, dtype,
 
 
 def saved(decoder, path, **settings):
-    """A window's file."""
+    """Save a window to a file."""
     save_model(window_model(decoder, WindowSettings(**settings)), path)
     return path
 
 
-def test_what_has_no_dynamic_form_is_refused_by_name():
+def test_unsupported_dynamic_form_is_refused_by_name():
     with pytest.raises(UnsupportedModelError, match=r"lfm2 has layers of linear attention.*fixed window"):
         dynamic_model(planned("lfm2"), DynamicSettings(context=64))
     with pytest.raises(UnsupportedModelError, match=r"its heads have \d+ dimensions"):
@@ -306,12 +306,12 @@ def test_what_has_no_dynamic_form_is_refused_by_name():
         ({"keys": "roped"}, "--keys is 'roped', expected pre-rope or post-rope"),
     ],
 )
-def test_settings_that_make_no_sense(wrong, message):
+def test_invalid_settings(wrong, message):
     with pytest.raises(ConfigError, match=message):
         WindowSettings(**SIZES | wrong)
 
 
-def test_a_sequence_beyond_the_models_context():
+def test_sequence_that_exceeds_the_models_context():
     with pytest.raises(ConfigError, match="--sequence is 129, longer than the model's context of 128"):
         window_model(planned("llama_gqa"), WindowSettings(window=1, sequence=129, context=200))
     window_model(planned("llama_gqa"), WindowSettings(window=1, sequence=128, context=200))

@@ -1,4 +1,5 @@
-"""What float16 cannot hold is found before it is written, though ONNX Runtime computes float16 by float32 on a CPU."""
+"""Overflows of float16 are found before a model is written, although ONNX Runtime computes float16 in float32 on a
+CPU."""
 
 import numpy as np
 import onnx_ir as ir
@@ -18,7 +19,7 @@ SIZES = {"window": 8, "sequence": 24, "context": 32}
 
 
 def loud(weight, factor, name="llama_gqa"):
-    """A decoder of which weights of one name are so many times what they are."""
+    """Return a decoder that multiplies the weights of one name by a factor."""
     decoder = planned(name)
 
     class Loud(Planned):
@@ -31,8 +32,8 @@ def loud(weight, factor, name="llama_gqa"):
 @pytest.mark.sampled(every=11)
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3_next_experts", "gemma3_scaled"])
-def test_what_is_computed_is_the_decoder(name, opset):
-    """In float16, step by step: near what ONNX Runtime gives by float32, and none of the fixtures is refused."""
+def test_check_evaluates_the_decoder(name, opset):
+    """Evaluated in float16, step by step, results are near ONNX Runtime's float32, and no fixture is refused."""
     settings = WindowSettings(window=8, sequence=8, context=8, opset=opset)
     model = window_model(planned(name), settings)
     feeds = {v.name: np.zeros(v.shape.numpy(), v.dtype.numpy()) for v in model.graph.inputs}
@@ -59,30 +60,30 @@ def test_what_is_computed_is_the_decoder(name, opset):
         ("lm_head.weight", 1e5, "logits"),
     ],
 )
-def test_what_overflows_is_named_with_its_magnitude(weight, factor, value, opset):
+def test_overflow_is_named_with_its_magnitude(weight, factor, value, opset):
     with pytest.raises(
-        QuantizationError, match=rf"^{value}\S* (reaches|holds) [\d.e+]+.*beyond float16's 65504"
+        QuantizationError, match=rf"^{value}\S* (reaches|holds) [\d.e+]+.*which exceeds float16's 65504"
     ) as raised:
         check_float16(loud(weight, factor), WindowSettings(**SIZES, opset=opset))
     assert "\n" not in str(raised.value)
     check_float16(loud(weight, factor), WindowSettings(**SIZES, opset=opset, dtype="fp32"))
 
 
-def test_onnx_runtime_does_not_tell():
-    """Why it is not asked: the residual stream is beyond float16, and its CPU provider gives finite logits."""
+def test_onnx_runtime_does_not_detect_overflow():
+    """This is why it is not used: the residual stream exceeds float16, and its CPU provider returns finite logits."""
     decoder = loud("down_proj.weight", 1e4)
     assert np.isfinite(Window(decoder, **SIZES, dtype="fp16").run(input_ids("llama_gqa")[:8])).all()
-    with pytest.raises(QuantizationError, match="beyond float16"):
+    with pytest.raises(QuantizationError, match="exceeds float16"):
         check_float16(decoder, WindowSettings(**SIZES))
 
 
 @pytest.mark.parametrize("settings", [DynamicSettings(context=64), SubgraphSettings(window=4)])
-def test_the_other_forms_are_tried_by_a_window(settings):
+def test_other_forms_are_checked_by_a_window(settings):
     with pytest.raises(QuantizationError, match=r"down_proj\.output reaches"):
         check_float16(loud("down_proj.weight", 1e5), settings)
 
 
-def test_the_cost_is_that_of_one_short_window_however_long_the_export_is(monkeypatch):
+def test_check_costs_one_short_window_for_any_export(monkeypatch):
     made = []
 
     def short(planned, settings):
@@ -116,7 +117,7 @@ def test_memory_holds_one_weight_at_a_time(monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["-o", "--static-subgraphs"])
-def test_the_command_refuses_in_one_line_and_writes_nothing(tmp_path, monkeypatch, form):
+def test_command_refuses_in_one_line_and_writes_no_file(tmp_path, monkeypatch, form):
     decoder = loud("down_proj.weight", 1e5)
     monkeypatch.setattr("chunkrt.compile.compiler.plan_checkpoint", lambda *arguments: decoder)
     target = tmp_path / ("d.onnx" if form == "-o" else "parts")

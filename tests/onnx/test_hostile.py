@@ -1,4 +1,4 @@
-"""ONNX files that are damaged or made to harm: one line of error each, and no memory to speak of."""
+"""Damaged or malicious ONNX files: one line of error each, and no significant memory."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ from chunkrt.onnx.importing import import_decoder
 FIXTURES = Path(__file__).parents[1] / "data" / "onnx"
 SOURCES = ("genai_llama_fp32", "genai_llama_int4", "optimum_llama_fp32", "optimum_llama_int8")
 ROOM_BYTES = 3 * 2**29
-"""Of address space, above what an interpreter with ONNX Runtime has: a file of 200 KB can ask for no more."""
+"""Address space above that of an interpreter with ONNX Runtime; a file of 200 KB must not need more."""
 
 
 @pytest.fixture(params=["genai_llama_fp32", "optimum_llama_fp32"])
@@ -77,7 +77,7 @@ def test_truncated_external_data(tmp_path):
     assert_refused(folder, "model.onnx.data")
 
 
-def test_something_else_under_the_name(folder):
+def test_other_content_under_the_name(folder):
     (folder / "model.onnx").write_bytes(b"GGUF" + bytes(1000))
     assert_refused(folder)
 
@@ -231,13 +231,13 @@ DAMAGES = [damage for damage in DAMAGES if damage is not with_data_at]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_graph(folder, damage):
+def test_damaged_graph(folder, damage):
     change(folder, damage)
     assert_refused(folder)
 
 
 def a_billion_of(op):
-    """A value of 10^9 elements that the first norm would be multiplied by."""
+    """Return an edit that multiplies the first norm by a value of 10^9 elements."""
 
     def edit(graph):
         node = next(node for node in graph.node if node.op_type == "MatMul" and "proj" in node.name)
@@ -278,7 +278,7 @@ def test_values_of_a_billion_elements_take_no_memory(folder, op):
 @pytest.mark.sampled(every=7)
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is bounded on Linux alone")
 @pytest.mark.parametrize("damage", [with_a_cycle, with_a_weight_of_a_billion, with_a_billion_in_its_states])
-def test_the_command_line_says_it_in_one_line(folder, damage):
+def test_command_line_reports_it_in_one_line(folder, damage):
     change(folder, damage)
     ended = run_bounded(folder)
     assert ended.returncode == 1, ended.stderr[-2000:]
@@ -288,7 +288,7 @@ def test_the_command_line_says_it_in_one_line(folder, damage):
 
 
 def run_bounded(folder):
-    """`chunkrt run` of a model, in a process of bounded address space, which waits for no other that compiles."""
+    """Run `chunkrt run` on a model, in a process of bounded address space, without waiting for other compilations."""
     program = (
         "import resource, onnx, onnxruntime, numpy, onnx_ir\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
@@ -311,7 +311,7 @@ def run_bounded(folder):
     flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=6),
 )
 def test_flipped_bytes_are_an_error_or_another_model(tmp_path_factory, source, flips):
-    """Weights may hold any bytes; what is a model still is imported, everything else is a ModelError."""
+    """Weights may hold any bytes; a file that is still a model is imported, everything else is a ModelError."""
     folder = copy_of(source, tmp_path_factory.mktemp("flipped"))
     content = bytearray((folder / "model.onnx").read_bytes())
     for place, change_by in flips:

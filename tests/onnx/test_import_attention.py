@@ -1,4 +1,4 @@
-"""Attention in the forms that ONNX has for it, in a decoder of one layer; the truth is ONNX Runtime's own run of it."""
+"""ONNX's forms of attention, in a decoder of one layer; the reference is ONNX Runtime's own run of it."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from chunkrt.onnx.importing import import_decoder, verify
 
 
 def attributes(decoder_file):
-    """The one attention node's, after the import was compared with the original."""
+    """Return the only attention node's attributes, after comparing the import with the original."""
     planned = plan_checkpoint(decoder_file, {})
     assert verify(planned.source, planned.plan, planned.load) < 1e-4
     (node,) = (n for s in planned.plan.subgraphs for n in s.nodes if n.op == "CachedAttention")
@@ -60,7 +60,7 @@ def test_standard_attention_with_a_mask(tmp_path, window):
 
 
 def test_standard_attention_by_head(tmp_path):
-    """Rows are cut into heads and turned before; the rotation is the standard operator's."""
+    """Rows are split into heads and transposed before; the rotation is the standard operator's."""
 
     def attention(decoder, q, k, v):
         heads = [by_head(decoder, value) for value in (q, k, v)]
@@ -72,7 +72,7 @@ def test_standard_attention_by_head(tmp_path):
     assert (found["num_heads"], found["num_kv_heads"]) == (2, 1)
 
 
-def test_a_mask_that_is_not_causal_is_refused(tmp_path):
+def test_mask_that_is_not_causal_is_refused(tmp_path):
     def attention(decoder, q, k, v):
         visible = decoder.node("Not", [causal_mask(decoder)])
         inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, visible, *PAST]
@@ -83,8 +83,8 @@ def test_a_mask_that_is_not_causal_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("window", [1, 5])
-def test_a_mask_that_always_shows_the_first_key_is_refused(tmp_path, window):
-    """An attention sink beside a window."""
+def test_mask_that_always_shows_the_first_key_is_refused(tmp_path, window):
+    """An attention sink in addition to a window is not supported."""
 
     def attention(decoder, q, k, v):
         first = decoder.constant("first", np.arange(64) == 0)
@@ -94,12 +94,12 @@ def test_a_mask_that_always_shows_the_first_key_is_refused(tmp_path, window):
         inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, mask, *PAST]
         return decoder.node("Attention", inputs, outputs=["attended", *PRESENT], q_num_heads=HEADS, kv_num_heads=1)
 
-    with pytest.raises(UnsupportedModelError, match=r"its mask .* is no causal mask"):
+    with pytest.raises(UnsupportedModelError, match=r"its mask .* is not a causal mask"):
         import_decoder(SmallDecoder(attention).save(tmp_path))
 
 
-def test_keys_that_are_appended_before_attention_need_a_mask(tmp_path):
-    """is_causal lets row r see keys 0 .. r, whatever is past: tokens after others would not see themselves."""
+def test_keys_appended_before_attention_need_a_mask(tmp_path):
+    """With is_causal row r sees keys 0 .. r, regardless of the past: tokens after others would not see themselves."""
 
     def attention(decoder, q, k, v):
         heads = [by_head(decoder, x) for x in (rotated(decoder, q, HEADS), rotated(decoder, k, 1), v)]
@@ -122,7 +122,7 @@ def test_attention_without_a_mask_is_refused(tmp_path):
         import_decoder(SmallDecoder(attention).save(tmp_path))
 
 
-def test_positions_that_do_not_count_on_are_refused(tmp_path):
+def test_non_consecutive_positions_are_refused(tmp_path):
     def attention(decoder, q, k, v):
         twice = decoder.node("Add", ["position_ids", "position_ids"])
         inputs = [decoder.node("RotaryEmbedding", [x, twice, "cos", "sin"], domain=CONTRIB) for x in (q, k)]
@@ -132,7 +132,7 @@ def test_positions_that_do_not_count_on_are_refused(tmp_path):
         import_decoder(SmallDecoder(attention).save(tmp_path))
 
 
-def test_operators_that_are_known_are_refused_where_they_mean_something_else(tmp_path):
+def test_known_operators_with_another_meaning_are_refused(tmp_path):
     def attention(decoder, q, k, v):
         return grouped(decoder, rotated(decoder, q, HEADS), rotated(decoder, k, 1), v)
 
@@ -155,7 +155,7 @@ def test_operators_that_are_known_are_refused_where_they_mean_something_else(tmp
             import_decoder(file)
 
 
-def test_norms_may_be_written_out_around_attention_that_is_not(tmp_path):
+def test_norms_may_be_decomposed_around_fused_attention(tmp_path):
     class WithNormsWrittenOut(SmallDecoder):
         def norm(self, value):
             last = self.constant(f"last_{len(self.nodes)}", np.array([-1]))

@@ -1,4 +1,4 @@
-"""What is learnt without the weights is what ONNX Runtime says with them."""
+"""Values derived without the weights equal ONNX Runtime's values with them."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from chunkrt.onnx.importing.skeleton import skeleton
 FIXTURES = Path(__file__).parents[1] / "data" / "onnx"
 WRITTEN_OUT = ("llama_fp32", "llama_int8", "llama_uint8", "qwen3_fp32", "phi3_fp32", "gemma3_fp32")
 PROBE = Probe(11, 4)
-"""None of those that sizes are learnt at."""
+"""A probe other than those that sizes are derived from."""
 
 
 def evaluator_of(folder):
@@ -26,7 +26,7 @@ def evaluator_of(folder):
 
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", WRITTEN_OUT)
-def test_positions_masks_and_sizes_are_those_of_the_whole_model(name):
+def test_positions_masks_and_sizes_equal_those_of_the_complete_model(name):
     proto, evaluator, fed = evaluator_of(FIXTURES / f"optimum_{name}")
     names = [name for node in proto.graph.node for name in node.output if name]
     del proto.graph.output[:]
@@ -44,7 +44,7 @@ def test_positions_masks_and_sizes_are_those_of_the_whole_model(name):
             np.testing.assert_array_equal(evaluator.constant(name), expected[name], err_msg=name)
 
 
-def test_no_matrix_is_left_where_only_shapes_are_wanted():
+def test_skeleton_has_no_matrix_for_shape_only_values():
     proto, evaluator, _ = evaluator_of(FIXTURES / "optimum_llama_fp32")
     data = {name for node in proto.graph.node for name in node.output if not evaluator.is_positional(name)}
     light = skeleton(proto, data | {v.name for v in proto.graph.input if v.name != "attention_mask"})

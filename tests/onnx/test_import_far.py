@@ -1,4 +1,4 @@
-"""What a file says of its first few tokens is not taken for granted of all: positions, lengths and sizes far on."""
+"""Positions, lengths and sizes are checked far from the start, not only for the first few tokens."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from chunkrt.errors import UnsupportedModelError
 from chunkrt.onnx.importing import import_decoder
 
 CONTEXT, CHANGE = 128, 100
-"""Positions of these decoders, and the one at which something changes."""
+"""Number of positions of these decoders, and the position at which something changes."""
 
 
 def stopping(decoder, value, last, dtype=np.int64):
@@ -26,7 +26,7 @@ def wrapping(decoder, value, last):
 
 
 def grouped(decoder, q, k, v, *, positions=lambda value: value, length=lambda value: value):
-    """GroupQueryAttention, with what it is told changed."""
+    """Add GroupQueryAttention with changed positions or lengths."""
     told = positions("position_ids")
     q, k = (decoder.node("RotaryEmbedding", [x, told, "cos", "sin"], domain=CONTRIB) for x in (q, k))
     one = decoder.constant("one_1d", np.array([1]))
@@ -38,13 +38,13 @@ def grouped(decoder, q, k, v, *, positions=lambda value: value, length=lambda va
     return decoder.node("GroupQueryAttention", inputs, domain=CONTRIB, outputs=["attended", *PRESENT], **options)
 
 
-def test_a_decoder_that_goes_on_to_its_end_is_imported(tmp_path):
+def test_consistent_decoder_is_imported(tmp_path):
     file = SmallDecoder(grouped, context=CONTEXT).save(tmp_path)
     assert plan_checkpoint(file, {}).plan.context_length == CONTEXT
 
 
 @pytest.mark.parametrize("change", [stopping, wrapping])
-def test_positions_that_change_far_on_are_refused(tmp_path, change):
+def test_positions_that_change_far_from_the_start_are_refused(tmp_path, change):
     def attention(decoder, q, k, v):
         return grouped(decoder, q, k, v, positions=lambda value: change(decoder, value, CHANGE))
 
@@ -55,7 +55,7 @@ def test_positions_that_change_far_on_are_refused(tmp_path, change):
 
 
 @pytest.mark.parametrize("change", [stopping, wrapping])
-def test_lengths_that_change_far_on_are_refused(tmp_path, change):
+def test_lengths_that_change_far_from_the_start_are_refused(tmp_path, change):
     def attention(decoder, q, k, v):
         return grouped(decoder, q, k, v, length=lambda value: change(decoder, value, CHANGE))
 
@@ -64,7 +64,7 @@ def test_lengths_that_change_far_on_are_refused(tmp_path, change):
 
 
 def with_mask_of_keys(keys, decoder, q, k, v):
-    """Standard attention, whose mask is as large as `keys(decoder)` and the rotated rows together."""
+    """Add standard attention, whose mask is as large as `keys(decoder)` and the rotated rows together."""
     turned = rotated(decoder, q, HEADS)
     sizes = [decoder.node("Shape", [keys(decoder)], start=2, end=3), decoder.node("Shape", [turned], start=1, end=2)]
     total = decoder.node("Squeeze", [decoder.node("Add", sizes)])
@@ -86,10 +86,10 @@ def first_keys(decoder):
 
 
 @pytest.mark.parametrize("context", [CONTEXT, None])
-def test_sizes_of_data_are_tried_far_on(tmp_path, context):
-    """A mask as large as a constant slice of the keys: what Shape says of it is no sum of past and length.
+def test_sizes_of_data_are_checked_far_from_the_start(tmp_path, context):
+    """A mask as large as a constant slice of the keys is refused: its size is not a sum of past and length.
 
-    Where no file says how long the context is, they are tried as far as the tables let the decoder run.
+    If no file states the context length, sizes are checked as far as the tables let the decoder run.
     """
     if context is not None:
         (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
@@ -98,13 +98,13 @@ def test_sizes_of_data_are_tried_far_on(tmp_path, context):
         return SmallDecoder(lambda *operands: with_mask_of_keys(keys, *operands), context=CONTEXT)
 
     import_decoder(decoder(all_keys).save(tmp_path))
-    with pytest.raises(UnsupportedModelError, match=r"operator Attention .* its mask .* is no causal mask"):
+    with pytest.raises(UnsupportedModelError, match=r"operator Attention .* its mask .* is not a causal mask"):
         import_decoder(decoder(first_keys).save(tmp_path))
 
 
-@pytest.mark.parametrize("far", [CHANGE, 1000])  # the second is beyond the 128 positions of this decoder
-def test_numbers_that_are_worked_out_and_change_far_on_are_no_constants(tmp_path, far):
-    """A factor that is 1 up to some length and 2 from there on, in a decoder with its attention written out."""
+@pytest.mark.parametrize("far", [CHANGE, 1000])  # the second exceeds the 128 positions of this decoder
+def test_computed_numbers_that_change_far_from_the_start_are_no_constants(tmp_path, far):
+    """The factor is 1 up to some length and 2 from there on, in a decoder with decomposed attention."""
     folder = Path(__file__).parents[1] / "data" / "onnx" / "optimum_llama_fp32"
     model = onnx.load(folder / "model.onnx")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())

@@ -1,4 +1,4 @@
-"""Decoders of ONNX Runtime GenAI's builder give what their original gives under ONNX Runtime."""
+"""Decoders of ONNX Runtime GenAI's builder compute the same as their original on ONNX Runtime."""
 
 import json
 from dataclasses import replace
@@ -19,7 +19,7 @@ from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
 
 def dequantised(model):
-    """The same graph with every matrix of few bits spelled out as floats, by NumPy."""
+    """Return the same graph with every matrix of few bits expanded to floats, by NumPy."""
     tensors = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     for node in list(model.graph.node):
         options = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -40,7 +40,7 @@ def dequantised(model):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "lfm2"])
-def test_an_import_gives_the_logits_of_the_original(family):
+def test_import_computes_the_logits_of_the_original(family):
     name = f"genai_{family}_fp32"
     assert_agrees(FIXTURES / name, load(name))
 
@@ -50,7 +50,7 @@ def test_float16_is_computed_in_float32():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_4_bits_are_what_they_stand_for(family):
+def test_4_bit_weights_equal_their_dequantised_values(family):
     name = f"genai_{family}_int4"
     model = load(name)
     assert any(node.op_type == "MatMulNBits" for node in model.graph.node)
@@ -66,9 +66,9 @@ def test_dequantize_linear_has_the_same_weights_as_blocks():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_plan_is_that_of_the_family(family):
-    """Names, shapes, devices, attributes: all that chunkrt's own decoder of this config has, except that its rotary
-    tables are in the file, and its parameters are counted as the file has them."""
+def test_plan_equals_that_of_the_family(family):
+    """Names, shapes, devices and attributes equal those of chunkrt's own decoder of this config, except that its rotary
+    tables are in the file, and its parameters are counted as in the file."""
     genai = json.loads((FIXTURES / f"genai_{family}_fp32" / "genai_config.json").read_text())["model"]
     found = plan_checkpoint(FIXTURES / f"genai_{family}_fp32", {}).plan
     gate_up = found.tensors["model.layers.0.mlp.gate_up_proj.weight"].shape[1]
@@ -104,7 +104,7 @@ def test_modules_are_placed_by_their_names():
     assert devices["lm_head.output"] == "npu"
 
 
-def test_an_import_that_is_wrong_is_found():
+def test_verification_finds_a_wrong_import():
     right, planned = (plan_checkpoint(FIXTURES / "genai_llama_fp32", {}) for _ in range(2))
     assert verify(right.source, right.plan, right.load) < TOLERANCE
     name = "model.layers.1.mlp.down_proj.weight"
@@ -116,13 +116,13 @@ def test_an_import_that_is_wrong_is_found():
     ("attribute", "value", "reason"),
     [
         ("softcap", 30.0, "its softcap is 30"),
-        ("rotary_interleaved", 1, "rotates neighbours"),
+        ("rotary_interleaved", 1, "rotates adjacent columns"),
         ("smooth_softmax", 1, "its smooth_softmax is 1"),
-        ("do_rotary", 0, "nothing rotates its queries"),
-        ("kv_num_heads", 3, "4 heads of queries and 3 of keys"),
+        ("do_rotary", 0, "its queries and keys are not rotated"),
+        ("kv_num_heads", 3, "4 query heads and 3 key heads"),
     ],
 )
-def test_attention_of_another_kind_is_refused(tmp_path, attribute, value, reason):
+def test_other_attention_is_refused(tmp_path, attribute, value, reason):
     model = load("genai_llama_fp32")
     node = next(n for n in model.graph.node if n.op_type == "GroupQueryAttention")
     kept = [a for a in node.attribute if a.name != attribute]
@@ -134,8 +134,8 @@ def test_attention_of_another_kind_is_refused(tmp_path, attribute, value, reason
         import_decoder(saved(model, tmp_path))
 
 
-def test_lengths_that_are_not_those_of_the_mask_are_refused(tmp_path):
-    """Nothing about a mask is believed that was not tried."""
+def test_lengths_that_differ_from_the_mask_are_refused(tmp_path):
+    """No assumption about a mask is made without a check."""
     model = load("genai_llama_fp32")
     node = next(n for n in model.graph.node if n.op_type == "Sub")
     node.CopyFrom(helper.make_node("Add", node.input, node.output, node.name))
@@ -144,7 +144,7 @@ def test_lengths_that_are_not_those_of_the_mask_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("versions", [[], [helper.make_opsetid("org.example", 1)]])
-def test_an_operator_that_nobody_knows_is_named(tmp_path, versions):
+def test_unknown_operator_is_named(tmp_path, versions):
     model = load("genai_llama_fp32")
     node = next(n for n in model.graph.node if n.op_type == "Sigmoid")
     node.CopyFrom(helper.make_node("Wiggle", node.input, node.output, "odd one", domain="org.example"))
@@ -153,7 +153,7 @@ def test_an_operator_that_nobody_knows_is_named(tmp_path, versions):
         import_decoder(saved(model, tmp_path))
 
 
-def test_a_state_that_nothing_renews_is_refused(tmp_path):
+def test_state_without_an_output_is_refused(tmp_path):
     model = load("genai_llama_fp32")
     kept = [value for value in model.graph.output if value.name != "present.1.key"]
     del model.graph.output[:]
@@ -163,7 +163,7 @@ def test_a_state_that_nothing_renews_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("op", ["MatMul", "SimplifiedLayerNormalization", "Gather"])
-def test_a_node_without_its_inputs_is_one_error(tmp_path, op):
+def test_node_without_its_inputs_is_one_error(tmp_path, op):
     model = load("genai_llama_fp32")
     node = [n for n in model.graph.node if n.op_type == op][-1]
     del node.input[1:]
@@ -172,8 +172,8 @@ def test_a_node_without_its_inputs_is_one_error(tmp_path, op):
 
 
 @pytest.mark.parametrize(("length", "is_believed"), [(4_194_304, True), (2**24, True), (2**24 + 1, False)])
-def test_contexts_of_up_to_2_to_the_24_are_believed(tmp_path, length, is_believed):
-    """Folders and GGUF files have the same bound; this decoder's tables are in its file, and end earlier."""
+def test_contexts_of_up_to_2_to_the_24_are_accepted(tmp_path, length, is_believed):
+    """Folders and GGUF files have the same limit; this decoder's tables are in its file, and end earlier."""
     model = onnx.load(FIXTURES / "genai_llama_fp32" / "model.onnx")
     path, config = saved(model, tmp_path) / "model.onnx", tmp_path / "genai_config.json"
     found = json.loads(config.read_text())

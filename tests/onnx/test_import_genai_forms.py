@@ -1,4 +1,4 @@
-"""Forms that ONNX Runtime GenAI's builder writes by its options: each gives what the plain form gives."""
+"""Forms that ONNX Runtime GenAI's builder writes by its options: each computes the same as the plain form."""
 
 import ml_dtypes
 import numpy as np
@@ -39,13 +39,13 @@ def with_norms_inside(model, *, is_packed=False):
 
 
 def agrees_with(folder, model, truth, tolerance=TOLERANCE):
-    """Check that the import of a model gives the logits of another under ONNX Runtime."""
+    """Check that the import of a model computes the logits of another on ONNX Runtime."""
     saved(model, folder, "genai_qwen3_fp32" if "qwen3" in str(truth) else "genai_llama_fp32")
     assert_agrees(folder, truth if isinstance(truth, onnx.ModelProto) else load(truth), tolerance)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_norms_inside_of_attention_are_those_before_it(tmp_path, is_packed):
+def test_norms_inside_attention_equal_those_before_it(tmp_path, is_packed):
     agrees_with(tmp_path, with_norms_inside(load("genai_qwen3_fp32"), is_packed=is_packed), "genai_qwen3_fp32")
 
 
@@ -53,7 +53,7 @@ def test_norms_inside_of_attention_are_those_before_it(tmp_path, is_packed):
     ("place", "reason"),
     [(10, "a bias of the scores"), (11, "a sink"), (13, "a scale of stored values"), (14, "a norm of queries without")],
 )
-def test_an_extra_input_of_attention_is_refused_by_its_meaning(tmp_path, place, reason):
+def test_extra_input_of_attention_is_refused_by_its_meaning(tmp_path, place, reason):
     model = load("genai_llama_fp32")
     model.graph.initializer.append(numpy_helper.from_array(np.ones(16, np.float32), "extra"))
     node = next(n for n in model.graph.node if n.op_type == "GroupQueryAttention")
@@ -64,7 +64,7 @@ def test_an_extra_input_of_attention_is_refused_by_its_meaning(tmp_path, place, 
 
 
 def pruned(form):
-    """The last hidden row alone is multiplied by the head, as `prune_lm_head` of the builder has it, or as a Slice."""
+    """Multiply only the last hidden row by the LM head, as `prune_lm_head` of the builder does, or with a Slice."""
     model = load("genai_llama_fp32")
     graph = model.graph
     head = next(node for node in graph.node if "logits" in node.output)
@@ -88,11 +88,11 @@ def pruned(form):
 
 
 @pytest.mark.parametrize("form", ["Gather", "Gather of a list", "Slice"])
-def test_a_head_that_is_given_the_last_row_gives_all(tmp_path, form):
+def test_head_on_the_last_row_is_extended_to_all(tmp_path, form):
     agrees_with(tmp_path, pruned(form), "genai_llama_fp32")
 
 
-def test_a_head_that_is_given_the_first_row_is_refused(tmp_path):
+def test_head_on_the_first_row_is_refused(tmp_path):
     model = pruned("Gather")
     last = next(tensor for tensor in model.graph.initializer if tensor.name == "last")
     last.CopyFrom(numpy_helper.from_array(np.array(0, np.int64), "last"))
@@ -100,7 +100,7 @@ def test_a_head_that_is_given_the_first_row_is_refused(tmp_path):
         import_decoder(saved(model, tmp_path))
 
 
-def test_an_output_of_hidden_states_is_left_out_with_one_line(tmp_path, caplog):
+def test_output_of_hidden_states_is_ignored_with_one_line(tmp_path, caplog):
     model = load("genai_llama_fp32")
     head = next(node for node in model.graph.node if "logits" in node.output)
     hidden = head.input[0]
@@ -110,20 +110,20 @@ def test_an_output_of_hidden_states_is_left_out_with_one_line(tmp_path, caplog):
     model.graph.output.append(helper.make_tensor_value_info("hidden_states", onnx.TensorProto.FLOAT, ["b", "t", 64]))
     agrees_with(tmp_path, model, "genai_llama_fp32")
     told = [record.getMessage() for record in caplog.records if "hidden_states" in record.getMessage()]
-    assert set(told) == {"model.onnx: the outputs hidden_states are left out; logits and states are read"}
+    assert set(told) == {"model.onnx: ignoring the outputs hidden_states; logits and states are read"}
 
 
-def test_a_state_that_no_input_takes_is_refused(tmp_path):
+def test_state_without_an_input_is_refused(tmp_path):
     model = load("genai_llama_fp32")
     spare = helper.make_node("Identity", ["present.0.key"], ["present.7.key"], name="spare")
     model.graph.node.append(spare)
     model.graph.output.append(helper.make_tensor_value_info("present.7.key", onnx.TensorProto.FLOAT, None))
-    with pytest.raises(UnsupportedModelError, match=r"its output 'present\.7\.key' is a state that"):
+    with pytest.raises(UnsupportedModelError, match=r"its output 'present\.7\.key' is a state without a counterpart"):
         import_decoder(saved(model, tmp_path))
 
 
 def test_bfloat16_is_computed_and_compared_in_float32(tmp_path):
-    """The truth is the same graph in float32, with weights that ml_dtypes rounded to bfloat16."""
+    """The reference is the same graph in float32, with weights that ml_dtypes rounded to bfloat16."""
     half, rounded = load("genai_llama_fp32"), load("genai_llama_fp32")
     for left, right in zip(half.graph.initializer, rounded.graph.initializer, strict=True):
         if left.data_type == onnx.TensorProto.FLOAT:

@@ -1,4 +1,4 @@
-"""Nodes that change nothing are removed before attention is looked for; inputs of a fixed length are refused."""
+"""Identity nodes are removed before attention is searched for; inputs of a fixed length are refused."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from chunkrt.onnx.importing import import_decoder
 SOURCE = Path(__file__).parents[1] / "data" / "onnx" / "optimum_llama_fp32"
 STATES = tuple(f"past_key_values.{layer}.{kind}" for layer in (0, 1) for kind in ("key", "value"))
 TOLERANCE = 1e-4
-"""Float32 throughout; see `test_import_optimum.py`."""
+"""Tolerance for float32; see `test_import_optimum.py`."""
 
 
 def original_logits(model, tokens):
-    """Return the logits of the first chunk under ONNX Runtime."""
+    """Return the logits of the first chunk on ONNX Runtime."""
     session = ort.InferenceSession(model.SerializeToString())
     fed = {"input_ids": tokens[None], "attention_mask": np.ones((1, len(tokens)), np.int64)}
     fed["position_ids"] = np.arange(len(tokens))[None]
@@ -30,13 +30,13 @@ def original_logits(model, tokens):
 
 
 def constants(graph, **values):
-    """Initializers; returns their names."""
+    """Add initializers; returns their names."""
     graph.initializer.extend(numpy_helper.from_array(np.array(value, np.int64), name) for name, value in values.items())
     return list(values)
 
 
 def behind_states(op, *values, **attributes):
-    """A change that puts a node between each state and its readers; `values` are its other inputs."""
+    """Return a change that puts a node between each state and its readers; `values` are its other inputs."""
 
     def change(graph):
         others = constants(graph, **{f"other_{i}": value for i, value in enumerate(values) if value is not None})
@@ -50,7 +50,7 @@ def behind_states(op, *values, **attributes):
 
 
 def before_outputs(graph):
-    """An Identity between each new state and the output that it is."""
+    """Put an Identity between each new state and its output."""
     for state in STATES:
         present = state.replace("past_key_values", "present")
         for node in graph.node:
@@ -86,7 +86,7 @@ LARGEST = np.iinfo(np.int64).max
         pytest.param(before_outputs, id="Identity before outputs"),
     ],
 )
-def test_a_node_that_returns_its_input_is_no_obstacle(tmp_path, change):
+def test_identity_node_is_no_obstacle(tmp_path, change):
     folder, model = saved(tmp_path, change)
     tokens = np.random.default_rng(5).integers(0, 104, 21)
     with chunkrt.load(folder, npu="reference", scheme="float", chunk_length=8) as engine:
@@ -103,7 +103,7 @@ def test_a_node_that_returns_its_input_is_no_obstacle(tmp_path, change):
         pytest.param(behind_states("Cast", to=TensorProto.FLOAT16), id="Cast"),
     ],
 )
-def test_a_node_that_may_change_its_input_is_not_removed(tmp_path, change):
+def test_node_that_may_change_its_input_is_not_removed(tmp_path, change):
     folder, _ = saved(tmp_path, change)
     with pytest.raises(chunkrt.errors.ModelError):
         import_decoder(folder)
@@ -121,7 +121,7 @@ def fixed(name, axis, size):
     ("name", "axis"), [("input_ids", 1), ("attention_mask", 1), (STATES[0], 2), (STATES[3], 2), ("position_ids", 1)]
 )
 @pytest.mark.parametrize("size", [1, 8])
-def test_an_input_of_a_fixed_length_is_refused_in_one_line(tmp_path, name, axis, size):
+def test_fixed_length_input_is_refused_in_one_line(tmp_path, name, axis, size):
     folder, _ = saved(tmp_path, fixed(name, axis, size))
     message = (
         rf"^model\.onnx: {name} has a fixed length of {size}; only exports with a free number of tokens are imported; "
@@ -132,12 +132,12 @@ def test_an_input_of_a_fixed_length_is_refused_in_one_line(tmp_path, name, axis,
 
 
 @pytest.mark.parametrize("name", ["input_ids", "attention_mask", STATES[1]])
-def test_an_input_of_several_sequences_is_refused(tmp_path, name):
+def test_input_of_several_sequences_is_refused(tmp_path, name):
     folder, _ = saved(tmp_path, fixed(name, 0, 4))
     with pytest.raises(UnsupportedModelError, match=rf"{name} has a fixed batch of 4; export it with a batch of 1"):
         import_decoder(folder)
 
 
-def test_a_fixed_batch_of_one_is_taken(tmp_path):
+def test_fixed_batch_of_one_is_accepted(tmp_path):
     folder, _ = saved(tmp_path, fixed("input_ids", 0, 1))
     import_decoder(folder)

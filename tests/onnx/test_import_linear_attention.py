@@ -1,5 +1,5 @@
-"""Recurrences of com.microsoft's LinearAttention, in what ONNX Runtime GenAI's builder writes for Qwen3.5, and in other
-forms that mean the same; the truth is ONNX Runtime's own run of them."""
+"""Recurrences of com.microsoft's LinearAttention, as ONNX Runtime GenAI's builder writes them for Qwen3.5, and in other
+equivalent forms; the reference is ONNX Runtime's own run of them."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from chunkrt.testing.decoder import RandomCheckpoint
 FIXTURE = Path(__file__).parents[1] / "data" / "onnx" / "genai_qwen3_5_fp32"
 LENGTHS = (1, 31, 33, 95)
 TOLERANCE = 1e-4
-"""Of the largest logit: three layers in float32."""
+"""Tolerance relative to the largest logit: three layers in float32."""
 
 CONFIG = {
     "hidden_size": 32,
@@ -49,7 +49,7 @@ CONFIG = {
 
 
 def load():
-    """The fixture with its data, for a test to change."""
+    """Load the fixture with its data, for a test to change."""
     return onnx.load(FIXTURE / "model.onnx")
 
 
@@ -60,7 +60,7 @@ def saved(model, folder):
 
 
 def feeds(session, tokens):
-    """A first run: text's three positions of a token are the same."""
+    """Return the inputs of a first run: the three positions of a token are equal for text."""
     past = {"past_sequence_length": 0, "kv_cache_dim": 16, "batch_size": 1}
     fed = {"input_ids": tokens[None], "attention_mask": np.ones((1, len(tokens)), np.int64)}
     fed["position_ids"] = np.broadcast_to(np.arange(len(tokens)), (3, 1, len(tokens)))
@@ -81,7 +81,7 @@ def assert_agrees(folder):
 
 
 def attributes(folder):
-    """Those of the first recurrence, after the import was compared with the original."""
+    """Return the attributes of the first recurrence, after comparing the import with the original."""
     planned = plan_checkpoint(folder, {})
     assert verify(planned.source, planned.plan, planned.load) < TOLERANCE
     return next(n for s in planned.plan.subgraphs for n in s.nodes if n.op == "LinearAttention").attributes
@@ -98,7 +98,7 @@ def set_attribute(node, name, value):
 
 
 def replace(model, op, write):
-    """Put the nodes that `write(node, constant)` makes in the place of every node of an operator."""
+    """Replace every node of an operator by the nodes that `write(node, constant)` makes."""
     made = []
 
     def constant(name, values):
@@ -112,12 +112,12 @@ def replace(model, op, write):
     model.graph.node.extend(copies)
 
 
-def test_an_import_gives_the_logits_of_the_original():
+def test_import_computes_the_logits_of_the_original():
     assert_agrees(FIXTURE)
 
 
-def test_the_plan_is_that_of_the_family():
-    """Names, shapes, devices, attributes, and so states: all that chunkrt's own decoder of this config has."""
+def test_plan_equals_that_of_the_family():
+    """Names, shapes, devices and attributes, and so states, equal those of chunkrt's own decoder of this config."""
     found = plan_checkpoint(FIXTURE, {}).plan
     source = RandomCheckpoint(CONFIG)
     source.architecture = "qwen3_5_text"
@@ -129,8 +129,8 @@ def test_the_plan_is_that_of_the_family():
     assert json.loads(found.to_json()) == json.loads(expected.to_json())
 
 
-def test_activation_decay_and_lengths_may_be_written_out(tmp_path):
-    """As an exporter has them that knows the two operators alone; with the epsilon that Qwen3.5 has."""
+def test_activation_decay_and_lengths_may_be_decomposed(tmp_path):
+    """An exporter that knows only the two operators writes this; it has the epsilon of Qwen3.5."""
     model = load()
 
     def silu(node, constant):
@@ -169,7 +169,7 @@ def test_activation_decay_and_lengths_may_be_written_out(tmp_path):
     assert plan_checkpoint(tmp_path, {}).plan.to_json() == plan_checkpoint(FIXTURE, {}).plan.to_json()
 
 
-def test_the_gated_norm_may_be_written_out(tmp_path):
+def test_gated_norm_may_be_decomposed(tmp_path):
     model = load()
 
     def norm(node, constant):
@@ -191,7 +191,7 @@ def test_the_gated_norm_may_be_written_out(tmp_path):
     assert_agrees(saved(model, tmp_path))
 
 
-def test_the_scale_may_be_the_recurrences_own(tmp_path):
+def test_scale_may_be_the_recurrences_own(tmp_path):
     model = load()
     for node in nodes_of(model, "LinearAttention"):
         query = next(n for n in model.graph.node if n.output[0] == node.input[0])
@@ -207,7 +207,7 @@ def test_queries_and_keys_may_have_any_length(tmp_path):
 
 
 @pytest.mark.parametrize("activation", ["silu", "swish", "sigmoid"])
-def test_the_norms_gate_may_have_another_activation(tmp_path, activation):
+def test_norms_gate_may_have_another_activation(tmp_path, activation):
     model = load()
     for node in nodes_of(model, "GatedRMSNorm"):
         set_attribute(node, "activation", activation)
@@ -232,17 +232,17 @@ def norm_by_sums(model):
 
 
 @pytest.mark.parametrize("change", [swap_queries_and_keys, add_a_second_scale, leave_the_activation_out, norm_by_sums])
-def test_what_gives_other_numbers_is_refused(tmp_path, change):
+def test_other_recurrences_are_refused(tmp_path, change):
     """All of these have the shapes and the operators of the gated delta rule."""
     model = load()
     change(model)
     named = r"node '/model/layers\.0/linear_attn/LinearAttention', an operator LinearAttention of .* com\.microsoft"
-    with pytest.raises(UnsupportedModelError, match=f"{named}.* gives other numbers than the gated delta rule"):
+    with pytest.raises(UnsupportedModelError, match=f"{named}.* computes other numbers than the gated delta rule"):
         import_decoder(saved(model, tmp_path))
 
 
 def test_queries_that_change_with_the_length_are_refused(tmp_path):
-    """They are twice as long from 100 tokens on, which is beyond what is run on random rows."""
+    """They are twice as long from 100 tokens on, more than are run on random rows."""
     model = load()
     rule = nodes_of(model, "LinearAttention")[0]
     for name, value in (("far", np.int64(100)), ("one", np.float32(1)), ("two", np.float32(2)), ("axes", [0, 1])):
@@ -257,7 +257,7 @@ def test_queries_that_change_with_the_length_are_refused(tmp_path):
     index = list(model.graph.node).index(rule)
     for node in reversed(made):
         model.graph.node.insert(index, node)
-    with pytest.raises(UnsupportedModelError, match="made of 'factor', which changes with the length"):
+    with pytest.raises(UnsupportedModelError, match="depends on 'factor', which changes with the length"):
         import_decoder(saved(model, tmp_path))
 
 
@@ -266,16 +266,16 @@ def test_queries_that_change_with_the_length_are_refused(tmp_path):
     [
         ("LinearAttention", "update_rule", "delta", "its update_rule is 'delta'"),
         ("LinearAttention", "state_window", 2, "a window of states"),
-        ("LinearAttention", "q_num_heads", 3, "3 heads of queries and keys and 4 of values"),
+        ("LinearAttention", "q_num_heads", 3, "3 query and key heads and 4 value heads"),
         ("CausalConvWithState", "state_window", 2, "a window of states"),
         ("CausalConvWithState", "dilation", 2, "its dilation is 2"),
-        ("CausalConvWithState", "channels_last", 1, "not of rows that were turned"),
+        ("CausalConvWithState", "channels_last", 1, "its input is not rows that were transposed"),
         ("GatedRMSNorm", "activation", "tanh", "its activation is 'tanh'"),
         ("MRotaryEmbedding", "scale", 2.0, "scales positions"),
-        ("MRotaryEmbedding", "interleaved", 1, "rotates neighbours"),
+        ("MRotaryEmbedding", "interleaved", 1, "rotates adjacent columns"),
     ],
 )
-def test_another_kind_is_refused_by_its_name(tmp_path, op, attribute, value, reason):
+def test_other_kind_is_refused_by_its_name(tmp_path, op, attribute, value, reason):
     model = load()
     set_attribute(nodes_of(model, op)[0], attribute, value)
     with pytest.raises(UnsupportedModelError, match=f"an operator {op} of the domain com.microsoft.*{reason}"):
@@ -283,7 +283,7 @@ def test_another_kind_is_refused_by_its_name(tmp_path, op, attribute, value, rea
 
 
 def test_positions_of_images_are_refused(tmp_path):
-    """Each of the three positions of a token must count on as text's do."""
+    """Each of the three positions of a token must be consecutive as in text."""
     model = load()
     spread = numpy_helper.from_array(np.array([1, 2, 1]).reshape(3, 1, 1), "spread")
     model.graph.initializer.append(spread)
@@ -295,7 +295,7 @@ def test_positions_of_images_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("op", ["LinearAttention", "CausalConvWithState"])
-def test_a_state_that_is_no_input_is_refused(tmp_path, op):
+def test_state_that_is_no_input_is_refused(tmp_path, op):
     model = load()
     node = nodes_of(model, op)[0]
     state = next(v for v in model.graph.input if v.name == node.input[3])

@@ -23,7 +23,7 @@ def symbolic(blob, path):
 
 
 def cached(source, tmp_path, link, below=""):
-    """A folder of links as huggingface_hub has it: the snapshot, whose files lie in blobs/ under other names."""
+    """Make a folder of links as huggingface_hub does: the snapshot, whose files are in blobs/ under other names."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "0123abcd" / below
     blobs.mkdir()
     snapshot.mkdir(parents=True)
@@ -35,7 +35,7 @@ def cached(source, tmp_path, link, below=""):
 
 @pytest.mark.parametrize("link", [symbolic, os.link], ids=["symbolic", "hard"])
 @pytest.mark.parametrize("name", ["genai_llama_fp32", "genai_llama_int4", "genai_llama_int4_qdq", "genai_lfm2_fp32"])
-def test_a_snapshot_is_imported_and_agrees_with_its_original(tmp_path, name, link):
+def test_snapshot_is_imported_and_agrees_with_its_original(tmp_path, name, link):
     snapshot = cached(FIXTURES / name, tmp_path, link)
     found, expected = plan_checkpoint(snapshot, {}), plan_checkpoint(FIXTURES / name, {})
     for weight in expected.parameters:
@@ -44,8 +44,8 @@ def test_a_snapshot_is_imported_and_agrees_with_its_original(tmp_path, name, lin
 
 
 @pytest.mark.parametrize("link", [symbolic, os.link], ids=["symbolic", "hard"])
-def test_a_written_out_decoder_in_a_cache(tmp_path, link):
-    """Its parts are run one by one, with data of their own."""
+def test_decomposed_decoder_in_a_cache(tmp_path, link):
+    """Its parts are run one by one, with their own data."""
     source = tmp_path / "source"
     shutil.copytree(FIXTURES / "optimum_llama_fp32", source)
     model = onnx.load(source / "model.onnx")
@@ -57,8 +57,8 @@ def test_a_written_out_decoder_in_a_cache(tmp_path, link):
 
 
 @pytest.mark.parametrize("link", [symbolic, os.link], ids=["symbolic", "hard"])
-def test_an_exported_window_in_a_cache(tmp_path, command, link):
-    """It is compared with itself as it is meant to be run."""
+def test_exported_window_in_a_cache(tmp_path, command, link):
+    """It is compared with itself, run as intended."""
     path = tmp_path / "source" / "decoder.onnx"
     done = command("export", checkpoint("qwen2"), "-o", path, "--dtype", "fp32", "--external-data")
     assert done.status == 0, done.err
@@ -66,7 +66,7 @@ def test_an_exported_window_in_a_cache(tmp_path, command, link):
     assert verify(found.source, found.plan, found.load) < 1e-4
 
 
-def test_a_snapshot_runs_under_a_relative_name(tmp_path, monkeypatch):
+def test_snapshot_runs_under_a_relative_name(tmp_path, monkeypatch):
     snapshot = cached(FIXTURES / "genai_llama_fp32", tmp_path, symbolic)
     monkeypatch.chdir(snapshot.parent)
     with chunkrt.load(snapshot.name, npu="off") as engine:

@@ -1,4 +1,4 @@
-"""Decoders of Optimum give what their original gives under ONNX Runtime, and what is not understood is named."""
+"""Decoders of Optimum compute the same as their original on ONNX Runtime, and unsupported parts are named."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ FIXTURES = Path(__file__).parents[1] / "data" / "onnx"
 FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma3")
 LENGTHS = (1, 31, 33, 95)
 TOLERANCE = 1e-4
-"""Float32 throughout; two layers of sums over at most 64 products, on logits of up to about 8."""
+"""Tolerance for float32: two layers of sums over at most 64 products, on logits of up to about 8."""
 
 
 def tokens_of(length):
@@ -47,15 +47,15 @@ def assert_agrees(folder, model):
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_import_gives_the_logits_of_the_original(family):
+def test_import_computes_the_logits_of_the_original(family):
     folder = FIXTURES / f"optimum_{family}_fp32"
     assert_agrees(folder, (folder / "model.onnx").read_bytes())
 
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
-def test_quantised_weights_are_taken_and_activations_left_as_floats(dtype):
-    """The truth is the original in floats, with weights that NumPy dequantised."""
+def test_quantised_weights_are_used_with_float_activations(dtype):
+    """The reference is the original in floats, with weights that NumPy dequantised."""
     quantised = onnx.load(FIXTURES / f"optimum_llama_{dtype}" / "model.onnx")
     tensors = {t.name: numpy_helper.to_array(t) for t in quantised.graph.initializer}
     truth = onnx.load(FIXTURES / "optimum_llama_fp32" / "model.onnx")
@@ -70,14 +70,14 @@ def test_quantised_weights_are_taken_and_activations_left_as_floats(dtype):
     assert_agrees(FIXTURES / f"optimum_llama_{dtype}", truth.SerializeToString())
 
 
-def test_windows_and_their_lack_are_told_apart():
+def test_windows_are_detected():
     with chunkrt.load(FIXTURES / "optimum_gemma3_fp32", npu="reference", scheme="float") as engine:
         nodes = [node for subgraph in engine.plan.subgraphs for node in subgraph.nodes if node.op == "CachedAttention"]
     assert [node.attributes["window"] for node in nodes] == [20, 0]
 
 
 def changed_copy(tmp_path, change):
-    """The tiny llama with something in its first layer changed, and the files beside it."""
+    """Return a copy of the tiny llama with a change in its first layer, and the files next to it."""
     source = FIXTURES / "optimum_llama_fp32"
     model = onnx.load(source / "model.onnx")
     change(model.graph)
@@ -113,7 +113,7 @@ def with_a_mask_that_shows_what_comes(graph):
 
 
 def late(graph, late, early, *, above=100):
-    """The name of one number for runs that end beyond so many positions, and another for all others."""
+    """Return the name of a number that is `late` for runs that end above so many positions, and otherwise `early`."""
     constants = {"bound": np.int64(above), "late": np.float32(late), "early": np.float32(early)}
     graph.initializer.extend(numpy_helper.from_array(np.array(value), name) for name, value in constants.items())
     nodes = [
@@ -127,7 +127,7 @@ def late(graph, late, early, *, above=100):
 
 
 def put_behind(graph, name, op, operand):
-    """Have the readers of a node's result read it combined with another value."""
+    """Make the readers of a node's result read it combined with another value."""
     node = node_of(graph, name)
     readers = [other for other in graph.node if node.output[0] in other.input]
     for reader in readers:
@@ -173,14 +173,14 @@ def with_a_little_added_to_scores(graph):
         with_a_mask_that_shows_what_comes,
     ],
 )
-def test_what_only_looks_like_attention_is_refused_by_name(tmp_path, monkeypatch, change):
+def test_nodes_that_resemble_attention_are_refused_by_name(tmp_path, monkeypatch, change):
     monkeypatch.setattr("chunkrt.onnx.importing.decomposed.rotary.BLOCK", 32)  # of 128 positions
     folder = changed_copy(tmp_path, change)
     with pytest.raises(UnsupportedModelError, match=r"model\.onnx: node '/model/layers.0/self_attn/Softmax'.*Softmax"):
         import_decoder(folder)
 
 
-def test_an_operator_that_nothing_understands_is_named(tmp_path):
+def test_unsupported_operator_is_named(tmp_path):
     def with_a_cosine(graph):
         node_of(graph, "layers.1/mlp/act_fn/Sigmoid").op_type = "Softsign"
 
@@ -188,7 +188,7 @@ def test_an_operator_that_nothing_understands_is_named(tmp_path):
         import_decoder(changed_copy(tmp_path, with_a_cosine))
 
 
-def test_a_norm_with_another_mean_is_no_norm(tmp_path):
+def test_norm_with_another_mean_is_no_norm(tmp_path):
     def with_a_sum(graph):
         node_of(graph, "layers.1/input_layernorm/ReduceMean").op_type = "ReduceSum"
 
@@ -197,7 +197,7 @@ def test_a_norm_with_another_mean_is_no_norm(tmp_path):
 
 
 def test_activations_on_a_grid_of_the_file_are_refused_by_name(tmp_path):
-    """As ONNX Runtime's static quantisation has them: QuantizeLinear and DequantizeLinear before a product."""
+    """ONNX Runtime's static quantisation writes them: QuantizeLinear and DequantizeLinear before a product."""
 
     def with_rounded_activations(graph):
         product = node_of(graph, "/model/layers.1/mlp/down_proj/MatMul")

@@ -1,4 +1,4 @@
-"""Each pass of the import alone, on graphs of a few nodes; and tensors in the forms that files have them."""
+"""Each pass of the import alone, on graphs of a few nodes; and tensors in the forms of files."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ ROW = RNG.standard_normal(32, np.float32)
 
 
 def draft_of(body, **constants):
-    """`body` in ONNX's text, from rows x [1, T, 32] of the embedding `table` to logits."""
+    """Make a draft from `body` in ONNX's text, from rows x [1, T, 32] of the embedding `table` to logits."""
     text = f"""<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
     decoder (int64[B, T] input_ids) => (float[B, T, V] logits) {{ x = Gather (table, input_ids) {body} }}"""
     proto = onnx.parser.parse_model(text)
@@ -58,7 +58,7 @@ def run(draft, *passes):
 
 
 def weight(draft, node, index=1):
-    """What a node's constant is loaded as."""
+    """Return a node's constant as it is loaded."""
     return draft.weights[node.inputs[index]].parameter(draft.source).load(draft.source)
 
 
@@ -67,21 +67,21 @@ def node_of(draft, op):
     return node
 
 
-def test_identities_and_float_casts_go_and_others_stay():
+def test_identities_and_float_casts_are_removed_and_others_stay():
     draft = draft_of("a = Identity (x) b = Cast <to = 10> (a) c = Cast <to = 1> (b) logits = Relu (c)")
     assert run(draft, drop_identities) == ["Gather", "Relu"]
     draft = draft_of("a = Cast <to = 6> (x) logits = Cast <to = 1> (a)")
     assert "Cast" in run(draft, drop_identities)
 
 
-def test_the_embedding_takes_the_factor_behind_it():
+def test_embedding_includes_the_factor_after_it():
     draft = draft_of("scale = Constant <value = float {3.0}> () logits = Mul (x, scale)")
     assert run(draft, raise_constants, raise_embedding) == ["Gather"]
     np.testing.assert_array_equal(weight(draft, node_of(draft, "Gather"), 0), TABLE * 3)
 
 
 @pytest.mark.parametrize("form", ["MatMul", "Gemm", "Transpose"])
-def test_a_linear_is_matmul_and_add(form):
+def test_linear_is_matmul_and_add(form):
     bodies = {
         "MatMul": "y = MatMul (x, w) logits = Add (b, y)",
         "Gemm": "logits = Gemm <transB = 1> (x, wt, b)",
@@ -94,7 +94,7 @@ def test_a_linear_is_matmul_and_add(form):
     np.testing.assert_array_equal(weight(draft, node_of(draft, "Add")), bias)
 
 
-def test_a_linear_of_integers_is_one_of_what_they_stand_for():
+def test_integer_linear_becomes_a_linear_of_its_values():
     integers, scale, zero = RNG.integers(-128, 128, (32, 64), np.int8), np.float32(0.5), np.int8(3)
     body = """q, s, z = DynamicQuantizeLinear (x) p = MatMulInteger (q, w, z, wz) f = Cast <to = 1> (p)
     both = Mul (s, ws) logits = Mul (f, both)"""
@@ -103,7 +103,7 @@ def test_a_linear_of_integers_is_one_of_what_they_stand_for():
     np.testing.assert_array_equal(weight(draft, node_of(draft, "MatMul")), (integers.astype(np.float32) - 3) * 0.5)
 
 
-def test_a_skip_norm_is_a_sum_and_a_norm():
+def test_skip_norm_is_a_sum_and_a_norm():
     body = """s, a, b, t = com.microsoft.SkipSimplifiedLayerNormalization <epsilon = 0.5> (x, x, w)
     logits = Add (s, t)"""
     draft = draft_of(body, w=ROW)
@@ -114,7 +114,7 @@ def test_a_skip_norm_is_a_sum_and_a_norm():
     assert list(draft.graph)[-1].inputs[1] is list(draft.graph)[1].outputs[0]
 
 
-def test_a_norm_between_reshapes_is_one_of_heads():
+def test_norm_between_reshapes_is_a_head_norm():
     body = """y = MatMul (x, w) h = Reshape (y, by_head) n = RMSNorm (h, g) logits = Reshape (n, by_row)"""
     body = body.replace("RMSNorm", "com.microsoft.SimplifiedLayerNormalization <epsilon = 0.25>")
     draft = draft_of(body, w=WIDE, g=ROW[:16], by_head=np.array([0, -1, 16]), by_row=np.array([0, -1, 64]))
@@ -165,7 +165,7 @@ def n_bits(bits, block, columns, depth, scale_type=np.float16, zeros=None):
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("block", [16, 32, 128])
 @pytest.mark.parametrize("depth", [31, 32, 33, 160])
-def test_few_bits_stand_for_what_the_operator_makes_of_them(bits, block, depth):
+def test_few_bit_weights_equal_the_operators_values(bits, block, depth):
     tensor, packed, scales = n_bits(bits, block, 5, depth)
     expected = np.empty((5, depth), np.float32)
     for n in range(5):
@@ -186,13 +186,13 @@ def test_packed_zero_points_are_read_low_half_first():
 
 
 @pytest.mark.parametrize("block", [32, 64])
-def test_blocks_of_4_bits_are_kept_where_float16_holds_them(block):
+def test_4_bit_blocks_are_kept_if_float16_holds_them(block):
     tensor, _, _ = n_bits(4, block, 6, 128)
     assert tensor.stored_as == "Q4_1"
     np.testing.assert_array_equal(tensor.read_blocks().dequantise(), tensor.read())
 
 
-def test_blocks_whose_scales_float16_does_not_hold_are_no_blocks():
+def test_blocks_with_scales_that_float16_cannot_hold_are_dropped():
     packed, scales = np.zeros((2, 1, 16), np.uint8), np.full((2, 1), 1 / 3, np.float32)
     tensor = n_bits_tensor(
         ir.tensor(packed), ir.tensor(scales), None, shape=(2, 32), bits=4, block_size=32, where="node"
@@ -201,14 +201,14 @@ def test_blocks_whose_scales_float16_does_not_hold_are_no_blocks():
     assert tensor.read_blocks() is None
 
 
-def test_operands_that_do_not_go_together_are_refused():
+def test_mismatched_operands_are_refused():
     packed, scales = ir.tensor(np.zeros((2, 1, 16), np.uint8)), ir.tensor(np.ones((3, 1), np.float32))
     with pytest.raises(ModelError, match="its scales have 3 elements, expected 2"):
         n_bits_tensor(packed, scales, None, shape=(2, 32), bits=4, block_size=32, where="node")
 
 
 @pytest.mark.parametrize(("axis", "block", "shape"), [(0, 0, ()), (1, 0, (8,)), (0, 0, (64,)), (0, 32, (2, 8))])
-def test_dequantize_linear_is_understood_per_tensor_axis_and_block(axis, block, shape):
+def test_dequantize_linear_per_tensor_axis_and_block(axis, block, shape):
     integers = RNG.integers(-128, 128, (64, 8), np.int8)
     scales = RNG.uniform(0.5, 2, shape).astype(np.float32)
     zeros = RNG.integers(-3, 3, shape).astype(np.int8)

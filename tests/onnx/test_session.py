@@ -1,4 +1,4 @@
-"""The loop that drives an exported window: prompts, tokens after them, generation; and the command that exports."""
+"""The loop that drives an exported window: prompts, tokens after them, generation; and the export command."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ from chunkrt.tokenizer.huggingface_folder import read_folder
 
 @pytest.fixture
 def exported(tmp_path):
-    """A function that exports a fixture: name and settings to a path."""
+    """Return a function that exports a fixture: name and settings to a path."""
 
     def export(name, **settings):
         chosen = WindowSettings(**{"sequence": 96, "context": 100, "dtype": "fp32", **settings})
@@ -37,7 +37,8 @@ def exported(tmp_path):
 @pytest.mark.parametrize("keys", ["pre-rope", "post-rope"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_of_any_length_and_tokens_after_them(exported, name, keys):
-    """10 tokens, in two windows of which the first is padded; then a window and a token; after a reset all again."""
+    """10 tokens run in two windows, the first of which is padded; then a window and a token; after a reset all
+    again."""
     session = OnnxSession(exported(name, window=8, keys=keys), exported(name, window=1, keys=keys), threads=2)
     tokens, expected = input_ids(name), expected_logits(name)
     for _ in range(2):
@@ -48,8 +49,8 @@ def test_prompts_of_any_length_and_tokens_after_them(exported, name, keys):
         assert session.position == 0
 
 
-def test_generation_is_the_engines_greedy_text(tmp_path, command):
-    """Through the command line, and against chunkrt in float on another backend."""
+def test_generation_equals_the_engines_greedy_text(tmp_path, command):
+    """It is run through the command line, and compared with chunkrt in float on another backend."""
     folder = write_folder(tmp_path / "tiny")
     for window in (8, 1):
         path = tmp_path / f"w{window}.onnx"
@@ -68,7 +69,7 @@ def test_generation_is_the_engines_greedy_text(tmp_path, command):
     assert list(session.generate(prompt, 20, eos_ids={expected[3]})) == expected[: expected.index(expected[3])]
 
 
-def test_generation_goes_on_beyond_the_sequence(exported):
+def test_generation_continues_after_the_sequence_is_full(exported):
     session = OnnxSession(exported("llama_gqa", window=1, sequence=16, context=16), threads=1)
     tokens = list(session.generate(input_ids("llama_gqa")[:10], 30))
     assert len(tokens) == 30
@@ -78,7 +79,7 @@ def test_generation_goes_on_beyond_the_sequence(exported):
 def test_keys_after_rope_end_with_the_models_context(exported):
     session = OnnxSession(exported("llama_gqa", window=1, sequence=16, context=16, keys="post-rope"), threads=1)
     session.run([5] * 128)
-    with pytest.raises(ConfigError, match=r"129 tokens are beyond the model's context of 128.*pre-rope"):
+    with pytest.raises(ConfigError, match=r"129 tokens exceed the model's context of 128.*pre-rope"):
         session.run([5])
 
 
@@ -91,19 +92,19 @@ def test_states_stay_in_two_sets_of_buffers(exported):
     assert len(both) == 2 * len(session._past)
 
 
-def test_what_does_not_go_together(exported, tmp_path):
+def test_mismatched_files_are_refused(exported, tmp_path):
     eight, one = exported("llama_gqa", window=8), exported("llama_gqa", window=1)
     alone = OnnxSession(eight, threads=1)
     alone.run(input_ids("llama_gqa")[:8])
-    with pytest.raises(ConfigError, match=r"1 tokens after 8 are no whole windows of 8.*--window 1"):
+    with pytest.raises(ConfigError, match=r"1 tokens after 8 do not fill windows of 8.*--window 1"):
         alone.run([1])
-    with pytest.raises(ConfigError, match="there are no tokens"):
+    with pytest.raises(ConfigError, match="no tokens to run"):
         alone.run([])
     with pytest.raises(ConfigError, match="has a window of 8, expected 1"):
         OnnxSession(one, eight)
-    with pytest.raises(ConfigError, match="do not share their caches"):
+    with pytest.raises(ConfigError, match="do not have the same caches"):
         OnnxSession(eight, exported("llama_gqa", window=1, context=99))
-    with pytest.raises(ModelError, match="there is no file"):
+    with pytest.raises(ModelError, match="the file .*nothing.onnx does not exist"):
         OnnxSession(tmp_path / "nothing.onnx")
     (tmp_path / "broken.onnx").write_bytes(eight.read_bytes()[:1000])
     with pytest.raises(ModelError, match=r"ONNX Runtime cannot load .*broken.onnx"):
@@ -115,7 +116,7 @@ def test_what_does_not_go_together(exported, tmp_path):
         OnnxSession(tmp_path / "foreign.onnx")
 
 
-def test_export_for_genai_writes_all_that_it_needs(tmp_path, command):
+def test_export_for_genai_writes_all_needed_files(tmp_path, command):
     folder = write_folder(tmp_path / "tiny", head_dim=16, eos_token_id=[2, 7], bos_token_id=1)
     (folder / "tokenizer_config.json").write_text("{}")
     output = tmp_path / "genai" / "model.onnx"
@@ -134,7 +135,7 @@ def test_export_for_genai_writes_all_that_it_needs(tmp_path, command):
     assert "genai_config.json exists already and belongs to another model" in other.err
 
 
-def test_a_folders_tokenizer_is_copied(tmp_path, command):
+def test_folders_tokenizer_is_copied(tmp_path, command):
     folder = write_folder(tmp_path / "tiny", head_dim=16)
     (folder / "special_tokens_map.json").write_text('{"a": 1}')
     output = tmp_path / "genai" / "model.onnx"
@@ -142,8 +143,9 @@ def test_a_folders_tokenizer_is_copied(tmp_path, command):
     assert (output.parent / "special_tokens_map.json").read_text() == '{"a": 1}'
 
 
-def test_a_gguf_files_tokenizer_becomes_a_folders(tmp_path, command):
-    """A folder of Hugging Face's, read again, is the same; its template begins chats, where a GGUF file's need not."""
+def test_gguf_tokenizer_becomes_a_folders(tmp_path, command):
+    """It is read again as a Hugging Face folder, with the same result; its template begins chats, whereas a GGUF file's
+    may not."""
     source = open_checkpoint(checkpoint("qwen3_gguf"))
     ours = Tokenizer.from_source(source)
     assert command("export", checkpoint("qwen3_gguf"), "-o", tmp_path / "d.onnx").status == 0
@@ -172,7 +174,7 @@ def test_static_subgraphs_from_the_command_line(tmp_path, command):
     ("arguments", "message"),
     [
         ([], "nothing is to be written; name a file with -o, or a folder with --static-subgraphs"),
-        (["-o", "decoder.bin"], "expected a name that ends in .onnx"),
+        (["-o", "decoder.bin"], "expected a name that ends with .onnx"),
         (["-o", "there.onnx"], "there.onnx exists already"),
         (["-o", "d.onnx", "--window", "99", "--context", "50"], "--window is 99 and --sequence 50"),
         (["-o", "d.onnx", "--sequence", "60", "--context", "50"], "the caches cannot hold the sequence"),
@@ -196,7 +198,7 @@ def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, command, arguments,
     assert [path.name for path in tmp_path.iterdir()] == ["there.onnx"]
 
 
-def test_where_nothing_can_be_written_is_told_before_anything_is_computed(tmp_path, monkeypatch, command):
+def test_unwritable_output_is_reported_before_computation(tmp_path, monkeypatch, command):
     def fail(*arguments, **options):
         raise AssertionError("it is computed first")
 
@@ -214,7 +216,7 @@ def test_where_nothing_can_be_written_is_told_before_anything_is_computed(tmp_pa
         expect_one_line(command("export", checkpoint("llama_gqa"), option, path), message)
 
 
-def test_an_engine_directory_is_not_exported(tmp_path, command):
+def test_engine_directory_is_not_exported(tmp_path, command):
     folder = tmp_path / "engine"
     assert command("compile", checkpoint("llama_gqa"), "-o", folder).status == 0
     done = command("export", folder, "-o", tmp_path / "d.onnx")
@@ -222,28 +224,28 @@ def test_an_engine_directory_is_not_exported(tmp_path, command):
     assert "give the checkpoint" in done.err
 
 
-def test_a_window_of_the_whole_context(exported):
-    """No cached slot is kept: the window is all there is."""
+def test_window_of_the_complete_context(exported):
+    """No cached slot is kept: the window is the complete context."""
     path = exported("llama_gqa", window=70, sequence=70, context=70)
     logits = OnnxSession(path, threads=1).run(input_ids("llama_gqa"))
     np.testing.assert_allclose(logits, expected_logits("llama_gqa"), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [[], [-1], [104 * 1000], [1.5], [[1, 2]], "12"])
-def test_what_are_no_tokens_is_one_error_and_changes_nothing(exported, tokens):
+def test_invalid_tokens_are_one_error_and_change_nothing(exported, tokens):
     session = OnnxSession(exported("llama_gqa", window=1), threads=1)
     with pytest.raises(ConfigError, match="token"):
         session.run(tokens)
     assert session.position == 0
 
 
-def test_a_step_of_another_decoder_is_refused(exported):
+def test_step_of_another_decoder_is_refused(exported):
     with pytest.raises(ConfigError, match="exports of different decoders"):
         OnnxSession(exported("llama_gqa", window=8), exported("qwen3", window=1))
 
 
-def test_a_provider_that_is_not_there_is_not_replaced(exported):
-    with pytest.raises(ConfigError, match=r"no provider 'Nope' here; it has .*CPUExecutionProvider"):
+def test_unavailable_provider_is_an_error(exported):
+    with pytest.raises(ConfigError, match=r"no provider 'Nope' here; available: .*CPUExecutionProvider"):
         OnnxSession(exported("llama_gqa", window=1), providers=["Nope"])
 
 

@@ -43,7 +43,7 @@ def test_a_mixture_of_experts_is_equalised_but_not_rotated():
     assert_same(model.run(model.folded(folding))[0], model.run()[0])
     experts = {name for name in folding.rows if ".mlp.gate." in name}
     assert not experts, "their router reads what they read"
-    with pytest.raises(QuantizationError, match=r"post_attention_layernorm.* that only linears can take over"):
+    with pytest.raises(QuantizationError, match=r"post_attention_layernorm.* that only linear layers can absorb"):
         rotated(model)
 
 

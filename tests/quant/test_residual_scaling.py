@@ -122,7 +122,7 @@ def test_without_need_nothing_changes():
     model = model_of("gemma3_scaled")
     calibration = calibration_of(model)
     scaling = residual_scaling(model.plan, calibration)
-    assert str(scaling).endswith(f"{scaling.peak:.6g} and keeps its scale (float16 ends at 65504)")
+    assert str(scaling).endswith(f"{scaling.peak:.6g} and keeps its scale (float16's largest value is 65504)")
     assert scaling.plan(model.plan) is model.plan
     assert scaling.calibration(model.plan, calibration) is calibration
 
@@ -169,7 +169,7 @@ def unusual_model(layer):
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
-        (SquashedLayer, "node 'model.layers.0.squashed' (Sigmoid) reads it, and sees its scale"),
+        (SquashedLayer, "node 'model.layers.0.squashed' (Sigmoid) reads it, and is not invariant to its scale"),
         (SquaredLayer, "node 'model.layers.0.squared' (Mul) multiplies two parts of it"),
     ],
 )
@@ -202,7 +202,7 @@ def test_a_stream_that_no_scale_holds():
 
 def test_the_calibration_of_another_decoder():
     message = (
-        "the calibration knows nothing of 'model.layers.0.post_feedforward_layernorm.output'; calibrate this model anew"
+        "the calibration has no entry for 'model.layers.0.post_feedforward_layernorm.output'; calibrate this model again"
     )
     with pytest.raises(QuantizationError, match="^" + re.escape(message)):
         residual_scaling(model_of("gemma3_scaled").plan, calibration_of(model_of("llama_mha")))

@@ -353,7 +353,7 @@ def test_what_does_not_go_together(
 
 def test_static_schemes_and_measured_profiles_are_refused(device: DeviceProfile) -> None:
     options = {"prompt_length": 32, "chunk_length": 32, "policy": "in_order", "ranks": 2, "link": LINK}
-    with pytest.raises(ConfigError, match="'w8a16' is static, but 2 ranks add partial sums"):
+    with pytest.raises(ConfigError, match="'w8a16' is static, but partial sums of 2 ranks have no grid"):
         simulate(share(0, 2), device, scheme="w8a16", **options)
     measured = MeasuredProfile(
         name="toy",

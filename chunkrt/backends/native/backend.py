@@ -1,4 +1,4 @@
-"""Compiling subgraphs to native programs, and running them."""
+"""Compilation of subgraphs to native programs, and their execution."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class NativeBackend:
     """The C++ core on this machine's processor.
 
     Args:
-        threads: how many threads may compute at once, over all executables of this backend. Results do not
-            depend on it.
-        attention_math: what attention multiplies in; softmax and sums are float32.
-        times: what the programs add the times of their steps to; without it they are not timed.
+        threads: number of threads that may compute at once, over all executables of this backend. Results do not depend
+            on it.
+        attention_math: data type of attention's products; softmax and sums are float32.
+        times: accumulates the times of the programs' steps; None turns timing off.
 
     Raises:
         ConfigError: `threads` is less than 1, or CHUNKRT_FORCE_ISA names kernels that cannot run here.
@@ -39,7 +39,7 @@ class NativeBackend:
     def __init__(self, threads: int, attention_math: AttentionMath = "float32", times: StepTimes | None = None) -> None:
         if threads < 1:
             raise ConfigError(f"the native backend needs at least 1 thread, got {threads}")
-        selected_kernels()  # a forced instruction set that cannot run is an error here, not of some node later
+        selected_kernels()  # report a forced instruction set that cannot run here, not at some node later
         self._pool = ThreadPool(threads)
         self._attention_math: AttentionMath = attention_math
         if attention_math == "bfloat16":
@@ -47,7 +47,7 @@ class NativeBackend:
         self._times = times
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
-        """Yes, if every operator is known and every linear has int8 weights."""
+        """Accept a subgraph if every operator is known and every linear has int8 weights."""
         for node in subgraph.nodes:
             if reason := operators.missing(use_of(node), NATIVE):
                 return Support(ok=False, node=node.name, reason=reason)
@@ -58,10 +58,10 @@ class NativeBackend:
     def compile(
         self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
     ) -> Executable:
-        """Lower the subgraph to one program over the weights where they are mapped.
+        """Lower the subgraph to one program over the memory-mapped weights.
 
         Raises:
-            PartitionError: see `supports`, or operands of a shape or type that an operator does not take.
+            PartitionError: see `supports`; or an operator does not take operands of that shape or type.
         """
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         builder = ProgramBuilder(self._pool, chunk_length, self._times)
@@ -75,7 +75,7 @@ class NativeBackend:
 
 
 class NativeExecutable:
-    """One program; to run it is to put the arrays in its order."""
+    """One program; `run` passes the arrays in the order of its values."""
 
     fixed_length: int | None = None
 
@@ -108,5 +108,5 @@ class NativeExecutable:
             raise self._failure(error) from error
 
     def _failure(self, error: Exception) -> BackendError:
-        what = f"no array was given for {error}" if isinstance(error, KeyError) else str(error)
+        what = f"no array was passed for {error}" if isinstance(error, KeyError) else str(error)
         return BackendError(f"native, {self._name}: {what}")

@@ -1,4 +1,4 @@
-"""What the native kernels find on this processor: which were built, which can run, which are chosen."""
+"""Instruction sets of the native kernels: built, supported by this processor, and chosen."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from chunkrt.errors import ConfigError
 class IsaInfo(TypedDict):
     """One instruction set.
 
-    `built`: its kernels are in this installation. `present`: this processor has it. `supported`: and the operating
-    system allows it.
+    `built`: this installation contains its kernels. `present`: this processor has it. `supported`: the operating system
+    also allows it.
     """
 
     name: str
@@ -32,11 +32,12 @@ class CpuInfo(TypedDict):
 
 
 def cpu_info() -> CpuInfo:
-    """The processor and its kernels.
+    """Return the processor and its kernels.
 
     Returns:
-        `processor`: its name as the operating system gives it. `architecture`: what the kernels were compiled for.
-        `isas`: every instruction set that chunkrt has kernels for. `selected`: the one chosen, by kernel.
+        `processor`: its name as reported by the operating system. `architecture`: the one that the kernels were
+            compiled for.
+        `isas`: every instruction set that chunkrt has kernels for. `selected`: the chosen one, by kernel.
 
     Raises:
         ConfigError: CHUNKRT_FORCE_ISA names an instruction set that is unknown, not built or not supported here.
@@ -57,7 +58,7 @@ def cpu_info() -> CpuInfo:
 
 
 def selected_kernels() -> dict[str, str]:
-    """The instruction set chosen for each kernel. Raises ConfigError as `cpu_info` does."""
+    """Return the instruction set chosen for each kernel. Raises ConfigError as `cpu_info` does."""
     from chunkrt import _native
 
     try:

@@ -1,14 +1,14 @@
-"""Fusion: node sequences that the kernels compute in one go become one node.
+"""Fusion: sequences of nodes that a kernel computes in one step become one node.
 
     MatMul -> Add(bias) -> Add(residual)    Linear(x, weight, bias, residual)
 
-and the products of a gate that are one operator by name (`graph/uses.py`).
+The products of a gate that form one named operator (`graph/uses.py`) are fused too.
 
-Requires: nodes in execution order. Ensures: the same bits as without fusion, except in rows of a linear's input
-that have outliers: the products of these are added after bias and residual, without fusion before them, which rounds in
-another order. Under a static scheme no linear takes part: its result is scaled, and rounded to a grid if it has one,
-before anything is added. Nothing is fused whose inner results are needed elsewhere. A fused node stands where its last
-part stood: its operands are all there then.
+Requires: nodes in execution order. Ensures: the same bits as without fusion, except for rows of a linear's input that
+have outliers. Fusion adds the products of outliers after bias and residual, and no fusion adds them before, which
+rounds differently. Under a static scheme no linear is fused, because its result is scaled, and rounded to its grid if
+it has one, before anything is added. Nodes whose inner results are needed elsewhere are not fused. A fused node takes
+the place of its last part, where all its operands are available.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from chunkrt.quant.scheme import Scheme
 DOMAIN = "chunkrt.native"
 
 Match = tuple[list[Node], Node]
-"""The nodes that are replaced, the last one last, and the node that replaces them."""
+"""Nodes to replace, the last one last, and the node that replaces them."""
 
 
 def fuse(subgraph: Subgraph, plan: Plan, scheme: Scheme) -> list[Node]:
-    """The subgraph's nodes, fused where that is possible."""
+    """Return the subgraph's nodes, fused where that is possible."""
     matches: dict[str, Match] = {}
     for match in _Matcher(subgraph, plan, scheme).matches():
-        # Of two products that one Add joins, the later takes it and the earlier stays as it is.
+        # If one Add joins two products, the later product takes the Add and the earlier one stays unchanged.
         matches[match[1].name] = match
     inner = {part.name for parts, _ in matches.values() for part in parts[:-1]}
     return [matches[n.name][1] if n.name in matches else n for n in subgraph.nodes if n.name not in inner]

@@ -20,14 +20,14 @@ from chunkrt.graph.uses import use_of
 from chunkrt.quant.scheme import LEVELS, Scheme
 
 Emitter = Callable[["Lowering", Node], list[int]]
-"""Appends a node's instructions to the program and returns its outputs' values."""
+"""A function that appends a node's instructions to the program and returns the values of its outputs."""
 
 linear_attentions: dict[str, Emitter] = {}
-"""The same for LinearAttention, by `attn_type`."""
+"""Emitters for LinearAttention, by `attn_type`."""
 
 
 class Lowering:
-    """A subgraph on its way to a program: the builder, and the builder's value of every tensor so far."""
+    """A program under construction: the builder, and the builder's value of every tensor so far."""
 
     def __init__(
         self,
@@ -58,21 +58,21 @@ class Lowering:
         self._values.update(zip(node.outputs, emitter.function(self, node), strict=False))
 
     def value(self, name: str) -> int:
-        """The builder's value of a tensor; a weight becomes a constant when it is first asked for."""
+        """Return the builder's value of a tensor; a weight becomes a constant at its first use."""
         if name not in self._values:
             self._values[name] = self.builder.constant(self.weights.array(name))
         return self._values[name]
 
     def values(self, node: Node) -> list[int]:
-        """The values of a node's inputs."""
+        """Return the values of a node's inputs."""
         return [self.value(name) for name in node.inputs]
 
     def optional_value(self, name: str) -> int | None:
-        """The value of an input that may be absent."""
+        """Return the value of an input that may be absent."""
         return self.value(name) if name else None
 
     def width(self, name: str) -> int:
-        """The size of a tensor's last axis."""
+        """Return the size of a tensor's last axis."""
         return int(self.plan.tensors[name].shape[-1])
 
     def build(self) -> Program:
@@ -83,29 +83,29 @@ class Lowering:
 
 
 def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
-    """Why a node of a known operator cannot be lowered; empty if it can."""
+    """Return why a node of a known operator cannot be lowered; empty if it can."""
     if node.op == "Gelu" and (approximation := node.attributes.get("approximate", "none")) != "tanh":
-        return f"native has Gelu approximated by tanh only, not by {approximation!r}"
+        return f"native supports Gelu with the tanh approximation only, not {approximation!r}"
     rank = len(plan.tensors[node.inputs[0]].shape)
     axis = node.attributes.get("axis")
     if node.op == "Gather" and axis not in (None, 0):
-        return f"native gathers rows (axis 0), not axis {axis}"
+        return f"native gathers rows (axis 0) only, not axis {axis}"
     if node.op in ("Split", "RMSNormalization") and axis not in (-1, rank - 1):
-        return f"native has {node.op} over the last axis only, not over axis {axis} of {rank}"
+        return f"native supports {node.op} over the last axis only, not over axis {axis} of {rank}"
     if node.op in ("MatMul", "ShadowLinear") and plan.tensors[node.inputs[1]].kind != "weight":
-        return f"native multiplies by weights; {node.inputs[1]!r} is computed"
+        return f"native multiplies by weights only; {node.inputs[1]!r} is computed"
     if node.op in ("MatMul", EXPERTS_OP) and scheme.weight_bits is None:
         what = "this linear is" if node.op == "MatMul" else "these experts are"
         return (
-            f"under the scheme {scheme.name!r} {what} not int8 by int8, which is all that native has; use a "
+            f"under the scheme {scheme.name!r} {what} not int8 by int8, the only products of native; use a "
             "quantised scheme such as 'w8a8-dynamic', or --npu onnxrt or --npu reference"
         )
     if node.op == EXPERTS_OP and any(plan.tensors[name].kind != "weight" for name in node.inputs[2:]):
-        return f"native has {EXPERTS_OP} whose experts are weights; these are computed"
+        return f"native supports {EXPERTS_OP} only with weights as experts; these are computed"
     if node.op == "ShadowLinear" and not (scheme.is_static and scheme.activation_bits_of(node.inputs[1]) == 8):
         return (
-            f"under the scheme {scheme.name!r} this linear's activations are not on a static grid of 8 bits, so there "
-            "is nothing that saturation takes from it"
+            f"under the scheme {scheme.name!r} the activations of this linear layer have no static 8-bit grid, so "
+            "no input saturates"
         )
     return ""
 
@@ -127,7 +127,7 @@ _CALLS: dict[str, Callable[..., int]] = {
     "silu_mul": ProgramBuilder.silu_mul,
     "gelu_mul": ProgramBuilder.gelu_mul,
 }
-"""Operators that take what their nodes read, and no attributes."""
+"""Operators that take their nodes' inputs, and no attributes."""
 
 for _operator, _call in _CALLS.items():
     operators.register(_operator, NATIVE)(_emitter(_call))
@@ -177,7 +177,7 @@ def _shadow_linear(lowering: Lowering, node: Node) -> list[int]:
     builder, weights = lowering.builder, lowering.weights
     integers, scale = weights.packed_linear(weight)
     if lowering.scheme.storage_of(weight) == "int4":
-        integers = pack(weights.linear(weight)[0])  # a copy: what a shadow multiplies is a row of int8 here and there
+        integers = pack(weights.linear(weight)[0])  # a copy, because a shadow multiplies only a few rows of int8
     packed, scales = builder.constant(integers), builder.constant(scale)
     input_step = float(weights.array(weight + INPUT_STEP_SUFFIX)[0])
     hot_channels = builder.constant(weights.array(weight + HOT_CHANNELS_SUFFIX))
@@ -228,7 +228,7 @@ def _attention(lowering: Lowering, node: Node) -> list[int]:
 
 
 def _missing_kind(node: Node) -> str:
-    """Why there is no linear attention of a node's kind here; empty if there is."""
+    """Return why native lacks the kind of a linear-attention node; empty if it has it."""
     if (kind := node.attributes["attn_type"]) in linear_attentions:
         return ""
     return f"native has no linear attention of attn_type {kind!r}; it has: {', '.join(sorted(linear_attentions))}"

@@ -1,1 +1,1 @@
-"""Subgraphs as ONNX models, and the backend that runs them by ONNX Runtime."""
+"""Subgraphs as ONNX models, and the backend that runs them with ONNX Runtime."""

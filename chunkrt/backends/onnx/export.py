@@ -1,6 +1,6 @@
-"""From the plan back to ONNX: one model for a subgraph, or for the whole decoder.
+"""Export of the plan to ONNX: one model for a subgraph, or for the complete decoder.
 
-What the NPU compiles, what ONNX Runtime executes as the oracle, and what `chunkrt plan --save-onnx` writes.
+The NPU compiles these models, ONNX Runtime executes them as the oracle, and `chunkrt plan --save-onnx` writes them.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, Tensor
 from chunkrt.graph.tracing import IR_VERSION, OPSET, attribute
 
 PAST = "past"
-"""The symbol of a cache's length where it is an input; the output is longer by the rows just appended. A cache of a
-layer with a window holds all positions here, not a ring."""
+"""Symbol for the length of a cache input; the output is longer by the new rows. In a layer with a window, the cache
+holds all positions here, not a ring."""
 
 PRESENT_SUFFIX = ".present"
-"""Added to a cache's name where it is an output."""
+"""Suffix of a cache's name as an output."""
 
 _CONV_BIAS = 4
-"""Where LinearAttention's inputs have the bias of its convolution."""
+"""Index of the convolution's bias among the inputs of LinearAttention."""
 
 _DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int64": ir.DataType.INT64}
 
 
 def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model:
-    """One ONNX model of consecutive subgraphs.
+    """Build one ONNX model of consecutive subgraphs.
 
-    Ensures: inputs are the values that come from outside, then the caches [kv_heads, past, D] and other state; outputs
-    are the values that leave, then the caches with the new rows appended, and the new state. Weights are initializers
-    without values; see `backends/onnx/scheme.py`. Operators of our domain come with their expansions.
+    Ensures: inputs are the values from outside, then the caches [kv_heads, past, D] and other state; outputs are the
+    values that leave, then the caches with the new rows appended, and the new state. Weights are initializers without
+    values; see `backends/onnx/scheme.py`. Operators of our domain come with their expansions.
     """
     values: dict[str, ir.Value] = {}
 
@@ -73,7 +73,7 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
 
 
 def overload(node: Node) -> str:
-    """Which of several functions of one name defines a node's operator: that of its kind of linear attention."""
+    """Return the overload of the function that defines a node's operator: the one of its kind of linear attention."""
     return str(node.attributes["attn_type"]) if (node.domain, node.op) == (DOMAIN, LINEAR_ATTENTION_OP) else ""
 
 
@@ -98,6 +98,6 @@ def _node(node: Node, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Va
 
 
 def _zero(name: str) -> ir.Node:
-    """What stands for a bias that is absent: a function cannot ask whether an input is there."""
+    """Return a zero in place of an absent bias, because a function cannot test whether an input is present."""
     output = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
     return ir.Node("", "Constant", [], [ir.AttrFloat32s("value_floats", [0.0])], outputs=[output], name=name)

@@ -1,7 +1,7 @@
-"""The operators of our own domain in standard ONNX: what they mean.
+"""The operators of our own domain, defined in standard ONNX.
 
-Each is a function that goes into every model that uses it, so that any ONNX runtime can run the model and Netron can
-open the operator up. RotaryEmbedding and Attention are standard since opset 23.
+Every model that uses one of these functions contains it, so any ONNX runtime can run the model and Netron can expand
+the operator. RotaryEmbedding and Attention are standard since opset 23.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ HeadNorm <epsilon> (x, weight) => (output)
 <domain: "chunkrt", opset_import: ["": 23]>
 CausalConvolution (x, weight, bias, state) => (y, new_state)
 {
-    # x [T, C], weight [C, 1, K]; the state [C, K - 1] is what came before row 0
+    # x [T, C], weight [C, 1, K]; the state [C, K - 1] holds the columns before row 0
     columns = Transpose <perm = [1, 0]> (x)
     window = Concat <axis = 1> (state, columns)
 
@@ -201,7 +201,7 @@ LinearAttention <attn_type, num_k_heads, num_v_heads, head_k_dim, head_v_dim, us
     (qkv, gate, beta, conv_weight, conv_bias, conv_state, recurrent_state) => ({outputs})
 {body}
 """
-"""Its kinds are overloads of one function, which share a name."""
+"""Template of LinearAttention's functions: its kinds are overloads of one name."""
 
 
 @cache
@@ -221,10 +221,10 @@ def _linear_attention(attn_type: str) -> ir.Function:
 
 
 def has_expansion(domain: str, op: str, overload: str = "") -> bool:
-    """Whether an operator is one of those that are defined here.
+    """Return whether this module defines an operator.
 
     Args:
-        overload: of LinearAttention its attn_type.
+        overload: the attn_type of LinearAttention.
     """
     if (domain, op) != (DOMAIN, LINEAR_ATTENTION_OP):
         return domain == DOMAIN and op in _functions()
@@ -235,12 +235,12 @@ def has_expansion(domain: str, op: str, overload: str = "") -> bool:
 
 
 def expansion(op: str, overload: str = "") -> ir.Function:
-    """A fresh copy of the function that defines an operator. Raises KeyError for an unknown one."""
+    """Return a fresh copy of the function that defines an operator. Raises KeyError for an unknown one."""
     return (_linear_attention(overload) if op == LINEAR_ATTENTION_OP else _functions()[op]).clone()
 
 
 def expansions(ops: Iterable[tuple[str, str]]) -> list[ir.Function]:
-    """Fresh copies of the functions that define operators, given as (op, overload), and of those that these use."""
+    """Return fresh copies of functions that define operators, given as (op, overload), and of those that they use."""
     found: dict[tuple[str, str], ir.Function] = {}
     pending = list(ops)
     while pending:

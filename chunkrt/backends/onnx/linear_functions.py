@@ -1,4 +1,4 @@
-"""Linears that are not plain MatMuls, and experts made of them, in standard ONNX: a part of `functions.py`."""
+"""Linears other than plain MatMuls, and experts made of them, in standard ONNX: a part of `functions.py`."""
 
 LINEARS = """
 <domain: "chunkrt", opset_import: ["": 23]>
@@ -81,7 +81,7 @@ MultiplyBlocks (x, scaled_weight, block_minimum) => (y)
 <domain: "chunkrt", opset_import: ["": 23]>
 ShadowLinear (x, weight, step, weight_scale) => (y)
 {
-    # what x exceeds an 8-bit grid by, where it does, times the weight in float
+    # the part of x that exceeds the range of an 8-bit grid, times the weight in float
     levels = Constant <value_float = 127.0> ()
     minus_levels = Constant <value_float = -127.0> ()
     zero = Constant <value_float = 0.0> ()

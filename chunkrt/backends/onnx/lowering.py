@@ -1,6 +1,6 @@
-"""The operators of device `npu`: each as ONNX, for whoever runs ONNX (`qnn`, `onnxrt`).
+"""The operators of device `npu` as ONNX, for the backends that run ONNX (`qnn`, `onnxrt`).
 
-Most are standard. Those of our own domain are functions over standard ONNX, which travel in the model.
+Most are standard. Those of our own domain are functions over standard ONNX, which the model contains.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FUNCTIONS = ("cached_attention", "float_linear", "head_norm", "linear_attention"
 
 
 def standard(node: Node) -> None:
-    """ONNX has the node's operator: it is handed over as it is."""
+    """Accept a node whose operator is standard ONNX: it is passed unchanged."""
 
 
 def expanded(node: Node) -> ir.Function:
-    """The function over standard ONNX that defines the node's operator. Raises KeyError for an unknown one."""
+    """Return the function over standard ONNX that defines the node's operator. Raises KeyError for an unknown one."""
     from chunkrt.backends.onnx.export import overload
     from chunkrt.backends.onnx.functions import expansion
 
@@ -46,14 +46,14 @@ def expanded(node: Node) -> ir.Function:
 
 
 def missing_expansion(node: Node) -> str:
-    """Why ONNX has no function for a node, whose operator is of a kind that nobody wrote one for; empty if it has."""
+    """Return why no ONNX function exists for a node of this kind; empty if one does."""
     from chunkrt.backends.onnx.export import overload
     from chunkrt.backends.onnx.functions import has_expansion
 
     if has_expansion(node.domain, node.op, kind := overload(node)):
         return ""
     of_kind = f" of attn_type {kind!r}" if kind else ""
-    return f"{qualified(node.domain, node.op)}{of_kind} is not standard ONNX and has no expansion into it"
+    return f"{qualified(node.domain, node.op)}{of_kind} is not standard ONNX and has no expansion into standard ONNX"
 
 
 for _name in STANDARD:

@@ -1,8 +1,8 @@
-"""The onnxrt backend: subgraphs as standard ONNX under ONNX Runtime's CPU provider.
+"""The onnxrt backend: subgraphs as standard ONNX on ONNX Runtime's CPU provider.
 
-An implementation that shares no code with ours: the oracle that others are compared with. Weights are handed over
-without a copy, and ONNX Runtime makes its own of quantised ones, in float32. A cache goes in as its used part and comes
-back with the new rows, which are then written in place; a ring goes in with its positions in order.
+It shares no code with our implementations, so it is the oracle for the others. Weights are passed without a copy; ONNX
+Runtime makes its own float32 copy of quantised ones. A cache is passed as its used part, and its new rows are then
+written in place; a ring is passed with its positions in order.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from chunkrt.quant.scheme import Scheme
 
 
 class OnnxRuntimeBackend:
-    """Any plan, on ONNX Runtime's CPU provider."""
+    """Runs any plan on ONNX Runtime's CPU provider."""
 
     name = "onnxrt"
     concurrency: int | None = None
     cache_dtypes: tuple[str, ...] = ("float32", "float16")
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
-        """Yes, if every operator is standard ONNX or has an expansion."""
+        """Accept a subgraph if every operator is standard ONNX or has an expansion."""
         for node in subgraph.nodes:
             if node.domain and (reason := missing_expansion(node)):
                 return Support(ok=False, node=node.name, reason=reason)
@@ -36,11 +36,11 @@ class OnnxRuntimeBackend:
     def compile(
         self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
     ) -> Executable:
-        """One inference session for the subgraph, any number of rows.
+        """Make one inference session for the subgraph and any number of rows.
 
         Raises:
             PartitionError: see `supports`.
-            CompileError: ONNX Runtime refused the model; its own words are in the cause.
+            CompileError: ONNX Runtime refused the model; the cause has its message.
         """
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         return OnnxRuntimeExecutable((subgraph,), plan, scheme, weights)
@@ -62,12 +62,12 @@ class OnnxRuntimeExecutable:
         model = to_onnx(plan, subgraphs, name=name)
         quantize_linears(model, scheme)
         options = ort.SessionOptions()
-        options.intra_op_num_threads = 1  # the executor's workers are the parallelism
+        options.intra_op_num_threads = 1  # the executor's workers run in parallel, so the session has one thread
         options.log_severity_level = 3
-        # Its fused kernels for the QDQ form add pairs of products in saturating 16 bits on many processors.
+        # On many processors, ONNX Runtime's fused kernels for the QDQ form add pairs of products in saturating 16 bits.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         arrays = initializer_values(plan, scheme, weights, list(model.graph.initializers))
-        self._handed = {n: a for n, a in arrays.items() if a.dtype.name != "int4"}  # that is, of NumPy's own dtypes
+        self._handed = {n: a for n, a in arrays.items() if a.dtype.name != "int4"}  # initializers of NumPy's own dtypes
         for weight_name, value in model.graph.initializers.items():
             array = arrays[weight_name]
             if weight_name not in self._handed:
@@ -115,7 +115,7 @@ class OnnxRuntimeExecutable:
                 cache[...] = present
 
     def _past(self, name: str, state: Array, start: int) -> Array:
-        """What a state was before row 0; of a ring, what it has lost is zero, which no row sees."""
+        """Return the state before row 0. Positions that a ring has lost are zero; no row sees them."""
         if name not in self._caches:
             return np.ascontiguousarray(state, dtype=np.float32)
         num_slots = state.shape[1]

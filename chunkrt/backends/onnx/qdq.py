@@ -2,12 +2,12 @@
 
     input -> Quantize -> Dequantize -> MatMul(., Dequantize(weight)) -> Quantize -> Dequantize [-> Mul(column limits)]
 
-Activations are unsigned with their zero in the middle, because that is what Hexagon's matrix unit takes. It has one
-grid for a whole output: columns with grids of their own are brought to the range -1..1 by the weight's scales, and back
-by the Mul. An output that stays in float has neither grid nor Mul.
+Activations are unsigned with their zero in the middle, because Hexagon's matrix unit takes this form. It supports one
+grid for all columns of an output. If columns have grids of their own, the weight's scales bring them to the range
+-1..1, and the Mul brings them back. An output that stays in float has neither grid nor Mul.
 
-Unsigned integers have one more value below zero than above. The shadow of a linear counts from the grid's last level,
-so the input of such a linear is kept from that value by a Max.
+Unsigned integers have one more value below zero than above. A linear's shadow starts from the grid's last level, so a
+Max keeps the input of such a linear from that value.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def insert_qdq(graph: ir.Graph, linear: ir.Node, scheme: Scheme) -> None:
 
 
 class _Builder:
-    """Adds nodes before one that is to be replaced."""
+    """Adds nodes in front of a node that will be replaced."""
 
     def __init__(self, graph: ir.Graph, old: ir.Node) -> None:
         self._graph = graph
@@ -121,7 +121,7 @@ class _Builder:
         return node.outputs[0]
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
-        """Let `new` stand for `old`, under its name, and take the old node away."""
+        """Replace `old` by `new`, which takes its name, and remove the old node."""
         name, new.type, new.shape = old.name, old.type, old.shape
         for index, output in enumerate(self._graph.outputs):
             if output is old:

@@ -1,4 +1,4 @@
-"""ONNX models under a scheme: their linears become what the scheme says, and their initializers get values."""
+"""ONNX models under a scheme: their linears take the scheme's form, and their initializers get values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from chunkrt.quant.scheme import Scheme
 
 MINIMUM_SUFFIX = ".minimum"
 DYNAMIC_FUNCTIONS = ("TakeOutliers", "QuantizeRows", "MultiplyBlocks", "DynamicLinear", "BlockLinear")
-"""What linears of dynamic activations consist of."""
+"""Functions of which linears with dynamic activations consist."""
 
 DYNAMIC_EXPERTS = "DynamicRoutedExperts"
 
@@ -39,13 +39,13 @@ SHADOW_STEP_SUFFIX, SHADOW_SCALE_SUFFIX = ".shadow_step", ".shadow_scale"
 
 
 def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
-    """A pass, in place: make every linear what a scheme says.
+    """Rewrite every linear for a scheme, in place.
 
     Requires: linears are MatMul nodes whose right operand is an initializer. Ensures: the initializers are those of
-    `initializer_values`. Under a dynamic scheme each linear is a DynamicLinear or a BlockLinear, and the functions that
-    define these are in the model. Under a static one each is standard ONNX that quantises and dequantises its input,
-    weight and output: what an NPU's compiler reads. Routed experts are dynamic in either case. Under "float" nothing
-    changes.
+    `initializer_values`. Under a dynamic scheme each linear is a DynamicLinear or a BlockLinear, and the model contains
+    the functions that define these. Under a static scheme each is standard ONNX that quantises and dequantises its
+    input, weight and output, the form for an NPU's compiler. Routed experts are dynamic in either case. Under "float"
+    nothing changes.
     """
     if scheme.weight_bits is None:
         return
@@ -104,7 +104,8 @@ def _make_experts_dynamic(model: ir.Model, node: ir.Node) -> None:
 
 
 def _complete_shadow(graph: ir.Graph, node: ir.Node, weight: ir.Value) -> None:
-    """Its own copy of what is beside the weight: the main half may have folded its output's grid into the scales."""
+    """Give a shadow its own copy of the weight's scale, because the main half may have folded its output's grid into
+    it."""
     assert weight.shape is not None
     weight.type = ir.TensorType(ir.DataType.INT8)
     node.resize_inputs(4)
@@ -118,7 +119,7 @@ def _complete_shadow(graph: ir.Graph, node: ir.Node, weight: ir.Value) -> None:
 def initializer_values(
     plan: Plan, scheme: Scheme, weights: WeightStore, names: Collection[str]
 ) -> dict[str, NDArray[Any]]:
-    """The arrays of a model's initializers: what a scheme makes of linears, float32 for the rest."""
+    """Return the arrays of a model's initializers: the scheme's form for linears, float32 for the rest."""
     quantized = linear_weights(plan) if scheme.weight_bits else set()
     values: dict[str, NDArray[Any]] = {}
     for name in quantized.intersection(names):
@@ -153,7 +154,7 @@ def save_subgraph(
     """Write a subgraph under a scheme, with its weights, for any number of rows. Raises OSError.
 
     Args:
-        keeps_float16: write an embedding table that is stored in float16 so; its rows are widened once they are picked.
+        keeps_float16: keep an embedding table in float16 if it is stored so; its rows become float32 after the gather.
     """
     model = to_onnx(plan, [subgraph], name=subgraph.name)
     quantize_linears(model, scheme)
@@ -168,7 +169,7 @@ def save_subgraph(
 
 
 def _widen_rows(graph: ir.Graph, table: ir.Value) -> None:
-    """Make a table float16, and what is picked from it float32 again."""
+    """Store a table as float16, and convert the gathered rows to float32."""
     table.dtype = ir.DataType.FLOAT16
     for node, _ in tuple(table.uses()):
         rows = node.outputs[0]
@@ -191,10 +192,10 @@ def save_subgraphs(
 ) -> int:
     """Write every subgraph as an ONNX file with its weights, named in execution order: "03_static.1.onnx".
 
-    Sums over ranks are left out: ONNX has no word for them.
+    Sums over ranks are omitted, because ONNX has no operator for them.
 
     Returns:
-        How many files were written.
+        The number of written files.
 
     Raises:
         ConfigError: a file cannot be written.

@@ -1,18 +1,18 @@
-"""Attention over a static window of the cache, and short convolutions, as the NPU gets them: standard operators of
-fixed shapes.
+"""Attention over a static window of the cache, and short convolutions, in the NPU's form: standard operators of fixed
+shapes.
 
     qkv -> Split -> heads -> RoPE (rows of the tables are inputs)
     scores = q (past keys | own keys)^T + mask,   output = softmax(scores) (past values | own values)
 
-A cache enters whole, as many slots as the node's `past_slots`: the first positions of one that holds all, every slot of
-a ring. The mask says which of them a row sees, so that their order does not matter. What the rows add to the cache
-leaves the graph, and whoever runs it writes that into the state.
+A cache enters with all slots that the node's `past_slots` counts: the first positions of a full cache, or every slot of
+a ring. The mask states which slots a row sees, so their order does not matter. The rows' new keys and values leave the
+graph, and its caller writes them into the state.
 
     qkv -> Split -> before, after, x
     rows = (state | before * x),   output = after * sum over taps j of weight_j rows_(t+j)
 
-The state of a convolution enters as rows, [taps - 1, C]. All of before * x leaves: which rows are the next state
-depends on how many of the chunk's are padding.
+The state of a convolution enters as rows, [taps - 1, C]. All of before * x leaves, because the next state depends on
+the number of padding rows in the chunk.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from chunkrt.graph.static_attention import HEAD_NORM_OP, is_convolution, static_
 
 
 def write_out(graph: ir.Graph, nodes: Sequence[Node], rows: int) -> None:
-    """A pass, in place: write attention, convolutions and norms of heads out for so many rows.
+    """Expand attention, convolutions and norms of heads for a fixed number of rows, in place.
 
-    Requires: initializers have values. Ensures: positions, rotary tables and what a state becomes are no more in the
-    graph; masks and rows of the tables are inputs, new rows of caches [kv_heads, rows, D] and of convolutions [rows, C]
+    Requires: initializers have values. Ensures: the graph no longer contains positions, rotary tables and new states.
+    Masks and rows of the tables are inputs. New rows of caches [kv_heads, rows, D] and of convolutions [rows, C] are
     outputs.
     """
     makers = {node.name: node for node in nodes}
@@ -68,20 +68,20 @@ def write_out(graph: ir.Graph, nodes: Sequence[Node], rows: int) -> None:
 
 @dataclass
 class _Builder:
-    """Adds nodes before one that is to be replaced."""
+    """Adds nodes in front of a node that will be replaced."""
 
     graph: ir.Graph
     inputs: dict[str | None, ir.Value]
     rows: int
 
     def at(self, node: ir.Node) -> None:
-        """Add them here from now on."""
+        """Add later nodes in front of this one."""
         self._old, self._count = node, 0
 
     def head_norm(self, node: Node, old: ir.Node) -> ir.Value:
-        """The first heads of every row, each normalised and multiplied by its own weights.
+        """Normalise the first heads of every row, and multiply each by its own weights.
 
-        By rows and heads at once: of more axes the NPU normalises wrongly where the last is shorter than 64.
+        Rows and heads share one axis: with more axes the NPU normalises wrongly if the last one is shorter than 64.
         """
         x, weight = old.inputs
         assert x is not None
@@ -99,7 +99,7 @@ class _Builder:
         return normed if rest is None else self._op("Concat", normed, rest, axis=1)
 
     def attention(self, node: Node, old: ir.Node) -> ir.Value:
-        """Of the chunk's rows over the slots and themselves."""
+        """Return the attention of the chunk's rows over the slots and themselves."""
         attributes: dict[str, Any] = dict(node.attributes)
         heads, kv_heads, dim = (int(attributes[name]) for name in ("num_heads", "num_kv_heads", "head_dim"))
         past, rows, group = static_slots(node), self.rows, heads // kv_heads
@@ -131,7 +131,7 @@ class _Builder:
         return self._op("Reshape", by_row, self._ints(rows, heads * dim))
 
     def convolution(self, node: Node, old: ir.Node) -> ir.Value:
-        """Of the chunk's rows behind the state's, gated before and after."""
+        """Return the convolution of the state's rows followed by the chunk's, gated before and after."""
         qkv, _, _, weight, bias = old.inputs[:5]
         assert qkv is not None
         assert weight is not None
@@ -155,16 +155,16 @@ class _Builder:
         return self._op("Mul", after, total)
 
     def _rows_from(self, value: ir.Value, start: int) -> ir.Value:
-        """As many as the chunk has."""
+        """Return as many rows as the chunk has."""
         return self._op("Slice", value, self._ints(start), self._ints(start + self.rows), self._ints(0))
 
     def _heads(self, value: ir.Value, heads: int, dim: int) -> ir.Value:
-        """[rows, heads * dim] to [heads, rows, dim]."""
+        """Reshape [rows, heads * dim] to [heads, rows, dim]."""
         by_head = self._op("Reshape", value, self._ints(self.rows, heads, dim))
         return self._op("Transpose", by_head, perm=[1, 0, 2])
 
     def _rope(self, x: ir.Value, cos: ir.Value, sin: ir.Value, dim: int, rotary: int) -> ir.Value:
-        """Rotate halves; columns beyond `rotary` pass."""
+        """Rotate halves; columns past `rotary` pass through."""
         half = rotary // 2
         first, second, *rest = self._split(x, [half, half, *([dim - rotary] if dim > rotary else [])])
         turned = self._op("Sub", self._op("Mul", first, cos), self._op("Mul", second, sin))
@@ -205,7 +205,7 @@ class _Builder:
         return value
 
     def _input(self, name: str, shape: Sequence[int]) -> ir.Value:
-        """An input of the graph; layers that want the same share it."""
+        """Return an input of the graph; layers that need the same one share it."""
         value = self.inputs.get(name)
         if value is None:
             value = self.inputs[name] = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT))

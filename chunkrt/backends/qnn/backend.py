@@ -27,19 +27,19 @@ log = logging.getLogger(__name__)
 
 
 class QnnBackend:
-    """Compiles each static subgraph once for a chunk length and a SoC, and keeps what it compiled on disk.
+    """Compiles each static subgraph once for a chunk length and a SoC, and keeps the results on disk.
 
     Args:
-        soc: what to compile for, and to run on or to emulate.
-        contexts: a folder for compiled contexts, shared by all models; what is not there is compiled into it.
-        compiled: a folder that is looked into first, and never written: the contexts of an engine directory.
-        compiled_by: the versions of onnxruntime-qnn that these contexts were compiled by.
+        soc: the SoC to compile for, and to run on or to emulate.
+        contexts: a folder for compiled contexts, shared by all models; missing contexts are compiled into it.
+        compiled: a folder that is searched first and never written: the contexts of an engine directory.
+        compiled_by: the versions of onnxruntime-qnn that compiled these contexts.
         compiled_for: descriptions of the targets that they were compiled for.
-        options: how the NPU shall run.
+        options: settings of the NPU.
 
     Raises:
         BackendUnavailableError: onnxruntime-qnn is not installed or does not load.
-        ConfigError: it does not know one of the options.
+        ConfigError: onnxruntime-qnn does not know one of the options.
     """
 
     name = "qnn"
@@ -65,21 +65,22 @@ class QnnBackend:
         self._options = options or HtpOptions()
         self._options.check_known()
         self.num_compiled = 0
-        """Contexts that were compiled because they were not on disk."""
+        """Number of contexts that were compiled because they were not on disk."""
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
-        """Yes, for static subgraphs under static schemes."""
+        """Accept static subgraphs under static schemes."""
         return npu_support(subgraph, plan, scheme)
 
     def compile(
         self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
     ) -> Executable:
-        """Open a context on the NPU, compiled now if it is not on disk.
+        """Open a context on the NPU, compiling it first if it is not on disk.
 
         Raises:
             PartitionError: see `supports`.
-            CompileError: Qualcomm's compiler failed; what compiling needs is not installed; a grid is beyond float16.
-            DeviceLostError: the NPU does not take the context, or has no memory for its inputs and outputs.
+            CompileError: Qualcomm's compiler failed; a package that compilation needs is not installed; a grid exceeds
+                float16.
+            DeviceLostError: the NPU refuses the context, or has no memory for its inputs and outputs.
         """
         wrapper = self.prepare(subgraph, plan, chunk_length, scheme, weights)
         try:
@@ -88,10 +89,10 @@ class QnnBackend:
                 return WindowedExecutable(subgraph, plan, chunk_length, session, self.htp, weights)
             return QnnExecutable(subgraph, plan, chunk_length, session, self.htp)
         except Exception as error:  # ONNX Runtime raises many unrelated types
-            raise DeviceLostError(f"the NPU does not take the context of {subgraph.name}: {error}") from error
+            raise DeviceLostError(f"the NPU refuses the context of {subgraph.name}: {error}") from error
 
     def prepare(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> Path:
-        """The context of a subgraph on disk, compiled now if need be. Raises as `compile`."""
+        """Return the context of a subgraph on disk, compiling it if necessary. Raises as `compile`."""
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         key = self.key(subgraph, plan, chunk_length, scheme, weights)
         for folder in (f for f in (self._compiled, self._contexts) if f):
@@ -100,21 +101,21 @@ class QnnBackend:
         try:
             from chunkrt.backends.qnn.model import npu_model
         except ImportError as error:
-            where = f"{self._compiled.path} has" if self._compiled else "there is"
+            where = f"{self._compiled.path} contains" if self._compiled else "there is"
             vtcm = f", {self._options.vtcm_mb} MiB of VTCM" if self._options.vtcm_mb else ""
             others = sorted(set(self._compiled_by) - {self.htp.version})
-            remedy = f"pip install {PACKAGE}=={others[0]}, which these were compiled by, or " if others else ""
+            remedy = f"pip install {PACKAGE}=={others[0]}, which compiled the existing contexts, or " if others else ""
             raise CompileError(
                 f"{where} no usable context of {subgraph.name} for {self.soc.name}, chunks of {chunk_length}{vtcm} and "
                 f"onnxruntime-qnn {self.htp.version}, and compiling one needs onnx-ir; {remedy}pip install onnx-ir, or "
-                "compile the model again"
+                "recompile the model"
             ) from error
         model = npu_model(plan, subgraph, chunk_length, scheme, weights)
 
         if self._compiled_for and not self.num_compiled:
             log.warning(
-                "%s was compiled for %s by onnxruntime-qnn %s, and has not all for %s, chunks of %d and %s; what is "
-                "missing is compiled into %s",
+                "%s was compiled for %s by onnxruntime-qnn %s, and lacks contexts for %s, chunks of %d and %s; missing "
+                "contexts are compiled into %s",
                 self._compiled.path.parent if self._compiled else "the model",
                 "; ".join(self._compiled_for),
                 ", ".join(sorted(self._compiled_by)),
@@ -136,11 +137,11 @@ class QnnBackend:
                 f"cannot write the context of {subgraph.name} to {self._contexts.path}: {error.strerror or error}; set "
                 "CHUNKRT_HOME to move it"
             ) from error
-        except Exception as error:  # ONNX Runtime's
+        except Exception as error:  # an exception of ONNX Runtime
             raise CompileError(f"the NPU's compiler refuses {subgraph.name} for {self.soc.name}: {error}") from error
 
     def key(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> str:
-        """The name of a context: readable, then a hash of all that it is compiled from.
+        """Return the name of a context: readable, then a hash of everything that it is compiled from.
 
         Chunk lengths whose graphs have the same number of rows share it.
         """
@@ -167,11 +168,12 @@ class QnnBackend:
 
 
 def _as_compiled(tensor: Tensor) -> dict[str, Any]:
-    """A tensor as it decides on a context: without the rows of a rotary table, which enter with every chunk."""
+    """Return the properties of a tensor that affect a context: not the rows of a rotary table, which enter with every
+    chunk."""
     return asdict(replace(tensor, shape=tensor.shape[1:]) if tensor.rotary else tensor)
 
 
 def _as_stored(weight: str, scheme: Scheme) -> tuple[object, ...]:
-    """What a scheme says of one weight, should it be a linear's."""
+    """Return a scheme's settings for a weight that may belong to a linear."""
     bits = scheme.weight_bits_of(weight), scheme.activation_bits_of(weight)
     return *bits, scheme.has_column_grids(weight), scheme.has_float_output(weight)

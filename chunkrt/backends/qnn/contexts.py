@@ -1,7 +1,7 @@
-"""Compiled contexts on disk: found by what they were compiled from, whole or not at all.
+"""Compiled contexts on disk, found by a hash of their sources; a context is used only if it is complete.
 
 A context is a folder with ONNX Runtime's wrapper, Qualcomm's binary, and a record of both with their hashes, written
-last. What is damaged is never loaded.
+last. A damaged context is never loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from chunkrt.files import fingerprint, made_once, read_json, written_aside
 
 FORMAT = 2
-"""Of a context, and of the graphs that `model.py` has compiled: raised when either changes."""
+"""Version of the format of contexts, and of the graphs that `model.py` makes: raised when either changes."""
 
 RECORD, WRAPPER = "context.json", "context.onnx"
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class ContextFolder:
         self.path = path
 
     def find(self, key: str) -> Path | None:
-        """The wrapper of a context that is there and whole."""
+        """Return the wrapper of a context if it exists and is intact."""
         folder = self.path / key
         if not folder.is_dir():
             return None
@@ -38,9 +38,9 @@ class ContextFolder:
             return None
 
     def make(self, key: str, write: Callable[[Path], None]) -> Path:
-        """The wrapper of a context, written now by `write(wrapper path)` unless it is there and whole.
+        """Return the wrapper of a context, written now by `write(wrapper path)` unless it exists and is intact.
 
-        Of several processes that want the same one, one writes it and the others wait.
+        If several processes need the same context, one writes it and the others wait.
 
         Raises:
             OSError: the folder cannot be written.
@@ -59,7 +59,7 @@ class ContextFolder:
 
 
 def _whole(folder: Path) -> Path:
-    """The wrapper of a context. Raises what comes of damage; of some of it ValueError."""
+    """Return the wrapper of a context. A damaged one raises errors of several types, among them ValueError."""
     record = read_json(folder / RECORD)
     if record["format"] != FORMAT:
         raise ValueError(f"its format is {record['format']}, not {FORMAT}")
@@ -67,5 +67,5 @@ def _whole(folder: Path) -> Path:
         raise ValueError("its record names no wrapper")
     for name, expected in record["files"].items():
         if Path(name).name != name or list(fingerprint(folder / name)) != expected:
-            raise ValueError(f"{name} is not what was written")
+            raise ValueError(f"{name} differs from the written file")
     return folder / WRAPPER

@@ -1,4 +1,4 @@
-"""Running a compiled context: buffers bound once, values converted at its edges."""
+"""Execution of a compiled context: buffers are bound once, and values are converted at its edges."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from chunkrt.errors import DeviceLostError, NumberRangeError
 from chunkrt.graph.plan import Plan, Subgraph, resolve
 
 FLOAT16_SUFFIX = ".float16"
-"""Added to the names of a compiled subgraph's inputs and outputs."""
+"""Suffixes of a compiled subgraph's inputs and outputs."""
 
 
 NUM_PLACES = 2
-"""While the NPU computes from one, the values of the next call enter the other."""
+"""Number of buffer sets: while the NPU computes from one, the values of the next call enter the other."""
 
 
 class Context:
-    """A context on the NPU, and whose turn it is there.
+    """A context on the NPU, with its buffers and the turn that its calls take.
 
     Args:
         name: the subgraph's, for messages.
-        session: of ONNX Runtime, over a graph of `graph_rows` rows.
+        session: a session of ONNX Runtime over a graph of `graph_rows` rows.
         inputs, outputs: shapes by name.
-        htp: whose turn calls wait for.
-        num_places: calls that can be under way at once.
+        htp: the processor, whose turn calls wait for.
+        num_places: number of calls that can be in progress at once.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Context:
 
     @property
     def place(self) -> Place:
-        """One that nobody has now, or the first: calls one after the other find theirs in the caches."""
+        """Return free buffers, or else the first set: consecutive calls find theirs in the processor's caches."""
         return next((place for place in self._places if not place.turn.locked()), self._places[0])
 
     def compute(self, place: Place) -> Passage:
-        """Compute what has entered. Raises DeviceLostError if the NPU fails."""
+        """Compute from the values that have entered. Raises DeviceLostError if the NPU fails."""
         entered_ns = perf_counter_ns()
         with self._turn:
             began_ns = perf_counter_ns()
@@ -69,7 +69,7 @@ class Context:
 class Place:
     """The float16 buffers of one call, by name, bound to the session. They never move.
 
-    turn: held by whoever uses them.
+    turn: held while a call uses them.
     """
 
     def __init__(self, binding: Any, inputs: Mapping[str, Sequence[int]], outputs: Mapping[str, Sequence[int]]) -> None:
@@ -89,26 +89,26 @@ class Place:
                 self._is_finite[name] = np.empty(buffer.shape, np.bool_)
 
     def enter(self, name: str, array: Array) -> None:
-        """Convert an input, whose rows come first. Raises NumberRangeError if it is beyond float16."""
-        with np.errstate(over="ignore", invalid="ignore"):  # told in words
+        """Convert an input, whose rows come first. Raises NumberRangeError if it exceeds float16."""
+        with np.errstate(over="ignore", invalid="ignore"):  # reported as an error
             np.copyto(self.buffers[name][: len(array)], array, casting="same_kind")
         self.check_finite(name, len(array))
 
     def enter_at(self, name: str, slots: NDArray[np.int64], array: Array) -> None:
-        """Convert some of the second axis of an input. Raises NumberRangeError if it is beyond float16."""
-        with np.errstate(over="ignore"):  # told in words
+        """Convert some of the second axis of an input. Raises NumberRangeError if it exceeds float16."""
+        with np.errstate(over="ignore"):  # reported as an error
             values = array.astype(np.float16)
         if not np.isfinite(values).all():
             raise self._beyond(name)
         self.buffers[name][:, slots] = values
 
     def leave(self, name: str, array: Array) -> None:
-        """Convert an output, whose rows come first. Raises NumberRangeError if it is beyond float16."""
+        """Convert an output, whose rows come first. Raises NumberRangeError if it exceeds float16."""
         self.check_finite(name, len(array))
         np.copyto(array, self.buffers[name][: len(array)])
 
     def check_finite(self, name: str, num_rows: int) -> None:
-        """Both sides: a grid makes something of an infinity, and hides it."""
+        """Check both sides, because quantising an infinity yields a finite value that hides it."""
         if not np.isfinite(self.buffers[name][:num_rows], out=self._is_finite[name][:num_rows]).all():
             raise self._beyond(name)
 
@@ -121,7 +121,7 @@ class Place:
 
 
 class QnnExecutable:
-    """A static subgraph: it takes whole chunks."""
+    """A static subgraph: it takes complete chunks."""
 
     def __init__(self, subgraph: Subgraph, plan: Plan, chunk_length: int, session: Any, htp: Htp) -> None:
         self.fixed_length: int | None = chunk_length
@@ -133,11 +133,11 @@ class QnnExecutable:
         self._context = Context(subgraph.name, session, inputs, outputs, htp, num_places=NUM_PLACES)
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage:
-        """See `Executable.run`. Of calls from several threads one computes at a time, while others convert.
+        """See `Executable.run`. If several threads call it, one call computes while the others convert.
 
         Raises:
             DeviceLostError: the NPU failed.
-            NumberRangeError: a value is beyond float16.
+            NumberRangeError: a value exceeds float16.
         """
         place = self._context.place
         with place.turn:

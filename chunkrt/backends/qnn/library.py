@@ -1,7 +1,7 @@
-"""Qualcomm's libraries: whether they are here, whether there is an NPU beneath them, and sessions on it.
+"""Qualcomm's libraries: detection of the packages and of an NPU, and sessions on the NPU.
 
 `onnxruntime-qnn` is a plug-in of ONNX Runtime. On x86-64 its Hexagon library compiles for any Snapdragon and executes
-with that processor's arithmetic in emulation; on Arm it talks to the NPU of the machine.
+with that processor's arithmetic in emulation; on Arm it communicates with the NPU of the machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EMULATING_MACHINES = ("x86_64", "amd64")
 _OPTION = re.compile(
     rb"(?<=\0)(?:htp|qnn_context|enable|profiling|offload|skip|dump|op_packages|device)_?[a-z0-9_]+(?=\0)"
 )
-"""Of a string constant by which an option begins."""
+"""Prefix of the string constants that name options."""
 
 LINUX_DEVICES = Path("/sys/devices")
 LINUX_NPU_DEVICES = ("fastrpc-cdsp", "fastrpc-cdsp-secure", "adsprpc-smd")
@@ -39,9 +39,9 @@ LINUX_NPU_DEVICES = ("fastrpc-cdsp", "fastrpc-cdsp-secure", "adsprpc-smd")
 
 @dataclass(frozen=True, kw_only=True)
 class Htp:
-    """The Hexagon Tensor Processor as ONNX Runtime offers it. `device` is what sessions are opened on.
+    """The Hexagon Tensor Processor as ONNX Runtime lists it. Sessions are opened on `device`.
 
-    turn: held while it computes, for it computes one graph at a time.
+    turn: held while it computes, because it computes one graph at a time.
     """
 
     version: str
@@ -52,12 +52,12 @@ class Htp:
 
 
 def is_installed() -> bool:
-    """Whether the plug-in is installed, without loading it."""
+    """Return whether the plug-in is installed, without loading it."""
     return importlib.util.find_spec("onnxruntime_qnn") is not None
 
 
 def library_version() -> str:
-    """The installed plug-in's version. Raises BackendUnavailableError if there is none."""
+    """Return the installed plug-in's version. Raises BackendUnavailableError if there is none."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError as error:
@@ -68,9 +68,9 @@ def library_version() -> str:
 
 @cache
 def provider_option_names() -> tuple[str, ...]:
-    """The options of the installed plug-in's provider, as they stand in its library; empty if it is not installed.
+    """Return the options of the installed plug-in's provider, read from its library; empty if it is not installed.
 
-    It has no list of them to ask for. Names that compilers put into code, because they are short, are not found.
+    The plug-in has no function that lists them. Short names, which compilers put into code, are not found.
     """
     if not is_installed():
         return ()
@@ -81,10 +81,10 @@ def provider_option_names() -> tuple[str, ...]:
 
 
 def this_soc() -> Soc | None:
-    """The SoC of this machine, or None where NPUs are emulated.
+    """Return the SoC of this machine, or None if NPUs are emulated here.
 
     Raises:
-        ConfigError: this is a machine with an NPU, and it does not say which.
+        ConfigError: this machine has an NPU, and its operating system does not report a known SoC.
     """
     if _is_emulating():
         return None
@@ -93,13 +93,13 @@ def this_soc() -> Soc | None:
         if any(mark.lower() in described.lower() for mark in (soc.name, *soc.marks)):
             return soc
     raise ConfigError(
-        f"cannot tell which SoC this machine has ({described or 'it says nothing'}); name it with --soc ("
+        f"unknown SoC of this machine ({described or 'it says nothing'}); name it with --soc ("
         f"{', '.join(SOCS)}), or run with --npu native"
     )
 
 
 def _descriptions() -> Iterator[str]:
-    """What the operating system says of the processor: Linux's soc bus, Windows' registry by way of `platform`."""
+    """Yield the operating system's names of the processor: from Linux's soc bus or Windows' registry."""
     for path in sorted(LINUX_DEVICES.glob("soc[0-9]*/machine")):
         yield path.read_text(errors="replace").strip()
     if sys.platform == "win32":
@@ -110,7 +110,7 @@ def _descriptions() -> Iterator[str]:
 
 
 def has_npu() -> bool:
-    """Whether this machine has a Hexagon NPU that the plug-in can reach."""
+    """Return whether this machine has a Hexagon NPU that the plug-in can reach."""
     if not is_installed() or _is_emulating():
         return False
     import onnxruntime as ort
@@ -119,7 +119,7 @@ def has_npu() -> bool:
         device = open_htp().device.device
     except BackendUnavailableError:
         return False
-    # ONNX Runtime finds NPUs on Windows; on Linux the driver's device file tells.
+    # ONNX Runtime finds NPUs on Windows; on Linux the driver's device file shows one.
     is_listed = bool(device.type == ort.OrtHardwareDeviceType.NPU)
     return is_listed or any(os.access(f"/dev/{name}", os.R_OK) for name in LINUX_NPU_DEVICES)
 
@@ -135,7 +135,7 @@ def open_htp() -> Htp:
     import onnxruntime as ort
     import onnxruntime_qnn
 
-    with _quiet_stdout():  # the library announces itself when it is loaded
+    with _quiet_stdout():  # the library prints a banner when it is loaded
         try:
             ctypes.CDLL(onnxruntime_qnn.get_qnn_htp_path())
             ort.register_execution_provider_library(PROVIDER, onnxruntime_qnn.get_library_path())
@@ -143,7 +143,7 @@ def open_htp() -> Htp:
             raise BackendUnavailableError(f"{PACKAGE} {version} does not load: {error}") from error
     devices = [device for device in ort.get_ep_devices() if device.ep_name == PROVIDER]
     if not devices:
-        what = f"{PACKAGE} {version} finds no device that it can use on this {platform.machine()} machine"
+        what = f"{PACKAGE} {version} finds no usable device on this {platform.machine()} machine"
         raise BackendUnavailableError(f"{what}: {_missing_driver()}; without an NPU: --npu native")
     is_npu = ort.OrtHardwareDeviceType.NPU
     device = min(devices, key=lambda d: d.device.type != is_npu)
@@ -163,12 +163,12 @@ def open_session(
     options: Mapping[str, str],
     write_context: Path | None = None,
 ) -> Any:
-    """An inference session of which every node runs on the NPU, or none is made.
+    """Open an inference session whose nodes all run on the NPU; if one cannot, it fails.
 
     Args:
-        model: an ONNX model, or the path of one; of a compiled context, its ONNX wrapper.
+        model: an ONNX model, or the path of one; for a compiled context, its ONNX wrapper.
         options: further provider options.
-        write_context: where the compiled context's wrapper shall be written; its binary goes beside it.
+        write_context: path for the compiled context's wrapper; its binary goes next to it.
 
     Raises:
         Exception: ONNX Runtime's own, of many types.
@@ -176,15 +176,15 @@ def open_session(
     import onnxruntime as ort
 
     settings = ort.SessionOptions()
-    settings.intra_op_num_threads = 1  # no node is left to its own threads, which would be as many as the cores
-    settings.log_severity_level = 4  # what matters is in the exception
+    settings.intra_op_num_threads = 1  # no node runs on the session's own threads, of which there would be one a core
+    settings.log_severity_level = 4  # the exception has the relevant message
     settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     if write_context is not None:
         settings.add_session_config_entry("ep.context_enable", "1")
         settings.add_session_config_entry("ep.context_embed_mode", "0")
         settings.add_session_config_entry("ep.context_file_path", str(write_context))
     target = {"soc_model": str(soc.soc_model), "htp_arch": str(soc.htp_arch)}
-    # Without this the compiler turns blocks of 4-bit weights into float16 and says nothing.
+    # Without this option the compiler silently turns blocks of 4-bit weights into float16.
     common = {"backend_path": htp.backend_path, "enable_block_quant_weight_optimization": "1"}
     settings.add_provider_for_devices([htp.device], {**common, **target, **options})
     return ort.InferenceSession(model if isinstance(model, bytes) else str(model), settings)
@@ -195,8 +195,8 @@ def _missing_driver() -> str:
     if sys.platform != "linux":
         return "is the NPU's driver installed?"
     if there := [path for path in devices if path.exists()]:
-        return f"may this user read {there[0]}?"
-    return f"the vendor's kernel has a driver that makes {devices[0]}, and this one has not"
+        return f"does this user have read access to {there[0]}?"
+    return f"this kernel lacks the vendor's driver, which provides {devices[0]}"
 
 
 def _is_emulating() -> bool:
@@ -205,12 +205,12 @@ def _is_emulating() -> bool:
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """Drop what a native library prints: stdout is for data."""
+    """Discard the output of a native library: stdout is for data."""
     if sys.stdout is not None:
         sys.stdout.flush()
     try:
         saved = os.dup(1)
-    except OSError:  # there is no stdout
+    except OSError:  # stdout is missing
         yield
         return
     try:

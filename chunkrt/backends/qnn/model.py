@@ -1,7 +1,7 @@
-"""The ONNX model of a static subgraph as the NPU gets it.
+"""The ONNX model of a static subgraph in the NPU's form.
 
-Linears in QDQ form (`backends/onnx/qdq.py`), everything between them float16, fixed shapes. Values arrive and leave as
-float16: half the bytes, and no range that anybody had to calibrate.
+Linears are in QDQ form (`backends/onnx/qdq.py`), everything between them is float16, and shapes are fixed. Values enter
+and leave as float16: this takes half the bytes, and no range has to be calibrated for them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from chunkrt.graph.plan import Node, Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 
 FLOAT16_OVERFLOW = 65520
-"""From here on float16 has only infinity."""
+"""From this magnitude on, float16 has only infinity."""
 
 
 def npu_model(plan: Plan, subgraph: Subgraph, chunk_length: int, scheme: Scheme, weights: WeightStore) -> bytes:
-    """One subgraph for chunks of exactly `chunk_length` rows, weights included, as ONNX.
+    """Build one subgraph for chunks of exactly `chunk_length` rows, weights included, as ONNX.
 
     Raises:
-        CompileError: the grid of a column reaches beyond float16. The NPU would cut its limit off and say nothing.
+        CompileError: the grid of a column exceeds float16. The NPU would silently clip it.
     """
     rows = graph_rows(chunk_length)
     model = to_onnx(plan, [subgraph], name=f"{subgraph.name}.{rows}")
@@ -38,7 +38,8 @@ def npu_model(plan: Plan, subgraph: Subgraph, chunk_length: int, scheme: Scheme,
     for name in values:
         if name.endswith(COLUMN_LIMIT_SUFFIX) and (reach := values[name].max()) >= FLOAT16_OVERFLOW:
             raise CompileError(
-                f"the outputs of {name.removesuffix(COLUMN_LIMIT_SUFFIX)} reach {reach:.6g}, beyond the NPU's float16 "
+                f"the outputs of {name.removesuffix(COLUMN_LIMIT_SUFFIX)} reach {reach:.6g} and exceed the NPU's "
+                "float16 "
                 "(65504); run this model with --npu native"
             )
     for name, initializer in graph.initializers.items():
@@ -59,9 +60,10 @@ def npu_model(plan: Plan, subgraph: Subgraph, chunk_length: int, scheme: Scheme,
 
 
 def _make_up_for_dropped_bits(graph: ir.Graph, linear: Node, weights: WeightStore) -> None:
-    """Add to a linear what the NPU takes off it on average, half of the last bits of each sum.
+    """Add to a linear the mean of the NPU's rounding error: half of the last bits of each sum.
 
-    It does so at every position and in one direction: errors add up over the layers, and this halves them and more.
+    The error has the same sign at every position, so it accumulates over the layers; this correction more than halves
+    it.
     """
     weight, name = linear.inputs[1], linear.outputs[0]
     missing = weights.array(weight + INPUT_STEP_SUFFIX) * weights.array(weight + SCALE_SUFFIX) * MEAN_DROPPED

@@ -1,4 +1,4 @@
-"""How the NPU shall run: Qualcomm's own switches, checked."""
+"""Settings of the NPU: Qualcomm's own options, validated."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ PROVIDER_NAMES = {
     "profiling_level": "profiling_level",
     "profiling_file": "profiling_file_path",
 }
-"""Settings, and what onnxruntime-qnn calls them."""
+"""Names of settings in onnxruntime-qnn."""
 
 SET_BY_CHUNKRT = {
     "soc_model": "name the SoC with --soc",
     "htp_arch": "name the SoC with --soc",
     "enable_block_quant_weight_optimization": "without it 4-bit weights are computed wrongly",
     "enable_htp_shared_memory_allocator": "chunkrt allocates buffers itself, in memory that is not shared with the NPU",
-    "ep.share_ep_contexts": "a context holds one subgraph, and no other has its weights",
+    "ep.share_ep_contexts": "a context holds one subgraph and shares no weights with others",
     "offload_graph_io_quantization": "values enter and leave as float16",
 }
-"""Options of the provider that nobody else sets, and why."""
+"""Provider options that chunkrt alone sets, with the reasons."""
 
 NOT_FOUND = ("rpc_control_latency", "vtcm_mb")
-"""Options that are not among the names that are found in the library."""
+"""Options that the search in the library does not find."""
 
 _WHOLE_NUMBERS = ("vtcm_mb", "rpc_control_latency_us", "graph_optimization")
 
@@ -62,11 +62,13 @@ class HtpOptions:
     performance_mode: clocks and votes, one of PERFORMANCE_MODES.
     vtcm_mb: vector tightly coupled memory that a graph may use, in MiB; by default all that the SoC has. Compiled in.
     rpc_control_latency_us: the longest wait of a call into the NPU, in microseconds; by default the driver's.
-    graph_optimization: how hard the compiler tries, 0 to 3; by default its own choice. Compiled in.
-    context_priority: of our contexts beside those of other programs, one of CONTEXT_PRIORITIES; by default normal.
-    profiling_level, profiling_file: what the provider measures, one of PROFILING_LEVELS, and the CSV file that it
-        appends that to; both or none.
-    more: other options of the provider, name and value each, under its own names. Taken as compiled in.
+    graph_optimization: optimisation level of the compiler, 0 to 3; by default its own choice. Compiled in.
+    context_priority: priority of our contexts relative to those of other programs, one of CONTEXT_PRIORITIES; by
+        default
+        normal.
+    profiling_level, profiling_file: the provider's measurements, one of PROFILING_LEVELS, and the CSV file that it
+        appends them to; both or none.
+    more: other options of the provider, as pairs of name and value, under the provider's names. Treated as compiled in.
     """
 
     performance_mode: str = "burst"
@@ -96,26 +98,28 @@ class HtpOptions:
             )
         if (self.profiling_file is None) != (self.profiling_level in (None, "off")):
             raise ConfigError(
-                "profiling_level and profiling_file go together, as in profiling_level=basic and profiling_file=npu.csv"
+                "profiling_level and profiling_file need each other, e.g. profiling_level=basic and "
+                "profiling_file=npu.csv"
             )
         if self.profiling_file is not None and not Path(self.profiling_file).absolute().parent.is_dir():
             raise ConfigError(f"profiling_file is {self.profiling_file}, whose folder does not exist")
 
     @property
     def compiled_in(self) -> dict[str, str]:
-        """What contexts depend on beside VTCM, in the provider's words; empty unless something is set."""
+        """Options that affect contexts, besides VTCM, by the provider's names; empty unless one is set."""
         graph = {} if self.graph_optimization is None else {"graph_optimization": self.graph_optimization}
         return {PROVIDER_NAMES[name]: str(value) for name, value in graph.items()} | dict(sorted(self.more))
 
     def check_known(self) -> None:
-        """Raises ConfigError if the installed onnxruntime-qnn does not know an option; its provider would ignore it."""
+        """Raise ConfigError if the installed onnxruntime-qnn does not know an option, because its provider would ignore
+        it."""
         known = (*provider_option_names(), *NOT_FOUND)
         for name in self.as_provider_options():
             if name not in known:
                 raise unknown_name(f"option of onnxruntime-qnn {library_version()}", name, known)
 
     def as_provider_options(self, *, compiling: bool = False) -> dict[str, str]:
-        """In onnxruntime-qnn's words; what is compiled is not profiled."""
+        """Return the options under onnxruntime-qnn's names; without profiling while compiling."""
         left_out = ("profiling_level", "profiling_file") if compiling else ()
         named = {name: getattr(self, name) for name in PROVIDER_NAMES if name not in left_out}
         return {PROVIDER_NAMES[name]: str(v) for name, v in named.items() if v is not None} | dict(self.more)
@@ -124,8 +128,8 @@ class HtpOptions:
     def parse(settings: Sequence[str]) -> HtpOptions:
         """Read NAME=VALUE settings, as from a command line.
 
-        A name is one of ours, or an option of the installed onnxruntime-qnn: its provider ignores what it does not
-        know, and says nothing.
+        A name is a field of this class, or an option of the installed onnxruntime-qnn. Unknown names are refused,
+        because the provider would silently ignore them.
 
         Raises:
             ConfigError: a setting has no '=', an unknown name, or a value of the wrong kind.
@@ -138,7 +142,7 @@ class HtpOptions:
             name = ours.get(name, name)
             if not equals:
                 names = ", ".join(PROVIDER_NAMES)
-                raise ConfigError(f"{setting!r} is no NAME=VALUE setting of the NPU; names: {names}")
+                raise ConfigError(f"{setting!r} is not a NAME=VALUE setting of the NPU; names: {names}")
             if name in SET_BY_CHUNKRT:
                 raise ConfigError(f"chunkrt sets {name} itself: {SET_BY_CHUNKRT[name]}")
             if name not in PROVIDER_NAMES:

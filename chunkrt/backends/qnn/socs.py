@@ -1,9 +1,10 @@
-"""The SoCs that can be compiled for: what Qualcomm's compiler calls them, and what bounds a model on them.
+"""SoCs that can be compiled for: the numbers of Qualcomm's compiler, and the limits on a model's size.
 
-Numbers are those of `Qnn_SocModel_t` in Qualcomm's QnnTypes.h, and of its compiler where that has newer SoCs. The
-compiler of onnxruntime-qnn 2.7.0 writes what it knows of its target into each context: name, least architecture, VTCM
-and memory limit are taken from there, and tests compare them again. Where other sources contradict it (some call SM8735
-a v79; it says v73, without float16), it is believed. Products, cores and RAM are public knowledge, not checked here.
+Numbers are those of `Qnn_SocModel_t` in Qualcomm's QnnTypes.h, or of its compiler for newer SoCs. The compiler of
+onnxruntime-qnn 2.7.0 writes its data about the target into each context: name, minimum architecture, VTCM and memory
+limit come from there, and tests compare them again. Where other sources contradict the compiler, it takes precedence
+(some call SM8735 a v79; the compiler reports v73, without float16). Products, cores and RAM are public knowledge and
+not checked here.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ GB = 10**9
 class Soc:
     """A system on a chip with a Hexagon NPU.
 
-    name: Qualcomm's, as in "SM8650". products: the names it is sold under, without "Snapdragon". marks: how the name
-        begins that operating systems give it, if it is another.
-    soc_model: its number in Qualcomm's headers. htp_arch: the version of its tensor processor, as in 75 for v75.
+    name: Qualcomm's name, e.g. "SM8650". products: its product names, without "Snapdragon". marks: prefixes of the name
+        that operating systems report, if it differs.
+    soc_model: its number in Qualcomm's headers. htp_arch: the version of its tensor processor, e.g. 75 for v75.
     vtcm_bytes: the NPU's own fast memory.
-    npu_window_bytes: what one session on the NPU can address, all in all: the compiler's own limit.
-    num_cores: of its CPU.
-    typical_ram_bytes: of the devices built with it. A guess.
+    npu_window_bytes: total bytes that one session on the NPU can address: the compiler's own limit.
+    num_cores: number of CPU cores.
+    typical_ram_bytes: RAM of typical devices with it. An estimate.
     """
 
     name: str
@@ -98,15 +99,14 @@ SOCS = {
 }
 
 WITHOUT_FLOAT16 = {"SM8350": "888", "SM8635": "8s Gen 3", "SM8735": "8s Gen 4", "QCS6490": ""}
-"""SoCs whose NPU computes in integers alone, by name, and the product; values between linears need float16."""
+"""SoCs whose NPU computes in integers alone, by name, with the product; values between linears need float16."""
 
 
 def find_soc(name: str) -> Soc:
-    """Look a SoC up by its name or a product's, whatever the case: "SM8650", "8gen3", "sd8gen3", "Snapdragon 8 Gen 3".
+    """Find a SoC by its own or a product's name, ignoring case: "SM8650", "8gen3", "sd8gen3", "Snapdragon 8 Gen 3".
 
     Raises:
-        ConfigError: there is none of that name, or its NPU has no float16; the message offers the nearest and lists
-            all.
+        ConfigError: no SoC has that name, or its NPU has no float16; the message offers the nearest and lists all.
     """
     known = {_plain(alias): soc for soc in SOCS.values() for alias in (soc.name, *soc.products, *soc.marks)}
     if soc := known.get(_plain(name)):
@@ -114,7 +114,8 @@ def find_soc(name: str) -> Soc:
     for other, product in WITHOUT_FLOAT16.items():
         if _plain(name) in {_plain(other), _plain(product)} - {""}:
             raise ConfigError(
-                f"the NPU of {other} has no float16, which models need between their linears; run with --npu native, "
+                f"the NPU of {other} has no float16, which models need between their linear layers; run with --npu "
+                "native, "
                 f"or choose one of: {', '.join(SOCS)}"
             )
     raise unknown_name("SoC", name.upper(), SOCS)

@@ -1,8 +1,8 @@
-"""Running a context with attention over a static window: what the graph needs of the state, and what comes of it.
+"""Execution of a context with attention over a static window: its inputs from the state, and its results for the state.
 
-The state stays the caller's. Before a run the slots that the graph sees are copied into its buffers, but for those that
-are there from the run before, with masks and rows of the rotary tables. After one that went well the new rows are
-written into both. The few rows of a convolution's state are copied every time.
+The state belongs to the caller. Before a run, the slots that the graph sees are copied into its buffers, together with
+masks and rows of the rotary tables; slots that are still there from the previous run are not copied again. After a
+successful run the new rows are written into both. The few rows of a convolution's state are copied every time.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
 from chunkrt.graph.static_attention import is_convolution, static_slots
 
 NEW_SUFFIX, ROWS_SUFFIX = ".new", ".rows"
-"""Added to the name of a state where its new rows leave, and of a rotary table where its rows of the chunk enter."""
+"""Suffixes of a state's output for its new rows, and of a rotary table's input for its rows of the chunk."""
 
 HIDDEN = np.float16(-30000)
-"""What is added to the score of a slot that a row does not see: no float16 sum of a score with it is infinite, and its
+"""Term added to the score of a slot that a row does not see. No float16 sum of a score with it is infinite, and its
 exponential is 0."""
 
 
 def mask_name(node: Node) -> str:
-    """What layers with the same window and slots share: float16 [rows, past_slots + rows]."""
+    """Name of the mask that layers with the same window and slots share: float16 [rows, past_slots + rows]."""
     return f"mask.{node.attributes['window']}.{static_slots(node)}"
 
 
 class WindowEdges:
-    """What a graph with attention takes and gives.
+    """Inputs and outputs of a graph with attention.
 
-    values: those between subgraphs. tables: rotary ones, of which rows of the chunk enter. masks: a node each that has
-    it. caches: with the slots that the graph sees. convolutions: their states, which enter as rows. inputs, outputs:
-    shapes of all by name; float16.
+    values: values between subgraphs. tables: rotary tables, whose rows of the chunk enter. masks: one node that uses
+    each
+        mask. caches: caches and rings, with the slots that the graph sees. convolutions: their states, which enter as
+        rows.
+    inputs, outputs: shapes of all by name; float16.
     """
 
     def __init__(self, subgraph: Subgraph, plan: Plan, rows: int) -> None:
@@ -66,7 +68,7 @@ class WindowEdges:
 
 
 class Held(NamedTuple):
-    """What the buffers hold of caches and rings: a history's positions up to `end`, as far as the graph sees them."""
+    """Positions of a history that the buffers of caches and rings hold: those up to `end` that the graph sees."""
 
     history: int | None
     end: int
@@ -90,7 +92,7 @@ class WindowedExecutable:
         self._values, self._masks, self._caches = edges.values, edges.masks, edges.caches
         self._convolutions = edges.convolutions
         self._tables = {name: weights.array(name) for name in edges.tables}
-        # The state orders the chunks of a sequence: nothing of the next could enter while one is computed.
+        # The state orders the chunks of a sequence, so nothing of the next chunk could enter while one is computed.
         self._context = Context(subgraph.name, session, edges.inputs, edges.outputs, htp, num_places=1)
         self._held = NOTHING
 
@@ -103,11 +105,11 @@ class WindowedExecutable:
 
         Raises:
             DeviceLostError: the NPU failed.
-            NumberRangeError: a value is beyond float16.
-            BackendError: the history is longer than the graph sees.
+            NumberRangeError: a value exceeds float16.
+            BackendError: the history is longer than the graph's window.
         """
         num_rows = len(inputs[self._values[0]])
-        position = int(inputs["position"][0]) if self._caches else 0  # convolutions do not ask for it
+        position = int(inputs["position"][0]) if self._caches else 0  # convolutions do not need it
         first = int(inputs["rope_position"][0]) if "rope_position" in inputs else position
         place = self._context.place
         with place.turn:
@@ -141,7 +143,7 @@ class WindowedExecutable:
         return passage
 
     def _copy(self, place: Place, inputs: Mapping[str, Array], start: int, end: int) -> None:
-        """Copy what the state holds of positions, where the graph sees them. Raises NumberRangeError beyond float16."""
+        """Copy the state's positions that the graph sees. Raises NumberRangeError if they exceed float16."""
         for cache, past in self._caches.items():
             size = inputs[cache].shape[1]
             slots = np.arange(max(start, end - size), end) % size
@@ -149,13 +151,14 @@ class WindowedExecutable:
             place.enter_at(cache, slots, inputs[cache][:, slots])
 
     def _mask(self, mask: NDArray[np.float16], node: Node, position: int, num_rows: int) -> None:
-        """0 where a row sees a slot, or a row of the chunk; HIDDEN elsewhere. Padding sees as the last row does."""
+        """Return the mask: 0 if a row sees a slot or a row of the chunk, else HIDDEN. Padding sees the same as the last
+        row."""
         past, window = static_slots(node), int(str(node.attributes["window"]))
         slots = np.arange(past)
-        # of the positions before this one, the last that lies in a slot; none where that would be negative
+        # the last earlier position in each slot; negative if there is none
         held = slots + (position - 1 - slots) // past * past if window else slots
         if not window and position > past:
-            raise BackendError(f"{self._name} was compiled for {past} positions of history, and there are {position}")
+            raise BackendError(f"{self._name} was compiled for {past} positions of history, but has {position}")
         rows = np.minimum(np.arange(self._rows), num_rows - 1)[:, None] + position
         keys = np.concatenate(
             [np.where((held >= 0) & (held < position), held, np.iinfo(np.int64).max), position + np.arange(self._rows)]

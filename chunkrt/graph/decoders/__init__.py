@@ -1,4 +1,4 @@
-"""The decoder families, by Hugging Face's model_type, and how a checkpoint becomes one of them."""
+"""The decoder families, by Hugging Face's model_type, and the construction of a decoder from a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Builder = Callable[[DecoderConfig], Module]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How one model_type becomes a module tree.
+    """A family's builder of module trees.
 
-    defaults: what Transformers takes for keys that a config leaves out, where most families have no value or another.
+    defaults: Transformers' values for keys that a config omits, if they differ from those of most families.
     """
 
     build: Builder
@@ -48,29 +48,29 @@ FAMILIES = {
 }
 
 PREDICTION_TENSORS = re.compile(r"^mtp\.")
-"""Tensors of heads that predict several tokens at once, which Transformers leaves out as well."""
+"""Tensors of heads that predict several tokens at once, which Transformers omits as well."""
 
 PLUGINS: PluginGroup[Builder] = PluginGroup("chunkrt.decoders", error=UnsupportedModelError, own=FAMILIES)
-"""Each is a builder, named by its model_type; the family's defaults are its attribute `defaults`, if it has one."""
+"""Builders of plug-ins, by model_type; a builder's attribute `defaults`, if it has one, holds the family's defaults."""
 
 BODY_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
 """Prefixes of the body's tensors: "" is that of Transformers' `AutoModel`, the others are those of composite models."""
 INNER_HEAD = "language_model.lm_head."
 
 UNUSED_TENSORS = re.compile(r"rotary_emb\.inv_freq|^(language_model\.)?lm_head\.weight$")
-"""Buffers that old exports carry although the config determines them; and the equal copy of a tied head."""
+"""Buffers that old exports hold although the config determines them; and the equal copy of a tied LM head."""
 
 
 def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
-    """The module tree of a checkpoint, every parameter named and matched with the checkpoint's tensors.
+    """Build the module tree of a checkpoint; every parameter is named and matched with the checkpoint's tensors.
 
     Args:
-        ranks: which of how many processes it is for.
+        ranks: the rank of this process, and the number of ranks.
 
     Raises:
-        UnsupportedModelError: an architecture, or a feature of it, that is not implemented.
-        ModelError: a tensor is missing, has another shape than the config asks for, or is read by nothing.
-        ConfigError: so many ranks cannot share a linear evenly.
+        UnsupportedModelError: the architecture, or a feature of it, is not implemented.
+        ModelError: a tensor is missing, has another shape than the config requires, or is not read.
+        ConfigError: the ranks cannot share a linear evenly.
     """
     decoder, _ = make_decoder(source, ranks)
     missing, unread = match_tensors(decoder.parameters(), source)
@@ -87,25 +87,26 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
         )
     if left_out := [name for name in source.names() if PREDICTION_TENSORS.match(name)]:
         log.warning(LEFT_OUT, source.path.name, len(left_out), "mtp.*")
-    for checked in decoder.parameters():  # before any is made: the tables have sizes that the config alone claims
+    for checked in decoder.parameters():  # before tables are made, whose sizes come from the config alone
         checked.check(source)
     return decoder
 
 
 def family_names() -> tuple[str, ...]:
-    """Every model_type that is known, plug-ins' too."""
+    """Return every known model_type, including those of plug-ins."""
     return (*FAMILIES, *PLUGINS.names)
 
 
 def describe_family(model_type: str) -> str:
-    """Noun phrase for a family in errors, without an article; it names the plug-in that brings the family."""
+    """Return a noun phrase for a family in errors, without an article; it names the plug-in that provides the
+    family."""
     if plugin := PLUGINS.find(model_type):
         return str(plugin)
     return f"family {model_type!r}" if model_type in FAMILIES else "decoder"
 
 
 def find_family(model_type: str) -> Family | None:
-    """The family of a model_type, ours or a plug-in's; None if there is none.
+    """Return the family of a model_type, ours or a plug-in's; None if there is none.
 
     Raises:
         UnsupportedModelError: the plug-in is broken.
@@ -117,7 +118,7 @@ def find_family(model_type: str) -> Family | None:
 
 
 def _told(plugin: Plugin[Builder], build: Builder) -> Builder:
-    """A plug-in's builder, whose errors name it."""
+    """Return a plug-in's builder, whose errors name it."""
 
     @wraps(build)
     def built(config: DecoderConfig) -> Module:
@@ -127,7 +128,7 @@ def _told(plugin: Plugin[Builder], build: Builder) -> Builder:
                 raise TypeError(f"it returned {decoder!r}, expected a Module")
         except ChunkrtError:
             raise
-        except Exception as error:  # whatever another's code raises
+        except Exception as error:  # third-party code may raise any exception
             what = f"{type(error).__name__}: {error}"
             raise UnsupportedModelError(f"the {plugin} cannot build this checkpoint: {what}; repair it") from error
         return decoder
@@ -136,17 +137,17 @@ def _told(plugin: Plugin[Builder], build: Builder) -> Builder:
 
 
 def make_decoder(source: TensorSource, ranks: Ranks = ALONE) -> tuple[Module, DecoderConfig]:
-    """The module tree that a checkpoint's config asks for, whatever tensors there are; and the config as it was read.
+    """Build the module tree of a checkpoint's config, regardless of its tensors; and return the config as it was read.
 
     Raises:
-        UnsupportedModelError: an architecture, or a feature of it, that is not implemented.
+        UnsupportedModelError: the architecture, or a feature of it, is not implemented.
         ModelError: the config contradicts itself.
-        ConfigError: so many ranks cannot share a linear evenly.
+        ConfigError: the ranks cannot share a linear evenly.
     """
     if (family := find_family(source.architecture)) is None:
         raise UnsupportedModelError(
             f"{source.path.name}: architecture {source.architecture!r} is not supported; "
-            f"supported are: {', '.join(sorted(family_names()))}"
+            f"supported: {', '.join(sorted(family_names()))}"
         )
     config = replace(read_config(source, family.defaults), ranks=ranks)
     decoder = family.build(config).named()
@@ -155,10 +156,10 @@ def make_decoder(source: TensorSource, ranks: Ranks = ALONE) -> tuple[Module, De
 
 
 def find_tensors(decoder: Module, source: TensorSource) -> None:
-    """Make a decoder's parameters read tensors under the names that the checkpoint has them by.
+    """Make a decoder's parameters read tensors under the checkpoint's names.
 
-    A prefix may differ. If the checkpoint has only one tensor for a tied head and its table, both read that one. If it
-    has two and they differ, the head was trained by itself and the config is stale: both are read, with a warning.
+    A prefix may differ. If the checkpoint has only one tensor for a tied LM head and its table, both read it. If it has
+    two and they differ, the LM head was trained separately and the config is stale: both are read, with a warning.
     Transformers 5 and llama.cpp's converter do the same.
     """
     found = _stored_names(source)
@@ -174,14 +175,14 @@ def find_tensors(decoder: Module, source: TensorSource) -> None:
             log.warning("%s: the config ties %s to %s, but they differ; both are used", source.path.name, own, table)
             module.tie_to(None)
     if _is_body_alone(source) and isinstance(decoder, CausalDecoder) and decoder.lm_head.tied_to is None:
-        log.warning("%s has no head (lm_head.weight): it gives embeddings, and no logits", source.path.name)
+        log.warning("%s has no LM head (lm_head.weight): it computes embeddings, and no logits", source.path.name)
         decoder.leave_out_head()
     for parameter in decoder.parameters():
         parameter.checkpoint_tensors = {found.get(n, n): shape for n, shape in parameter.checkpoint_tensors.items()}
 
 
 def _stored_names(source: TensorSource) -> dict[str, str]:
-    """The checkpoint's name of each tensor, by itself and by the name that a causal decoder of text has for it."""
+    """Return the checkpoint's name of each tensor, by itself and by the name in a causal text decoder."""
     names = source.names()
     stored = {name: name for name in names}
     prefix = next((p for p in BODY_PREFIXES if any(name.startswith(f"{p}layers.0.") for name in names)), None)
@@ -196,13 +197,14 @@ def _stored_names(source: TensorSource) -> dict[str, str]:
 
 
 def _is_body_alone(source: TensorSource) -> bool:
-    """Return True if a checkpoint was saved without a head, as Transformers' `AutoModel` saves models of embeddings."""
+    """Return True if a checkpoint has no LM head, as Transformers' `AutoModel` saves embedding models."""
     names = source.names()
     return "embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
 def match_tensors(parameters: Iterable[Parameter], source: TensorSource) -> tuple[dict[str, str], list[str]]:
-    """Tensors that the checkpoint lacks, with the parameter that needs each; and those that no parameter reads."""
+    """Return the tensors that the checkpoint lacks, with the parameter that needs each; and those that no parameter
+    reads."""
     present = set(source.names())
     needed = {t: p.name for p in parameters for t in p.checkpoint_tensors}
     missing = {name: parameter for name, parameter in needed.items() if name not in present}

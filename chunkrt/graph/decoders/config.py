@@ -1,6 +1,6 @@
-"""What a decoder family needs to know of a checkpoint, read from Hugging Face's config keys and checked.
+"""Configuration of a decoder family, read from Hugging Face's config keys and validated.
 
-A key that would change the result and is not implemented is refused by name: nothing is ignored in silence.
+A key that would change the result and is not implemented is refused by name; no key is silently ignored.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from chunkrt.graph.rope import LARGEST_FLOAT, LONGEST_CONTEXT, inverse_frequenci
 from chunkrt.graph.shares import HeadShare, share_heads
 
 LARGEST_SIZE = 2**20
-"""Limit of all counts of a config but positions: a config with more is damaged, and no array is made for its claim."""
+"""Limit of all counts of a config except positions: a config with more is damaged, and no array of that size is
+made."""
 ROPE_DIVISOR = "rope_freqs.weight"
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh"),
 }
-"""By Hugging Face's names. Those of the tanh approximation differ in how they are computed, not in what (Transformers,
-activations.py: NewGELUActivation, FastGELUActivation, AccurateGELUActivation)."""
+"""Activations by Hugging Face's names. The variants of the tanh approximation differ only in how they are computed
+(Transformers, activations.py: NewGELUActivation, FastGELUActivation, AccurateGELUActivation)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What most families have: sizes in elements, counts, and switches; names as in the glossary.
+    """Fields common to most families: sizes in elements, counts, and switches; names as in the glossary.
 
-    `activation`: "silu" or "gelu_tanh". `sliding_window`: keys that a row of a layer with a window sees; 0 if there are
-    none, or as many as the context has. `norm_offset`: what norms add to their weights; 1 in families that multiply by
-    1 + w, unless the checkpoint holds that sum. `raw`: all of the config, of which a family reads what only it has by
-    `count`, `number`, `flag` and `layer_types`. `where`: the checkpoint's name, for messages.
-    `ranks`: which of how many processes this decoder is for; sizes and counts are of all of them together.
+    `activation`: "silu" or "gelu_tanh". `sliding_window`: number of keys that a row of a layer with a window sees; 0 if
+    there is no such layer, or if the window covers the context. `norm_offset`: offset that norms add to their weights;
+    1 in families that multiply by 1 + w, unless the checkpoint holds that sum. `raw`: the complete config; a family
+    reads its own keys by `count`, `number`, `flag` and `layer_types`. `where`: the checkpoint's name, for messages.
+    `ranks`: the rank that this decoder is for; sizes and counts cover all ranks together.
     """
 
     hidden_size: int
@@ -62,12 +63,12 @@ class DecoderConfig:
 
     @cached_property
     def heads(self) -> HeadShare:
-        """The rank's heads of attention."""
+        """The rank's attention heads."""
         return share_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.ranks)
 
     @cached_property
     def inverse_frequencies(self) -> NDArray[np.float64]:
-        """RoPE's, float64 [rotary_dim / 2], under the one rule that most configs have.
+        """Return RoPE's inverse frequencies, float64 [rotary_dim / 2], under the one rule that most configs have.
 
         Raises:
             UnsupportedModelError, ModelError: see `rope.inverse_frequencies`.
@@ -75,11 +76,12 @@ class DecoderConfig:
         return inverse_frequencies(self.raw, self.head_dim)
 
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number, positive unless told. Raises ModelError if it is none, or is missing and has no default."""
+        """Return a whole number, positive unless `least` is 0. Raises ModelError if it is invalid, or missing without a
+        default."""
         return _count(self.raw, self.where, key, default, least=least)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number. Raises ModelError if it is none, or is missing and has no default."""
+        """Return a positive number. Raises ModelError if it is invalid, or missing without a default."""
         value = self.raw.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FLOAT:
@@ -87,11 +89,12 @@ class DecoderConfig:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A switch. Raises ModelError if it is neither true nor false."""
+        """Return a switch. Raises ModelError if it is neither true nor false."""
         return _flag(self.raw, self.where, key, default)
 
     def layer_indices(self, key: str) -> Sequence[int]:
-        """Some layers, by their indices; none if the config does not say. Raises ModelError if it is no list."""
+        """Return some layers, by their indices; None if the config has no such key. Raises ModelError if it is not a
+        list."""
         indices = self.raw.get(key)
         if indices is None:
             return ()
@@ -100,11 +103,11 @@ class DecoderConfig:
         return indices
 
     def layer_types(self, default: Sequence[str], known: Collection[str]) -> Sequence[str]:
-        """What each layer is, as the config's `layer_types` says it.
+        """Return the kind of each layer from the config's `layer_types`.
 
         Raises:
-            ModelError: it is no list of a word for each layer.
-            UnsupportedModelError: a word that the family does not know.
+            ModelError: it is not a list with a word for each layer.
+            UnsupportedModelError: the family does not know a word.
         """
         types = self.raw.get("layer_types") or default
         if not isinstance(types, Sequence) or len(types) != self.num_layers:
@@ -113,12 +116,12 @@ class DecoderConfig:
             )
         if unknown := [kind for kind in types if kind not in known]:
             raise UnsupportedModelError(
-                f"{self.where}: a layer is {unknown[0]!r}; supported are: {', '.join(known)}", feature="layer_types"
+                f"{self.where}: a layer is {unknown[0]!r}; supported: {', '.join(known)}", feature="layer_types"
             )
         return types
 
     def sliding_layers(self, rule: Callable[[int], bool]) -> list[bool]:
-        """Which layers see a window only: by `layer_types`, or by a rule on a layer's index if there are none.
+        """Return which layers see only a window: from `layer_types`, or if it is absent by a rule on the layer's index.
 
         Raises:
             ModelError, UnsupportedModelError: see `layer_types`.
@@ -128,7 +131,7 @@ class DecoderConfig:
         return [kind == "sliding_attention" for kind in types]
 
     def refuse(self, **settings: bool) -> None:
-        """Refuse what the config asks for and the family does not have. Raises UnsupportedModelError."""
+        """Refuse features in the config that the family does not have. Raises UnsupportedModelError."""
         if asked := [name for name, is_asked in settings.items() if is_asked]:
             value = self.raw.get(asked[0])
             raise UnsupportedModelError(
@@ -140,11 +143,12 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
     """Read and check the config of a checkpoint.
 
     Args:
-        defaults: what Transformers takes for keys that a family's config leaves out, where it is not what most do.
+        defaults: Transformers' values for keys that a family's config omits, if they differ from those of most
+            families.
 
     Raises:
-        ModelError: a key is missing or makes no sense.
-        UnsupportedModelError: a key asks for something that is not implemented (an activation).
+        ModelError: a key is missing or invalid.
+        UnsupportedModelError: a key requires an activation that is not implemented.
     """
     config, where = {**(defaults or {}), **source.config}, source.path.name
     if config.get("quantization_config"):
@@ -161,7 +165,9 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
     if head_dim % 2:
         raise ModelError(f"{where}: head_dim is {head_dim}; RoPE needs an even one")
     if (layers := _count(config, where, "num_hidden_layers")) > len(source.names()):
-        raise ModelError(f"{where}: {layers} layers are claimed, but there are {len(source.names())} tensors")
+        raise ModelError(
+            f"{where}: the config claims {layers} layers, but the checkpoint has {len(source.names())} tensors"
+        )
     context = _context_length(config, where)
     return DecoderConfig(
         hidden_size=hidden,
@@ -195,7 +201,7 @@ def _count(
     value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise ModelError(f"{where}: the config does not give {key!r}")
+        raise ModelError(f"{where}: the config lacks {key!r}")
     if type(value) is not int or value < least:
         raise ModelError(f"{where}: {key} is {value!r}, expected a {'positive ' if least else ''}whole number")
     check_size(value, where, key, most=most)
@@ -210,9 +216,9 @@ def _flag(config: Mapping[str, Any], where: str, key: str, default: bool = False
 
 
 def check_size(size: float, where: str, what: str, *, most: int = LARGEST_SIZE) -> None:
-    """Raise ModelError if it is beyond what any model has."""
+    """Raise ModelError if a size exceeds that of any model."""
     if size > most:
-        raise ModelError(f"{where}: {what} is {size}; at most {most} is believed")
+        raise ModelError(f"{where}: {what} is {size}; expected at most {most}")
 
 
 def _epsilon(config: Mapping[str, Any], where: str, key: str) -> float:
@@ -230,13 +236,11 @@ def _norm_offset(config: Mapping[str, Any], where: str) -> float:
 
 
 def _context_length(config: Mapping[str, Any], where: str) -> int:
-    """The context; one that no model has is refused, since its caches and tables may be allocated."""
+    """Return the context length; an implausible one is refused, because caches and tables may be allocated for it."""
     key = "max_position_embeddings"
     length = config.get(key)
     if type(length) is int and length > LONGEST_CONTEXT:
-        raise ModelError(
-            f"{where}: the config claims a context of {length} tokens; at most {LONGEST_CONTEXT} is believed"
-        )
+        raise ModelError(f"{where}: the config claims a context of {length} tokens; expected at most {LONGEST_CONTEXT}")
     return _count(config, where, key, most=LONGEST_CONTEXT)
 
 
@@ -245,7 +249,7 @@ def _activation(config: Mapping[str, Any], where: str) -> str:
     name = config.get(key) or "silu"
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{where}: hidden_act {name!r} is not supported; there are: {', '.join(ACTIVATIONS)}", feature=key
+            f"{where}: hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}", feature=key
         )
     return ACTIVATIONS[name]
 

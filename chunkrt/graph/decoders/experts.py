@@ -1,4 +1,4 @@
-"""A mixture of experts: feed-forwards of which a router picks a few for each row, and one that every row passes.
+"""A mixture of experts: a router picks a few feed-forwards for each row; a shared one takes every row.
 
 Source: Hugging Face's `Qwen3NextSparseMoeBlock`; Shazeer et al., The Sparsely-Gated Mixture-of-Experts Layer (2017).
 """
@@ -20,13 +20,13 @@ MOST_EXPERTS = 4096
 
 
 class SparseMixture(Module):
-    """The routed experts, plus the shared one times the sigmoid of its own gate. What routes is on the CPU."""
+    """The routed experts, plus the shared one times the sigmoid of its own gate. Router and gate are on the CPU."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         num_experts = config.count("num_experts")
         if num_experts > MOST_EXPERTS:
-            raise ModelError(f"{config.where}: num_experts is {num_experts}; at most {MOST_EXPERTS} is believed")
+            raise ModelError(f"{config.where}: num_experts is {num_experts}; expected at most {MOST_EXPERTS}")
         self.gate = Gate(config.hidden_size, num_experts)
         self.experts = Experts(config, num_experts)
         shared_size = config.count("shared_expert_intermediate_size")
@@ -41,7 +41,7 @@ class SparseMixture(Module):
 
 
 class Gate(Module):
-    """hidden @ weight, in float32 under every scheme. Runs on the CPU unless placed."""
+    """Product hidden @ weight, in float32 under every scheme. Runs on the CPU unless placed."""
 
     def __init__(self, width: int, num_columns: int) -> None:
         super().__init__()
@@ -60,10 +60,10 @@ class Gate(Module):
 
 
 class Experts(Module):
-    """The feed-forwards that are picked from. Run on the CPU unless placed.
+    """The routed feed-forwards. Run on the CPU unless placed.
 
     Raises:
-        ModelError: more are to be picked than there are.
+        ModelError: the router would pick more than there are.
     """
 
     def __init__(self, config: DecoderConfig, num_experts: int) -> None:
@@ -73,7 +73,7 @@ class Experts(Module):
         self._top_k = config.count("num_experts_per_tok")
         self._norm_topk_prob = config.flag("norm_topk_prob", True)
         if self._top_k > num_experts:
-            raise ModelError(f"{config.where}: {self._top_k} of {num_experts} experts cannot be picked")
+            raise ModelError(f"{config.where}: cannot pick {self._top_k} of {num_experts} experts")
 
     def declare(self) -> None:
         num_experts, width, inner = self._sizes

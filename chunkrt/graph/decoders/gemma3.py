@@ -1,6 +1,6 @@
-"""Gemma 3, text only: norms before and after attention and feed-forward, and windows on five layers of six.
+"""Gemma 3, text only: norms before and after attention and feed-forward, and windows on five of six layers.
 
-Layers with a window have RoPE tables of their own. Norms multiply by 1 + w, embeddings are multiplied by sqrt(H).
+Layers with a window have their own RoPE tables. Norms multiply by 1 + w, embeddings are multiplied by sqrt(H).
 Source: Gemma Team, Gemma 3 Technical Report (2025), section 2; Hugging Face's `Gemma3ForCausalLM`.
 """
 
@@ -39,14 +39,14 @@ DEFAULTS = {
 
 
 def gemma3(config: DecoderConfig) -> Module:
-    """Layers see a window by `layer_types`; without them, all but every sixth do."""
+    """Build the decoder; `layer_types` selects the layers with a window, by default all except every sixth."""
     refused = ("attn_logit_softcapping", "use_bidirectional_attention")
     config.refuse(**{key: bool(config.raw.get(key)) for key in refused})
     return GemmaDecoder(config, GemmaBody(config))
 
 
 class GemmaBody(Body):
-    """The stack of layers, with tables of its own for those with a window."""
+    """The stack of layers, with separate tables for those with a window."""
 
     def __init__(self, config: DecoderConfig) -> None:
         pattern = config.count("sliding_window_pattern", 6)
@@ -82,7 +82,7 @@ class GemmaLayer(Module):
 
 
 class GemmaDecoder(CausalDecoder):
-    """Logits lie between -cap and cap if the config has a cap."""
+    """A causal decoder whose logits lie between -cap and cap if the config has a cap."""
 
     def __init__(self, config: DecoderConfig, body: GemmaBody) -> None:
         super().__init__(config, body)
@@ -95,7 +95,7 @@ class GemmaDecoder(CausalDecoder):
 
 
 class SoftCap(Module):
-    """cap * tanh(logits / cap). Runs on the CPU unless placed."""
+    """Soft cap of logits: cap * tanh(logits / cap). Runs on the CPU unless placed."""
 
     def __init__(self, width: int, cap: float) -> None:
         super().__init__()
@@ -108,7 +108,8 @@ class SoftCap(Module):
 
 
 def _tables(config: DecoderConfig) -> tuple[RotaryTables, RotaryTables]:
-    """Of layers that see all, which a scaling rule applies to, and of those with a window."""
+    """Return RoPE's parameters of layers that see everything, which a scaling rule applies to, and of those with a
+    window."""
     sections = config.raw.get("rope_parameters") or {}
     kinds = ("full_attention", "sliding_attention")
     if not isinstance(sections, Mapping) or not sections.keys() <= set(kinds):

@@ -1,6 +1,6 @@
-"""LFM2: gated short convolutions, with a layer of grouped-query attention among them now and then.
+"""LFM2: gated short convolutions, with occasional layers of grouped-query attention.
 
-Every layer has a SwiGLU feed-forward; q and k have a norm of their own; the head shares the embedding's table.
+Every layer has a SwiGLU feed-forward; q and k have norms of their own; the LM head shares the embedding's table.
 Source: Hugging Face's `Lfm2ForCausalLM`.
 """
 
@@ -22,7 +22,8 @@ DEFAULTS = {"rope_theta": 1e6, "norm_eps": 1e-5, "num_key_value_heads": 8, "tie_
 
 
 def lfm2(config: DecoderConfig) -> Module:
-    """Layers are "conv" or "full_attention", as `layer_types` or, in older configs, `full_attn_idxs` says."""
+    """Build the decoder; layers are "conv" or "full_attention", by `layer_types` or, in older configs,
+    `full_attn_idxs`."""
     config = replace(
         config,
         intermediate_size=_feed_forward_size(config),
@@ -36,7 +37,7 @@ def lfm2(config: DecoderConfig) -> Module:
 
 
 def _feed_forward_size(config: DecoderConfig) -> int:
-    """The width between gate and down, which older configs give as it is before it is shrunk to 2/3 and rounded up."""
+    """Return the width between gate and down; older configs give it before it is reduced to 2/3 and rounded up."""
     size = config.count("block_ff_dim", config.intermediate_size)
     if not config.flag("block_auto_adjust_ff_dim", True):
         return size
@@ -47,7 +48,8 @@ def _feed_forward_size(config: DecoderConfig) -> int:
 
 
 class ShortConvolution(Module):
-    """out_proj(C * convolve(B * x)), where B, C and x are the thirds of in_proj. Every rank has all of it."""
+    """Gated convolution out_proj(C * convolve(B * x)), where B, C and x are the thirds of in_proj. Complete on every
+    rank."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -103,7 +105,7 @@ def _attention(config: DecoderConfig, rope: RotaryTables) -> Attention:
 
 
 class Body(Module):
-    """Embedding, the layers, the final norm, which is called `embedding_norm` here."""
+    """Embedding, the layers, and the final norm, which has the name `embedding_norm`."""
 
     def __init__(self, config: DecoderConfig, rope: RotaryTables, layers: Sequence[Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What decoder families share: attention, the gated feed-forward, the stack of layers, the head."""
+"""Parts common to decoder families: attention, the gated feed-forward, the stack of layers, the LM head."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Attention(Module):
         qkv: the projection to q | k | v; by default that of the checkpoint's q_proj, k_proj and v_proj.
         norm: of single heads of q and k before RoPE.
         output: the projection of the heads' results; by default the checkpoint's o_proj.
-        scale: of the scores; by default head_dim^-1/2.
-        window: how many keys a row sees, its own among them; 0 for all before it.
+        scale: factor of the scores; by default head_dim^-1/2.
+        window: number of keys that a row sees, its own included; 0 for all earlier keys.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Attention(Module):
         self._scale, self._window = config.head_dim**-0.5 if scale is None else scale, window
 
     def attend(self, hidden: ir.Value) -> ir.Value:
-        """The heads' results, before the output projection."""
+        """Return the heads' results, before the output projection."""
         heads, (rotary,) = self._heads, self._rotary
         qkv = self.qkv_proj(hidden)
         return ops.cached_attention(
@@ -73,7 +73,7 @@ class Attention(Module):
 
 
 class FeedForward(Module):
-    """down(activation(gate(x)) * up(x)), over a rank's columns of gate and up."""
+    """Gated feed-forward down(activation(gate(x)) * up(x)), over a rank's columns of gate and up."""
 
     def __init__(
         self,
@@ -97,18 +97,18 @@ class FeedForward(Module):
 
 
 def output_projection(config: DecoderConfig, name: str = "", *, bias: bool = False) -> RowParallelLinear:
-    """From the results of a rank's heads. `name`: the checkpoint's, if it is not the module's own."""
+    """Return the projection of a rank's head results. `name`: the checkpoint's, if it differs from the module's."""
     columns, hidden = config.heads.q_columns, config.hidden_size
     return RowParallelLinear(columns.size, {name: hidden} if name else hidden, config.ranks, depth=columns, bias=bias)
 
 
 def norm(config: DecoderConfig) -> RMSNorm:
-    """A norm of the residual stream."""
+    """Return a norm of the residual stream."""
     return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.norm_offset)
 
 
 def head_norm(config: DecoderConfig) -> HeadNorm:
-    """The norm of single heads that many families have: the checkpoint's q_norm and k_norm."""
+    """Return the norm of single heads that many families have: the checkpoint's q_norm and k_norm."""
     parts = {"q_norm": config.heads.num_heads, "k_norm": config.heads.num_kv_heads}
     return HeadNorm(parts, config.head_dim, config.rms_norm_eps, offset=config.norm_offset)
 
@@ -116,7 +116,7 @@ def head_norm(config: DecoderConfig) -> HeadNorm:
 class Layer(Module):
     """Attention and feed-forward, each on a normalised input and added back to the residual stream.
 
-    `mixer` is attention, or what a family has in its place under the name of `mixer_name`.
+    `mixer` is attention, or the family's replacement for it under the name of `mixer_name`.
     """
 
     def __init__(self, config: DecoderConfig, mixer: Module, mlp: Module, *, mixer_name: str = "self_attn") -> None:
@@ -134,9 +134,9 @@ class Layer(Module):
 
 
 class Body(Module):
-    """Embedding, the layers, the final norm: what Hugging Face keeps under "model.".
+    """Embedding, the layers, the final norm: the modules under "model." in Hugging Face's names.
 
-    `rope`: the tables of all layers, or of one kind of them. `embedding_scale`: what embeddings are multiplied by.
+    `rope`: the tables of all layers, or of one kind of them. `embedding_scale`: factor of the embeddings.
     """
 
     def __init__(
@@ -156,9 +156,9 @@ class Body(Module):
 
 
 class CausalDecoder(Module):
-    """Token ids [T] to logits [R, vocab] of the rows asked for.
+    """Token ids [T] to logits [R, vocab] of the requested rows.
 
-    `body` goes from token ids to normalised hidden rows; its `embed_tokens` is the head's table too if they are tied.
+    `body` maps token ids to normalised hidden rows; its `embed_tokens` is also the LM head's table if they are tied.
     """
 
     def __init__(self, config: DecoderConfig, body: Module) -> None:
@@ -170,9 +170,9 @@ class CausalDecoder(Module):
         self.lm_head = ReplicatedLinear(config.hidden_size, config.vocab_size, tied_to=tied_to).to("cpu")
 
     def leave_out_head(self) -> None:
-        """Let the table stand in for a head that the checkpoint lacks. Call it on a named decoder.
+        """Use the table in place of an LM head that the checkpoint lacks. Call it on a named decoder.
 
-        Nothing may read the logits then (`Plan.has_head`).
+        The logits must not be read then (`Plan.has_head`).
         """
         self._has_head = False
         self.lm_head.tie_to(*self._embedding)

@@ -1,4 +1,4 @@
-"""Qwen3: heads of q and k are normalised before RoPE, and need not share out the hidden size.
+"""Qwen3: heads of q and k are normalised before RoPE, and their total width may differ from the hidden size.
 
 Source: Yang et al., Qwen3 Technical Report (2025), section 2; Hugging Face's `Qwen3ForCausalLM`.
 """
@@ -15,7 +15,7 @@ DEFAULTS = {"head_dim": 128, "sliding_window": 4096}
 
 
 def qwen3(config: DecoderConfig) -> Module:
-    """Every layer sees all before it, unless the config switches windows on."""
+    """Build a decoder whose layers see all earlier tokens, unless the config switches windows on."""
     rope = RotaryTables(config.inverse_frequencies, config.context_length, divisor=config.rope_divisor)
     has_bias = config.flag("attention_bias")
 

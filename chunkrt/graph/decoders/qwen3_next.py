@@ -27,12 +27,12 @@ DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_offset": 1}
 
 
 def qwen3_next(config: DecoderConfig) -> Module:
-    """Projections of the delta rule are interleaved, key head by key head."""
+    """Build a decoder whose projections of the delta rule are interleaved, key head by key head."""
     return _decoder(config, has_grouped_projections=True)
 
 
 def qwen3_5(config: DecoderConfig) -> Module:
-    """Projections of the delta rule are tensors of their own."""
+    """Build a decoder whose projections of the delta rule are separate tensors."""
     return _decoder(config, has_grouped_projections=False)
 
 
@@ -60,7 +60,7 @@ def _has_experts(config: DecoderConfig, index: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaSizes:
-    """Heads of the delta rule: `k_heads` of keys and queries, which `v_heads` of values share; taps of the
+    """Sizes of the delta rule: `k_heads` key and query heads, shared by `v_heads` value heads; taps of the
     convolution."""
 
     k_heads: int
@@ -71,7 +71,7 @@ class DeltaSizes:
 
     @staticmethod
     def of(config: DecoderConfig) -> DeltaSizes:
-        """As the config says. Raises ModelError if values cannot share keys evenly."""
+        """Read the sizes from the config. Raises ModelError if value heads cannot share key heads evenly."""
         sizes = DeltaSizes(
             k_heads=config.count("linear_num_key_heads", 16),
             v_heads=config.count("linear_num_value_heads", 32),
@@ -90,21 +90,21 @@ class DeltaSizes:
 
     @property
     def all_k(self) -> int:
-        """Columns of all keys."""
+        """Number of columns of all keys."""
         return self.k_heads * self.k_dim
 
     @property
     def all_v(self) -> int:
-        """Columns of all values."""
+        """Number of columns of all values."""
         return self.v_heads * self.v_dim
 
 
 class GatedDeltaRule(Module):
-    """The gated delta rule with its projections, its gates, and the norm of its heads' results; whole on every rank.
+    """The gated delta rule with its projections, its gates, and the norm of its heads' results; complete on every rank.
 
     Args:
         is_grouped: whether the checkpoint has the rows of q, k, v and z by key head in one tensor (unless its config
-            says that z and the others have one each), and those of b and a in another.
+            says that z is a tensor of its own), and those of b and a in another.
     """
 
     def __init__(self, config: DecoderConfig, sizes: DeltaSizes, *, is_grouped: bool) -> None:
@@ -151,7 +151,7 @@ class GatedDeltaRule(Module):
 
 
 class Decay(Module):
-    """-exp(A_log) * softplus(a + dt_bias): the logarithm of the state's decay. Runs on the CPU unless placed."""
+    """Logarithm of the state's decay: -exp(A_log) * softplus(a + dt_bias). Runs on the CPU unless placed."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def _negative_exp(a_log: Float32) -> Float32:
 
 
 class Step(Module):
-    """sigmoid(b): how much of what the state recalls wrongly is put right. Runs on the CPU unless placed."""
+    """Step sigmoid(b): the fraction of the state's error that an update corrects. Runs on the CPU unless placed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,9 +186,10 @@ class Step(Module):
 
 
 class GatedAttention(Attention):
-    """Attention whose results are multiplied by the sigmoid of a gate. q_proj yields it too, head by head q | gate.
+    """Attention whose results are multiplied by the sigmoid of a gate. q_proj also yields the gate, head by head q |
+    gate.
 
-    Every rank has all heads of it.
+    Every rank has all of its heads.
     """
 
     def __init__(self, config: DecoderConfig, rope: RotaryTables) -> None:
@@ -209,6 +210,6 @@ class GatedAttention(Attention):
 
 
 def _by_kind(num_groups: int, widths: Sequence[int]) -> list[NDArray[np.int64]]:
-    """Rows that are stored group by group, in each group kind by kind: those of each kind, group by group."""
+    """Return the rows of each kind, group by group, of rows that are stored by group and within each group by kind."""
     rows = np.arange(num_groups * sum(widths)).reshape(num_groups, -1)
     return [part.ravel() for part in np.split(rows, np.cumsum(widths)[:-1], axis=1)]

@@ -1,5 +1,5 @@
-"""Decoders as ONNX files for other tools: a fixed window with caches in and out, ONNX Runtime GenAI's dynamic form, or
-the static subgraphs of a plan."""
+"""Decoders as ONNX files for other tools: a fixed window with caches as inputs and outputs, ONNX Runtime GenAI's
+dynamic form, or the static subgraphs of a plan."""
 
 from chunkrt.onnx.exporting.beside import check_beside, tokenizer_files, write_beside
 from chunkrt.onnx.exporting.dynamic import dynamic_model

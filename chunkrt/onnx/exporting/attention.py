@@ -1,8 +1,8 @@
-"""Attention over a cache of fixed length: what `CachedAttention` becomes in a fixed window.
+"""Attention over a cache of fixed length: the form of `CachedAttention` in a fixed window.
 
-Of the context's M slots, attention sees the last T, and of these a layer with a window of its own only the last that
-any row sees. Row r of W stands at slot M - W + r. With keys cached before RoPE the slot tells the position; with keys
-cached after it, the input "position_ids" does.
+Of the context's M slots, attention sees the last T; a layer with a window of its own sees only those of them that lie
+in the window of one of the rows. Row r of W is at slot M - W + r. With keys cached before RoPE the slot determines the
+position; with keys cached after RoPE the input "position_ids" does.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from chunkrt.onnx.exporting.operators import finish
 from chunkrt.onnx.exporting.settings import WindowSettings
 
 MASKED = -1e9
-"""Added to the scores of what a row does not see: finite, so that no row is without a largest score."""
+"""Term added to the scores of slots that a row does not see: finite, so that every row has a largest score."""
 
 WINDOW_SUFFIX = ".window"
-"""Added to a rotary table's name where the model holds some of its rows."""
+"""Suffix of a rotary table's name if the model holds only some of its rows."""
 
 
 class WindowAttention:
-    """Emits attention layers; what they share (masks, tables) once.
+    """Emits attention layers; masks and tables that they share are emitted once.
 
     Args:
-        table_rows: of the plan's rotary tables, those that so long a sequence takes.
+        table_rows: the rows of each rotary table that a sequence of this length needs.
     """
 
     def __init__(self, e: Emitter, settings: WindowSettings, table_rows: slice) -> None:
@@ -37,7 +37,7 @@ class WindowAttention:
         self._visible: dict[int, ir.Value] = {}
 
     def layer(self, node: Node, past: Sequence[ir.Value]) -> Sequence[ir.Value]:
-        """Add a layer. Returns what its keys and values become."""
+        """Add a layer. Returns the new keys and values."""
         e, s, (out,) = self._e, self._settings, node.outputs
         heads, kv_heads, dim = (cast(int, node.attributes[k]) for k in ("num_heads", "num_kv_heads", "head_dim"))
         window, scale = cast(int, node.attributes["window"]), cast(float, node.attributes["scale"])
@@ -65,7 +65,7 @@ class WindowAttention:
         return [present_key, present_value]
 
     def _shifted(self, past: ir.Value, new: ir.Value, name: str) -> ir.Value:
-        """The oldest W slots drop out, the window's rows are the last."""
+        """Drop the oldest W slots and append the window's rows."""
         window, context = self._settings.window, self._settings.context
         if window == context:
             return self._e.op("Identity", new, name=name)
@@ -79,9 +79,10 @@ class WindowAttention:
         return self._e.cut(present, context - span, context, axis=2, name=f"{present.name}/seen")
 
     def _sees(self, window: int, span: int) -> ir.Value:
-        """Which of the last `span` slots each row sees [W, span]; below opset 23 what is added to scores for it.
+        """Return which of the last `span` slots each row sees [W, span]; below opset 23 the terms added to their
+        scores.
 
-        A row of padding sees itself, so that its softmax has something to sum.
+        A row of padding sees itself, so that its softmax has a term to sum.
         """
         if window not in self._visible:
             e, s, name = self._e, self._settings, f"visible.{window}" if window else "visible"
@@ -99,12 +100,12 @@ class WindowAttention:
         return self._visible[window]
 
     def _rotated(self, node: Node, x: ir.Value, num_rows: int) -> ir.Value:
-        """x [1, heads, rows, D] rotated (rotate-half) for the last `num_rows` positions."""
+        """Rotate x [1, heads, rows, D] (rotate-half) for the last `num_rows` positions."""
         cos, sin = (self._table(name, num_rows) for name in node.inputs[3:5])
         return rotate(self._e, x, cos, sin, cast(int, node.attributes["rotary_dim"]), node)
 
     def _table(self, weight: str, num_rows: int) -> ir.Value:
-        """cos or sin [1, num_rows, rotary_dim / 2] of the last positions."""
+        """Return cos or sin [1, num_rows, rotary_dim / 2] of the last positions."""
         e, s, name = self._e, self._settings, f"{weight}{WINDOW_SUFFIX}"
         first = self._table_rows.start
         if s.keys == "post-rope":
@@ -117,7 +118,7 @@ class WindowAttention:
         return e.shared(f"{name}.{num_rows}.batch", lambda name: e.op("Unsqueeze", table, e.ints(0), name=name))
 
     def _attend(self, q: ir.Value, k: ir.Value, v: ir.Value, node: Node, added: ir.Value) -> ir.Value:
-        """softmax(scale q k^T + added) v, the heads that share keys side by side in one product."""
+        """Compute softmax(scale q k^T + added) v; query heads that share a key head are stacked in one product."""
         e, (out,), window = self._e, node.outputs, self._settings.window
         heads, kv_heads, dim = (cast(int, node.attributes[key]) for key in ("num_heads", "num_kv_heads", "head_dim"))
         shared = heads // kv_heads
@@ -134,7 +135,7 @@ class WindowAttention:
 
 
 def rotate(e: Emitter, x: ir.Value, cos: ir.Value, sin: ir.Value, rotary_dim: int, node: Node) -> ir.Value:
-    """RoPE on x [B, heads, rows, D] with cos and sin [B, rows, rotary_dim / 2]; the dimensions after pass through."""
+    """Apply RoPE to x [B, heads, rows, D] with cos and sin [B, rows, rotary_dim / 2]; later dimensions pass through."""
     dim, half = cast(int, node.attributes["head_dim"]), rotary_dim // 2
     name = f"{x.name}/roped"
     if e.opset >= 23:
@@ -158,6 +159,6 @@ def _over_heads(e: Emitter, table: ir.Value) -> ir.Value:
 
 
 def _by_head(e: Emitter, rows: ir.Value, num_heads: int, dim: int) -> ir.Value:
-    """[B, rows, heads * D] to [B, heads, rows, D]."""
+    """Reshape [B, rows, heads * D] to [B, heads, rows, D]."""
     apart = e.reshape(rows, 0, 0, num_heads, dim, name=f"{rows.name}/apart")
     return e.op("Transpose", apart, name=f"{rows.name}/heads", perm=[0, 2, 1, 3])

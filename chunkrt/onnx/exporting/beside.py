@@ -1,4 +1,4 @@
-"""What lies beside a model: the checkpoint's tokenizer, in the files that Hugging Face has for it."""
+"""Tokenizer files next to an exported model, in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
-"""Of a Hugging Face folder."""
+"""Names of the tokenizer files in a Hugging Face folder."""
 
 Files = dict[str, bytes]
 
 
 def tokenizer_files(planned: Planned) -> Files:
-    """A folder's own files, by name; of a GGUF file what chunkrt reads from it.
+    """Return a folder's own files by name; for a GGUF file, files made from the tokenizer that chunkrt reads from it.
 
     Raises:
         ModelError: the checkpoint's tokenizer is damaged.
-        UnsupportedModelError: it is of a kind that is not implemented.
+        UnsupportedModelError: the tokenizer's kind is not implemented.
     """
     source = planned.source.path
     if source.is_dir():
@@ -68,20 +68,20 @@ def tokenizer_files(planned: Planned) -> Files:
 
 
 def _as_folders_have_it(template: str, chat_adds_bos: bool) -> str:
-    """A GGUF file's chat template; one that leaves the beginning token to the tokenizer gets it."""
+    """Return a GGUF file's chat template, with the beginning token if it leaves that to the tokenizer."""
     return "{{- bos_token }}" + template if chat_adds_bos and "bos_token" not in template else template
 
 
 def check_beside(folder: Path, files: Files) -> None:
-    """Raises ConfigError if there is another file under one of the names."""
+    """Raise ConfigError if a different file exists under one of the names."""
     for name, content in files.items():
         path = folder / name
         if path.exists() and (not path.is_file() or path.read_bytes() != content):
-            raise ConfigError(f"{path} exists already and belongs to another model; write to a folder of its own")
+            raise ConfigError(f"{path} exists already and belongs to another model; write to another folder")
 
 
 def write_beside(folder: Path, files: Files) -> None:
-    """Write what is not there yet, each aside and then renamed. Raises ConfigError if that fails."""
+    """Write missing files, each to a temporary name that is then renamed. Raises ConfigError if that fails."""
     for name, content in files.items():
         if (folder / name).exists():
             continue

@@ -1,4 +1,4 @@
-"""From a plan to ONNX: what both forms of an export share. Names of inputs and outputs, weights, metadata."""
+"""Common parts of both export forms: names of inputs and outputs, weights, metadata."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from chunkrt.onnx.exporting.operators import LOWERINGS
 from chunkrt.onnx.exporting.settings import Settings, WindowSettings
 
 PLAN_KEY, SETTINGS_KEY, ROPE_KEY = "chunkrt.plan", "chunkrt.export", "chunkrt.rope"
-"""Where a model's metadata has the plan, what the export was asked for, and the rotary tables' frequencies."""
+"""Keys of a model's metadata: the plan, the export's settings, and the rotary tables' frequencies."""
 
 _STATES = {"key_cache": "key", "value_cache": "value"}
 
 Dimensions = Sequence[int | str]
 EmitLayer = Callable[[Node, Sequence[ir.Value]], Sequence[ir.Value]]
-"""Adds a layer that carries state; from what its state was to what it becomes."""
+"""A function that adds a layer with state, and returns the new states for the old ones."""
 
 
 def make_emitter(planned: Planned, *, opset: int, dtype: ir.DataType) -> Emitter:
-    """An emitter that knows a checkpoint's weights; a head that is tied to the embedding's table shares it.
+    """Make an emitter for a checkpoint's weights; an LM head that is tied to the embedding shares its table.
 
-    Raises UnsupportedModelError if the checkpoint has no head.
+    Raises UnsupportedModelError if the checkpoint has no LM head.
     """
     if not planned.plan.has_head:
         raise UnsupportedModelError(
-            f"{planned.source.path.name} has no head, and models of embeddings are not exported"
+            f"{planned.source.path.name} has no LM head, and embedding models cannot be exported"
         )
     shapes = {name: tensor.shape for name, tensor in planned.plan.tensors.items()}
     return Emitter(opset=opset, dtype=dtype, shapes=shapes, load=planned.load, tied=_tied(planned))
 
 
 def has(plan: Plan, *ops: str) -> bool:
-    """Whether the plan has one of these operators."""
+    """Return whether the plan has one of these operators."""
     return any(node.op in ops for subgraph in plan.subgraphs for node in subgraph.nodes)
 
 
@@ -58,11 +58,11 @@ def emit_decoder(
 
     Args:
         layer: adds nodes with state.
-        describe: of a state its type, and its shape before and after.
+        describe: returns the type of a state, and its shape before and after.
         rows: the first dimensions of input_ids and logits.
 
     Raises:
-        UnsupportedModelError: an operator that has no form.
+        UnsupportedModelError: an operator has no form for export.
     """
     names = state_names(plan)
     states = {
@@ -84,9 +84,9 @@ def emit_decoder(
 
 
 def emit_node(e: Emitter, node: Node) -> None:
-    """Add a node without state. Raises UnsupportedModelError if it has no form."""
+    """Add a node without state. Raises UnsupportedModelError if it has no form for export."""
     if node.op == "Gather" and node.inputs[1] == "logit_rows":
-        e.alias(node.outputs[0], e.read(node.inputs[0]))  # all rows are wanted
+        e.alias(node.outputs[0], e.read(node.inputs[0]))  # all rows get logits
     elif (node.domain, node.op) in LOWERINGS:
         LOWERINGS[node.domain, node.op](e, node)
     else:
@@ -94,9 +94,10 @@ def emit_node(e: Emitter, node: Node) -> None:
 
 
 def state_names(plan: Plan) -> dict[str, str]:
-    """What a model's inputs and outputs call each state: "3.key", "3.value", "3.conv_state", "3.recurrent_state".
+    """Return the names of states in a model's inputs and outputs: "3.key", "3.value", "3.conv_state",
+    "3.recurrent_state".
 
-    The number is that of the module which owns it among those with state, whatever the family calls its layers.
+    The number counts the modules that own states, regardless of the names of the family's layers.
     """
     names: dict[str, str] = {}
     owners: dict[str, int] = {}
@@ -107,7 +108,7 @@ def state_names(plan: Plan) -> dict[str, str]:
 
 
 def metadata(planned: Planned, settings: Settings) -> dict[str, str]:
-    """What an ONNX graph does not say: the plan whole, the settings, and by what its rotary tables were made."""
+    """Return metadata that the ONNX graph lacks: the plan, the settings, and the frequencies of the rotary tables."""
     form = "window" if isinstance(settings, WindowSettings) else "dynamic"
     rope = {
         module.path: {
@@ -122,18 +123,18 @@ def metadata(planned: Planned, settings: Settings) -> dict[str, str]:
 
 
 def with_shapes(model: ir.Model) -> ir.Model:
-    """The model, with the shape of every value that ONNX's shape inference finds."""
+    """Return the model, with all value shapes that ONNX's shape inference finds."""
     return ShapeInferencePass(check_type=True, strict_mode=True, data_prop=True)(model).model
 
 
 def check_length(plan: Plan, option: str, length: int) -> None:
-    """Raises ConfigError if it is more positions than the model can tell apart."""
+    """Raise ConfigError if the length exceeds the model's context."""
     if length > plan.context_length:
         raise ConfigError(f"{option} is {length}, longer than the model's context of {plan.context_length}")
 
 
 def _tied(planned: Planned) -> dict[str, str]:
-    """Weights that are the transpose of the embedding's table."""
+    """Return the weights that are the transpose of the embedding's table."""
     tables = [m.weight for m in planned.decoder.modules() if isinstance(m, Embedding) and m.scale == 1]
     return {
         parameter.name: table.name

@@ -1,6 +1,6 @@
 """The dynamic form: any number of rows after any number of positions, with the names that ONNX Runtime GenAI expects.
 
-Attention is ONNX Runtime's own `GroupQueryAttention`, which rotates queries and keys and caches keys after that.
+Attention is ONNX Runtime's own `GroupQueryAttention`, which rotates queries and keys and caches rotated keys.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from chunkrt.onnx.exporting.emitter import CONTRIB_DOMAIN, INT64, Emitter
 from chunkrt.onnx.exporting.settings import DynamicSettings
 
 HEAD_STEP = 16
-"""What GroupQueryAttention wants the dimensions of a rotated head to be a multiple of."""
+"""Divisor of the dimensions of a rotated head in GroupQueryAttention."""
 
 INT32 = ir.DataType.INT32
 BATCH, ROWS, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
 
 
 def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
-    """A decoder with caches that grow; its weights are read when it is written.
+    """Build a decoder with caches that grow; its weights are read when it is written.
 
     Raises:
         ConfigError: the context is longer than the model's.
@@ -37,12 +37,13 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
     check_length(plan, "--context", settings.context)
     if has(plan, LINEAR_ATTENTION_OP):
         raise UnsupportedModelError(
-            f"{plan.family} has layers of linear attention, which the dynamic form has not; export a fixed window"
+            f"{plan.family} has layers of linear attention, which the dynamic form does not support; export a fixed "
+            "window"
         )
     attention = (node for subgraph in plan.subgraphs for node in subgraph.nodes if node.op in ATTENTION_OPS)
     if uneven := [dim for node in attention if cast(int, dim := node.attributes["head_dim"]) % HEAD_STEP]:
         raise UnsupportedModelError(
-            f"its heads have {uneven[0]} dimensions; ONNX Runtime's GroupQueryAttention rotates multiples of "
+            f"its heads have {uneven[0]} dimensions; ONNX Runtime's GroupQueryAttention supports multiples of "
             f"{HEAD_STEP}; export a fixed window"
         )
     e = make_emitter(planned.within(settings.context), opset=settings.opset, dtype=settings.tensor_type)

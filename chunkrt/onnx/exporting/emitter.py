@@ -1,7 +1,7 @@
-"""Adding nodes to an ONNX model at a given opset: what changed between opsets is known here alone.
+"""Emission of ONNX nodes at a given opset; this module alone handles the differences between opsets.
 
-Values are found by name. Those of the plan keep its names; the parts that an operator of the plan is lowered to are
-named after its result: "model.norm.output/mean".
+Values are found by name. Values of the plan keep their names. The nodes into which an operator is lowered are named
+after its result: "model.norm.output/mean".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from chunkrt.graph.plan import Attribute, Dimension, resolve
 from chunkrt.graph.tracing import attribute
 
 IR_VERSIONS = {14: 7, 18: 8, 21: 10, 23: 10}
-"""Of ONNX's file format, by the opsets that a model can be exported at."""
+"""Versions of ONNX's file format, by the opsets that a model can be exported at."""
 
 CONTRIB_DOMAIN = "com.microsoft"
 
@@ -34,9 +34,9 @@ class Emitter:
 
     Args:
         opset: one of IR_VERSIONS.
-        dtype: what linears compute in, and what their weights are stored in.
-        shapes: of the plan's tensors, by name.
-        load: a weight's values, called when the model is written.
+        dtype: data type of linears and their weights.
+        shapes: shapes of the plan's tensors, by name.
+        load: returns a weight's values; called when the model is written.
         tied: weights that are the transpose of another.
     """
 
@@ -59,29 +59,30 @@ class Emitter:
         self._shapes, self._load, self._tied = shapes, load, tied
 
     def shared(self, name: str, make: Callable[[str], ir.Value]) -> ir.Value:
-        """A value that several layers read, made of its name when it is first asked for."""
+        """Return a value that several layers read; it is made at its first use."""
         return self._values[name] if name in self._values else make(name)
 
     def width(self, name: str) -> int:
-        """Columns of a value or a weight of the plan."""
+        """Return the number of columns of a value or a weight of the plan."""
         (width,) = resolve(self._shapes[name][-1:], {})
         return width
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
-        """An input of the graph."""
+        """Add an input to the graph."""
         value = self._new(name, dtype, shape)
         self.inputs.append(value)
         return value
 
     def output(self, value: ir.Value, name: str, shape: Sequence[int | str]) -> None:
-        """Make a value an output of the graph, under a name of its own."""
+        """Make a value an output of the graph, under a new name."""
         self._values.pop(value.name or "", None)
         value.name, value.shape = name, ir.Shape(shape)
         self._values[name] = value
         self.outputs.append(value)
 
     def read(self, name: str, dtype: ir.DataType | None = None) -> ir.Value:
-        """A value or a weight of the plan, as `dtype`; without it a value as it is, a weight as linears take it."""
+        """Return a value or a weight of the plan as `dtype`; without it a value unchanged, a weight in the type of
+        linears."""
         if name not in self._values:
             if name in self._tied:
                 return self.op("Transpose", self.read(self._tied[name], dtype), name=name, perm=[1, 0])
@@ -90,11 +91,11 @@ class Emitter:
         return value if dtype is None else self.cast(value, dtype)
 
     def alias(self, name: str, value: ir.Value) -> None:
-        """Let a value be found under another name too."""
+        """Add another name for a value."""
         self._values[name] = value
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """The value in another type; one Cast serves all who ask."""
+        """Return the value in another type; all its readers share one Cast."""
         if value.dtype == dtype:
             return value
         key = (value.name or "", dtype)
@@ -113,7 +114,8 @@ class Emitter:
         domain: str = "",
         **attributes: Attribute,
     ) -> ir.Value:
-        """A node of one output, called as the node is; by default in the first input's type."""
+        """Add a node with one output; node and output have one name, and by default the output has the first input's
+        type."""
         (output,) = self.ops(op, *inputs, names=[name], dtype=dtype, domain=domain, **attributes)
         return output
 
@@ -126,7 +128,7 @@ class Emitter:
         domain: str = "",
         **attributes: Attribute,
     ) -> Sequence[ir.Value]:
-        """A node of several outputs."""
+        """Add a node with several outputs."""
         dtype = dtype or next(value.dtype for value in inputs if value is not None)
         outputs = [self._new(name, dtype) for name in names]
         given = [attribute(name, value) for name, value in attributes.items()]
@@ -134,37 +136,37 @@ class Emitter:
         return outputs
 
     def split(self, value: ir.Value, sizes: Sequence[int], names: Sequence[str]) -> Sequence[ir.Value]:
-        """Parts of the last axis, of these sizes."""
+        """Split the last axis into parts of these sizes."""
         return self.ops("Split", value, self.ints(*sizes), names=names, axis=-1)
 
     def cut(self, value: ir.Value, start: int, end: int, *, axis: int, name: str) -> ir.Value:
-        """Elements start .. end - 1 of an axis."""
+        """Slice elements start .. end - 1 of an axis."""
         return self.op("Slice", value, self.ints(start), self.ints(end), self.ints(axis), name=name)
 
     def reshape(self, value: ir.Value, *shape: int, name: str) -> ir.Value:
-        """As ONNX's Reshape: 0 keeps a size, -1 is what is left."""
+        """Reshape as ONNX does: 0 keeps a size, -1 infers it."""
         return self.op("Reshape", value, self.ints(*shape), name=name)
 
     def reduce_mean(self, value: ir.Value, *, name: str) -> ir.Value:
-        """The mean over the last axis, which stays with size 1. Its axes became an input at opset 18."""
+        """Average over the last axis, which keeps size 1. Its axes became an input at opset 18."""
         if self.opset < 18:
             return self.op("ReduceMean", value, name=name, axes=[-1], keepdims=1)
         return self.op("ReduceMean", value, self.ints(-1), name=name, keepdims=1)
 
     def reduce_sum(self, value: ir.Value, axis: int, *, name: str, keepdims: bool = True) -> ir.Value:
-        """The sum over an axis. Its axes became an input at opset 13."""
+        """Sum over an axis. Its axes became an input at opset 13."""
         return self.op("ReduceSum", value, self.ints(axis), name=name, keepdims=int(keepdims))
 
     def ints(self, *numbers: int) -> ir.Value:
-        """A constant int64 [n]."""
+        """Return a constant int64 [n]."""
         return self.constant("ints." + "_".join(map(str, numbers)), np.array(numbers, np.int64))
 
     def number(self, value: float, dtype: ir.DataType = FLOAT) -> ir.Value:
-        """A constant scalar."""
+        """Return a constant scalar."""
         return self.constant(f"number.{value!r}.{dtype.name.lower()}", np.array(value, dtype.numpy()))
 
     def constant(self, name: str, array: NDArray[Any]) -> ir.Value:
-        """A constant; the same value for the same name."""
+        """Return a constant; the same name returns the same value."""
         if name not in self._values:
             value = self._new(name, ir.DataType.from_numpy(array.dtype), array.shape)
             value.const_value = ir.tensor(array, name=name)
@@ -172,14 +174,14 @@ class Emitter:
         return self._values[name]
 
     def table(self, name: str, weight: str, rows: slice, dtype: ir.DataType) -> ir.Value:
-        """Some rows of a plan's weight as a constant [rows, columns]; the same value for the same name."""
+        """Return some rows of a plan's weight as a constant [rows, columns]; the same name returns the same value."""
         if name not in self._values:
             shape = (rows.stop - rows.start, *resolve(self._shapes[weight][1:], {}))
             self._add_initializer(name, dtype, shape, lambda: self._load(weight)[rows])
         return self._values[name]
 
     def model(self, *, metadata: Mapping[str, str], name: str) -> ir.Model:
-        """All that was added, as a model."""
+        """Build a model from all added nodes."""
         imports = {"": self.opset}
         if any(node.domain == CONTRIB_DOMAIN for node in self.nodes):
             imports[CONTRIB_DOMAIN] = 1
@@ -212,12 +214,14 @@ class Emitter:
 
 
 def stored_as(array: NDArray[np.float32], dtype: ir.DataType, name: str) -> NDArray[Any]:
-    """The array in the type that it is written in, contiguous.
+    """Return the array in the type in which it is written, contiguous.
 
     Raises:
-        QuantizationError: a value is beyond float16.
+        QuantizationError: a value exceeds float16.
     """
     largest = max(float(array.max()), -float(array.min()))
     if dtype == FLOAT16 and largest > LARGEST_FLOAT16:
-        raise QuantizationError(f"{name} holds {largest:g}, beyond float16's {LARGEST_FLOAT16:g}; use --dtype fp32")
+        raise QuantizationError(
+            f"{name} holds {largest:g}, which exceeds float16's {LARGEST_FLOAT16:g}; use --dtype fp32"
+        )
     return np.ascontiguousarray(array, dtype=dtype.numpy())

@@ -1,4 +1,4 @@
-"""`genai_config.json`, by which ONNX Runtime GenAI finds its way in a dynamic export."""
+"""`genai_config.json`, which ONNX Runtime GenAI needs to load a dynamic export."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from chunkrt.tokenizer import Tokenizer
 
 
 def genai_config(planned: Planned, settings: DynamicSettings, filename: str) -> Files:
-    """The configuration of a dynamic export that is called `filename`.
+    """Return the configuration of a dynamic export whose file is called `filename`.
 
     Raises:
         ModelError: the checkpoint's tokenizer is damaged.
-        UnsupportedModelError: it is of a kind that is not implemented.
+        UnsupportedModelError: the tokenizer's kind is not implemented.
     """
     config = _config(planned, settings, filename, Tokenizer.from_source(planned.source))
     return {"genai_config.json": json.dumps(config, indent=1).encode()}
@@ -74,5 +74,5 @@ def _config(planned: Planned, settings: DynamicSettings, filename: str, tokenize
 
 
 def _ids(value: object) -> list[int]:
-    """An eos_token_id, which may be one or several; none if there is none."""
+    """Return an eos_token_id, which may be one or several, as a list; empty if there is none."""
     return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]

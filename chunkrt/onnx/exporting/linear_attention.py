@@ -1,7 +1,8 @@
 """Linear attention over a window of fixed length: convolutions, and the delta rule in closed form.
 
-Everything is float32, state too. Rows of padding leave the state alone: they add nothing to the convolution's input,
-and have a decay of 1 and a step of 0. They may only come before the first token, where the state is zero.
+Everything is float32, including the state. Rows of padding do not change the state: they add nothing to the
+convolution's input, and have a decay of 1 and a step of 0. They may only come before the first token, where the state
+is zero.
 
 Source: Yang et al., Gated Delta Networks (2024), section 3.3, for the closed form of a chunk.
 """
@@ -25,17 +26,17 @@ class WindowLinearAttention:
     """Emits layers of linear attention over `window` rows, the first of which may be padding.
 
     Args:
-        is_token: of the whole sequence, int64 [1, T], 0 for padding.
+        is_token: int64 [1, T] for the complete sequence, 0 for padding.
     """
 
     def __init__(self, e: Emitter, window: int, is_token: ir.Value, sequence: int) -> None:
         self._e, self._window, self._mask, self._sequence = e, window, is_token, sequence
 
     def layer(self, node: Node, states: States) -> States:
-        """Add a layer. Returns what its states become.
+        """Add a layer. Returns the new states.
 
         Raises:
-            UnsupportedModelError: a kind without a closed form here.
+            UnsupportedModelError: the kind has no closed form here.
         """
         kind = cast(str, node.attributes["attn_type"])
         if kind not in _KINDS:
@@ -65,7 +66,7 @@ class WindowLinearAttention:
         q = e.op("Mul", q, e.number(k_dim**-0.5), name=f"{out}/q_scaled")
         v = self._heads(v, v_heads, v_dim)
 
-        # cumulative decay, and the decay between any two rows, 0 where the second is not the earlier
+        # cumulative decay, and the decay between any two rows, 0 unless the second row is earlier
         gate, beta = (self._of_tokens(node.inputs[index]) for index in (1, 2))
         decay = e.op("CumSum", gate, e.constant("number.2", np.array(2, np.int64)), name=f"{out}/decay")
         at_row = e.op("Unsqueeze", decay, e.ints(3), name=f"{out}/decay_at_row")
@@ -77,7 +78,7 @@ class WindowLinearAttention:
         factors = e.op("Exp", between, name=f"{out}/decay_factors")
         from_start = e.op("Exp", at_row, name=f"{out}/from_start")
 
-        # what the rows write, given the state before them and each other
+        # the values that rows write, given the state before them and each other
         step = e.op("Unsqueeze", beta, e.ints(3), name=f"{out}/step")
         k_columns = e.op("Transpose", k, name=f"{out}/k_columns", perm=[0, 1, 3, 2])
         k_stepped = e.op("Mul", k, step, name=f"{out}/k_stepped")
@@ -88,7 +89,7 @@ class WindowLinearAttention:
         likeness = e.op("Mul", likeness, factors, name=f"{out}/likeness_decayed")
         written = self._solve(likeness, missing, out)
 
-        # what the rows read, and the state after them
+        # the values that rows read, and the state after them
         past = e.op("Mul", q, from_start, name=f"{out}/q_from_start")
         past = e.op("MatMul", past, states[1], name=f"{out}/from_state")
         seen = e.op("MatMul", q, k_columns, name=f"{out}/seen")
@@ -107,7 +108,7 @@ class WindowLinearAttention:
         return [new_conv_state, new_state]
 
     def _convolve(self, node: Node, x: ir.Value, state: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """x [1, W, C], causally with what came before; also the last columns, [1, C, K - 1]."""
+        """Convolve x [1, W, C] causally after the state; also return the last columns, [1, C, K - 1]."""
         e, (out,), rows = self._e, node.outputs, self._window
         weight = e.read(node.inputs[3], FLOAT)
         assert weight.shape is not None
@@ -121,7 +122,8 @@ class WindowLinearAttention:
         return e.op("Transpose", by_channel, name=f"{out}/convolved", perm=[0, 2, 1]), new_state
 
     def _key_heads(self, node: Node, x: ir.Value) -> ir.Value:
-        """Queries or keys [1, W, Hk dk] to [1, Hv, W, dk], of unit length if the node says so."""
+        """Reshape queries or keys [1, W, Hk dk] to [1, Hv, W, dk], normalised to unit length if the node requires
+        it."""
         e, rows = self._e, self._window
         k_heads, v_heads, dim = (cast(int, node.attributes[k]) for k in ("num_k_heads", "num_v_heads", "head_k_dim"))
         heads = self._heads(x, k_heads, dim)
@@ -143,22 +145,22 @@ class WindowLinearAttention:
         return self._e.op("Transpose", apart, name=f"{x.name}/heads", perm=[0, 2, 1, 3])
 
     def _of_tokens(self, name: str) -> ir.Value:
-        """A gate [1, W, heads] to [1, heads, W], 0 for padding."""
+        """Reshape a gate [1, W, heads] to [1, heads, W], 0 for padding."""
         e = self._e
         by_head = e.op("Transpose", e.read(name, FLOAT), name=f"{name}/by_head", perm=[0, 2, 1])
         return e.op("Mul", by_head, self._is_token(), name=f"{name}/of_tokens")
 
     def _is_token(self) -> ir.Value:
-        """Which rows are not padding: 1 or 0, [1, W]."""
+        """Return which rows are not padding: 1 or 0, [1, W]."""
         e, start, end = self._e, self._sequence - self._window, self._sequence
         rows = e.shared("is_token", lambda name: e.cut(self._mask, start, end, axis=1, name=name))
         return e.cast(rows, FLOAT)
 
     def _solve(self, lower: ir.Value, right: ir.Value, out: str) -> ir.Value:
-        """X of (I + strictly lower part) X = right, [1, heads, W, W] and [1, heads, W, dv].
+        """Solve (I + strictly lower part) X = right for X, [1, heads, W, W] and [1, heads, W, dv].
 
-        The inverse's blocks on the diagonal double in size: of [[A, 0], [C, B]] it is [[A', 0], [-B' C A', B']]. As
-        stable as substitution, in log2(W) steps.
+        The inverse's diagonal blocks double in size: the inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']]. This
+        is as stable as substitution and takes log2(W) steps.
         """
         e, rows = self._e, self._window
         inverse: ir.Value | None = None

@@ -1,7 +1,8 @@
-"""The plan's operators without state in primitives of any opset from 14 on, and in ONNX's own where it has them.
+"""The plan's operators without state, in primitives of any opset from 14 on, or as ONNX's own operators where they
+exist.
 
-Norms, softmax, gates of the recurrence and routers compute in float32 whatever the model's type: squares of float16
-overflow from 256 on. A result has the type of its left operand.
+Norms, softmax, gates of the recurrence and routers compute in float32 regardless of the model's type, because squares
+of float16 overflow from 256 on. A result has the type of its left operand.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from chunkrt.graph.plan import DOMAIN, Node
 from chunkrt.onnx.exporting.emitter import FLOAT, Emitter
 
 Lowering = Callable[[Emitter, Node], None]
-"""Adds what a node of the plan means, with a value of its output's name."""
+"""A function that adds the nodes for a node of the plan, with a value under its output's name."""
 
 
 def _embedding(e: Emitter, node: Node) -> None:
@@ -78,7 +79,7 @@ def _rms_norm(e: Emitter, node: Node) -> None:
 
 
 def _head_norm(e: Emitter, node: Node) -> None:
-    """The first heads of a row, each by its own row of the weight [heads, D]; the others pass through."""
+    """Normalise the first heads of a row, each with its own row of the weight [heads, D]; the others pass through."""
     (out,) = node.outputs
     x = e.read(node.inputs[0])
     weight, epsilon = e.read(node.inputs[1], FLOAT), cast(float, node.attributes["epsilon"])
@@ -102,14 +103,14 @@ def _head_norm(e: Emitter, node: Node) -> None:
 
 
 def _normed(e: Emitter, x: ir.Value, epsilon: float, out: str) -> ir.Value:
-    """x / sqrt(mean(x^2) + epsilon)."""
+    """Compute x / sqrt(mean(x^2) + epsilon)."""
     mean = e.reduce_mean(e.op("Mul", x, x, name=f"{out}/square"), name=f"{out}/mean")
     root = e.op("Sqrt", e.op("Add", mean, e.number(epsilon), name=f"{out}/safe"), name=f"{out}/root")
     return e.op("Div", x, root, name=f"{out}/normed")
 
 
 def _routed_experts(e: Emitter, node: Node) -> None:
-    """All experts of all rows, times a weight that is 0 for those that a row does not take."""
+    """Compute all experts of all rows; the weight of an expert is 0 for rows that do not use it."""
     (out,) = node.outputs
     hidden, router_logits = e.read(node.inputs[0], e.dtype), e.read(node.inputs[1], FLOAT)
     gate_up, down = (e.read(name, e.dtype) for name in node.inputs[2:])
@@ -138,7 +139,7 @@ def _routed_experts(e: Emitter, node: Node) -> None:
 
 
 def finish(e: Emitter, op: str, *inputs: ir.Value, dtype: ir.DataType | None, name: str, **attributes: Any) -> ir.Value:
-    """The last node of a lowering in float32, and a cast to `dtype` after it if that is another."""
+    """Add the last node of a lowering in float32, and a cast to `dtype` if that differs."""
     if inputs[0].dtype == dtype:
         return e.op(op, *inputs, name=name, **attributes)
     wide = e.op(op, *inputs, name=f"{name}/wide", **attributes)
@@ -161,4 +162,4 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     (DOMAIN, "HeadNorm"): _head_norm,
     (DOMAIN, "RoutedExperts"): _routed_experts,
 }
-"""By domain and operator."""
+"""Lowerings by domain and operator."""

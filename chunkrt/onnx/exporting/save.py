@@ -1,4 +1,4 @@
-"""Writing a model: whole or not at all, and with external data tensor by tensor, so that memory holds one at a time."""
+"""Model files: complete or absent, and with external data tensor by tensor, so that memory holds one at a time."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from chunkrt.errors import ChunkrtError, ConfigError
 from chunkrt.files import check_writable, remove
 
 DATA_SUFFIX = ".data"
-"""Added to a model's name where its weights are in a file of their own."""
+"""Suffix of a model's name for the file of its weights."""
 
 LARGEST_FILE = 2**31 - 2**24
-"""Bytes of weights that one ONNX file holds: protobuf ends at 2 GiB, and the graph takes some."""
+"""Bytes of weights that one ONNX file holds: protobuf's limit is 2 GiB, and the graph takes some."""
 
 SMALLEST_EXTERNAL = 1024
-"""Bytes: what is smaller stays in the model, where shape inference finds it."""
+"""Size in bytes below which a tensor stays in the model, where shape inference finds it."""
 
 
 def model_files(path: Path) -> tuple[Path, Path]:
-    """Where a model is, and where its weights are if they are in a file of their own."""
+    """Return the model's path, and the path of its weights if they are in a separate file."""
     return path, path.with_name(path.name + DATA_SUFFIX)
 
 
 def check_output(path: Path) -> None:
-    """Raises ConfigError where a model cannot be written, as far as can be told beforehand.
+    """Raise ConfigError for known reasons why a model cannot be written.
 
-    It, or its weights, may be there already; the name may be none for a model.
+    The model's or its weights' file may exist already, or the name may not be valid for a model.
     """
     if path.suffix != ".onnx":
-        raise ConfigError(f"--output is {path}, expected a name that ends in .onnx")
+        raise ConfigError(f"--output is {path}, expected a name that ends with .onnx")
     for file in model_files(path):
         try:
             check_writable(file)
@@ -48,14 +48,14 @@ def save_model(
     external_data: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write a model; with `external_data` its weights into a file beside it, whose name has ".data" added.
+    """Write a model; with `external_data` its weights go to a file next to it, with ".data" added to its name.
 
     Args:
-        progress: told (tensors written, all of them).
+        progress: called with (tensors written, total).
 
     Raises:
-        ConfigError: there is a file already, it cannot be written, or it is too large for one file.
-        QuantizationError: a weight is beyond the type that it is written in.
+        ConfigError: the file exists already, cannot be written, or would be too large.
+        QuantizationError: a weight exceeds the range of the written type.
     """
     check_output(path)
     tensors = [value.const_value for value in model.graph.initializers.values()]
@@ -76,9 +76,9 @@ def save_model(
             size_threshold_bytes=SMALLEST_EXTERNAL,
             callback=lambda tensor, info: progress(info.index + 1, info.total),
         )
-        for file in sorted(aside.iterdir(), key=lambda file: file.name == path.name):  # with the model, all is there
+        for file in sorted(aside.iterdir(), key=lambda file: file.name == path.name):  # the model's file last
             file.rename(path.with_name(file.name))
-    except ir.serde.SerdeError as error:  # what a weight raised as it was read, wrapped again and again
+    except ir.serde.SerdeError as error:  # the exception that a weight raised while it was read, wrapped several times
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ChunkrtError):
             cause = cause.__cause__

@@ -1,4 +1,4 @@
-"""What an export is asked for, and what of it cannot be."""
+"""Settings of an export, validated."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Keys = Literal["pre-rope", "post-rope"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every form has: the type of linears, states and logits, "fp16" or "fp32", and ONNX's version.
+    """Settings of every form: the type of linears, states and logits, "fp16" or "fp32", and the opset.
 
     Raises:
-        ConfigError: a type or an opset that does not exist, or what the forms below refuse.
+        ConfigError: an unknown type or opset, or values that the forms below refuse.
     """
 
     dtype: str = "fp16"
@@ -36,7 +36,7 @@ class Settings:
 
     @property
     def tensor_type(self) -> ir.DataType:
-        """ONNX's name of the type."""
+        """Name of the type in ONNX."""
         return DTYPES[self.dtype]
 
 
@@ -56,7 +56,7 @@ class SubgraphSettings(Settings):
 class WindowSettings(SubgraphSettings):
     """A fixed window: W rows a run, attention over the last T slots of caches of M; 1 <= W <= T <= M.
 
-    window: W. sequence: T. context: M. keys: whether they are cached before RoPE, so that their place in the cache is
+    window: W. sequence: T. context: M. keys: whether keys are cached before RoPE, so that their slot in the cache is
     their position, or after it.
     """
 
@@ -68,7 +68,8 @@ class WindowSettings(SubgraphSettings):
         super().__post_init__()
         if self.window > self.sequence:
             raise ConfigError(
-                f"--window is {self.window} and --sequence {self.sequence}; a window's rows are a part of the sequence"
+                f"--window is {self.window} and --sequence {self.sequence}; the window cannot be longer than the "
+                "sequence"
             )
         if self.sequence > self.context:
             raise ConfigError(
@@ -80,10 +81,10 @@ class WindowSettings(SubgraphSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSettings(Settings):
-    """Any number of rows and of positions, as ONNX Runtime GenAI wants it; keys are cached after RoPE.
+    """Any number of rows and of positions, for ONNX Runtime GenAI; keys are cached after RoPE.
 
-    context: positions that it is used for at most; where a decoder has rotary tables for short and for long contexts,
-    it chooses.
+    context: the greatest number of positions in use; if a decoder has rotary tables for short and for long contexts,
+        this number selects one.
     """
 
     context: int

@@ -1,4 +1,4 @@
-"""The plan's static subgraphs, each as a model of its own with a fixed number of rows: what an NPU's compiler takes."""
+"""The plan's static subgraphs, each as a separate model with a fixed number of rows, for an NPU's compiler."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from chunkrt.onnx.exporting.save import check_output, save_model
 from chunkrt.onnx.exporting.settings import SubgraphSettings
 
 SUBGRAPH_KEY = "chunkrt.subgraph"
-"""Where a model's metadata has the name of the subgraph that it is."""
+"""Key of a model's metadata for the name of its subgraph."""
 
 
 def subgraph_model(planned: Planned, subgraph: Subgraph, settings: SubgraphSettings) -> ir.Model:
-    """A static subgraph; its inputs and outputs [1, window, columns] have the plan's names.
+    """Build a static subgraph; its inputs and outputs [1, window, columns] have the plan's names.
 
     Raises:
-        UnsupportedModelError: an operator that has no form.
+        UnsupportedModelError: an operator has no form for export.
     """
     plan = planned.plan
     e = make_emitter(planned, opset=settings.opset, dtype=settings.tensor_type)
@@ -40,7 +40,7 @@ def subgraph_model(planned: Planned, subgraph: Subgraph, settings: SubgraphSetti
 
 
 def check_subgraph_outputs(planned: Planned, folder: Path) -> None:
-    """Raises ConfigError where `save_static_subgraphs` could not write, as far as can be told beforehand."""
+    """Raise ConfigError for known reasons why `save_static_subgraphs` could not write."""
     for name in _static_files(planned):
         check_output(folder / name)
 
@@ -53,13 +53,13 @@ def save_static_subgraphs(
     external_data: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Path]:
-    """Write them, all or none, named after their place in the plan: "03_static.1.onnx".
+    """Write the subgraphs, all or none, named after their place in the plan: "03_static.1.onnx".
 
     Returns:
-        The files.
+        The paths of the files.
 
     Raises:
-        ConfigError: one is there already, or cannot be written.
+        ConfigError: a file exists already or cannot be written.
     """
     static = _static_files(planned)
     check_subgraph_outputs(planned, folder)

@@ -1,7 +1,7 @@
-"""Whether a decoder's values stay within float16, before it is written in it.
+"""Check that a decoder's values fit float16, before it is written in float16.
 
-ONNX Runtime's CPU provider computes float16 by casts to float32, which hides what overflows. So the nodes are evaluated
-here by ONNX's own reference, one after another, each value rounded to float16.
+ONNX Runtime's CPU provider computes float16 by casts to float32, which hides overflows. Therefore ONNX's own reference
+evaluates the nodes here, one after another, and each value is rounded to float16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chunkrt.onnx.exporting.settings import Settings, WindowSettings
 from chunkrt.onnx.exporting.window import window_model
 
 NUM_ROWS = 16
-"""Tokens of the window that is tried: its cost is that of reading all weights once."""
+"""Number of tokens in the window that is run; the cost is mainly reading all weights once."""
 
 Array = NDArray[Any]
 
@@ -34,16 +34,16 @@ log = logging.getLogger(__name__)
 def check_float16(
     planned: Planned, settings: Settings, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Run a short window of tokens from all over the vocabulary, the first of them the one that texts begin with.
+    """Run a short window of tokens from all over the vocabulary, the first of them the one that begins texts.
 
     The window has the linears, norms and residual stream of every form of export; memory holds one weight at a time.
-    Nothing is done for other types than float16.
+    For types other than float16 the check is skipped.
 
     Args:
-        progress: told (nodes evaluated, all of them).
+        progress: called with (nodes evaluated, total).
 
     Raises:
-        QuantizationError: a value, or a weight, is beyond float16; which one, and how large.
+        QuantizationError: a value or a weight exceeds float16; the message has its name and magnitude.
     """
     if settings.dtype != "fp16":
         return
@@ -52,7 +52,7 @@ def check_float16(
     try:
         model = window_model(planned, short)
     except UnsupportedModelError as error:
-        log.warning("whether values stay within float16 is not checked: %s", error)
+        log.warning("skipping the check that values fit float16: %s", error)
         return
     tokens = np.linspace(0, planned.plan.vocab_size - 1, rows, dtype=np.int64)
     bos = planned.source.config.get("bos_token_id")
@@ -67,7 +67,7 @@ def check_float16(
 
 
 def evaluate(model: ir.Model, feeds: Mapping[str, Array], progress: Callable[[int, int], None]) -> dict[str, Array]:
-    """A model's outputs by name; other values are dropped when they have been read. Raises as `check_float16`."""
+    """Return a model's outputs by name; other values are dropped after their last use. Raises as `check_float16`."""
     values, nodes, opsets = dict(feeds), list(model.graph), dict(model.graph.opset_imports)
     readers = Counter(value.name for node in nodes for value in {*node.inputs} if value is not None)
     readers.update(value.name for value in model.graph.outputs)
@@ -99,14 +99,14 @@ def _read(value: ir.Value, values: Mapping[str, Array]) -> Array:
 
 
 def _evaluate(node: ir.Node, inputs: Sequence[Array | None], opsets: dict[str, int]) -> list[Array]:
-    """What a node gives. Products of matrices are summed in float32, as hardware does it: NumPy has no fast ones of
-    float16."""
+    """Evaluate a node. Products of matrices are summed in float32, as in hardware; NumPy has no fast float16
+    products."""
     if node.op_type == "MatMul":
         left, right = inputs
         assert left is not None
         assert right is not None
         return [_product(left, right)]
-    if node.op_type == "GatherElements":  # which ONNX's reference has for positive axes alone
+    if node.op_type == "GatherElements":  # ONNX's reference supports positive axes only
         data, indices = inputs
         assert data is not None
         assert indices is not None
@@ -121,7 +121,7 @@ def _evaluate(node: ir.Node, inputs: Sequence[Array | None], opsets: dict[str, i
 
 
 def _product(left: Array, right: Array) -> Array:
-    """left @ right in the type of both; of several matrices one at a time."""
+    """Compute left @ right in the type of both; batched matrices one at a time."""
     axes = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     lefts = np.broadcast_to(left, (*axes, *left.shape[-2:]))
     rights = np.broadcast_to(right, (*axes, *right.shape[-2:]))
@@ -132,7 +132,7 @@ def _product(left: Array, right: Array) -> Array:
 
 
 def _refuse(name: str, node: ir.Node, inputs: Sequence[Array | None], opsets: dict[str, int]) -> None:
-    """Raises QuantizationError, with what the node would give in float32."""
+    """Raise QuantizationError, with the node's value in float32."""
     narrow = node.op_type == "Cast"
     wide = [None if x is None or x.dtype != np.float16 else x.astype(np.float32) for x in inputs]
     given = [x if y is None else y for x, y in zip(inputs, wide, strict=True)]
@@ -141,5 +141,6 @@ def _refuse(name: str, node: ir.Node, inputs: Sequence[Array | None], opsets: di
     if not np.isfinite(largest):
         raise QuantizationError(f"{name} is not finite in float32 either; the checkpoint is damaged")
     raise QuantizationError(
-        f"{name} reaches {largest:g} on {NUM_ROWS} tokens, beyond float16's {LARGEST_FLOAT16:g}; use --dtype fp32"
+        f"{name} reaches {largest:g} on {NUM_ROWS} tokens, which exceeds float16's {LARGEST_FLOAT16:g}; use --dtype "
+        "fp32"
     )

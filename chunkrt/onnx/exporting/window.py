@@ -1,4 +1,4 @@
-"""The fixed-window form: every shape is static, caches go in and come out. docs/onnx.md has its contract."""
+"""The fixed-window form: every shape is static, caches are inputs and outputs. docs/onnx.md has its contract."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from chunkrt.onnx.exporting.settings import WindowSettings
 
 
 def window_model(planned: Planned, settings: WindowSettings) -> ir.Model:
-    """A decoder that runs `settings.window` rows at a time; its weights are read when it is written.
+    """Build a decoder that runs `settings.window` rows at a time; its weights are read when it is written.
 
     Raises:
         ConfigError: the sequence is longer than the model's context.
-        UnsupportedModelError: the model has an operator without a form of fixed length.
+        UnsupportedModelError: an operator of the model has no form of fixed length.
     """
     plan, window = planned.plan, settings.window
     check_length(plan, "--sequence", settings.sequence)

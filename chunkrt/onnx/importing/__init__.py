@@ -1,10 +1,10 @@
-"""Decoders that somebody else exported to ONNX, read as chunkrt's own.
+"""Import of decoders that other tools exported to ONNX.
 
-    reading -> signature -> passes/ (one meaning raised at a time) -> names -> a module tree
+    reading -> signature -> passes/ (each raises one meaning) -> names -> a module tree
 
-What comes out is what `graph/decoders` builds from a checkpoint's config: a tree of modules that can be placed, traced
-and cut, over a `TensorSource`. An operator that is not understood is an error; nothing is guessed. docs/onnx-import.md
-has what is understood.
+The result has the form of a decoder that `graph/decoders` builds from a checkpoint's config: a tree of modules that can
+be placed, traced and cut, over a `TensorSource`. An unknown operator is an error; the import never guesses.
+docs/onnx-import.md lists the supported forms.
 """
 
 from chunkrt.onnx.importing.importing import import_decoder, is_onnx

@@ -1,4 +1,4 @@
-"""What all forms of attention say, and how it is said in chunkrt's operators."""
+"""Meaning common to all forms of attention, and its expression in chunkrt's operators."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from chunkrt.onnx.importing.widths import width
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionNode:
-    """What an attention node says, whatever its form.
+    """Meaning of an attention node, regardless of its form.
 
-    query, key, value: rows before RoPE; key and value are None where the query holds all three. window: keys that a row
-    sees, its own among them; 0 for all before it. scale: of the scores; 0 for head_dim^-1/2. results: the rows that
-    the result becomes; by default the node's first output.
+    query, key, value: rows before RoPE; key and value are None if the query holds all three. window: number of keys
+    that a row sees, its own included; 0 for all earlier keys. scale: factor of the scores; 0 for head_dim^-1/2.
+    results: the rows that the result becomes; by default the node's first output.
     """
 
     query: ir.Value
@@ -39,21 +39,21 @@ class AttentionNode:
 
 
 def put(draft: Draft, node: ir.Node, attention: AttentionNode) -> None:
-    """Put chunkrt's attention in the place of a node whose first output is rows [T, num_heads * head_dim].
+    """Replace a node whose first output is rows [T, num_heads * head_dim] by chunkrt's attention.
 
     Raises:
-        UnsupportedModelError: its queries, keys and values are not linears of one input, or its past is no state.
+        UnsupportedModelError: its queries, keys and values are not linears of one input, or its past is not a state.
     """
     for past in (attention.past_key, attention.past_value):
         if past is None or past.name not in draft.signature.states:
-            raise draft.unsupported(node, "its past is not an input of the model that an output renews")
+            raise draft.unsupported(node, "its past is not an input of the model with an output for its new value")
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise draft.unsupported(node, f"it has {heads} heads of queries and {kv_heads} of keys")
+        raise draft.unsupported(node, f"it has {heads} query heads and {kv_heads} key heads")
     qkv = attention.query if attention.key is None else _joined(draft, node, attention)
     columns = width(draft, qkv)
     if columns is None or columns % (heads + 2 * kv_heads):
-        raise draft.unsupported(node, f"{heads} + 2 * {kv_heads} heads do not share {columns} columns")
+        raise draft.unsupported(node, f"{heads} + 2 * {kv_heads} heads do not divide {columns} columns")
     head_dim = columns // (heads + 2 * kv_heads)
     if draft.shape(attention.tables.cos)[1] * 2 > head_dim:
         raise draft.unsupported(node, f"its tables rotate more than the {head_dim} columns of a head")
@@ -73,13 +73,13 @@ def put(draft: Draft, node: ir.Node, attention: AttentionNode) -> None:
 
 
 def _scale(stated: float, head_dim: int) -> float:
-    """What scores are multiplied by: the number that a float32 stands for, head_dim^-1/2 if that is it."""
+    """Return the factor of the scores: the number that a float32 approximates, or head_dim^-1/2 if it equals that."""
     usual: float = head_dim**-0.5
     return usual if not stated or np.float32(stated) == np.float32(usual) else decimal(stated)
 
 
 def _joined(draft: Draft, node: ir.Node, attention: AttentionNode) -> ir.Value:
-    """Queries, keys and values side by side; norms of their heads as one behind it."""
+    """Concatenate queries, keys and values; norms of their heads become one norm after it."""
     norms = [producer(value, "HeadNorm", DOMAIN) for value in (attention.query, attention.key, attention.value)]
     under = [
         value if norm is None else norm.inputs[0]
@@ -88,12 +88,12 @@ def _joined(draft: Draft, node: ir.Node, attention: AttentionNode) -> ir.Value:
     parts = [part for value in under if (part := find_projection(draft, value)) is not None]
     qkv = merge(draft, node, parts) if len(parts) == 3 else None
     if qkv is None:
-        raise draft.unsupported(node, "its queries, keys and values are not linears of one input")
+        raise draft.unsupported(node, "its queries, keys and values are not linear layers of one input")
     if norms == [None, None, None]:
         return qkv
     query, key, of_value = norms
     if query is None or key is None or of_value is not None:
-        raise draft.unsupported(node, "only heads of queries and of keys, both, can be normalised")
+        raise draft.unsupported(node, "norms are supported only on both query and key heads")
     epsilons = [float_attribute(norm, "epsilon") for norm in (query, key)]
     weights = [draft.weights[w] for norm in (query, key) if (w := norm.inputs[1]) is not None]
     if epsilons[0] != epsilons[1]:

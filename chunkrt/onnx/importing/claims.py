@@ -1,6 +1,6 @@
-"""What the nodes of a foreign graph claim, checked before any of them is looked at closely or run.
+"""Checks of a foreign graph's nodes, before a node is analysed or run.
 
-A file of a few bytes can ask for an array of 10^9 elements, and a node may lack the operands that its operator has.
+A file of a few bytes can request an array of 10^9 elements, and a node may lack operands that its operator needs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from onnx import defs, helper, shape_inference
 from chunkrt.errors import ModelError, UnsupportedModelError
 
 MOST_ELEMENTS = 2**28
-"""Of a value whose size does not depend on how many tokens there are, if no weight has more."""
+"""Largest number of elements of a value whose size does not depend on the number of tokens, unless a weight has
+more."""
 STANDARD = {"ai.onnx": ""}
 """Two names of one domain."""
 
 SMALL = 1024
-"""Elements of a constant that may say how large another value is."""
+"""Largest number of elements of a constant that may determine the size of another value."""
 
 _LEAST_OPERANDS = {
     "CausalConvWithState": 2,
@@ -38,15 +39,15 @@ _LEAST_OPERANDS = {
     "SimplifiedLayerNormalization": 2,
     "SkipSimplifiedLayerNormalization": 3,
 }
-"""Of operators that ONNX has no schema of."""
+"""Smallest numbers of operands for operators without a schema in ONNX."""
 
 
 def check_claims(proto: onnx.ModelProto, path: Path) -> None:
     """Check operands and sizes.
 
     Raises:
-        ModelError: a node has fewer operands or results than its operator, or a value has a size that no decoder has.
-        UnsupportedModelError: a node is of a domain of which the file does not say the version.
+        ModelError: a node has too few operands or results for its operator, or a value has an impossible size.
+        UnsupportedModelError: the file states no version for a node's domain.
     """
     versions = {STANDARD.get(opset.domain, opset.domain): opset.version for opset in proto.opset_import}
     for node in proto.graph.node:
@@ -79,7 +80,7 @@ def _described(node: onnx.NodeProto) -> str:
 
 
 def _check_sizes(proto: onnx.ModelProto, path: Path) -> None:
-    """Sizes that ONNX's own shape inference finds without the weights' values."""
+    """Return the sizes that ONNX's own shape inference finds without the weights' values."""
     light = onnx.ModelProto(ir_version=proto.ir_version)
     light.opset_import.extend(proto.opset_import)
     light.graph.name = "sizes"
@@ -97,11 +98,13 @@ def _check_sizes(proto: onnx.ModelProto, path: Path) -> None:
     light.graph.input.extend(value for value in proto.graph.input if value.name not in names)
     try:
         inferred = shape_inference.infer_shapes(light)
-    except Exception as error:  # onnx raises what it meets
+    except Exception as error:  # onnx raises many types of exceptions
         raise ModelError(f"{path} is damaged: {str(error).splitlines()[0]:.300}; fetch it again") from error
     for value in (*inferred.graph.value_info, *inferred.graph.output, *proto.graph.input):
         dims = value.type.tensor_type.shape.dim
         size = prod(d.dim_value for d in dims if d.HasField("dim_value"))
         if size > largest or any(d.dim_value < 0 for d in dims):
             shape = [d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in dims]
-            raise ModelError(f"{path}: {value.name!r} would have the shape {shape!s:.200}, more than any decoder has")
+            raise ModelError(
+                f"{path}: {value.name!r} would have the shape {shape!s:.200}, which is larger than in any decoder"
+            )

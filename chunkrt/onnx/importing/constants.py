@@ -1,4 +1,4 @@
-"""Constants of a foreign graph: weights that stay in their file, and small numbers that passes need to know."""
+"""Constants of a foreign graph: weights that stay in their file, and small numbers that passes need."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from chunkrt.onnx.importing.draft import Draft, int_attribute
 from chunkrt.onnx.importing.tensors import Derived, FloatTensor, StoredTensor, dequantised_tensor, transposed
 
 MAX_COMPUTED = 2**28
-"""Elements of a weight that is the result of arithmetic, other than those that are read as they are wanted."""
+"""Largest number of elements of a weight that results from arithmetic, except of those that are read on demand."""
 
 
 def is_constant(draft: Draft, value: ir.Value | None) -> bool:
-    """Whether a value of the foreign graph depends on no input."""
+    """Return whether a value of the foreign graph is independent of all inputs."""
     return value is not None and (value.name or "") in draft.evaluator.constants
 
 
 def numbers(draft: Draft, value: ir.Value) -> NDArray[Any]:
-    """A constant's values, of any type; for shapes, axes and the like."""
+    """Return a constant's values, of any type; for shapes, axes and the like."""
     if value.const_value is not None:
         return np.asarray(value.const_value.numpy())
     return draft.evaluator.constant(value.name or "")
 
 
 def scalar(draft: Draft, value: ir.Value | None) -> float | None:
-    """A constant that is one number; None if it is not."""
+    """Return the value of a constant that is one number, else None."""
     if value is None or not is_constant(draft, value):
         return None
     if value.const_value is not None and value.const_value.size != 1:
@@ -39,10 +39,10 @@ def scalar(draft: Draft, value: ir.Value | None) -> float | None:
 
 
 def stored(draft: Draft, value: ir.Value) -> StoredTensor:
-    """A constant of floats as a tensor that is read when it is wanted.
+    """Return a constant of floats as a tensor that is read on demand.
 
-    Requires: `is_constant`. What lies between the file and the value may be a change of type, a transposition or a
-    dequantisation; other arithmetic is done by ONNX Runtime.
+    Requires: `is_constant`. Between the file and the value may be a change of type, a transposition or a
+    dequantisation; ONNX Runtime computes other arithmetic.
     """
     node = value.producer()
     if (node is None or node.op_type == "Constant") and (tensor := raw(value)) is not None:
@@ -73,7 +73,7 @@ def stored(draft: Draft, value: ir.Value) -> StoredTensor:
 
 
 def raw(value: ir.Value) -> ir.TensorProtocol | None:
-    """The tensor of an initializer or of a Constant node, whatever it is reshaped to."""
+    """Return the tensor of an initializer or of a Constant node, ignoring reshapes."""
     if value.const_value is not None:
         return value.const_value
     node = value.producer()
@@ -93,7 +93,7 @@ def _computed(draft: Draft, value: ir.Value) -> StoredTensor:
 
 
 def row(draft: Draft, value: ir.Value) -> str | None:
-    """A constant vector [N] (or with axes of size 1 before) in the source; None if it is no such."""
+    """Return a constant vector [N] (possibly with leading axes of size 1) in the source, else None."""
     if not is_constant(draft, value):
         return None
     tensor = stored(draft, value)

@@ -1,7 +1,7 @@
-"""A foreign decoder while passes turn it into chunkrt's own.
+"""A foreign decoder while passes convert it to chunkrt's operators.
 
-Passes replace what they understand by nodes of a small vocabulary, that of `module_tree.py`, and leave the rest. Values
-of that vocabulary are rows: [T, N], where the exporter has [batch, T, N].
+Passes replace nodes that they recognise by nodes of a small vocabulary, that of `module_tree.py`, and keep the rest.
+Values of that vocabulary are rows: [T, N], where the exporter has [batch, T, N].
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Layout = Literal["linear", "as it is", "heads"]
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A constant of the graph: tensors of the source, one after the other.
+    """Source of a constant of the graph: tensors of the source, concatenated.
 
-    layout: "linear" is [in, out] of tensors [out, in]; "as it is" joins them along their first axis; "heads" has each
-    vector as often as `repeats` says, [heads, head_dim]. rows: those of the joined tensors' that are taken, if not all.
-    scale: what all is multiplied by.
+    layout: "linear" is [in, out] of tensors [out, in]; "as it is" joins them along their first axis; "heads" repeats
+    each vector as given by `repeats`, [heads, head_dim]. rows: the selected rows of the joined tensors, if not all.
+    scale: factor of all values.
     """
 
     tensors: tuple[str, ...]
@@ -49,7 +49,7 @@ class Weight:
     scale: float = 1.0
 
     def shape(self, source: OnnxSource) -> tuple[int, ...]:
-        """Of the weight in the graph."""
+        """Return the shape of the weight in the graph."""
         shapes = [source.info(name).shape for name in self.tensors]
         if self.layout == "heads":
             return sum(self.repeats), shapes[0][0]
@@ -57,7 +57,7 @@ class Weight:
         return (shapes[0][1], first) if self.layout == "linear" else (first, *shapes[0][1:])
 
     def parameter(self, source: OnnxSource) -> Parameter:
-        """How it is loaded."""
+        """Return a parameter that loads the weight."""
 
         def combine(*tensors: Float32) -> Float32:
             if self.layout == "heads":
@@ -79,10 +79,10 @@ class Weight:
 
 @dataclass
 class Draft:
-    """The graph, and what is known of it.
+    """The graph, and the facts known about it.
 
-    `logits_index`: which of its outputs they are. `weights`: what each constant is made of that the vocabulary's nodes
-    read.
+    `logits_index`: index of the logits among its outputs. `weights`: the source of each constant that nodes of the
+    vocabulary read.
     """
 
     where: str
@@ -100,12 +100,12 @@ class Draft:
 
     @cached_property
     def regions(self) -> Regions:
-        """Parts of the foreign graph, to be run on values of our choice."""
+        """Parts of the foreign graph that can be run on chosen values."""
         return Regions(self.evaluator)
 
     @property
     def signature(self) -> Signature:
-        """The names of the foreign graph's inputs and outputs."""
+        """Names of the foreign graph's inputs and outputs."""
         return self.evaluator.signature
 
     @property
@@ -115,11 +115,11 @@ class Draft:
 
     @property
     def logits(self) -> ir.Value:
-        """The output that the head makes."""
+        """Output of the LM head."""
         return self.graph.outputs[self.logits_index]
 
     def add_weight(self, weight: Weight) -> ir.Value:
-        """A constant of the graph."""
+        """Add a constant to the graph."""
         value = ir.Value()
         self.weights[value] = weight
         return value
@@ -132,7 +132,7 @@ class Draft:
         return self._kept[key]
 
     def shape(self, weight: ir.Value) -> tuple[int, ...]:
-        """Of a constant that is in `weights`."""
+        """Return the shape of a constant that is in `weights`."""
         return self.weights[weight].shape(self.source)
 
     def insert(
@@ -145,18 +145,18 @@ class Draft:
         num_outputs: int = 1,
         **attributes: Attribute,
     ) -> Sequence[ir.Value]:
-        """Put a node of the vocabulary before another; returns its outputs."""
+        """Insert a node of the vocabulary before another; returns its outputs."""
         of_node = [attribute(name, value) for name, value in attributes.items()]
         node = ir.Node(domain, op, inputs, of_node, num_outputs=num_outputs, name=before.name)
         self.graph.insert_before(before, node)
         return node.outputs
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
-        """Have everybody read another value."""
+        """Make all readers of a value read another one."""
         old.replace_all_uses_with(new, replace_graph_outputs=True)
 
     def unsupported(self, node: ir.Node, reason: str) -> UnsupportedModelError:
-        """The error that names a node, its operator and the domain."""
+        """Return the error that names a node, its operator and the domain."""
         return UnsupportedModelError(
             f"{self.where}: node {node.name!r}, an operator {node.op_type} of the domain "
             f"{node.domain or 'ai.onnx'}, cannot be imported: {reason}"
@@ -164,23 +164,23 @@ class Draft:
 
 
 def producer(value: ir.Value | None, op: str, domain: str = "") -> ir.Node | None:
-    """The node that makes a value, if it is of an operator."""
+    """Return the node that makes a value if it has this operator, else None."""
     node = None if value is None else value.producer()
     return node if node is not None and (node.domain, node.op_type) == (domain, op) else None
 
 
 def int_attribute(node: ir.Node, name: str, default: int = 0) -> int:
-    """An attribute that is a whole number."""
+    """Return an attribute that is a whole number."""
     found = node.attributes.get(name)
     return default if found is None else int(found.value)
 
 
 def float_attribute(node: ir.Node, name: str, default: float = 0.0) -> float:
-    """An attribute that is a number."""
+    """Return an attribute that is a number."""
     found = node.attributes.get(name)
     return default if found is None else float(found.value)
 
 
 def input_of(node: ir.Node, index: int) -> ir.Value | None:
-    """An input that may be absent."""
+    """Return an input that may be absent."""
     return node.inputs[index] if index < len(node.inputs) else None

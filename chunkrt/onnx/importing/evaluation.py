@@ -1,7 +1,7 @@
-"""Running parts of a foreign graph under ONNX Runtime, to learn what they say instead of guessing it.
+"""Evaluation of parts of a foreign graph on ONNX Runtime, which determines their meaning without guessing.
 
-Masks, positions and sizes depend on nothing but how many tokens are past and how many come: a few probes show what
-they are. So any arithmetic that an exporter may have made of them is understood, or refused by its values.
+Masks, positions and sizes depend only on the numbers of past and new tokens, so a few probes show their values. Any
+arithmetic of an exporter can thus be interpreted, or refused because of its values.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from chunkrt.onnx.importing.signature import Probe, Signature, feeds, inputs_of
 from chunkrt.onnx.importing.skeleton import Skeleton, skeleton
 
 SIZES = ("Shape", "Size")
-"""Operators that read no more of a value than its shape."""
+"""Operators that read only the shape of a value."""
 
 PROBES = (Probe(0, 1), Probe(0, 6), Probe(5, 1), Probe(5, 3), Probe(19, 7))
-"""A first chunk, a lone token, and a chunk after others; sizes that no tensor has by chance."""
+"""A first chunk, a single token, and a chunk after others; sizes that no tensor has by chance."""
 
 LONGEST_PROMPT = 1024
-"""Tokens of the longest prompt at which positions, lengths and masks are tried whole."""
+"""Number of tokens of the longest prompt at which complete positions, lengths and masks are checked."""
 
 MOST_TOKENS, MOST_STATES = 256, 2**30
-"""Of a run that learns sizes far from the start: tokens at once, and bytes of the states that it reads."""
+"""Limits of a run that determines sizes far from the start: tokens at once, and bytes of the states that it reads."""
 
 
 def decimal(number: float) -> float:
-    """The decimal number that was meant by its nearest float32."""
+    """Return the decimal number that a float32 approximates."""
     return float(f"{number:.7g}")
 
 
 def far_probes(context: int) -> tuple[Probe, Probe]:
-    """The longest prompt that is tried, and the context's last token alone."""
+    """Return the probes of the longest prompt, and of the context's last token alone."""
     return Probe(0, min(context, LONGEST_PROMPT)), Probe(context - 1, 1)
 
 
 class Evaluator:
-    """A foreign model as it was read, of which any value can be had.
+    """A foreign model as it was read; any of its values can be computed.
 
     Args:
-        proto: its external data stay in their files, as `read_proto` has it.
-        context: positions that it is thought to have; sizes are tried near its end.
+        proto: its external data stay in their files, as from `read_proto`.
+        context: the assumed number of positions; sizes are checked near its end.
     """
 
     def __init__(self, proto: onnx.ModelProto, signature: Signature, context: int) -> None:
@@ -63,41 +63,42 @@ class Evaluator:
         return inputs_of(self.proto)
 
     def is_positional(self, name: str) -> bool:
-        """Whether a value of the model as it was read depends on sizes, masks and positions alone.
+        """Return whether a value of the original model depends on sizes, masks and positions alone.
 
-        That is: not on tokens, nor on what is cached.
+        It then depends neither on tokens nor on cached values.
         """
         return name in self._known and name not in self._data
 
     def probe(self, name: str, probes: Sequence[Probe] = PROBES) -> list[NDArray[Any]]:
-        """A positional value at each probe.
+        """Return a positional value at each probe.
 
         Raises:
-            ModelError: ONNX Runtime cannot run what it is made of.
+            ModelError: ONNX Runtime cannot compute it.
         """
         return [values[name] for values in self.runs([name], probes)]
 
     def run(self, names: Sequence[str], probe: Probe) -> dict[str, NDArray[Any]]:
-        """Values at one probe. Of those that depend on tokens or states, shapes and types alone are the model's.
+        """Return values at one probe. If values depend on tokens or states, only their shapes and types are the
+        model's.
 
         Raises:
-            ModelError: ONNX Runtime cannot run what they are made of.
+            ModelError: ONNX Runtime cannot compute them.
         """
         return self.runs(names, [probe])[0]
 
     def runs(self, names: Sequence[str], probes: Sequence[Probe]) -> list[dict[str, NDArray[Any]]]:
-        """`run` at several probes, for the cost of little more than one."""
+        """Return the same as `run` at several probes, at little more cost than one."""
         return self._run(names, probes, self._sizes) if names else [{} for _ in probes]
 
     def constant(self, name: str) -> NDArray[Any]:
-        """A value that depends on no input at all. Raises ModelError as `probe` does."""
+        """Return a value that depends on no input. Raises ModelError as `probe` does."""
         if (tensor := self._tensor(name)) is not None:
             return ir.serde.deserialize_tensor(tensor).numpy()
         graph = _part([name], self.proto.graph.node, self._initializers, set())
         return _run(self._open(graph), [name], {})[0]
 
     def _tensor(self, name: str) -> onnx.TensorProto | None:
-        """What an initializer or a Constant holds."""
+        """Return the array of an initializer or a Constant."""
         if name in self._initializers:
             return self._initializers[name]
         node = self._writers[name]
@@ -111,7 +112,7 @@ class Evaluator:
 
     @cached_property
     def _data(self) -> set[str]:
-        """Values that depend on tokens or states by more than their shapes."""
+        """Names of values that depend on tokens or states by more than their shapes."""
         data = {self.signature.tokens, *self.signature.states}
         for node in self.proto.graph.node:
             if node.op_type not in SIZES and (data.intersection(node.input) or _has_subgraph(node)):
@@ -120,7 +121,7 @@ class Evaluator:
 
     @cached_property
     def constants(self) -> set[str]:
-        """Values that depend on no input."""
+        """Names of values that depend on no input."""
         known = set(self._initializers)
         for node in self.proto.graph.node:
             if known.issuperset(n for n in node.input if n) and not _has_subgraph(node):
@@ -133,9 +134,9 @@ class Evaluator:
 
     @cached_property
     def _sizes(self) -> dict[str, NDArray[np.int64]]:
-        """What Shape and Size say of values that depend on tokens or states, as [1, past, length] @ a matrix.
+        """Results of Shape and Size for values that depend on tokens or states, as [1, past, length] @ a matrix.
 
-        So large contexts are tried without running anything over them. What is no such sum is not here.
+        Large contexts can thus be checked without running the model over them. Results without this form are omitted.
         """
         names = [n.output[0] for n in self.proto.graph.node if n.op_type in SIZES and self._data.intersection(n.input)]
         if not names:
@@ -153,10 +154,10 @@ class Evaluator:
         return sizes
 
     def _far_sizes(self, names: Sequence[str]) -> tuple[list[Probe], list[dict[str, NDArray[Any]]]]:
-        """Sizes of a longer prompt, and of the context's last token: of an earlier one where the states would be more
-        than `MOST_STATES`, or the model cannot run so far.
+        """Return probes of a longer prompt and of the context's last token; of an earlier token if the states would
+        exceed `MOST_STATES`, or if the model cannot run so far.
 
-        A context that nothing but a default says may be more than the model has.
+        A context length that is only a default may exceed the model's.
         """
         part = _part(names, *self._skeleton, set())
         read = {name for node in part.node for name in node.input}.intersection(self.signature.states)
@@ -207,7 +208,7 @@ class Evaluator:
             return open_session(model)
         except Exception as error:  # onnxruntime raises a dozen unrelated types
             made = graph.output[0].name
-            raise ModelError(f"ONNX Runtime cannot make {made!r} of this model: {reason_of(error)}") from error
+            raise ModelError(f"ONNX Runtime cannot compute {made!r} of this model: {reason_of(error)}") from error
 
 
 def _part(
@@ -216,7 +217,7 @@ def _part(
     initializers: Mapping[str, onnx.TensorProto],
     given: Collection[str],
 ) -> onnx.GraphProto:
-    """The nodes that make some values, in order, and the initializers that they read."""
+    """Return the nodes that make some values, in order, and the initializers that they read."""
     writers = {name: index for index, node in enumerate(nodes) for name in node.output if name and name not in given}
     needed: set[int] = set()
     read = set(names)
@@ -235,7 +236,7 @@ def _part(
 
 
 def _has_subgraph(node: onnx.NodeProto) -> bool:
-    """Whether it holds graphs of its own, which may read any value."""
+    """Return whether a node contains graphs, which may read any value."""
     return any(a.HasField("g") or a.graphs for a in node.attribute)
 
 
@@ -243,20 +244,20 @@ def _run(session: Any, names: Sequence[str], given: Mapping[str, NDArray[Any]]) 
     try:
         return list(session.run(list(names), dict(given)))
     except Exception as error:  # onnxruntime raises a dozen unrelated types
-        raise ModelError(f"ONNX Runtime cannot make {names[0]!r} of this model: {reason_of(error)}") from error
+        raise ModelError(f"ONNX Runtime cannot compute {names[0]!r} of this model: {reason_of(error)}") from error
 
 
 def reason_of(error: Exception) -> str:
-    """What another library's error says, in one line."""
+    """Return another library's error message, in one line."""
     return " ".join(str(error).split())[:300]
 
 
 def open_session(
     model: onnx.ModelProto | Path, options: Any = None, providers: Sequence[str] = ("CPUExecutionProvider",)
 ) -> Any:
-    """An inference session of a model whose external data are as `read_proto` has it, or of a file.
+    """Open an inference session of a model whose external data are as from `read_proto`, or of a file.
 
-    ONNX Runtime takes no absolute locations. So they are made relative to the root of the file system, in place: the
+    ONNX Runtime refuses absolute locations. They are made relative to the root of the file system, in place, so the
     model must be the caller's own copy.
     """
     import onnxruntime as ort
@@ -264,7 +265,7 @@ def open_session(
     if options is None:
         options = ort.SessionOptions()
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # activations in float32
-    options.log_severity_level = 4  # what fails is raised
+    options.log_severity_level = 4  # failures raise exceptions
     if isinstance(model, Path):
         return ort.InferenceSession(str(model), options, providers=list(providers))
     entries = (entry for tensor in tensors_of(model.graph) for entry in tensor.external_data)

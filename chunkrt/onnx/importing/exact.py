@@ -1,7 +1,7 @@
-"""An original that rounds nothing as it runs: what an import is compared with.
+"""A version of the original model that does not round activations, for comparison with the import.
 
-Some exports round activations to int8 before each product. chunkrt leaves that to its schemes, so the comparison is
-with the same graph and weights without it.
+Some exports round activations to int8 before each product. chunkrt leaves rounding to its schemes, so the import is
+compared with the same graph and weights without it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ ROUNDING = {
     (CONTRIB, "DynamicQuantizeMatMul"),
     (CONTRIB, "MatMulNBits"),
 }
-"""Operators that round activations, or may."""
+"""Operators that round activations, or may round them."""
 
 
 def is_exact(proto: onnx.ModelProto) -> bool:
-    """Whether a model rounds nothing as it runs."""
+    """Return whether a model rounds no activations."""
     return not any((node.domain, node.op_type) in ROUNDING for node in proto.graph.node)
 
 
 def without_rounding(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of a model whose products take float activations; weights are what their integers stand for.
+    """Return a copy of a model whose products take float activations; weights have the values of their integers.
 
-    Ensures: DynamicQuantizeLinear gives its input with a scale of 1 and a zero point of 0; MatMulInteger multiplies
+    Ensures: DynamicQuantizeLinear returns its input with a scale of 1 and a zero point of 0; MatMulInteger multiplies
     floats; MatMulNBits computes in float32.
     """
     exact = onnx.ModelProto()
@@ -66,7 +66,7 @@ def _exact(node: onnx.NodeProto) -> list[onnx.NodeProto]:
 
 
 def _float_weight(node: onnx.NodeProto, weight: str, zero: str) -> tuple[str, list[onnx.NodeProto]]:
-    """Integers less their zero point, as floats; named after the node's result."""
+    """Subtract the zero point from integers, as floats; named after the node's result."""
     name = f"{node.output[0]}.weight"
     nodes = [helper.make_node("Cast", [weight], [name], to=onnx.TensorProto.FLOAT)]
     if zero:

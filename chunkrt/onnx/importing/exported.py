@@ -1,8 +1,8 @@
 """Decoders that `chunkrt export` wrote: the plan is in the file's metadata, and the weights have the plan's names.
 
-A fixed window has caches that move and masks that it is fed; no decoder of any length can be read off it. So the plan
-is taken as it says, and checked: it must come out again from the decoder that is made of it, and `verification.py`
-compares that with the file's own graph.
+A fixed window has caches that shift and masks as inputs, so its graph does not determine a decoder of any length. The
+plan from the metadata is therefore used, and checked: the decoder that is made from it must yield the same plan, and
+`verification.py` compares it with the file's own graph.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from chunkrt.onnx.importing.tensors import transposed
 PLAN_KEY, ROPE_KEY, SETTINGS_KEY = "chunkrt.plan", "chunkrt.rope", "chunkrt.export"
 
 MAX_TABLE = 2**28
-"""Elements of a rotary table."""
+"""Largest number of elements of a rotary table."""
 
 
 def metadata_of(proto: onnx.ModelProto) -> dict[str, str]:
-    """What a model says of itself; chunkrt's exports have their plan there, under `PLAN_KEY`."""
+    """Return a model's metadata; chunkrt's exports have their plan there, under `PLAN_KEY`."""
     return {entry.key: entry.value for entry in proto.metadata_props}
 
 
 def export_settings(proto: onnx.ModelProto) -> Mapping[str, Any]:
-    """What a model was exported as; empty if another tool wrote it. A fixed window has its numbers.
+    """Return the settings of a model's export; empty if another tool wrote it. A fixed window's include its sizes.
 
     Raises:
-        ModelError: it says nothing sensible.
+        ModelError: the settings are invalid.
     """
     try:
         settings = json.loads(metadata_of(proto).get(SETTINGS_KEY, "{}"))
@@ -57,11 +57,11 @@ def export_settings(proto: onnx.ModelProto) -> Mapping[str, Any]:
 
 
 def replay_plan(draft: Draft) -> ReplayedDecoder:
-    """The decoder of an exported plan.
+    """Build the decoder of an exported plan.
 
     Raises:
         ModelError: the plan is damaged, or the file's weights do not belong to it.
-        UnsupportedModelError: the file does not say how its rotary tables go on.
+        UnsupportedModelError: the file lacks the frequencies that extend its rotary tables.
     """
     try:
         plan = Plan.from_json(draft.model.metadata_props[PLAN_KEY])
@@ -87,7 +87,7 @@ def _decoder(draft: Draft, plan: Plan) -> ReplayedDecoder:
     for subgraph in plan.subgraphs:
         for node in subgraph.nodes:
             if (node.domain, node.op) not in OPERATORS:
-                raise ModelError(f"node {node.name!r} has the operator {node.op!r} of {node.domain!r}")
+                raise ModelError(f"node {node.name!r} has the operator {node.op!r} of the domain {node.domain!r}")
             path = node.name.rpartition(".")[0]
             is_elsewhere = subgraph.device != ("cpu" if is_dynamic(node.domain, node.op) else "npu")
             if is_elsewhere or devices.get(path):
@@ -120,7 +120,7 @@ def _step(node: Node, path: str, plan: Plan) -> Step:
 
 
 def _weight(draft: Draft, name: str, shape: tuple[int, ...], *, is_linear: bool) -> Parameter:
-    """A weight that the file has under the plan's name; a tied head's is made of the embedding by a Transpose."""
+    """Return a weight that the file has under the plan's name; a Transpose makes a tied LM head from the embedding."""
     value = draft.graph.initializers.get(name)
     if value is None:
         value = next((v for node in draft.graph for v in node.outputs if v.name == name), None)
@@ -134,13 +134,13 @@ def _weight(draft: Draft, name: str, shape: tuple[int, ...], *, is_linear: bool)
 
 
 def _tables(draft: Draft, plan: Plan) -> dict[str, Parameter]:
-    """Rotary tables by their names, from the frequencies that the file has of each."""
+    """Return rotary tables by their names, from the frequencies in the file."""
     found: dict[str, Parameter] = {}
     known = json.loads(draft.model.metadata_props.get(ROPE_KEY, "{}"))
     nodes = [node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS]
     if unknown := {node.inputs[3].rpartition(".")[0] for node in nodes} - known.keys():
         raise UnsupportedModelError(
-            f"{draft.where} has rows of {min(unknown)}, and not the frequencies that it was made by, for it was "
+            f"{draft.where} has rows of {min(unknown)} without its frequencies, because it was "
             "exported from an ONNX decoder; import that one"
         )
     for path, rope in known.items():
@@ -160,12 +160,12 @@ def _tables(draft: Draft, plan: Plan) -> dict[str, Parameter]:
 
 
 def _as_weight(table: RotaryTable, draft: Draft) -> Parameter:
-    """A rotary table as a weight like others."""
+    """Return a rotary table as an ordinary weight."""
     return Parameter(shape=table.shape, checkpoint_tensors={}, combine=partial(table.load, draft.source))
 
 
 def _checked(rope: Mapping[str, Any]) -> tuple[NDArray[np.float64], float]:
     frequencies, magnitude = np.array(rope["frequencies"], np.float64), float(rope["magnitude"])
     if frequencies.ndim != 2 or not frequencies.size or not np.isfinite(frequencies).all() or not isfinite(magnitude):
-        raise ModelError("its rotary frequencies are no numbers")
+        raise ModelError("its rotary frequencies are not numbers")
     return frequencies, magnitude

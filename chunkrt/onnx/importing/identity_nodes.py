@@ -1,4 +1,4 @@
-"""Remove nodes that return their input as it is, before anything else looks at a foreign decoder.
+"""Removal of nodes that return their input unchanged, before any other analysis of a foreign decoder.
 
 Exporters leave such nodes behind: the TorchScript exporter of PyTorch writes a Concat of one input where a cache of
 Transformers was empty. They stand between a state and the node that appends to it.
@@ -24,7 +24,7 @@ SHAPING = ("Expand", "Flatten", "Reshape", "Tile")
 """Operators that return their input if the result has its shape."""
 
 BY_SHAPE = (*SHAPING, "Cast", "Slice")
-"""Operators of which shapes and types decide."""
+"""Operators that are identities depending on shapes and types."""
 
 Seen = list[dict[str, NDArray[Any]]]
 
@@ -33,10 +33,10 @@ def without_identities(evaluator: Evaluator, path: Path, *, runs: bool) -> onnx.
     """Return the same decoder without identities among the values that depend on tokens or states.
 
     Args:
-        runs: whether the decoder is run at the probes, to learn shapes and types. A node is kept where these decide and
-            are not known.
+        runs: whether the decoder is run at the probes, to determine shapes and types. Without runs, a node is kept if
+            these decide and are unknown.
 
-    Ensures: inputs and outputs keep their names. If there is no identity, the model is returned as it is.
+    Ensures: inputs and outputs keep their names. If there is no identity, the model is returned unchanged.
 
     Raises:
         ModelError: ONNX Runtime cannot run a part of it.
@@ -76,7 +76,7 @@ def without_identities(evaluator: Evaluator, path: Path, *, runs: bool) -> onnx.
 
 
 def _read_inside(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
-    """Names that the graphs inside of nodes read, where no name is changed."""
+    """Return names that graphs inside nodes read; names are not changed there."""
     for attribute in (attribute for node in nodes for attribute in node.attribute):
         for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
             yield from (name for node in graph.node for name in node.input)
@@ -123,7 +123,7 @@ def _is_identity(node: onnx.NodeProto, evaluator: Evaluator, seen: Seen) -> bool
 def _takes_all(node: onnx.NodeProto, evaluator: Evaluator, shapes: list[tuple[int, ...]]) -> bool:
     """Return whether a Slice takes all of each axis at any length, not only at the probes' lengths."""
     given = {i: evaluator.constant(name).reshape(-1) for i, name in enumerate(node.input) if i and name}
-    by_name = {a.name: np.array(a.ints) for a in node.attribute}  # of opsets before 10
+    by_name = {a.name: np.array(a.ints) for a in node.attribute}  # opsets before 10
     starts, ends = given.get(1, by_name.get("starts")), given.get(2, by_name.get("ends"))
     if starts is None or ends is None:
         return False

@@ -1,4 +1,4 @@
-"""From an ONNX file to a decoder that chunkrt compiles: the passes, and their order."""
+"""Import of an ONNX file as a decoder that chunkrt compiles: the passes, and their order."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ PASSES: tuple[Callable[[Draft], None], ...] = (
     separate_columns,
     prune,
 )
-"""In order; each requires no more than what those before it ensure."""
+"""Passes in order; each requires no more than the earlier ones ensure."""
 
 UNKNOWN_CONTEXT = 4096
-"""Positions, if no file says how many there are."""
+"""Context length if no file states one."""
 
 MALFORMED = (KeyError, IndexError, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
-"""What comes of nodes without the inputs or attributes that ONNX demands: too many ways to check each."""
+"""Exceptions raised for nodes without inputs or attributes that ONNX requires: too many cases to check one by one."""
 
 log = logging.getLogger(__name__)
 
 
 def is_onnx(path: Path) -> bool:
-    """Whether a path looks like an ONNX decoder: an .onnx file, or a folder with one and no other weights."""
+    """Return whether a path looks like an ONNX decoder: an .onnx file, or a folder with one and no other weights."""
     if not path.is_dir():
         return path.suffix == ".onnx"
     has_onnx = (path / GENAI).exists() or any(path.glob("*.onnx"))
@@ -89,7 +89,7 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
 
     Raises:
         ModelError: it is damaged or inconsistent.
-        UnsupportedModelError: it has an operator, or a use of one, that is not understood; the message names it.
+        UnsupportedModelError: it has an unsupported operator, or an unsupported use of one; the message names it.
     """
     file = find_model(path)
     try:
@@ -98,7 +98,7 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
         return source, decoder
     except MALFORMED as error:
         raise ModelError(
-            f"{file} is damaged: it has a node that lacks what its operator needs "
+            f"{file} is damaged: a node lacks inputs or attributes of its operator "
             f"({type(error).__name__}: {reason_of(error)})"
         ) from error
 
@@ -139,18 +139,18 @@ def _import(file: Path) -> tuple[OnnxSource, Module]:
 
 
 def _refuse_rounding(evaluator: Evaluator, file: Path) -> None:
-    """Raise UnsupportedModelError for activations that are rounded to a grid which was fixed at the export."""
+    """Raise UnsupportedModelError for activations that are rounded to a grid that was fixed at the export."""
     for node in evaluator.proto.graph.node:
         if node.op_type == "QuantizeLinear" and not evaluator.is_positional(node.output[0]):
             raise UnsupportedModelError(
                 f"{file.name}: node {node.name!r}, an operator QuantizeLinear of the domain "
-                f"{node.domain or 'ai.onnx'}, cannot be imported: it rounds the activations {node.input[0]!r} to a "
-                "grid of the file's own; export the decoder with weights alone quantised, and choose a static scheme"
+                f"{node.domain or 'ai.onnx'}, cannot be imported: it rounds the activations {node.input[0]!r} to "
+                "the file's own grid; export the decoder with only its weights quantised, and choose a static scheme"
             )
 
 
 def _context_length(config: Mapping[str, Any]) -> int:
-    """Positions that tables are made for, of a decoder that works them out as it runs."""
+    """Return the number of positions for the tables of a decoder that computes them at run time."""
     found = config.get("max_position_embeddings", UNKNOWN_CONTEXT)
     if not isinstance(found, int) or not 0 < found <= LONGEST_CONTEXT:
         raise ModelError(f"max_position_embeddings is {found!r:.40}, expected 1 to {LONGEST_CONTEXT}")

@@ -1,4 +1,4 @@
-"""What masks say, found by running them: which keys a row sees, up to the length of the context."""
+"""Interpretation of masks by running them: which keys a row sees, up to the length of the context."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from chunkrt.onnx.importing.evaluation import PROBES, Evaluator, far_probes
 from chunkrt.onnx.importing.signature import Probe
 
 HIDDEN = -1e4
-"""A mask adds this or less to a score that a row must not see: its exponential is 0 in float32."""
+"""Upper bound of the terms that hide keys: added to a score, its exponential is 0 in float32."""
 
 
 class MaskError(Exception):
-    """A mask that says something else; the message tells what."""
+    """A mask with an unsupported meaning, which the message describes."""
 
 
 class Masks:
-    """The masks of a decoder; each is run once, however many layers read it."""
+    """The masks of a decoder; each is run once, regardless of the number of layers that read it."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
         self._windows: dict[tuple[str, int], int] = {}
 
     def window(self, name: str, context: int) -> int:
-        """How many keys a row sees by a mask, its own among them; 0 for all before it.
+        """Return the number of keys that a row sees by a mask, its own included; 0 for all earlier keys.
 
         Args:
             name: bool (true is seen) or float (added to scores), of a shape that broadcasts to [1, heads, T, past + T].
-            context: positions that the decoder can tell apart.
+            context: number of positions that the decoder can distinguish.
 
         Raises:
-            MaskError: it is no causal mask, with or without a window.
-            ModelError: ONNX Runtime cannot run what it is made of.
+            MaskError: it is not a causal mask, with or without a window.
+            ModelError: ONNX Runtime cannot compute it.
         """
         if (name, context) not in self._windows:
             self._windows[name, context] = self._find(name, context)
@@ -45,7 +45,7 @@ class Masks:
         far = far_probes(context)
         (row,) = self._visible(name, far[-1:])
         window = int(row.sum())
-        crossing = [Probe(max(window - 3, 1), 7)]  # where the window begins to move
+        crossing = [Probe(max(window - 3, 1), 7)]  # a length at which the window begins to move
         tried = [probe for probe in (*PROBES, *crossing) if probe.past + probe.length <= context]
         tried += far
         for probe, found in zip(tried, self._visible(name, tried), strict=True):
@@ -60,13 +60,13 @@ class Masks:
 
 
 def visible(probe: Probe, window: int) -> NDArray[np.bool_]:
-    """Which keys each row sees, of the last `window`: [T, past + T]."""
+    """Return which keys each row sees with a window: [T, past + T]."""
     rows, keys = np.arange(probe.length)[:, None] + probe.past, np.arange(probe.past + probe.length)
     return (keys <= rows) & (keys > rows - window)
 
 
 def _shows(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """A mask as true and false, [T, keys]; the same for all heads. Raises MaskError if it is no such."""
+    """Return a mask as booleans, [T, keys], the same for all heads. Raises MaskError if it is another kind."""
     flat = values.reshape(-1, *values.shape[-2:]) if values.ndim >= 2 else values.reshape(1, 1, -1)
     if values.dtype != np.bool_:
         if not ((flat == 0) | (flat <= HIDDEN)).all():

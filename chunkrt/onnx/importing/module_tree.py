@@ -1,4 +1,4 @@
-"""The last step: a graph of the vocabulary becomes a tree of modules."""
+"""The last step: conversion of a graph of the vocabulary to a tree of modules."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ WEIGHTS = {
     ("LinearAttention", 3): ("conv", "weight"),
     ("LinearAttention", 4): ("conv", "bias"),
 }
-"""Where an operator's constants are kept, by its input: the module below its own, and the attribute. Others are the
-weight of its own."""
+"""Modules and attributes of an operator's constants, by input: the module below the operator's own, and the attribute.
+Other constants are the weight of the operator's own module."""
 
 OF_DELTA_RULE = {
     ("LinearAttention", 3): ("conv1d", "weight"),
     ("LinearAttention", 4): ("conv1d", "bias"),
 }
 OF_DECAY = {("Add", 1): ("", "dt_bias"), ("Mul", 1): ("", "rate")}
-"""The same, in the modules of the gated delta rule."""
+"""The same for the modules of the gated delta rule."""
 
 
 def build_tree(draft: Draft, places: Mapping[ir.Node, Place], logit_rows: ir.Value) -> ReplayedDecoder:
-    """The decoder of a draft.
+    """Build the decoder of a draft.
 
     Args:
-        places: of all nodes of its graph.
+        places: the place of each node of its graph.
 
     Raises:
-        UnsupportedModelError: an operator that is not of the vocabulary, or is used as the vocabulary has it not.
+        UnsupportedModelError: an operator, or its use, is not in the vocabulary.
     """
     if unknown := [node for node in draft.graph if (node.domain, node.op_type) not in OPERATORS]:
         of_tokens = [n for n in unknown if not draft.evaluator.is_positional(n.outputs[0].name or "")]
-        raise draft.unsupported((of_tokens or unknown)[0], "no pass understands it where it stands")
+        raise draft.unsupported((of_tokens or unknown)[0], "no pass recognises it in this position")
     for node in draft.graph:
         _check_use(draft, node, logit_rows)
     (tokens,) = (value for value in draft.graph.inputs if value.name == draft.signature.tokens)
@@ -62,7 +62,7 @@ def build_tree(draft: Draft, places: Mapping[ir.Node, Place], logit_rows: ir.Val
 
 
 def _check_use(draft: Draft, node: ir.Node, logit_rows: ir.Value) -> None:
-    """Refuse a foreign node of an operator that the vocabulary has, for other operands or with another meaning."""
+    """Refuse a foreign node whose operator is in the vocabulary, but with other operands or another meaning."""
     known = {*draft.weights, logit_rows, None}
     inputs = {draft.signature.tokens, *draft.signature.states}
     for value in (v for v in node.inputs if v not in known and v is not None and v.name not in inputs):
@@ -75,7 +75,7 @@ def _check_use(draft: Draft, node: ir.Node, logit_rows: ir.Value) -> None:
         "Split": int_attribute(node, "axis") == -1 and len(node.inputs) == 1,
     }
     if not wanted.get(node.op_type, True):
-        raise draft.unsupported(node, "it is none of the uses of this operator that are understood")
+        raise draft.unsupported(node, "this use of the operator is not supported")
 
 
 def _add_weights(draft: Draft, decoder: ReplayedDecoder, node: ir.Node, path: str) -> None:
@@ -90,20 +90,20 @@ def _add_weights(draft: Draft, decoder: ReplayedDecoder, node: ir.Node, path: st
 
 
 def _kept(path: str) -> Mapping[tuple[str, int], tuple[str, str]]:
-    """`WEIGHTS`, as the module at a path has them."""
+    """Return `WEIGHTS` for the module at a path."""
     last = path.rpartition(".")[2]
     return WEIGHTS | {"linear_attn": OF_DELTA_RULE, "decay": OF_DECAY}.get(last, {})
 
 
 class _Tables:
-    """Rotary tables, once for all layers that share them."""
+    """Name rotary tables once for all layers that share them."""
 
     def __init__(self, draft: Draft, decoder: ReplayedDecoder) -> None:
         self._draft, self._decoder = draft, decoder
         self._known: dict[tuple[str, ...], str] = {}
 
     def add(self, node: ir.Node) -> None:
-        """Those of one attention node."""
+        """Name the tables of one attention node."""
         values = [value for value in node.inputs[1:3] if value is not None]
         weights = [self._draft.weights[value] for value in values]
         key = tuple(name for weight in weights for name in weight.tensors)
@@ -113,7 +113,7 @@ class _Tables:
             self._decoder.add_weight(value, path, attribute, parameter)
 
     def _name(self, node: ir.Node) -> str:
-        """As Gemma has it: "local_rope" are those of layers with a window, where others have tables of their own."""
+        """Use Gemma's names: "local_rope" for layers with a window if the other layers have different tables."""
         windows = {int_attribute(other, "window") for other in self._draft.graph if other.op_type == node.op_type}
         name = "local_rope" if int_attribute(node, "window") and 0 in windows else "rope"
         taken = {path.rpartition(".")[2] for path in self._known.values()}
@@ -121,7 +121,7 @@ class _Tables:
 
 
 def _spread(parameter: Parameter, columns: int) -> Parameter:
-    """One number for every column."""
+    """Expand one number to every column."""
 
     def combine(*tensors: Float32) -> Float32:
         return np.broadcast_to(parameter.combine(*tensors), columns)

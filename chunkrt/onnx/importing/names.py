@@ -1,7 +1,7 @@
-"""What the parts of an imported decoder are called: as Hugging Face, and so chunkrt's own decoders, call them.
+"""Names of an imported decoder's parts, after Hugging Face's names, which chunkrt's own decoders also use.
 
-Names follow from what a node does and where it stands, never from the exporter's names: the linear before attention
-is its layer's self_attn.qkv_proj. Schemes and placements go by them.
+Names follow from a node's function and position, never from the exporter's names: the linear before attention is its
+layer's self_attn.qkv_proj. Schemes and placements refer to them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ACTIVATIONS = {"Sigmoid": "silu_sigmoid", "Gelu": "gelu", "Tanh": "tanh", "Softp
 
 
 class Words(NamedTuple):
-    """What a layer's parts are called in a family of models."""
+    """Names of a layer's parts in a family of models."""
 
     before_mixer: str = "input_layernorm"
     before_mlp: str = "post_attention_layernorm"
@@ -32,7 +32,7 @@ class Words(NamedTuple):
 
 
 LFM2 = Words("operator_norm", "ffn_norm", "feed_forward", "operator_residual", "embedding_norm")
-"""Of decoders that have short convolutions among their layers."""
+"""Names in decoders with short-convolution layers."""
 
 
 class Place(NamedTuple):
@@ -43,7 +43,8 @@ class Place(NamedTuple):
 
 
 def name_nodes(draft: Draft) -> dict[ir.Node, Place]:
-    """A place for every node. Requires: a pruned graph of the vocabulary. Ensures: no two outputs share a name."""
+    """Return a place for every node. Requires: a pruned graph of the vocabulary. Ensures: no two outputs share a
+    name."""
     nodes = list(draft.graph)
     mixers = [node for node in nodes if node.domain == DOMAIN and node.op_type in MIXERS]
     namer = _Namer(draft, LFM2 if any(_is_short_convolution(mixer) for mixer in mixers) else Words())
@@ -67,10 +68,10 @@ class _Namer:
         self._words = words
         self.places: dict[ir.Node, Place] = {}
         self._weights = draft.weights
-        self._has_rows = False  # whether the rows whose logits are wanted have been picked
+        self._has_rows = False  # True once the rows that get logits have been picked.
 
     def name_mixer(self, mixer: ir.Node, layer: str) -> None:
-        """A layer's mixer with the linears before and after it."""
+        """Name a layer's mixer with the linears before and after it."""
         if mixer.op_type == "LinearAttention" and not _is_short_convolution(mixer):
             self._name_delta_rule(mixer, layer)
             return
@@ -87,7 +88,7 @@ class _Namer:
         self._name_result(mixer.outputs[0], path, "o_proj" if is_attention else "out_proj")
 
     def _name_delta_rule(self, mixer: ir.Node, layer: str) -> None:
-        """A recurrence, what it is told by row, and the norm of its heads."""
+        """Name a recurrence, its inputs by row, and the norm of its heads."""
         path = f"{layer}.linear_attn"
         self.places[mixer] = Place(path, ["linear_attention"])
         qkv, decay, step = mixer.inputs[:3]
@@ -112,7 +113,7 @@ class _Namer:
         self._name_result(result, path, "out_proj")
 
     def _name_result(self, result: ir.Value, path: str, linear: str) -> None:
-        """The linear behind a mixer, and the gate between them if there is one."""
+        """Return the linear after a mixer, and the gate between them if there is one."""
         for user, _ in result.uses():
             if user.op_type == "MatMul":
                 self._name_linear(self._sum(user.outputs[0]), f"{path}.{linear}")
@@ -122,7 +123,7 @@ class _Namer:
                 self._name_result(user.outputs[0], path, linear)
 
     def _name_gate(self, gate: ir.Value | None, path: str) -> None:
-        """What multiplies a mixer's result: the sigmoid of a linear, or its SiLU."""
+        """Return the factor of a mixer's result: the sigmoid of a linear, or its SiLU."""
         silu, sigmoid = producer(gate, "Mul"), producer(gate, "Sigmoid")
         if silu is not None:
             self.places[silu] = Place(path, ["silu"])
@@ -132,7 +133,7 @@ class _Namer:
             self._name_linear(sigmoid.inputs[0], f"{path}.{'z_proj' if silu is not None else 'gate_proj'}")
 
     def name(self, node: ir.Node, layer: int) -> None:
-        """A node that is not named yet; `layer` is that of the last mixer before it."""
+        """Name a node that has no name yet; `layer` is that of the last mixer before it."""
         if node in self.places:
             return
         inside = f"model.layers.{layer}" if layer >= 0 else "model"
@@ -173,7 +174,7 @@ class _Namer:
             self.places[node] = Place("lm_head", [node.op_type.lower()])
 
     def _norm(self, node: ir.Node, layer: str) -> str:
-        """Which of a layer's norms one is, by what it reads and what was there before."""
+        """Return which of a layer's norms one is, from its input and the norms before it."""
         read = node.inputs[0]
         maker = read.producer() if read is not None else None
         place = self.places.get(maker) if maker is not None else None
@@ -189,14 +190,14 @@ class _Namer:
         return f"model.{self._words.last_norm}"
 
     def _sum(self, product: ir.Value) -> ir.Value:
-        """A product with its bias, if it has one."""
+        """Name a product with its bias, if it has one."""
         users = [user for user, _ in product.uses()]
         if len(users) == 1 and users[0].op_type == "Add" and users[0].inputs[1] in self._weights:
             return users[0].outputs[0]
         return product
 
     def _name_linear(self, value: ir.Value | None, path: str) -> ir.Node | None:
-        """A MatMul, and the Add of its bias; returns the MatMul."""
+        """Find a MatMul, and the Add of its bias; returns the MatMul."""
         add = producer(value, "Add")
         if add is not None and add.inputs[1] in self._weights:
             self.places[add] = Place(path, ["output"])
@@ -208,7 +209,7 @@ class _Namer:
 
 
 def _unique(places: dict[ir.Node, Place]) -> dict[ir.Node, Place]:
-    """Number what would have the same name: parts that no family of chunkrt's has."""
+    """Number equal names, of parts that no family of chunkrt's has."""
     seen: Counter[tuple[str, str]] = Counter()
     result = {}
     for node, (path, outputs) in places.items():
@@ -216,7 +217,7 @@ def _unique(places: dict[ir.Node, Place]) -> dict[ir.Node, Place]:
         seen.update((path, output) for output in outputs)
         if not count:
             result[node] = Place(path, outputs)
-        elif outputs == ["output"]:  # a module of its own, with its own weights
+        elif outputs == ["output"]:  # a separate module, with its own weights
             result[node] = Place(f"{path}_{count + 1}", outputs)
         else:
             result[node] = Place(path, [f"{output}_{count + 1}" for output in outputs])

@@ -1,4 +1,4 @@
-"""Checking that positions, lengths and masks say what chunkrt computes: tokens in a row after the past, causally."""
+"""Checks that positions, lengths and masks have chunkrt's meaning: consecutive tokens after the past, causally."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from chunkrt.onnx.importing.signature import Probe
 
 
 def check_positions(draft: Draft, node: ir.Node, value: ir.Value | None, context: int, *, streams: int = 1) -> None:
-    """Refuse positions that do not count on from the past's length, up to the end of the context.
+    """Refuse positions that do not continue from the past's length, up to the end of the context.
 
-    None means that the operator counts so itself. `streams`: how many times it is told them all.
+    None means that the operator counts by itself. `streams`: the number of times that all positions are repeated.
     """
 
     def expected(probe: Probe) -> NDArray[np.int64]:
@@ -28,9 +28,9 @@ def check_positions(draft: Draft, node: ir.Node, value: ir.Value | None, context
 
 
 def check_total(draft: Draft, node: ir.Node, value: ir.Value | None, context: int, *, less: int = 0) -> None:
-    """Refuse a length that is not that of past and present together, less some."""
+    """Refuse a length other than that of past and present together, minus `less`."""
     if value is None:
-        raise draft.unsupported(node, "it is not told how many tokens there are")
+        raise draft.unsupported(node, "it has no number of tokens as an input")
     _check(draft, node, value, "length", context, lambda probe: np.array([probe.past + probe.length - less]))
 
 
@@ -56,25 +56,25 @@ def _check(
 
 
 def _few(values: NDArray[np.int64], start: int) -> str:
-    """Four of them from the first that is wrong, where that is not the first of all."""
+    """Format four values from the first wrong one, with its index if that is not 0."""
     few = str(values[start : start + 4].tolist())
     return f"{few} from number {start}" if start > 3 else str(values[:4].tolist())
 
 
 def find_window(draft: Draft, node: ir.Node, value: ir.Value, context: int) -> int:
-    """How many keys a row sees by a mask, its own among them; 0 for all before it.
+    """Return the number of keys that a row sees by a mask, its own included; 0 for all earlier keys.
 
     Args:
-        value: see `Masks.window`, as for `context`.
+        value, context: see `Masks.window`.
 
     Raises:
-        UnsupportedModelError: it is no causal mask.
+        UnsupportedModelError: it is not a causal mask.
     """
     _check_positional(draft, node, value, "mask")
     try:
         return draft.masks.window(value.name or "", context)
     except MaskError as error:
-        raise draft.unsupported(node, f"its mask {value.name!r} is no causal mask: {error}") from error
+        raise draft.unsupported(node, f"its mask {value.name!r} is not a causal mask: {error}") from error
 
 
 def _check_positional(draft: Draft, node: ir.Node, value: ir.Value, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Rewrite a foreign decoder into an equal one that the passes know and that ONNX Runtime runs on a CPU.
+"""Rewriting of a foreign decoder to an equal one that the passes recognise and that ONNX Runtime runs on a CPU.
 
 The rewritten decoder is also the original that an import is compared with. Its weights stay in their files.
 """
@@ -18,7 +18,7 @@ from chunkrt.onnx.importing.reading import sort_nodes
 from chunkrt.onnx.importing.signature import Signature
 
 PREPARED_KEY = "chunkrt.prepared"
-"""Metadata of a model that is no longer as its file has it."""
+"""Metadata key of a model that was changed after it was read."""
 
 NORM_WEIGHTS = (14, 15)
 """Inputs of GroupQueryAttention: weights of the norms of single heads of queries and keys."""
@@ -30,9 +30,9 @@ LARGEST = np.iinfo(np.int32).max
 
 
 def prepare(proto: onnx.ModelProto, signature: Signature, path: Path) -> None:
-    """Rewrite a decoder in place: no extra outputs, logits of all rows, float32 where it computes in bfloat16.
+    """Rewrite a decoder in place: no extra outputs, logits of all rows, float32 instead of bfloat16.
 
-    Norms of heads inside of GroupQueryAttention become nodes before it.
+    Norms of heads inside GroupQueryAttention become nodes before it.
     """
     steps: tuple[Callable[[onnx.GraphProto, Signature], bool], ...] = (
         _without_extra_outputs,
@@ -59,7 +59,7 @@ def _without_extra_outputs(graph: onnx.GraphProto, signature: Signature) -> bool
 
 
 def _with_all_logits(graph: onnx.GraphProto, signature: Signature) -> bool:
-    """Drop the choice of the last row before the head: chunkrt chooses rows itself."""
+    """Drop the choice of the last row before the LM head: chunkrt chooses rows itself."""
     writers = {name: node for node in graph.node for name in node.output}
     node = writers.get(signature.logits)
     while node is not None and node.op_type in ROWWISE:
@@ -109,7 +109,7 @@ def _with_norms_before_attention(graph: onnx.GraphProto, signature: Signature) -
 
 
 def _norm_heads(graph: onnx.GraphProto, attention: onnx.NodeProto, head_dim: int) -> list[onnx.NodeProto]:
-    """Nodes for the norms of an attention node, which reads their results from now on."""
+    """Make nodes for the norms of an attention node, which then reads their results."""
     options = {a.name: helper.get_attribute_value(a) for a in attention.attribute}
     counts = [options["num_heads"], options["kv_num_heads"]]
     nodes = []
@@ -154,15 +154,15 @@ def _norm_heads(graph: onnx.GraphProto, attention: onnx.NodeProto, head_dim: int
 
 
 def _in_float32(graph: onnx.GraphProto, signature: Signature) -> bool:
-    """Compute in float32 what a decoder computes in bfloat16, for which ONNX Runtime's CPU has no operators.
+    """Compute in float32 instead of bfloat16, for which ONNX Runtime's CPU provider has no operators.
 
-    Weights stay as they are and are cast as they are read.
+    Weights are unchanged and are cast where they are read.
     """
     return _cast_halves(graph, frozenset())
 
 
 def _cast_halves(graph: onnx.GraphProto, outer: frozenset[str]) -> bool:
-    """Do so in a graph and in the graphs that its nodes hold; `outer` are names of bfloat16 values around it."""
+    """Do the same in a graph and in the graphs of its nodes; `outer` has names of bfloat16 values around it."""
     half, whole = TensorProto.BFLOAT16, TensorProto.FLOAT
     names = {tensor.name for tensor in graph.initializer if tensor.data_type == half}
     names |= {n.output[0] for n in graph.node for a in n.attribute if n.op_type == "Constant" and a.t.data_type == half}
@@ -187,7 +187,7 @@ def _cast_halves(graph: onnx.GraphProto, outer: frozenset[str]) -> bool:
 
 
 def _constant(graph: onnx.GraphProto, name: str) -> np.ndarray | None:
-    """Values of an initializer or a Constant."""
+    """Return the values of an initializer or a Constant."""
     found = next((tensor for tensor in graph.initializer if tensor.name == name), None)
     if found is None:
         nodes = (node for node in graph.node if node.op_type == "Constant" and name in node.output)
@@ -196,7 +196,7 @@ def _constant(graph: onnx.GraphProto, name: str) -> np.ndarray | None:
 
 
 def _ints(graph: onnx.GraphProto, node: onnx.NodeProto, place: int, name: str) -> list[int] | None:
-    """Whole numbers that a node has as an input or, in early opsets, as an attribute; None if it has none."""
+    """Return whole numbers of a node's input or, in early opsets, attribute; None if it has none."""
     if attribute := next((a for a in node.attribute if a.name == name), None):
         return list(attribute.ints)
     if place >= len(node.input) or not node.input[place]:

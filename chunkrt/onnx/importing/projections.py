@@ -1,4 +1,4 @@
-"""Linears of one input that chunkrt has as one: the columns of several, in a given order."""
+"""Linears with one input that chunkrt merges: the columns of several, in a given order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chunkrt.onnx.importing.widths import groups_of, width
 class Projection:
     """Some columns of a linear's result.
 
-    `product`: its MatMul. `bias`: the weight that is added, if any. `value`: the result. `columns`: those meant.
+    `product`: its MatMul. `bias`: the weight that is added, if any. `value`: the result. `columns`: the selected ones.
     """
 
     product: ir.Node
@@ -29,7 +29,7 @@ class Projection:
 
 
 def find_projection(draft: Draft, value: ir.Value | None) -> Projection | None:
-    """The linear that a value is, or is a part of; None if it comes from another operator."""
+    """Return the linear that makes a value, or a part of its result; None if the value comes from another operator."""
     if value is None or (columns := width(draft, value)) is None:
         return None
     chosen = np.arange(columns)
@@ -50,9 +50,9 @@ def find_projection(draft: Draft, value: ir.Value | None) -> Projection | None:
 
 
 def merge(draft: Draft, before: ir.Node, parts: Sequence[Projection]) -> ir.Value | None:
-    """One linear whose columns are those of all parts, in their order; None if they do not share an input.
+    """Return one linear whose columns are those of all parts, in their order; None if they do not share an input.
 
-    An existing one is taken if it is just that.
+    An existing linear is used if it has exactly these columns.
     """
     first = parts[0]
     if any(part.product.inputs[0] is not first.product.inputs[0] for part in parts):
@@ -85,7 +85,7 @@ def _weight(draft: Draft, value: ir.Value | None) -> Weight:
 
 
 def _bias(draft: Draft, part: Projection) -> tuple[str, ...]:
-    """A part's bias; zeros where others have one and it has none."""
+    """Return a part's bias; zeros if it has none and other parts have one."""
     if part.bias is not None:
         return draft.weights[part.bias].tensors
     columns = width(draft, part.value) or 0

@@ -1,7 +1,7 @@
-"""Opening an ONNX file of which nothing is known yet: every claim is checked before anything is allocated.
+"""Opening of an untrusted ONNX file: every claim is checked before anything is allocated.
 
-Initializers stay in their files, memory-mapped when they are read. Links are followed here, once: whoever reads data
-later, ONNX Runtime or onnx_ir, gets the file itself, for both refuse those of hubs' caches, which are links.
+Initializers stay in their files, and are memory-mapped when they are read. Links are resolved here, once: ONNX Runtime
+and onnx_ir get the file itself, because both refuse links such as those of hubs' caches.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _EXTERNAL = 1
 
 
 def read_proto(path: Path) -> onnx.ModelProto:
-    """Read the graph of an ONNX file; weights stay where they are.
+    """Read the graph of an ONNX file; weights stay in their files.
 
-    Ensures: nodes are in an order in which they can run, every value has a name of its own, and every initializer lies
-    wholly in this file or in one beside it, whose absolute path is its location then.
+    Ensures: nodes are in an order in which they can run, every value has a unique name, and every initializer lies
+    completely in this file or in one next to it, whose absolute path is its location then.
 
     Raises:
         ModelError: it is damaged, contradicts itself, or names data that is missing or elsewhere.
@@ -38,8 +38,8 @@ def read_proto(path: Path) -> onnx.ModelProto:
         proto.ParseFromString(path.read_bytes())
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
-    except Exception as error:  # protobuf's DecodeError has no stable home
-        raise ModelError(f"{path} is truncated or no ONNX model: {error}; fetch it again") from error
+    except Exception as error:  # protobuf's DecodeError has no stable import path
+        raise ModelError(f"{path} is truncated or not an ONNX model: {error}; fetch it again") from error
     if not proto.graph.node or not proto.graph.output:
         raise ModelError(f"{path} holds no ONNX graph; fetch it again, or name the .onnx file of the decoder")
     _check_names(proto.graph, path)
@@ -52,15 +52,15 @@ def read_proto(path: Path) -> onnx.ModelProto:
 
 
 def to_graph(proto: onnx.ModelProto, path: Path) -> ir.Model:
-    """A checked model as a graph that passes can change. Raises ModelError if onnx_ir finds more wrong with it."""
+    """Return a checked model as a graph that passes can change. Raises ModelError if onnx_ir finds further errors."""
     try:
         return ir.from_proto(proto)
-    except Exception as error:  # onnx_ir raises what it meets
+    except Exception as error:  # onnx_ir raises many types of exceptions
         raise ModelError(f"{path} is damaged: {error}; fetch it again") from error
 
 
 def _check_names(graph: onnx.GraphProto, path: Path) -> None:
-    """ONNX is in static single assignment form: a name is written once."""
+    """Check that every name is written once: ONNX is in static single assignment form."""
     made = [name for node in graph.node for name in node.output if name]
     initializers = {tensor.name for tensor in graph.initializer}
     made += [*initializers, *(v.name for v in graph.input if v.name not in initializers)]
@@ -71,13 +71,13 @@ def _check_names(graph: onnx.GraphProto, path: Path) -> None:
     known = set(made) | {""}
     for node in graph.node:
         if missing := [name for name in node.input if name not in known]:
-            raise ModelError(f"{path} is damaged: node {node.name!r} reads {missing[0]!r}, which nothing writes")
+            raise ModelError(f"{path} is damaged: node {node.name!r} reads {missing[0]!r}, which no node writes")
     if missing := [v.name for v in graph.output if v.name not in known]:
-        raise ModelError(f"{path} is damaged: its output {missing[0]!r} is written by nothing")
+        raise ModelError(f"{path} is damaged: no node writes its output {missing[0]!r}")
 
 
 def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """All tensors of a graph, and of the graphs that its nodes hold."""
+    """Return all tensors of a graph, and of the graphs that its nodes hold."""
     yield from graph.initializer
     for attribute in (attribute for node in graph.node for attribute in node.attribute):
         if attribute.HasField("t"):
@@ -88,7 +88,7 @@ def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 
 def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:
-    """A tensor's shape and its bytes agree, and they are there."""
+    """Check that a tensor's shape matches its bytes, and that these exist."""
     name, dims = tensor.name, list(tensor.dims)
     if any(size < 0 for size in dims) or prod(dims) > MAX_ELEMENTS:
         raise ModelError(f"{path} is damaged: {name!r} has the impossible shape {dims}")
@@ -112,18 +112,19 @@ def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:
 
 
 def _check_external(tensor: onnx.TensorProto, needed: int, path: Path) -> None:
-    """The data lies in a plain file beside the model, and the file is long enough; its location becomes absolute."""
+    """Check that the data lies in a regular file next to the model that is long enough; its location becomes
+    absolute."""
     name = tensor.name
     claims = {entry.key: entry.value for entry in tensor.external_data}
     location = claims.get("location", "")
     parts = Path(location.replace("\\", "/")).parts
     if not location or Path(location).is_absolute() or location.startswith(("/", "\\")) or ".." in parts:
-        raise ModelError(f"{path}: the data of {name!r} is said to be at {location!r}, which is not beside the model")
+        raise ModelError(f"{path}: the data of {name!r} has the location {location!r}, which is not next to the model")
     beside = path.parent / location
     try:
         file = beside.resolve(strict=True)
         if not file.is_relative_to(path.parent.resolve()) and not _is_cached(beside, path):
-            raise ModelError(f"{path}: the data of {name!r} is at {location!r}, which leads out of the model's folder")
+            raise ModelError(f"{path}: the data of {name!r} is at {location!r}, which is outside the model's folder")
         size = file.stat().st_size
         offset, length = int(claims.get("offset", 0)), int(claims.get("length", needed))
     except OSError as error:
@@ -131,7 +132,7 @@ def _check_external(tensor: onnx.TensorProto, needed: int, path: Path) -> None:
     except ValueError as error:
         raise ModelError(f"{path} is damaged: {name!r} has external data at {claims}") from error
     if not file.is_file():
-        raise ModelError(f"{path}: its data file {location!r} is not a plain file")
+        raise ModelError(f"{path}: its data file {location!r} is not a regular file")
     if length != needed or offset < 0 or offset + length > size:
         raise ModelError(
             f"{path}: {name!r} claims {length} bytes at {offset} of {location!r}, which has {size}; it needs {needed}"
@@ -140,12 +141,12 @@ def _check_external(tensor: onnx.TensorProto, needed: int, path: Path) -> None:
 
 
 def _is_cached(beside: Path, path: Path) -> bool:
-    """Hubs keep a snapshot as a folder of links to blobs: both files are links, to one folder."""
+    """Accept links of a hub's snapshot: both files are links to blobs in one folder."""
     return path.is_symlink() and beside.is_symlink() and path.resolve().parent == beside.resolve().parent
 
 
 def sort_nodes(graph: onnx.GraphProto, path: Path) -> None:
-    """Put the nodes in an order in which they can run; exporters' own order is kept where it is one."""
+    """Put the nodes in an order in which they can run; the exporter's order is kept if it is valid."""
     nodes = list(graph.node)
     made: set[str] = set()
     writers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
@@ -160,17 +161,17 @@ def sort_nodes(graph: onnx.GraphProto, path: Path) -> None:
         order = list(TopologicalSorter(reads).static_order())
     except CycleError as error:
         first = nodes[error.args[1][0]]
-        raise ModelError(f"{path} is damaged: node {first.name!r} reads what depends on it") from error
+        raise ModelError(f"{path} is damaged: node {first.name!r} reads a value that depends on it") from error
     copies = [type(node).FromString(node.SerializeToString()) for node in (nodes[index] for index in order)]
     del graph.node[:]
     graph.node.extend(copies)
 
 
 def find_model(path: Path) -> Path:
-    """The decoder's file of a folder, or the file itself.
+    """Return the decoder's file of a folder, or the file itself.
 
     Raises:
-        ModelError: there is none, or several that nothing tells apart.
+        ModelError: there is none, or several without a distinction.
     """
     if not path.is_dir():
         return path

@@ -1,8 +1,8 @@
-"""Parts of a foreign graph, run on values of our choice: what a tangle of small operators computes is tried, not read.
+"""Parts of a foreign graph, run on chosen values: the meaning of many small operators is tested, not parsed.
 
-Exporters that know no operator for attention write it out, each in its own way and each release in another. All of them
-compute the same function of queries, keys and values; so the part between these and the result is run on random values,
-and taken for attention only if it gives what attention gives.
+Exporters without an operator for attention each write it in their own way, which changes between releases. All variants
+compute the same function of queries, keys and values. The part between these and the result is therefore run on random
+values, and accepted as attention only if it computes the values of attention.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from chunkrt.onnx.importing.signature import Probe
 Array = NDArray[Any]
 
 PROBE = Probe(5, 13)
-"""Sizes at which parts are tried: tokens after others, of a number that no decoder has as its number of heads."""
+"""Sizes at which parts are run: new tokens after others, in numbers that no decoder has as its number of heads."""
 
 
 class Regions:
     """The part of a decoder that depends on tokens and states, with everything else frozen at one probe.
 
     Args:
-        evaluator: of the decoder.
+        evaluator: evaluates the decoder's values.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -47,7 +47,7 @@ class Regions:
                 self._readers[name].append(index)
         named = {n for node in self._nodes for n in (*node.input, *node.output) if n}
         self.data = frozenset(n for n in named if not evaluator.is_positional(n))
-        """Values that depend on tokens or states."""
+        """Names of values that depend on tokens or states."""
 
     @cached_property
     def _at_probe(self) -> dict[str, Array]:
@@ -55,28 +55,28 @@ class Regions:
 
     @cached_property
     def frozen(self) -> dict[str, Array]:
-        """What depends on sizes, masks and positions, and is read by what depends on more: its values at the probe."""
+        """Values at the probe of positional values (sizes, masks, positions) that other values read."""
         return self._frozen[0]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The sizes of a value that depends on tokens or states, at the probe."""
+        """Return the sizes at the probe of a value that depends on tokens or states."""
         return self._at_probe[name].shape
 
     def random(self, name: str, rng: np.random.Generator) -> Array:
-        """Normal numbers in the shape and type of a value that depends on tokens or states."""
+        """Return normal random numbers in the shape and type of a value that depends on tokens or states."""
         like = self._at_probe[name]
         return rng.standard_normal(like.shape).astype(like.dtype)
 
     def writer(self, name: str) -> onnx.NodeProto:
-        """The node that makes a value; one without an operator for inputs and initializers."""
+        """Return the node that makes a value; one without an operator for inputs and initializers."""
         return self._nodes[self._writers[name]] if name in self._writers else onnx.NodeProto()
 
     def readers(self, name: str) -> list[onnx.NodeProto]:
-        """The nodes that read a value."""
+        """Return the nodes that read a value."""
         return [self._nodes[index] for index in self._readers[name]]
 
     def above(self, name: str) -> Iterator[str]:
-        """`name`, and values further up that everything passes through on its way to it, the nearest first."""
+        """Return `name`, and values upstream through which everything passes on its path to it, the nearest first."""
         yield name
         frontier = {name}
         while made := [n for n in frontier if n in self._writers]:
@@ -86,7 +86,8 @@ class Regions:
                 yield next(iter(frontier))
 
     def below(self, name: str) -> Iterator[str]:
-        """`name`, and values further down that everything passes through that is made of it, the nearest first."""
+        """Return `name`, and values downstream through which everything passes that depends on it, the nearest
+        first."""
         yield name
         waiting = Counter({name: len(self._readers[name])})
         pending = list(self._readers[name])
@@ -110,17 +111,18 @@ class Regions:
                 yield next(iter(waiting))
 
     def positional_inputs(self, target: str, roots: set[str]) -> list[str]:
-        """Values frozen at the probe that the part between `roots` and `target` reads."""
+        """Return the values frozen at the probe that the part between `roots` and `target` reads."""
         return sorted({n for node in self._between(target, roots) for n in node.input if n in self.frozen})
 
     def is_between(self, target: str, roots: set[str]) -> bool:
-        """Whether `target` is made of `roots`, and of nothing else that depends on tokens or states."""
+        """Return whether `target` depends on `roots`, and on no other value that depends on tokens or states."""
         outside = self.data - roots - self._writers.keys()
         return not any(name in outside for node in self._between(target, roots) for name in node.input)
 
     @cached_property
     def fixed(self) -> dict[str, Array]:
-        """Of `frozen`, what is the same at other probes: sizes that are fixed, although they are worked out."""
+        """Return values of `frozen` that are the same at other probes: sizes that are fixed, although they are
+        computed."""
         others = self._frozen[1:]
         return {
             name: value
@@ -130,14 +132,15 @@ class Regions:
 
     @cached_property
     def _frozen(self) -> list[dict[str, Array]]:
-        """`frozen` at the probe, at another near it, and at the context's end."""
+        """Return `frozen` at the probe, at another near it, and at the context's end."""
         read = {n for node in self._nodes if self.data.intersection(node.output) for n in node.input if n}
         near, last = Probe(self.probe.past + 2, self.probe.length + 6), Probe(self.context - 1, 1)
         probes = [self.probe, near, *([last] if last.past > near.past else [])]
         return self.evaluator.runs(sorted(read - self.data - self.evaluator.constants), probes)
 
     def is_size(self, name: str) -> bool:
-        """Whether a value frozen at the probe is whole numbers that grow as tokens do, up to the context's end."""
+        """Return whether a value frozen at the probe is whole numbers that grow with the tokens, up to the context's
+        end."""
         if not np.issubdtype(self.frozen[name].dtype, np.integer):
             return False
         here, later, longer, last = (values[name] for values in (self.frozen, *self._sizes))
@@ -149,7 +152,7 @@ class Regions:
 
     @cached_property
     def _sizes(self) -> list[dict[str, Array]]:
-        """Whole numbers with one more token before, one more to come, and with the last of all tokens alone."""
+        """Return whole numbers with one more token before, one more new token, and the last of all tokens alone."""
         names = [name for name, value in self.frozen.items() if np.issubdtype(value.dtype, np.integer)]
         past, length = self.probe.past, self.probe.length
         probes = Probe(past + 1, length), Probe(past, length + 1), Probe(self.context - 1, 1)
@@ -158,11 +161,11 @@ class Regions:
     def part(
         self, target: str, roots: Mapping[str, Array], given: Mapping[str, Array] | None = None
     ) -> Callable[[Mapping[str, Array]], Array]:
-        """What makes `target` of values for `roots`.
+        """Return a function that computes `target` from values of `roots`.
 
         Args:
-            roots: values of the types that will be given.
-            given: other values for those that are frozen, for sizes other than the probe's.
+            roots: values of the types that will be passed.
+            given: replacements for frozen values, for sizes other than the probe's.
 
         Raises:
             ModelError: it depends on more than these, or ONNX Runtime cannot run it.
@@ -185,23 +188,23 @@ class Regions:
         try:
             session = open_session(model)
         except Exception as error:  # onnxruntime raises a dozen unrelated types
-            raise ModelError(f"ONNX Runtime cannot make {target!r} of this model: {reason_of(error)}") from error
+            raise ModelError(f"ONNX Runtime cannot compute {target!r} of this model: {reason_of(error)}") from error
 
         def run(values: Mapping[str, Array]) -> Array:
             try:
                 result: Array = session.run([target], dict(values))[0]
             except Exception as error:
-                raise ModelError(f"ONNX Runtime cannot make {target!r} of this model: {reason_of(error)}") from error
+                raise ModelError(f"ONNX Runtime cannot compute {target!r} of this model: {reason_of(error)}") from error
             return result
 
         return run
 
     def run(self, target: str, roots: Mapping[str, Array]) -> Array:
-        """`target` at the probe, if `roots` are what is given. Raises ModelError as `part` does."""
+        """Return `target` at the probe for the given values of `roots`. Raises ModelError as `part` does."""
         return roots[target] if target in roots else self.part(target, roots)(roots)
 
     def _between(self, target: str, roots: set[str]) -> list[onnx.NodeProto]:
-        """The nodes that make `target` of `roots`, of frozen values and of constants, in order."""
+        """Return the nodes that compute `target` from `roots`, frozen values and constants, in order."""
         needed: set[int] = set()
         pending = [target]
         while pending:

@@ -1,6 +1,6 @@
-"""A decoder as a list of steps over a tree of modules: what an import comes to.
+"""A decoder as a list of steps over a tree of modules: the result of an import.
 
-It is what `graph/decoders` builds from a config, so it is placed, traced, cut and loaded like any other.
+It has the form that `graph/decoders` builds from a config, so it is placed, traced, cut and loaded like any other.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from chunkrt.graph.plan import DOMAIN, Attribute, Device
 from chunkrt.graph.tracing import current_trace
 
 ON_CPU = ("embed_tokens", "lm_head", "soft_cap", "qk_norm", "head_norm", "decay", "step")
-"""Modules that chunkrt's decoders put there unless they are placed, by the last part of their path."""
+"""Last parts of the paths of modules that chunkrt's decoders place on the CPU by default."""
 
 
 class Step(NamedTuple):
     """One operator, by keys of values.
 
-    operator: domain and name, of `OPERATORS`. inputs: None where one is absent, or is a state, which tracing makes
-    anew. path, names: its module, and the names of its outputs in it.
+    operator: domain and name, from `OPERATORS`. inputs: None if one is absent, or is a state, which tracing creates.
+    path, names: its module, and the names of its outputs in it.
     """
 
     operator: tuple[str, str]
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 class ImportedModule(Module):
-    """A place in the tree; its parts are added by name."""
+    """A module of the tree; its children are added by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class ImportedModule(Module):
         yield from self._parts.items()
 
     def part(self, path: str) -> ImportedModule:
-        """The module at a path below this one, made if it is not there."""
+        """Return the module at a path below this one, making it if it does not exist."""
         module = self
         for name in path.split(".") if path else ():
             if name not in module._parts:
@@ -70,12 +70,12 @@ class ReplayedDecoder(ImportedModule):
         self._weights: dict[Hashable, Parameter] = {}
 
     def add_step(self, step: Step) -> None:
-        """Append what comes next."""
+        """Append a step."""
         self.part(step.path)
         self._steps.append(step)
 
     def add_weight(self, key: Hashable, path: str, attribute: str, parameter: Parameter) -> None:
-        """A value that is constant: an attribute of the module at a path."""
+        """Add a constant value: an attribute of the module at a path."""
         setattr(self.part(path), attribute, parameter)
         self._weights[key] = parameter
 
@@ -92,7 +92,7 @@ class ReplayedDecoder(ImportedModule):
         return values[self._logits]
 
     def _scope(self, path: str) -> AbstractContextManager[None]:
-        """A module's scope, on its own device or on that of the nearest around it."""
+        """Enter a module's scope, on its own device or on that of the nearest ancestor."""
         device: Device | None = self.device
         module: ImportedModule = self
         for name in path.split(".") if path else ():
@@ -103,7 +103,7 @@ class ReplayedDecoder(ImportedModule):
 
 Attributes = Mapping[str, Any]
 Operands = Sequence[Any]
-"""Traced values; None where an input is absent, or is a state, which tracing makes anew."""
+"""Return traced values; None if an input is absent, or is a state, which tracing creates."""
 
 Names = Sequence[str]
 
@@ -148,7 +148,7 @@ def _experts(attributes: Attributes, operands: Operands, names: Names) -> list[i
 
 
 def _plain(operator: Callable[..., ir.Value]) -> Operator:
-    """One without attributes."""
+    """Return a tracer of an operator without attributes."""
     return lambda attributes, operands, names: [operator(*operands, name=names[0])]
 
 
@@ -173,4 +173,4 @@ OPERATORS: dict[tuple[str, str], Operator] = {
     (DOMAIN, "FloatLinear"): _plain(ops.float_linear),
     (DOMAIN, "RoutedExperts"): _experts,
 }
-"""The vocabulary of the draft and of plans, and how each of it is traced."""
+"""The vocabulary of drafts and plans, with the function that traces each operator."""

@@ -1,4 +1,4 @@
-"""Nodes of a foreign graph in the place of others that wrote values of the same names."""
+"""Replacement of a foreign graph's nodes by others that write values under the same names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkrt.onnx.importing.reading import sort_nodes
 def replaced(
     proto: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], initializers: Sequence[onnx.TensorProto], path: Path
 ) -> onnx.ModelProto:
-    """A model with other nodes and constants, without those whose place they take and all that nobody reads any more.
+    """Return a model with other nodes and constants, without the replaced nodes and all that are no longer read.
 
     Raises:
         ModelError: there is no order in which the nodes can run.

@@ -1,4 +1,4 @@
-"""What lies beside an ONNX decoder: genai_config.json of ONNX Runtime GenAI, or Transformers' config.json."""
+"""Settings next to an ONNX decoder: genai_config.json of ONNX Runtime GenAI, or Transformers' config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GENAI, TRANSFORMERS = "genai_config.json", "config.json"
 
 
 def read_settings(folder: Path) -> tuple[str, Mapping[str, Any]]:
-    """The family's name, "onnx" if no file says it, and config keys that the tokenizer or the context ask for.
+    """Return the family's name, "onnx" if no file states it, and config keys for the tokenizer and the context.
 
     Raises:
         ModelError: a file is damaged.
@@ -36,19 +36,19 @@ def read_settings(folder: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def named_file(folder: Path) -> Path | None:
-    """The file that genai_config.json names. Raises ModelError if it names one that is not there."""
+    """Return the file that genai_config.json names. Raises ModelError if it does not exist."""
     model = _read(folder / GENAI).get("model")
     decoder = model.get("decoder") if isinstance(model, dict) else None
     name = decoder.get("filename") if isinstance(decoder, dict) else None
     if name is None:
         return None
     if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
-        raise ModelError(f"{folder / GENAI} names the file {name!r:.80}, which is not beside it")
+        raise ModelError(f"{folder / GENAI} names the file {name!r:.80}, which is not next to it")
     return folder / name
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object, empty if there is no such file."""
+    """Return a JSON object, empty if there is no such file."""
     try:
         values = json.loads(read_text(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What the inputs and outputs of an exported decoder are, and who exported it.
+"""Classification of an exported decoder's inputs and outputs, and of its exporter.
 
 | exporter | by |
 | --- | --- |
@@ -28,9 +28,9 @@ _LAYER = re.compile(r"\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """One tensor that goes from run to run: the input, the output, its layer as the names have it, and its kind.
+    """One tensor that persists between runs: the input, the output, its layer by the names, and its kind.
 
-    `kind`: what the name says besides past and present: "key", "value", "conv".
+    `kind`: the rest of the name besides past and present: "key", "value", "conv".
     """
 
     past: str
@@ -41,7 +41,7 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """The names of a decoder's inputs and outputs. `mask` and `positions` are empty where it takes none.
+    """The names of a decoder's inputs and outputs. `mask` and `positions` are empty if it takes none.
 
     `states`: by the name of the input, layer after layer; some layers may have none.
     """
@@ -56,17 +56,18 @@ class Signature:
 
 @dataclass(frozen=True)
 class Probe:
-    """A run by sizes: so many tokens after so many that are past."""
+    """Sizes of a run: the numbers of past and of new tokens."""
 
     past: int
     length: int
 
 
 def inputs_of(proto: onnx.ModelProto) -> dict[str, ir.Value]:
-    """The inputs of a model by name, with their types and shapes. Raises ModelError if one has none that there is."""
+    """Return the inputs of a model by name, with their types and shapes. Raises ModelError if one has an invalid
+    type."""
     try:
         values = [ir.serde.deserialize_value_info_proto(v, None) for v in proto.graph.input]
-    except Exception as error:  # onnx_ir raises what it meets
+    except Exception as error:  # onnx_ir raises many types of exceptions
         raise ModelError(f"the model's inputs are damaged: {error}; fetch it again") from error
     return {v.name or "": v for v in values}
 
@@ -75,8 +76,8 @@ def find_signature(proto: onnx.ModelProto, where: str) -> Signature:
     """Classify the inputs and outputs of a model.
 
     Raises:
-        UnsupportedModelError: it takes no token ids, gives no logits, has an input that is none of those known, or a
-            state without its counterpart.
+        UnsupportedModelError: it takes no token ids, returns no logits, has an unknown input, or a state without its
+            counterpart.
     """
     graph = proto.graph
     initializers = {tensor.name for tensor in graph.initializer}
@@ -97,14 +98,17 @@ def find_signature(proto: onnx.ModelProto, where: str) -> Signature:
         layer = _LAYER.search(key)
         if not _STATE.search(name) or layer is None or key not in presents:
             raise UnsupportedModelError(
-                f"{where}: its input {name!r} is neither tokens, a mask, positions nor a state that an output renews"
+                f"{where}: its input {name!r} is neither tokens, a mask, positions nor a state with an output for its "
+                "new value"
             )
         kind = _LAYER.sub("", key, count=1).strip("._")
         states[name] = State(past=name, present=presents.pop(key), layer=int(layer.group()), kind=kind)
     if unread := [name for name in presents.values() if _STATE.search(name)]:
-        raise UnsupportedModelError(f"{where}: its output {unread[0]!r} is a state that is the counterpart of no input")
+        raise UnsupportedModelError(
+            f"{where}: its output {unread[0]!r} is a state without a counterpart among the inputs"
+        )
     if presents:
-        log.warning("%s: the outputs %s are left out; logits and states are read", where, ", ".join(presents.values()))
+        log.warning("%s: ignoring the outputs %s; logits and states are read", where, ", ".join(presents.values()))
     if not states:
         raise UnsupportedModelError(f"{where} has no past and present states; export the decoder with its cache")
     in_order = sorted(states.values(), key=lambda state: (state.layer, state.kind))
@@ -149,7 +153,7 @@ def refuse_fixed_lengths(inputs: Mapping[str, ir.Value], signature: Signature, w
 def feeds(
     signature: Signature, inputs: Mapping[str, ir.Value], probe: Probe, widths: Mapping[str, int] | None = None
 ) -> dict[str, NDArray[np.generic]]:
-    """What some inputs are fed for a probe: token 0, nothing masked, positions from the past's length on, zero states.
+    """Return some inputs for a probe: token 0, no masked tokens, positions from the past's length on, zero states.
 
     Args:
         widths: the last sizes of states that the model leaves open; 1 for others.
@@ -171,7 +175,7 @@ def feeds(
 
 
 def _state_shape(value: ir.Value, probe: Probe, width: int) -> list[int]:
-    """The batch is 1; of other sizes that are open the last is the width, and one before it the past's."""
+    """Resolve open sizes: the batch is 1; the last one is the width, and one before it the past's."""
     if not value.shape:
         raise ModelError(f"the input {value.name!r}, which the model keeps between calls, has no shape")
     *sizes, last = (d if isinstance(d, int) else None for d in value.shape)
@@ -180,5 +184,5 @@ def _state_shape(value: ir.Value, probe: Probe, width: int) -> list[int]:
 
 def _numpy(value: ir.Value) -> np.dtype[np.generic]:
     if value.dtype in (None, ir.DataType.UNDEFINED, ir.DataType.STRING):
-        raise ModelError(f"the input {value.name!r} is of no type that numbers have")
+        raise ModelError(f"the input {value.name!r} does not have a numeric type")
     return np.dtype(value.dtype.numpy())

@@ -1,7 +1,7 @@
-"""A decoder without its weights: every value has the shape that it would have, at next to no work.
+"""A decoder without its weights: every value has the shape that it would have, at almost no cost.
 
-How large masks and positions are is often read off values that depend on tokens. Only their shapes count then, so
-products with constant matrices, and the lookup of tokens, need no matrix.
+The sizes of masks and positions are often read from values that depend on tokens. Only their shapes matter then, so
+products with constant matrices, and the look-up of tokens, need no matrix.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from onnx import helper, numpy_helper
 CONTRIB = "com.microsoft"
 PRODUCTS = (("", "MatMul"), ("", "MatMulInteger"), (CONTRIB, "MatMulNBits"))
 UNDER = ("Identity", "Transpose", "DequantizeLinear")
-"""What may be between an initializer and a matrix."""
+"""Operators that may stand between an initializer and a matrix."""
 
 
 class Skeleton(NamedTuple):
-    """`nodes`: in the order of the decoder's. `initializers`: the decoder's, and those that stand for matrices."""
+    """`nodes`: in the order of the decoder's. `initializers`: the decoder's, and replacements of matrices."""
 
     nodes: list[onnx.NodeProto]
     initializers: dict[str, onnx.TensorProto]
@@ -36,12 +36,12 @@ class Matrix(NamedTuple):
 
 
 def skeleton(proto: onnx.ModelProto, data: Collection[str]) -> Skeleton:
-    """The nodes of a decoder with stand-ins for products and lookups.
+    """Return the nodes of a decoder with replacements for products and look-ups.
 
     Args:
-        data: values that depend on tokens or states, of which no more than the shape is wanted.
+        data: values that depend on tokens or states, of which only the shape is needed.
 
-    Ensures: values keep their names, types and shapes; those that are not in `data` are what they were.
+    Ensures: values keep their names, types and shapes; values outside `data` are unchanged.
     """
     initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
     writers = {name: node for node in proto.graph.node for name in node.output if name}
@@ -62,7 +62,8 @@ def skeleton(proto: onnx.ModelProto, data: Collection[str]) -> Skeleton:
 def _product(
     node: onnx.NodeProto, matrix: Matrix | None, initializers: dict[str, onnx.TensorProto]
 ) -> list[onnx.NodeProto]:
-    """Its left operand's first column, as often as the matrix has columns; nothing if no matrix is known."""
+    """Replace a product: repeat its left operand's first column for each column of the matrix; empty if that is
+    unknown."""
     if matrix is None:
         return []
     columns = matrix.rows if node.op_type == "MatMulNBits" else matrix.columns
@@ -80,7 +81,7 @@ def _product(
 def _lookup(
     node: onnx.NodeProto, matrix: Matrix | None, initializers: dict[str, onnx.TensorProto]
 ) -> list[onnx.NodeProto]:
-    """A row of zeros for every token; nothing if no table is known."""
+    """Replace a look-up: a row of zeros for every token; empty if the table is unknown."""
     if matrix is None or (bits := ir.DataType(matrix.data_type).bitwidth) < 8:
         return []
     first, row = f"{node.output[0]}/first", f"{node.output[0]}/row"
@@ -95,7 +96,7 @@ def _lookup(
 def _matrix(
     name: str, writers: Mapping[str, onnx.NodeProto], initializers: Mapping[str, onnx.TensorProto], rank: int = 2
 ) -> Matrix | None:
-    """What is known of a constant: of an initializer, or of one transposed or dequantised."""
+    """Return the known sizes of a constant: an initializer, or a transposed or dequantised one."""
     is_transposed, data_type = False, 0
     while name not in initializers:
         node = writers.get(name)

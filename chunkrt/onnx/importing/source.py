@@ -1,4 +1,4 @@
-"""The weights of an ONNX decoder as a `TensorSource`: under the names that the module tree asks for."""
+"""The weights of an ONNX decoder as a `TensorSource`, under the names that the module tree uses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from chunkrt.onnx.importing.tensors import StoredTensor
 class OnnxSource:
     """Tensors by the names of the initializers that they come from; linears are [out_features, in_features].
 
-    `path`: the folder, where tokenizer files are looked for. `file`: the model's. `original`: the model as it was read;
-    `verify` lets go of it.
+    `path`: the folder that is searched for tokenizer files. `file`: the model's. `original`: the model as it was read;
+    `verify` releases it.
     """
 
     path: Path
@@ -33,7 +33,7 @@ class OnnxSource:
         self._tensors: dict[str, StoredTensor] = {}
 
     def add(self, name: str, tensor: StoredTensor) -> str:
-        """Make a tensor known, and return the name it has here: another if its own is taken by another tensor."""
+        """Add a tensor, and return its name here: another one if its own belongs to a different tensor."""
         unique, number = name, 1
         while unique in self._tensors:
             unique, number = f"{name}.{number}", number + 1
@@ -41,11 +41,11 @@ class OnnxSource:
         return unique
 
     def keep(self, names: Collection[str]) -> None:
-        """Forget all tensors but these."""
+        """Remove all tensors except these."""
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
 
     def names(self) -> Sequence[str]:
-        """Every tensor that the decoder reads."""
+        """Names of the tensors that the decoder reads."""
         return list(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
@@ -54,7 +54,7 @@ class OnnxSource:
         return TensorInfo(shape=tensor.shape, stored_as=tensor.stored_as)
 
     def read(self, name: str) -> NDArray[np.float32]:
-        """See `TensorSource`; also raises ModelError for data that cannot be read any more."""
+        """See `TensorSource`; also raises ModelError for data that can no longer be read."""
         try:
             return self._find(name).read()
         except (OSError, ValueError) as error:

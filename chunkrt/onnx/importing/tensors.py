@@ -1,4 +1,4 @@
-"""The ways in which an ONNX file stores a weight, each read as float32, and where it can be as blocks of 4 bits."""
+"""The forms in which an ONNX file stores a weight, each readable as float32, and if possible as blocks of 4 bits."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NAMES = {
 
 
 def shape_of(tensor: ir.TensorProtocol) -> tuple[int, ...]:
-    """A tensor's sizes: all are known, for it is no value that is still to be computed."""
+    """Return a tensor's sizes; all are known, because it is not a value that is still to be computed."""
     return tuple(int(size) for size in tensor.shape if isinstance(size, int))
 
 
 class StoredTensor(Protocol):
-    """A weight in its file. `stored_as`: as `TensorInfo` has it."""
+    """A weight in its file. `stored_as`: as in `TensorInfo`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -38,16 +38,16 @@ class StoredTensor(Protocol):
     def stored_as(self) -> str: ...
 
     def read(self) -> Float32:
-        """Its values; a view of the file where it is stored so."""
+        """Return its values; a view of the file if it stores float32."""
         ...
 
     def read_blocks(self) -> BlockTensor | None:
-        """The same values in blocks of 4 bits, if they are exactly such; it is [N, K] then."""
+        """Return the same values in blocks of 4 bits if that is exact, else None; it is [N, K] then."""
         ...
 
 
 class FloatTensor:
-    """Numbers as they are: float64, float32, float16 or bfloat16."""
+    """Plain numbers: float64, float32, float16 or bfloat16."""
 
     def __init__(self, tensor: ir.TensorProtocol) -> None:
         self._tensor = tensor
@@ -59,14 +59,14 @@ class FloatTensor:
         return np.asarray(self._tensor.numpy()).astype(np.float32, copy=False)
 
     def read_blocks(self) -> BlockTensor | None:
-        """None."""
+        """Return None."""
         return None
 
 
 class Derived:
-    """What a calculation makes of other tensors.
+    """The result of a computation on other tensors.
 
-    `stored_as`: what the tensors under it are stored as.
+    `stored_as`: the storage of the tensors under it.
     """
 
     def __init__(self, shape: tuple[int, ...], stored_as: str, compute: Callable[[], Float32]) -> None:
@@ -79,12 +79,12 @@ class Derived:
         return values
 
     def read_blocks(self) -> BlockTensor | None:
-        """None."""
+        """Return None."""
         return None
 
 
 class Transposed:
-    """A matrix the other way around."""
+    """A transposed matrix."""
 
     def __init__(self, tensor: StoredTensor) -> None:
         self.tensor = tensor
@@ -95,17 +95,17 @@ class Transposed:
         return self.tensor.read().T
 
     def read_blocks(self) -> BlockTensor | None:
-        """None: blocks lie along the rows of what is under it."""
+        """Return None: blocks lie along the rows of the matrix under it."""
         return None
 
 
 def transposed(tensor: StoredTensor) -> StoredTensor:
-    """The same matrix the other way around, without doing it twice."""
+    """Return the transposed matrix, without transposing twice."""
     return tensor.tensor if isinstance(tensor, Transposed) else Transposed(tensor)
 
 
 class Groups(NamedTuple):
-    """Integers with a scale and a zero point for each group of neighbours in a row: w = (integer - zero) * scale.
+    """Integers with a scale and a zero point for each group of adjacent columns: w = (integer - zero) * scale.
 
     integers: uint8 [N, K]. scales, zeros: float32 [N, groups].
     """
@@ -119,8 +119,8 @@ class GroupedTensor:
     """A weight [N, K] of whole numbers in groups along K.
 
     Args:
-        decode: reads it; called whenever values are wanted.
-        group: neighbours that share a scale.
+        decode: reads it; called whenever values are needed.
+        group: number of adjacent columns that share a scale.
     """
 
     def __init__(self, shape: tuple[int, int], bits: int, group: int, decode: Callable[[], Groups]) -> None:
@@ -128,7 +128,7 @@ class GroupedTensor:
 
     @cached_property
     def stored_as(self) -> str:
-        """Q4_1 if it can be had as blocks without a loss, else a name of its own."""
+        """Q4_1 if conversion to blocks is lossless, else a name of its own."""
         is_exact = self._can_be_blocks and _minima(self._decode()) is not None
         return "Q4_1" if is_exact else f"INT{self._bits}_GROUPS_OF_{self._group}"
 
@@ -144,7 +144,7 @@ class GroupedTensor:
         return (values * np.repeat(scales, self._group, axis=1)[:, :depth]).astype(np.float32, copy=False)
 
     def read_blocks(self) -> BlockTensor | None:
-        """The integers as they are, with scales and minima in float16, if float16 holds these exactly."""
+        """Return the integers, with scales and minima in float16, if float16 holds these exactly."""
         if not self._can_be_blocks:
             return None
         groups = self._decode()
@@ -156,7 +156,7 @@ class GroupedTensor:
 
 
 def _minima(groups: Groups) -> NDArray[np.float16] | None:
-    """-zero * scale in float16; None if float16 does not hold it, or a scale, exactly."""
+    """Return -zero * scale in float16; None if float16 does not hold it, or a scale, exactly."""
     exact = -groups.zeros.astype(np.float64) * groups.scales
     with np.errstate(over="ignore"):
         minima, scales = exact.astype(np.float16), groups.scales.astype(np.float16)
@@ -174,7 +174,7 @@ def n_bits_tensor(
     block_size: int,
     where: str,
 ) -> GroupedTensor:
-    """The weight [N, K] of com.microsoft's MatMulNBits.
+    """Return the weight [N, K] of com.microsoft's MatMulNBits.
 
     Args:
         packed: uint8 [N, ceil(K / block_size), block_size * bits / 8], low bits first.
@@ -224,10 +224,10 @@ def dequantised_tensor(
     block_size: int,
     where: str,
 ) -> StoredTensor:
-    """What DequantizeLinear makes of an initializer: a scale for all, for each slice of an axis, or for each block.
+    """Return the result of DequantizeLinear: one scale for all, for each slice of an axis, or for each block.
 
     Raises:
-        ModelError: the shapes do not go together.
+        ModelError: the shapes do not match.
     """
     shape, of_scales = shape_of(integers), shape_of(scales)
     axis %= max(len(shape), 1)
@@ -237,7 +237,7 @@ def dequantised_tensor(
     else:
         fits = scales.size == 1 or (len(of_scales) == 1 and bool(shape) and of_scales[0] == shape[axis])
     if not fits or (zeros is not None and shape_of(zeros) != of_scales):
-        raise ModelError(f"{where}: scales {list(of_scales)} do not go with a weight {list(shape)} on axis {axis}")
+        raise ModelError(f"{where}: scales {list(of_scales)} do not match a weight {list(shape)} on axis {axis}")
 
     def spread(tensor: ir.TensorProtocol) -> NDArray[np.float32]:
         values = tensor.numpy().astype(np.float32)

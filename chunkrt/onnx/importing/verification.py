@@ -1,4 +1,4 @@
-"""The proof of an import: the original under ONNX Runtime, in one run, against what was made of it."""
+"""Verification of an import: one run of the original on ONNX Runtime, compared with the imported decoder."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from chunkrt.quant.scheme import SCHEMES
 
 NUM_TOKENS = 33
 BEYOND_WINDOW, LARGEST_WINDOW = 9, 1024
-"""Tokens more than a window has, so that it is seen to move; but not for windows larger than these."""
+"""Number of tokens beyond a window's size, so that the window moves; windows larger than the limit are not exceeded."""
 
 TOLERANCE, FLOAT16_TOLERANCE = 1e-4, 2e-2
-"""Of the largest logit. An original that computes in float16 is as far from float32 as that."""
+"""Tolerances relative to the largest logit. An original that computes in float16 differs from float32 by that much."""
 
 HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
@@ -38,18 +38,18 @@ log = logging.getLogger(__name__)
 
 
 def verify(source: OnnxSource, plan: Plan, load: Load) -> float:
-    """Compare an imported decoder with its original on random tokens; once, for it lets go of the original.
+    """Compare an imported decoder with its original on random tokens; once, because it releases the original.
 
     Args:
-        source: as `import_decoder` gave it.
-        plan: of the import, with no linear shadowed.
-        load: a weight's values, by its plan name.
+        source: from `import_decoder`.
+        plan: of the import, without shadows.
+        load: returns a weight's values, by its plan name.
 
     Returns:
-        The largest difference of two logits, as a share of the largest logit.
+        The largest difference of two logits, relative to the largest logit.
 
     Raises:
-        ModelError: it is beyond the tolerance, or ONNX Runtime cannot run the original.
+        ModelError: it exceeds the tolerance, or ONNX Runtime cannot run the original.
     """
     file, proto, source.original = source.file, source.original, None
     assert proto is not None, "it was verified before"
@@ -69,17 +69,17 @@ def verify(source: OnnxSource, plan: Plan, load: Load) -> float:
     tolerance = FLOAT16_TOLERANCE if _has_halves(proto) else TOLERANCE
     if not (isfinite(difference) and difference <= tolerance):
         raise ModelError(
-            f"{file}: what was made of it differs from the original under ONNX Runtime by {difference:.2g} of the "
-            f"largest logit, over {len(tokens)} tokens; at most {tolerance:g} was expected; please report this model"
+            f"{file}: the imported decoder differs from the original on ONNX Runtime by {difference:.2g} of the "
+            f"largest logit, over {len(tokens)} tokens; expected at most {tolerance:g}; please report this model"
         )
     log.info("%s: the import agrees with the original to %.2g of the largest logit", file, difference)
     return difference
 
 
 def original_logits(file: Path, proto: onnx.ModelProto, tokens: NDArray[np.int64], plan: Plan) -> NDArray[np.float32]:
-    """The original's logits [T, V] of a prompt.
+    """Compute the original's logits [T, V] of a prompt.
 
-    Activations are not rounded to integers on the way, even where the original does: see `exact.py`.
+    Activations are not rounded to integers, even if the original does so: see `exact.py`.
 
     Args:
         plan: of the import; its states, in the same order, have the widths that the original may leave open.
@@ -101,7 +101,8 @@ def original_logits(file: Path, proto: onnx.ModelProto, tokens: NDArray[np.int64
 
 
 def original_session(file: Path, proto: onnx.ModelProto) -> Any:
-    """ONNX Runtime on a model that rounds no activations; on the file itself if it is such, and holds its weights."""
+    """Open ONNX Runtime on a model that rounds no activations; on the file itself if it rounds none and holds its
+    weights."""
     if (
         is_exact(proto)
         and not is_prepared(proto)
@@ -112,22 +113,22 @@ def original_session(file: Path, proto: onnx.ModelProto) -> Any:
 
 
 def _has_halves(proto: onnx.ModelProto) -> bool:
-    """Whether a model has weights in float16 or bfloat16, and so computes in them."""
+    """Return whether a model has weights in float16 or bfloat16, and so computes in them."""
     return any(tensor.data_type in HALVES for tensor in proto.graph.initializer)
 
 
 def _by_windows(file: Path, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-    """The logits of an exported fixed window, as it is meant to be run."""
+    """Compute the logits of an exported fixed window, run as intended."""
     from chunkrt.onnx.session import OnnxSession
 
     return OnnxSession(file).run(tokens.tolist()).astype(np.float32)
 
 
 def imported_logits(plan: Plan, load: Load, tokens: NDArray[np.int64], context: int) -> NDArray[np.float32]:
-    """An imported decoder's logits [T, V] of a prompt, in float; one subgraph's weights in memory at a time.
+    """Compute an imported decoder's logits [T, V] of a prompt, in float; memory holds one subgraph's weights at a time.
 
     Args:
-        context: tokens that a choice between rotary tables goes by.
+        context: number of tokens that selects between rotary tables.
     """
     length = len(tokens)
     values: dict[str, NDArray[np.generic]] = {

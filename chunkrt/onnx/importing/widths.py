@@ -1,4 +1,4 @@
-"""How many columns a value has, worked out from the constants that made it: what a file says of shapes may be wrong."""
+"""Widths of values, derived from the constants that made them, because shapes in a file may be wrong."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SAME = {
 
 
 def groups_of(columns: ir.Node) -> int:
-    """Of how many equal groups of a row a node Columns takes the same columns each."""
+    """Attribute of a Columns node: the number of equal groups of a row from each of which it takes the same columns."""
     return int(columns.attributes["groups"].value)
 
 
 def width(draft: Draft, value: ir.Value | None) -> int | None:
-    """Columns of a value that the vocabulary's operators made; None if another one did."""
+    """Return the number of columns of a value from the vocabulary's operators; None if another operator made it."""
     while value is not None and (node := value.producer()) is not None:
         kind = node.domain, node.op_type
         if kind == ("", "MatMul") and node.inputs[1] in draft.weights:

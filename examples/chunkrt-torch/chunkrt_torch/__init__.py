@@ -1,4 +1,4 @@
-"""A chunkrt backend: static subgraphs on a GPU, or on the CPU, by PyTorch's products of int8."""
+"""A chunkrt backend: static subgraphs on a GPU, or on the CPU, with PyTorch's products of int8."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ __all__ = ["TorchBackend", "make"]
 
 
 def make(*, threads: int) -> TorchBackend:
-    """The backend `torch`, on the first CUDA device if there is one.
+    """Make the backend `torch`, on the first CUDA device if there is one.
 
     Args:
-        threads: that PyTorch may use where there is no GPU; in the whole process, for it has no other setting.
+        threads: number of threads that PyTorch may use without a GPU; for the complete process, because PyTorch has no
+            other setting.
     """
     if torch.cuda.is_available():
         return TorchBackend(torch.device("cuda"))

@@ -1,7 +1,7 @@
-"""The backend: which subgraphs PyTorch runs, and how they are run.
+"""The backend: subgraphs that PyTorch supports, and their execution.
 
-It plays the NPU's role: static subgraphs run here, one at a time, while the native backend attends on the CPU. PyTorch
-releases the GIL while it computes and while it waits for the GPU, so the two overlap.
+It serves as the NPU: static subgraphs run here, one at a time, while the native backend computes attention on the CPU.
+PyTorch releases the GIL while it computes and while it waits for the GPU, so the two overlap.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class TorchBackend:
-    """Static subgraphs on one device of PyTorch, under every scheme of int8 products."""
+    """Runs static subgraphs on one device of PyTorch, under every scheme with int8 products."""
 
     name = "torch"
     concurrency = 1
@@ -37,10 +37,10 @@ class TorchBackend:
         self.device = device
         self._has_int8_products = multiplies_exactly(device)
         if not self._has_int8_products:
-            log.info("PyTorch has no exact int8 products on this %s: float64 multiplies, more slowly", device)
+            log.info("PyTorch has no exact int8 products on this %s: using float64, which is slower", device)
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
-        """Yes, if every operator is known and every linear is a product of int8."""
+        """Accept a subgraph if every operator is known and every linear is a product of int8."""
         for node in subgraph.nodes:
             if reason := _refusal(node, plan, scheme):
                 return Support(ok=False, node=node.name, reason=reason)
@@ -49,7 +49,7 @@ class TorchBackend:
     def compile(
         self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
     ) -> TorchExecutable:
-        """Bring the weights to the device, and look the operators up.
+        """Copy the weights to the device, and look up the operators.
 
         Raises:
             PartitionError: see `supports`.
@@ -65,7 +65,7 @@ class TorchBackend:
                 for name in subgraph.weights
             }
         except RuntimeError as error:
-            raise CompileError(f"torch cannot bring {subgraph.name} to {self.device}: {error}") from error
+            raise CompileError(f"torch cannot copy {subgraph.name} to {self.device}: {error}") from error
         return TorchExecutable(subgraph, constants, self.device)
 
 
@@ -99,7 +99,7 @@ class TorchExecutable:
 
 
 def _writable(array: Array) -> Array:
-    """PyTorch warns of arrays that it must not write, although nothing here does."""
+    """Silence PyTorch's warning about read-only arrays, which are never written here."""
     return array if array.flags.writeable else np.array(array)
 
 
@@ -108,12 +108,12 @@ def _refusal(node: Node, plan: Plan, scheme: Scheme) -> str:
         return f"torch has no operator {node.op}; it has: {', '.join(sorted(OPERATORS))}"
     for name in (*node.inputs, *node.outputs):
         if plan.tensors[name].dtype != "float32":
-            return f"{node.op} has the {plan.tensors[name].dtype} operand {name!r}, torch takes float32"
+            return f"{node.op} has the {plan.tensors[name].dtype} operand {name!r}; torch takes float32"
     if node.op != "MatMul":
         return ""
     weight = plan.tensors[node.inputs[1]]
     if weight.kind != "weight":
-        return f"MatMul by {weight.name!r}, which is computed: torch multiplies by weights alone"
+        return f"MatMul by {weight.name!r}, which is computed: torch multiplies by weights only"
     if scheme.weight_bits is None or scheme.has_blocks(weight.name):
-        return f"MatMul under the scheme {scheme.name!r} is no product of int8; use w8a8-dynamic or a static scheme"
+        return f"MatMul under the scheme {scheme.name!r} is not a product of int8; use w8a8-dynamic or a static scheme"
     return ""

@@ -1,4 +1,4 @@
-"""Linears under a scheme: what is rounded before a product of int8, and what becomes of its sums.
+"""Linears under a scheme: rounding before an int8 product, and scaling of its sums.
 
 Each function follows one of chunkrt's reference backend, operation by operation.
 """
@@ -15,14 +15,14 @@ from chunkrt.quant.scheme import LEVELS, Scheme
 from chunkrt_torch.products import Int8Matrix
 
 BASE = 256
-"""A 16-bit integer is a high and a low int8 digit to this base."""
+"""Base of the high and the low int8 digit of a 16-bit integer."""
 
 
 class Linear(Protocol):
     """MatMul's right operand."""
 
     def multiply(self, left: torch.Tensor) -> torch.Tensor:
-        """left float32 [T, K] @ this, float32 [T, N]."""
+        """Return left float32 [T, K] @ this, float32 [T, N]."""
         ...
 
 
@@ -78,7 +78,7 @@ class StaticLinear:
             low = (integers + BASE // 2) % BASE - BASE // 2
             high = (integers - low) // BASE
             digits = torch.cat([high, low]).to(torch.int8)
-            sums = self._matrix.multiply(digits).long()  # what becomes of them may exceed 32 bits
+            sums = self._matrix.multiply(digits).long()  # the result may exceed 32 bits
             accumulated = sums[: len(left)] * BASE + sums[len(left) :]
         result = accumulated.float() * self._factor
         if self._output_step is None:
@@ -93,7 +93,7 @@ class StaticLinear:
 def make_linear(
     name: str, scheme: Scheme, weights: WeightStore, device: torch.device, has_int8_products: bool
 ) -> Linear:
-    """A linear by its weight's name, on the device."""
+    """Make a linear by its weight's name, on the device."""
 
     def on_device(stored: str) -> torch.Tensor:
         return torch.tensor(weights.array(stored), device=device)

@@ -1,4 +1,4 @@
-"""ONNX's operators as PyTorch has them: what static subgraphs consist of.
+"""ONNX's operators in PyTorch, as far as static subgraphs use them.
 
 Each takes a node's inputs in order and its attributes by name, and returns its outputs.
 """

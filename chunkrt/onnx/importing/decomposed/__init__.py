@@ -1,4 +1,4 @@
-"""Decoders whose exporter knew no operator for attention, norms or GELU, and wrote them out."""
+"""Decoders whose exporter wrote attention, norms or GELU as many small operators."""
 
 from chunkrt.onnx.importing.decomposed.composing import compose, is_written_out
 

@@ -1,4 +1,4 @@
-"""The tanh form of GELU, written out."""
+"""The tanh form of GELU, written as small operators."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from chunkrt.onnx.importing.regions import Regions
 
 TOLERANCE = 1e-5
 MOST_STEPS = 8
-"""Values between what goes in and Tanh, or Tanh and what comes out."""
+"""Largest number of values between the input and Tanh, and between Tanh and the result."""
 
 
 def find_gelus(regions: Regions) -> Iterator[tuple[str, str]]:
-    """Each (source, result) where result is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), by trial."""
+    """Find each (source, result) where result is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), by evaluation."""
     for node in regions.proto.graph.node:
         if node.op_type == "Tanh" and node.output[0] in regions.data:
             yield from islice(_around(regions, node.output[0]), 1)

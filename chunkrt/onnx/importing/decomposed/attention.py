@@ -1,8 +1,8 @@
-"""Attention that is written out as MatMul, Softmax, MatMul: what goes in, what comes out, and the numbers between.
+"""Attention written as MatMul, Softmax, MatMul: its inputs, its result, and the numbers between them.
 
-What lies between a layer's projections, its states and its result is run on random values (`regions.py`): first to
-learn what the numbers are (scale, window, rotary tables), then to see that attention with these numbers gives
-the very same. Masks, the repetition of key heads, rotation and reshaping may be written in any way.
+The part between a layer's projections, its states and its result is run on random values (`regions.py`). The first runs
+determine the numbers (scale, window, rotary tables); another verifies that attention with these numbers computes the
+same result. Masks, the repetition of key heads, rotation and reshaping may have any form.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from chunkrt.onnx.importing.regions import Regions
 Array = NDArray[Any]
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
-"""Of the largest value: what two orders of summation may differ by; no other function comes so near."""
+"""Tolerance relative to the largest value, for different orders of summation; any other function differs by more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """Between rotated queries, all keys and all values, and the result: names of values, and numbers.
+    """Attention between rotated queries, all keys, all values, and the result: names of values, and numbers.
 
-    window: keys that a row sees, itself among them; 0 for all.
+    window: number of keys that a row sees, its own included; 0 for all.
     """
 
     query: str
@@ -46,7 +46,8 @@ class Core:
 class DecomposedAttention:
     """One layer's attention, by the names of values in the foreign graph.
 
-    query, key, value: [1, T, heads * head_dim], before norms of heads and rotation; the core's result is such, too.
+    query, key, value: [1, T, heads * head_dim], before norms of heads and rotation; the core's result has that shape
+        too.
     """
 
     core: Core
@@ -68,7 +69,7 @@ class AttentionFinder:
 
     Args:
         norms: the norms of the graph, by their results.
-        states: the graph's inputs that go from run to run.
+        states: the graph's inputs that persist between runs.
     """
 
     def __init__(self, regions: Regions, norms: dict[str, Norm], states: set[str], where: str) -> None:
@@ -80,10 +81,10 @@ class AttentionFinder:
         self._where = ""
 
     def find(self, softmax: str) -> DecomposedAttention:
-        """The attention whose probabilities are `softmax`, the output of a Softmax.
+        """Return the attention whose probabilities are `softmax`, the output of a Softmax.
 
         Raises:
-            UnsupportedModelError: what is there is no causal attention over past and present keys.
+            UnsupportedModelError: the surrounding nodes are not causal attention over past and present keys.
         """
         node = self._regions.writer(softmax)
         self._where = f"node {node.name!r}, an operator {node.op_type} of the domain {node.domain or 'ai.onnx'},"
@@ -93,9 +94,9 @@ class AttentionFinder:
         query, query_tables = self._before_rotation(core.query)
         key, key_tables = self._before_rotation(new_key)
         if query_tables is not key_tables:
-            self._refuse("its queries and keys are not rotated alike")
+            self._refuse("its queries and keys are rotated differently")
         if query_tables is None:
-            self._refuse("nothing rotates its queries and keys; attention without RoPE is not supported")
+            self._refuse("its queries and keys are not rotated; attention without RoPE is not supported")
         query, query_norm = self._before_heads(query)
         key, key_norm = self._before_heads(key)
         value, value_norm = self._before_heads(new_value)
@@ -129,7 +130,7 @@ class AttentionFinder:
         )
         result = attended and next((n for n in regions.below(attended) if len(regions.shape(n)) == 3), None)
         if not query or not keys or not values or not result:
-            self._refuse("it is no attention over past and present keys and values")
+            self._refuse("it is not attention over past and present keys and values")
         q, k, v = (regions.random(name, self._rng) for name in (query, keys, values))
         if q.ndim != 4 or k.shape != v.shape or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
             self._refuse(f"its queries are {q.shape}, its keys {k.shape}, its values {v.shape}")
@@ -147,7 +148,7 @@ class AttentionFinder:
             return part({query: (q * factor).astype(q.dtype), keys: k})[is_visible].astype(np.float64)
 
         scale = float(1e3 * (scores_of(1e-3) @ seen) / (seen @ seen))
-        for factor, reason in ((1, "its scores are no products of queries and keys"), (1e2, "its scores are capped")):
+        for factor, reason in ((1, "its scores are not products of queries and keys"), (1e2, "its scores are capped")):
             self._require(scores_of(factor), factor * scale * seen, q.dtype, reason)
         products = products * scale
         weights = np.where(is_visible, np.exp(products - products.max(axis=-1, keepdims=True)), 0)
@@ -156,7 +157,7 @@ class AttentionFinder:
             regions.run(result, {query: q, keys: k, values: v}),
             expected.swapaxes(1, 2).reshape(1, q.shape[2], -1),
             q.dtype,
-            "its result is not that of attention",
+            "its result differs from that of attention",
         )
         return Core(
             query=query,
@@ -168,10 +169,10 @@ class AttentionFinder:
         )
 
     def _window(self, roots: set[str], scores: str, result: str, is_visible: NDArray[np.bool_]) -> int:
-        """How many keys a row sees by the mask; 0 for all before it.
+        """Return the number of keys that a row sees by the mask; 0 for all earlier keys.
 
-        Beside the mask nothing but sizes may depend on how many tokens there are, and sizes grow as these do: what is
-        so at the probe is so at any length.
+        Apart from the mask, only sizes may depend on the number of tokens, and they must grow with it, so that the
+        results at the probe hold at any length.
         """
         regions, total = self._regions, self._regions.probe.past + self._regions.probe.length
         read = regions.positional_inputs(result, roots)
@@ -184,17 +185,17 @@ class AttentionFinder:
             self._refuse(f"it has {len(masks)} masks, expected one")
         mask = masks[0]
         if others := [name for name in read if name != mask and not regions.is_size(name)]:
-            self._refuse(f"it reads {others[0]!r}, which depends on positions and is no mask")
+            self._refuse(f"it reads {others[0]!r}, which depends on positions and is not a mask")
         try:
             window = self._masks.window(mask, self._regions.context)
         except MaskError as error:
-            self._refuse(f"its mask {mask!r} is no causal mask: {error}")
+            self._refuse(f"its mask {mask!r} is not a causal mask: {error}")
         if (visible(regions.probe, window or self._regions.context) != is_visible).any():
-            self._refuse(f"its mask {mask!r} does not say what is seen")
+            self._refuse(f"its mask {mask!r} does not determine which keys are seen")
         return window
 
     def _before_rotation(self, name: str) -> tuple[str, Rotation | None]:
-        """Where the rotation starts that ends in `name`, and its tables; `name` itself if there is none."""
+        """Return the input of the rotation that ends in `name`, and its tables; `name` itself if there is none."""
         regions = self._regions
         for source in self._up(name):
             if len(regions.shape(source)) != 4:
@@ -204,10 +205,10 @@ class AttentionFinder:
             if not turning:
                 continue
             if (width := rotary_dim(regions, source, name)) is None:
-                self._refuse("its queries or keys are rotated, but not by halves")
+                self._refuse("its queries or keys are rotated, but not in halves")
             if turning not in self._tables:
                 if not is_by_position(regions, turning):
-                    self._refuse("its rotation depends on how many tokens there are")
+                    self._refuse("its rotation depends on the number of tokens")
                 self._tables[turning] = read_tables(regions, source, name, width)
             tables = self._tables[turning]
             x = regions.random(source, self._rng)
@@ -218,7 +219,8 @@ class AttentionFinder:
         return name, None
 
     def _before_heads(self, name: str) -> tuple[str, Norm | None]:
-        """The rows [1, T, heads * head_dim] that heads [1, heads, T, head_dim] are made of, and the norm between."""
+        """Return the rows [1, T, heads * head_dim] that heads [1, heads, T, head_dim] come from, and the norm between
+        them."""
         regions, base, norm = self._regions, name, None
         for source in self._up(name):
             shape = regions.shape(source)
@@ -229,10 +231,10 @@ class AttentionFinder:
             elif len(shape) == 3 and shape[1] == regions.probe.length:
                 self._require_heads(base, source)
                 return source, norm
-        self._refuse(f"{name!r} is not made of rows")
+        self._refuse(f"{name!r} does not come from rows")
 
     def _require_heads(self, target: str, source: str) -> None:
-        """That a value is another but for reshaping: heads of the same numbers."""
+        """Check that a value equals another except for reshaping: heads of the same numbers."""
         x = self._regions.random(source, self._rng)
         shape = self._regions.shape(target)
         found = self._regions.run(target, {source: x})
@@ -245,7 +247,7 @@ class AttentionFinder:
         return self._regions.above(name) if name in self._regions.data else iter(())
 
     def _is_scaled(self, name: str) -> bool:
-        """Whether it is another value times a number, or of another type."""
+        """Return whether a value is another one times a number, or in another type."""
         node = self._regions.writer(name)
         others = [n for n in node.input if n not in self._regions.data]
         constants = self._regions.evaluator.constants
@@ -257,7 +259,7 @@ class AttentionFinder:
         return node.op_type == "Concat" and len(node.input) == 2 and node.input[0] in self._states
 
     def _appended(self, name: str) -> tuple[str, str]:
-        """A state, and what is appended to it along the positions."""
+        """Return a state, and the value that is appended to it along the positions."""
         past, new = self._regions.writer(name).input
         x, y = (self._regions.random(n, self._rng) for n in (past, new))
         if not np.array_equal(self._regions.run(name, {past: x, new: y}), np.concatenate([x, y], axis=2)):

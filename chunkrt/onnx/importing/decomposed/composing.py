@@ -1,7 +1,7 @@
-"""A decoder that was written out, in the operators of those that know attention: the first thing done to it.
+"""Composition of a decoder's small operators into attention, norms and GELU: the first step of an import.
 
-What comes out is what ONNX Runtime GenAI's builder would have written: GroupQueryAttention,
-SimplifiedLayerNormalization, FastGelu, and MatMul with weights that DequantizeLinear makes. It runs under ONNX Runtime.
+The result has the operators of ONNX Runtime GenAI's builder: GroupQueryAttention, SimplifiedLayerNormalization,
+FastGelu, and MatMul with weights from DequantizeLinear. It runs on ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ CONTRIB = "com.microsoft"
 
 
 def is_written_out(proto: onnx.ModelProto) -> bool:
-    """Whether a decoder has attention or norms of small operators."""
+    """Return whether a decoder has attention or norms of small operators."""
     return any(node.op_type in ("Softmax", "ReduceMean") for node in proto.graph.node)
 
 
 def compose(evaluator: Evaluator, path: Path) -> onnx.ModelProto:
-    """The same decoder, with what was written out as single operators.
+    """Return the same decoder with single operators in place of small ones.
 
     Ensures: inputs, outputs and initializers that are still read keep their names; the batch is 1.
 
     Raises:
-        UnsupportedModelError: a Softmax that is not that of causal attention over past and present keys.
+        UnsupportedModelError: a Softmax is not that of causal attention over past and present keys.
         ModelError: ONNX Runtime cannot run a part of it.
     """
     proto, signature = evaluator.proto, evaluator.signature
@@ -57,7 +57,7 @@ def compose(evaluator: Evaluator, path: Path) -> onnx.ModelProto:
 
 
 class _Writer:
-    """Nodes that take the place of others, which wrote values of the same names."""
+    """Nodes that replace others and write values under the same names."""
 
     def __init__(self, signature: Signature) -> None:
         self._signature = signature
@@ -74,7 +74,7 @@ class _Writer:
         return outputs[0]
 
     def norm(self, norm: Norm, regions: Regions) -> None:
-        """A norm of rows. Those of heads belong to attention."""
+        """Add a norm of rows. Norms of heads belong to attention."""
         if len(regions.shape(norm.result)) == 3:
             weight = norm.weight
             if len(regions.evaluator.constant(weight).shape) != 1:
@@ -82,7 +82,7 @@ class _Writer:
             self._norm(norm.source, weight, norm.epsilon, [norm.result])
 
     def attention(self, found: DecomposedAttention) -> None:
-        """One layer's attention."""
+        """Add one layer's attention."""
         core, heads, kv_heads = found.core, found.num_heads, found.num_kv_heads
         query = self._normalised(found.query, found.query_norm, heads * found.head_dim, found.head_dim)
         key = self._normalised(found.key, found.key_norm, kv_heads * found.head_dim, found.head_dim)
@@ -100,11 +100,11 @@ class _Writer:
         )
 
     def constants(self, values: Mapping[str, np.ndarray]) -> None:
-        """Values that were worked out, and are always these."""
+        """Add computed values as constants."""
         self._initializers |= {name: numpy_helper.from_array(value, name) for name, value in values.items()}
 
     def replaced(self, proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-        """The model with these nodes."""
+        """Return the model with these nodes."""
         result = replaced(proto, self._nodes, list(self._initializers.values()), path)
         if not any(opset.domain == CONTRIB for opset in result.opset_import):
             result.opset_import.append(helper.make_opsetid(CONTRIB, 1))
@@ -123,7 +123,7 @@ class _Writer:
         )
 
     def _of_lengths(self, past: str) -> tuple[str, str]:
-        """GroupQueryAttention's seqlens_k int32 [1] and total_sequence_length int32."""
+        """Add GroupQueryAttention's seqlens_k int32 [1] and total_sequence_length int32."""
         if self._lengths is None:
             sizes = [
                 self.node("Gather", [self.node("Shape", [name], []), self._constant(np.array(axis))], [])

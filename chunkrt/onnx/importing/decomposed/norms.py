@@ -1,4 +1,4 @@
-"""Root-mean-square norms that are written out: x * w / sqrt(mean(x^2) + epsilon), in the order of any exporter."""
+"""Root-mean-square norms written as small operators: x * w / sqrt(mean(x^2) + epsilon), in any exporter's order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from chunkrt.onnx.importing.evaluation import decimal
 from chunkrt.onnx.importing.regions import Regions
 
 TOLERANCE = 1e-5
-"""Of the largest value: what two orders of the same float32 operations may differ by."""
+"""Tolerance relative to the largest value, for different orders of the same float32 operations."""
 MOST_STEPS = 8
-"""Values between the mean and the norm's result."""
+"""Largest number of values between the mean and the norm's result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,9 @@ class Norm:
 
 
 def find_norms(regions: Regions) -> dict[str, Norm]:
-    """All norms of a graph, by their results.
+    """Find all norms of a graph, by their results.
 
-    A norm is taken for one only if it gives, on random values, what the formula gives.
+    A candidate is a norm only if it computes the formula's values on random input.
     """
     found = (_norm_around(regions, node.output[0]) for node in regions.proto.graph.node if node.op_type == "ReduceMean")
     return {norm.result: norm for norm in found if norm is not None}
@@ -65,7 +65,8 @@ def _norm_around(regions: Regions, mean: str) -> Norm | None:
 
 
 def _source(regions: Regions, mean: str) -> str | None:
-    """What is squared: the nearest value above the mean as wide as what is averaged, but for casts."""
+    """Return the squared value: ignoring casts, the nearest value above the mean that is as wide as the averaged
+    one."""
     squared = regions.writer(mean).input[0]
     for name in regions.above(squared):
         node = regions.writer(name)
@@ -75,7 +76,7 @@ def _source(regions: Regions, mean: str) -> str | None:
 
 
 def _epsilon(regions: Regions, mean: str) -> float | None:
-    """The constant that is added to the mean."""
+    """Return the constant that is added to the mean."""
     for node in regions.readers(mean):
         if node.op_type == "Add":
             for name in node.input:

@@ -1,4 +1,4 @@
-"""Rotary embedding that is written out: its tables are read off what it does to unit vectors."""
+"""Rotary embedding written as small operators: its tables are read from its effect on unit vectors."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from chunkrt.onnx.importing.signature import Probe
 Array = NDArray[Any]
 
 BLOCK = 1024
-"""Positions whose rows are read at once."""
+"""Number of positions whose rows are read at once."""
 
 FEW = 8
-"""Tokens of a short prompt."""
+"""Number of tokens of a short prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rotation:
-    """cos, sin: float32 [context, rotary_dim / 2], for halves that are rotated; other columns pass through."""
+    """Tables cos, sin: float32 [context, rotary_dim / 2], for rotation in halves; other columns pass through."""
 
     cos: NDArray[np.float32]
     sin: NDArray[np.float32]
 
     def rotate(self, x: Array, start: int) -> Array:
-        """x: [1, heads, T, head_dim], rows from position `start` on."""
+        """Rotate x: [1, heads, T, head_dim], rows from position `start` on."""
         half = self.cos.shape[1]
         cos, sin = (table[start : start + x.shape[2]] for table in (self.cos, self.sin))
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -37,7 +37,8 @@ class Rotation:
 
 
 def rotary_dim(regions: Regions, source: str, result: str) -> int | None:
-    """How many columns are rotated between two values [1, heads, T, head_dim]; None if it is no rotation of halves."""
+    """Return the number of columns rotated between two values [1, heads, T, head_dim]; None if it is not a rotation in
+    halves."""
     zeros = np.zeros_like(regions.random(source, np.random.default_rng(0)))
     part = regions.part(result, {source: zeros})
     width = zeros.shape[-1]
@@ -59,8 +60,8 @@ def rotary_dim(regions: Regions, source: str, result: str) -> int | None:
 
 
 def is_by_position(regions: Regions, names: Sequence[str]) -> bool:
-    """Whether what turns the first rows is the same however many follow: not so where a long context has a table of its
-    own, as in longrope."""
+    """Return whether the rotation of the first rows is independent of the number of later ones; it is not if long
+    contexts have a table of their own, as in longrope."""
     few = min(FEW, regions.context)
     short, long = regions.evaluator.runs(names, [Probe(0, few), Probe(0, regions.context)])
     for name in names:
@@ -73,7 +74,7 @@ def is_by_position(regions: Regions, names: Sequence[str]) -> bool:
 
 
 def read_tables(regions: Regions, source: str, result: str, width: int) -> Rotation:
-    """The rows of all positions, from what becomes of a vector of ones in its first half."""
+    """Return the rows of all positions, read from the rotation of a vector with ones in its first half."""
     context, names = regions.context, regions.positional_inputs(result, {source})
     like = regions.random(source, np.random.default_rng(0))
     half = width // 2

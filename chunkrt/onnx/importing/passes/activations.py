@@ -1,4 +1,4 @@
-"""Activations under other names: SiLU becomes Mul(x, Sigmoid(x)), GELU by its tanh form Gelu."""
+"""Activations under other names: SiLU becomes Mul(x, Sigmoid(x)); GELU in its tanh form becomes Gelu."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from chunkrt.onnx.importing.draft import CONTRIB, Draft, float_attribute, input_
 
 
 def raise_activations(draft: Draft) -> None:
-    """Requires: nothing. Ensures: of fused activations only Gelu(approximate="tanh") is left; SiLU is Sigmoid and Mul.
+    """Requires: nothing. Ensures: Gelu(approximate="tanh") is the only fused activation; SiLU is Sigmoid and Mul.
 
-    QuickGelu and Swish with alpha = 1 are SiLU; with another alpha they are not supported.
+    QuickGelu and Swish with alpha = 1 are SiLU; other values of alpha are not supported.
     """
     for node in list(draft.graph):
         kind = node.domain, node.op_type

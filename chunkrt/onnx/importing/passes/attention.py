@@ -1,7 +1,6 @@
 """Attention nodes become chunkrt's CachedAttention over one linear of queries, keys and values.
 
-Anchors are operators that are attention by themselves. Where a graph has attention written out, `decomposed/` has put
-it together before.
+This pass looks for attention operators. `decomposed/` has composed attention of small operators before it.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ EXTRA_INPUTS = (
 
 def raise_attention(draft: Draft) -> None:
     """Requires: linears, norms of heads and columns are raised. Ensures: attention is CachedAttention(qkv, cos, sin,
-    past_key, past_value), and its past is a state of the graph.
-    """
+    past_key, past_value), and its past is a state of the graph."""
     for node in list(draft.graph):
         if read := READERS.get((node.domain, node.op_type)):
             put(draft, node, read(draft, node))
 
 
 def _group_query(draft: Draft, node: ir.Node) -> AttentionNode:
-    """com.microsoft's GroupQueryAttention: causal by itself, present keys are rotated."""
+    """Read com.microsoft's GroupQueryAttention: always causal; present keys are rotated."""
     plain = {"softcap": 0.0, "smooth_softmax": 0.0, "qk_output": 0.0, "kv_cache_bit_width": 0.0}
     plain |= {"causal": 1.0, "sliding_window_cache": 0.0}
     for name, usual in plain.items():
@@ -53,7 +51,9 @@ def _group_query(draft: Draft, node: ir.Node) -> AttentionNode:
     tables = None
     if int_attribute(node, "do_rotary"):
         if int_attribute(node, "rotary_interleaved"):
-            raise draft.unsupported(node, "it rotates neighbours (interleaved); only rotation by halves is supported")
+            raise draft.unsupported(
+                node, "it rotates adjacent columns (interleaved); only rotation in halves is supported"
+            )
         tables = make_tables(draft, node, input_of(node, 7), input_of(node, 8))
         check_positions(draft, node, input_of(node, 9), draft.shape(tables.cos)[0])
     elif key is not None:
@@ -61,7 +61,7 @@ def _group_query(draft: Draft, node: ir.Node) -> AttentionNode:
         key, of_keys = take_off(draft, key)
         tables = same_tables(draft, node, tables, of_keys)
     if tables is None:
-        raise draft.unsupported(node, "nothing rotates its queries and keys; attention without RoPE is not supported")
+        raise draft.unsupported(node, "its queries and keys are not rotated; attention without RoPE is not supported")
     context = draft.shape(tables.cos)[0]
     check_total(draft, node, input_of(node, 5), context, less=1)
     check_total(draft, node, input_of(node, 6), context)
@@ -81,7 +81,7 @@ def _group_query(draft: Draft, node: ir.Node) -> AttentionNode:
 
 
 def same_tables(draft: Draft, node: ir.Node, left: Tables | None, right: Tables | None) -> Tables | None:
-    """The tables of queries and keys. Raises UnsupportedModelError if they differ."""
+    """Return the tables of queries and keys. Raises UnsupportedModelError if they differ."""
     names = [None if t is None else [draft.weights[value].tensors for value in t] for t in (left, right)]
     if names[0] != names[1]:
         raise draft.unsupported(node, "its queries and keys are rotated by different tables")
@@ -89,7 +89,7 @@ def same_tables(draft: Draft, node: ir.Node, left: Tables | None, right: Tables 
 
 
 def _multi_head(draft: Draft, node: ir.Node) -> AttentionNode:
-    """com.microsoft's MultiHeadAttention: as many heads of keys as of queries; a mask is added to the scores."""
+    """Read com.microsoft's MultiHeadAttention: as many key as query heads; a mask is added to the scores."""
     if extra := [v.name for v in (*node.inputs[3:5], *node.inputs[8:]) if v is not None]:
         raise draft.unsupported(node, f"it reads {extra[0]!r}: a bias or a padding mask, which is not supported")
     query, value = node.inputs[0], input_of(node, 2)
@@ -107,9 +107,11 @@ def _multi_head(draft: Draft, node: ir.Node) -> AttentionNode:
 
 
 def _standard(draft: Draft, node: ir.Node) -> AttentionNode:
-    """Standard ONNX's Attention, since opset 23."""
+    """Read standard ONNX's Attention, since opset 23."""
     if float_attribute(node, "softcap") or input_of(node, 6) is not None:
-        raise draft.unsupported(node, "its scores are capped, or it is told lengths of keys, which is not supported")
+        raise draft.unsupported(
+            node, "its scores are capped, or it has lengths of keys as an input, which is not supported"
+        )
     mask = input_of(node, 3)
     if not int_attribute(node, "is_causal") and mask is None:
         raise draft.unsupported(node, "it is not causal: it has no mask, and is_causal is 0")
@@ -134,11 +136,11 @@ def _standard(draft: Draft, node: ir.Node) -> AttentionNode:
 
 
 def _count_heads(draft: Draft, node: ir.Node, query: ir.Value, past: ir.Value | None) -> tuple[int, int]:
-    """Heads of queries and of keys, where these come as [batch, heads, T, D]: the past has the same sizes."""
+    """Return the numbers of query and key heads if these come as [batch, heads, T, D]: the past has the same sizes."""
     sizes = [d for d in past.shape if isinstance(d, int)] if past is not None and past.shape is not None else []
     columns = width(draft, query)
     if len(sizes) < 2 or columns is None or sizes[-1] < 1 or columns % sizes[-1]:
-        raise draft.unsupported(node, "neither it nor the shape of its past says how many heads it has")
+        raise draft.unsupported(node, "neither it nor the shape of its past states its number of heads")
     return columns // sizes[-1], sizes[-2]
 
 
@@ -152,12 +154,12 @@ def _from_heads(
     heads: tuple[int, int] | None,
     results: Sequence[ir.Value] = (),
 ) -> AttentionNode:
-    """Attention whose operands may be by head, and whose queries and keys are rotated before it; causal by itself where
-    it has no mask."""
+    """Read attention whose operands may be by head, and whose queries and keys are rotated before it; a node without a
+    mask must be causal itself."""
     query, key, value = (rows_of(draft, node, operand) for operand in operands)
     tables = same_tables(draft, node, query.tables, key.tables)
     if tables is None or value.tables is not None:
-        raise draft.unsupported(node, "queries and keys, and not values, are to be rotated before it")
+        raise draft.unsupported(node, "its queries and keys must be rotated before it, and its values must not")
     num_heads, num_kv_heads = heads or _count_heads(draft, node, query.rows, past[0])
     return AttentionNode(
         query=query.rows,
@@ -179,4 +181,4 @@ READERS: dict[tuple[str, str], Callable[[Draft, ir.Node], AttentionNode]] = {
     (CONTRIB, "MultiHeadAttention"): _multi_head,
     ("", "Attention"): _standard,
 }
-"""What is read as attention, by domain and operator."""
+"""Readers of attention nodes, by domain and operator."""

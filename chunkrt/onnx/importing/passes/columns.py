@@ -16,7 +16,7 @@ LAST_OF_ROWS, LAST_OF_HEADS = (-1, 2), (-1, 3)
 
 
 def separate_columns(draft: Draft) -> None:
-    """Requires: a pruned graph. Ensures: columns of a linear that are read by themselves are a linear of their own."""
+    """Requires: a pruned graph. Ensures: columns of a linear with readers of their own become a separate linear."""
     for node in list(draft.graph):
         users = {user.op_type for user, _ in node.outputs[0].uses()}
         if (node.domain, node.op_type) != (DOMAIN, "Columns") or users <= {"Columns"}:
@@ -28,8 +28,7 @@ def separate_columns(draft: Draft) -> None:
 
 def raise_columns(draft: Draft) -> None:
     """Requires: linears are raised. Ensures: a part of a row's columns is Columns, and so is a part of each of its
-    heads' columns; it is a word between passes only.
-    """
+    heads' columns; this operator exists between passes only."""
     for node in list(draft.graph):
         if draft.evaluator.is_positional(node.outputs[0].name or "") or node.domain:
             continue
@@ -50,7 +49,7 @@ def _split(draft: Draft, node: ir.Node) -> None:
 
 
 def _ends(draft: Draft, node: ir.Node, columns: int) -> list[int]:
-    """Where the parts of a Split end."""
+    """Return the ends of a Split's parts."""
     sizes = input_of(node, 1)
     if sizes is None:
         each = -(-columns // len(node.outputs))
@@ -65,7 +64,8 @@ def _ends(draft: Draft, node: ir.Node, columns: int) -> list[int]:
 
 
 def _split_heads(draft: Draft, node: ir.Node) -> None:
-    """Rows seen as heads [batch, T, heads, D], each cut in the same way, and the parts joined to rows again."""
+    """Replace rows reshaped to heads [batch, T, heads, D], each cut in the same way, whose parts are joined to rows
+    again."""
     before = producer(node.inputs[0], "Reshape")
     columns = None if before is None else width(draft, before.inputs[0])
     if before is None or columns is None or (shape := _constant_shape(draft, before)) is None or len(shape) != 4:
@@ -82,7 +82,7 @@ def _split_heads(draft: Draft, node: ir.Node) -> None:
 
 
 def _constant_shape(draft: Draft, node: ir.Node) -> list[int] | None:
-    """What a Reshape gives, by batch, tokens and columns; None if that is worked out."""
+    """Return a Reshape's result sizes, by batch, tokens and columns; None if they are computed."""
     shape = node.inputs[1]
     if shape is None or not is_constant(draft, shape) or int_attribute(node, "allowzero"):
         return None

@@ -21,11 +21,11 @@ BY_CHANNEL = (0, 2, 1)
 
 
 def raise_convolutions(draft: Draft) -> None:
-    """Requires: linears are raised. Ensures: a convolution with state, and all between the linears before and after it,
-    is LinearAttention(qkv, -, -, weight, bias, state).
+    """Requires: linears are raised. Ensures: a convolution with state, and all nodes between the linears before and
+    after it, is LinearAttention(qkv, -, -, weight, bias, state).
 
     Raises:
-        UnsupportedModelError: it is not between two gates that are a linear's thirds, or has an activation.
+        UnsupportedModelError: it is not between two gates that are thirds of one linear, or has an activation.
     """
     for node in list(draft.graph):
         if (node.domain, node.op_type) == (CONTRIB, "CausalConvWithState"):
@@ -48,16 +48,16 @@ def _raise(draft: Draft, node: ir.Node) -> None:
     parts = [part for part in thirds if part is not None]
     results = [user for user, _ in users[0].outputs[0].uses()]
     if len(parts) < 3 or any(not is_transposition(user) for user in results):
-        raise draft.unsupported(node, "its gates are not parts of one linear's result")
+        raise draft.unsupported(node, "its gates are not parts of one linear layer's result")
     weight, bias = convolution_weights(draft, node)
     before, after, x = parts
     if x.columns[0] < before.columns[0]:  # a product has no order; the linear's columns have
         before, x = x, before
     if (qkv := merge(draft, node, [before, after, x])) is None:
-        raise draft.unsupported(node, "its gates are not parts of one linear's result")
+        raise draft.unsupported(node, "its gates are not parts of one linear layer's result")
     channels = draft.shape(weight)[0]
     if any(len(part.columns) != channels for part in (before, after, x)):
-        raise draft.unsupported(node, f"its gates have not {channels} columns each")
+        raise draft.unsupported(node, f"its gates do not have {channels} columns each")
     (output,) = draft.insert(
         node,
         "LinearAttention",
@@ -74,19 +74,19 @@ def _raise(draft: Draft, node: ir.Node) -> None:
 
 
 def check_convolution(draft: Draft, node: ir.Node) -> ir.Value:
-    """The past of a CausalConvWithState. Raises UnsupportedModelError if it is of a kind that chunkrt has not."""
+    """Return the past of a CausalConvWithState. Raises UnsupportedModelError for kinds that chunkrt does not have."""
     if int_attribute(node, "ndim", 1) != 1 or int_attribute(node, "state_window"):
         raise draft.unsupported(node, "it is not one-dimensional, or has a window of states")
     if int_attribute(node, "dilation", 1) != 1:
         raise draft.unsupported(node, f"its dilation is {int_attribute(node, 'dilation', 1)}, expected 1")
     past = input_of(node, 3)
     if past is None or past.name not in draft.signature.states:
-        raise draft.unsupported(node, "its past is not an input of the model that an output renews")
+        raise draft.unsupported(node, "its past is not an input of the model with an output for its new value")
     return past
 
 
 def convolution_weights(draft: Draft, node: ir.Node) -> tuple[ir.Value, ir.Value | None]:
-    """Weights [channels, 1, taps] and, if it has one, bias [channels] of a convolution."""
+    """Return weights [channels, 1, taps] and, if it has one, bias [channels] of a convolution."""
     kernel, bias = node.inputs[1], input_of(node, 2)
     if kernel is None or not is_constant(draft, kernel):
         raise draft.unsupported(node, "its weight is not constant")
@@ -97,18 +97,18 @@ def convolution_weights(draft: Draft, node: ir.Node) -> tuple[ir.Value, ir.Value
     if bias is None:
         return weight, None
     if (name := row(draft, bias)) is None:
-        raise draft.unsupported(node, "its bias is no constant vector")
+        raise draft.unsupported(node, "its bias is not a constant vector")
     return weight, draft.add_weight(Weight(tensors=(name,), layout="as it is"))
 
 
 def is_transposition(node: ir.Node) -> bool:
-    """Whether it turns rows to channels, or back."""
+    """Return whether a node transposes rows to channels, or back."""
     perm = node.attributes.get("perm")
     return node.op_type == "Transpose" and perm is not None and tuple(perm.value) == BY_CHANNEL
 
 
 def _part(draft: Draft, value: ir.Value | None) -> Projection | None:
-    """Channels of a transposed linear, as columns of that."""
+    """Return channels of a transposed linear, as columns of the linear."""
     split = producer(value, "Split")
     if value is None or split is None or int_attribute(split, "axis") != 1:
         return None

@@ -1,8 +1,8 @@
 """com.microsoft's LinearAttention becomes chunkrt's LinearAttention of the kind "gated_delta_rule".
 
-What an exporter writes between the convolution and the recurrence (the activation, the order of queries, keys and
-values, their lengths and scale) is not matched by its look: all from the convolution's input to the result is run on
-random values, and must give what chunkrt's operator gives of them.
+Exporters write the part between the convolution and the recurrence (the activation, the order of queries, keys and
+values, their lengths and scale) in many ways. Instead of matching it, the pass runs everything from the convolution's
+input to the result on random values, and requires the values of chunkrt's operator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chunkrt.onnx.importing.projections import find_projection, merge
 from chunkrt.onnx.importing.widths import width
 
 TOLERANCE, FLOAT16_TOLERANCE = 1e-4, 2e-2
-"""Of the largest value, at the lengths that `regions.PROBE` has."""
+"""Tolerance relative to the largest value, at the lengths of `regions.PROBE`."""
 
 Array = NDArray[Any]
 
@@ -36,7 +36,7 @@ def raise_decays(draft: Draft) -> None:
         names = [None if v is None else row(draft, v) for v in node.inputs[1:3]]
         bias, rate = (None if n is None else draft.add_weight(Weight(tensors=(n,), layout="as it is")) for n in names)
         if bias is None or rate is None:
-            raise draft.unsupported(node, "its bias or its scale is no constant vector")
+            raise draft.unsupported(node, "its bias or its scale is not a constant vector")
         (biased,) = draft.insert(node, "Add", [node.inputs[0], bias])
         (softplus,) = draft.insert(node, "Softplus", [biased])
         draft.replace(node.outputs[0], draft.insert(node, "Mul", [softplus, rate])[0])
@@ -51,7 +51,7 @@ def raise_delta_rules(draft: Draft) -> None:
     halves of one.
 
     Raises:
-        UnsupportedModelError: it is another recurrence, or gives other numbers than chunkrt's.
+        UnsupportedModelError: it is another recurrence, or computes other numbers than chunkrt's.
     """
     for node in list(draft.graph):
         if (node.domain, node.op_type) == (CONTRIB, "LinearAttention"):
@@ -67,7 +67,7 @@ def raise_gated_norms(draft: Draft) -> None:
         activation = _string(node, "activation", "silu")
         columns, name = width(draft, x), None if scale is None else row(draft, scale)
         if columns is None or name is None or columns % (head_dim := draft.source.info(name).shape[0]):
-            raise draft.unsupported(node, "its weight is no constant vector of the columns of a head")
+            raise draft.unsupported(node, "its weight is not a constant vector with the columns of a head")
         if activation not in ("silu", "swish", "sigmoid"):
             raise draft.unsupported(node, f"its activation is {activation!r}")
         weight = draft.add_weight(Weight(tensors=(name,), layout="heads", repeats=(columns // head_dim,)))
@@ -88,13 +88,13 @@ def _raise(draft: Draft, node: ir.Node) -> None:
     if int_attribute(node, "state_window"):
         raise draft.unsupported(node, "it has a window of states")
     if past is None or past.name not in draft.signature.states or past.shape is None:
-        raise draft.unsupported(node, "its past is not an input of the model that an output renews")
+        raise draft.unsupported(node, "its past is not an input of the model with an output for its new value")
     convolution = _convolution(draft, node)
     conv_past = check_convolution(draft, convolution)
     before = producer(convolution.inputs[0], "Transpose")
     is_by_row = bool(int_attribute(convolution, "channels_last"))
     if is_by_row or before is None or not is_transposition(before):
-        raise draft.unsupported(convolution, "it is not of rows that were turned to channels")
+        raise draft.unsupported(convolution, "its input is not rows that were transposed to channels")
     rows, sizes = before.inputs[0], past.shape[-2:]
     k_heads, v_heads = int_attribute(node, "q_num_heads"), int_attribute(node, "kv_num_heads")
     k_dim, v_dim = (size if isinstance(size, int) else 0 for size in sizes)
@@ -102,8 +102,8 @@ def _raise(draft: Draft, node: ir.Node) -> None:
     if min(k_heads, v_heads, k_dim, v_dim) < 1 or v_heads % k_heads or width(draft, rows) != columns:
         raise draft.unsupported(
             node,
-            f"{k_heads} heads of queries and keys and {v_heads} of values, of {k_dim} and {v_dim} columns, do not "
-            f"share {width(draft, rows)} columns",
+            f"{k_heads} query and key heads and {v_heads} value heads, of {k_dim} and {v_dim} columns, do not "
+            f"divide {width(draft, rows)} columns",
         )
     weight, bias = convolution_weights(draft, convolution)
     if draft.shape(weight)[0] != columns:
@@ -127,7 +127,7 @@ def _raise(draft: Draft, node: ir.Node) -> None:
 
 
 def _convolution(draft: Draft, node: ir.Node) -> ir.Node:
-    """The one convolution that queries, keys and values come from."""
+    """Return the one convolution that queries, keys and values come from."""
     found: dict[ir.Node, None] = {}
     pending, seen = list(node.inputs[:3]), set()
     while pending:
@@ -148,10 +148,11 @@ def _convolution(draft: Draft, node: ir.Node) -> ir.Node:
 
 
 def _find_length(draft: Draft, node: ir.Node, convolution: ir.Node, heads: dict[str, int]) -> bool:
-    """Whether queries and keys are brought to unit length; by what comes of random rows, decays, steps and states.
+    """Return whether queries and keys are normalised to unit length, from the results of random rows, decays, steps and
+    states.
 
     Raises:
-        UnsupportedModelError: what comes of them is neither with unit lengths nor without what chunkrt computes.
+        UnsupportedModelError: the results match chunkrt's neither with nor without unit length.
     """
     given = _random(draft, node, convolution, heads)
     found = _results(draft, node, convolution, given)
@@ -177,13 +178,14 @@ def _find_length(draft: Draft, node: ir.Node, convolution: ir.Node, heads: dict[
             return has_unit_length
     raise draft.unsupported(
         node,
-        f"with the convolution {convolution.name!r} it gives other numbers than the gated delta rule, with queries and "
+        f"with the convolution {convolution.name!r} it computes other numbers than the gated delta rule, with queries "
+        "and "
         "keys of unit length or without",
     )
 
 
 def _random(draft: Draft, node: ir.Node, convolution: ir.Node, heads: dict[str, int]) -> list[Array]:
-    """Values of the convolution's input [1, C, T], decay and step [1, T, Hv], and both states."""
+    """Return values of the convolution's input [1, C, T], decay and step [1, T, Hv], and both states."""
     rng, length = np.random.default_rng(0), draft.regions.probe.length
     types = {v.name: np.dtype(v.dtype.numpy()) for v in draft.graph.inputs if v.dtype is not None}
     conv_past, past = convolution.inputs[3], node.inputs[3]
@@ -202,7 +204,7 @@ def _random(draft: Draft, node: ir.Node, convolution: ir.Node, heads: dict[str, 
 
 
 def _results(draft: Draft, node: ir.Node, convolution: ir.Node, given: list[Array]) -> list[Array]:
-    """The result [T, Hv * dv] and both new states that the foreign graph gives."""
+    """Return the foreign graph's result [T, Hv * dv] and both new states."""
     result, state = (output.name or "" for output in node.outputs[:2])
     new_conv = convolution.outputs[1].name or ""
     of_rule, of_conv = (draft.regions.writer(name) for name in (result, new_conv))
@@ -211,7 +213,7 @@ def _results(draft: Draft, node: ir.Node, convolution: ir.Node, given: list[Arra
     for target in (result, new_conv, state):
         for name in draft.regions.positional_inputs(target, set(names)):
             if name not in draft.regions.fixed and not draft.regions.is_size(name):
-                raise draft.unsupported(node, f"what comes to it is made of {name!r}, which changes with the length")
+                raise draft.unsupported(node, f"its input depends on {name!r}, which changes with the length")
     return [draft.regions.part(name, roots)(roots)[0].astype(np.float32) for name in (result, new_conv, state)]
 
 
@@ -220,7 +222,7 @@ def _agree(found: Array, expected: Array, tolerance: float) -> bool:
 
 
 def _merge_gates(draft: Draft, decay: ir.Value, beta: ir.Value) -> None:
-    """The linears of step and decay become one, by Split, where they are linears of one input."""
+    """Merge the linears of step and decay into one with a Split, if they have the same input."""
     sigmoid, scaled = producer(beta, "Sigmoid"), producer(decay, "Mul")
     softplus = producer(scaled.inputs[0], "Softplus") if scaled is not None else None
     biased = producer(softplus.inputs[0], "Add") if softplus is not None else None

@@ -1,4 +1,4 @@
-"""Constants that rows are added to or multiplied by become weights; division and subtraction become those."""
+"""Constant terms and factors of rows become weights; division and subtraction become multiplication and addition."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ OPS = ("Add", "Mul", "Sub", "Div")
 
 def raise_constants(draft: Draft) -> None:
     """Requires: linears are raised. Ensures: the constant operand of Add and Mul is the second, and a weight [N] or one
-    number; Sub and Div of a constant are Add and Mul.
-    """
+    number; Sub and Div of a constant are Add and Mul."""
     for node in list(draft.graph):
         if node.domain or node.op_type not in OPS or draft.evaluator.is_positional(node.outputs[0].name or ""):
             continue
@@ -45,9 +44,11 @@ def _weight(draft: Draft, node: ir.Node, value: ir.Value) -> ir.Value:
             return np.reciprocal(values) if is_divisor else -values
 
         if row(draft, value) is None:
-            raise draft.unsupported(node, f"its constant has the shape {list(flat.shape)}, expected one of columns")
+            raise draft.unsupported(
+                node, f"its constant has the shape {list(flat.shape)}, expected a vector of columns"
+            )
         name = draft.keep(f"{value.name}.{node.op_type}", Derived(flat.shape[-1:], flat.stored_as, changed_row))
         return draft.add_weight(Weight(tensors=(name,), layout="as it is"))
     if (vector := row(draft, value)) is None:
-        raise draft.unsupported(node, f"its constant has the shape {list(under.shape)}, expected one of columns")
+        raise draft.unsupported(node, f"its constant has the shape {list(under.shape)}, expected a vector of columns")
     return draft.add_weight(Weight(tensors=(vector,), layout="as it is"))

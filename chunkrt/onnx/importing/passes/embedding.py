@@ -1,6 +1,6 @@
-"""Looking tokens up: Gather of a constant table, with the number that a family multiplies the result by.
+"""Token look-up: Gather from a constant table, with the factor by which a family multiplies the result.
 
-com.microsoft's GatherBlockQuantized is the same of a table in blocks of few bits.
+com.microsoft's GatherBlockQuantized does the same with a table in blocks of few bits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from chunkrt.onnx.importing.tensors import shape_of
 
 def raise_embedding(draft: Draft) -> None:
     """Requires: constants of Mul are weights. Ensures: the embedding is Gather(w, input_ids) with w [V, H] among
-    `draft.weights`; a Mul by one number after it is in w.
-    """
+    `draft.weights`; w includes the factor of a Mul by one number after it."""
     for node in list(draft.graph):
         tokens = input_of(node, 1)
         if tokens is None or tokens.name != draft.signature.tokens:
@@ -42,10 +41,10 @@ def raise_embedding(draft: Draft) -> None:
 def _table(draft: Draft, node: ir.Node) -> str:
     table = node.inputs[0]
     if table is None or not is_constant(draft, table) or int_attribute(node, "axis"):
-        raise draft.unsupported(node, "tokens are looked up in what is no constant, or not by its rows")
+        raise draft.unsupported(node, "tokens are looked up in a table that is not constant, or not by its rows")
     tensor = stored(draft, table)
     if len(tensor.shape) != 2:
-        raise draft.unsupported(node, f"its table has the shape {list(tensor.shape)}, expected a row a token")
+        raise draft.unsupported(node, f"its table has the shape {list(tensor.shape)}, expected one row a token")
     return draft.keep(table.name or "", tensor)
 
 
@@ -54,7 +53,7 @@ def _packed_table(draft: Draft, node: ir.Node) -> str:
     axes = int_attribute(node, "gather_axis"), int_attribute(node, "quantize_axis", 1)
     packed, steps = (None if value is None else raw(value) for value in (table, scales))
     if packed is None or steps is None or packed.dtype != ir.DataType.UINT8 or axes != (0, 1) or len(steps.shape) != 2:
-        raise draft.unsupported(node, "its table is no initializer of bytes in blocks along each row")
+        raise draft.unsupported(node, "its table is not an initializer of bytes in blocks along each row")
     rows, groups = shape_of(steps)
     bits, block_size = int_attribute(node, "bits", 4), int_attribute(node, "block_size", 128)
     columns = packed.size * 8 // (max(bits, 1) * max(rows, 1))

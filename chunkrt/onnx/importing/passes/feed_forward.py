@@ -10,8 +10,7 @@ from chunkrt.onnx.importing.projections import Projection, find_projection, merg
 
 def merge_gates(draft: Draft) -> None:
     """Requires: linears, columns and activations are raised. Ensures: in Mul(activation(gate), up), gate and up are the
-    halves of one linear, by Split.
-    """
+    halves of one linear, by Split."""
     for node in list(draft.graph):
         if (node.domain, node.op_type) != ("", "Mul") or node.graph is None:
             continue
@@ -27,7 +26,7 @@ def merge_gates(draft: Draft) -> None:
 
 
 def _activated(value: ir.Value | None) -> ir.Value | None:
-    """What an activation was applied to."""
+    """Return the input of an activation."""
     if (gelu := producer(value, "Gelu")) is not None:
         return gelu.inputs[0]
     product = producer(value, "Mul")
@@ -45,7 +44,7 @@ def _merge(draft: Draft, gate: tuple[Projection, ir.Value], up: tuple[Projection
     assert before is not None
     if len(gate[0].columns) != len(up[0].columns):
         return
-    # the split goes where the gate was made: only the product of gate and up reads up before
+    # the split goes to the place of the gate: only the product of gate and up reads up before
     if (merged := merge(draft, before, [gate[0], up[0]])) is None:
         return
     halves = draft.insert(before, "Split", [merged], num_outputs=2, axis=-1)

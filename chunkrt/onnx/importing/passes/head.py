@@ -1,4 +1,4 @@
-"""Logits of the rows that are asked for: the rows are picked before the head's linear."""
+"""Logits of the requested rows: the rows are picked before the LM head."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import onnx_ir as ir
 from chunkrt.onnx.importing.draft import Draft
 
 ROWWISE = ("Add", "Mul", "Tanh")
-"""What may follow the head's linear, row by row: a bias, a soft cap."""
+"""Operators that may follow the LM head, row by row: a bias, a soft cap."""
 
 
 def pick_rows(draft: Draft) -> ir.Value:
-    """Requires: linears are raised. Ensures: what leads to the logits reads Gather(hidden, logit_rows).
+    """Requires: linears are raised. Ensures: the LM head reads Gather(hidden, logit_rows).
 
     Returns:
         logit_rows.
@@ -26,7 +26,7 @@ def pick_rows(draft: Draft) -> ir.Value:
     if node is None or node.op_type != "MatMul" or node.inputs[1] not in draft.weights:
         if node is None:
             node = next(iter(draft.graph))
-        raise draft.unsupported(node, "the logits are not the result of a linear over the last hidden rows")
+        raise draft.unsupported(node, "the logits are not the result of a linear layer over the last hidden rows")
     (picked,) = draft.insert(node, "Gather", [node.inputs[0], rows])
     node.replace_input_with(0, picked)
     return rows

@@ -1,4 +1,4 @@
-"""Rows seen as heads, and back: the reshaping and turning around attention of four dimensions."""
+"""Rows reshaped to heads, and back: reshapes and transpositions around four-dimensional attention."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ BY_HEAD = (0, 2, 1, 3)
 
 
 class Heads(NamedTuple):
-    """The rows that an operand of attention was cut from, and what rotated its heads."""
+    """Rows of an operand of attention, and the tables that rotated its heads."""
 
     rows: ir.Value
     tables: Tables | None
 
 
 def rows_of(draft: Draft, node: ir.Node, value: ir.Value | None) -> Heads:
-    """The rows [T, heads * D] that an operand of an attention node was before it was cut into heads.
+    """Return the rows [T, heads * D] of an operand of an attention node, before they were reshaped to heads.
 
-    Rotation is taken off. A norm of single heads before it is put behind the rows, as HeadNorm.
+    Rotation is removed. A norm of single heads before it is moved after the rows, as HeadNorm.
 
     Raises:
-        UnsupportedModelError: it comes from no rows.
+        UnsupportedModelError: it does not come from rows.
     """
     tables, norm, found = None, None, value
     while found is not None and width(draft, found) is None:
@@ -48,30 +48,30 @@ def rows_of(draft: Draft, node: ir.Node, value: ir.Value | None) -> Heads:
 
 
 def is_turned(value: ir.Value) -> bool:
-    """Whether a value is another by head, or back."""
+    """Return whether a value is a transposition of another to heads, or back."""
     turned = producer(value, "Transpose")
     perm = None if turned is None else turned.attributes.get("perm")
     return perm is not None and tuple(perm.value) == BY_HEAD
 
 
 def results_of(draft: Draft, node: ir.Node) -> list[ir.Value]:
-    """What an attention node's result by head becomes: rows again.
+    """Convert an attention node's result by head to rows again.
 
     Raises:
-        UnsupportedModelError: something else is done to it.
+        UnsupportedModelError: it is used in another way.
     """
     turned = [user for user, _ in node.outputs[0].uses()]
     joined = [user for turn in turned for user, _ in turn.outputs[0].uses()]
     is_rows = all(is_turned(turn.outputs[0]) for turn in turned) and {user.op_type for user in joined} == {"Reshape"}
     if not is_rows:
-        raise draft.unsupported(node, "its result by head is not turned and joined to rows")
+        raise draft.unsupported(node, "its result by head is not transposed and joined to rows")
     return [user.outputs[0] for user in joined]
 
 
 def _normed(draft: Draft, node: ir.Node, norm: ir.Node, rows: ir.Value) -> ir.Value:
     weight, columns = norm.inputs[1], width(draft, rows) or 0
     if weight not in draft.weights or weight is None or columns % draft.shape(weight)[0]:
-        raise draft.unsupported(norm, f"it is not of heads of a row of {columns} columns")
+        raise draft.unsupported(norm, f"it does not have the heads of a row of {columns} columns")
     repeats = (columns // draft.shape(weight)[0],)
     by_head = draft.add_weight(Weight(tensors=draft.weights[weight].tensors, layout="heads", repeats=repeats))
     epsilon = float_attribute(norm, "epsilon")

@@ -1,4 +1,4 @@
-"""Drop what changes no value: Identity, Dropout, and casts between types of floats."""
+"""Removal of nodes that change no value: Identity, Dropout, and casts between types of floats."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataT
 
 
 def drop_identities(draft: Draft) -> None:
-    """Requires: the graph as it was read. Ensures: values that depend on tokens pass through no such node.
+    """Requires: the graph as it was read. Ensures: no such node lies between values that depend on tokens.
 
-    chunkrt computes in float32 between linears, whatever the exporter's types were.
+    chunkrt computes in float32 between linears, regardless of the exporter's types.
     """
     for node in list(draft.graph):
         read = node.inputs[0] if node.inputs else None

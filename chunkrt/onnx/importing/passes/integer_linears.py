@@ -1,8 +1,8 @@
-"""Products of integers with activations that are quantised as they pass become MatMul with the weight dequantised.
+"""Integer products with dynamically quantised activations become MatMul with the dequantised weight.
 
     DynamicQuantizeLinear(x) -> MatMulInteger(., W) -> Cast -> Mul(scale of x * scale of W)
 
-How activations are rounded is the scheme's choice here, not the file's.
+The scheme decides how activations are rounded, not the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def raise_integer_linears(draft: Draft) -> None:
     """Requires: casts are where the exporter put them. Ensures: no MatMulInteger or DynamicQuantizeMatMul is left.
 
     Raises:
-        UnsupportedModelError: what is around one is not that of a linear.
+        UnsupportedModelError: the nodes around one do not form a linear.
     """
     for node in list(draft.graph):
         if (node.domain, node.op_type) == ("", "MatMulInteger"):
@@ -46,13 +46,13 @@ def _integer(draft: Draft, node: ir.Node) -> None:
 
 
 def _matrix(draft: Draft, node: ir.Node, value: ir.Value | None, scale: ir.Value | None, zero: ir.Value | None) -> str:
-    """A constant [K, N] with a scale for all, or for each column, in the source as [N, K]."""
+    """Put a constant [K, N] with one scale, or one a column, into the source as [N, K]."""
     if value is None or scale is None or not is_constant(draft, value) or not is_constant(draft, scale):
         raise draft.unsupported(node, "its weight or its scale is not constant")
     integers, steps = raw(value), raw(scale)
     zeros = None if zero is None else raw(zero)
     if integers is None or steps is None or (zero is not None and zeros is None) or len(integers.shape) != 2:
-        raise draft.unsupported(node, "its weight is no initializer [in, out]")
+        raise draft.unsupported(node, "its weight is not an initializer [in, out]")
     where = f"{draft.where}: node {node.name!r}"
     tensor = dequantised_tensor(integers, steps, zeros, axis=1, block_size=0, where=where)
     return draft.keep(value.name or "", transposed(tensor))

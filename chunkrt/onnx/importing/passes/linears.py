@@ -1,4 +1,4 @@
-"""Products with a constant matrix become MatMul, whatever form the exporter stored the matrix in."""
+"""Products with a constant matrix become MatMul, regardless of the form in which the exporter stored the matrix."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 def raise_linears(draft: Draft) -> None:
     """Requires: nothing. Ensures: a product of rows with a constant is MatMul(x, w) with w among `draft.weights`, and
-    its bias, if it had one of its own, an Add after it.
-    """
+    its bias, if it had one of its own, an Add after it."""
     for node in list(draft.graph):
         if draft.evaluator.is_positional(node.outputs[0].name or ""):
             continue
@@ -35,7 +34,7 @@ def raise_linears(draft: Draft) -> None:
 
 
 def _matrix(draft: Draft, node: ir.Node, value: ir.Value | None, is_transposed: bool = False) -> str:
-    """A constant [K, N], or [N, K] if it is transposed already, in the source as [N, K]."""
+    """Put a constant [K, N], or [N, K] if it is already transposed, into the source as [N, K]."""
     assert value is not None
     tensor = stored(draft, value)
     if len(tensor.shape) != 2:
@@ -47,22 +46,22 @@ def _matrix(draft: Draft, node: ir.Node, value: ir.Value | None, is_transposed: 
 def _n_bits(draft: Draft, node: ir.Node) -> str:
     depth, columns = int_attribute(node, "K"), int_attribute(node, "N")
     if input_of(node, 4) is not None:
-        raise draft.unsupported(node, "its weights are grouped by g_idx; export it without an order of activations")
+        raise draft.unsupported(node, "its weights are grouped by g_idx; export it without activation order")
     return packed_matrix(draft, node, [input_of(node, index) for index in (1, 2, 3)], (columns, depth))
 
 
 def packed_matrix(draft: Draft, node: ir.Node, operands: Sequence[ir.Value | None], shape: tuple[int, int]) -> str:
-    """A matrix [N, K] of 2, 4 or 8 bits in the source: operands are its integers, scales and zero points.
+    """Put a matrix [N, K] of 2, 4 or 8 bits into the source; the operands are its integers, scales and zero points.
 
     Raises:
         UnsupportedModelError: it has other bits or blocks, or is not constant.
-        ModelError: the sizes do not go together.
+        ModelError: the sizes do not match.
     """
     bits, block_size = int_attribute(node, "bits", 4), int_attribute(node, "block_size")
     if bits not in N_BITS or block_size not in BLOCK_SIZES or min(shape) < 1:
         raise draft.unsupported(
             node,
-            f"it has {bits} bits in blocks of {block_size}; supported are {N_BITS} bits in blocks of {BLOCK_SIZES}",
+            f"it has {bits} bits in blocks of {block_size}; supported: {N_BITS} bits in blocks of {BLOCK_SIZES}",
         )
     packed, scales, zeros = (None if value is None else raw(value) for value in operands)
     name = operands[0].name if operands[0] is not None else None
@@ -74,13 +73,13 @@ def packed_matrix(draft: Draft, node: ir.Node, operands: Sequence[ir.Value | Non
 
 
 def put_linear(draft: Draft, node: ir.Node, x: ir.Value | None, matrix: str, bias: ir.Value | None) -> None:
-    """Have those who read a node's first output read MatMul(x, matrix) + bias. Raises UnsupportedModelError if the bias
-    is no vector."""
+    """Replace a node's first output by MatMul(x, matrix) + bias. Raises UnsupportedModelError if the bias is not a
+    vector."""
     weight = draft.add_weight(Weight(tensors=(matrix,), layout="linear"))
     (output,) = draft.insert(node, "MatMul", [x, weight])
     if bias is not None:
         if (name := row(draft, bias)) is None:
-            raise draft.unsupported(node, "its bias is no constant vector")
+            raise draft.unsupported(node, "its bias is not a constant vector")
         of_bias = draft.add_weight(Weight(tensors=(name,), layout="as it is"))
         (output,) = draft.insert(node, "Add", [output, of_bias])
     draft.replace(node.outputs[0], output)

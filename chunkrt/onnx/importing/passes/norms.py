@@ -1,4 +1,4 @@
-"""Root-mean-square norms of all exporters become RMSNormalization; those of single heads become HeadNorm."""
+"""Root-mean-square norms of all exporters become RMSNormalization; norms of single heads become HeadNorm."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ SKIP = (CONTRIB, "SkipSimplifiedLayerNormalization")
 
 def raise_norms(draft: Draft) -> None:
     """Requires: linears are raised. Ensures: a norm is RMSNormalization(x, w) with w [N] among `draft.weights`; the sum
-    that one was fused with is an Add before it.
-    """
+    that was fused with it is an Add before it."""
     for node in list(draft.graph):
         kind = node.domain, node.op_type
         if kind in PLAIN:
@@ -35,9 +34,8 @@ def raise_norms(draft: Draft) -> None:
 
 
 def raise_head_norms(draft: Draft) -> None:
-    """Requires: norms are raised. Ensures: a norm between two Reshapes, which is one of slices of each row, is
-    HeadNorm(x, w) with w [heads, head_dim] among `draft.weights`.
-    """
+    """Requires: norms are raised. Ensures: a norm between two Reshapes, which normalises slices of each row, is
+    HeadNorm(x, w) with w [heads, head_dim] among `draft.weights`."""
     for node in list(draft.graph):
         if (node.domain, node.op_type) != ("", "RMSNormalization") or node.inputs[1] not in draft.weights:
             continue
@@ -48,7 +46,7 @@ def raise_head_norms(draft: Draft) -> None:
         columns = width(draft, before.inputs[0])
         (head_dim,) = draft.shape(node.inputs[1])
         if columns is None or columns % head_dim:
-            raise draft.unsupported(node, f"it is of {head_dim} columns of a row of {columns}")
+            raise draft.unsupported(node, f"it normalises {head_dim} columns of a row of {columns}")
         weight = draft.weights[node.inputs[1]]
         by_head = draft.add_weight(Weight(tensors=weight.tensors, layout="heads", repeats=(columns // head_dim,)))
         epsilon = float_attribute(node, "epsilon")
@@ -64,7 +62,7 @@ def _check_axis(draft: Draft, node: ir.Node) -> None:
 
 def _replace(draft: Draft, node: ir.Node, x: ir.Value | None, weight: ir.Value | None, epsilon: float) -> None:
     if weight is None or (name := row(draft, weight)) is None:
-        raise draft.unsupported(node, "its weight is no constant vector")
+        raise draft.unsupported(node, "its weight is not a constant vector")
     vector = draft.add_weight(Weight(tensors=(name,), layout="as it is"))
     (output,) = draft.insert(node, "RMSNormalization", [x, vector], epsilon=decimal(epsilon))
     draft.replace(node.outputs[0], output)
@@ -73,6 +71,6 @@ def _replace(draft: Draft, node: ir.Node, x: ir.Value | None, weight: ir.Value |
 
 def _with_bias(draft: Draft, node: ir.Node, total: ir.Value, bias: ir.Value) -> ir.Value:
     if (name := row(draft, bias)) is None:
-        raise draft.unsupported(node, "its bias is no constant vector")
+        raise draft.unsupported(node, "its bias is not a constant vector")
     vector = draft.add_weight(Weight(tensors=(name,), layout="as it is"))
     return draft.insert(node, "Add", [total, vector])[0]

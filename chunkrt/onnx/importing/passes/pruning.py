@@ -1,4 +1,4 @@
-"""Take out what nothing reads any more: masks, positions, shapes, and what other passes have replaced."""
+"""Removal of unread nodes: masks, positions, shapes, and nodes that other passes have replaced."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from chunkrt.onnx.importing.draft import Draft
 
 
 def prune(draft: Draft) -> None:
-    """Requires: nothing. Ensures: the only output are the logits, and every node leads to them."""
+    """Requires: nothing. Ensures: the only outputs are the logits, and every node leads to them."""
     logits = draft.logits
     draft.graph.outputs[:] = [logits]
     draft.logits_index = 0

@@ -1,4 +1,4 @@
-"""RoPE before attention: found, checked and taken off, for chunkrt's attention rotates by itself."""
+"""RoPE before attention: it is found, checked and removed, because chunkrt's attention rotates by itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from chunkrt.onnx.importing.draft import CONTRIB, Draft, Weight, float_attribute
 from chunkrt.onnx.importing.positions import check_positions
 
 ROTATIONS = (("", "RotaryEmbedding"), (CONTRIB, "RotaryEmbedding"), (CONTRIB, "MRotaryEmbedding"))
-"""The last is told three positions of each token, which are the same in text: then it is the one before."""
+"""Operators that rotate. The last takes three positions of each token, which are equal in text; it then equals the
+second."""
 
 
 class Tables(NamedTuple):
@@ -22,7 +23,7 @@ class Tables(NamedTuple):
 
 
 def make_tables(draft: Draft, node: ir.Node, cos: ir.Value | None, sin: ir.Value | None) -> Tables:
-    """The tables of a node that rotates.
+    """Make the tables of a node that rotates.
 
     Raises:
         UnsupportedModelError: they are not constant, or not two matrices of one shape.
@@ -41,10 +42,10 @@ def make_tables(draft: Draft, node: ir.Node, cos: ir.Value | None, sin: ir.Value
 
 
 def take_off(draft: Draft, value: ir.Value) -> tuple[ir.Value, Tables | None]:
-    """What a rotated value was before, and the tables; the value itself where nothing rotates it.
+    """Return a rotated value's input, and the tables; the value itself if it is not rotated.
 
     Raises:
-        UnsupportedModelError: it is rotated in another way than by halves, or by other positions than its own.
+        UnsupportedModelError: it is not rotated in halves, or by other positions than its own.
     """
     node = value.producer()
     if node is None or (node.domain, node.op_type) not in ROTATIONS:
@@ -52,9 +53,9 @@ def take_off(draft: Draft, value: ir.Value) -> tuple[ir.Value, Tables | None]:
     order = (1, 2, 3) if node.domain == CONTRIB else (3, 1, 2)
     positions, cos, sin = (input_of(node, index) for index in order)
     if int_attribute(node, "interleaved"):
-        raise draft.unsupported(node, "it rotates neighbours (interleaved); only rotation by halves is supported")
+        raise draft.unsupported(node, "it rotates adjacent columns (interleaved); only rotation in halves is supported")
     if positions is None:
-        raise draft.unsupported(node, "it is told no positions")
+        raise draft.unsupported(node, "it has no positions")
     if int_attribute(node, "is_packed_batching") or float_attribute(node, "scale", 1.0) != 1:
         raise draft.unsupported(node, "it packs prompts of a batch, or scales positions")
     tables = make_tables(draft, node, cos, sin)
