@@ -382,9 +382,7 @@ def of_another_model(path):
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, lambda path: path.write_bytes(b"")])
 def test_a_file_that_is_not_what_was_written_is_reported(engine_folder, name, damage):
     damage(engine_folder / name)
-    with pytest.raises(
-        ModelError, match=rf"^\S+/{name} has changed since the model was compiled; compile it"
-    ):
+    with pytest.raises(ModelError, match=rf"^\S+/{name} has changed since the model was compiled; compile it"):
         logits(engine_folder)
 
 

@@ -243,9 +243,7 @@ def test_an_engine_directory_needs_to_be_told_its_base(command, text, tmp_path):
         1,
         "--json",
     )
-    expect_one_line(
-        command(*arguments), 1, "give its original checkpoint with --base-model (it was called"
-    )
+    expect_one_line(command(*arguments), 1, "give its original checkpoint with --base-model (it was called")
     alone = json.loads(command(*arguments, "--base", "none").out)["text"]
     beside = json.loads(command(*arguments, "--base-model", GGUF).out)["text"]
     itself = json.loads(command(*arguments, "--base", "w8a8-dynamic").out)["text"]
