@@ -26,13 +26,10 @@ class SubgraphFigures:
     attention; a multiply-add counted as two. `weight_bytes`: under the scheme, including scales; weights that several
     subgraphs read count at the first of them. `crossing_bytes`: values exchanged with subgraphs on another device, once
     each. `window_bytes`: additional inputs and outputs of static attention for every chunk: masks, rows of rotary
-    tables,
-    new rows of the caches. `history_bytes`: the slots of caches and rings that it sees; they stay on the device, and
-    are
-    copied in when another sequence's are there. `converted_bytes`: its inputs and outputs as float16, if an NPU ran it;
-    0
-    unless it is on the NPU and the scheme is static. `entering_bytes`: the inputs among these. `sum_bytes`: the rank's
-    input and output of a sum over ranks; 0 unless it is on the link.
+    tables, new rows of the caches. `history_bytes`: the slots of caches and rings that it sees; they stay on the
+    device, and are copied in when another sequence's are there. `converted_bytes`: its inputs and outputs as float16,
+    if an NPU ran it; 0 unless it is on the NPU and the scheme is static. `entering_bytes`: the inputs among these.
+    `sum_bytes`: the rank's input and output of a sum over ranks; 0 unless it is on the link.
     """
 
     name: str
@@ -54,8 +51,8 @@ class SubgraphFigures:
 class AttentionFigures:
     """Attention over a complete prompt, all layers, scores and weighted sum: 4 * rows * keys * D FLOPs a head.
 
-    Unchunked, every row meets every key (no early exit). Chunked, the rows of a chunk meet the keys up to the
-    chunk's end; the ratio tends to (1 + C / S) / 2. In a layer with a window they meet those that any of them sees.
+    Unchunked, every row meets every key (no early exit). Chunked, the rows of a chunk meet the keys up to the chunk's
+    end; the ratio tends to (1 + C / S) / 2. In a layer with a window they meet those that any of them sees.
     """
 
     chunked_flops: int

@@ -56,8 +56,7 @@ class Manifest:
     """Content of `engine.json`.
 
     files: bytes and `digest` of each, except for contexts. placement: of modules by patterns, as requested. ranks:
-    which
-    of how many processes it is for. checkpoint: `sampled_digest` of its source; empty if that was not recorded.
+    which of how many processes it is for. checkpoint: `sampled_digest` of its source; empty if that was not recorded.
     num_parameters: of the complete model, each counted once; 0 if that was not recorded. npu_attention: the engine's
     options by which attention was compiled for the NPU; empty if none was.
     """
@@ -91,8 +90,8 @@ def cached_folder(
 ) -> Path:
     """Return the cached path of a checkpoint's engine directory, which may not exist yet.
 
-    The name covers the content of the checkpoint's files, the recipe, the placement, the calibration's
-    content, the ranks, chunkrt's version and the format.
+    The name covers the content of the checkpoint's files, the recipe, the placement, the calibration's content, the
+    ranks, chunkrt's version and the format.
 
     Raises:
         ConfigError: the calibration cannot be read.

@@ -32,8 +32,7 @@ SCALE_SUFFIX = ".scale"
 
 MULTIPLIER_SUFFIX = ".multiplier"
 """uint8 [ceil(N / 16), ceil(K / 32), 16], of a static linear of 4 bits: multipliers of its integers, block by block;
-zeros
-past N.
+zeros past N.
 """
 
 BLOCK_SCALE_SUFFIX = ".block_scale"

@@ -119,9 +119,8 @@ def settle(planned: Planned, scheme: Scheme) -> Scheme:
     """Return a scheme as the checkpoint allows it: `weights_of_8_bits` names every linear that is not in blocks.
 
     A linear is in blocks if the checkpoint has all of its tensors in blocks, unless a rank's share would cut a block;
-    or
-    if its tensors are floats, the scheme does not keep it in 8 bits, and its depth is divisible into blocks. A scheme
-    without blocks is returned unchanged.
+    or if its tensors are floats, the scheme does not keep it in 8 bits, and its depth is divisible into blocks. A
+    scheme without blocks is returned unchanged.
 
     Raises:
         ModelError: the checkpoint lacks a tensor.
@@ -265,9 +264,8 @@ class StoredWeight:
     """Storage of one weight of a plan under a scheme.
 
     storage: for a linear see `Scheme.storage_of`; "experts" are int8 for each output channel of each expert; a
-    looked-up
-    table is float16; "rotary" is the recipe of a rotary table. linear: the node that multiplies by it, if it is a
-    linear's. num_tables: number of consecutive tables in a rotary table.
+    looked-up table is float16; "rotary" is the recipe of a rotary table. linear: the node that multiplies by it, if it
+    is a linear's. num_tables: number of consecutive tables in a rotary table.
     """
 
     tensor: Tensor

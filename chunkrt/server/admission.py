@@ -33,8 +33,7 @@ class Admission:
         self.is_closed = False
         self._free, self._gate = asyncio.Semaphore(most), asyncio.Lock()
         self._bounds: dict[asyncio.Timeout, Turn] = {}
-        """Timeouts of all requests that wait or are in progress. They have no deadline until `close` or `end` sets
-        one.
+        """Timeouts of all requests that wait or are in progress. They have no deadline until `close` or `end` sets one.
         """
 
     def check(self, number: int = 1) -> None:

@@ -2,8 +2,7 @@
 
 Two formats are supported. Hermes' and Qwen's models write `<tool_call>{"name": ..., "arguments": {...}}`, closed by
 `</tool_call>`, any number of times, with text before. Llama 3's models answer only `{"name": ..., "parameters":
-{...}}`.
-Text that is neither, or that names an unknown tool, stays text.
+{...}}`. Text that is neither, or that names an unknown tool, stays text.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def draw(arrivals: str, prompt: str, generate: str, *, requests: int, context_le
             one number a line; its numbers are used in order and repeated.
         generate: tokens to generate, in the same forms.
         requests: number of requests, at least 1.
-        context_length: context length of the model. A longer request is an error, except for lognormal lengths,
-            which are unbounded: these are clipped.
+        context_length: context length of the model. A longer request is an error, except for lognormal lengths, which
+            are unbounded: these are clipped.
         seed: at least 0.
 
     Raises:

@@ -51,9 +51,8 @@ LEAST_ROWS = 32
 
 WIDEST_VALUES_HELD = {16: 1.5, 8: 10.0}
 """Working memory of a context, in units of its widest value as float16, by the bits of activations; the part that
-exceeds
-VTCM is spilled. Fitted to the same contexts and to chunks of up to 1024: at most 3 MB too small; for 8 bits and chunks
-of 512 and more often far too large.
+exceeds VTCM is spilled. Fitted to the same contexts and to chunks of up to 1024: at most 3 MB too small; for 8 bits and
+chunks of 512 and more often far too large.
 """
 
 

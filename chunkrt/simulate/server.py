@@ -113,8 +113,7 @@ class Server:
         self._inside: list[Client] = []
         self._flying: dict[int, list[tuple[Client, bool]]] = {}
         """For every chunk in flight its requests, each with a flag: the chunk holds the last of the tokens that it
-        waits
-        for.
+        waits for.
         """
         self._apart: int | None = None
         """The chunk that bypasses the NPU, if one exists."""

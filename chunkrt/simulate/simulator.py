@@ -111,8 +111,8 @@ def simulate(
     """Run one prompt on a virtual clock.
 
     Args:
-        plan: the decoder; or one rank's share of it, which stands for all, because every rank has subgraphs of the
-            same shapes. All ranks are assumed to be such devices and to begin at once. A share runs on the CPU alone,
+        plan: the decoder; or one rank's share of it, which stands for all, because every rank has subgraphs of the same
+            shapes. All ranks are assumed to be such devices and to begin at once. A share runs on the CPU alone,
             because NPUs run only static schemes, which sums over ranks do not allow.
         device: cost of its tasks.
         prompt_length: tokens, 1 to the plan's context.

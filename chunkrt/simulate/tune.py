@@ -40,9 +40,8 @@ PARTITIONS: Mapping[str, Placement] = {
     "all on cpu": ALL_ON_CPU,
 }
 """Partitions to search. By default linears, norms, residuals and activations are on the NPU; attention over the cache,
-the
-embedding and the LM head on the CPU. The embedding, a look-up, and attention stay there. Feed-forwards are called "mlp"
-here, see `partitions_of`.
+the embedding and the LM head on the CPU. The embedding, a look-up, and attention stay there. Feed-forwards are called
+"mlp" here, see `partitions_of`.
 """
 
 CHUNK_LENGTHS = (32, 64, 96, 128, 192, 256, 384, 512)
@@ -223,9 +222,7 @@ def partitions_of(plan: Plan) -> dict[str, Placement]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Fixed:
-    """Settings that a measured profile or an engine directory fixes; `reason` explains it, and is "" if none are
-    fixed.
-    """
+    """Settings that a measured profile or an engine directory fixes; `reason` explains it; "" if none are fixed."""
 
     reason: str = ""
     is_measured: bool = False

@@ -23,8 +23,7 @@ from chunkrt.simulate.profile import DeviceProfile, ProcessorCost
 
 class Work(NamedTuple):
     """One task that runs alone: nanoseconds, bytes that it moves from and to the shared memory, and bytes that it sends
-    over
-    the link.
+    over the link.
 
     edges_ns: for an NPU's task, the parts of that time in which its inputs and its outputs are converted.
     """
@@ -225,9 +224,7 @@ class ModelledWork:
         return 1.0 - float(1 - cast(int, node.attributes["top_k"]) / num_experts) ** rows
 
     def _crossing(self, subgraph: Subgraph) -> tuple[list[str], list[str]]:
-        """Return the values that a subgraph takes from the other device, and those that the other device takes from
-        it.
-        """
+        """Return the values that a subgraph takes from the other device, and those that the other device takes."""
         taken = [name for name in subgraph.inputs if self._homes.get(name, "cpu") != subgraph.device]
         given = [name for name in subgraph.outputs if self._readers.get(name, set()) - {subgraph.device}]
         return taken, given

@@ -66,9 +66,8 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
     with the backend `reference`. No vector width divides the decoder's sizes. The static schemes are repeated with
     multiples of 32, for hardware that takes only these, and so are the schemes with 4-bit blocks, whose depth is 32.
     Finally, under the schemes of TRIED_HYBRID, a decoder has the parts that Llama lacks: both kinds of linear
-    attention,
-    norms of heads, attention over a window, whose ring wraps, and routed experts. Attention is repeated in its static
-    form for NPUs (`graph/static_attention.py`), under one scheme of each decoder.
+    attention, norms of heads, attention over a window, whose ring wraps, and routed experts. Attention is repeated in
+    its static form for NPUs (`graph/static_attention.py`), under one scheme of each decoder.
 
     Args:
         chunk_length: an NPU's compiler decides for every length separately; check it with all lengths in use.
@@ -80,8 +79,8 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
         support: at least one subgraph is supported; every supported subgraph compiles.
         refusal: an unsupported subgraph is refused by `supports` with one of its nodes and a reason, and by `compile`
             with PartitionError or CompileError; so is an operator that does not exist.
-        length: `fixed_length` is None or the chunk length; on rows of logits, where it may be shorter, a divisor of
-            it; with state, None.
+        length: `fixed_length` is None or the chunk length; on rows of logits, where it may be shorter, a divisor of it;
+            with state, None.
         rows: any number of rows, 1 to the chunk length, runs (or exactly `fixed_length`); logits of any of them.
         inputs: only state is written, and of caches only the slots of position to position + T - 1.
         outputs: written completely, without writes outside them.
@@ -89,9 +88,8 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
             * m, for 16 operators whose sums of at most 64 products lose a float32 step a product; 2^-10 * m more where
             caches are float16. With quantised linears a value between two integers may fall to either side, so there
             the root mean square of the difference, over all rows of an output, is at most 1/256 of the output's; 1/64
-            where linears have static grids of 8 bits, or with a `fixed_length`; 1/32 with both. With a `fixed_length`
-            a subgraph without linears is within 16 * 2^-11 * m more, for 16 operators in float16; so is static
-            attention.
+            where linears have static grids of 8 bits, or with a `fixed_length`; 1/32 with both. With a `fixed_length` a
+            subgraph without linears is within 16 * 2^-11 * m more, for 16 operators in float16; so is static attention.
         linears: a single linear. A dynamic one of multiples of 1/2 with 127 in every row, and two outliers of 40 times
             that in every other, is exact to 4 * 2^-23 of the sum of its products' magnitudes: outliers are multiplied
             without rounding, the rest is rounded half to even, sums of products are exact; a row of zeros gives zeros.
@@ -101,8 +99,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
             there to the end of the integers' type; where the linear has a shadow, the last level. An output in float is
             within (K + 4) * 2^-24 of the sum of its K products' magnitudes. A `fixed_length` indicates an NPU, whose
             inputs and outputs are float16: there a tie may go either way, and a result be off by 2^-10 of the sum of
-            its
-            products' magnitudes and by 2^-9 of the output grid's limit.
+            its products' magnitudes and by 2^-9 of the output grid's limit.
         shadows: the shadow of a single linear, on steps and half steps. Inputs at most 127 steps from zero, or rounded
             to that, ties to even, add exactly nothing; of all others the part that exceeds 127 steps is multiplied,
             within the bound of an output in float.

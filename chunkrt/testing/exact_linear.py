@@ -159,9 +159,7 @@ def _dynamic(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, val
 def _static(
     linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, steps: Float64, *, output_reach: float
 ) -> ExactLinear:
-    """Return a case with an input of multiples of its step; the output's grid reaches `output_reach` times the
-    results.
-    """
+    """Return a case whose inputs are multiples of a step; the output's range is `output_reach` times the results."""
     name = linear.inputs[1]
     bits = scheme.activation_bits_of(name)
     integers, scale = weights.linear(name)

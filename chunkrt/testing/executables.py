@@ -82,8 +82,7 @@ class CompiledSubgraph:
 
     def calls(self, cache_dtype: str = "float32") -> list[Call]:
         """Return calls of every number of rows that it takes, the fewest rows first: tokens at position 0, at a
-        position
-        within a chunk, and where a ring wraps.
+        position within a chunk, and where a ring wraps.
         """
         return [make() for make in self._makers(cache_dtype)]
 

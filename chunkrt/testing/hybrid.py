@@ -35,8 +35,7 @@ HYBRID_CONFIG: Mapping[str, Any] = {
 
 def hybrid(config: DecoderConfig) -> Module:
     """Return a decoder with a short convolution, a gated delta rule with a mixture of experts, and windowed attention
-    with
-    head norms.
+    with head norms.
     """
     rope = RotaryTables(config.inverse_frequencies, config.context_length)
     delta_rule = GatedDeltaRule(config, DeltaSizes.of(config), is_grouped=False)

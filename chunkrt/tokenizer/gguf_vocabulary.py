@@ -264,9 +264,8 @@ def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return every merge of two pieces into a third, best first.
 
     SentencePiece joins the adjacent pieces whose union scores highest; BPE with these ranks does the same. Control
-    tokens
-    are not among the pieces, so no text can become one; nor are user-defined tokens, which are found in the text before
-    any merge. Source: Transformers, generate_merges.
+    tokens are not among the pieces, so no text can become one; nor are user-defined tokens, which are found in the text
+    before any merge. Source: Transformers, generate_merges.
     """
     merges = [
         (score, piece[:cut], piece[cut:])

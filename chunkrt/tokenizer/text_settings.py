@@ -76,8 +76,8 @@ class TextSettings:
         chat_template: Jinja source, if the model was tuned for chat.
         sampling: values of the options in ADVISED that the model's makers recommend for chats; empty for greedy.
         suffix_ids: tokens after a text for which an embedding is computed.
-        chat_adds_bos: a chat that does not begin with `bos_id` gets it: in a GGUF file a template may leave it
-            to the tokenizer.
+        chat_adds_bos: a chat that does not begin with `bos_id` gets it: in a GGUF file a template may leave it to the
+            tokenizer.
         tool_template: Jinja source for chats with tools, if it differs.
         pooling: pooling of the model's embeddings, "last" or "mean", if its makers specify it.
 

@@ -134,8 +134,7 @@ class Tokenizer:
         Args:
             add_special: begin with the beginning token, if the model wants one.
             parse_special: parse control tokens that are spelled out in the text ("<|im_end|>"); otherwise they are
-                plain
-                text, as a user's words must be.
+                plain text, as a user's words must be.
 
         Raises:
             ConfigError: the text holds a lone surrogate, which has no encoding.
@@ -313,8 +312,7 @@ class Tokenizer:
         """Return the library object that parses control tokens, or the one that does not.
 
         The setting is state of a library object. Each mode has its own, so that threads encode in both at once; the
-        second is
-        created on first use.
+        second is created on first use.
         """
         with self._lock:
             if parse_special not in self._by_mode:
