@@ -176,7 +176,7 @@ def test_an_outlier_shows_and_its_shadow_takes_it():
 
 
 def test_a_scheme_that_rounds_nothing_is_refused():
-    with pytest.raises(ConfigError, match="the scheme 'float' quantises nothing, layers have no errors"):
+    with pytest.raises(ConfigError, match="the scheme 'float' quantises nothing, so layers have no errors"):
         Tiny(scheme="float").evaluate()
 
 
