@@ -180,7 +180,9 @@ def test_layers_of_two_windows_are_reported_with_the_plugin(plugged):
             layer.self_attn._window = window
         return decoder
 
-    with pytest.raises(ModelError, match=PLUGIN + r"makes an invalid plan: its layers have windows of \{3, 5\}; one window"):
+    with pytest.raises(
+        ModelError, match=PLUGIN + r"makes an invalid plan: its layers have windows of \{3, 5\}; one window"
+    ):
         plan_checkpoint(plugged(build), {})
 
 

@@ -20,7 +20,7 @@ def check_hidden(scheme: Scheme) -> None:
     if scheme.is_rotated:
         raise ConfigError(
             f"the scheme {scheme.name!r} rotates the residual stream, so its hidden states are not the model's; "
-            "choose another (--scheme)"
+            "choose another (`scheme`)"
         )
 
 

@@ -253,7 +253,7 @@ class Engine(ManyPrompts):
         except MemoryError as error:
             raise OutOfMemoryError(
                 f"there is too little memory for a context of {self.context_length} ({error}); choose a shorter one "
-                "(--context)"
+                "(`context_length`)"
             ) from error
 
     @property

@@ -69,7 +69,7 @@ def check_host(plan: Plan, context_length: int) -> None:
     if left:
         raise ConfigError(
             f"a host of your own runs graphs with all layers on the NPU, and {left[0]} is not one of these; give "
-            "--attention npu, and a --context that is no longer than the longest --npu-window"
+            "`attention='npu'`, and a `context_length` that is no longer than the longest `npu_window`"
         )
     if convolutions := [node.name for s in plan.subgraphs for node in s.nodes if is_convolution(node)]:
         raise ConfigError(
@@ -79,7 +79,7 @@ def check_host(plan: Plan, context_length: int) -> None:
     if plan.rope_offset(context_length):
         raise ConfigError(
             f"the rotary tables of this model change after {plan.long_context_from} tokens; give a host of your own a "
-            "--context up to there"
+            "`context_length` up to there"
         )
 
 

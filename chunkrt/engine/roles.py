@@ -193,7 +193,9 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
         _mind_settings(options)
         return None
     if options.npu == "auto" and not manifest.scheme.is_static:
-        log.warning("the NPU does not run the scheme %s, so the CPU runs it; try --scheme w8a16", manifest.scheme.name)
+        log.warning(
+            "the NPU does not run the scheme %s, so the CPU runs it; try `scheme='w8a16'`", manifest.scheme.name
+        )
         return None
     try:
         soc = choose_soc(options.soc, manifest)
@@ -220,12 +222,12 @@ def _mind_settings(options: EngineOptions) -> None:
     """Warn about settings that only Qualcomm's NPU uses."""
     what = "another backend" if options.npu not in NPU_CHOICES else "the CPU"
     given = {
-        f"--soc {options.soc}": options.soc is not None,
-        "--attention npu": options.attention == "npu",
-        "--weights npu-only": options.weights == "npu-only",
+        f"`soc={options.soc!r}`": options.soc is not None,
+        "`attention='npu'`": options.attention == "npu",
+        "`weights='npu-only'`": options.weights == "npu-only",
     }
     for setting in (setting for setting, is_given in given.items() if is_given):
-        log.warning("%s has no effect, because %s serves as the NPU; try --npu qnn", setting, what)
+        log.warning("%s has no effect, because %s serves as the NPU; try `npu='qnn'`", setting, what)
 
 
 def choose_soc(name: str | None, manifest: Manifest | None = None) -> Soc:

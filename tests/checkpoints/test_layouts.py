@@ -146,9 +146,7 @@ def test_load_leaves_the_layers_of_a_gguf_out_that_predict_several_tokens(tmp_pa
     path = write_predicting_gguf(tmp_path / "m.gguf", name, 1)
     check_support(path)
     (said,) = caplog.messages
-    assert said.startswith(
-        "m.gguf: one token at a time is predicted; ignoring 3 tensors of multi-token prediction: "
-    )
+    assert said.startswith("m.gguf: one token at a time is predicted; ignoring 3 tensors of multi-token prediction: ")
     expect_logits(path, name)
 
 

@@ -355,5 +355,7 @@ def test_a_long_text_gives_an_eighth_of_its_windows():
 
 
 def test_a_text_too_short_to_search_on_is_told(home, planned):
-    with pytest.raises(ConfigError, match="the calibration text has 3 tokens, but a search for schemes needs at least 4"):
+    with pytest.raises(
+        ConfigError, match="the calibration text has 3 tokens, but a search for schemes needs at least 4"
+    ):
         cached_choice(planned, GGUF, RECIPE, calibration_of(planned, TEXT[:3]))

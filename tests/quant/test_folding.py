@@ -224,7 +224,9 @@ def test_other_arrays_are_refused(key, array):
 
 def test_another_models_weights_are_refused():
     model, other = random_model(), random_model(hidden_size=64, head_dim=12)
-    with pytest.raises(QuantizationError, match=rf"of another model: it has .*36 rows.* for {QKV}, which is \[64, 96\]"):
+    with pytest.raises(
+        QuantizationError, match=rf"of another model: it has .*36 rows.* for {QKV}, which is \[64, 96\]"
+    ):
         equalised(model).apply(QKV, other.load(QKV))
     with pytest.raises(QuantizationError, match=r"it has a rotation for .*, which is \[3\]"):
         Folding(rotated_rows=frozenset({"a"})).apply("a", np.ones(3, np.float32))

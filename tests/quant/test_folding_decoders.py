@@ -147,7 +147,10 @@ def test_a_decoder_that_cannot_be_rotated_is_refused(layer, message):
 @pytest.mark.parametrize(
     ("decoder", "message"),
     [
-        (HeadlessDecoder, "node 'model.norm.output' (RMSNormalization) has a weight that only linear layers can absorb"),
+        (
+            HeadlessDecoder,
+            "node 'model.norm.output' (RMSNormalization) has a weight that only linear layers can absorb",
+        ),
         (BareDecoder, "node 'picked' (Gather) makes it the decoder's output"),
     ],
 )

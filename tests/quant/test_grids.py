@@ -314,7 +314,9 @@ def test_a_calibration_that_lacks_a_value_is_refused(scheme, field, lacking, tmp
     known = {name: value for name, value in getattr(calibration, field).items() if not name.endswith(lacking)}
     assert len(known) == len(getattr(calibration, field)) - 1
     foreign = replace(calibration, **{field: known})
-    with pytest.raises(QuantizationError, match=f"the calibration has no entry for .*{lacking}.*; calibrate this model again"):
+    with pytest.raises(
+        QuantizationError, match=f"the calibration has no entry for .*{lacking}.*; calibrate this model again"
+    ):
         write_weights(
             plan, scheme, drawn(plan), tmp_path / "weights", load_rotary=recipes_of(plan), calibration=foreign
         )

@@ -201,9 +201,7 @@ def test_a_stream_that_no_scale_holds():
 
 
 def test_the_calibration_of_another_decoder():
-    message = (
-        "the calibration has no entry for 'model.layers.0.post_feedforward_layernorm.output'; calibrate this model again"
-    )
+    message = "the calibration has no entry for 'model.layers.0.post_feedforward_layernorm.output'; calibrate this model again"
     with pytest.raises(QuantizationError, match="^" + re.escape(message)):
         residual_scaling(model_of("gemma3_scaled").plan, calibration_of(model_of("llama_mha")))
 

@@ -117,7 +117,7 @@ class EngineMirror:
             if odd == ["executors"]:
                 raise ConfigError(
                     f"rank {rank} does not compute as rank 0 does: it has another NPU, or other chunks in flight; "
-                    "choose values that suit all machines (--npu, --in-flight)"
+                    "choose values that suit all machines (`npu`, `chunks_in_flight`)"
                 )
             if odd:
                 raise ConfigError(
