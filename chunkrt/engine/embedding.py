@@ -37,8 +37,6 @@ def pooled(hidden: Float32, pooling: Pooling) -> Float32:
     row = hidden[-1].astype(np.float64) if pooling == "last" else hidden.mean(axis=0, dtype=np.float64)
     length = np.linalg.norm(row)
     if not np.isfinite(length) or not length:
-        raise ModelError(
-            "the model computed hidden states of length zero or not finite; check the checkpoint for damage"
-        )
+        raise ModelError("the model's hidden states are zero or not finite; check the checkpoint for damage")
     unit: Float32 = (row / length).astype(np.float32)
     return unit

@@ -174,9 +174,9 @@ def check_compiled(folder: Path, options: EngineOptions, ranks: Ranks = ALONE) -
         manifest.placement.items()
     )
     if options.npu == "off" or not is_placed:
-        raise ConfigError(f"{folder} is compiled, its placement is fixed; pass the checkpoint to place it again")
+        raise ConfigError(f"{folder} is compiled, so its placement is fixed; pass the checkpoint to place it again")
     if options.calibration is not None:
-        raise ConfigError(f"{folder} is compiled, its grids are fixed; pass the checkpoint to calibrate it again")
+        raise ConfigError(f"{folder} is compiled, so its grids are fixed; pass the checkpoint to calibrate it again")
 
 
 def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:

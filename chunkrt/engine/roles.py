@@ -53,10 +53,11 @@ def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> t
         _mind_settings(options)
     if options.cache_dtype not in (None, *cpu.cache_dtypes):
         raise ConfigError(
-            f"{cpu.name} has no caches of {options.cache_dtype}; choose {' or '.join(cpu.cache_dtypes)}, or another npu"
+            f"{cpu.name} does not support {options.cache_dtype} caches; choose "
+            f"{' or '.join(cpu.cache_dtypes)}, or another npu"
         )
     if math != "float32" and cpu.name != "native":
-        raise ConfigError(f"{cpu.name} has no attention in {math}; choose float32, or another npu")
+        raise ConfigError(f"{cpu.name} does not support {math} attention; choose float32, or another npu")
     return npu, cpu
 
 

@@ -52,7 +52,7 @@ def find_cpus(affinity: str) -> frozenset[int] | None:
         return big_cores()
     cpus, allowed = _parse(affinity), os.sched_getaffinity(0)
     for cpu in sorted(cpus - allowed):
-        problem = "outside this process's mask" if (CPU_FOLDER / f"cpu{cpu}").is_dir() else "not there"
+        problem = "outside this process's mask" if (CPU_FOLDER / f"cpu{cpu}").is_dir() else "not present"
         raise ConfigError(f"`affinity` is {affinity!r}, but CPU {cpu} is {problem}; choose among {cpu_list(allowed)}")
     return cpus
 
