@@ -147,7 +147,7 @@ def namesake(layer, hidden):
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (narrow, r"operator RMSNormalization 'output': it norms \['T', \d+\] by \[\d+\]"),
+        (narrow, r"operator RMSNormalization 'output': it normalises \['T', \d+\] with \[\d+\]"),
         (uneven, r"operator Split 'a': it splits \d+ columns in 5 along axis -1"),
         (unknown, r"KeyError: 'hidden'"),
         (namesake, r"operator MatMul 'output': chunkrt has its own MatMul; rename that of mine"),
@@ -180,7 +180,9 @@ def test_layers_of_two_windows_are_reported_with_the_plugin(plugged):
             layer.self_attn._window = window
         return decoder
 
-    with pytest.raises(ModelError, match=PLUGIN + r"makes an invalid plan: its layers have windows of \{3, 5\}; one window"):
+    with pytest.raises(
+        ModelError, match=PLUGIN + r"makes an invalid plan: its layers have windows of \{3, 5\}; one window"
+    ):
         plan_checkpoint(plugged(build), {})
 
 
