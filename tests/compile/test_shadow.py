@@ -361,7 +361,7 @@ def test_two_lists_of_shadows_are_two_engines_and_one_is_compiled_once(monkeypat
 
 
 def test_calibration_of_another_model_is_refused_even_for_its_text(tmp_path):
-    """Equalisation recalibrates on a calibration's tokens, which mean other text for another model."""
+    """Equalisation recalibrates on a calibration's tokens, which stand for different text in another model."""
     planned = plan_checkpoint(GGUF, {})
     ranges, _ = cached_calibration(planned, GGUF, model="toy")
     name = next(iter(ranges.column_peaks))
