@@ -97,7 +97,7 @@ def test_the_reference_alone_is_the_default_of_its_mode(command):
     [
         (("--ops", "all", "--ops", "none"), "'all' and 'none' contradict each other"),
         (("--ops", "+rope,-rope"), "+rope and -rope contradict each other"),
-        (("--ops", "rope"), "'rope' is no switch"),
+        (("--ops", "rope"), "'rope' is not a switch"),
         (("--ops", "-linears"), "unknown operator 'linears'; did you mean 'linear'?"),
         (("--scheme", "float"), "native cannot run subgraph static.0 under scheme float"),
     ],
