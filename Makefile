@@ -110,7 +110,8 @@ test-sanitize: sanitized ## run the C++ and the native Python tests under saniti
 	build/tsan/csrc/tests/chunkrt_program_tests
 	$(SANITIZED) -m pytest -p no:cacheprovider tests/backends/test_native_*.py
 
-docs: $(VENV)/.docs ## build the documentation as a site in build/site/VERSION; a link that leads nowhere is an error
+docs: $(VENV)/.package $(VENV)/.docs ## build the documentation as a site in build/site/VERSION; a link that leads nowhere is an error
+	$(BIN)/python -P docs/site/options.py > build/options.md && cp build/options.md docs/options.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 fuzz: sanitized ## mutate files of every format for MINUTES=60, under sanitizers

@@ -1,12 +1,14 @@
-"""Builds the C++ core with CMake; everything else about the package is in pyproject.toml."""
+"""Build the C++ core with CMake, and the description of the package; all else is in pyproject.toml."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -17,10 +19,10 @@ DATA = [f"chunkrt.simulate.{folder}" for folder in ("devices", "links", "shapes"
 
 
 class CMakeBuild(build_ext):
-    """Configures, builds and installs the extension module to where setuptools expects it.
+    """Command that configures, builds and installs the extension module.
 
-    CMake and Ninja are whatever is first on PATH: in an isolated build pip has put the ones from PyPI there. On
-    Windows CMake picks Visual Studio itself, which needs no prepared shell. CMAKE_ARGS may hold further options.
+    CMake and Ninja are the first ones on PATH; in an isolated build, pip has installed them. On Windows, CMake finds
+    Visual Studio without a prepared shell. CMAKE_ARGS may hold further options.
     """
 
     def build_extension(self, extension: Extension) -> None:
@@ -42,7 +44,18 @@ class CMakeBuild(build_ext):
         subprocess.run(["cmake", "--install", build, "--config", configuration], check=True)
 
 
+def description() -> str:
+    """Return README.md with absolute links, as it is shown outside of the repository."""
+    project = tomllib.loads((SOURCE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pages = project["urls"]["Repository"] + "/blob/main/"
+    text = (SOURCE / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^]]*\]\()(?!\w+:)", rf"\g<1>{pages.replace('/blob/', '/raw/')}", text)
+    return re.sub(r"(?<!!)(\[[^]]*\]\()(?!\w+:|#)", rf"\g<1>{pages}", text)
+
+
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
     packages=[*find_packages(include=["chunkrt*"]), *DATA, "chunkrt.models"],
     package_dir={"chunkrt.models": "models"},  # the catalogue, which a wheel carries inside the package
     package_data={

@@ -1,8 +1,7 @@
-"""How many multiply-adds a cycle the inner loops of the Arm kernels do, by llvm-mca's models of processors.
+"""Multiply-adds a cycle of the Arm kernels' inner loops, by llvm-mca's models of processors.
 
-No Arm machine is needed: the kernels are cross-compiled to assembly as the build compiles them, and each innermost loop
-is handed to the analyser, with everything in the first-level cache. On Debian: apt-get install g++-aarch64-linux-gnu
-llvm-22.
+No Arm machine is needed: the kernels are cross-compiled to assembly with the build's flags, and each innermost loop is
+given to the analyser, with all data in the first-level cache. On Debian: apt-get install g++-aarch64-linux-gnu llvm-22.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ KERNELS = Path(__file__).resolve().parent.parent / "csrc" / "kernels"
 PROCESSORS = ("oryon-1", "cortex-x4", "neoverse-v2", "neoverse-n2")
 ITERATIONS = 400
 FLOATS = 4
-"""Products of an instruction for float32."""
+"""Products of one float32 instruction."""
 
 
 class Case(NamedTuple):
-    """Loops of one file: compiled with `flags`, made of `instruction`, of which each does `products`."""
+    """Loops of one file: compiled with `flags`, made of `instruction`, each of which computes `products`."""
 
     file: str
     flags: str
@@ -41,7 +40,7 @@ CASES = (
 
 
 def assembly(case: Case, compiler: str) -> list[str]:
-    """The lines of a file's assembly."""
+    """Return the lines of a file's assembly."""
     command = [compiler, "-O3", "-DNDEBUG", "-std=c++20", case.flags, f"-I{KERNELS.parent}", "-S", "-o", "-"]
     return subprocess.run(
         [*command, str(KERNELS / case.file)], check=True, capture_output=True, text=True
@@ -49,7 +48,7 @@ def assembly(case: Case, compiler: str) -> list[str]:
 
 
 def innermost_loops(lines: list[str], instruction: str) -> list[list[str]]:
-    """The instructions of each loop without one in it that has `instruction`, the most first."""
+    """Return the instructions of each innermost loop that has `instruction`, the largest number first."""
     labels, loops = dict[str, int](), []
     for number, line in enumerate(lines):
         if label := re.match(r"(\.L\d+):", line):
@@ -67,7 +66,7 @@ def count(loop: list[str], instruction: str) -> int:
 
 
 def cycles(loop: list[str], processor: str, analyser: str) -> float | None:
-    """Of one iteration; None where the analyser's model lacks an instruction."""
+    """Return the cycles of one iteration; None if the analyser's model lacks an instruction."""
     with tempfile.NamedTemporaryFile("w", suffix=".s") as file:
         file.write("\n".join(loop) + "\n")
         file.flush()
@@ -84,13 +83,13 @@ def cycles(loop: list[str], processor: str, analyser: str) -> float | None:
 
 
 def rate(loop: list[str], case: Case, processor: str, analyser: str) -> float | None:
-    """Multiply-adds a cycle."""
+    """Return the multiply-adds a cycle."""
     taken = cycles(loop, processor, analyser)
     return count(loop, case.instruction) * case.products / taken if taken else None
 
 
 def alone(case: Case) -> list[str]:
-    """A loop of the instruction, into more registers than it takes cycles."""
+    """Return a loop of the instruction, into more registers than its latency in cycles."""
     lanes = "4s" if case.products == FLOATS else "16b"
     return [f"\t{case.instruction}\tv{n}.4s, v30.{lanes}, v31.{lanes}" for n in range(24)]
 
@@ -100,7 +99,7 @@ def alone(case: Case) -> list[str]:
 @click.option("--analyser", default="llvm-mca-22", show_default=True)
 @click.option("--most", default=3, show_default=True, help="Loops of each file.")
 def main(compiler: str, analyser: str, most: int) -> None:
-    click.echo("Multiply-adds a cycle (share of what the instruction alone would do):\n")
+    click.echo("Multiply-adds a cycle (share of the instruction's own peak):\n")
     click.echo("| kernel | products in the loop | instructions | " + " | ".join(PROCESSORS) + " |")
     click.echo("| --- | ---: | ---: |" + " ---: |" * len(PROCESSORS))
     for case in CASES:

@@ -1,10 +1,10 @@
-"""What a chunk of few rows costs beside one row: a model's linears alone, and its layers with a sequence a row.
+"""Cost of a chunk of few rows, compared with one row: a model's linears alone, and its layers with a sequence a row.
 
     python bench/few_rows.py smollm2-135m-instruct --rounds 12
 
-CPU time of one thread, the least of all rounds, in which the cases take turns: other processes disturb it less than
-they do a clock. Linears have random weights, in as many copies as the caches cannot hold. Of the static ones those of 4
-bits are unpacked panel by panel, and otherwise computed as those of int8: the difference is what that costs or saves.
+CPU time of one thread, the minimum over all rounds, in which the cases take turns: other processes disturb it less than
+wall time. Linears have random weights, with more copies than the caches can hold. Static 4-bit linears are unpacked
+panel by panel and otherwise computed like int8 ones: the difference is the cost or gain of unpacking.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONTEXT, FIRST = 256, 40
 @click.option("--rounds", type=int, default=12, show_default=True)
 @engine_options
 def few_rows(model: str, rounds: int, **settings: Any) -> None:
-    """Print what 1 to 32 rows of MODEL's linears cost, and what its layers and its head do."""
+    """Print the cost of 1 to 32 rows of MODEL's linears, layers and LM head."""
     with open_engine(model, {**measured(settings), "npu": "native", "threads": 1}) as engine:
         plan = engine.plan
         shapes = sorted({tuple(int(d) for d in plan.tensors[name].shape) for name in linear_nodes(plan)})
@@ -67,7 +67,7 @@ def _print_row(name: str, times: Mapping[int, float]) -> None:
 
 
 def _least(cases: Mapping[int, Callable[[], None]], rounds: int) -> dict[int, float]:
-    """Nanoseconds of each."""
+    """Return the nanoseconds of each number of rows."""
     least = dict.fromkeys(cases, float("inf"))
     for _ in range(rounds + 1):
         for rows, run in cases.items():
@@ -126,7 +126,7 @@ def _linear_times(make: Callable[..., int], depth: int, columns: int, rounds: in
 
 
 def _chunk_times(engine: Engine, rounds: int) -> dict[str, dict[int, float]]:
-    """All layers, for a sequence a row and for rows of one sequence, and the head."""
+    """Measure all layers, for a sequence a row and for rows of one sequence, and the LM head."""
     plan = merged_on_cpu(engine.plan)
     layers, head = plan.subgraphs
     of_layers, of_head = (

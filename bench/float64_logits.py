@@ -1,9 +1,9 @@
-"""Logits of a Hugging Face folder in float64, which `onnx_import.py` measures distances from.
+"""Logits of a Hugging Face folder in float64, the reference of `onnx_import.py`.
 
     python bench/float64_logits.py FOLDER TOKENS.npy LOGITS.npy
 
 Needs torch and Transformers. TOKENS: int64 [T]. LOGITS: float64 [T, V]. Rotary frequencies are the family's own, which
-Transformers works out in float32.
+Transformers computes in float32.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""What attention on the NPU would bring, by the simulator: prompts with and without, on every device that ships.
+"""Gain of attention on the NPU, simulated: prompts with and without, on every device that comes with chunkrt.
 
     python bench/npu_attention.py --plot docs/images/npu-attention.png
 
-prints the table of docs/scheduling.md. Of windows of 64, 512 and 2048 the shortest that is enough is taken.
+prints the table of docs/scheduling.md. Of windows of 64, 512 and 2048 the shortest sufficient one is used.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from chunkrt.simulate import find_device, find_shape, shapes, simulate
 LENGTHS = (64, 512, 2048)
 DEVICES = ("sd8gen2", "sd8gen3", "sd8elite", "sdxelite")
 MODELS = {"smollm2-135m-instruct": 32, "qwen1.5-1.8b": 128}
-"""With their chunk lengths."""
+"""Models with their chunk lengths."""
 DRAWN = "sd8gen3"
 SCHEME = "w8a16"
 
 
 def rate(plan: Plan, device: str, prompt_length: int, chunk_length: int) -> float:
-    """Predicted prompt tokens a second."""
+    """Return the predicted prompt tokens a second."""
     return simulate(
         plan,
         find_device(device),
@@ -40,7 +40,7 @@ def rate(plan: Plan, device: str, prompt_length: int, chunk_length: int) -> floa
 
 
 @click.command()
-@click.option("--plot", type=click.Path(path_type=Path), help=f"Draw those of {DRAWN}.")
+@click.option("--plot", type=click.Path(path_type=Path), help=f"Draw the rates of {DRAWN} to this file.")
 def main(plot: Path | None) -> None:
     """Print rates with attention on the CPU, and on the NPU."""
     click.echo(f"| model | device | {' | '.join(f'{length} tokens' for length in LENGTHS)} |")

@@ -1,10 +1,10 @@
-"""Whether the NPU's compiler takes linear attention, and how far its values are from the reference's, in emulation.
+"""Support for linear attention in the NPU's compiler, and errors of its values in emulation.
 
     python bench/npu_linear_attention.py
 
-prints the tables of docs/npu.md. Both kinds are written as graphs of standard operators and fixed shapes; states are
-carried over several chunks. A gated delta rule is written in its chunk form: decays between rows as sums of logarithms,
-each of its own terms alone, and the triangular system solved by blocks that double.
+prints the tables of docs/npu.md. Both kinds are built as graphs of standard operators and fixed shapes; states are
+carried over several chunks. A gated delta rule is built in its chunk form: decays between rows as sums of logarithms,
+each of its own terms alone, and the triangular system solved by blocks of doubling size.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Array = NDArray[Any]
 SHORT, DELTA = "short_conv", "gated_delta_rule"
 WIDTHS = (16, 1000, 1024, 2048)
 HEADS = ((2, 4, 16), (16, 32, 128))
-"""Of keys, of values, and their dim; the second are Qwen3-Next's."""
+"""Heads of keys, heads of values, and their dimension; the second are Qwen3-Next's."""
 LEAST_EXPONENT = -16.0
-"""exp of this is 2 steps of float16, and of less than -88 the NPU makes NaN."""
+"""exp of this is 2 steps of float16; for less than -88 the NPU returns NaN."""
 DECAYS = {
     "0.9999": lambda rng, shape: -np.full(shape, 1e-4),
     "0.98 to 0.999": lambda rng, shape: -rng.uniform(0.001, 0.02, shape),
@@ -43,7 +43,7 @@ DECAYS = {
 
 
 class Graph:
-    """An ONNX graph that is being written; values are names."""
+    """Builder of an ONNX graph; values are names."""
 
     def __init__(self) -> None:
         self._nodes: list[Any] = []
@@ -52,42 +52,42 @@ class Graph:
         self._outputs: list[Any] = []
 
     def op(self, op: str, *inputs: str, **attributes: Any) -> str:
-        """A node of one output."""
+        """Add a node with one output."""
         return self.ops(op, inputs, 1, **attributes)[0]
 
     def ops(self, op: str, inputs: Any, number: int, **attributes: Any) -> list[str]:
-        """A node of several."""
+        """Add a node with several outputs."""
         names = [f"{op}.{len(self._nodes)}.{index}" for index in range(number)]
         self._nodes.append(helper.make_node(op, list(inputs), names, name=f"node.{len(self._nodes)}", **attributes))
         return names
 
     def constant(self, values: Any, dtype: Any = np.float32) -> str:
-        """float32 unless told otherwise."""
+        """Add a constant, by default float32."""
         name = f"constant.{len(self._constants)}"
         self._constants.append(numpy_helper.from_array(np.ascontiguousarray(values, dtype), name))
         return name
 
     def reshape(self, value: str, *shape: int) -> str:
-        """To so many dimensions."""
+        """Add a reshape to the given dimensions."""
         return self.op("Reshape", value, self.constant(shape, np.int64))
 
     def split(self, value: str, *sizes: int) -> list[str]:
-        """Columns."""
+        """Split columns."""
         return self.ops("Split", [value, self.constant(sizes, np.int64)], len(sizes), axis=-1)
 
     def enter(self, name: str, *shape: int) -> str:
-        """An input in float16."""
+        """Add a float16 input."""
         self._inputs.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT16, shape))
         return self.op("Cast", name, to=onnx.TensorProto.FLOAT)
 
     def leave(self, value: str, name: str, *shape: int) -> None:
-        """An output in float16."""
+        """Add a float16 output."""
         cast = helper.make_node("Cast", [value], [name], to=onnx.TensorProto.FLOAT16, name=f"out.{name}")
         self._nodes.append(cast)
         self._outputs.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT16, shape))
 
     def model(self) -> bytes:
-        """As ONNX."""
+        """Return the ONNX model."""
         graph = helper.make_graph(self._nodes, "graph", self._inputs, self._outputs, self._constants)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)])
         model.ir_version = 10
@@ -95,7 +95,7 @@ class Graph:
         return serialized
 
     def convolved(self, rows: str, state: str, taps: Array, num_rows: int) -> str:
-        """Of rows behind those of the state; taps [C, 1, K]."""
+        """Convolve rows that follow those of the state; taps [C, 1, K]."""
         seen = self.op("Concat", state, rows, axis=0)
         axis, total = self.constant([0], np.int64), ""
         for tap in range(taps.shape[-1]):
@@ -105,12 +105,14 @@ class Graph:
         return total
 
     def decay(self, logarithm: str) -> str:
-        """Its exponential."""
+        """Return the exponential of a value."""
         return self.op("Exp", self.op("Clip", logarithm, self.constant(LEAST_EXPONENT), self.constant(0.0)))
 
 
 def short_convolution(rows: int, taps: Array) -> bytes:
-    """Inputs qkv [rows, 3 C] and state [K - 1, C]; outputs out and new, rows of which the next state is made."""
+    """Build a graph with inputs qkv [rows, 3 C] and state [K - 1, C], outputs out and new, whose last rows are the next
+    state.
+    """
     graph, (channels, _, num_taps) = Graph(), taps.shape
     qkv, state = graph.enter("qkv", rows, 3 * channels), graph.enter("state", num_taps - 1, channels)
     before, after, x = graph.split(qkv, channels, channels, channels)
@@ -121,7 +123,9 @@ def short_convolution(rows: int, taps: Array) -> bytes:
 
 
 def delta_rule(rows: int, taps: Array, k_heads: int, v_heads: int, dim: int) -> bytes:
-    """Inputs qkv, state, gate, beta and matrix [v_heads, dim, dim]; outputs out, and new: the next matrix."""
+    """Build a graph with inputs qkv, state, gate, beta and matrix [v_heads, dim, dim], outputs out, and new: the next
+    matrix.
+    """
     graph, group = Graph(), v_heads // k_heads
     qkv, state = graph.enter("qkv", rows, taps.shape[0]), graph.enter("state", taps.shape[-1] - 1, taps.shape[0])
     gate, beta = graph.enter("gate", rows, v_heads), graph.enter("beta", rows, v_heads)
@@ -179,7 +183,7 @@ def delta_rule(rows: int, taps: Array, k_heads: int, v_heads: int, dim: int) -> 
 
 
 def compiled(model: bytes, soc: str) -> tuple[Any, int]:
-    """A session over a compiled context, and bytes of the context."""
+    """Return a session over a compiled context, and the context's bytes."""
     with tempfile.TemporaryDirectory() as folder:
         wrapper = Path(folder, "context.onnx")
         open_session(open_htp(), find_soc(soc), model, options={}, write_context=wrapper)
@@ -188,18 +192,18 @@ def compiled(model: bytes, soc: str) -> tuple[Any, int]:
 
 
 def error(found: Array, expected: Array) -> float:
-    """By the root mean square, as a power of two."""
+    """Return the root mean square error, as a power of two."""
     difference = np.mean((found.astype(np.float64) - expected) ** 2)
     return float(np.log2(np.sqrt(difference / np.mean(np.square(expected, dtype=np.float64)))))
 
 
 def run(session: Any, **inputs: Array) -> list[Array]:
-    """All outputs as float32."""
+    """Return all outputs as float32."""
     return [each.astype(np.float32) for each in session.run(None, {n: a.astype(np.float16) for n, a in inputs.items()})]
 
 
 def try_convolution(channels: int, rows: int, num_chunks: int, soc: str) -> str:
-    """A row of the first table."""
+    """Print a row of the first table."""
     rng = np.random.default_rng(0)
     taps = rng.normal(size=(channels, 1, 3)).astype(np.float32)
     session, num_bytes = compiled(short_convolution(rows, taps), soc)
@@ -217,7 +221,7 @@ def try_convolution(channels: int, rows: int, num_chunks: int, soc: str) -> str:
 
 
 def try_delta_rule(k_heads: int, v_heads: int, dim: int, rows: int, num_chunks: int, soc: str) -> list[str]:
-    """Rows of the second table: decays, and keys that are random or nearly the same."""
+    """Print rows of the second table: decays, and keys that are random or nearly equal."""
     rng = np.random.default_rng(0)
     channels = (2 * k_heads + v_heads) * dim
     taps = (rng.normal(size=(channels, 1, 4)) / 2).astype(np.float32)
@@ -254,7 +258,7 @@ def try_delta_rule(k_heads: int, v_heads: int, dim: int, rows: int, num_chunks: 
 @click.option("--soc", default="SM8650", show_default=True)
 @click.option("--chunks", "num_chunks", default=8, show_default=True, type=click.IntRange(1))
 def main(soc: str, num_chunks: int) -> None:
-    """Print errors against float64, of outputs and states; the worst of all chunks."""
+    """Print errors of outputs and states against float64; the worst of all chunks."""
     click.echo(f"{SHORT}, outputs / states\n")
     click.echo("| rows | channels | MB of context | error |\n| ---: | ---: | ---: | ---: |")
     for channels in WIDTHS:

@@ -1,9 +1,9 @@
-"""A model's ONNX exports beside the model: the same greedy tokens from chunkrt, a fixed window, and ONNX Runtime GenAI.
+"""A model and its ONNX exports: comparison of greedy tokens from chunkrt, a fixed window, and ONNX Runtime GenAI.
 
     python bench/onnx_forms.py smollm2-135m-instruct --genai-python /path/to/python --dtype fp32
 
-GenAI runs in an interpreter that has `onnxruntime-genai`; without one it is left out. A tiny random decoder comes
-first. The exit status is 1 if tokens differ.
+GenAI runs in an interpreter that has `onnxruntime-genai`; without one it is omitted. A tiny random decoder comes first.
+The exit status is 1 if tokens differ.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ while not generator.is_done():
     tokens.append(int(generator.get_next_tokens()[0]))
 print(json.dumps(tokens))
 """
-"""What the other interpreter runs."""
+"""Script for the other interpreter."""
 
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--genai-python", help="An interpreter that has onnxruntime-genai.")
+@click.option("--genai-python", help="Interpreter with onnxruntime-genai.")
 @click.option("--dtype", type=click.Choice(["fp16", "fp32"]), default="fp32", show_default=True)
 @click.option("--opset", type=int, default=18, show_default=True)
 @click.option("-n", "num_new", type=int, default=32, show_default=True, help="Tokens to generate.")
 def onnx_forms(model: str | None, genai_python: str | None, dtype: str, opset: int, num_new: int) -> None:
-    """Compare a random decoder, and MODEL if one is named."""
+    """Compare a random decoder, and MODEL if one is given."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoints = [(random_checkpoint(folder / "random"), np.random.default_rng(5).integers(0, 59, 40).tolist())]
@@ -76,7 +76,7 @@ def onnx_forms(model: str | None, genai_python: str | None, dtype: str, opset: i
 
 
 def random_checkpoint(folder: Path) -> Path:
-    """A tiny Llama whose heads have as many dimensions as GenAI's attention rotates."""
+    """Return a tiny Llama whose heads have as many dimensions as GenAI's attention rotates."""
     config = {**CONFIG, "head_dim": 16, "max_position_embeddings": 128, "eos_token_id": 60, "model_type": "llama"}
     source = RandomCheckpoint(config)
     folder.mkdir()
@@ -94,7 +94,7 @@ def compare(
     opset: int,
     num_new: int,
 ) -> bool:
-    """Print what each generates, and whether all are alike."""
+    """Print the generated tokens of each form, and return True if all are equal."""
     folder.mkdir()
     planned = plan_checkpoint(checkpoint, {})
     with chunkrt.load(checkpoint, npu="onnxrt", scheme="float", cache_dtype="float32") as engine:
@@ -105,7 +105,7 @@ def compare(
     tokens["window"] = generate_by_window(planned, prompt_ids, folder, dtype, opset, num_new)
     if genai_python is not None:
         tokens["genai"] = generate_by_genai(planned, prompt_ids, folder / "genai", genai_python, dtype, opset, num_new)
-    length = min(map(len, tokens.values()))  # an end token ends some of them
+    length = min(map(len, tokens.values()))  # some may end at an end token
     for runtime, generated in tokens.items():
         is_same = generated[:length] == tokens["chunkrt"][:length]
         verdict = "the same" if is_same else f"others: {generated[:length]}, not {tokens['chunkrt'][:length]}"
@@ -116,7 +116,7 @@ def compare(
 def generate_by_window(
     planned: Planned, prompt_ids: list[int], folder: Path, dtype: str, opset: int, num_new: int
 ) -> list[int]:
-    """By two fixed windows that share caches."""
+    """Generate with two fixed windows that share caches."""
     context = len(prompt_ids) + num_new + 32
     paths = [folder / f"window_{window}.onnx" for window in (32, 1)]
     for path, window in zip(paths, (32, 1), strict=True):
@@ -128,7 +128,7 @@ def generate_by_window(
 def generate_by_genai(
     planned: Planned, prompt_ids: list[int], folder: Path, python: str, dtype: str, opset: int, num_new: int
 ) -> list[int]:
-    """By ONNX Runtime GenAI, in another interpreter."""
+    """Generate with ONNX Runtime GenAI, in another interpreter."""
     settings = DynamicSettings(context=planned.plan.context_length, dtype=dtype, opset=opset)
     save_model(dynamic_model(planned, settings), folder / "model.onnx", external_data=True)
     write_beside(folder, genai_config(planned, settings, "model.onnx"))

@@ -1,9 +1,9 @@
-"""A checkpoint by way of ONNX: exported by two tools, imported, and compared with each export under ONNX Runtime.
+"""ONNX round trip of a checkpoint: exported by two tools, imported, and compared with each export under ONNX Runtime.
 
     python bench/onnx_import.py SmolLM2-135M-Instruct.Q4_1.gguf --genai GENAI/bin/python --optimum OPTIMUM/bin/python
 
 GENAI has onnxruntime-genai, torch, transformers, gguf and onnx_ir; OPTIMUM has optimum-onnx, torch, and the
-transformers that it asks for. Both write into the folder that --folder names, once; a second run compares alone.
+transformers that it requires. Both write into the folder that --folder names, once; later runs only compare.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from chunkrt.onnx.importing.verification import original_session
 
 LENGTHS = (1, 31, 33, 95)
 BUILDER = {"genai_fp32": {"precision": "fp32"}, "genai_int4": {"precision": "int4"}}
-"""The builder's exports."""
+"""Exports of GenAI's builder."""
 
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
-@click.option("--genai", required=True, help="Interpreter that has ONNX Runtime GenAI.")
-@click.option("--optimum", required=True, help="Interpreter that has Optimum.")
+@click.option("--genai", required=True, help="Interpreter with ONNX Runtime GenAI.")
+@click.option("--optimum", required=True, help="Interpreter with Optimum.")
 @click.option("--folder", type=click.Path(path_type=Path), default="onnx-exports", show_default=True)
-@click.option("--npu", default="onnxrt", show_default=True, help="Backend of the NPU's role.")
+@click.option("--npu", default="onnxrt", show_default=True, help="Backend that serves as the NPU.")
 def onnx_import(checkpoint: Path, genai: str, optimum: str, folder: Path, npu: str) -> None:
-    """Print, for each export of CHECKPOINT, how far its import is from it at several lengths, and both from float64."""
+    """Print for each export of CHECKPOINT its import's distance at several lengths, and both distances from float64."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "hugging_face"
     if not source.exists():
@@ -68,10 +68,10 @@ def _export_by_optimum(source: Path, target: Path, python: str) -> None:
 
 
 def _rows(folder: Path, npu: str, truth: NDArray[np.float64] | None) -> Iterator[str]:
-    """Cells of an export's rows: what it took, and the largest differences at each length.
+    """Return the cells of an export's rows: import time, and the largest differences at each length.
 
     Args:
-        truth: logits in float64; None where the export's weights are others.
+        truth: logits in float64; None if the export has other weights.
     """
     wall, cpu = perf_counter(), process_time()
     with chunkrt.load(folder, scheme="float", npu=npu) as engine:
@@ -96,7 +96,7 @@ def _tokens(vocab_size: int) -> NDArray[np.int64]:
 
 
 def _truth(source: Path, python: str) -> NDArray[np.float64]:
-    """Logits [T, V] of the checkpoint in float64."""
+    """Return logits [T, V] of the checkpoint in float64."""
     vocab_size = json.loads((source / "config.json").read_text("utf-8"))["vocab_size"]
     with TemporaryDirectory() as folder:
         tokens, logits = Path(folder, "tokens.npy"), Path(folder, "logits.npy")
@@ -108,7 +108,7 @@ def _truth(source: Path, python: str) -> NDArray[np.float64]:
 
 
 def _name_rope_theta(source: Path) -> None:
-    """Put the base of the rotary frequencies where Transformers 4 reads it too; Optimum would take 10000 without."""
+    """Store the rotary frequencies' base where Transformers 4 reads it, too; Optimum would use 10000 otherwise."""
     path = source / "config.json"
     config = json.loads(path.read_text("utf-8"))
     theta = config.get("rope_parameters", {}).get("rope_theta")
@@ -119,9 +119,9 @@ def _name_rope_theta(source: Path) -> None:
 def _original(
     model: Path, prompts: Sequence[NDArray[np.int64]], cache: Sequence[int | str]
 ) -> list[NDArray[np.float32]]:
-    """Logits [T, V] of prompts under ONNX Runtime, each in one run with empty caches [1, heads, 0, head_dim].
+    """Return logits [T, V] of prompts under ONNX Runtime, each in one run with empty caches [1, heads, 0, head_dim].
 
-    Activations are floats where the export would round them to int8: of int4, the weights alone are compared.
+    Activations that the export would round to int8 stay floats: of int4 exports, only the weights are compared.
     """
     session = original_session(model, read_proto(model))
     results = []

@@ -1,9 +1,9 @@
-"""A random decoder of more than 2 GB, exported with external data, loaded and run: how much memory that takes.
+"""Memory of exporting, loading and running a random decoder of more than 2 GB with external data.
 
     python bench/onnx_large.py --gigabytes 2.4
 
-Its weights are drawn when they are written, so that no checkpoint of that size is needed. Export and run are processes
-of their own. Memory of its own is what a process does not map from a file.
+Its weights are generated on writing, so that no checkpoint of that size is needed. Export and run are separate
+processes. A process's own memory excludes mapped files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VOCABULARY = 32000
 
 
 class PeakMemory:
-    """The most memory of its own that this process held, looked at every 10 ms."""
+    """The most memory of its own that this process held, sampled every 10 ms."""
 
     def __enter__(self) -> PeakMemory:
         self.num_bytes, self._is_over = 0, threading.Event()

@@ -1,8 +1,8 @@
-"""What packed chunks give on this machine: decode of many sequences, and a long prompt beside some that decode.
+"""Gain of packed chunks on this machine: decode of many sequences, and a long prompt during decode.
 
     python bench/packed.py smollm2-135m-instruct --rounds 3
 
-Cases take turns, round after round; medians are printed. The machine should be quiet.
+Cases take turns, round after round; medians are printed. The machine should be otherwise idle.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from chunkrt.engine.session import Session
 
 SEQUENCES = (1, 2, 4, 8, 16)
 DECODING = 4
-"""Sequences that decode beside a long prompt."""
+"""Number of sequences that decode during a long prompt."""
 
 
 @dataclass
 class Decoding:
-    """A sequence that decodes in a thread of its own, until it is told to stop. `times`: when each token came."""
+    """A sequence that decodes in a thread of its own, until `stop`. `times`: when each token was generated."""
 
     session: Session
     times: list[float] = field(default_factory=list)
@@ -45,11 +45,11 @@ class Decoding:
 @click.command()
 @click.argument("model")
 @click.option("--rounds", type=int, default=3, show_default=True)
-@click.option("-n", "num_tokens", type=int, default=48, show_default=True, help="Tokens that every sequence decodes.")
+@click.option("-n", "num_tokens", type=int, default=48, show_default=True, help="Tokens to decode in every sequence.")
 @click.option("-p", "num_prompt", type=int, default=4000, show_default=True, help="Tokens of the long prompt.")
 @engine_options
 def packed(model: str, rounds: int, num_tokens: int, num_prompt: int, **settings: Any) -> None:
-    """Print what sequences of MODEL decode together, and what a long prompt and they cost each other."""
+    """Print the decode rates of MODEL for several sequences, and the mutual slowdown of a long prompt and decode."""
     with open_engine(model, measured(settings)) as engine:
         decoded: dict[int, list[float]] = {number: [] for number in SEQUENCES}
         alone, beside, gaps, chunks = [], [], list[float](), list[float]()
@@ -70,7 +70,7 @@ def packed(model: str, rounds: int, num_tokens: int, num_prompt: int, **settings
     p50, p95 = np.percentile(gaps, [50, 95])
     click.echo(
         f"\nA prompt of {num_prompt} tokens: {median(alone):.2f} s to its first token alone, {median(beside):.2f} s "
-        f"beside {DECODING} sequences that decode: {ratio:.3f} times.\n"
+        f"during decode of {DECODING} sequences: {ratio:.3f} times.\n"
         f"Gaps between their tokens meanwhile: p50 {p50 * 1e3:.0f} ms, p95 {p95 * 1e3:.0f} ms; a chunk took "
         f"{chunk * 1e3:.0f} ms: {p95 / chunk:.2f} chunk times."
     )
@@ -98,7 +98,7 @@ def _in_threads(calls: list[Callable[[], object]]) -> list[threading.Thread]:
 
 
 def _decode(engine: Engine, number: int, num_tokens: int) -> float:
-    """Tokens a second of all together."""
+    """Return the tokens a second of all sequences together."""
     decoding = _started(engine, number)
     start = perf_counter()
     for thread in _in_threads([lambda one=one: one(num_tokens) for one in decoding]):  # type: ignore[misc]
@@ -107,7 +107,7 @@ def _decode(engine: Engine, number: int, num_tokens: int) -> float:
 
 
 def _beside(engine: Engine, num_prompt: int) -> tuple[float, list[float], int]:
-    """Seconds of a long prompt beside sequences that decode, the gaps between their tokens, and the prompt's chunks."""
+    """Return the seconds of a long prompt during decode, the gaps between decoded tokens, and the prompt's chunks."""
     decoding, most = _started(engine, DECODING), engine.context_length - 64
     threads = _in_threads([lambda one=one: one(most) for one in decoding])  # type: ignore[misc]
     session = engine.session()

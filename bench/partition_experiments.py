@@ -1,4 +1,4 @@
-"""What a partition is worth: one model, simulated over placements, schemes, chunk lengths and policies.
+"""Comparison of partitions: one model, simulated over placements, schemes, chunk lengths and policies.
 
     python bench/partition_experiments.py gemma-2b --device sd8gen3 --plot partition.png
 
@@ -31,7 +31,9 @@ PLACEMENTS: dict[str, Placement] = {
 @click.option("-p", "--prompt-length", type=int, default=1024, show_default=True)
 @click.option("--best", type=click.IntRange(min=1), default=3, show_default=True, help="Rows of each placement.")
 @click.option("--workers", type=int, help="Processes.  [default: the cores]")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write tokens/s by chunk length here.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Plot tokens/s by chunk length to this file."
+)
 def main(model: str, device: str, prompt_length: int, best: int, workers: int | None, plot: Path | None) -> None:
     """Print the fastest choices of MODEL, placement by placement."""
     with ShownProgress() as progress:
@@ -63,7 +65,7 @@ def main(model: str, device: str, prompt_length: int, best: int, workers: int | 
 
 
 def draw(of_placement: dict[str, list[Row]], title: str, path: Path) -> None:
-    """The best tokens/s at each chunk length, a line for each placement."""
+    """Plot the best tokens/s at each chunk length, a line for each placement."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

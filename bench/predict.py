@@ -1,10 +1,10 @@
-"""Does the simulator predict this machine? Profile, simulate, run; the ratio of predicted to measured makespan.
+"""Accuracy of the simulator on this machine: profile, simulate, run; the ratio of predicted to measured makespan.
 
     python bench/predict.py smollm2-135m-instruct --budgets 1,2 --rounds 5
 
-In every round the runs that the profile learns from and those that it shall predict take turns, so that both see the
-same machine; none is used for both. A ratio is taken within a round, and the median over the rounds is reported. A
-prediction should be within 10 %. The machine should do nothing else: the share of its processors that others used is
+In every round the runs for the profile and the runs to be predicted take turns, so that both see the same machine; no
+run serves both purposes. A ratio is taken within a round, and the median over the rounds is reported. A prediction
+should be within 10 %. The machine should be otherwise idle: the share of its processors that other processes used is
 printed.
 """
 
@@ -29,10 +29,12 @@ TOLERANCE = 0.1
 @click.option("-p", "--prompt-lengths", default="128,512,1024", show_default=True)
 @click.option("--budgets", default="1,2", show_default=True, help="Thread budgets.")
 @click.option("--rounds", type=int, default=5, show_default=True)
-@click.option("-r", "--repetitions", type=int, default=5, show_default=True, help="Of every run in a round.")
+@click.option(
+    "-r", "--repetitions", type=int, default=5, show_default=True, help="Repetitions of every run in a round."
+)
 @engine_options
 def predict(model: str, prompt_lengths: str, budgets: str, rounds: int, repetitions: int, **settings: Any) -> None:
-    """Print predicted and measured makespans of MODEL. Exits with 1 if one is off by more than 10 %."""
+    """Print predicted and measured makespans of MODEL. Exit with 1 if one is off by more than 10 %."""
     settings.pop("threads")
     lengths = [int(part) for part in prompt_lengths.split(",")]
     threads = [int(part) for part in budgets.split(",")]
@@ -59,7 +61,7 @@ def predict(model: str, prompt_lengths: str, budgets: str, rounds: int, repetiti
             ratios[budget, length].append(predicted / measured)
             spans[budget, length].append((predicted, measured))
     click.echo(profile.conditions)
-    click.echo(f"{rounds} rounds; others used {statistics.median(loads):.0f} % of the processors between them")
+    click.echo(f"{rounds} rounds; other processes used {statistics.median(loads):.0f} % of the processors between them")
     click.echo("| threads | prompt | predicted ms | measured ms | ratio, median | ratio, least - most |")
     click.echo("| ---: | ---: | ---: | ---: | ---: | ---: |")
     for (budget, length), found in ratios.items():

@@ -1,12 +1,12 @@
-"""What the prefix cache saves: time to first token after tokens that were seen before, in memory and from disk.
+"""Savings of the prefix cache: time to first token after tokens that were seen before, in memory and from disk.
 
     python bench/prefix_cache.py smollm2-135m-instruct --threads 2
     python bench/prefix_cache.py smollm2-135m-instruct --threads 2 --python build/peers/environment/bin/python
 
-With an interpreter that has peers (`bench/peers.py` makes one), a conversation beside them, and nothing else.
+With an interpreter that has other runtimes (`bench/peers.py` creates one), only a conversation is compared with theirs.
 
-All that is compared is measured in turns, and medians are told. From disk: in a new process, with the operating
-system's cache of the files dropped before (posix_fadvise), so that they are read from the disk.
+All compared cases are measured in turns, and medians are printed. From disk: in a new process, after the operating
+system's cache of the files was dropped (posix_fadvise), so that they are read from the disk.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ TURNS, TURN, ANSWER = 10, 40, 24
 @click.argument("model")
 @click.option("--rounds", type=int, default=5, show_default=True)
 @click.option("-p", "num_prompt", type=int, default=4000, show_default=True, help="Tokens of the prompt on disk.")
-@click.option("--python", help="An interpreter that has peers: a conversation is measured beside them.")
+@click.option("--python", help="Interpreter with other runtimes: compare a conversation with theirs.")
 @click.option("--peers-dir", type=click.Path(path_type=Path), default="build/peers", show_default=True)
 @click.option("--turns", type=click.IntRange(1), default=TURNS, show_default=True, help="Of the conversation.")
 @engine_options
 def prefix_cache(
     model: str, rounds: int, num_prompt: int, python: str | None, peers_dir: Path, turns: int, **settings: Any
 ) -> None:
-    """Print what MODEL takes to its first token after tokens that it has seen, and after those that it has not."""
+    """Print MODEL's time to first token after tokens that it has seen, and after tokens that it has not."""
     if python:
         print_conversation(
             model,
@@ -72,7 +72,7 @@ def prefix_cache(
 
 
 def _seconds(engine: Engine, prompt: Sequence[int]) -> tuple[float, int]:
-    """To the first token, in a session of its own, and how many tokens were cached."""
+    """Return the seconds to the first token, in a session of its own, and the number of cached tokens."""
     start = perf_counter()
     with engine.session() as session:
         result = session.prefill(prompt)
@@ -81,7 +81,7 @@ def _seconds(engine: Engine, prompt: Sequence[int]) -> tuple[float, int]:
 
 
 def _lone(plain: Engine, cached: Engine, tokens: Any, rounds: int) -> None:
-    """What it costs to keep what nobody asks for again."""
+    """Measure the cost of keeping prefixes that no later prompt uses."""
     times: dict[str, list[float]] = {"off": [], "memory": []}
     for _ in range(rounds):
         prompt = tokens(512)
@@ -107,7 +107,7 @@ def _after_seen(plain: Engine, cached: Engine, tokens: Any, rounds: int) -> None
 
 
 def _turns(plain: Engine, cached: Engine, tokens: Any, turns: int) -> None:
-    """A conversation, each turn in a session of its own with all that was said, as a server has it."""
+    """Measure a conversation, each turn in a session of its own with the complete conversation, like a server."""
     said: list[int] = []
     times: dict[str, list[float]] = {"off": [], "memory": []}
     counts = []
@@ -173,7 +173,7 @@ def _in_child(model: str, settings: dict[str, Any], prompt: list[int]) -> tuple[
 
 
 def _drop(folder: Path) -> None:
-    """Have the operating system forget what it holds of the files."""
+    """Make the operating system drop its cache of the files."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -2,9 +2,9 @@
 
     python bench/ranks.py smollm2-135m-instruct --rounds 5 --json ranks.json
 
-Measured: prefill on one rank and on two, which mpiexec starts, on the same cores; and how much of the time of the sums
-over ranks other work hid. Launches live through all rounds and take turns within each. Predicted: `chunkrt simulate`
-for machines that are joined by links. See `bench/README.md`.
+Measured: prefill on one rank and on two, which mpiexec starts, on the same cores; and the share of the time of the sums
+over ranks that other work hid. Processes live through all rounds and take turns within each. Predicted: `chunkrt
+simulate` for machines that are connected by links. See `bench/README.md`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SERVE = "--serve"
 
 @dataclass(frozen=True)
 class Contender:
-    """Ranks, and threads of each."""
+    """Number of ranks, and threads of each."""
 
     ranks: int
     threads: int
@@ -57,7 +57,7 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One prefill, told by rank 0. The link's times are of its record; 0 on one rank."""
+    """One prefill, reported by rank 0. The link's times are from its record; 0 on one rank."""
 
     seconds: float
     tokens: int
@@ -75,10 +75,10 @@ class Launch:
         if contender.ranks > 1:
             command = [_mpiexec(), "-n", str(contender.ranks), *command]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer()  # it is loaded
+        self._answer()  # after loading
 
     def prefill(self, num_tokens: int, seed: int) -> Sample:
-        """Prefill so many random tokens."""
+        """Prefill `count` random tokens."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([num_tokens, seed]) + "\n")
         self._process.stdin.flush()
@@ -97,13 +97,13 @@ class Launch:
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
-            raise click.ClickException(f"{self.contender} ended with {self._process.wait()}; what it said is above")
+            raise click.ClickException(f"{self.contender} ended with {self._process.wait()}; its output is above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
 def serve(model: str, threads: int, chunk: int) -> None:
-    """Prefill what is asked for on stdin, and answer on stdout. On all ranks but the first `load` does not return."""
+    """Prefill the requests from stdin, and answer on stdout. On all ranks except the first, `load` does not return."""
     options = {
         "scheme": DEFAULT_SCHEME,
         "npu": "native",
@@ -137,7 +137,7 @@ def serve(model: str, threads: int, chunk: int) -> None:
 def measure(
     model: Path, contenders: Sequence[Contender], num_tokens: int, chunk: int, rounds: int
 ) -> dict[str, list[Sample]]:
-    """Samples of every contender, which take turns. A first round warms up."""
+    """Collect samples of every contender, which take turns. A first round warms up."""
     launches: list[Launch] = []
     samples: dict[str, list[Sample]] = {str(contender): [] for contender in contenders}
     try:
@@ -155,7 +155,7 @@ def measure(
 
 
 def predict(device_name: str, num_tokens: int, chunk: int) -> list[dict[str, Any]]:
-    """A row for every shape, link and number of ranks; one rank has no link."""
+    """Return a row for every shape, link and number of ranks; one rank has no link."""
     device = find_device(device_name)
     rows = []
 
@@ -188,10 +188,12 @@ def predict(device_name: str, num_tokens: int, chunk: int) -> list[dict[str, Any
 @click.option("-p", "--prompt-length", "num_tokens", type=int, default=512, show_default=True)
 @click.option("--chunk", type=int, default=CPU_CHUNK_LENGTH, show_default=True, help="Tokens of a chunk.")
 @click.option("--rounds", type=int, default=5, show_default=True, help="0 measures nothing.")
-@click.option("--threads", type=int, default=2, show_default=True, help="Of all ranks together; even.")
-@click.option("--random/--no-random", default=True, help=f"Measure random weights of {RANDOM_SHAPE}'s shape too.")
-@click.option("--device", default="sdxelite", show_default=True, help="What predictions are for.")
-@click.option("--folder", type=click.Path(path_type=Path), default="build/ranks", help="Keeps the random weights.")
+@click.option(
+    "--threads", type=int, default=2, show_default=True, help="Threads of all ranks together; an even number."
+)
+@click.option("--random/--no-random", default=True, help=f"Also measure random weights of {RANDOM_SHAPE}'s shape.")
+@click.option("--device", default="sdxelite", show_default=True, help="Device of the predictions.")
+@click.option("--folder", type=click.Path(path_type=Path), default="build/ranks", help="Folder for the random weights.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything here.")
 def main(
     model: str,
@@ -290,11 +292,11 @@ def _plural(number: int, word: str) -> str:
 
 
 def _mpiexec() -> str:
-    """The one beside this interpreter, else the first on the path."""
+    """Return the mpiexec next to this interpreter, else the first on the path."""
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
     if found is None:
-        raise click.ClickException("two ranks need mpiexec, which is not here: pip install 'chunkrt[mpi]'")
+        raise click.ClickException("two ranks need mpiexec, which was not found: pip install 'chunkrt[mpi]'")
     return found
 
 

@@ -1,19 +1,19 @@
-"""The published figures of llm.npu, predicted by the simulator: each beside what was published, with its error.
+"""The published figures of llm.npu, with the simulator's predictions and errors.
 
     python bench/replay_llm_npu.py          # the table
-    python bench/replay_llm_npu.py --fit    # how the profile's fitted numbers came about
+    python bench/replay_llm_npu.py --fit    # derivation of the profile's fitted numbers
 
 Source: Xu et al., Fast On-device LLM Inference with NPUs, ASPLOS 2025 (arXiv 2407.05858), figure 19 and the text; a
 Redmi K70 Pro with a Snapdragon 8 Gen 3. The profile is `sd8gen3-llm-npu`. Three of its numbers were fitted to five
-figures of Gemma-2B, the time to build a graph to a sixth, and what quantisation in groups costs to one of LLaMA2-7B.
+figures of Gemma-2B, the time to build a graph to a sixth, and the cost of quantisation in groups to one of LLaMA2-7B.
 The chunk length of 128, which the paper does not give for these figures, and the way in which a stage changes the costs
-were chosen with all figures in sight.
+were chosen with knowledge of all figures.
 
-What a stage of the ablation changes here:
+Effects of the ablation's stages here:
 
-- naive: the whole prompt is one chunk, whose graph is built and optimised when it comes; quantised in groups.
+- naive: the complete prompt is one chunk, whose graph is built and optimised on arrival; quantised in groups.
 - chunk sharing: chunks of 128, compiled once.
-- shadow outliers: quantised per tensor. What the outliers cost on the CPU is part of the fitted speeds.
+- shadow outliers: quantised per tensor. The CPU's cost of outliers is part of the fitted speeds.
 - out of order: the published rule; before, one task at a time.
 """
 
@@ -38,8 +38,9 @@ NORMS_ON_CPU = {"model.layers.*_layernorm": "cpu", "model.norm": "cpu"}
 """The paper's partition: 6 subgraphs a layer, 144 for Qwen1.5-1.8B, of which 5 in 6 do not depend on the position."""
 
 PER_GROUP = 9.28
-"""How much slower per-group quantisation is than per-tensor: fitted to LLaMA2-7B's stage of chunk sharing. The paper
-says 8 to 11."""
+"""Slowdown of per-group over per-tensor quantisation: fitted to LLaMA2-7B's stage of chunk sharing. The paper reports 8
+to 11.
+"""
 
 BUILD_S_PER_GB = 8.25
 """Seconds to build and optimise a graph, for each GB of INT8 weights: fitted to Gemma-2B's naive stage."""
@@ -90,7 +91,7 @@ CONTRADICTIONS = (
 
 
 def figures() -> list[Figure]:
-    """All that were published, the ablation first."""
+    """All published figures, the ablation first."""
     found = []
     for model, rates in ABLATION.items():
         found += [_figure(model, stage, 512, rate) for stage, rate in zip(STAGES, rates, strict=True)]
@@ -114,7 +115,7 @@ def predict(
     build_s_per_gb: float = BUILD_S_PER_GB,
     per_group: float = PER_GROUP,
 ) -> float:
-    """Tokens per second by the simulator."""
+    """Return the simulator's tokens per second."""
     is_naive = figure.stage == "naive"
     if figure.stage in ("naive", "chunk sharing"):
         device = quantised_in_groups(device, per_group)
@@ -133,7 +134,7 @@ def predict(
 
 
 def quantised_in_groups(device: DeviceProfile, factor: float) -> DeviceProfile:
-    """The device with everything slower by a factor, as the paper says of quantisation in groups."""
+    """Return the device slowed down by a factor, as the paper reports for quantisation in groups."""
 
     def slower(cost: ProcessorCost) -> ProcessorCost:
         operators = {
@@ -146,7 +147,7 @@ def quantised_in_groups(device: DeviceProfile, factor: float) -> DeviceProfile:
 
 
 def fitted(device: DeviceProfile, prompt_us: float, gops: float, cpu_gb_per_s: float) -> DeviceProfile:
-    """The device with the three numbers that are fitted."""
+    """Return the device with the three fitted numbers."""
     npu, cpu = dict(device.npu.operators), dict(device.cpu.operators)
     for kind in ("linear_a8", "linear_a16"):
         npu[kind] = replace(npu[kind], gops=gops)
@@ -160,7 +161,9 @@ def fitted(device: DeviceProfile, prompt_us: float, gops: float, cpu_gb_per_s: f
 
 
 def fit(plans: Mapping[Model, Plan], device: DeviceProfile) -> None:
-    """Least squares of the logarithms: three numbers to Gemma-2B's figures, then one figure each for the other two."""
+    """Minimise the squares of the logarithms: three numbers to Gemma-2B's figures, then one figure each for the other
+    two.
+    """
     chosen = [f for f in figures() if f.role == "fit"]
     runs = [f for f in chosen if f.stage not in ("naive", "chunk sharing")]
 
@@ -180,7 +183,7 @@ def fit(plans: Mapping[Model, Plan], device: DeviceProfile) -> None:
 
 
 def _descend(loss: Callable[[Sequence[float]], float], start: Sequence[float]) -> tuple[float, list[float]]:
-    """The least loss that steps along one number at a time find, ever smaller ones, and where."""
+    """Return the smallest loss that a coordinate search with shrinking steps finds, and its position."""
     values, least, factor = list(start), loss(start), 1.5
     while factor > 1.002:
         steps = [(index, by) for index in range(len(values)) for by in (factor, 1 / factor)]
@@ -196,7 +199,7 @@ def _descend(loss: Callable[[Sequence[float]], float], start: Sequence[float]) -
 @click.command()
 @click.option("--fit", "is_fit", is_flag=True, help="Fit the numbers, and print them.")
 def replay(is_fit: bool) -> None:
-    """Print every published figure beside its prediction. Exits with 1 if a held-out one is off by more than 25 %."""
+    """Print every published figure and its prediction. Exit with 1 if a held-out one is off by more than 25 %."""
     device = find_device("sd8gen3-llm-npu")
     assert isinstance(device, DeviceProfile)
     plans = {model: find_shape(model).plan(NORMS_ON_CPU) for model in ABLATION}  # type: ignore[arg-type]

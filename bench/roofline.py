@@ -1,12 +1,12 @@
-"""chunkrt beside what this machine could do at best: its kernels, a whole prefill, start and memory.
+"""chunkrt compared with this machine's limits: its kernels, a complete prefill, start and memory.
 
     python bench/roofline.py smollm2-135m-instruct --rounds 5 --json roofline.json
     CHUNKRT_FORCE_ISA=avx2 python bench/roofline.py
 
-Compiles bench/roofline/ with CMake (and $CXX, at the first time) into build/roofline, and measures the processor's
-peaks with loops on registers, its bandwidth with reads, and chunkrt's kernels. With a MODEL, prefills follow. All is
+Compiles bench/roofline/ with CMake (and $CXX, the first time) into build/roofline, and measures the processor's peaks
+with loops on registers, its bandwidth with reads, and chunkrt's kernels. With a MODEL, prefills follow. Everything is
 measured once a round, round after round: peaks are the best of all samples, the rest medians (least - most). On all
-cores every thread has a product of its own with the same weights, as workers have with chunks in flight.
+cores every thread computes a product of its own with the same weights, like workers with chunks in flight.
 """
 
 from __future__ import annotations
@@ -37,8 +37,15 @@ from chunkrt.quant.scheme import SCHEMES
 @click.option("-p", "--prompt-lengths", default="128,512,1024", show_default=True)
 @click.option("--scheme", type=click.Choice([n for n, s in SCHEMES.items() if s.weight_bits]), help="Of MODEL.")
 @click.option("--chunk", type=click.IntRange(1), help="Tokens of a chunk.")
-@click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures here too.")
-@click.option("--plot", "picture", type=click.Path(path_type=Path), help="Draw where MODEL's time goes: .svg or .png.")
+@click.option(
+    "--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Also write all figures to this file."
+)
+@click.option(
+    "--plot",
+    "picture",
+    type=click.Path(path_type=Path),
+    help="Draw a time breakdown of MODEL to this file: .svg or .png.",
+)
 def roofline(
     model: str | None,
     threads: int,
@@ -51,12 +58,14 @@ def roofline(
 ) -> None:
     """Measure this machine, chunkrt's kernels on it, and prefills of MODEL, if one is given."""
     if threads > available_cores():
-        raise click.BadParameter(f"{threads} threads, but there are {available_cores()} cores", param_hint="--threads")
+        raise click.BadParameter(
+            f"{threads} threads, but only {available_cores()} cores are available", param_hint="--threads"
+        )
     if path is not None and not path.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {path.parent}", param_hint="--json")
+        raise click.BadParameter(f"the folder {path.parent} does not exist", param_hint="--json")
     if picture is not None:
         if model is None:
-            raise click.BadParameter("there is nothing to draw without a MODEL", param_hint="--plot")
+            raise click.BadParameter("--plot needs a MODEL", param_hint="--plot")
         try:
             check_picture(picture)
         except ConfigError as error:
@@ -110,7 +119,7 @@ def roofline(
 def _lengths(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise click.BadParameter(f"{text!r}, expected whole numbers with commas between", param_hint="--prompt-lengths")
+        raise click.BadParameter(f"{text!r}, expected whole numbers separated by commas", param_hint="--prompt-lengths")
     return [int(part) for part in parts]
 
 
@@ -168,7 +177,7 @@ def _bar(parts: Parts, machine: Machine, test: str, threads: int) -> dict[str, A
 
 
 def _peaks(machine: Machine, threads: int) -> Peaks | None:
-    """Of the instruction sets that chunkrt selects; None if one has no loop that measures it."""
+    """Return the peak of the instruction sets that chunkrt selects; None if no loop measures one of them."""
     integer = machine.peak(machine.selected["gemm"], "int8", threads)
     floating = machine.peak(machine.selected["attention"], "float32", threads)
     if integer is None or floating is None:
@@ -177,7 +186,7 @@ def _peaks(machine: Machine, threads: int) -> Peaks | None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Beside `path` first, then renamed."""
+    """Write under a temporary name, then rename."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         aside.write_text(text, "utf-8")

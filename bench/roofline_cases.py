@@ -1,4 +1,4 @@
-"""Which kernels are measured, at which shapes."""
+"""The measured kernels and their shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GEMM_SHAPES = {
 ROWS = (1, 8, 32, 128)
 CHUNK = 32
 DECODERS = {"SmolLM2-135M": (576, 1536, 9, 3, 64), "Qwen2.5-1.5B": (1536, 8960, 12, 2, 128)}
-"""Hidden size, intermediate size, heads, heads of keys, head_dim."""
+"""Hidden size, intermediate size, heads, KV heads, head_dim."""
 
 POSITIONS = (0, 480, 2016)
 
@@ -23,9 +23,9 @@ POSITIONS = (0, 480, 2016)
 class KernelCase:
     """One measurement of a kernel.
 
-    line: for the probe, without the threads. work: of one call, in the unit's billionth part. kind: of the peak that it
-    is compared with; None: with bandwidth alone. read_bytes: that a call reads, or reads and writes. walked_bytes: that
-    it comes back to; they tell which cache it reads from.
+    line: request to the probe, without the threads. work: of one call, in billionths of the unit. kind: type of the
+    peak for comparison; None: bandwidth alone. read_bytes: bytes that a call reads, or reads and writes. walked_bytes:
+    bytes of the region that calls cycle through; they determine the cache that it reads from.
     """
 
     kernel: str
@@ -39,7 +39,7 @@ class KernelCase:
 
 
 def kernel_cases(ring_bytes: int, *, with_bfloat16: bool) -> list[KernelCase]:
-    """All that is measured; attention in bfloat16 where there are instructions for its products."""
+    """Return all measurements; attention in bfloat16 only on processors with instructions for its products."""
     attention = [*_attention_cases("float32"), *(_attention_cases("bfloat16") if with_bfloat16 else [])]
     return [*_gemm_cases(ring_bytes), *attention, *_row_cases()]
 
@@ -85,7 +85,7 @@ def _attention_cases(math: Literal["bfloat16", "float32"]) -> list[KernelCase]:
 
 
 def _row_cases() -> list[KernelCase]:
-    """Kernels that go over rows once: bytes read and written count."""
+    """Return measurements of kernels that go over rows once: bytes read and written count."""
     cases = []
     for model, (hidden, intermediate, *_) in DECODERS.items():
         for kernel, width, bytes_per_element in (

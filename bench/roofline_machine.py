@@ -22,7 +22,7 @@ PEAK_ASKS, KERNEL_ASKS = 6, 3
 """Samples in each round: of a peak or a bandwidth, and of a kernel."""
 
 READ_PIECE_BYTES = 65536
-"""What one call of "read" reads."""
+"""Bytes that one call of "read" reads."""
 
 MIB = 1 << 20
 LEAST_RING_BYTES, MOST_RING_BYTES = 256 * MIB, 2048 * MIB
@@ -32,7 +32,7 @@ Level = Literal["L2", "L3", "memory"]
 
 
 class Probe:
-    """The program, running: one question at a time. For use in a `with` statement."""
+    """The running program: one request at a time. For use in a `with` statement."""
 
     def __init__(self, program: Path, ring_bytes: int) -> None:
         self._process = subprocess.Popen(
@@ -40,7 +40,7 @@ class Probe:
         )
 
     def ask(self, line: str) -> dict[str, Any]:
-        """The answer to one line; main.cc lists what can be asked."""
+        """Return the answer to one line; main.cc lists the requests."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -53,7 +53,7 @@ class Probe:
         return parsed
 
     def seconds(self, line: str) -> float:
-        """Seconds of one call, on every thread."""
+        """Return the seconds of one call, on every thread."""
         answer = self.ask(line)
         return float(answer["seconds"]) / int(answer["calls"])
 
@@ -65,7 +65,7 @@ class Probe:
 
 
 def build_probe() -> Path:
-    """Compile the program, with the flags that chunkrt's kernels have."""
+    """Compile the program, with the flags of chunkrt's kernels."""
     if shutil.which("cmake") is None:
         raise click.ClickException("cmake is not on the PATH; `pip install cmake` installs it")
     options = ["-DCHUNKRT_BUILD_PYTHON=OFF", "-DCHUNKRT_BUILD_BENCH=ON"]
@@ -80,7 +80,7 @@ def build_probe() -> Path:
 
 
 def caches() -> dict[int, int]:
-    """Bytes of each cache level from the second on, as the operating system has them; empty if it does not say."""
+    """Return bytes of each cache level from the second on, if the operating system reports them; else empty."""
     sizes: dict[int, int] = {}
     for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         level, size = int((index / "level").read_text()), (index / "size").read_text().strip()
@@ -90,13 +90,13 @@ def caches() -> dict[int, int]:
 
 
 class Machine:
-    """Everything that the probe measures, round by round.
+    """All measurements of the probe, round by round.
 
     Args:
         probe: the program.
         thread_counts: 1 and perhaps all.
         cache_bytes: by level.
-        ring_bytes: of the weights that are streamed.
+        ring_bytes: size of the streamed weights.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Machine:
 
     @property
     def levels(self) -> list[Level]:
-        """What bandwidth is known of, the nearest first."""
+        """Memory levels with known bandwidth, the nearest first."""
         found: list[Level] = []
         found += ["L2"] if 2 in self._caches else []
         found += ["L3"] if 3 in self._caches else []
         return [*found, "memory"]
 
     def measure(self) -> None:
-        """One round: everything once, and peaks more often."""
+        """Run one round: everything once, and peaks more often."""
         for threads in self.thread_counts:
             peaks = [f"peak {index} {threads}" for index in range(len(self._about["peaks"]))]
             reads = [self._read_line(level, threads) for level in self.levels]
@@ -141,7 +141,9 @@ class Machine:
         return f"read {self._read_bytes(level, threads)} {threads}"
 
     def _read_bytes(self, level: Level, threads: int) -> int:
-        """Of each thread: half of the cache; a second-level one belongs to a core, a third-level one to all."""
+        """Return the bytes of each thread: half of the cache; a second-level one belongs to a core, a third-level one
+        to all.
+        """
         sizes = {
             "L2": self._caches.get(2, 0) // 2,
             "L3": self._caches.get(3, 0) // (2 * threads),
@@ -150,7 +152,7 @@ class Machine:
         return sizes[level] // READ_PIECE_BYTES * READ_PIECE_BYTES
 
     def peak_rows(self) -> list[dict[str, Any]]:
-        """Every loop: its description, and by number of threads the best rate in multiply-adds a second."""
+        """Return every loop: its description, and by number of threads the best rate in multiply-adds a second."""
         return [
             row
             | {
@@ -162,21 +164,21 @@ class Machine:
         ]
 
     def peak(self, isa: str, kind: str, threads: int) -> float | None:
-        """The best of the loops of an instruction set, in multiply-adds a second; None if it has none."""
+        """Return the best rate of an instruction set's loops, in multiply-adds a second; None if it has none."""
         rows = [row for row in self.peak_rows() if row["isa"] == isa and row["kind"] == kind]
         return max((row["macs_per_s"][str(threads)] for row in rows), default=None)
 
     def bandwidth(self, level: Level, threads: int) -> float:
-        """Bytes a second, the best."""
+        """Return the best bandwidth in bytes a second."""
         best = min(self._samples[self._read_line(level, threads)])
         return threads * READ_PIECE_BYTES / best
 
     def level_of(self, num_bytes: float) -> Level:
-        """The nearest cache that holds so much."""
+        """Return the nearest cache that holds `num_bytes`."""
         return next((x for x in self.levels if x == "memory" or num_bytes <= self._caches[int(x[1])]), "memory")
 
     def kernel_row(self, case: KernelCase, threads: int) -> dict[str, Any]:
-        """Rates of one case in its unit, all threads together, and their median's shares of peak and roofline."""
+        """Return rates of one case in its unit, all threads together, and the median's shares of peak and roofline."""
         samples = self._samples[f"{case.line} {threads}"]
         rate = Spread.of([threads * case.work / seconds / 1e9 for seconds in samples])
         level = self.level_of(case.walked_bytes)
@@ -200,5 +202,5 @@ class Machine:
 
 
 def ring_bytes_for(cache_bytes: dict[int, int]) -> int:
-    """Four times the last cache, within limits."""
+    """Return four times the last cache, within limits."""
     return min(MOST_RING_BYTES, max(LEAST_RING_BYTES, 4 * max(cache_bytes.values())))

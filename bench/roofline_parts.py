@@ -1,4 +1,4 @@
-"""Where the time of a prefill and of a token goes: to the steps of the native programs, and to what is beside them."""
+"""Time breakdown of a prefill and of a token: steps of the native programs, and the time outside of them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ DECODE = "token"
 
 PYTHON, IDLE = "Python in tasks", "executor, idle threads"
 BESIDE_STEPS = ("between_steps", PYTHON, IDLE)
-"""What is no step: in programs between steps (loops are opened, other threads waited for), in tasks outside of
-programs, and outside of tasks."""
+"""Parts outside all steps: in programs between steps (opening loops, waiting for other threads), in tasks outside of
+programs, and outside of tasks.
+"""
 
 LEAST_SHARE_DRAWN, LEAST_SHARE_TOLD = 0.01, 3
-"""Of a part that has a colour of its own in some bar; and, in %, of one whose share is written on it."""
+"""Smallest share of a part with a colour of its own in some bar; and, in %, smallest share that is written on a bar."""
 
 GREYS = ("#666666", "#a0a0a0", "#d9d9d9")
-"""Of what is beside the steps."""
+"""Colours of the time outside all steps."""
 
 
 class Timed(NamedTuple):
-    """Some runs: what ran; seconds from begin to end, in tasks, of callers in programs, and of all threads by step."""
+    """Some runs: name; seconds from begin to end, in tasks, of callers in programs, and of all threads by step."""
 
     tasks: Sequence[Task]
     wall_s: float
@@ -49,7 +50,7 @@ class Timed(NamedTuple):
     steps_s: Mapping[str, float]
 
     def parts(self, threads: int) -> dict[str, float]:
-        """Seconds by part, each thread's share of it; together they are the time from begin to end."""
+        """Return seconds by part, each thread's share of it; together they are the time from begin to end."""
         helpers_s = sum(self.steps_s.values()) - self.callers_s
         thread_seconds = {
             **self.steps_s,
@@ -74,7 +75,7 @@ class _Clocked:
         )
 
     def run(self, prompts: Sequence[Sequence[int]], state: State) -> Timed:
-        """One after the other."""
+        """Run prompts one after the other."""
         self._times.take()
         tasks: list[Task] = []
         wall_ns = tasks_ns = 0
@@ -89,11 +90,11 @@ class _Clocked:
 
 
 class Parts:
-    """Prompts and single tokens, by part, on several numbers of threads.
+    """Time breakdown of prompts and single tokens, on several numbers of threads.
 
     Args:
         engine: on the native backend.
-        thread_counts: executors are made for each.
+        thread_counts: executors are created for each.
     """
 
     def __init__(self, engine: Engine, thread_counts: Sequence[int]) -> None:
@@ -115,7 +116,7 @@ class Parts:
         """For each round: seconds by part, of a prompt or of a token, by test and threads."""
 
     def measure(self, *, counts: bool) -> None:
-        """One round."""
+        """Run one round."""
         prompt, singles = [self._tokens], [[token] for token in self._tokens[:DECODED_TOKENS]]
         for threads, (prompts, tokens) in self._clocked.items():
             self._state.rewind(0)
@@ -133,7 +134,7 @@ class Parts:
         self.samples.setdefault((test, threads), []).append(sample)
 
     def bounds(self, test: str, peaks: Peaks) -> dict[str, float]:
-        """Least seconds of the steps that have a peak; of tokens, for the one in the middle."""
+        """Return the smallest possible seconds of the steps that have a peak; of tokens, for the one in the middle."""
         scheme, plan, merged = self._engine.scheme, self._engine.plan, self._merged
         if test == self._prefill:
             return step_bounds(
@@ -144,9 +145,9 @@ class Parts:
 
 
 def part_rows(samples: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """Of each part the spread of its seconds over the rounds, and the share that the medians make of all.
+    """Return for each part the spread of its seconds over the rounds, and its median's share of all medians.
 
-    The steps come first, those that take longest before the others; then what is beside them.
+    The steps come first, the slowest before the others; then the time outside of them.
     """
     names = {name for sample in samples for name in sample}
     spreads = {name: Spread.of([sample.get(name, 0.0) for sample in samples]) for name in names}
@@ -159,7 +160,7 @@ def part_rows(samples: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
 
 
 def draw_parts(bars: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Draw a bar for each test and number of threads, its parts one above the other, the small ones as one.
+    """Draw a bar for each test and number of threads, with stacked parts; small ones are combined.
 
     Args:
         bars: as in the report's "parts".
@@ -208,7 +209,7 @@ def draw_parts(bars: Sequence[Mapping[str, Any]], title: str, path: Path) -> Non
 
 
 def bar_name(bar: Mapping[str, Any]) -> str:
-    """Such as "pp512, 2 threads" and, below, its time."""
+    """Return a label such as "pp512, 2 threads" and, below, its time."""
     seconds = sum(row["seconds"]["median"] for row in bar["parts"])
     threads = "1 thread" if bar["threads"] == 1 else f"{bar['threads']} threads"
     return f"{bar['test']}, {threads}\n{1e3 * seconds:.{0 if seconds >= 0.1 else 1}f} ms"

@@ -1,4 +1,4 @@
-"""A model on this machine: how long prefills take, start and peak memory."""
+"""A model on this machine: duration of prefills, start, and peak memory."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Prefills:
     """Prefills of several lengths on several numbers of threads.
 
     Args:
-        model: as `chunkrt.load` takes it.
+        model: see `chunkrt.load`.
         lengths: of prompts, in tokens.
         thread_counts: an engine is loaded for each.
-        options: of the engines, besides threads.
+        options: of the engines, in addition to threads.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Prefills:
 
     @property
     def engine(self) -> Engine:
-        """The one of fewest threads."""
+        """The engine with the fewest threads."""
         return self._engines[min(self._engines)]
 
     def measure(self, *, counts: bool) -> None:
-        """One round: every prompt once on each number of threads."""
+        """Run one round: every prompt once on each number of threads."""
         for length in self.lengths:
             for threads, engine in self._engines.items():
                 with engine.session() as session:
@@ -77,9 +77,9 @@ class Prefills:
 
 
 def start_command(model: str, threads: int, options: Mapping[str, Any]) -> float:
-    """Seconds from starting `chunkrt run` to the first byte of the answer."""
+    """Return the seconds from starting `chunkrt run` to the first byte of the answer."""
     settings = [f"--{name.removesuffix('_length')}={value}" for name, value in options.items()]
-    program = [sys.executable, "-P", "-m", "chunkrt"]  # the one installed: a source folder has no native module
+    program = [sys.executable, "-P", "-m", "chunkrt"]  # the installed one: a source folder has no native module
     command = [*program, "run", model, "--raw", "-p", PROMPT, "-n", "8", f"--threads={threads}"]
     start = perf_counter()
     with subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
@@ -93,7 +93,7 @@ def start_command(model: str, threads: int, options: Mapping[str, Any]) -> float
 
 
 def start_fresh(model: str, threads: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """In a process of its own: what `_fresh` gives."""
+    """Return the result of `_fresh` in a process of its own."""
     question = json.dumps({"model": model, "threads": threads, "options": dict(options)})
     done = subprocess.run([sys.executable, __file__, question], capture_output=True, text=True)
     if done.returncode:
@@ -103,7 +103,9 @@ def start_fresh(model: str, threads: int, options: Mapping[str, Any]) -> dict[st
 
 
 def _fresh(model: str, threads: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds from `load` to the first token, and bytes: before, at the peak after a longer prompt, weights, cache."""
+    """Return the seconds from `load` to the first token, and bytes: before, at the peak after a longer prompt, weights,
+    cache.
+    """
     before = _peak_bytes()
     start = perf_counter()
     with chunkrt.load(model, threads=threads, prefix_cache="off", **options) as engine, engine.session() as session:
@@ -125,7 +127,7 @@ def _fresh(model: str, threads: int, options: Mapping[str, Any]) -> dict[str, An
 
 
 def _peak_bytes() -> int | None:
-    """The most memory that this process has had resident, mapped files included; None where it cannot be told."""
+    """Return the largest resident memory of this process, including mapped files; None if it is unknown."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)

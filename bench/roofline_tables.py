@@ -7,7 +7,7 @@ from typing import Any
 
 
 def markdown(report: dict[str, Any]) -> Iterator[str]:
-    """The lines of a report; `report` is what --json writes."""
+    """Return the lines of a report; `report` is the content of the --json file."""
     machine = report["machine"]
     counts = sorted({1, machine["threads"]})
     sizes = ", ".join(f"L{level} {size >> 10} KiB" for level, size in sorted(machine["cache_bytes"].items()))
@@ -37,9 +37,9 @@ def markdown(report: dict[str, Any]) -> Iterator[str]:
 
 
 def parts_markdown(bars: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The lines of one table: parts by test and number of threads; `bars` is the report's "parts"."""
-    yield "Where the time goes, by steps of the native programs: ms of each thread (medians), shares of the sum,"
-    yield "and at best, the longer of arithmetic and memory at their peaks."
+    """Return the lines of one table: parts by test and number of threads; `bars` is the report's "parts"."""
+    yield "Time breakdown by steps of the native programs: ms of each thread (medians), shares of the sum,"
+    yield "and the bound, the longer of arithmetic and memory at their peaks."
     yield ""
     found = [{row["part"]: row for row in bar["parts"]} for bar in bars]
     names = dict.fromkeys(row["part"] for bar in bars for row in bar["parts"])
@@ -61,8 +61,8 @@ def _kernel_cells(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _model_markdown(report: dict[str, Any]) -> Iterator[str]:
     model, start, memory = (report[key] for key in ("model", "start", "memory"))
-    yield f"{model['name']}, native, {model['scheme']}, chunks of {model['chunk']}. In GMAC: linears, what the integer"
-    yield "units do for them (16-bit grids count twice), and attention. Bounds in ms: arithmetic (linears and attention"
+    yield f"{model['name']}, native, {model['scheme']}, chunks of {model['chunk']}. In GMAC: linears, their work on the"
+    yield "integer units (16-bit grids count twice), and attention. Bounds in ms: arithmetic (linears and attention"
     yield "at their peaks) and memory (every chunk reads its weights once)."
     yield ""
     rows = []
@@ -119,7 +119,9 @@ def _ms(seconds: float) -> str:
 
 
 def _best_mixes(peaks: Sequence[dict[str, Any]], threads: str) -> list[dict[str, Any]]:
-    """Of each instruction sequence the mix that is fastest on all cores, with the best rate of any for each count."""
+    """Return for each instruction sequence the mix that is fastest on all cores, with the best rate of any for each
+    count.
+    """
     best: dict[tuple[str, str], dict[str, Any]] = {}
     for row in peaks:
         key, rates = (row["isa"], row["instructions"]), row["macs_per_s"]
@@ -140,7 +142,7 @@ def _spread(values: dict[str, float]) -> str:
 
 
 def _shares(share: float | None, best: float) -> str:
-    """Of the median and, `best` being how much faster that was, of the best sample."""
+    """Return the shares of the median and, with `best` as its speed-up, of the best sample."""
     return "-" if share is None else f"{share:.0%} ({share * best:.0%})"
 
 
@@ -149,7 +151,7 @@ def _mib(num_bytes: int | None) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A Markdown table, and an empty line."""
+    """Return a Markdown table, and an empty line."""
     yield "| " + " | ".join(heads) + " |"
     yield "|" + " --- |" * len(heads)
     for row in rows:

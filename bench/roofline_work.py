@@ -1,4 +1,4 @@
-"""What a prefill computes and reads, and how fast a machine with given peaks could do that at best.
+"""Work of a prefill, and its shortest possible time on a machine with given peaks.
 
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009.
 """
@@ -19,11 +19,11 @@ from chunkrt.runtime.tasks import Task
 from chunkrt.simulate.work import Chunk
 
 NOT_COUNTED = (EXPERTS_OP, LINEAR_ATTENTION_OP, "FloatLinear")
-"""Operators that compute much and are not counted here."""
+"""Expensive operators that are not counted here."""
 
 
 class Spread(NamedTuple):
-    """Median, least and most of some samples."""
+    """Median, minimum and maximum of some samples."""
 
     median: float
     least: float
@@ -31,18 +31,19 @@ class Spread(NamedTuple):
 
     @staticmethod
     def of(samples: Sequence[float]) -> Spread:
-        """Of at least one sample."""
+        """Return the spread of at least one sample."""
         return Spread(statistics.median(samples), min(samples), max(samples))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What some tasks do.
+    """Work of some tasks.
 
-    linear_macs: multiply-adds of the linears as the model defines them. digit_macs: those that the integer units do,
-    twice as many where activations lie on a grid of 16 bits, which is two int8 digits. The few of outliers, in float,
-    are not counted. attention_macs: of scores and weighted sums, over the positions that each token sees.
-    weight_bytes: of linears, read once for every task.
+    linear_macs: multiply-adds of the linears as the model defines them. digit_macs: those on the integer units, twice
+    as many for activations on a grid of 16 bits, which are two int8 digits. The few outliers, in float, are not
+    counted.
+    attention_macs: of scores and weighted sums, over the positions that each token sees. weight_bytes: of linears, read
+    once for every task.
     """
 
     linear_macs: int
@@ -58,14 +59,14 @@ def work_of(
     tasks: Iterable[Task],
     storages: Collection[Storage] = ("int8", "int4", "blocks"),
 ) -> Work:
-    """The work of a run.
+    """Return the work of a run.
 
     Args:
         plan: the decoder.
         scheme: with integer weights.
         chunks: of the run.
-        tasks: those that ran: chunks whose logits nobody wants skip the last subgraphs.
-        storages: of the linears that count.
+        tasks: tasks of the run: chunks without logits skip the last subgraphs.
+        storages: storage of the linears that count.
 
     Raises:
         ConfigError: an operator of the plan is not counted here.
@@ -87,13 +88,13 @@ def work_of(
                 width = cast(int, node.attributes["num_heads"]) * cast(int, node.attributes["head_dim"])
                 attention_macs += 2 * chunk.pairs(cast(int, node.attributes["window"])) * width
             elif node.op in NOT_COUNTED:
-                raise ConfigError(f"the roofline does not count {node.op}, as in {node.name}; take another model")
+                raise ConfigError(f"the roofline does not count {node.op}, as in {node.name}; choose another model")
     return Work(linear_macs=linear_macs, digit_macs=digit_macs, attention_macs=attention_macs, weight_bytes=num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """What the cores that are used do at best, a second: multiply-adds of int8, of float32, bytes read from memory."""
+    """Peaks of the cores in use, a second: multiply-adds of int8, of float32, bytes read from memory."""
 
     integer_macs: float
     float_macs: float
@@ -102,8 +103,9 @@ class Peaks:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Least seconds for some work: the linears on the integer units, attention on the float units, and, at the same
-    time, the weights from memory."""
+    """Smallest possible seconds of some work: the linears on the integer units, attention on the float units, and, at
+    the same time, the weights from memory.
+    """
 
     integer_s: float
     attention_s: float
@@ -111,7 +113,7 @@ class Bounds:
 
     @staticmethod
     def of(work: Work, peaks: Peaks) -> Bounds:
-        """On a machine with these peaks."""
+        """Return the bound on a machine with these peaks."""
         return Bounds(
             integer_s=work.digit_macs / peaks.integer_macs,
             attention_s=work.attention_macs / peaks.float_macs,
@@ -120,19 +122,19 @@ class Bounds:
 
     @property
     def arithmetic_s(self) -> float:
-        """Integer and float units are the same ones, so their times add."""
+        """Integer and float work uses the same units, so their times add."""
         return self.integer_s + self.attention_s
 
     @property
     def nearer(self) -> str:
-        """The bound that a measured time is nearer to: the larger."""
+        """The larger bound, to which a measured time is nearer."""
         return "arithmetic" if self.arithmetic_s >= self.memory_s else "memory"
 
 
 def step_bounds(
     plan: Plan, scheme: Scheme, chunks: Sequence[Chunk], tasks: Sequence[Task], peaks: Peaks
 ) -> dict[str, float]:
-    """Least seconds of what has a peak, by the native steps' names. Arguments and errors are those of `work_of`."""
+    """Return the smallest possible seconds by names of native steps. Arguments and errors are those of `work_of`."""
 
     def bounds(*storages: Storage) -> Bounds:
         return Bounds.of(work_of(plan, scheme, chunks, tasks, storages), peaks)
@@ -146,12 +148,12 @@ def step_bounds(
 
 
 def attainable(peak: float, bandwidth: float, work: float, num_bytes: float) -> float:
-    """The roofline: the rate that either the peak or the bandwidth allows.
+    """Return the roofline: the rate that both the peak and the bandwidth allow.
 
     Args:
         peak: work a second.
         bandwidth: bytes a second.
         work: of one call.
-        num_bytes: that a call reads.
+        num_bytes: bytes that a call reads.
     """
     return min(peak, bandwidth * work / num_bytes)

@@ -1,12 +1,12 @@
-"""chunkrt beside other runtimes with many sequences at once: throughput, time to first token, gaps between tokens.
+"""Comparison with other runtimes on many sequences at once: throughput, time to first token, gaps between tokens.
 
     python bench/serving.py smollm2-135m-instruct --threads 2 --sessions 8 --rounds 5
 
-Or servers that run already, of chunkrt or any that speaks OpenAI's API:
+It also measures running servers, of chunkrt or any other with OpenAI's API:
 
     python bench/serving.py --url http://127.0.0.1:8080/v1 --rate 1 --rate 2 --requests 64
 
-See `bench/README.md` for what is measured, and how.
+See `bench/README.md` for the method.
 """
 
 import sys

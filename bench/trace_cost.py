@@ -1,8 +1,8 @@
-"""What `--trace` costs while a prompt runs: prefills with and without it, taking turns, and the ratio of their times.
+"""Cost of `--trace` during a prompt: prefills with and without it, in turns, and the ratio of their times.
 
     python bench/trace_cost.py smollm2-135m-instruct -p 512 --rounds 40
 
-The file is written when everything has ended; that takes its own time, which is printed beside.
+The file is written at the end; the time for that is printed separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from chunkrt.runtime.trace.file import write_trace
 @click.option("--rounds", type=int, default=40, show_default=True)
 @engine_options
 def trace_cost(model: str, prompt_length: int, rounds: int, **settings: Any) -> None:
-    """Print how much longer a prefill of MODEL takes when it is traced."""
+    """Print the slowdown of a prefill of MODEL when it is traced."""
     random = np.random.default_rng(0)
     records: list[RunRecord] = []
     ratios = []

@@ -1,6 +1,6 @@
 """chunkrt: a heterogeneous CPU/NPU chunked-prefill runtime for decoder language models.
 
-Names are imported when they are first used, so that `import chunkrt` and the start of the command line take no time.
+Names are imported at their first use, so that `import chunkrt` and the start of the command line are fast.
 """
 
 from importlib import import_module
@@ -48,7 +48,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name, or a submodule, on its first use. Raises AttributeError if there is none."""
+    """Import a public name, or a submodule, at its first use. Raises AttributeError if it does not exist."""
     if name in _MODULES:
         value: object = getattr(import_module(f"chunkrt.{_MODULES[name]}"), name)
     elif not name.startswith("_") and find_spec(f"chunkrt.{name}") is not None:

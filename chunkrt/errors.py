@@ -1,7 +1,7 @@
-"""Every error that chunkrt raises on purpose.
+"""All errors that chunkrt raises on purpose.
 
-A message says what failed, what was found and what was expected, and the next thing to try. The command line
-prints it as one line; `-v` adds the traceback and the chained cause.
+A message states the failure, the value that was found, the value that was expected, and the next thing to try. The
+command line prints it as one line; `-v` adds the traceback and the chained cause.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from difflib import get_close_matches
 class ChunkrtError(Exception):
     """Base of all errors below; catch it to catch everything that chunkrt reports.
 
-    The message is one line: what a damaged file or another library puts into it is escaped.
+    The message is one line: characters from damaged files or other libraries are escaped.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -29,9 +29,9 @@ class ModelError(ChunkrtError):
 
 
 class UnsupportedModelError(ModelError):
-    """The checkpoint is sound, but its architecture or one of its features is not implemented.
+    """The checkpoint is valid, but its architecture or one of its features is not implemented.
 
-    `feature`: what asks for it, by name: a key of the config, or a tensor. Empty where nothing does by itself.
+    `feature`: name of the key of the config or the tensor that requires the feature; empty if there is no single one.
     """
 
     def __init__(self, message: str, *, feature: str = "") -> None:
@@ -40,7 +40,7 @@ class UnsupportedModelError(ModelError):
 
 
 class BusyError(ChunkrtError):
-    """The engine has as much to do, or holds as many sessions, as it may; later there may be room again."""
+    """The engine has reached its limit of work or sessions; there may be room again later."""
 
 
 class PartitionError(ChunkrtError):
@@ -56,7 +56,7 @@ class BackendError(ChunkrtError):
 
 
 class BackendUnavailableError(BackendError):
-    """The backend's library, driver or device is not on this machine."""
+    """The backend's library, driver or device is not available on this machine."""
 
 
 class CompileError(BackendError):
@@ -68,15 +68,15 @@ class DeviceLostError(BackendError):
 
 
 class NumberRangeError(BackendError):
-    """A value is beyond the numbers that a device computes with. The device itself works."""
+    """A value exceeds the range of numbers that a device computes with. The device itself works."""
 
 
 class OutOfMemoryError(ChunkrtError, MemoryError):
-    """There is too little memory for a file, a model or its context; nothing is wrong with those."""
+    """The memory is not sufficient for a file, a model or its context, which are valid themselves."""
 
 
 class ConstraintError(ChunkrtError):
-    """The constraint of a generation failed, or allows no token; the text up to there does not satisfy it."""
+    """The constraint of a generation failed, or allows no token; the text so far does not satisfy it."""
 
 
 class ClosedError(ChunkrtError):
@@ -84,7 +84,8 @@ class ClosedError(ChunkrtError):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], *, hint: str = "") -> ConfigError:
-    """The error for a name that is not among those known: the nearest is offered, then all, or `hint`."""
+    """Return the error for an unknown name. The message offers the nearest known name, then lists all, or gives
+    `hint`."""
     known = list(known)
     nearest = get_close_matches(name, known, n=1, cutoff=0.5)
     guess = f"did you mean {nearest[0]!r}? " if nearest else ""

@@ -1,8 +1,8 @@
-"""Files and folders that several processes write: each is there whole or not at all, and nothing is left by the dead.
+"""Files and folders that several processes write: each is either complete or absent, and dead processes leave no rest.
 
-An entry is written under a hidden name beside its own, the same for every attempt, then renamed: what was left by a
-process that was killed is replaced by the next one. Only one process at a time writes into a folder of the cache, so
-whatever is hidden there was left by one that died, and the next writer removes it.
+An entry is written under a hidden name next to its own, the same for every attempt, and then renamed: the next attempt
+replaces the rest of a killed process. Only one process at a time writes into a folder of the cache, so hidden entries
+there come from a dead process, and the next writer removes them.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ log = logging.getLogger(__name__)
 Entry = TypeVar("Entry")
 
 Count = Callable[[int, int], None]
-"""Told how much of something is done, and of how much."""
+"""Progress function that is called with (amount done, total)."""
 
 Progress = Callable[[str, int, int], None]
-"""The same, with what it is first: "compiling"."""
+"""Progress function that is called with (description, amount done, total), for example ("compiling", 1, 2)."""
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """A Progress that nobody is told of."""
+    """Ignore progress."""
 
 
 BYTE_ORDER_MARK = "\ufeff"
-"""U+FEFF, which Windows PowerShell and some editors write before a text."""
+"""U+FEFF, which Windows PowerShell and some editors write at the beginning of a text."""
 
 SILENT_SECONDS = 1.0
-"""For so long a process waits for another without a word."""
+"""Seconds that a process waits for another before it logs a warning."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def locked(path: Path, doing: str) -> Iterator[None]:
     """Hold a lock file; the system releases it if the process dies.
 
     Args:
-        doing: what the others do who hold it, for the warning of whoever has to wait.
+        doing: activity of the processes that hold it, for the warning of a process that has to wait.
 
     Raises:
         OSError: the file cannot be written.
@@ -71,9 +71,10 @@ def locked(path: Path, doing: str) -> Iterator[None]:
 
 @contextmanager
 def only_writer(folder: Path, doing: str) -> Iterator[None]:
-    """Be the only process that writes into a folder. It must be chunkrt's own: what is hidden in it is deleted.
+    """Be the only process that writes into a folder. The folder must be chunkrt's own: hidden entries in it are
+    deleted.
 
-    The lock lies beside the folder. Arguments and errors are those of `locked`.
+    The lock file is next to the folder. Arguments and errors are those of `locked`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f".{folder.name}.lock"), doing):
@@ -83,14 +84,14 @@ def only_writer(folder: Path, doing: str) -> Iterator[None]:
 
 
 def made_once(path: Path, doing: str, read: Callable[[], Entry], make: Callable[[], Entry]) -> Entry:
-    """An entry of a cache: read, or made by one process while the others wait, then to read it.
+    """Return an entry of a cache: one process makes it while the others wait, and then read it.
 
     Args:
         path: the entry, in a folder of chunkrt's own.
-        doing: what makes it, for warnings: "compiling a model".
-        read: only called if something is there; whatever it raises but MemoryError is damage, which is warned of and
-            made anew.
-        make: writes it, by `written_aside`.
+        doing: activity that makes it, for warnings: "compiling a model".
+        read: reads an existing entry; any error except MemoryError means that the entry is damaged. A warning is
+            logged, and the entry is made again.
+        make: writes the entry with `written_aside`.
 
     Raises:
         OSError: the folder cannot be written.
@@ -100,7 +101,7 @@ def made_once(path: Path, doing: str, read: Callable[[], Entry], make: Callable[
             return read()
     except MemoryError:
         raise
-    except Exception:  # a damaged entry raises whatever its bytes lead to
+    except Exception:  # a damaged entry may raise any error
         log.debug("%s cannot be read", path, exc_info=True)
     with only_writer(path.parent, doing):
         try:
@@ -116,13 +117,14 @@ def made_once(path: Path, doing: str, read: Callable[[], Entry], make: Callable[
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """A path to write a file or a folder to, which becomes `path` when the block ends well, and else is removed.
+    """Yield a path for writing a file or a folder, which is renamed to `path` if the block succeeds, and removed
+    otherwise.
 
-    It is on the disk before it is renamed. Of several attempts at once each waits for the one before it. A file
+    The data are on the disk before the renaming. Of several attempts at once each waits for the one before it. A file
     replaces another, a folder does not.
 
     Raises:
-        OSError: the folder around it cannot be made, or it cannot be renamed.
+        OSError: the folder around it cannot be created, or it cannot be renamed.
     """
     aside, lock = (path.parent / f".{path.name}{suffix}" for suffix in (".part", ".lock"))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,27 +139,28 @@ def written_aside(path: Path) -> Iterator[Path]:
             aside.replace(path)
         finally:
             remove(aside)
-            remove(lock)  # while it is held: whoever waits for it tells that it is gone, and makes another
+            remove(lock)  # removed while it is held: a waiting process notices that, and creates a new one
 
 
 def check_writable(path: Path) -> None:
-    """Raises OSError where `written_aside` could not write a file, as far as can be told beforehand."""
+    """Raise OSError if `written_aside` could not write a file, as far as that can be determined in advance."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     with suppress(FileNotFoundError, NotADirectoryError):
         path.with_name(f".{path.name}.part").stat()  # the name may be too long
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder")
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, f"{folder} may not be written to")
+        raise PermissionError(errno.EACCES, f"{folder} is not writable")
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a regular file, without a byte order mark; a pipe or a device might never end.
+    """Return the text of a regular file, without a byte order mark. A pipe or a device is an error, because it might
+    never end.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: it cannot be read, or is not a regular file.
         ValueError: it is not UTF-8.
     """
     check_regular(path)
@@ -165,19 +168,19 @@ def read_text(path: Path) -> str:
 
 
 def check_regular(path: Path) -> None:
-    """Raises OSError if there is something at the path that is neither a file nor a folder, or nothing."""
+    """Raise OSError unless the path is a file or a folder."""
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, "it is a pipe or a device, expected a regular file")
 
 
 def map_read_only(path: Path) -> mmap.mmap:
-    """Map a file for reading; the map stays open for as long as an array views it.
+    """Map a file for reading; the mapping stays open for as long as an array views it.
 
     Raises:
-        OSError: it is missing or unreadable, or no regular file.
+        OSError: it is missing or unreadable, or not a regular file.
         ValueError: it is empty.
-        OutOfMemoryError: there is no room for it.
+        OutOfMemoryError: the address space or memory is not sufficient.
     """
     check_regular(path)
     with path.open("rb") as file:
@@ -193,7 +196,7 @@ def map_read_only(path: Path) -> mmap.mmap:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file. Raises OSError or ValueError if it cannot be read or is none."""
+    """Read a TOML file. Raises OSError or ValueError if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(read_text(path))
     except RecursionError as error:
@@ -201,13 +204,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file. Raises OSError or ValueError if it cannot be read or is none; NaN and Infinity are not JSON."""
+    """Read a JSON file. Raises OSError or ValueError if it cannot be read or is not JSON; NaN and Infinity are not
+    JSON."""
     return parse_json(read_text(path))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError as `read_json` does. A byte order mark before it is ignored."""
-    if isinstance(text, str):  # of bytes the library ignores it
+    """Parse JSON. Raises ValueError like `read_json`. A byte order mark at the beginning is ignored."""
+    if isinstance(text, str):  # the library ignores it in bytes
         text = text.removeprefix(BYTE_ORDER_MARK)
     try:
         return json.loads(text, parse_constant=_refuse_constant)
@@ -216,7 +220,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_keys(table: Mapping[str, Any], kind: type) -> None:
-    """Raise ValueError for a key that a dataclass, read from this table, has no field for."""
+    """Raise ValueError for a key without a field in the dataclass that is read from this table."""
     if unknown := sorted(table.keys() - {field.name for field in fields(kind)}):
         raise ValueError(f"{kind.__name__} has no key {unknown[0]!r}")
 
@@ -226,21 +230,22 @@ def _refuse_constant(name: str) -> None:
 
 
 def fingerprint(path: Path) -> tuple[int, str]:
-    """Bytes and SHA-256 of a regular file. Raises OSError if it cannot be read, or is something else."""
+    """Return the bytes and the SHA-256 of a regular file. Raises OSError if it cannot be read, or is not a regular
+    file."""
     check_regular(path)
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_archive(archive: ZipFile, *, ratio: int = 1) -> None:
-    """Refuse an archive that would inflate beyond so many times the size of its file.
+    """Reject an archive that would inflate beyond `ratio` times the size of its file.
 
     Raises:
-        ValueError: the sizes that it declares are larger, or a name comes twice.
+        ValueError: the sizes that it declares are larger, or a name occurs twice.
     """
     members = archive.infolist()
     if len({member.filename for member in members}) < len(members):
-        raise ValueError("a name comes twice in it")
+        raise ValueError("a name occurs twice in it")
     assert archive.fp is not None
     file_bytes = archive.fp.seek(0, os.SEEK_END)
     if sum(member.file_size for member in members) > ratio * file_bytes:
@@ -248,7 +253,7 @@ def check_archive(archive: ZipFile, *, ratio: int = 1) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, as far as that can be done."""
+    """Delete a file or a folder, and ignore errors."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -262,7 +267,7 @@ def _tell_of_waiting(doing: str) -> None:
 
 
 def bytes_below(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder. Files that vanish meanwhile count nothing."""
+    """Return the bytes of a file, or of all files in a folder. Files that vanish meanwhile are not counted."""
     files = [path] if path.is_file() else (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     total = 0
     for file in files:

@@ -1,19 +1,19 @@
-"""A gate: what a thread waits at until another has ended its work, and leaves when an interrupt comes."""
+"""A gate: a thread waits at it until another thread has ended its work, and leaves it when an interrupt comes."""
 
 from __future__ import annotations
 
 from threading import Lock
 
 LOOK_S = 0.1
-"""Until whoever waits looks for an interrupt. The system may give a signal to any thread, which wakes no other; and on
-Windows an interrupt wakes nobody who waits for a lock."""
+"""Seconds after which a waiting thread looks for an interrupt. The system may deliver a signal to any thread, which
+wakes no other thread; and on Windows an interrupt wakes no thread that waits for a lock."""
 
 
 class Gate:
-    """Closed until `open`, and open from then on.
+    """Gate that is closed until `open`, and open from then on.
 
-    A lock and no condition: an interrupt that falls into one, which is written in Python, may leave its lock taken for
-    ever. Here whatever an interrupt leaves does no harm.
+    It uses a lock, not a condition: an interrupt inside a condition, which is written in Python, may leave its lock
+    held forever. Here an interrupt at any point is harmless.
     """
 
     def __init__(self) -> None:
@@ -23,16 +23,16 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether `wait` would come back at once."""
+        """True if `wait` would return at once."""
         return self._is_open
 
     def open(self) -> None:
-        """Let those through who wait; once."""
+        """Let all waiting threads through; called once."""
         self._is_open = True
         self._lock.release()
 
     def wait(self) -> None:
-        """Wait until it is open. An interrupt gets through."""
+        """Wait until it is open. An interrupt ends the wait."""
         while not self._is_open:
             if self._lock.acquire(timeout=LOOK_S):
-                self._lock.release()  # for the next that waits
+                self._lock.release()  # wakes the next waiting thread

@@ -1,4 +1,4 @@
-"""Tables for notebooks, which show what has `_repr_html_`."""
+"""Tables for notebooks, which display objects with `_repr_html_`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 
 def html_table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with a caption; of all texts nothing is taken for HTML."""
+    """Return a table with a caption; all texts are escaped."""
     lines = [_line("th", heads), *(_line("td", row) for row in rows)]
     return f"<table><caption>{escape(caption)}</caption>{''.join(lines)}</table>"
 

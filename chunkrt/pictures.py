@@ -1,4 +1,4 @@
-"""Pictures that commands draw with `--plot`, by matplotlib, which is imported when there is one to draw."""
+"""Pictures that commands draw with `--plot`, using matplotlib, which is imported on the first use."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from chunkrt.files import written_aside
 FORMATS = (".png", ".svg")
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442")
-"""Okabe and Ito's, which colour-blind people can tell apart."""
+"""Okabe and Ito's colours, which colour-blind people can distinguish."""
 
 
 class Point(NamedTuple):
-    """One of a line; `deviation` is drawn as a bar up and down, if there is one."""
+    """A point of a line; `deviation` is drawn as a vertical bar, if there is one."""
 
     x: float
     y: float
@@ -25,7 +25,7 @@ class Point(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Axes with lines by their names. A line of several points is joined in the order of x."""
+    """Axes with lines by their names. The points of a line are joined in the order of x."""
 
     x_label: str
     y_label: str
@@ -33,15 +33,15 @@ class Panel(NamedTuple):
 
 
 def check_picture(path: Path) -> None:
-    """Tell before anything runs whether a picture can be drawn.
+    """Check that a picture can be drawn, before anything runs.
 
     Raises:
-        ConfigError: an unknown format, matplotlib is missing, or there is something that is no file.
+        ConfigError: an unknown format, matplotlib is missing, or the path is not a file.
     """
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"cannot draw {path}: its name ends in none of {', '.join(FORMATS)}")
+        raise ConfigError(f"cannot draw {path}: its name must end with one of {', '.join(FORMATS)}")
     if path.exists() and not path.is_file():
-        raise ConfigError(f"cannot draw {path}: it is no file; name one")
+        raise ConfigError(f"cannot draw {path}: it is not a file; name a file")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -49,7 +49,7 @@ def check_picture(path: Path) -> None:
 
 
 def draw_panels(panels: Sequence[Panel], path: Path, title: str) -> None:
-    """Draw panels side by side, all from 0 upwards.
+    """Draw panels next to each other, all axes starting at 0.
 
     Raises:
         ConfigError: see `check_picture`; the file cannot be written.
@@ -74,16 +74,16 @@ def draw_panels(panels: Sequence[Panel], path: Path, title: str) -> None:
 
 
 def plain(axes: Any) -> None:
-    """A faint grid, and no frame."""
+    """Format axes with a faint grid, and no frame."""
     axes.grid(visible=True, which="major", color="#e5e5e5")
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write a figure, whole or not at all; the same figure gives the same file.
+    """Write a figure, completely or not at all; the same figure gives the same file.
 
     Args:
-        path: its ending is the format, one of FORMATS.
+        path: its suffix selects the format, one of FORMATS.
 
     Raises:
         ConfigError: the file cannot be written.

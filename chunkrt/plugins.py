@@ -1,7 +1,7 @@
 """Plug-ins: operators, backends, decoder families, policies and batchers of other distributions, by their entry points.
 
-What is installed is read once a process, when a name is first looked up; a plug-in is imported when it is used, once.
-One that is broken harms only who asks for it.
+The installed entry points are read once a process, when a name is first looked up; a plug-in is imported once, at its
+first use. A broken plug-in affects only its users.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 class Plugin(Generic[Provided]):
     """One entry point of a group.
 
-    `distribution`, `version`: of what it was installed with. `conflict`: why its name is not used; empty if it is.
+    `distribution`, `version`: the distribution that provides it. `conflict`: the reason why its name is not used; empty
+    if it is.
     """
 
     def __init__(self, group: PluginGroup[Provided], entry_point: EntryPoint, conflict: str) -> None:
@@ -44,17 +45,17 @@ class Plugin(Generic[Provided]):
         return f"plug-in {self.name!r} of {self.distribution} {self.version} ({self.group})"
 
     def load(self) -> Provided:
-        """What the entry point stands for; imported once, and a failure is kept.
+        """Return the object of the entry point. It is imported once, and a failure is kept.
 
         Raises:
-            The group's error: it does not import, is not what the group expects, or its name is not its own.
+            The group's error: the import fails, the object is not of the expected kind, or its name belongs to another.
         """
         if self.conflict:
             raise self._error(f"the {self} is not used: {self.conflict}")
         if self._failure is None:
             try:
                 return self._provided
-            except (Exception, SystemExit) as error:  # whatever another's code raises
+            except (Exception, SystemExit) as error:  # any error of the plug-in
                 self._failure = error
         cause = self._failure
         raise self._error(
@@ -62,7 +63,7 @@ class Plugin(Generic[Provided]):
         ) from cause
 
     def load_or_tell(self) -> Provided | None:
-        """As `load`; a plug-in that fails is told in one warning, and is None."""
+        """Load like `load`; for a plug-in that fails, log one warning and return None."""
         try:
             return self.load()
         except ChunkrtError as error:
@@ -70,14 +71,14 @@ class Plugin(Generic[Provided]):
             return None
 
     def fail(self, cause: BaseException) -> None:
-        """What was provided failed when it was put to use: told in one warning, and what `load` raises from now on."""
+        """Mark the plug-in as failed in use: log one warning, and raise the cause in `load` from now on."""
         self._failure = cause
         self.load_or_tell()
 
     def _tell(self, error: ChunkrtError) -> None:
-        if not (self._is_told or self.conflict):  # a conflict is told when it is found
+        if not (self._is_told or self.conflict):  # a conflict is logged when it is found
             self._is_told = True
-            log.warning("%s; it is left out", error)
+            log.warning("%s; it is skipped", error)
 
     @cached_property
     def _provided(self) -> Provided:
@@ -92,10 +93,10 @@ class PluginGroup(Generic[Provided]):
     """The plug-ins of one kind.
 
     Args:
-        name: of the entry points' group.
-        error: what is raised for a plug-in that was asked for and does not work.
-        own: the names that chunkrt has itself; no plug-in takes their place.
-        check: tells of (name, object) why the object will not do; "" if it will.
+        name: name of the entry points' group.
+        error: type of the error for a plug-in that was requested by name and does not work.
+        own: chunkrt's own names; no plug-in replaces them.
+        check: called with (name, object); returns the reason why the object is not suitable, or "".
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class PluginGroup(Generic[Provided]):
 
     @cached_property
     def plugins(self) -> Sequence[Plugin[Provided]]:
-        """All that are installed, by name; a conflict of names is told in one warning."""
+        """All installed plug-ins, by name; a conflict of names is logged in one warning."""
         found = sorted(_installed(self.name), key=lambda entry_point: entry_point.name)
         counts = Counter(entry_point.name for entry_point in found)
         plugins = [Plugin(self, entry_point, self._conflict(entry_point, counts)) for entry_point in found]
@@ -124,18 +125,18 @@ class PluginGroup(Generic[Provided]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that can be asked for; whether they work is not known before they are."""
+        """Names that can be requested; some of the plug-ins may turn out not to work."""
         return tuple(plugin.name for plugin in self.plugins if not plugin.conflict)
 
     def find(self, name: str) -> Plugin[Provided] | None:
-        """The plug-in of a name; None if there is none, or the name is chunkrt's own."""
+        """Return the plug-in of a name; None if there is none, or the name is chunkrt's own."""
         return next((plugin for plugin in self.plugins if plugin.name == name and name not in self._own), None)
 
     def choose(self, name: str, own: Mapping[str, Provided], noun: str) -> Provided:
-        """What has a name: a plug-in's, or chunkrt's `own`.
+        """Return the object of a name: a plug-in's, or chunkrt's `own`.
 
         Raises:
-            ConfigError: nothing has; the message offers the nearest and lists all. Or the plug-in is broken.
+            ConfigError: the name is unknown (the message offers the nearest and lists all), or the plug-in is broken.
         """
         if plugin := self.find(name):
             return plugin.load()
@@ -144,7 +145,7 @@ class PluginGroup(Generic[Provided]):
         return own[name]
 
     def load_all(self) -> dict[str, Provided]:
-        """Every plug-in that works, by name; the others are told in one warning each."""
+        """Return every plug-in that works, by name; each of the others is logged in one warning."""
         loaded = {plugin.name: plugin.load_or_tell() for plugin in self.plugins}
         return {name: provided for name, provided in loaded.items() if provided is not None}
 
@@ -157,9 +158,9 @@ class PluginGroup(Generic[Provided]):
 
 
 def code_behind(group: str, name: str) -> list[tuple[str, str, int]]:
-    """What a plug-in consists of, to tell whether it has changed: versions, and its package's files with their times.
+    """Return data that change when a plug-in's code changes: versions, and its package's files with their times.
 
-    Empty if there is none of that name. Nothing is imported.
+    Empty if there is no plug-in of that name. Nothing is imported.
     """
     found: list[tuple[str, str, int]] = []
     for entry_point in _installed(group):
@@ -175,11 +176,12 @@ def code_behind(group: str, name: str) -> list[tuple[str, str, int]]:
 
 @cache
 def _all_installed() -> Any:
-    return metadata.entry_points()  # in Python 3.11 of another type than later, which selects alike
+    return metadata.entry_points()  # Python 3.11 returns another type than later versions, with the same `select`
 
 
 def entry_points(*, group: str) -> EntryPoints:
-    """Those of a group. All are read at once, the first time: it takes a look into every distribution."""
+    """Return the entry points of a group. The first call reads all groups, because it has to look into every
+    distribution."""
     found: EntryPoints = _all_installed().select(group=group)
     return found
 
@@ -188,5 +190,7 @@ def _installed(group: str) -> Sequence[EntryPoint]:
     try:
         return tuple(entry_points(group=group))
     except Exception as error:  # importlib.metadata trusts every distribution's files
-        log.warning("no %s are used: what is installed cannot be read (%s: %s)", group, type(error).__name__, error)
+        log.warning(
+            "no %s are used: the installed distributions cannot be read (%s: %s)", group, type(error).__name__, error
+        )
         return ()

@@ -1,4 +1,4 @@
-"""Progress as a person sees it: a bar in a terminal or a notebook, else a line now and then on standard error."""
+"""Display of progress: a bar in a terminal or a notebook, otherwise a line at intervals on standard error."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 SHOWN_AFTER_SECONDS = 1.0
 SECONDS_BETWEEN_LINES = 10.0
 PREFILL = "prefill"
-"""What is told of a prompt's tokens; it has a rate."""
+"""Description of the progress of a prompt's tokens, which is displayed with a rate."""
 
 
 class ShownProgress:
-    """A `Progress` that a person can follow, from any thread; what takes less than a second shows nothing.
+    """A `Progress` that displays itself, and may be called from any thread; work shorter than a second displays
+    nothing.
 
-    Leaving its block, or a total of 0, takes the bar away.
+    Leaving its block, or a total of 0, removes the bar.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class ShownProgress:
         self._lock = Lock()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Tell how much of something is done, and of how much."""
+        """Report the amount done and the total."""
         with self._lock:
             now = time.monotonic()
             if what != self._what or not total:
@@ -81,7 +82,7 @@ class ShownProgress:
         return f"{self._what}: {done:,} of {total:,}{unit}, {self._pace(done, total, now)}"
 
     def _pace(self, done: int, total: int, now: float) -> str:
-        """The rate of tokens, and the time that is left at it."""
+        """Return the rate of tokens, and the remaining time."""
         rate = (done - self._first) / max(now - self._begin, 1e-9)
         if not rate:
             return f"{now - self._begin:.0f} s so far"
@@ -95,15 +96,15 @@ class ShownProgress:
 
 
 def find_progress(progress: Progress | bool | None) -> Progress:
-    """What is told of progress: a function; True for one that shows it; None or False for none.
+    """Return the progress function of an argument: a function; True for a display; None or False for none.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is none of these.
     """
     if progress is True:
         return ShownProgress()
     if progress is None or progress is False:
         return no_progress
     if not callable(progress):
-        raise ConfigError(f"progress is {progress!r}, expected True, or a function of what, done and total")
+        raise ConfigError(f"progress is {progress!r}, expected True, or a function of (description, done, total)")
     return progress

@@ -1,6 +1,5 @@
-// Memory that programs borrow while they run. A block that comes back is the next to be lent, so that one
-// program finds what the last one used still in the caches; there are as many blocks as ever were lent at
-// once, each as large as the largest wish that it met.
+// Memory that programs borrow while they run. The block returned last is lent first, because the caches may
+// still hold it. The pool has as many blocks as were ever lent at once, each as large as its largest request.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +15,7 @@ class MemoryPool {
  public:
   static constexpr std::size_t kAlignment = 64;  // a cache line, and the widest vector
 
-  // Goes back to its pool, which must live longer.
+  // Returns to its pool, which must outlive it.
   class Block {
    public:
     Block(Block&& other) noexcept = default;
@@ -40,7 +39,7 @@ class MemoryPool {
     std::size_t size_;
   };
 
-  // At least so many bytes, aligned to kAlignment, with anything in them.
+  // Lends at least this many bytes, aligned to kAlignment, with unspecified content.
   Block borrow(std::size_t size) {
     {
       const std::lock_guard lock(mutex_);

@@ -14,8 +14,8 @@
 namespace chunkrt {
 namespace {
 
-// The loops of a program, and the programs of a chunk, follow each other in microseconds, less than it takes
-// to fall asleep and be woken; so who waits looks for this long before it sleeps.
+// The loops of a program, and the programs of a chunk, follow each other within microseconds, which is faster
+// than sleeping and waking; so a waiting thread polls for this long before it sleeps.
 constexpr std::chrono::microseconds kTimeBeforeSleep{50};
 constexpr int kPausesPerLook = 8;
 
@@ -43,11 +43,11 @@ void wait_while(const std::atomic<std::uint32_t>& value, std::uint32_t old) {
 
 }  // namespace
 
-// A caller's present loop. Its memory outlives it, so that a helper may look at it at any time; what is not
-// atomic is read only between taking a piece and reporting it done, while the caller cannot have gone on.
+// A caller's current loop. Its memory outlives it, so that a helper may read it at any time; members that are
+// not atomic are read only between taking a piece and reporting it done, while the caller cannot continue.
 struct ThreadPool::Loop {
-  // Neighbouring pieces, for one thread to begin with. The loop's number in the upper half, so that nobody
-  // can take a piece of a loop that is over; how many have been taken in the lower half.
+  // Adjacent pieces, initially for one thread. The loop's number is in the upper half, so that no thread can
+  // take a piece of a finished loop; the number of taken pieces is in the lower half.
   struct alignas(64) Stretch {
     std::atomic<std::uint64_t> taken{0};
   };
@@ -55,8 +55,8 @@ struct ThreadPool::Loop {
   explicit Loop(std::size_t num_stretches) : stretches(num_stretches) {}
 
   void open(std::size_t new_count, std::size_t new_piece, const Body& new_body) {
-    // The stretches first: who sees the new number of pieces but the old loop's number must find nothing to
-    // take.
+    // The stretches first: a thread that sees the new number of pieces but the old loop's number must find no
+    // piece.
     const std::uint32_t next = number.load(std::memory_order_relaxed) + 1;
     for (Stretch& stretch : stretches)
       stretch.taken.store(std::uint64_t{next} << 32, std::memory_order_relaxed);
@@ -68,7 +68,7 @@ struct ThreadPool::Loop {
     number.store(next, std::memory_order_release);
   }
 
-  // Takes a piece for `member`: of its own stretch if there is one left, else of another's.
+  // Takes a piece for `member`: from its own stretch if one is left, else from another's.
   bool take(std::size_t member, std::size_t& index) {
     const std::uint32_t present = number.load(std::memory_order_acquire);
     const std::size_t total = num_pieces.load(std::memory_order_acquire);
@@ -124,7 +124,7 @@ void ThreadPool::serve(std::size_t member) {
     const std::uint32_t opened = num_opened_.load(std::memory_order_acquire);
     const std::uint32_t left = num_left_.load(std::memory_order_acquire);
     if (is_stopping_.load(std::memory_order_relaxed)) return;
-    if (!take_permit()) {  // the callers and the other helpers are as many as may compute
+    if (!take_permit()) {  // the callers and the other helpers use the complete budget
       num_left_.wait(left, std::memory_order_acquire);
       continue;
     }
@@ -135,7 +135,7 @@ void ThreadPool::serve(std::size_t member) {
   }
 }
 
-// Takes pieces until there is none left, or a caller waits for the helper's permit.
+// Takes pieces until none is left, or a caller waits for the helper's permit.
 bool ThreadPool::help(Loop& loop, std::size_t member) {
   bool has_helped = false;
   std::size_t index;

@@ -1,10 +1,9 @@
-// One thread budget for everything that computes: the callers' own threads and the helpers that join them.
+// One thread budget for all computation: the callers' own threads and the helpers that join them.
 //
-// A caller leads its loops itself; helpers take pieces of whatever loops they find, as long as no more
-// threads compute than the budget allows. So callers that come together run alone, one thread each, and a
-// lone caller has all threads. A caller waits for a helper only if that helper is in the middle of a piece:
-// one that is late, or that the operating system has put aside for another program, is not waited for.
-// Nothing that is computed may depend on who computes it.
+// A caller leads its loops itself; helpers take pieces of any loops, as long as the number of computing
+// threads stays within the budget. So concurrent callers run on one thread each, and a single caller has all
+// threads. A caller waits for a helper only while that helper computes a piece; it does not wait for one that
+// is late or preempted. Results must not depend on which thread computes them.
 #pragma once
 
 #include <atomic>
@@ -24,21 +23,21 @@ namespace chunkrt {
 
 class ThreadPool {
  public:
-  // Computes the items [begin, end). `member` tells the threads that share a loop apart: 0 is the caller, a
-  // helper is 1 to budget - 1.
+  // Computes the items [begin, end). `member` identifies a thread within a loop: 0 is the caller, helpers are
+  // 1 to budget - 1.
   using Body = std::function<void(std::size_t begin, std::size_t end, std::size_t member)>;
 
   class Team;
 
   // `budget`: threads that may compute at once, at least 1; the pool starts budget - 1 helpers.
   explicit ThreadPool(std::size_t budget);
-  // No team may be left.
+  // All teams must have ended.
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   std::size_t budget() const { return budget_; }
-  // What those that compute here share beside the threads.
+  // An object that all users of the pool share in addition to the threads.
   MemoryPool& memory() { return memory_; }
 
  private:
@@ -59,13 +58,15 @@ class ThreadPool {
   std::condition_variable permit_returned_;
   std::vector<Loop*> idle_loops_;
   std::vector<std::unique_ptr<Loop>> loops_;  // one for each caller that may compute
-  std::atomic<std::uint32_t> num_opened_{0};  // loops so far, over all callers: what idle helpers wait for
-  std::atomic<std::uint32_t> num_left_{0};  // callers that have left: what helpers without a permit wait for
+  // loops so far, over all callers: idle helpers wait for a change
+  std::atomic<std::uint32_t> num_opened_{0};
+  // callers that have left: helpers without a permit wait for a change
+  std::atomic<std::uint32_t> num_left_{0};
   std::atomic<bool> is_stopping_{false};
   std::vector<std::thread> helpers_;
 };
 
-// A caller among those that may compute, from construction (which waits for its turn) to destruction. One a
+// A caller that may compute, from construction (which waits for its turn) to destruction. One for each
 // thread.
 class ThreadPool::Team {
  public:
@@ -75,8 +76,8 @@ class ThreadPool::Team {
   Team& operator=(const Team&) = delete;
 
   // Runs body over pieces of at most `piece` (1 or more) items that together make [0, count), and returns
-  // when all are done. Neighbouring pieces go to one thread as far as possible, and a single piece is the
-  // caller's. After an exception the rest is skipped, and the first one is thrown.
+  // when all are done. Adjacent pieces go to one thread as far as possible, and a single piece goes to the
+  // caller. After an exception the rest is skipped, and the first exception is thrown.
   void parallel_for(std::size_t count, std::size_t piece, const Body& body);
 
  private:

@@ -233,11 +233,11 @@ def test_a_calibration_that_found_no_memory_is_one(tmp_path, monkeypatch):
 @pytest.mark.parametrize("what", ["chunkrt.engine.engine.open_weights", "chunkrt.engine.engine.State"])
 def test_a_model_or_a_context_that_finds_no_memory_says_so(monkeypatch, what):
     def fail(*_, **__):
-        raise MemoryError("no 8000 bytes are to be had")
+        raise MemoryError("cannot allocate 8000 bytes")
 
     monkeypatch.setattr(what, fail)
     with pytest.raises(
-        OutOfMemoryError, match=r"too little memory (to load|for a context).*no 8000 bytes are to be had"
+        OutOfMemoryError, match=r"too little memory (to load|for a context).*cannot allocate 8000 bytes"
     ):
         chunkrt.load(checkpoint("llama_mha")).session()
 

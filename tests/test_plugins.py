@@ -219,7 +219,7 @@ def test_a_backend_is_a_choice_of_npu(cli):
     assert run_answer(finished)["text"] == expected["text"]
     assert [line for line in finished[2].splitlines() if "broken" in line] == [
         f"chunkrt.plugins: {WARNING}: No module named 'library_that_nobody_has'; repair it, or uninstall "
-        "chunkrt-tiny-plugins; it is left out"
+        "chunkrt-tiny-plugins; it is skipped"
     ]
     assert finished[2].count(TAKEN) == 1
     _, shown, _ = cli("run", "--help")
@@ -350,7 +350,7 @@ np.testing.assert_allclose(*logits, rtol=0, atol=1e-4)
 def test_beside_an_npu_that_has_float_alone_the_cpu_is_played_by_one_that_has_it_too(python, cli):
     status, _, err = python("-c", FLOAT_ROLES, checkpoint(FAMILY))
     assert status == 0, err
-    assert err.count("onnxrt plays the CPU: native has no linears under the scheme float") == 1
+    assert err.count("onnxrt serves as the CPU: native does not support linear layers under the scheme float") == 1
     report = run_answer(cli("ops", checkpoint(FAMILY), "--npu", "tiny_float", "--json"))
     assert (report["scheme"], report["npu"], report["cpu"]) == ("float", "tiny_float", "onnxrt")
 
@@ -632,7 +632,7 @@ def test_an_installation_that_cannot_be_read_leaves_chunkrt_without_plugins(monk
 
     monkeypatch.setattr(plugins, "entry_points", damaged)
     assert group_of().names == ()
-    assert "no toy are used: what is installed cannot be read (ValueError: no such section)" in caplog.text
+    assert "no toy are used: the installed distributions cannot be read (ValueError: no such section)" in caplog.text
 
 
 def test_a_family_that_changed_compiles_its_checkpoints_anew(found, tmp_path, monkeypatch):

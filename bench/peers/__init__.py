@@ -1,5 +1,5 @@
-"""chunkrt beside other runtimes. `contenders` says who is measured, `engines` how each runtime is called.
+"""Comparison of chunkrt with other runtimes. `contenders` lists them, `engines` calls each runtime.
 
-Every contender lives in a process of its own (`worker`, `process`) and measures when it is told to, one after another,
-round after round (`rounds`), so that a noisy machine is noisy for all of them.
+Every contender runs in a process of its own (`worker`, `process`) and measures on request, one after another, round
+after round (`rounds`), so that noise of the machine affects all of them.
 """

@@ -1,4 +1,4 @@
-"""The command line: who, what, how often; then the report."""
+"""The command line: contenders, tests and rounds; then the report."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ TEXT = "The capital of France is Paris, and the capital of Italy is Rome. Water 
 """Every prefix of it, from the fourth token on, is a prompt for `agreement`."""
 
 ROOM = 64
-"""Positions of the context beyond the longest test."""
+"""Positions of the context in addition to the longest test."""
 
 
 def writable(context: click.Context, parameter: click.Parameter, name: str | None) -> Path | None:
-    """A file that is written at the end, so that it is known beforehand whether it can be."""
+    """A file that is written at the end; that it is writable is checked at the start."""
     if name is None:
         return None
     try:
@@ -45,8 +45,9 @@ def writable(context: click.Context, parameter: click.Parameter, name: str | Non
 
 
 def find_checkpoint(model: str) -> Path:
-    """The file at a path, or the one that a name of the catalogue stands for, fetched now if need be. Raises ModelError
-    or ConfigError."""
+    """Return the file at a path, or the file of a catalogue name, downloaded if necessary. Raise ModelError or
+    ConfigError.
+    """
     return Path(model) if Path(model).exists() else catalogue.pull(catalogue.find(model))
 
 
@@ -57,19 +58,21 @@ def find_checkpoint(model: str) -> Path:
 @click.option("--tests", default="pp128,pp512,pp1024,pp4096,tg64", show_default=True)
 @click.option("--chunk", type=click.IntRange(1), help="chunkrt's chunk length; by default its own.")
 @click.option(
-    "--attention-math", type=click.Choice(get_args(AttentionMath)), help="What chunkrt's attention multiplies in."
+    "--attention-math",
+    type=click.Choice(get_args(AttentionMath)),
+    help="Number format of the products in chunkrt's attention.",
 )
-@click.option("--peers", "kinds", help=f"Who is measured beside chunkrt: {', '.join(PEERS)}. By default all.")
+@click.option("--peers", "kinds", help=f"Other runtimes to measure: {', '.join(PEERS)}. By default all.")
 @click.option(
     "--shape",
     type=click.Choice(sorted(SHAPES)),
-    help="Random weights of this shape, MODEL's tokenizer; beside llama.cpp alone, if no --peers are named.",
+    help="Random weights of this shape with MODEL's tokenizer; compared only with llama.cpp unless --peers is given.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
-@click.option("--python", help="An interpreter that has the peers; none is installed then.")
+@click.option("--python", help="Interpreter with the other runtimes installed; nothing is installed then.")
 @click.option("--peers-dir", type=click.Path(path_type=Path), default="build/peers", show_default=True)
-@click.option("--json", "json_file", callback=writable, help="Write every sample there.")
-@click.option("--plot", "plot_file", callback=writable, help="Draw bars there; needs matplotlib.")
+@click.option("--json", "json_file", callback=writable, help="Write all samples to this file.")
+@click.option("--plot", "plot_file", callback=writable, help="Draw bars to this file; needs matplotlib.")
 def peers(
     model: str,
     threads: int,
@@ -107,7 +110,7 @@ def peers(
     forms = Forms(checkpoint.resolve(), peers_dir / "models", python, tell)
     room = max(test.count for test in wanted) + ROOM
     with started(contenders, forms, python, threads, room) as (running, absent):
-        tell(f"measuring {len(running)} contenders, {rounds} rounds after one that warms up")
+        tell(f"measuring {len(running)} contenders, {rounds} rounds after a warm-up")
         agrees = _agreement_texts(agreement(running, prompts))
         results = measure(running, wanted, rounds=rounds, vocabulary_size=vocabulary_size, seed=seed)
     report = Report(
@@ -115,7 +118,7 @@ def peers(
             "model": f"{shape}, random weights" if shape else checkpoint.name,
             **describe_machine(),
             "threads": threads,
-            "rounds": f"{rounds}, after one that warms up; {PAUSE_S} s between two measurements",
+            "rounds": f"{rounds}, after a warm-up; {PAUSE_S} s between two measurements",
             "prompts": f"random tokens, new in every round (seed {seed}), the same for all",
             "date": datetime.date.today().isoformat(),
         },
@@ -138,14 +141,15 @@ def peers(
 def choose(
     kinds: Sequence[str], own: Mapping[str, object], contenders: Sequence[Contender] = CONTENDERS
 ) -> list[Contender]:
-    """chunkrt's contenders, with those of its own options that are not None, and the kinds', in the order of the list.
+    """Return chunkrt's contenders, with the options that are not None, and those of the given kinds, in the list's
+    order.
 
     Raises UsageError for other kinds.
     """
     peers = list(dict.fromkeys(c.kind for c in contenders if c.kind != "chunkrt"))
     for kind in kinds:
         if kind not in peers:
-            raise click.UsageError(f"there is no peer {kind!r}; there are: {', '.join(peers)}")
+            raise click.UsageError(f"unknown runtime {kind!r}; available: {', '.join(peers)}")
     given = {name: value for name, value in own.items() if value is not None}
     return [
         replace(c, options=given | dict(c.options)) if c.kind == "chunkrt" else c
@@ -158,9 +162,10 @@ def choose(
 def started(
     contenders: Sequence[Contender], forms: Forms, python: str, threads: int, room: int
 ) -> Iterator[tuple[dict[str, ContenderProcess], dict[str, str]]]:
-    """The contenders that run, and why the others do not. chunkrt runs in this interpreter, others in theirs.
+    """Yield the contenders that start, and the reasons of the others. chunkrt runs in this interpreter, others in
+    theirs.
 
-    None outlives the context, nor a Ctrl-C while the others start.
+    All processes end with the context, or with a Ctrl-C while the others start.
     """
     running: dict[str, ContenderProcess] = {}
     absent: dict[str, str] = {}
@@ -194,13 +199,13 @@ def _random_model(shape: str, tokenizer: Path, peers_dir: Path) -> Path:
 
 def _prompts(checkpoint: Path) -> list[list[int]]:
     if not (tokenizer := Tokenizer.from_source(GgufSource(checkpoint))):
-        raise click.ClickException(f"{checkpoint} has no tokenizer, which some peers need; give a whole model")
+        raise click.ClickException(f"{checkpoint} has no tokenizer, which some runtimes need; give a complete model")
     tokens = tokenizer.encode(TEXT, add_special=True, parse_special=False)
     return [tokens[:count] for count in range(4, len(tokens) + 1)]
 
 
 def _agreement_texts(found: Mapping[str, list[int] | str]) -> dict[str, str]:
-    """How often each contender's next token is the first contender's."""
+    """Count for each contender the next tokens that equal the first contender's."""
     first = next(iter(found.values()), [])
     texts = {}
     for name, tokens in found.items():

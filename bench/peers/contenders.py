@@ -1,4 +1,4 @@
-"""Who is measured, as data: a runtime, a form of the model, and options."""
+"""The contenders, as data: a runtime, a form of the model, and options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PEERS = tuple(kind for kind in ENGINES if kind != "chunkrt")
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """A form of the model: made by `engines/<engine>.py` from another form."""
+    """A form of the model: converted by `engines/<engine>.py` from another form."""
 
     engine: str
     of: str = "checkpoint"
@@ -55,7 +55,7 @@ FORMS = {
     "openvino-w8a8": Form(engine="openvino_nncf", of="F16.gguf"),
     "ctranslate2-int8": Form(engine="ctranslate2", of="hugging-face", options={"quantization": "int8"}),
 }
-"""Forms by name, which is also the name of the file or folder. "checkpoint" is the GGUF file that is given."""
+"""Forms by name, which is also the name of the file or folder. "checkpoint" is the given GGUF file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,9 @@ class Contender:
 
     kind: a key of ENGINES.
     form: a key of FORMS, or "checkpoint".
-    options: what the engine's `Runner` takes.
-    engine_folder: where in `engines` its engine is: "serving" of those that answer many prompts at once, "scoring" of
-        those that score.
-    module: its engine, where that does not follow from the kind.
+    options: arguments of the engine's `Runner`.
+    engine_folder: folder of its engine in `engines`: "serving" for many prompts at once, "scoring" for scoring.
+    module: its engine, if the kind does not determine it.
     """
 
     name: str
@@ -115,7 +114,7 @@ CONTENDERS = (
         for engine in ("fbgemm", "onednn")
     ),
 )
-"""chunkrt's come first: every ratio is one of theirs to another's."""
+"""chunkrt's come first: ratios divide their rates by the others'."""
 
 SERVERS = (
     Contender(name="chunkrt 8-bit", kind="chunkrt", engine_folder="serving"),
@@ -132,7 +131,7 @@ SERVERS = (
         engine_folder="serving",
     ),
 )
-"""Who answers many prompts at once."""
+"""Contenders that answer many prompts at once."""
 
 CONVERSING = (
     *(
@@ -174,11 +173,11 @@ CONVERSING = (
         module="llama_cpp_cached",
     ),
 )
-"""Who is asked turn after turn, with a prefix cache and without. Of a hybrid model no Q8_0 file may be had."""
+"""Contenders of the conversation, with and without a prefix cache. A hybrid model may have no Q8_0 file."""
 
 
 def packages_for(contenders: Iterable[Contender]) -> dict[str, list[str]]:
-    """The packages that contenders take, those that make their forms included; with the contenders that take each."""
+    """Return the packages of contenders and of their forms' conversion, with the contenders that need each."""
     found: dict[str, list[str]] = {}
     for contender in contenders:
         engines, form = {ENGINES[contender.kind]} - {"chunkrt"}, contender.form

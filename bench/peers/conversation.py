@@ -1,4 +1,4 @@
-"""A conversation in chunkrt and other runtimes, each with its prefix cache on and off: time to first token, by turn."""
+"""A conversation in chunkrt and other runtimes, with and without prefix caches: time to first token, by turn."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def measure_conversation(
     vocabulary_size: int,
     pause: Callable[[float], None] = time.sleep,
 ) -> tuple[Times, dict[str, str]]:
-    """Have every contender in turn answer each turn, round after round; one more round warms up.
+    """Let every contender in turn answer each turn, round after round, after a warm-up round.
 
-    What is said in a turn is random, new in every round and the same for all; the answers in between are each
-    contender's own, of as many tokens. A turn's prompt is all that was said before it, and it.
+    The text of a turn is random, new in every round and the same for all; the answers in between are each contender's
+    own, of the same length. A turn's prompt is the complete conversation so far, including the turn.
 
-    Returns: the times; and why those that failed did.
+    Returns: the times, and the reasons of failures.
     """
     random = np.random.default_rng(0)
     times: Times = {name: [[] for _ in range(turns)] for name in contenders}
@@ -67,7 +67,9 @@ def measure_conversation(
 def print_conversation(
     model: str, *, python: str, peers_dir: Path, threads: int, rounds: int, turns: int, turn_tokens: int, answer: int
 ) -> None:
-    """Print the medians of all contenders that run MODEL (a catalogue name or a GGUF file), and why others do not."""
+    """Print the medians of all contenders that run MODEL (a catalogue name or a GGUF file), and the reasons of the
+    others.
+    """
     try:
         check_interpreter(python)
         checkpoint = find_checkpoint(model)
@@ -94,7 +96,7 @@ def print_conversation(
 
 
 def table(times: Times, turn_tokens: int, answer_tokens: int) -> str:
-    """Medians in seconds, a row a turn and a column a contender."""
+    """Return medians in seconds, a row a turn and a column a contender."""
     rows = [["turn", "tokens", *times], ["---:"] * (2 + len(times))]
     for turn in range(len(next(iter(times.values()), []))):
         num_tokens = turn * (turn_tokens + answer_tokens) + turn_tokens

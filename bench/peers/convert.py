@@ -1,4 +1,6 @@
-"""Makes one form of a model, in the peers' environment: `python -m peers.convert ENGINE SOURCE TARGET OPTIONS`."""
+"""Conversion to one form of a model, in the other runtimes' environment: `python -m peers.convert ENGINE SOURCE TARGET
+OPTIONS`.
+"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What the peers need: a virtual environment, and the model in each form that one of them reads."""
+"""Environment of the other runtimes: a virtual environment, and the model in each form that they read."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 
 COMPILED = "llama-cpp-python"
-"""The package that is compiled for the processor, which takes about ten minutes."""
+"""The package that is compiled during installation, which takes about ten minutes."""
 
 
 def make_environment(folder: Path, tell: Callable[[str], None], packages: Mapping[str, Sequence[str]]) -> str:
-    """A virtual environment with packages of `requirements.txt`, made when one of them or its version is not there.
+    """Return the interpreter of a virtual environment with packages of `requirements.txt`, installing missing versions.
 
-    A package that cannot be installed is reported and left out: its contender will report that it is absent.
+    A package that cannot be installed is reported and omitted: its contender will report that it is absent.
 
     Args:
-        packages: the names of those that are needed, and of the contenders that need each. Others that are installed
-            already stay.
+        packages: the names of the required ones, and of the contenders that need each. Other installed packages stay.
 
-    Returns: its interpreter.
+    Returns: the environment's interpreter.
 
     Raises:
-        ContenderError: it cannot be made.
+        ContenderError: the environment cannot be created.
     """
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     stamp, log = folder / "installed.txt", folder / "pip.log"
@@ -45,7 +44,7 @@ def make_environment(folder: Path, tell: Callable[[str], None], packages: Mappin
     command = [sys.executable, "-m", "venv", str(folder)]
     made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if made.returncode:
-        raise ContenderError(f"no environment can be made in {folder}: {' '.join(made.stdout.split())[:300]}")
+        raise ContenderError(f"cannot create an environment in {folder}:  {' '.join(made.stdout.split())[:300]}")
 
     def install(*what: str) -> bool:
         with log.open("a", encoding="utf-8") as output:
@@ -65,18 +64,18 @@ def make_environment(folder: Path, tell: Callable[[str], None], packages: Mappin
 
 
 def check_interpreter(python: str) -> None:
-    """Raises ContenderError if this starts no Python."""
+    """Raise ContenderError if this does not start a Python 3."""
     command = [python, "-c", "import sys; print(sys.version_info[0])"]
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=60)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise ContenderError(f"{python!r} cannot be started: {error}; give a Python interpreter") from error
     if ended.returncode or ended.stdout.strip() != b"3":
-        raise ContenderError(f"{python!r} is no Python 3 interpreter")
+        raise ContenderError(f"{python!r} is not a Python 3 interpreter")
 
 
 class Forms:
-    """The forms of one checkpoint, made when they are first asked for, and kept in a folder named after its content."""
+    """The forms of one checkpoint, converted on first use, and kept in a folder named after its content."""
 
     def __init__(self, checkpoint: Path, folder: Path, python: str, tell: Callable[[str], None]) -> None:
         with checkpoint.open("rb") as file:
@@ -88,7 +87,7 @@ class Forms:
         self._failures: dict[str, ContenderError] = {}
 
     def make(self, name: str) -> Path:
-        """The file or folder of a form. Raises ContenderError if it cannot be made."""
+        """Return the file or folder of a form. Raise ContenderError if it cannot be made."""
         if name == "checkpoint":
             return self.checkpoint
         if name in self._failures:

@@ -1,4 +1,4 @@
-"""A contender's process, seen from the one that measures."""
+"""A contender's process, as its controller sees it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ BENCH = Path(__file__).parents[1]
 
 
 class ContenderError(Exception):
-    """A contender, or a form of the model, that cannot be had; the message is one line."""
+    """A contender, or a form of the model, is unavailable; the message is one line."""
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The environment of a child process: modules of this folder, so many OpenMP threads, and no network.
+    """Return the environment of a child process: modules of this folder, the number of OpenMP threads, and no network.
 
-    Not those of the working folder: the source folder's chunkrt has no native module, and would hide the installed one.
+    Modules of the working folder are excluded: the source folder's chunkrt has no native module, and would hide the
+    installed one.
     """
     paths = [str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]
     pools = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
@@ -30,13 +31,15 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
+    """Return the last line of a log that is not empty."""
     lines = [line.strip() for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
     return lines[-1][:300] if lines else "it said nothing"
 
 
 class ContenderProcess:
-    """Starts a contender and asks it; leaving it as a context ends it. Raises ContenderError wherever it fails."""
+    """Starts a contender and sends it requests; as a context manager it ends it. Raises ContenderError on every
+    failure.
+    """
 
     def __init__(
         self, contender: Contender, *, python: str, model: Path, threads: int, context_length: int, log: Path
@@ -62,17 +65,17 @@ class ContenderProcess:
         self.settings: str = found["settings"]
 
     def ask(self, do: str, tokens: list[int]) -> dict[str, Any]:
-        """Send one request of `worker`; returns its answer."""
+        """Send one request of `worker`; return its answer."""
         return self._ask({"do": do, "tokens": tokens})
 
     def serve(self, prompts: list[list[int]], arrivals: list[float], new_tokens: int) -> list[dict[str, Any]]:
-        """Have it answer prompts: of each the `tokens`, and the `times` at which they were there."""
+        """Let it answer prompts: the `tokens` of each answer, and their `times`."""
         request = {"do": "serve", "prompts": prompts, "arrivals": arrivals, "new_tokens": new_tokens}
         answers: list[dict[str, Any]] = self._ask(request)["answers"]
         return answers
 
     def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
-        """Have it score pairs: the `scores`, the `rows` computed, those with padding (`padded`), and the `seconds`."""
+        """Let it score pairs: the `scores`, the `rows` computed, those with padding (`padded`), and the `seconds`."""
         return self._ask({"do": "score", "pairs": pairs})
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +84,7 @@ class ContenderProcess:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended, and the answer is missing too
+            pass  # it has ended, and so the answer is missing
         return self._answer()
 
     def __enter__(self) -> Self:
@@ -103,7 +106,7 @@ class ContenderProcess:
                 raise
 
     def kill(self) -> None:
-        """End the process at once: what it is doing is wanted no more."""
+        """Kill the process: its current result is not needed any more."""
         self._process.kill()
         self._process.communicate()
 
@@ -119,9 +122,9 @@ class ContenderProcess:
 
 
 def convert(engine: str, source: Path, target: Path, options: Mapping[str, Any], *, python: str) -> None:
-    """Make one form of the model, beside its place; then move it there. Raises ContenderError."""
+    """Make one form of the model under a temporary name; then rename it. Raise ContenderError."""
     part, log = target.with_name(f"part-{target.name}"), target.with_name(f"{target.name}.log")
-    shutil.rmtree(part, ignore_errors=True)  # what an interrupted conversion left
+    shutil.rmtree(part, ignore_errors=True)  # remains of an interrupted conversion
     command = [python, "-m", "peers.convert", engine, str(source), str(part), json.dumps(dict(options))]
     with log.open("w", encoding="utf-8") as output:
         ended = subprocess.run(

@@ -1,7 +1,7 @@
-"""A server that runs somewhere, asked over HTTP as many clients would: any that speaks OpenAI's completions.
+"""A running server, measured over HTTP with many clients: any that implements OpenAI's completions.
 
-Requests come at the times of a Poisson process, each whether or not those before are answered, so that a server that is
-too slow for the rate shows it. An event of the stream that has a choice counts as a token.
+Requests arrive at the times of a Poisson process, regardless of earlier answers, so that the figures reveal a server
+that is too slow for the rate. Each event of the stream that has a choice counts as a token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIMEOUT_S = 600.0
 
 @dataclass
 class Asked:
-    """A request: when it was due, and when each token came, in seconds from the first; `error`: why it has none."""
+    """A request: its due time, and the time of each token, in seconds from the first; `error`: reason of a failure."""
 
     arrival: float
     times: list[float] = field(default_factory=list)
@@ -37,13 +37,13 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Seconds in which an answer is good: to its first token, and from each token to the next on average."""
+    """Limits in seconds of a good answer: to its first token, and from each token to the next on average."""
 
     first_s: float
     gap_s: float
 
     def hold(self, asked: Asked) -> bool:
-        """Whether an answer came whole and in time."""
+        """Return True if an answer is complete and in time."""
         if asked.error or not asked.times:
             return False
         mean_gap = (asked.times[-1] - asked.times[0]) / max(len(asked.times) - 1, 1)
@@ -51,7 +51,9 @@ class Bounds:
 
 
 def figures(requests: Sequence[Asked], bounds: Bounds) -> dict[str, Any]:
-    """What is told of a round. Rates count from the first arrival to the last token; without answers there are none."""
+    """Return the figures of a round. Rates count from the first arrival to the last token; without answers all are
+    missing.
+    """
     answered = [asked for asked in requests if asked.times and not asked.error]
     errors = sorted({asked.error for asked in requests if asked.error})
     found: dict[str, Any] = {"requests": len(requests), "answered": len(answered), "errors": errors}
@@ -73,10 +75,10 @@ def figures(requests: Sequence[Asked], bounds: Bounds) -> dict[str, Any]:
 async def ask_all(
     url: str, model: str | None, prompts: Sequence[str], arrivals: Sequence[float], new_tokens: int, api_key: str
 ) -> list[Asked]:
-    """Ask a server for all answers, each at its time.
+    """Request all answers from a server, each at its time.
 
     Raises:
-        ClickException: there is no such server, or it serves nothing.
+        ClickException: the server does not exist, or serves no model.
     """
     headers = {"Authorization": f"Bearer {api_key}"}
     limits = httpx.Limits(max_connections=None)
@@ -86,7 +88,7 @@ async def ask_all(
             listed.raise_for_status()
             name = model or listed.json()["data"][0]["id"]
         except (httpx.HTTPError, ValueError, LookupError) as error:
-            raise click.ClickException(f"{url}/models: {error}; give the URL up to and with /v1") from error
+            raise click.ClickException(f"{url}/models: {error}; give the URL up to and including /v1") from error
         start = time.perf_counter()
         one_by_one = (
             _ask(http, name, prompt, arrival, new_tokens, start)
@@ -122,16 +124,22 @@ async def _ask(
 
 
 def poisson_arrivals(random: np.random.Generator, rate: float, number: int) -> list[float]:
-    """Seconds, the first at 0."""
+    """Return arrival times in seconds, the first at 0."""
     gaps = random.exponential(1 / rate, number)
     times: list[float] = (np.cumsum(gaps) - gaps[0]).tolist()
     return times
 
 
 @click.command()
-@click.option("--url", "urls", multiple=True, required=True, help="Of a server, up to and with /v1; they take turns.")
-@click.option("--model", help="What is asked for; by default the first that the server lists.")
-@click.option("--api-key-file", type=click.Path(exists=True, path_type=Path), help="The key that servers ask for.")
+@click.option(
+    "--url",
+    "urls",
+    multiple=True,
+    required=True,
+    help="URL of a server, up to and including /v1; several servers take turns.",
+)
+@click.option("--model", help="Model to request; by default the first that the server lists.")
+@click.option("--api-key-file", type=click.Path(exists=True, path_type=Path), help="API key of the servers.")
 @click.option("--requests", "number", type=click.IntRange(1), default=64, show_default=True, help="Of a round.")
 @click.option(
     "--rate", "rates", type=click.FloatRange(0, min_open=True), multiple=True, default=(1.0,), help="Requests a second."
@@ -140,8 +148,8 @@ def poisson_arrivals(random: np.random.Generator, rate: float, number: int) -> l
 @click.option("-n", "--new-tokens", type=click.IntRange(2), default=64, show_default=True)
 @click.option("--first-bound", type=click.FloatRange(0), default=2.0, show_default=True, help="Seconds, for goodput.")
 @click.option("--gap-bound", type=click.FloatRange(0), default=0.2, show_default=True, help="Seconds, for goodput.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random words and arrivals.")
-@click.option("--json", "json_file", callback=writable, help="Write the figures there.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random words and arrivals.")
+@click.option("--json", "json_file", callback=writable, help="Write the figures to this file.")
 def remote(
     urls: Sequence[str],
     model: str | None,
@@ -155,7 +163,7 @@ def remote(
     seed: int,
     json_file: Path | None,
 ) -> None:
-    """Measure servers that run already: time to first token, gaps between tokens, and goodput within bounds."""
+    """Measure running servers: time to first token, gaps between tokens, and goodput within bounds."""
     random, bounds = np.random.default_rng(seed), Bounds(first_s=first_bound, gap_s=gap_bound)
     api_key = "none" if api_key_file is None else api_key_file.read_text("utf-8").strip()
     rows = []
@@ -163,7 +171,7 @@ def remote(
         prompts = [" ".join(random.choice(WORDS, prompt_words)) for _ in range(number)]
         arrivals = poisson_arrivals(random, rate, number)
         for url in urls:
-            asyncio.run(ask_all(url, model, [" ".join(random.choice(WORDS, 8))], [0.0], 2, api_key))  # warms up
+            asyncio.run(ask_all(url, model, [" ".join(random.choice(WORDS, 8))], [0.0], 2, api_key))  # warm-up
             requests = asyncio.run(ask_all(url, model, prompts, arrivals, new_tokens, api_key))
             rows.append({"server": url, "rate, requests/s": rate, **figures(requests, bounds)})
     columns = [name for name in max(rows, key=len) if name != "errors"]

@@ -1,4 +1,4 @@
-"""What a measurement says: a table in Markdown, every sample in JSON, bars in a picture."""
+"""Report of a measurement: a table in Markdown, every sample in JSON, bars in a picture."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from peers.rounds import Results, spread
 class Report:
     """A measurement and its circumstances.
 
-    conditions: of the run and the machine, in the order in which they are told.
+    conditions: of the run and the machine, in the order of the report.
     baselines: the contenders (chunkrt's) whose rate is divided by each other's.
     about: versions and settings of each contender that runs.
     absent: contenders that could not be measured at all, and why.
-    measure: what the figures are.
-    agreement: of each contender, the prompts after which its most likely token is the first baseline's; or why not.
+    measure: name of the figures.
+    agreement: for each contender, the prompts after which its most likely token is the first baseline's; or why not.
     """
 
     conditions: dict[str, Any]
@@ -37,7 +37,7 @@ class Report:
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, cores, memory and operating system."""
+    """Return processor, cores, memory and operating system."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -51,7 +51,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def to_markdown(report: Report) -> str:
-    """The whole report as Markdown."""
+    """Return the complete report as Markdown."""
     lines = [f"- {key}: {value}" for key, value in report.conditions.items()]
     lines += ["", "Median (least - most) of the rounds. Ratios: within a round, likewise.", ""]
     heads = ["test", "contender", report.measure, *(f"{name} / this" for name in report.baselines)]
@@ -63,7 +63,7 @@ def to_markdown(report: Report) -> str:
             lines.append(_row([test, name, rate, *ratios]))
     shares = {name: report.results.shares(name) for name in report.about}
     if loaded := list(next(iter(shares.values()), {})):
-        lines += ["", "What is left of a rate beside busy processes:", "", _row(["contender", *loaded])]
+        lines += ["", "Share of a rate that remains next to busy processes:", "", _row(["contender", *loaded])]
         lines += [_row(["---", *["---:"] * len(loaded)])]
         lines += [
             _row([name, *(_spread_text(spread(found[test]), 3) for test in loaded)]) for name, found in shares.items()
@@ -79,12 +79,12 @@ def to_markdown(report: Report) -> str:
 
 
 def to_json(report: Report) -> str:
-    """The whole report with every sample."""
+    """Return the complete report with every sample."""
     return json.dumps(asdict(report), indent=2)
 
 
 def plot(report: Report, path: Path) -> None:
-    """Bars of median rates with the least and the most, one picture a test, side by side. Needs matplotlib."""
+    """Draw bars of median rates with minimum and maximum, one picture a test, side by side. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     tests = list(report.results.rates)
@@ -115,7 +115,7 @@ def _spread_text(found: tuple[float, float, float] | None, digits: int) -> str:
 
 
 def _number(value: float, digits: int) -> str:
-    """So many digits, but every one before the point."""
+    """Format with this many significant digits, but with every one before the point."""
     return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits - len(f'{value:.0f}')}f}"
 
 

@@ -17,21 +17,22 @@ import numpy as np
 from peers.process import ContenderError
 
 PAUSE_S = 0.3
-"""Between two measurements: longer than the idle threads of an OpenMP pool go on spinning."""
+"""Pause between two measurements: longer than idle threads of an OpenMP pool spin."""
 
 
 class Asked(Protocol):
-    """Who can be asked; a `ContenderProcess`."""
+    """Interface of a contender; a `ContenderProcess`."""
 
     def ask(self, do: str, tokens: list[int]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class Test:
-    """`pp512` prefills 512 tokens, `tg64` decodes 64 one by one; `pp512+2` does so beside two other processes that
-    are busy all the time."""
+    """`pp512` prefills 512 tokens, `tg64` decodes 64 one by one; `pp512+2` does so next to two other processes that are
+    always busy.
+    """
 
-    __test__ = False  # no test of pytest's
+    __test__ = False  # not a test of pytest's
 
     do: str
     count: int
@@ -39,12 +40,12 @@ class Test:
 
     @staticmethod
     def parse(text: str) -> Test:
-        """Read a name such as "pp512". Raises ValueError for anything else."""
+        """Parse a name such as "pp512". Raise ValueError for anything else."""
         kinds = {"pp": "prefill", "tg": "decode"}
         found = re.fullmatch(r"(pp|tg)([0-9]{1,9})(?:\+([0-9]{1,3}))?", text)
         if not found or not int(found[2]):
             raise ValueError(
-                f"the test is {text!r}, expected pp or tg and a number of tokens, as in pp512, or pp512+2 beside two "
+                f"the test is {text!r}, expected pp or tg and a number of tokens, as in pp512, or pp512+2 next to two "
                 "busy processes"
             )
         return Test(kinds[found[1]], int(found[2]), int(found[3] or 0))
@@ -55,7 +56,7 @@ class Test:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """While the other processes are busy."""
+        """Run the body while the other processes are busy."""
         others = [subprocess.Popen([sys.executable, "-Sc", "while True: pass"]) for _ in range(self.num_busy)]
         try:
             yield
@@ -67,21 +68,21 @@ class Test:
 
 @dataclass
 class Results:
-    """What was measured. Both are by the test's name, then the contender's.
+    """Results of a measurement. Both are by the test's name, then the contender's.
 
     rates: tokens per second, a sample a round; None in a round where the contender failed.
-    failures: why, in a line. Whoever failed in a test is not asked again in it.
+    failures: why, in a line. A contender that failed in a test is omitted from it afterwards.
     """
 
     rates: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def samples(self, test: str, name: str) -> list[float]:
-        """The samples there are."""
+        """Return the existing samples."""
         return [rate for rate in self.rates[test][name] if rate is not None]
 
     def shares(self, name: str) -> dict[str, list[float]]:
-        """By test beside busy processes: what is left of the rate of the same test without, round by round."""
+        """Return for each test next to busy processes the remaining share of the rate without them, round by round."""
         found = {}
         for test, rates in self.rates.items():
             alone = self.rates.get(test.partition("+")[0])
@@ -91,17 +92,17 @@ class Results:
         return found
 
     def ratios(self, test: str, name: str, other: str) -> list[float]:
-        """One contender's rate over another's, round by round."""
+        """Return one contender's rate over another's, round by round."""
         both = zip(self.rates[test][name], self.rates[test][other], strict=True)
         return [rate / of for rate, of in both if rate is not None and of is not None]
 
     def spread(self, test: str, name: str) -> tuple[float, float, float] | None:
-        """Median, least and most; None if there is no sample."""
+        """Return median, minimum and maximum; None without samples."""
         return spread(self.samples(test, name))
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float, float] | None:
-    """Median, least and most; None of nothing."""
+    """Return median, minimum and maximum; None for no values."""
     return (statistics.median(samples), min(samples), max(samples)) if samples else None
 
 
@@ -114,7 +115,7 @@ def measure(
     seed: int,
     pause: Callable[[float], None] = time.sleep,
 ) -> Results:
-    """Run all tests. A round has fresh random prompts, the same for all contenders; one more round warms up."""
+    """Run all tests, after a warm-up round. A round has fresh random prompts, the same for all contenders."""
     random = np.random.default_rng(seed)
     results = Results(
         rates={str(test): {name: [] for name in contenders} for test in tests},
@@ -138,7 +139,7 @@ def measure(
 
 
 def agreement(contenders: Mapping[str, Asked], prompts: Sequence[list[int]]) -> dict[str, list[int] | str]:
-    """The most likely next token of each prompt, by contender; or why there is none, in a line.
+    """Return the most likely next token of each prompt, by contender; or the reason of a failure, in a line.
 
     Contenders that compute the same model agree on nearly all of them: quantisation decides only close calls.
     """

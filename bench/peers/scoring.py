@@ -1,4 +1,4 @@
-"""Scoring of items as HellaSwag has them, a context and four endings: who is measured, and what is told of it."""
+"""Scoring of HellaSwag's kind of items, a context and four endings: contenders and report."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Pair = tuple[list[int], list[int]]
 
 NUM_ENDINGS = 4
 CONTEXT_TOKENS, ENDING_TOKENS = (60, 120), (5, 30)
-"""The least and the most of a context, and of an ending."""
+"""The shortest and the longest context, and ending."""
 
 NUM_WARMING = 4
-"""Items that nobody is measured on."""
+"""Items for warm-up, which are not measured."""
 
 BATCH = 16
 WAYS = ("together", "item by item", "pair by pair")
@@ -38,14 +38,14 @@ PACKAGES = ("accelerate", "gguf", "torch", "transformers")
 
 
 class Scorer(Protocol):
-    """Who scores pairs; a `ContenderProcess`."""
+    """Interface of a contender that scores pairs; a `ContenderProcess`."""
 
     def score(self, pairs: Sequence[Pair]) -> dict[str, Any]: ...
 
 
 @dataclass
 class Measured:
-    """Of one contender, a sample a round. items_per_s; rows computed, and with padding; the scores of all rounds."""
+    """Samples of one contender, one a round. items_per_s; rows computed, and with padding; the scores of all rounds."""
 
     rates: list[float] = field(default_factory=list)
     num_rows: int = 0
@@ -55,7 +55,7 @@ class Measured:
 
 
 def contenders_for(schemes: Sequence[str], ways: Sequence[str]) -> list[Contender]:
-    """chunkrt's, of each scheme, and transformers. The linears of `float` run on ONNX Runtime."""
+    """Return chunkrt's contenders for each scheme, and transformers. The linears of `float` run on ONNX Runtime."""
     own = [
         Contender(
             name=f"chunkrt {scheme}, {way}",
@@ -77,7 +77,7 @@ def contenders_for(schemes: Sequence[str], ways: Sequence[str]) -> list[Contende
 
 
 def items_of(tokens: Sequence[int], number: int, random: np.random.Generator) -> list[list[Pair]]:
-    """Items drawn from the tokens of a text: the first ending is what follows, the others stand elsewhere in it."""
+    """Draw items from the tokens of a text: the first ending is the continuation, the others are from elsewhere."""
 
     def piece(start: int, least: int, most: int) -> list[int]:
         return list(tokens[start : start + int(random.integers(least, most + 1))])
@@ -93,7 +93,7 @@ def items_of(tokens: Sequence[int], number: int, random: np.random.Generator) ->
 
 
 def least_rows(pairs: Sequence[Pair]) -> int:
-    """The rows that cannot be spared: one for each different beginning of a pair, its last token left out."""
+    """Count the rows that every method has to compute: one for each distinct prefix of a pair, except the last."""
     nodes: dict[tuple[int, int], int] = {}
     for context, continuation in pairs:
         node = -1
@@ -108,7 +108,7 @@ def measure_scoring(
     warming: Sequence[Sequence[Pair]],
     pause: Callable[[float], None] = time.sleep,
 ) -> dict[str, Measured]:
-    """Have every contender score the items of each round in turn, after some that warm it up."""
+    """Let every contender score the items of each round in turn, after a warm-up."""
     found = {name: Measured() for name in contenders}
     for number, items in enumerate([warming, *rounds]):
         pairs = [pair for item in items for pair in item]
@@ -131,7 +131,7 @@ def measure_scoring(
 
 
 def to_markdown(found: Mapping[str, Measured], least: int) -> str:
-    """A table, each contender beside the first; ratios are taken within a round."""
+    """Return a table that compares each contender with the first; ratios are taken within a round."""
     first = next(iter(found.values()))
     head = (
         "contender",
@@ -173,27 +173,36 @@ def _spread_text(samples: Sequence[float]) -> str:
 @click.command()
 @click.argument("model")
 @click.option(
-    "--text", "text_file", type=click.Path(exists=True, path_type=Path), required=True, help="Items are drawn from it."
+    "--text",
+    "text_file",
+    type=click.Path(exists=True, path_type=Path),
+    required=True,
+    help="Text that items are drawn from.",
 )
 @click.option(
     "--items",
     type=click.IntRange(1),
     default=1000,
     show_default=True,
-    help="Of all rounds. On two AVX2 cores a thousand items of a model with 135 million parameters take each way of "
-    "chunkrt 10 to 30 minutes, and transformers an hour; twice that where others use them.",
+    help="Items of all rounds together. On two AVX2 cores a thousand items of a model with 135 million parameters take "
+    "each method of chunkrt 10 to 30 minutes, and transformers an hour; twice that on a busy machine.",
 )
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="The items are divided over them.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds, which share the items.")
 @click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--scheme", "schemes", multiple=True, default=["w8a8-dynamic"], show_default=True)
 @click.option(
-    "--way", "ways", multiple=True, type=click.Choice(WAYS), default=WAYS, help="Of chunkrt; by default all three."
+    "--way",
+    "ways",
+    multiple=True,
+    type=click.Choice(WAYS),
+    default=WAYS,
+    help="Methods of chunkrt; by default all three.",
 )
-@click.option("--no-peer", is_flag=True, help="Leave transformers away.")
+@click.option("--no-peer", is_flag=True, help="Omit transformers.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the items.")
-@click.option("--python", help="An interpreter that has torch and transformers; none is installed then.")
+@click.option("--python", help="Interpreter with torch and transformers installed; nothing is installed then.")
 @click.option("--peers-dir", type=click.Path(path_type=Path), default="build/peers", show_default=True)
-@click.option("--json", "json_file", callback=writable, help="Write every round's figures there.")
+@click.option("--json", "json_file", callback=writable, help="Write every round's figures to this file.")
 def scoring(
     model: str,
     text_file: Path,
@@ -208,7 +217,7 @@ def scoring(
     peers_dir: Path,
     json_file: Path | None,
 ) -> None:
-    """Measure how fast MODEL (a catalogue name or a GGUF file) scores items of a context and four endings."""
+    """Measure the rate at which MODEL (a catalogue name or a GGUF file) scores items of a context and four endings."""
     if items < rounds:
         raise click.UsageError(f"{items} items cannot be divided over {rounds} rounds")
     contenders = contenders_for(schemes, ways)[: -1 if no_peer else None]
@@ -228,7 +237,7 @@ def scoring(
     room = CONTEXT_TOKENS[1] + ENDING_TOKENS[1]
     with started(contenders, forms, python or "", threads, room) as (running, absent):
         if not running:
-            raise click.ClickException("nobody is there to be measured")
+            raise click.ClickException("no contender could be started")
         found = measure_scoring(running, parts, items_of(tokens, NUM_WARMING, random))
     least = sum(least_rows([pair for item in part for pair in item]) for part in parts)
     conditions = {

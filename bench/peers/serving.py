@@ -1,4 +1,4 @@
-"""Many sequences at once: who is measured, in which order, and what is made of the times at which tokens came."""
+"""Many sequences at once: contenders, order of measurements, and figures from the times of tokens."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from peers.report import Report, describe_machine, to_json, to_markdown
 from peers.rounds import PAUSE_S, Results
 
 PACKAGES = ("accelerate", "ctranslate2", "gguf", "openvino-genai", "torch", "transformers")
-"""Packages that are installed if chosen peers take them. llama.cpp, which is compiled, is not installed: it is measured
-if it is there."""
+"""Packages that are installed if chosen contenders need them. llama.cpp has to be compiled and is not installed: it is
+measured if it is installed already.
+"""
 
 FIGURES = ("tokens/s", "generated tokens/s", "first token p50, s", "first token p95, s", "gap p50, s", "gap p95, s")
-"""What is told of a round. Tokens of prompts and answers, and of answers alone, per second from the first arrival to
-the last token. Percentiles over the prompts of the time from arrival to first token, and over all answers of the time
-from each token to the next."""
+"""Figures of a round. Tokens of prompts and answers, and of answers alone, per second from the first arrival to the
+last token. Percentiles over the prompts of the time from arrival to first token, and over all answers of the time from
+each token to the next.
+"""
 
 
 class Server(Protocol):
-    """Who answers many prompts; a `ContenderProcess`."""
+    """Interface of a contender that answers many prompts; a `ContenderProcess`."""
 
     def serve(self, prompts: list[list[int]], arrivals: list[float], new_tokens: int) -> list[dict[str, Any]]: ...
 
@@ -53,12 +55,12 @@ class Server(Protocol):
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--chunk", type=click.IntRange(1), help="chunkrt's chunk length; by default its own.")
 @click.option(
-    "--peers", "kinds", help="Who is measured beside chunkrt, of llama.cpp, openvino-genai, ctranslate2; all."
+    "--peers", "kinds", help="Other runtimes to measure, of llama.cpp, openvino-genai, ctranslate2; by default all."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts and arrivals.")
-@click.option("--python", help="An interpreter that has the peers; none is installed then.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random prompts and arrivals.")
+@click.option("--python", help="Interpreter with the other runtimes installed; nothing is installed then.")
 @click.option("--peers-dir", type=click.Path(path_type=Path), default="build/peers", show_default=True)
-@click.option("--json", "json_file", callback=writable, help="Write every round's figures there.")
+@click.option("--json", "json_file", callback=writable, help="Write every round's figures to this file.")
 def serving(
     model: str,
     threads: int,
@@ -92,7 +94,7 @@ def serving(
         raise click.ClickException(str(error)) from error
     forms = Forms(checkpoint.resolve(), peers_dir / "models", python, tell)
     with started(contenders, forms, python, threads, prompt_length + new_tokens) as (running, absent):
-        tell(f"measuring {len(running)} contenders, {rounds} rounds after one that warms up")
+        tell(f"measuring {len(running)} contenders, {rounds} rounds after a warm-up")
         results, same = measure_serving(
             running,
             {"all at once": None, f"Poisson, {rate:g}/s": rate},
@@ -107,8 +109,8 @@ def serving(
                 "model": checkpoint.name,
                 **describe_machine(),
                 "threads": threads,
-                "sequences": f"{sessions}, each {prompt_length} tokens and {new_tokens} more, greedy, to no end token",
-                "rounds": f"{rounds}, after one that warms up; {PAUSE_S} s between two measurements",
+                "sequences": f"{sessions}, each {prompt_length} tokens and {new_tokens} more, greedy, no end token",
+                "rounds": f"{rounds}, after a warm-up; {PAUSE_S} s between two measurements",
                 "prompts": f"random tokens and arrivals, new in every round (seed {seed}), the same for all",
                 "date": datetime.date.today().isoformat(),
             },
@@ -135,12 +137,12 @@ def measure_serving(
     seed: int,
     pause: Callable[[float], None] = time.sleep,
 ) -> tuple[Results, dict[str, str]]:
-    """Run all tests, every contender in turn, round after round; one more round warms up.
+    """Run all tests, every contender in turn, round after round, after a warm-up round.
 
     Args:
-        tests: by name, the prompts that come in a second on average, at times of a Poisson process; None: all at once.
-        shape: prompts, and the tokens of each.
-        new_tokens: of each answer, at least 2.
+        tests: by name, the mean rate of prompts a second, at times of a Poisson process; None: all at once.
+        shape: number of prompts, and the tokens of each.
+        new_tokens: tokens of each answer, at least 2.
 
     Returns: FIGURES of every test, as `Results` of "test: figure"; and by contender how many answers begin with the
         same token as the first contender's.
@@ -175,7 +177,7 @@ def measure_serving(
 
 
 def figures_of(arrivals: Sequence[float], times: Sequence[Sequence[float]], prompt_length: int) -> list[float]:
-    """FIGURES of one round, from when each prompt came and each token was there, in seconds."""
+    """Return FIGURES of one round, from the arrival time of each prompt and the time of each token, in seconds."""
     array = np.array(times)
     seconds = array.max() - arrivals[0]
     first, gaps = array[:, 0] - arrivals, np.diff(array, axis=1)
@@ -185,7 +187,7 @@ def figures_of(arrivals: Sequence[float], times: Sequence[Sequence[float]], prom
 
 
 def _agreement(first_tokens: Mapping[str, list[int]]) -> dict[str, str]:
-    """Prompts are random, so that quantisation decides more of them than in text."""
+    """Count equal first tokens. Prompts are random, so quantisation decides more of them than in text."""
     expected = next(iter(first_tokens.values()), [])
     texts = {}
     for name, tokens in first_tokens.items():

@@ -1,8 +1,8 @@
-"""Models of known shapes with random weights: what a checkpoint's size costs, where the checkpoint cannot be had.
+"""Models of known shapes with random weights, for sizes whose checkpoints are not available.
 
-Speed depends on shapes, not on values. The architecture is llama with biases on queries, keys and values, which is
-what Qwen2.5 computes; llama's output has one too, which is zero here. The tokenizer is another model's, its vocabulary
-padded.
+Speed depends on shapes, not on values. The architecture is llama with biases on queries, keys and values, which is the
+same computation as Qwen2.5's; llama's output has a bias, too, which is zero here. The tokenizer is another model's,
+with a padded vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gguf.quants import quantize
 from numpy.typing import NDArray
 
 ROWS = 8192
-"""Rows that are drawn and quantised at once, so that no whole embedding is held in float32."""
+"""Rows that are generated and quantised at once, so that memory never holds a complete embedding in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ def write_random_model(shape: Shape, tokenizer: Path, path: Path, *, seed: int =
     """Write a Q8_0 GGUF file of that shape.
 
     Args:
-        tokenizer: a GGUF file whose tokenizer is copied; no larger than the shape's vocabulary.
-        path: the file; written beside, then moved.
+        tokenizer: a GGUF file whose tokenizer is copied; its vocabulary is at most the shape's.
+        path: the file; written under a temporary name, then renamed.
     """
     part = path.with_name(f"part-{path.name}")
     writer = GGUFWriter(part, "llama")
@@ -109,7 +109,7 @@ def _random_blocks(random: np.random.Generator, rows: int, depth: int) -> NDArra
 
 
 def _copy_tokenizer(source: GGUFReader, writer: GGUFWriter, vocabulary_size: int) -> None:
-    """Every tokenizer.* key; tokens (with their types and scores) are padded by unused ones."""
+    """Copy every tokenizer.* key; tokens (with their types and scores) are padded with unused ones."""
     for field in source.fields.values():
         if not field.name.startswith("tokenizer."):
             continue

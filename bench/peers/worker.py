@@ -1,6 +1,6 @@
 """A contender's process: `python -m peers.worker ENGINE MODEL THREADS CONTEXT OPTIONS`.
 
-It says once what it is, then answers a line of JSON for each line of JSON:
+It first prints a description of itself, then answers a line of JSON for each line of JSON:
 
     {"do": "prefill" or "decode", "tokens": [...]}   ->   {"seconds": 0.123}
     {"do": "next", "tokens": [...]}                  ->   {"token": 42}, the most likely one after these
@@ -8,7 +8,7 @@ It says once what it is, then answers a line of JSON for each line of JSON:
                                                      ->   {"answers": [{"tokens": [...], "times": [...]}, ...]}
     {"do": "score", "pairs": [[[...], [...]], ...]}  ->   {"scores": [...], "rows": 1, "padded": 1, "seconds": 0.123}
 
-A failure is answered by {"error": "a line"}, and the process goes on.
+After a failure it answers {"error": "a line"} and continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 def main() -> None:
     """Serve until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    os.dup2(2, 1)  # runtimes print what they like; it goes into the log
+    os.dup2(2, 1)  # output of the runtimes goes to the log
     engine, model, threads, context_length, options = sys.argv[1:]
     try:
         module = import_module(f"peers.engines.{engine}")
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def carry_out(runner: Any, do: str, tokens: list[int]) -> dict[str, Any]:
-    """One request; only the pass itself is timed."""
+    """Answer one request; only the pass itself is timed."""
     runner.reset(len(tokens))
     if do == "next":
         runner.prefill(tokens)
@@ -57,15 +57,15 @@ def carry_out(runner: Any, do: str, tokens: list[int]) -> dict[str, Any]:
 
 
 def serve(runner: Any, do: str, prompts: list[list[int]], arrivals: list[float], new_tokens: int) -> dict[str, Any]:
-    """Many prompts at once; every answer has all of its tokens."""
+    """Answer many prompts at once; every answer has all of its tokens."""
     answers = runner.serve(prompts, arrivals, new_tokens)
     if short := [len(answer.tokens) for answer in answers if len(answer.tokens) != new_tokens]:
-        raise RuntimeError(f"{short[0]} tokens were generated, not {new_tokens}")
+        raise RuntimeError(f"{short[0]} tokens were generated, expected {new_tokens}")
     return {"answers": [vars(answer) for answer in answers]}
 
 
 def score(runner: Any, do: str, pairs: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
-    """What follows contexts."""
+    """Score continuations after contexts."""
     begin = time.perf_counter()
     scores, num_rows, num_padded = runner.score(pairs)
     seconds = time.perf_counter() - begin
@@ -73,7 +73,7 @@ def score(runner: Any, do: str, pairs: list[tuple[list[int], list[int]]]) -> dic
 
 
 def describe(error: Exception) -> str:
-    """An error in a line; the log has the rest."""
+    """Return an error in a line; the log has the rest."""
     traceback.print_exc()
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"

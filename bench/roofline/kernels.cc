@@ -12,7 +12,7 @@
 namespace chunkrt::roofline {
 namespace {
 
-// Values in [-1, 1), the same every time.
+// Reproducible values in [-1, 1).
 Aligned<float> floats(std::size_t count) {
   Aligned<float> values(count);
   std::uint32_t state = 1;
@@ -23,7 +23,7 @@ Aligned<float> floats(std::size_t count) {
   return values;
 }
 
-// What one thread computes with; threads share no cache line that they write.
+// Operands of one thread; threads share no cache line that they write.
 struct Operands {
   Aligned<float> input, weight, output, scales;
   Aligned<std::int8_t> values, arranged;
@@ -36,7 +36,7 @@ OperandsPerThread operands(std::size_t num_threads, const Operands& one) {
   return std::make_shared<std::vector<Operands>>(num_threads, one);
 }
 
-// Values as rows of activations have them on an int8 grid: near 0, and now and then at its ends.
+// Typical quantised rows of activations: values near 0, and a few at the ends of int8.
 Aligned<std::int8_t> on_a_grid(std::size_t count) {
   std::mt19937 bits(1);
   std::normal_distribution<float> values(0.0f, 24.0f);
@@ -102,7 +102,7 @@ Body gemm(const Ring& ring, std::size_t num_threads, std::size_t rows, std::size
   })
   const OperandsPerThread own = operands(num_threads, one);
   GemmFunction* kernel = selected.function;
-  // Where each thread stands in the ring; they start far from each other.
+  // Each thread's place in the ring; they start far from each other.
   const auto next = std::make_shared<std::vector<std::size_t>>();
   for (std::size_t thread = 0; thread < num_threads; ++thread) {
     next->push_back(thread * num_weights / num_threads);
@@ -147,7 +147,7 @@ Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, 
   };
   const OperandsPerThread own =
       operands(num_threads, {.input = floats(rows * (num_heads + 2 * num_kv_heads) * head_dim),
-                             .weight = floats(capacity * head_dim / 2),  // for cosines and sines alike
+                             .weight = floats(capacity * head_dim / 2),  // for both cosines and sines
                              .output = Aligned<float>(rows * num_heads * head_dim),
                              .scales = {},
                              .values = {},

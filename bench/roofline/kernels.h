@@ -1,4 +1,4 @@
-// chunkrt's kernels with operands of their own, each as dispatch selects it: what is timed.
+// Timed operations: chunkrt's kernels, as selected by dispatch, with operands of their own.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace chunkrt::roofline {
 
 inline constexpr std::size_t kAlignment = 64;
 
-// As the memory of a program is, of which no tile's row lies in two cache lines.
+// The alignment of a program's memory, at which no row of a tile crosses a cache line.
 template <typename T>
 struct AlignedAllocator {
   using value_type = T;

@@ -1,14 +1,14 @@
-// roofline_probe RING_BYTES SAMPLE_SECONDS: reads what to time from stdin, a line each, and answers each with
-// a line of JSON. bench/roofline.py decides what is asked, how often and in which order.
+// roofline_probe RING_BYTES SAMPLE_SECONDS: reads requests from stdin, a line each, and answers each with a
+// line of JSON. bench/roofline.py decides their number and order.
 //
-// - about: what was built, what runs here, what dispatch selects
+// - about: compiled, supported and selected instruction sets
 // - peak INDEX THREADS: a loop of about's list
 // - read BYTES THREADS: 64 KiB a call, going round in BYTES of the ring for each thread
 // - gemm ROWS DEPTH COLUMNS hot|streamed THREADS
 // - attention|attention_bfloat16 ROWS POSITION HEADS KV_HEADS HEAD_DIM THREADS
 // - rms_norm|quantize|silu_mul ROWS WIDTH THREADS
 //
-// All but about are answered {"calls": of each thread, "seconds": for all of them}. What was asked once is
+// All but about are answered {"calls": of each thread, "seconds": for all of them}. Each measurement is
 // kept, with its operands.
 #include <cstdio>
 #include <exception>
@@ -73,7 +73,7 @@ std::string about() {
   return out.str();
 }
 
-// The words of a line after the first; whole numbers, but for the fourth of "gemm".
+// The words of a line after the first; whole numbers, except the fourth of "gemm".
 class Words {
  public:
   explicit Words(const std::string& line) : line_(line), stream_(line) {}
@@ -122,7 +122,7 @@ Case make_case(const std::string& line, const Ring& ring) {
       throw std::invalid_argument("'" + line +
                                   "': expected a multiple of 65536, and no more than the ring's share");
     }
-    const auto next = std::make_shared<std::vector<std::size_t>>(threads);  // where each thread stands
+    const auto next = std::make_shared<std::vector<std::size_t>>(threads);  // each thread's place
     return {[=, data = ring.bytes, read = widest_read()](std::size_t thread, std::size_t calls) {
               std::size_t offset = (*next)[thread];
               for (; calls > 0; --calls) {
@@ -154,7 +154,7 @@ Case make_case(const std::string& line, const Ring& ring) {
     const std::size_t rows = words.number(), width = words.number(), threads = words.threads();
     return {kernel->second(threads, rows, width), threads, 0};
   }
-  throw std::invalid_argument("'" + line + "' is nothing that can be measured");
+  throw std::invalid_argument("'" + line + "' is not a known request");
 }
 
 void serve(const Ring& ring, double sample_seconds) {

@@ -21,8 +21,8 @@ constexpr int kTries = 5;
 
 #if defined(__linux__)
 
-// Binds the calling thread to one of the processors that it may run on, for as long as this lives: of two new
-// threads the operating system may leave both on one processor for longer than a sample takes.
+// Pins the calling thread to one of its allowed processors for the lifetime of this object: the operating
+// system may leave two new threads on one processor for longer than a sample takes.
 class Pin {
  public:
   explicit Pin(std::size_t thread) {
@@ -53,7 +53,7 @@ struct Pin {
 
 #endif
 
-// The least of some tries, for whatever else runs only adds to the time.
+// The minimum of some tries, because other processes only add to the time.
 double least(const Body& body, std::size_t calls) {
   double seconds = measure(body, 1, calls);
   for (int i = 1; i < kTries; ++i) seconds = std::min(seconds, measure(body, 1, calls));

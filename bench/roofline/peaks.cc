@@ -30,7 +30,7 @@ constexpr std::size_t kNumTables = 0;
 
 #endif
 
-// For processors that chunkrt has no vector kernels for.
+// For processors without vector kernels of chunkrt.
 void read_words(const char* data, std::size_t bytes) {
   unsigned long long sum = 0;
   for (std::size_t i = 0; i < bytes; i += sizeof(sum)) {

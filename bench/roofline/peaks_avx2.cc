@@ -1,4 +1,4 @@
-// Peaks of AVX2: int8 products by way of int16, and float32 products.
+// Peaks of AVX2: int8 products through int16, and float32 products.
 #include <immintrin.h>
 
 #include "peaks.h"
@@ -18,7 +18,7 @@ void u8s8(std::size_t rounds) {
                       });
 }
 
-// Two of these added before they are widened, which is what gemm does.
+// Two of these are added before they are widened, as in gemm.
 template <std::size_t Sums, bool Loads>
 void u8s8_by_twos(std::size_t rounds) {
   __m256i ones = _mm256_set1_epi16(1), other = _mm256_set1_epi8(0x21);

@@ -1,6 +1,6 @@
 // The loop around an instruction mix that every table of peaks repeats.
 //
-// Everything in here is a file's own, so that no function is compiled under two sets of flags.
+// Everything in here is local to its file, so that no function is compiled under two sets of flags.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@
 namespace chunkrt::roofline {
 namespace {
 
-// The compiler no longer knows what is in `value`, so that it cannot move what uses it out of a loop; costs
+// Hides the content of `value` from the compiler, so that it cannot move its uses out of a loop; costs
 // nothing.
 template <typename Vector>
 void hide(Vector& value) {

@@ -1,5 +1,5 @@
-// The loops of tiles that every table of their peaks repeats. Everything in here is a file's own, so that no
-// function is compiled under two sets of flags.
+// The loops of tiles that every table of their peaks repeats. Everything in here is local to its file, so
+// that no function is compiled under two sets of flags.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 namespace chunkrt::roofline {
 namespace {
 
-// Four sums that do not wait for each other, as the kernels have them.
+// Four independent sums, as in the kernels.
 template <typename Tiles>
 void products(std::size_t rounds) {
   Tiles tiles;
@@ -21,7 +21,7 @@ void products(std::size_t rounds) {
   }
 }
 
-// The same with each tile that is multiplied loaded first, from the first-level cache.
+// The same with loading each tile operand first, from the first-level cache.
 template <typename Tiles>
 void products_from_memory(std::size_t rounds) {
   alignas(64) static const std::int8_t operands[4][16][64] = {};

@@ -1,8 +1,8 @@
-"""The command line: one module a command, imported when that command is called.
+"""The command line: one module per command, imported when the command is called.
 
-Data goes to stdout, progress and logs to stderr. What went wrong is one line on stderr and exit status 1 (2 for a
-wrong command line, 130 after Ctrl-C); `-v` adds the traceback. Of several ranks that mpiexec launched, the first runs
-the command and speaks.
+Data goes to stdout, progress and logs go to stderr. An error is one line on stderr and exit status 1 (2 for a wrong
+command line, 130 after Ctrl-C); `-v` adds the traceback. If mpiexec launched several ranks, the first one runs the
+command and prints its output.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from chunkrt.runtime.ranks.launch import connect, say
 
 COMMANDS = {
     "run": "Answer a prompt.",
-    "chat": "Talk with a model.",
-    "serve": "Serve a model over HTTP, as OpenAI's API has it.",
+    "chat": "Chat with a model.",
+    "serve": "Serve a model over OpenAI's HTTP API.",
     "bench": "Measure prefill and decode speed.",
-    "trace": "Tell where the time of a traced run went.",
-    "support": "Tell what there is for a checkpoint, and what is missing.",
-    "plan": "Show how a model is cut into subgraphs.",
-    "ops": "Show what runs each operator of a model, and why.",
-    "calibrate": "Measure activation ranges on some text.",
-    "eval": "Measure how good a model is, and how far from float.",
-    "fit": "Tell whether a model fits a device, before it is compiled.",
-    "simulate": "Predict prefill speed on a device that is not here.",
-    "tune": "Search how a model should run on a device, by simulation.",
+    "trace": "Show a time breakdown of a recorded run.",
+    "support": "Check if a checkpoint is supported.",
+    "plan": "Show the subgraphs of a model and their costs.",
+    "ops": "Show the implementation of each operator of a model.",
+    "calibrate": "Measure activation ranges on a text.",
+    "eval": "Measure the quality of a model, and its distance from float.",
+    "fit": "Check if a model fits a device, before compiling it.",
+    "simulate": "Predict prefill speed on a device that you do not have.",
+    "tune": "Search the best settings for a device, by simulation.",
     "profile": "Measure a model on this machine, for simulate and tune.",
-    "compile": "Write an engine directory, for one or several NPUs.",
+    "compile": "Write an engine directory, for the CPU and one or several NPUs.",
     "export": "Write a decoder as ONNX, for other tools.",
-    "models": "List the catalogue.",
-    "pull": "Download a model of the catalogue.",
-    "cache": "Tell what is kept on this machine, and clear it.",
-    "doctor": "Tell what this machine can run, and what is missing.",
+    "models": "List the catalogue and the downloaded models.",
+    "pull": "Download a model of the catalogue or the hub.",
+    "cache": "List and remove cached files.",
+    "doctor": "Check this machine, and report missing parts.",
 }
 
 
 class CommandGroup(click.Group):
-    """Imports a command's module when it is needed, and turns errors into one line."""
+    """Group of commands whose modules are imported when needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands in the order of the table above."""
+        """Return the names of the commands, in the order of COMMANDS."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import `chunkrt.cli.<name>` and take the command of that name."""
+        """Import `chunkrt.cli.<name>` and return its command of that name."""
         if cmd_name in INSTEAD:
-            raise click.UsageError(f"there is no {cmd_name}: {INSTEAD[cmd_name]}")
+            raise click.UsageError(f"no such command {cmd_name!r}: {INSTEAD[cmd_name]}")
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = getattr(importlib.import_module(f"chunkrt.cli.{cmd_name}"), cmd_name)
@@ -67,7 +67,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As any group does, with a guess where there is no such command."""
+        """Return the command, or fail with the nearest name."""
         name = args[0]
         if name not in INSTEAD and (nearest := get_close_matches(name, COMMANDS, 1)) and name not in COMMANDS:
             ctx.fail(f"No such command {name!r}; did you mean {nearest[0]!r}?")
@@ -82,19 +82,19 @@ class CommandGroup(click.Group):
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="chunkrt")
 def cli() -> None:
-    """Chunked prefill of decoder language models on CPU and NPU."""
+    """Run decoder language models with chunked prefill on CPU and NPU."""
 
 
 def main() -> None:
     """Entry point of the `chunkrt` command."""
-    if sys.stderr is None:  # closed: nobody wants to know
+    if sys.stderr is None:  # closed
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115, for as long as the process lives
     if sys.stdout is None:
-        say("chunkrt: standard output is closed; send it to the null device if nobody wants it")
+        say("chunkrt: standard output is closed; redirect it to the null device to discard it")
         sys.exit(1)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8")  # what a model says has no place in most Windows code pages
+            stream.reconfigure(encoding="utf-8")  # most Windows code pages lack characters of answers
     is_verbose = any(a == "--verbose" or (a[:1] == "-" and a[1:2] == "v" and set(a[1:]) == {"v"}) for a in sys.argv)
     logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, format="%(name)s: %(message)s")
     try:
@@ -108,8 +108,8 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except click.NoSuchOption as error:
-        if told := INSTEAD.get(error.option_name):
-            _report(f"there is no {error.option_name}: {told}", False, error.exit_code)
+        if hint := INSTEAD.get(error.option_name):
+            _report(f"no such option {error.option_name}: {hint}", False, error.exit_code)
         path = error.ctx.command_path if error.ctx else "chunkrt"
         _report(f"{error.format_message().rstrip('.')} (see `{path} --help`)", False, error.exit_code)
     except click.ClickException as error:
@@ -125,7 +125,7 @@ def main() -> None:
         _give_up_output()
         sys.exit(1)
     except MemoryError as error:
-        _report(f"there is too little memory ({error or 'no more can be had'})", is_verbose, 1)
+        _report(f"out of memory ({error or 'an allocation failed'})", is_verbose, 1)
     except OSError as error:
         if error.filename is None and error.errno in _OUTPUT_IS_LOST:
             _give_up_output()
@@ -139,7 +139,7 @@ _OUTPUT_IS_LOST = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQU
 
 
 def _give_up_output() -> None:
-    """Else the interpreter would try again to write what is left, and complain."""
+    """Redirect stdout to the null device, so that the interpreter does not fail again when it flushes."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""`chunkrt run --prompts`: many prompts, which share chunks, and their answers as JSON lines."""
+"""`chunkrt run --prompts`: answer many prompts, batched into shared chunks, as JSON lines."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def answer_prompts(
     max_new_tokens: int,
     stop: Sequence[str],
 ) -> None:
-    """Print an object for each prompt, in their order, each as soon as those before it are there.
+    """Print one object per prompt, in order, as soon as all earlier answers are complete.
 
     Raises:
-        ConfigError: one does not fit the context; then nothing is run.
+        ConfigError: a prompt does not fit the context; then no prompt is run.
     """
     tokenizer = engine.require_tokenizer()
     tokens = [prompt.tokens(tokenizer, raw=raw, system=system, template_options=template_options) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""`chunkrt bench`: prefill and decode speed, in llama-bench's terms."""
+"""`chunkrt bench`: measure prefill and decode speed, in llama-bench's terms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from chunkrt.cli.bench_parallel import MOST_SEQUENCES, measure_parallel
 from chunkrt.cli.bench_rows import FORMATS, Setup
 from chunkrt.cli.bench_tests import Case, measure
-from chunkrt.cli.command import GroupedCommand, ModelName, with_revision
+from chunkrt.cli.command import GroupedCommand, ModelName, option, revision_option, with_revision
 from chunkrt.cli.numbers import read_numbers
 from chunkrt.cli.options import engine_options_but, measured, open_engine, trace_option, written_trace
 from chunkrt.cli.plots import draw_bench
@@ -28,43 +28,112 @@ from chunkrt.runtime.record import RunRecord
 DEFAULT_PROMPTS, DEFAULT_NEW = (128, 512), 32
 
 
-@click.command(cls=GroupedCommand, first=("prompt_lengths", "new_tokens", "threads", "repetitions", "output"))
-@click.argument("models", nargs=-1, type=ModelName(), metavar="MODEL...")
-@click.option(
-    "-m", "-hf", "--model", "more_models", multiple=True, type=ModelName(), metavar="MODEL", help="The same as MODEL."
+@click.command(
+    cls=GroupedCommand,
+    first=(
+        "prompt_lengths",
+        "new_tokens",
+        "depths",
+        "parallel",
+        "repetitions",
+        "threads",
+        "npu",
+        "scheme",
+        "output",
+        "as_json",
+    ),
 )
-@click.option("--revision", help="Branch, tag or commit of a model of the hub.")
-@click.option(
+@click.argument("models", nargs=-1, type=ModelName(), metavar="MODEL...")
+@option(
+    "-m",
+    "-hf",
+    "--model",
+    "more_models",
+    group="Model",
+    multiple=True,
+    type=ModelName(),
+    metavar="MODEL",
+    help="Model to measure, in place of the argument MODEL; may be repeated.",
+)
+@revision_option
+@option(
     "-p",
     "--prompt-lengths",
+    group="Measurement",
     metavar="NUMBERS",
-    help="Prefill tests, as in 128,512 or 16-64+16 or 1-8*2; 0 for none.  [default: 128,512, as far as they fit]",
+    help="Prompt lengths of prefill tests, e.g. 128,512 or 16-64+16 or 1-8*2; 0 for none.  [default: 128,512, as far "
+    "as they fit]",
 )
-@click.option("-n", "--new-tokens", metavar="NUMBERS", help="Decode tests, likewise.  [default: 32]")
-@click.option("-pg", "both", multiple=True, metavar="P,N", help="Prefill P tokens and decode N in one test.")
-@click.option(
-    "-d", "--n-depth", "depths", default="0", metavar="NUMBERS", help="Tokens in the context before each test."
+@option(
+    "-n",
+    "--new-tokens",
+    group="Measurement",
+    metavar="NUMBERS",
+    help="Numbers of new tokens of decode tests; 0 for none.  [default: 32]",
 )
-@click.option("-t", "--threads", metavar="NUMBERS", help="Thread budgets, as in 1,2,4.  [default: the cores]")
-@click.option("--prompt-file", metavar="FILE", help="Text to prefill in place of random tokens; - is standard input.")
-@click.option(
+@option(
+    "-pg", "both", group="Measurement", multiple=True, metavar="P,N", help="Prefill P tokens and decode N in one test."
+)
+@option(
+    "-d",
+    "--n-depth",
+    "depths",
+    group="Measurement",
+    default="0",
+    metavar="NUMBERS",
+    help="Tokens in the context before each test.  [default: 0]",
+)
+@option(
+    "-t",
+    "--threads",
+    group="Execution",
+    metavar="NUMBERS",
+    help="Numbers of threads, e.g. 1,2,4.  [default: the cores]",
+)
+@option(
+    "--prompt-file",
+    group="Measurement",
+    metavar="FILE",
+    help="Prefill the text of a file instead of random tokens; - reads standard input.",
+)
+@option(
     "--parallel",
+    group="Measurement",
     metavar="NUMBERS",
-    help="Prefill and decode in one test, with so many sequences at the same time, as in 1,2,4,8: every combination "
-    "with a prompt length and a number of new tokens.",
+    help="Prefill and decode this number of sequences at the same time, e.g. 1,2,4,8, for every combination of prompt "
+    "length and number of new tokens.",
 )
-@click.option("-r", "--repetitions", type=int, default=5, show_default=True, help="Runs that count.")
-@click.option(
+@option(
+    "-r",
+    "--repetitions",
+    group="Measurement",
+    type=int,
+    default=5,
+    show_default=True,
+    help="Number of measured runs per test.",
+)
+@option(
     "-o",
     "--output",
+    group="Output",
     metavar="FORMAT|FILE",
-    help=f"What llama-bench takes ({', '.join(FORMATS)}), or the file to write, in the format that its name ends in.",
+    help=f"Output format ({', '.join(FORMATS)}), or a file whose suffix names the format.",
 )
-@click.option("--format", "format_name", type=click.Choice(list(FORMATS)), help="Of what is written.  [default: md]")
-@click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the rates: a .png or .svg; needs matplotlib."
+@option(
+    "--format",
+    "format_name",
+    group="Output",
+    type=click.Choice(list(FORMATS)),
+    help="Output format.  [default: md]",
 )
-@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
+@option(
+    "--plot",
+    group="Output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw the rates as .png or .svg (needs matplotlib).",
+)
+@option("--json", "as_json", group="Output", is_flag=True, help="Print JSON, like --format json.")
 @trace_option
 @engine_options_but("threads")
 def bench(
@@ -86,17 +155,17 @@ def bench(
     trace: Path | None,
     **settings: Any,
 ) -> None:
-    """Measure how fast each MODEL prefills and decodes. Tokens are random; every test is run once before it counts, and
-    the prefix cache is off unless it is asked for.
+    """Measure prefill and decode speed of each MODEL. Prompts are random tokens, each test has one warm-up run, and the
+    prefix cache is off by default.
 
-    A trace holds the last repetition of every test. Rows have llama-bench's columns, by its names, and more.
+    A trace holds the last repetition of every test. Rows have llama-bench's columns, with its names, and further ones.
     """
     if not (names := [with_revision(name, revision) for name in (*models, *more_models)]):
         raise click.MissingParameter(ctx=click.get_current_context(), param_hint="'MODEL...'", param_type="argument")
     if repetitions < 1:
         raise ConfigError(f"--repetitions is {repetitions}, expected at least 1")
     if parallel is not None and (both or depths != "0" or prompt_file):
-        raise ConfigError("--parallel goes without -pg, -d and --prompt-file; leave them away")
+        raise ConfigError("--parallel excludes -pg, -d and --prompt-file; omit them")
     if plot is not None:
         check_picture(plot)
     form, path = _output(output, "json" if as_json else format_name)
@@ -129,7 +198,7 @@ def bench(
 
 
 class _Measured(NamedTuple):
-    """A test and what runs it."""
+    """A test and the function that runs it."""
 
     name: str
     num_tokens: int
@@ -137,7 +206,7 @@ class _Measured(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """What the command line asks to measure; None where nobody said."""
+    """Measurements of the command line; None for defaults."""
 
     prompts: list[int] | None
     new: list[int] | None
@@ -147,7 +216,7 @@ class _Asked(NamedTuple):
     prompt: str | None
 
     def tests(self, engine: Engine) -> list[_Measured]:
-        """Every test that there is for an engine; what nobody asked for is as long as its context lets it be."""
+        """Return all tests of an engine; default lengths are limited to its context length."""
         room = engine.context_length - max(self.depths)
         tokens = None if self.prompt is None else _tokens(engine, self.prompt)
         prompts, new = self.prompts, self.new
@@ -160,7 +229,7 @@ class _Asked(NamedTuple):
         prompts, new = ([number for number in numbers or () if number] for numbers in (prompts, new))
         tests = self._of_many(prompts, new) if self.parallel else self._of_one(prompts, new, tokens)
         if not tests:
-            raise ConfigError("nothing to measure: both -p and -n are 0; give one of them, as in -p 512")
+            raise ConfigError("nothing to measure: both -p and -n are 0; give one of them, e.g. -p 512")
         for test in tests:
             if test.num_tokens > engine.context_length:
                 raise ConfigError(
@@ -197,21 +266,21 @@ def _tokens(engine: Engine, text: str) -> list[int]:
 def _pair(text: str) -> tuple[int, int]:
     numbers = text.split(",")
     if len(numbers) != 2 or not all(number.isdecimal() and int(number) for number in numbers):
-        raise ConfigError(f"-pg is {text!r}, expected two numbers above 0, as in 512,128")
+        raise ConfigError(f"-pg is {text!r}, expected two numbers above 0, e.g. 512,128")
     return int(numbers[0]), int(numbers[1])
 
 
 def _output(output: str | None, format_name: str | None) -> tuple[str, Path | None]:
-    """The format, and the file if one is to be written."""
+    """Return the format, and the file if one is written."""
     if output is None or output in FORMATS:
         if output is not None and format_name not in (None, output):
-            raise ConfigError(f"-o says {output} and --format {format_name}; give one of them")
+            raise ConfigError(f"-o is {output} and --format is {format_name}; give one of them")
         return output or format_name or "md", None
     path = Path(output)
     form = format_name or path.suffix.removeprefix(".")
     if form not in FORMATS:
         raise ConfigError(
-            f"-o is {output!r}, expected one of {', '.join(FORMATS)}, or a file whose name ends so, as in rows.json"
+            f"-o is {output!r}, expected one of {', '.join(FORMATS)}, or a file with such a suffix, e.g. rows.json"
         )
     try:
         check_writable(path)

@@ -24,10 +24,15 @@ MOST_SEQUENCES = 4096
 class ParallelRow(Setup):
     """One test: `pl` sequences prefill a prompt of `pp` tokens each, then decode `tg` tokens each.
 
-    Names are those of llama-batched-bench's JSON lines, its table's B being `pl`. `n_kv`: all tokens. `t_pp`, `t_tg`,
-    `t`: seconds until the last prompt is through, from there until the last token is, and of both. `speed_...`: tokens
-    of all sequences per second; 0 where there are none. All are means over the repetitions; `stddev_...` are of the
-    speeds, `samples_..._ns` each repetition's times.
+    Fields have the names of llama-batched-bench's JSON lines (`pl` is column B of its table). All are means over the
+    repetitions, except the last ones.
+
+    Attributes:
+        n_kv: number of tokens of all sequences.
+        t_pp, t_tg, t: seconds until the last prompt is complete, from then until the last token, and their sum.
+        speed_pp, speed_tg, speed: tokens of all sequences per second; 0 without tokens.
+        stddev_pp, stddev_tg, stddev: standard deviations of the speeds.
+        samples_pp_ns, samples_tg_ns: times of each repetition.
     """
 
     pp: int
@@ -47,7 +52,7 @@ class ParallelRow(Setup):
     samples_tg_ns: list[int]
 
     def cells(self) -> dict[str, str]:
-        """llama-batched-bench's columns behind the others."""
+        """Return the columns of llama-batched-bench's table, after the columns of `Setup`."""
         return super().cells() | {
             "PP": str(self.pp),
             "TG": str(self.tg),
@@ -71,9 +76,10 @@ def measure_parallel(
     repetitions: int,
     records: list[RunRecord] | None,
 ) -> ParallelRow:
-    """Run one test `repetitions` times, after one run that does not count; the last goes into `records`.
+    """Run one test `repetitions` times, after one warm-up run; append the last run's records to `records`.
 
-    Raises BusyError if the caches have no room for so many sequences.
+    Raises:
+        BusyError: the caches have no room for this number of sequences.
     """
     shape = num_sequences, prompt_length + new_tokens
     tokens = np.random.default_rng(0).integers(0, engine.plan.vocab_size, shape)
@@ -120,7 +126,7 @@ def _figures(suffix: str, num_tokens: int, seconds: list[float]) -> dict[str, An
 async def _answer_all(
     sessions: list[Session], prompts: list[list[int]], continuations: list[list[int]]
 ) -> tuple[int, int]:
-    """Nanoseconds of all prompts, and of all that is decoded after them."""
+    """Return nanoseconds of all prompts, and of all decoding after them."""
     prefill_ns = await _nanoseconds(
         session.aprefill(prompt) for session, prompt in zip(sessions, prompts, strict=True) if prompt
     )

@@ -1,4 +1,4 @@
-"""Rows of `chunkrt bench`: what they are of, how often they are measured, and the formats that they are written in."""
+"""Rows of `chunkrt bench`: their set-up columns, repetitions, and output formats."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from chunkrt.engine.engine import Engine
 
 Sample = TypeVar("Sample")
 WIDTH = 80
-"""Of a terminal, and of what is pasted elsewhere."""
+"""Widest Markdown table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What was measured, as every row tells it."""
+    """Columns that describe the model and its settings in every row."""
 
     model: str
     backend: str
@@ -31,16 +31,16 @@ class Setup:
     affinity: str
 
     TEXTS: ClassVar[tuple[str, ...]] = ("model", "backend", "scheme", "chunk", "policy", "threads")
-    """Columns of the Markdown table that stand on the left."""
+    """Left-aligned columns of the Markdown table."""
 
     def cells(self) -> dict[str, str]:
-        """The Markdown table's cells, by its heads."""
+        """Return the cells of the Markdown table by header."""
         texts = {name: str(getattr(self, name)) for name in self.TEXTS}
         return texts | {"model": Path(self.model).name if Path(self.model).exists() else self.model}
 
 
 def setup_of(engine: Engine, model: str) -> dict[str, Any]:
-    """The fields of `Setup`."""
+    """Return the fields of `Setup`."""
     return {
         "model": model,
         "backend": engine.npu_backend.name,
@@ -53,17 +53,17 @@ def setup_of(engine: Engine, model: str) -> dict[str, Any]:
 
 
 def repeat(repetitions: int, run: Callable[[], Sample]) -> list[Sample]:
-    """What so many runs return, after one that does not count."""
+    """Return the results of `repetitions` runs, after one warm-up run."""
     return [run() for _ in range(repetitions + 1)][1:]
 
 
 def deviation(speeds: Sequence[float]) -> float:
-    """The standard deviation; 0 of a single one."""
+    """Return the standard deviation; 0 for a single value."""
     return statistics.stdev(speeds) if len(speeds) > 1 else 0.0
 
 
 def _markdown(rows: Sequence[Setup]) -> str:
-    """A table; where it would be too wide, what all rows have in common stands above it."""
+    """Return a Markdown table; if it is too wide, columns with one value are moved to a line above it."""
     heads = list(rows[0].cells())
     table = [[row.cells().get(head, "-") for head in heads] for row in rows]
     texts = set(rows[0].TEXTS)
@@ -107,7 +107,7 @@ def _csv(rows: Sequence[Setup]) -> str:
 
 
 def _sql(rows: Sequence[Setup]) -> str:
-    """A table of llama-bench's name, and a row each; lists and texts are texts."""
+    """Return SQL that creates llama-bench's table and inserts the rows; lists become text."""
     columns = [(f.name, getattr(rows[0], f.name)) for f in fields(rows[0])]
     kinds = {bool: "INTEGER", int: "INTEGER", float: "REAL"}
     declared = ",\n".join(f"  {name} {kinds.get(type(value), 'TEXT')}" for name, value in columns)

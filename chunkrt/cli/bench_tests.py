@@ -1,4 +1,4 @@
-"""Tests of `chunkrt bench`: prompts, decoding, and both in one, after tokens that are not timed."""
+"""Tests of `chunkrt bench`: prefill, decode, and both, after an optional context that is not timed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GGML_TYPES = {"float32": "f32", "float16": "f16", "int8": "q8_0", "bfloat16": "
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A prompt of `n_prompt` tokens, then `n_gen` tokens one by one, after `n_depth` that are not timed."""
+    """A prompt of `n_prompt` tokens, then `n_gen` decoded tokens, after `n_depth` tokens that are not timed."""
 
     n_prompt: int = 0
     n_gen: int = 0
@@ -33,23 +33,27 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As llama-bench has it: pp512, tg32 @ d128, pp512+tg128."""
+        """Name in llama-bench's notation: pp512, tg32 @ d128, pp512+tg128."""
         parts = [f"{kind}{number}" for kind, number in (("pp", self.n_prompt), ("tg", self.n_gen)) if number]
         return "+".join(parts) + (f" @ d{self.n_depth}" if self.n_depth else "")
 
     @property
     def num_tokens(self) -> int:
-        """That a session holds in the end."""
+        """Number of tokens in the session at the end."""
         return self.n_prompt + self.n_gen + self.n_depth
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaBench:
-    """llama-bench's columns, by its names and types, so that what reads its rows reads ours.
+    """llama-bench's columns, with its names and types, so that tools for its rows read these.
 
-    What chunkrt has no counterpart of has llama.cpp's default. model_size: bytes of the weights as they are stored.
-    n_batch, n_ubatch: tokens of a chunk. avg_ts, stddev_ts: tokens per second over the repetitions; samples_ns,
-    samples_ts: each of them.
+    Columns without a counterpart in chunkrt hold llama.cpp's default.
+
+    Attributes:
+        model_size: bytes of the weights as stored.
+        n_batch, n_ubatch: tokens per chunk.
+        avg_ts, stddev_ts: mean and standard deviation of tokens per second.
+        samples_ns, samples_ts: time and rate of each repetition.
     """
 
     build_commit: str
@@ -94,11 +98,12 @@ class LlamaBench:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(LlamaBench, Setup):
-    """One test.
+    """Result of one test.
 
-    ttft_ms: from the prompt to its first token, on average; None without a prompt. peak_memory_bytes: the most that
-    this process has held so far. The busy shares and the overlap are of the last repetition; npu_busy and overlap are
-    None without an NPU.
+    Attributes:
+        ttft_ms: mean time to first token; None without a prompt.
+        peak_memory_bytes: peak memory of this process so far.
+        cpu_busy, npu_busy, overlap: shares of the last repetition; the last two are None without an NPU.
     """
 
     test: str
@@ -111,7 +116,7 @@ class Row(LlamaBench, Setup):
     TEXTS: ClassVar[tuple[str, ...]] = ("model", "backend", "scheme", "threads", "test")
 
     def cells(self) -> dict[str, str]:
-        """The speed, how soon the first token comes, and the memory; how busy an NPU was, where there is one."""
+        """Return cells for speed, time to first token, memory and, with an NPU, its busy share."""
         cells = super().cells() | {
             "t/s": f"{self.avg_ts:.2f} ± {self.stddev_ts:.2f}",
             "ttft ms": "-" if self.ttft_ms is None else f"{self.ttft_ms:.0f}",
@@ -129,10 +134,10 @@ def measure(
     records: list[RunRecord] | None,
     prompt: list[int] | None = None,
 ) -> Row:
-    """Run a test `repetitions` times, after one run that does not count; the last goes into `records`.
+    """Run a test `repetitions` times, after one warm-up run; append the last run's records to `records`.
 
     Args:
-        prompt: tokens to take in place of random ones, at least as many as the test's.
+        prompt: tokens to use instead of random ones, at least as many as the test needs.
     """
     tokens = prompt or np.random.default_rng(0).integers(0, engine.plan.vocab_size, test.num_tokens).tolist()
     before, asked = tokens[: test.n_depth], tokens[test.n_depth : test.num_tokens]
@@ -181,7 +186,7 @@ def measure(
 
 
 def _llama_bench(engine: Engine, model: str) -> dict[str, Any]:
-    """The columns that are the same for all tests of an engine."""
+    """Return the columns that are equal for all tests of an engine."""
     num_parameters = engine.manifest.num_parameters
     cache_type = _GGML_TYPES[engine.cache_dtype]
     return {
@@ -217,7 +222,7 @@ def _llama_bench(engine: Engine, model: str) -> dict[str, Any]:
 
 
 def peak_memory_bytes() -> int:
-    """The most that this process has held in memory so far."""
+    """Return the peak memory of this process, in bytes."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource

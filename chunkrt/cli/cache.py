@@ -1,4 +1,4 @@
-"""`chunkrt cache`: what chunkrt keeps on this machine, and how to be rid of it."""
+"""`chunkrt cache`: list and remove the files that chunkrt keeps on this machine."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from chunkrt.errors import ConfigError
 from chunkrt.files import bytes_below, only_writer, remove
 
 KINDS = {
-    "prefixes": "what was computed of prompts (--prefix-cache disk)",
+    "prefixes": "computed prompt prefixes (--prefix-cache disk)",
     "engines": "compiled models",
-    "contexts": "what was compiled for NPUs",
-    "calibrations": "activation ranges, and schemes that were searched",
+    "contexts": "contexts compiled for NPUs",
+    "calibrations": "activation ranges and searched schemes",
     "digests": "hashes of files",
-    "logits": "of the float model, for eval",
-    "models": "what was pulled; `chunkrt pull` fetches it again",
+    "logits": "logits of float models, for eval",
+    "models": "downloaded models; `chunkrt pull` downloads them again",
 }
 REBUILT = ("prefixes", "engines", "contexts", "calibrations", "digests", "logits")
-"""Kinds that `clear --all` removes: what is missing of them is made again."""
+"""Kinds that `clear --all` removes; their files are rebuilt when needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """One kind of what is kept: how many entries, and their bytes."""
+    """One kind of cached files, with the number of entries and their bytes."""
 
     kind: str
     what: str
@@ -45,7 +45,7 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefixes:
-    """What a folder of the prefix cache has of one model under one scheme. `tokens`: in all its files."""
+    """Files of one model and scheme in a folder of the prefix cache; `tokens` is their total number of tokens."""
 
     model: str
     scheme: str
@@ -58,20 +58,20 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _folder = click.option(
     "--folder",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Another folder of the prefix cache, as it was given to --prefix-cache.",
+    help="Folder of the prefix cache, if --prefix-cache named one.",
 )
 
 
 @click.group()
 def cache() -> None:
-    """What chunkrt keeps on this machine: models, compiled engines, computed prompts."""
+    """List and remove files that chunkrt keeps on this machine: models, compiled engines, prompt prefixes."""
 
 
 @cache.command("list")
 @_as_json
 @verbose_option
 def list_kept(as_json: bool) -> None:
-    """List what is kept, and how much room it takes. CHUNKRT_HOME moves it."""
+    """List the kept files by kind, and their size. CHUNKRT_HOME sets their folder."""
     kept = [_kept(kind) for kind in KINDS]
     if as_json:
         click.echo(json.dumps([asdict(one) for one in kept], indent=1))
@@ -86,7 +86,7 @@ def list_kept(as_json: bool) -> None:
 @_as_json
 @verbose_option
 def show(folder: Path | None, as_json: bool) -> None:
-    """Show what the prefix cache has on disk, by model."""
+    """Show the files of the prefix cache on disk, by model."""
     folder = folder or own_folder()
     found, damaged = _prefixes(folder)
     if as_json:
@@ -96,23 +96,23 @@ def show(folder: Path | None, as_json: bool) -> None:
     for one in found:
         click.echo(f"{one.model} {one.scheme}: {one.tokens} tokens in {one.files} files, {one.bytes / 1e6:.1f} MB")
     if damaged:
-        click.echo(f"{damaged} damaged or half-written files; whoever meets them removes them")
+        click.echo(f"{damaged} damaged or incomplete files, which are removed when they are read")
     click.echo(f"{folder}: {sum(entry.num_bytes for entry in entries(folder)) / 1e6:.1f} MB")
 
 
 @cache.command()
 @click.argument("kinds", nargs=-1, type=click.Choice(REBUILT), metavar=f"[{'|'.join(REBUILT)}]...")
-@click.option("--all", "everything", is_flag=True, help="All that is made again when it is needed; models stay.")
+@click.option("--all", "everything", is_flag=True, help="Remove all kinds except models.")
 @_folder
 @_as_json
 @verbose_option
 def clear(kinds: tuple[str, ...], everything: bool, folder: Path | None, as_json: bool) -> None:
-    """Remove what is kept; by default what was computed of prompts.
+    """Remove kept files of these kinds; by default prompt prefixes.
 
-    Pulled models stay; `chunkrt models --remove NAME` is for those. Engines that are in use go on.
+    `chunkrt models --remove NAME` removes models. Running engines are not affected.
     """
     if folder is not None and (kinds or everything):
-        raise click.UsageError("--folder is of the prefix cache; give it alone")
+        raise click.UsageError("--folder is for the prefix cache; omit the kinds and --all")
     wanted = REBUILT if everything else kinds or ("prefixes",)
     freed = sum(_clear_one(kind, folder) for kind in wanted)
     if as_json:
@@ -131,7 +131,7 @@ def _kept(kind: str) -> Kept:
 
 
 def _prefixes(folder: Path) -> tuple[list[Prefixes], int]:
-    """What there is, and how many files say nothing."""
+    """Return the prefixes by model and scheme, and the number of damaged files."""
     found: dict[tuple[str, str], list[tuple[int, int]]] = {}
     damaged = 0
     for entry in entries(folder):
@@ -157,7 +157,7 @@ def _prefixes(folder: Path) -> tuple[list[Prefixes], int]:
 
 
 def _clear_one(kind: str, folder: Path | None) -> int:
-    """Remove one kind; its bytes."""
+    """Remove one kind; return its bytes."""
     folder = folder or catalogue.home() / kind
     if not folder.is_dir():
         return 0

@@ -1,4 +1,4 @@
-"""`chunkrt calibrate`: how large a model's values get on some text, for the static schemes."""
+"""`chunkrt calibrate`: measure the range of a model's values on a text, for the static schemes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from chunkrt.cli.choice import choice_lines
-from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.command import GroupedCommand, model_argument, option
 from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, verbose_option
 from chunkrt.compile.calibrate import DEFAULT_NUM_TOKENS, cached_calibration, calibration_tokens, shipped_text
 from chunkrt.compile.compiler import plan_checkpoint
@@ -30,20 +30,49 @@ from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME
 NUM_SHOWN = 5
 
 
-@click.command(cls=GroupedCommand, first=("text_file", "method", "num_tokens", "output", "as_json"))
+@click.command(
+    cls=GroupedCommand,
+    first=(
+        "text_file",
+        "method",
+        "num_tokens",
+        "scheme",
+        "shadow",
+        "budget",
+        "outputs",
+        "equalisation",
+        "output",
+        "as_json",
+    ),
+)
 @model_argument
-@click.option("--text", "text_file", type=click.Path(path_type=Path), help="UTF-8 text.  [default: one that ships]")
-@click.option(
+@option(
+    "--text",
+    "text_file",
+    group="Measurement",
+    type=click.Path(path_type=Path),
+    help="UTF-8 text to measure on.  [default: a built-in text]",
+)
+@option(
     "--method",
+    group="Measurement",
     type=click.Choice(METHODS),
     default="mse",
     show_default=True,
-    help="Where 8-bit grids end. absmax: at the largest magnitude; percentile: at what 99.99 % stay below; "
-    "mse: where the square error is least. 16-bit grids always hold the largest.",
+    help="How the clipping range of 8-bit activations is chosen. absmax: the largest magnitude; percentile: the "
+    "magnitude that 99.99 % of the values stay below; mse: the least square error. 16-bit ranges are never clipped.",
 )
-@click.option("--tokens", "num_tokens", type=int, help=f"Tokens to use.  [default: up to {DEFAULT_NUM_TOKENS}]")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a copy to this file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@option(
+    "--tokens",
+    "num_tokens",
+    group="Measurement",
+    type=int,
+    help=f"Number of tokens to use.  [default: up to {DEFAULT_NUM_TOKENS}]",
+)
+@option(
+    "-o", "--output", group="Output", type=click.Path(path_type=Path), help="Write a copy of the result to this file."
+)
+@option("--json", "as_json", group="Output", is_flag=True, help="Print the summary as JSON.")
 @engine_fields(*QUANTISATION_FIELDS)
 @verbose_option
 def calibrate(
@@ -55,28 +84,28 @@ def calibrate(
     as_json: bool,
     **quantisation: Any,
 ) -> None:
-    """Measure how large the values of MODEL get: a catalogue name, a GGUF file, a Hugging Face folder or an ONNX
-    decoder.
+    """Measure the activation ranges of MODEL: a catalogue name, a GGUF file, a Hugging Face folder or an ONNX decoder.
 
-    Static schemes take the grids of their activations from it. A model tuned for chat reads the text's paragraphs as
-    the turns of a conversation. The result is cached; the default one is made when a static scheme first needs it.
+    Static schemes derive the grids of their activations from the ranges. For a model tuned for chat, the paragraphs of
+    the text become turns of a conversation. The result is cached; the default calibration is made when a static scheme
+    first needs it.
 
-    With --scheme w8a8 --shadow auto, or --scheme mixed, it also searches for what keeps within --budget, and prints
-    what was chosen and why. The other commands find that again under the same options; those
-    that use an NPU need --outputs grid for w8a8 here, and a text of one's own goes to them as the file that -o writes.
+    With --scheme w8a8 --shadow auto, or --scheme mixed, the command also searches a scheme within --budget, and prints
+    the choice and its reasons. Other commands find the choice under the same options. Commands that use an NPU need
+    --outputs grid for w8a8 here. A calibration on your own text is passed to them as the file of -o.
 
-    A residual stream that comes near to the end of float16, or leaves it, is scaled by a power of two when a model is
-    compiled under a static scheme; which one is printed.
+    If the residual stream comes near the largest float16, it is scaled by a power of two when a model is compiled under
+    a static scheme; the command prints the power.
 
-    percentile is for models without massive values: many decoders keep single values thousands of times the median,
-    and stop working when these are cut off.
+    percentile is for models without massive values. Many decoders keep single values of thousands of times the median,
+    and stop working if these are clipped.
     """
     if num_tokens is not None and num_tokens < 1:
         raise ConfigError(f"--tokens is {num_tokens}, expected at least 1")
     if is_engine_directory(Path(model)):
-        raise ConfigError(f"{model} is compiled, its grids are fixed; give the checkpoint to calibrate it anew")
+        raise ConfigError(f"{model} is compiled and has fixed grids; give its checkpoint to calibrate again")
     if quantisation["calibration"]:
-        raise ConfigError("a calibration is what this command makes; leave --calibration away")
+        raise ConfigError("this command makes a calibration; omit --calibration")
     if output:
         try:
             check_writable(output)
@@ -85,7 +114,7 @@ def calibrate(
     text = _read(text_file) if text_file else shipped_text()
     recipe = choose_recipe(EngineOptions(npu="native", **quantisation), DEFAULT_NPU_SCHEME)
     if not recipe.scheme.is_static:
-        raise ConfigError(f"the scheme {recipe.scheme.name!r} measures values as they pass; calibrate for a static one")
+        raise ConfigError(f"the scheme {recipe.scheme.name!r} measures ranges at run time; choose a static scheme")
     with ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
         planned = plan_checkpoint(checkpoint, {})
@@ -166,7 +195,7 @@ def _print(summary: dict[str, Any], scaling: ResidualScaling) -> None:
         f"widest: {widest['name']}, {widest['peak']:.5g} (float16 ends at 65504)\n"
         f"{scaling}\n"
     )
-    rows = [("linears with the most uneven outputs", "input", "8-bit limit", "largest column", "median", "ratio")]
+    rows = [("linear layers with the most uneven outputs", "input", "8-bit limit", "largest column", "median", "ratio")]
     for row in summary["most_uneven"]:
         numbers = (row[key] for key in ("input", "input_limit", "largest_column", "median_column", "ratio"))
         rows.append((row["linear"], *("-" if number is None else f"{number:.4g}" for number in numbers)))

@@ -1,4 +1,4 @@
-"""`chunkrt chat`: a conversation in the terminal."""
+"""`chunkrt chat`: hold a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.command import GroupedCommand, model_argument, option
 from chunkrt.cli.conversation import ASKS_AGAIN, LEAVES, Conversation
 from chunkrt.cli.generation import as_advised, generation_options, refuse_idle, split_options, stream_answer
 from chunkrt.cli.options import engine_options_but, open_engine
@@ -16,29 +16,48 @@ from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.tokenizer import Tokenizer
 
-HELP = "/help lists the commands, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+HELP = "/help lists the commands, /exit or Ctrl-D ends the chat, Ctrl-C stops an answer"
 
 
-@click.command(cls=GroupedCommand, first=("system", "max_new_tokens", "temperature", "context_length", "npu"))
+@click.command(
+    cls=GroupedCommand,
+    first=(
+        "system",
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "seed",
+        "npu",
+        "scheme",
+        "threads",
+        "context_length",
+        "context_shift",
+    ),
+)
 @model_argument
-@click.option("--markdown/--no-markdown", default=True, help="Render answers in a terminal.  [default: render]")
+@option(
+    "--markdown/--no-markdown",
+    group="Answer",
+    default=True,
+    help="Render the Markdown of answers in a terminal.  [default: render]",
+)
 @generation_options
 @engine_options_but("batcher", "queue")
 def chat(model: str, markdown: bool, **options: Any) -> None:
-    """Talk with MODEL. What was said stays in the cache; only new tokens are prefilled.
+    """Chat with MODEL. The conversation stays in the cache, so each turn prefills only new tokens.
 
-    Enter ends a turn; several lines that are pasted are one turn, and Alt-Enter begins a new line. /help lists what
-    else there is: settings, saving and loading, trying again. From a pipe, a line is a turn. Sampling options that are
-    not given are those that the model's makers advise (generation_config.json), if they do.
+    Enter ends a turn. Pasted lines are one turn, and Alt-Enter starts a new line. /help lists further commands:
+    settings, saving, loading, retrying. From a pipe, each line is a turn. Sampling options that are not given are taken
+    from the model's generation_config.json, if it has one.
 
-    A turn that does not fit the context is refused, and an answer ends where the context is full, unless
-    --context-shift drops what was said first.
+    A turn that does not fit the context is refused, and an answer ends when the context is full, unless
+    --context-shift drops the oldest tokens.
     """
     settings, sampling, generation = split_options(options)
     with open_engine(model, settings) as engine, engine.session() as session:
         tokenizer = engine.require_tokenizer()
         if not tokenizer.has_chat_template:
-            raise ModelError("the model has no chat template; ask it with `chunkrt run`, or take one tuned for chat")
+            raise ModelError("the model has no chat template; use `chunkrt run`, or a model tuned for chat")
         conversation = Conversation(model=model, sampling=sampling_of(tokenizer, sampling), **generation)
         click.echo(HELP, err=True)
         read = line_reader()
@@ -62,26 +81,28 @@ def chat(model: str, markdown: bool, **options: Any) -> None:
 
 
 def sampling_of(tokenizer: Tokenizer, given: SamplingOptions) -> SamplingOptions:
-    """The sampling options that were given, and what the model's makers advise for the rest, which is told.
+    """Return sampling options, with the model's recommended values for options that were not given, and report these.
 
     Raises:
-        ConfigError: an option was given that does nothing.
+        ConfigError: an option was given that has no effect.
     """
     try:
         sampling = as_advised(given, tokenizer.settings.sampling)
     except ConfigError as error:
-        click.echo(f"the sampling options that this model comes with are left out: {error}", err=True)
+        click.echo(f"the model's recommended sampling options are ignored: {error}", err=True)
         sampling = given
     refuse_idle(sampling)
     if sampling != given:
         new = {name: v for name, v in vars(sampling).items() if v != getattr(given, name)}
-        told = ", ".join(f"{name} {value:g}" for name, value in new.items())
-        click.echo(f"as this model's makers advise: {told}; --temp 0 or /set temperature 0 is greedy", err=True)
+        reported = ", ".join(f"{name} {value:g}" for name, value in new.items())
+        click.echo(
+            f"sampling as the model recommends: {reported}; --temp 0 or /set temperature 0 turns it off", err=True
+        )
     return sampling
 
 
 def answer_turn(conversation: Conversation, session: Session, tokenizer: Tokenizer, shown: Shown) -> None:
-    """Answer the last message; one that cannot be answered is left out of the conversation."""
+    """Answer the last message, or remove it from the conversation if it cannot be answered."""
     said: list[str] = []
 
     def emit(text: str) -> None:
@@ -104,23 +125,23 @@ def answer_turn(conversation: Conversation, session: Session, tokenizer: Tokeniz
         conversation.last = answer
         click.echo(f"[{answer.figures()}]", err=True)
     except KeyboardInterrupt:
-        if not said:  # nothing was answered: the turn is as if it had never been
+        if not said:
             messages.pop()
-            click.echo("[stopped; the turn is left out]", err=True)
+            click.echo("[stopped; the turn is discarded]", err=True)
             return
         shown.end()
         click.echo("[stopped]", err=True)
-    except (ConfigError, ModelError) as error:  # the turn does not fit: the conversation goes on without it
+    except (ConfigError, ModelError) as error:  # for example, the turn does not fit the context
         messages.pop()
-        click.echo(f"{error}; /reset begins anew", err=True)
+        click.echo(f"{error}; /reset clears the conversation", err=True)
         return
     messages.append({"role": "assistant", "content": "".join(said)})
 
 
 def reuse_prefix(session: Session, tokens: list[int]) -> list[int]:
-    """Rewind a session to what it shares with the tokens of a whole conversation; return those still to prefill.
+    """Rewind a session to the longest common prefix with a conversation's tokens, and return the remaining tokens.
 
-    Where they part among tokens that shifts of the context have dropped, all that came after the kept ones goes.
+    If the first difference lies among tokens that a context shift has dropped, only the kept tokens are reused.
     """
     shared = 0
     for old, new in zip(session.history, tokens[:-1], strict=False):

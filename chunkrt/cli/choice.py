@@ -1,4 +1,4 @@
-"""What a search for a scheme chose, as text."""
+"""Text output of a search for a quantisation scheme."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ NUM_SHOWN = 12
 
 
 def choice_lines(choice: Choice) -> Iterator[str]:
-    """The linears that 8 bits cost most, the frontier, and what the choice costs and keeps."""
+    """Return the linear layers that 8 bits hurt most, the frontier, and the cost and loss of the choice."""
     loss = choice.loss
     width = max(len(linear.weight) for linear in choice.linears) - len(".weight")
     yield f"{'linear':{width}}  {'reach':>8}  {'KL at 8 bits':>12}  {'with shadow':>12}  chosen"
     ranking = sorted(choice.linears, key=lambda linear: -linear.kl)
     for linear in ranking[:NUM_SHOWN]:
-        beside = "-" if linear.kl_shadowed is None else f"{linear.kl_shadowed:.6f}"
+        shadowed = "-" if linear.kl_shadowed is None else f"{linear.kl_shadowed:.6f}"
         chosen = f"w{linear.weight_bits}a{linear.activation_bits}{', shadow' if linear.has_shadow else ''}"
         name = linear.weight.removesuffix(".weight")
-        yield f"{name:{width}}  {linear.reach:8.0f}  {linear.kl:12.6f}  {beside:>12}  {chosen}"
+        yield f"{name:{width}}  {linear.reach:8.0f}  {linear.kl:12.6f}  {shadowed:>12}  {chosen}"
     if len(ranking) > NUM_SHOWN:
         yield f"... and {len(ranking) - NUM_SHOWN} more; --json has all"
     yield ""
@@ -39,7 +39,7 @@ def choice_lines(choice: Choice) -> Iterator[str]:
         f"perplexity {loss.perplexity_ratio:.4f} of float's"
     )
     yield (
-        f"shadows: {len(shadows)} of {len(choice.linears)} linears, "
+        f"shadows: {len(shadows)} of {len(choice.linears)} linear layers, "
         f"{sum(linear.shadow_bytes for linear in shadows) / 1e6:.2f} MB of rows in float32, "
-        f"{100 * work:.2f} % of the linears' multiply-adds"
+        f"{100 * work:.2f} % of the linear layers' multiply-adds"
     )

@@ -1,4 +1,4 @@
-"""A command as all of them are: MODEL by position or as -m, and options in groups in --help, the most used first."""
+"""Parts of every command: MODEL by position or as -m, and a help text that shows options by group."""
 
 from __future__ import annotations
 
@@ -16,89 +16,53 @@ from chunkrt.errors import ChunkrtError, ConfigError
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 STATUS_OF_NO = 3
-"""Exit status of a command that was asked whether something is so, and found that it is not."""
+"""Exit status of a command that checks a condition which does not hold."""
 
-FEW = 10
-"""Options that need no groups."""
+MOST_SHOWN = 10
+"""Number of options up to which `--help` shows all of them."""
 
-GROUPS: dict[str, tuple[str, ...]] = {
-    "What is measured": ("both", "depths", "prompt_file", "parallel"),
-    "Prompt": (
-        "prompt",
-        "files",
-        "messages_file",
-        "prompts_file",
-        "system",
-        "template_options",
-        "prefill_answer",
-        "raw",
-    ),
-    "Answer": (
-        "max_new_tokens",
-        "min_new_tokens",
-        "ignore_eos",
-        "stop",
-        "as_json",
-        "markdown",
-        "trace",
-        "format_name",
-        "plot",
-    ),
-    "Sampling": (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "seed",
-    ),
-    "Model": ("model_option", "more_models", "revision", "settings_file"),
-    "Quantisation": ("scheme", "calibration", "shadow", "budget", "outputs", "equalisation", "rotation"),
-    "Where it runs": (
-        "npu",
-        "soc",
-        "htp",
-        "on_npu_failure",
-        "decode_on",
-        "attention",
-        "npu_window",
-        "npu_graph",
-        "weights",
-        "placement",
-        "npu_strict",
-        "ops",
-    ),
-    "How it runs": (
-        "threads",
-        "affinity",
-        "chunk_length",
-        "attention_math",
-        "policy",
-        "chunks_in_flight",
-        "batcher",
-        "queue",
-    ),
-    "Context and memory": (
-        "context_length",
-        "context_shift",
-        "context_keep",
-        "cache_dtype",
-        "cache_memory",
-        "prefix_cache",
-        "prefix_cache_memory",
-        "prefix_cache_disk",
-    ),
-}
-_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+GROUPS = (
+    "Prompt",
+    "Answer",
+    "Sampling",
+    "Measurement",
+    "Workload",
+    "Ranks",
+    "Search",
+    "Access",
+    "Model",
+    "Quantisation",
+    "Devices",
+    "Execution",
+    "Context and memory",
+    "Output",
+)
+"""Titles of the groups of options in `--help-all`, in order."""
+
+
+class GroupedOption(click.Option):
+    """An option with the title of its group in `--help-all`.
+
+    Args:
+        group: one of GROUPS, or empty for "Other options".
+    """
+
+    def __init__(self, *arguments: Any, group: str = "", **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        assert not group or group in GROUPS
+        self.group = group
+
+
+def option(*flags: str, group: str = "", **settings: Any) -> Callable[[Command], Command]:
+    """Give a command an option that belongs to a group; the arguments are those of `click.option`."""
+    return click.option(*flags, cls=GroupedOption, group=group, **settings)
 
 
 class GroupedCommand(click.Command):
-    """Shows its options in groups.
+    """A command whose `--help` shows the options that are used most, and whose `--help-all` shows all, in groups.
 
     Args:
-        first: names of the options that stand first, the most used.
+        first: names of the options that `--help` shows, in order.
     """
 
     def __init__(self, *arguments: Any, first: Sequence[str] = (), **settings: Any) -> None:
@@ -106,39 +70,64 @@ class GroupedCommand(click.Command):
         self._first = tuple(first)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Its own, and what peers have that it has not, so that it can be refused by name."""
+        """Return the command's parameters, `--help-all`, and options of other tools, which are refused by name."""
         own = super().get_params(ctx)
         names = {name for parameter in own for name in parameter.opts}
-        return [*own, *(option for option in hidden_options() if option.opts[0] not in names)]
+        return [*own, _HELP_ALL, *(other for other in hidden_options() if other.opts[0] not in names)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, each with its group; what has none comes last."""
-        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
-        records = {p.name: record for p in options if (record := p.get_help_record(ctx)) is not None}
-        if len(records) <= FEW or not self._first:
-            super().format_options(ctx, formatter)
+        """Write the options used most, or, for `--help-all`, all options by group."""
+        options = {p.name: p for p in self.get_params(ctx) if isinstance(p, click.Option)}
+        records = {name: record for name, p in options.items() if (record := p.get_help_record(ctx)) is not None}
+        if not ctx.meta.get(_SHOWS_ALL, False):
+            is_long = self._first and len(records) > MOST_SHOWN
+            rest = [name for name in records if name not in self._first]
+            last = [name for name in rest if records[name][0].endswith(("--help", "--help-all"))]
+            with formatter.section("Options"):
+                names = [*self._first, *last] if is_long else [name for name in records if name != _HELP_ALL.name]
+                formatter.write_dl([records[name] for name in names])
             return
-        sections: dict[str, list[tuple[str, str]]] = {group: [] for group in ("Most used", *GROUPS, "Other")}
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Most used", *GROUPS, "Other options")}
         for name in (*self._first, *(name for name in records if name not in self._first)):
-            group = "Most used" if name in self._first else _GROUP_OF.get(str(name), "Other")
-            sections[group].append(records[name])
+            group = "Most used" if name in self._first else getattr(options[name], "group", "")
+            sections[group or "Other options"].append(records[name])
         for title, rows in sections.items():
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
 
 
+_SHOWS_ALL = "chunkrt.cli.shows_all_options"
+
+
+def _show_all(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        context.meta[_SHOWS_ALL] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
+
+
+_HELP_ALL = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Show all options and exit.",
+)
+
+
 class ModelName(click.ParamType[str]):
-    """A model by any of its names; the shell completes those that are known, and files."""
+    """A model by any of its names; the shell completes known names and files."""
 
     name = "model"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Any text may be one."""
+        """Return the text: any text may name a model."""
         return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The catalogue, the hub's cache, and files."""
+        """Return names of the catalogue and of the hub's cache; the shell adds files."""
         from chunkrt.checkpoints.catalogue import entries
 
         try:
@@ -150,7 +139,7 @@ class ModelName(click.ParamType[str]):
 
 
 _MODEL = ModelName()
-_MODEL_HELP = "The same as MODEL: a name of the catalogue or the hub, a file or a folder."
+_MODEL_HELP = "Model to use, in place of the argument MODEL."
 
 
 def model_argument(command: Command) -> Command:
@@ -166,17 +155,26 @@ def model_argument(command: Command) -> Command:
             raise click.MissingParameter(ctx=click.get_current_context(), param_hint="'MODEL'", param_type="argument")
         return command(*arguments, model=with_revision(name, revision), **options)
 
-    wrapped = click.option("--revision", help="Branch, tag or commit of a model of the hub.")(with_model)
-    wrapped = click.option("-m", "-hf", "--model", "model_option", type=_MODEL, metavar="MODEL", help=_MODEL_HELP)(
-        wrapped
-    )
+    wrapped = revision_option(with_model)
+    flags = ("-m", "-hf", "--model", "model_option")
+    wrapped = option(*flags, group="Model", type=_MODEL, metavar="MODEL", help=_MODEL_HELP)(wrapped)
     return cast(Command, click.argument("model", type=_MODEL, required=False)(wrapped))
 
 
+def revision_option(command: Command) -> Command:
+    """Give a command `--revision`; it arrives as the keyword argument `revision`."""
+    help = "Use this branch, tag or commit of a hub model."
+    return option("--revision", group="Model", help=help)(command)
+
+
 def with_revision(model: str, revision: str | None) -> str:
-    """A model's name with a revision. Raises ConfigError if it is no id of the hub, or has another already."""
+    """Return a model's name with a revision.
+
+    Raises:
+        ConfigError: the name is no id of the hub, or has a revision already.
+    """
     if revision is None:
         return model
     if parse_hub_id(named := f"{model}@{revision}") is None:
-        raise ConfigError(f"--revision is {revision!r}, but {model} is no id of the hub, as org/name is; leave it away")
+        raise ConfigError(f"--revision is {revision!r}, but {model} is no hub id (org/name); omit --revision")
     return named

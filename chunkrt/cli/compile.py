@@ -1,4 +1,4 @@
-"""`chunkrt compile`: an engine directory that runs without its checkpoint, here or on a device."""
+"""`chunkrt compile`: write an engine directory, which runs without its checkpoint, on this machine or a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from chunkrt.backends.qnn.options import HtpOptions
-from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.command import GroupedCommand, model_argument, option
 from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, refuse_without, settings_option, verbose_option
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.errors import ConfigError
@@ -20,14 +20,30 @@ from chunkrt.progress import ShownProgress
 _ATTENTION = ("attention", "npu_window", "npu_graph", "context_length")
 
 
-@click.command(cls=GroupedCommand, first=("output", "soc", "chunk_length", "scheme", "as_json"))
+@click.command(
+    cls=GroupedCommand,
+    first=(
+        "output",
+        "soc",
+        "chunk_length",
+        "scheme",
+        "attention",
+        "npu_window",
+        "context_length",
+        "placement",
+        "for_host",
+        "as_json",
+    ),
+)
 @model_argument
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to write.")
-@click.option("--soc", help="SoCs to compile for, as in SM8650,SM8750.  [default: none, CPU only]")
-@click.option("--chunk", "chunk_length", help="Chunk lengths for the NPU, as in 1,32,128.  [default: 32]")
+@option("-o", "--output", group="Output", required=True, type=click.Path(path_type=Path), help="Folder to write.")
+@option("--soc", group="Devices", help="SoCs to compile for, e.g. SM8650,SM8750.  [default: none, for the CPU only]")
+@option("--chunk", "chunk_length", group="Execution", help="Chunk lengths for the NPU, e.g. 1,32,128.  [default: 32]")
 @engine_fields(*QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION)
-@click.option("--for-host", is_flag=True, help="Also write what a program without chunkrt runs it by.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+@option(
+    "--for-host", group="Output", is_flag=True, help="Also write the files that a C++ program without chunkrt needs."
+)
+@option("--json", "as_json", group="Output", is_flag=True, help="Print a summary as JSON.")
 @engine_fields("htp")
 @verbose_option
 @settings_option("soc", "chunk_length", *QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION, "htp")
@@ -43,17 +59,16 @@ def compile(
     htp: HtpOptions,
     **settings: Any,
 ) -> None:
-    """Compile MODEL: a catalogue name, a GGUF file, a Hugging Face folder, an ONNX decoder, or an engine
-    directory.
+    """Compile MODEL, a catalogue name, a GGUF file, a Hugging Face folder, an ONNX decoder or an engine directory.
 
-    What was compiled is cached: an interrupted compilation goes on where it stopped. The folder is written whole or
-    not at all.
+    Compiled parts are cached, so an interrupted compilation continues where it stopped. The folder is written
+    completely or not at all.
 
-    The folder keeps --attention, --npu-window, --npu-graph and --context, which `run` uses then. If these put all
-    layers on the NPU, --for-host writes what a program in C++ needs on a phone; see docs/phones.md.
+    The folder keeps --attention, --npu-window, --npu-graph and --context, which `chunkrt run` then uses. If all layers
+    are on the NPU, --for-host writes the files for a C++ program on a phone; see docs/phones.md.
 
-    Of a settings file it takes soc, chunk_length (with a SoC), placement, htp, attention and how to quantise. The rest,
-    such as policy and chunks_in_flight, is not compiled in: give the same file to `chunkrt run` or `bench`.
+    From a settings file, soc, chunk_length (with a SoC), placement, htp, attention and quantisation are used. Other
+    settings, e.g. policy and chunks_in_flight, are not compiled: give the same file to `chunkrt run` or `bench`.
     """
     from chunkrt.engine.deploy import compile_engine
 
@@ -63,7 +78,7 @@ def compile(
         refuse_without("--attention npu", "npu_window", "npu_graph", "context_length")
     is_chunk_given = click.get_current_context().get_parameter_source("chunk_length") is ParameterSource.COMMANDLINE
     if is_chunk_given and soc is None:
-        raise ConfigError("--chunk says what an NPU is compiled for; name its SoC with --soc")
+        raise ConfigError("--chunk needs an NPU to compile for; name its SoC with --soc")
     options = EngineOptions(
         npu="qnn" if soc is not None else "native",
         placement=placement,
@@ -94,7 +109,7 @@ def _chunk_lengths(text: str) -> list[int]:
     try:
         lengths = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise ConfigError(f"--chunk is {text!r}, expected whole numbers with commas between, as in 1,32,128") from error
+        raise ConfigError(f"--chunk is {text!r}, expected whole numbers separated by commas, e.g. 1,32,128") from error
     if any(length < 1 for length in lengths):
         raise ConfigError(f"--chunk is {text!r}, expected numbers of at least 1")
     return list(dict.fromkeys(lengths))

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: what was said, the settings of its answers, and the commands that change them."""
+"""State of a conversation in the terminal: its messages, its settings, and the commands that change them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.files import written_aside
 
 ASKS_AGAIN, LEAVES = "again", "leave"
-"""What a command wants of the loop: that the last turn is answered anew; that the chat ends."""
+"""Results of commands: answer the last turn again, and end the chat."""
 
 _NUMBERS = {"max_new_tokens": int, "min_new_tokens": int, "top_k": int, "seed": int}
 SETTINGS = ("max_new_tokens", *(name for name in SAMPLING if name != "ignore_eos"))
-"""Settings that are numbers."""
+"""Names of numeric settings."""
 
 
 @dataclass
 class Conversation:
-    """What was said, a dictionary of role and content each, after a system message perhaps."""
+    """Messages, each a dictionary with role and content, an optional system message, and settings."""
 
     model: str
     system: str | None
@@ -38,21 +38,21 @@ class Conversation:
     last: Answer | None = None
 
     def all_messages(self) -> list[dict[str, Any]]:
-        """With the system message."""
+        """Return the messages, with the system message first."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
 
     def without_last_answer(self) -> bool:
-        """Forget the last answer; whether there was one."""
+        """Remove the last answer; return True if there was one."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             return False
         self.messages.pop()
         return True
 
     def command(self, line: str) -> str | None:
-        """Do what a line that begins with "/" says; what it wants of the loop, if anything.
+        """Execute a line that begins with "/", and return ASKS_AGAIN, LEAVES or None.
 
         Raises:
-            ConfigError: there is no such command, or it cannot be done.
+            ConfigError: the command is unknown or cannot be executed.
         """
         name, _, rest = line.partition(" ")
         if name not in COMMANDS:
@@ -64,7 +64,8 @@ class Conversation:
         for name, (text, _) in COMMANDS.items():
             click.echo(f"  {name:{width}}  {text}", err=True)
         click.echo(
-            "  Ctrl-C stops an answer, Ctrl-D leaves; Alt-Enter begins a new line, a paste is one turn", err=True
+            "  Ctrl-C stops an answer, Ctrl-D ends the chat; Alt-Enter starts a new line, pasted lines are one turn",
+            err=True,
         )
 
     def _set(self, rest: str) -> None:
@@ -76,7 +77,7 @@ class Conversation:
             try:
                 number: Any = None if value.strip() == "none" else _NUMBERS.get(name, float)(value)
             except ValueError as error:
-                raise ConfigError(f"{name} is {value.strip()!r}, expected a number, as in /set {name} 1") from error
+                raise ConfigError(f"{name} is {value.strip()!r}, expected a number, e.g. /set {name} 1") from error
             if name != "max_new_tokens":
                 self.sampling = replace(self.sampling, **{name: number})
             elif not isinstance(number, int) or number < 1:
@@ -107,7 +108,7 @@ class Conversation:
     def _retry(self, rest: str) -> str:
         self.without_last_answer()
         if not self.messages:
-            raise ConfigError("there is no answer to try again; say something first")
+            raise ConfigError("there is no turn to answer again")
         return ASKS_AGAIN
 
     def _save(self, rest: str) -> None:
@@ -117,7 +118,7 @@ class Conversation:
                 aside.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {rest}: {error.strerror or error}") from error
-        click.echo(f"wrote {rest}; /load {rest}, or chunkrt run --messages {rest}, goes on from there", err=True)
+        click.echo(f"wrote {rest}; continue with /load {rest}, or with chunkrt run --messages {rest}", err=True)
 
     def _load(self, rest: str) -> None:
         messages = [dict(message) for message in read_messages(str(_path(rest)))]
@@ -132,20 +133,26 @@ class Conversation:
 
 def _path(text: str) -> Path:
     if not text:
-        raise ConfigError("name a file, as in /save chat.json")
+        raise ConfigError("name a file, e.g. /save chat.json")
     return Path(text).expanduser()
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Conversation, str], str | None]]] = {
     "/help": ("lists the commands", Conversation._help),
-    "/set": ("NAME VALUE changes a setting, as in /set temperature 0.7; alone it shows them", Conversation._set),
+    "/set": (
+        "NAME VALUE changes a setting, e.g. /set temperature 0.7; without arguments, shows all settings",
+        Conversation._set,
+    ),
     "/status": ("shows the model, the settings and the last answer's figures", Conversation._status),
-    "/save": ("FILE writes the conversation, as JSON", Conversation._save),
-    "/load": ("FILE reads one, in place of this", Conversation._load),
-    "/system": ("TEXT begins anew with a system message; alone without one", Conversation._system),
-    "/retry": ("answers the last turn anew", Conversation._retry),
-    "/undo": ("forgets the last turn", Conversation._undo),
-    "/reset": ("forgets the conversation", Conversation._reset),
-    "/quit": ("leaves, as /exit and Ctrl-D do", Conversation._quit),
-    "/exit": ("leaves", Conversation._quit),
+    "/save": ("FILE writes the conversation as JSON", Conversation._save),
+    "/load": ("FILE replaces the conversation by a saved one", Conversation._load),
+    "/system": (
+        "TEXT clears the conversation and sets a system message; without TEXT, removes it",
+        Conversation._system,
+    ),
+    "/retry": ("answers the last turn again", Conversation._retry),
+    "/undo": ("removes the last turn", Conversation._undo),
+    "/reset": ("clears the conversation", Conversation._reset),
+    "/quit": ("ends the chat, like /exit and Ctrl-D", Conversation._quit),
+    "/exit": ("ends the chat", Conversation._quit),
 }

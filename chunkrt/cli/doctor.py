@@ -1,4 +1,4 @@
-"""`chunkrt doctor`: what this machine can run, what is missing, and what to do about it."""
+"""`chunkrt doctor`: check this machine, and report missing parts with a remedy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked for: what was found, and what to do if that is a problem."""
+    """Result of one check, with advice if there is a problem."""
 
     what: str
     ok: bool
@@ -46,9 +46,9 @@ class Finding:
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @verbose_option
 def doctor(as_json: bool) -> None:
-    """Tell what this machine can run, and what to do about what is missing.
+    """Check the processors and packages of this machine, and advise on missing ones.
 
-    The exit status is 3 if models cannot be run at all.
+    The exit status is 3 if no model can run.
     """
     findings = [_machine(), _big_cores(), *_kernels(), _npu(), *map(_part, PARTS), *_plugins(), _cache()]
     if as_json:
@@ -80,7 +80,7 @@ def _big_cores() -> Finding:
         return Finding(what="big cores", ok=False, found=f"not known: {platform.system()} has no affinity")
     allowed, big = os.sched_getaffinity(0), big_cores()
     found = f"CPUs {cpu_list(big)} of {cpu_list(allowed)}" if big != allowed else f"all CPUs alike, {cpu_list(big)}"
-    advice = "--affinity big keeps to them" if big != allowed else ""
+    advice = "--affinity big uses only these" if big != allowed else ""
     return Finding(what="big cores", ok=True, found=found, advice=advice)
 
 
@@ -95,17 +95,17 @@ def _kernels() -> list[Finding]:
     findings = [Finding(what="native kernels", ok=True, found=f"{info['processor']}; in use: {best}")]
     for isa in info["isas"]:
         if not isa["built"]:
-            continue  # another architecture's
+            continue  # for another architecture
         found = "built, supported" if isa["supported"] else "built, not supported by this processor"
         if isa["present"] and not isa["supported"]:
-            found = "built, but the operating system does not allow what this processor has"
+            found = "built, supported by this processor, but not enabled by the operating system"
         findings.append(Finding(what=isa["name"], part_of="native kernels", ok=isa["supported"], found=found))
     return findings
 
 
 def _npu() -> Finding:
     if not qnn.is_installed():
-        advice = f"{qnn.INSTALL} for Qualcomm's NPU or, on x86-64, its emulator; without it the CPU does the NPU's work"
+        advice = f"{qnn.INSTALL} for Qualcomm's NPU or, on x86-64, its emulator; without it, the CPU serves as the NPU"
         return Finding(what="npu", ok=False, found="onnxruntime-qnn is not installed", advice=advice)
     try:
         htp = qnn.open_htp()
@@ -115,7 +115,7 @@ def _npu() -> Finding:
             return Finding(what="npu", ok=False, found=found, advice=advice)
         if not qnn.has_npu():
             found = f"onnxruntime-qnn {htp.version} finds no Hexagon NPU on this {platform.machine()} machine"
-            advice = "is its driver installed, and may this user open it? On Linux it is a /dev/fastrpc-* device"
+            advice = "check that its driver is installed and that this user may open it (on Linux, /dev/fastrpc-*)"
             return Finding(what="npu", ok=False, found=found, advice=advice)
         soc = qnn.this_soc()
     except ChunkrtError as error:
@@ -128,13 +128,13 @@ def _part(module: str) -> Finding:
         return Finding(what=module, ok=False, found="not installed", advice=PARTS[module])
     try:
         found = str(getattr(importlib.import_module(module), "__version__", "installed"))
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation raises any type
         return Finding(what=module, ok=False, found=f"does not import: {error}", advice=PARTS[module])
     return Finding(what=module, ok=True, found=found)
 
 
 def _plugins() -> list[Finding]:
-    dispatch.registered_operators()  # whether plug-ins can register theirs is known then
+    dispatch.registered_operators()  # raises errors of plug-ins, which are then reported
     groups: list[PluginGroup[Any]] = [dispatch.PLUGINS, backends.PLUGINS, policy.PLUGINS, batcher.PLUGINS]
     if importlib.util.find_spec("onnx_ir"):
         from chunkrt.graph import decoders

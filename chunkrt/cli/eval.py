@@ -1,4 +1,4 @@
-"""`chunkrt eval`: how good a model is, and how far from its base, on texts and tasks of one's own."""
+"""`chunkrt eval`: measure the quality of a model, and its distance from a base, on texts and tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import click
 
-from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.command import GroupedCommand, model_argument, option
 from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
@@ -36,42 +36,94 @@ DEFAULT_CACHE_GB = 4.0
 _FILE = click.Path(path_type=Path)
 
 
-@click.command("eval", cls=GroupedCommand, first=("text_file", "scheme", "windows", "as_json", "npu"))
+@click.command(
+    "eval",
+    cls=GroupedCommand,
+    first=(
+        "text_file",
+        "hellaswag_file",
+        "lambada_file",
+        "scheme",
+        "base_scheme",
+        "window_length",
+        "windows",
+        "per_layer",
+        "npu",
+        "as_json",
+    ),
+)
 @model_argument
-@click.option("--text", "text_file", type=_FILE, help="UTF-8 text: perplexity, and divergence from the base.")
-@click.option("--hellaswag", "hellaswag_file", type=_FILE, help="HellaSwag's JSON lines: accuracy.")
-@click.option("--lambada", "lambada_file", type=_FILE, help="LAMBADA's JSON lines: accuracy and perplexity.")
-@click.option("--limit", type=int, help="Items of each task.  [default: all]")
-@click.option(
+@option(
+    "--text",
+    "text_file",
+    group="Measurement",
+    type=_FILE,
+    help="UTF-8 text for perplexity and divergence from the base.",
+)
+@option("--hellaswag", "hellaswag_file", group="Measurement", type=_FILE, help="HellaSwag as JSON lines, for accuracy.")
+@option(
+    "--lambada",
+    "lambada_file",
+    group="Measurement",
+    type=_FILE,
+    help="LAMBADA as JSON lines, for accuracy and perplexity.",
+)
+@option("--limit", group="Measurement", type=int, help="Number of items per task.  [default: all]")
+@option(
     "--base",
     "base_scheme",
+    group="Measurement",
     type=click.Choice([*SCHEMES, NO_BASE]),
     default="float",
     show_default=True,
-    help="Scheme of the base, which runs on onnxrt if it is float, else on native.",
+    help="Scheme of the base model. The backend is onnxrt for float, else native.",
 )
-@click.option("--base-model", metavar="MODEL", help="The base's checkpoint.  [default: MODEL]")
-@click.option(
+@option("--base-model", group="Measurement", metavar="MODEL", help="Checkpoint of the base model.  [default: MODEL]")
+@option(
     "--window",
     "window_length",
+    group="Measurement",
     type=int,
-    help=f"Tokens that attend to one another.  [default: {DEFAULT_WINDOW_LENGTH}, or the context]",
+    help=f"Tokens per window of the text.  [default: {DEFAULT_WINDOW_LENGTH}, at most the context length]",
 )
-@click.option("--windows", metavar="N|all", help=f"How many, spread over the part.  [default: {DEFAULT_NUM_WINDOWS}]")
-@click.option("--part", default="1/1", show_default=True, metavar="K/N", help="The K-th of N parts of the text.")
-@click.option(
+@option(
+    "--windows",
+    group="Measurement",
+    metavar="N|all",
+    help=f"Number of windows, spread over the part.  [default: {DEFAULT_NUM_WINDOWS}]",
+)
+@option(
+    "--part",
+    group="Measurement",
+    default="1/1",
+    show_default=True,
+    metavar="K/N",
+    help="Use the K-th of N parts of the text.",
+)
+@option(
     "--cache-limit",
     "cache_gb",
+    group="Measurement",
     type=float,
     default=DEFAULT_CACHE_GB,
     show_default=True,
-    help="GB of disk for the base's logits; 0 keeps none.",
+    help="Disk limit in GB for cached logits of the base; 0 caches none.",
 )
-@click.option(
-    "--per-layer", is_flag=True, help=f"Errors by layer and by linear, on up to {NUM_LAYER_WINDOWS} of the windows."
+@option(
+    "--per-layer",
+    group="Measurement",
+    is_flag=True,
+    help=f"Measure errors per layer and linear layer, on up to {NUM_LAYER_WINDOWS} windows.",
 )
-@click.option("--plot", "picture", type=_FILE, metavar="FILE", help="Draw them: a .png or .svg; needs matplotlib.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@option(
+    "--plot",
+    "picture",
+    group="Output",
+    type=_FILE,
+    metavar="FILE",
+    help="Draw the errors of --per-layer as .png or .svg (needs matplotlib).",
+)
+@option("--json", "as_json", group="Output", is_flag=True, help="Print the figures as JSON.")
 @engine_options
 def eval(
     model: str,
@@ -90,33 +142,32 @@ def eval(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Measure how good MODEL is: on a text, beside its base, and on tasks.
+    """Measure the quality of MODEL on a text, in comparison with its base, and on tasks.
 
-    The text is cut into windows that do not overlap; each is run from position 0. All tokens of a window count but the
-    first, which is the beginning token where the model wants one. The KL divergence is that of the base to the model,
-    over the same tokens.
+    The text is split into windows that do not overlap; each window starts at position 0. All tokens of a window count
+    except the first, which is the model's beginning token if it has one. The KL divergence is from the base to the
+    model, over the same tokens.
 
-    An engine directory holds no float weights: name the checkpoint that it was made from with --base-model, or give
-    --base none.
+    An engine directory holds no float weights: name its checkpoint with --base-model, or give --base none.
 
-    --per-layer needs the checkpoint as MODEL. It shows how far every linear is from float by itself, and how errors
-    grow from layer to layer, as the reference backend computes them: whatever backend runs, the scheme is the same.
+    --per-layer needs the checkpoint as MODEL. It shows the error of each linear layer alone, and the growth of errors
+    from layer to layer, computed by the reference backend.
     """
     if text_file is None and hellaswag_file is None and lambada_file is None:
-        raise ConfigError("there is nothing to evaluate; give --text FILE, --hellaswag FILE or --lambada FILE")
+        raise ConfigError("nothing to evaluate; give --text FILE, --hellaswag FILE or --lambada FILE")
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit is {limit}, expected at least 1")
     if not isfinite(cache_gb) or cache_gb < 0:
-        raise ConfigError(f"--cache-limit is {cache_gb:g}, expected GB, at least 0")
+        raise ConfigError(f"--cache-limit is {cache_gb:g}, expected a number of GB, 0 or more")
     if per_layer and text_file is None:
-        raise ConfigError("--per-layer runs over a text; give --text FILE")
+        raise ConfigError("--per-layer needs a text; give --text FILE")
     if picture is not None:
         if not per_layer:
-            raise ConfigError("--plot draws the errors of layers; give --per-layer")
+            raise ConfigError("--plot draws the errors of --per-layer; give that option, too")
         check_picture(picture)
     if per_layer and is_engine_directory(Path(model)):
         raise ConfigError(
-            f"{model} is compiled and holds no float weights for --per-layer to compare with; give the checkpoint that "
+            f"{model} is compiled and holds no float weights for --per-layer; give the checkpoint that "
             "it was made from, with the same options"
         )
     text = _Text(
@@ -150,13 +201,15 @@ def eval(
             run=Run.of(engine, model), text=text_run, layers=layers_run, hellaswag=hellaswag_run, lambada=lambada_run
         )
     if layers_run and picture:
-        draw_layers(layers_run, picture, f"{Path(model).name}, {report.run.scheme}: error of each linear against float")
+        draw_layers(
+            layers_run, picture, f"{Path(model).name}, {report.run.scheme}: error of each linear layer against float"
+        )
     click.echo(json.dumps(asdict(report), indent=1, ensure_ascii=False) if as_json else "\n".join(report.lines()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Text:
-    """What the command line said of the text. Lengths and `windows`: None for the default. `cache_limit`: bytes."""
+    """Options on the text. Lengths and `windows` are None for their defaults; `cache_limit` is in bytes."""
 
     path: Path | None
     part: Part
@@ -167,7 +220,7 @@ class _Text:
     cache_limit: int
 
     def read(self) -> str | None:
-        """The text, if there is one; what is wrong is told before a model is loaded."""
+        """Return the text, if one is given; errors are reported before a model is loaded."""
         if self.path is None:
             return None
         if self.base is not None:
@@ -180,24 +233,24 @@ class _Text:
             raise ConfigError(f"the text in {self.path} is not UTF-8: {error}") from error
 
     def window_of(self, engine: Engine) -> int:
-        """Tokens of a window; by default no more than the context takes."""
+        """Return the number of tokens per window; the default is at most the context length."""
         if self.window_length is None:
             return min(DEFAULT_WINDOW_LENGTH, engine.context_length)
         return self.window_length
 
     def cut(self, engine: Engine, content: str) -> list[list[int]]:
-        """All windows of the part."""
+        """Return all windows of the part."""
         window_length = self.window_of(engine)
         if window_length > engine.context_length:
             raise ConfigError(
-                f"--window is {window_length}, longer than the context of {engine.context_length}; choose a shorter one"
+                f"--window is {window_length}, more than the context length of {engine.context_length}; shorten it"
             )
         tokenizer = engine.require_tokenizer()
         tokens = tokenizer.encode(content, add_special=False, parse_special=False)
         return cut_windows(self.part.of(tokens), window_length, bos_id=_bos_id(engine))
 
     def evaluate(self, engine: Engine, chosen: list[list[int]], num_available: int, progress: Progress) -> TextRun:
-        """Run the windows that were chosen."""
+        """Run the chosen windows."""
         base_run = None
         if self.base is None:
             figures = evaluate_text(engine, chosen, None, partial(progress, "windows"))
@@ -219,7 +272,7 @@ class _Text:
 
 
 def _bos_id(engine: Engine) -> int | None:
-    """What each window begins with, if the model wants that."""
+    """Return the beginning token of each window, if the model has one."""
     settings = engine.require_tokenizer().settings
     return settings.bos_id if settings.add_bos else None
 

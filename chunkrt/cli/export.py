@@ -1,4 +1,4 @@
-"""`chunkrt export`: a decoder as ONNX, for other tools."""
+"""`chunkrt export`: write a decoder as ONNX, for other tools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.command import GroupedCommand, model_argument, option
 from chunkrt.cli.options import verbose_option
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
@@ -26,49 +26,83 @@ DEFAULT_WINDOW = 32
 LONGEST_DEFAULT_CONTEXT = 2048
 
 
-@click.command(cls=GroupedCommand, first=("output", "window", "context", "dtype", "dynamic"))
+@click.command(
+    cls=GroupedCommand,
+    first=(
+        "output",
+        "window",
+        "sequence",
+        "context",
+        "dtype",
+        "keys",
+        "dynamic",
+        "external_data",
+        "static_subgraphs",
+        "as_json",
+    ),
+)
 @model_argument
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="The ONNX file to write.")
-@click.option("--window", type=int, default=DEFAULT_WINDOW, show_default=True, help="W: rows of a run.")
-@click.option("--sequence", type=int, help="T: positions that attention sees.  [default: the context]")
-@click.option(
+@option("-o", "--output", group="Output", type=click.Path(path_type=Path), help="ONNX file to write.")
+@option("--window", group="Model", type=int, default=DEFAULT_WINDOW, show_default=True, help="Rows per run (W).")
+@option("--sequence", group="Model", type=int, help="Positions that attention sees (T).  [default: the context length]")
+@option(
     "--context",
+    group="Model",
     type=int,
-    help=f"M: slots of the caches.  [default: the model's, at most {LONGEST_DEFAULT_CONTEXT}]",
+    help=f"Positions of the caches (M).  [default: the model's, at most {LONGEST_DEFAULT_CONTEXT}]",
 )
-@click.option(
-    "--dtype", type=click.Choice(["fp16", "fp32"]), default="fp16", show_default=True, help="Of weights and caches."
+@option(
+    "--dtype",
+    group="Model",
+    type=click.Choice(["fp16", "fp32"]),
+    default="fp16",
+    show_default=True,
+    help="Data type of weights and caches.",
 )
-@click.option("--opset", type=click.Choice(["14", "18", "21", "23"]), default="18", show_default=True, help="ONNX's.")
-@click.option(
+@option(
+    "--opset",
+    group="Model",
+    type=click.Choice(["14", "18", "21", "23"]),
+    default="18",
+    show_default=True,
+    help="Version of ONNX's operator set.",
+)
+@option(
     "--keys",
+    group="Model",
     type=click.Choice(["pre-rope", "post-rope"]),
-    help="Cached before RoPE, or after it.  [default: pre-rope; with --dynamic post-rope]",
+    help="Cache keys before or after RoPE.  [default: pre-rope; post-rope with --dynamic]",
 )
-@click.option("--external-data", is_flag=True, help="Write the weights into a file beside it, OUTPUT.data.")
-@click.option("--dynamic", is_flag=True, help="Any number of rows, for ONNX Runtime GenAI, with its genai_config.json.")
-@click.option(
+@option("--external-data", group="Output", is_flag=True, help="Write the weights to a separate file, OUTPUT.data.")
+@option(
+    "--dynamic",
+    group="Model",
+    is_flag=True,
+    help="Accept any number of rows, as ONNX Runtime GenAI needs, and write its genai_config.json.",
+)
+@option(
     "--static-subgraphs",
+    group="Output",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Write each static subgraph of the plan, of W rows, here.",
+    help="Write each static subgraph of the plan, with W rows, to this folder.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+@option("--json", "as_json", group="Output", is_flag=True, help="Print a summary as JSON.")
 @verbose_option
 def export(
     model: str, output: Path | None, static_subgraphs: Path | None, dynamic: bool, as_json: bool, **settings: Any
 ) -> None:
     """Write MODEL, a catalogue name, a GGUF file or a Hugging Face folder, as an ONNX decoder in float.
 
-    The fixed-window form has static shapes and caches in and out; docs/onnx.md has its contract. The tokenizer's files
-    are written beside the model. Before anything is written in fp16, a short window is computed in it; a model with
-    values beyond float16 is refused.
+    The fixed-window form has static shapes, and caches as inputs and outputs; docs/onnx.md describes it. The
+    tokenizer's files are written next to the model. For fp16, a short window is computed first, and a model with values
+    beyond float16 is refused.
     """
     if output is None and static_subgraphs is None:
-        raise ConfigError("nothing is to be written; name a file with -o, or a folder with --static-subgraphs")
+        raise ConfigError("nothing to write; name a file with -o, or a folder with --static-subgraphs")
     if dynamic:
         _check_dynamic(output, settings["keys"])
     if is_engine_directory(Path(model)):
-        raise ConfigError(f"{model} is compiled, its weights are quantised; give the checkpoint to export it")
+        raise ConfigError(f"{model} is compiled and has quantised weights; give its checkpoint")
     from chunkrt.compile.compiler import plan_checkpoint
     from chunkrt.onnx import exporting as onnx_export
 
@@ -143,12 +177,12 @@ def _context(planned: Planned, asked: dict[str, Any]) -> int:
 
 
 def _check_dynamic(output: Path | None, keys: str | None) -> None:
-    """Refuse what goes with a fixed window alone."""
+    """Raise ConfigError for options that need a fixed window."""
     if output is None:
-        raise ConfigError("--dynamic says how -o is written; name a file with -o")
+        raise ConfigError("--dynamic needs -o; name a file")
     if keys == "pre-rope":
-        raise ConfigError("--dynamic caches keys after RoPE; leave --keys away, or leave --dynamic away")
+        raise ConfigError("--dynamic caches keys after RoPE; omit --keys or --dynamic")
     context = click.get_current_context()
     for name in ("window", "sequence"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise ConfigError(f"--dynamic takes any number of rows; leave --{name} away")
+            raise ConfigError(f"--dynamic accepts any number of rows; omit --{name}")

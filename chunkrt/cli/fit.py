@@ -1,4 +1,4 @@
-"""`chunkrt fit`: whether a model fits a device, told from its plan before anything is compiled."""
+"""`chunkrt fit`: check if a model fits a device, by its plan, before it is compiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from chunkrt.backends.qnn.socs import GB, find_soc
-from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, model_argument
+from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, model_argument, option
 from chunkrt.cli.options import engine_fields, refuse_without, verbose_option
 from chunkrt.cli.plan import read_model
 from chunkrt.engine.lengths import choose_context_length
@@ -23,16 +23,39 @@ from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
 
 @click.command(
     cls=GroupedCommand,
-    first=("soc_name", "scheme", "context_length", "ram_gb", "as_json"),
-    epilog=f"Shapes that come with chunkrt: {', '.join(shapes())}.",
+    first=(
+        "soc_name",
+        "ram_gb",
+        "scheme",
+        "chunk_length",
+        "context_length",
+        "attention",
+        "npu_window",
+        "npu_graph",
+        "weights",
+        "as_json",
+    ),
+    epilog=f"Built-in shapes: {', '.join(shapes())}.",
 )
 @model_argument
-@click.option("--soc", "--device", "soc_name", required=True, help="The device's SoC, as in SM8650, 8gen3 or sd8gen3.")
-@click.option("--scheme", type=click.Choice(STATIC_SCHEMES), help="Quantisation.  [default: w8a16, or as compiled]")
-@click.option("--chunk", "chunk_length", type=int, help="Tokens of a chunk.  [default: 32, or as compiled]")
+@option(
+    "--soc",
+    "--device",
+    "soc_name",
+    group="Devices",
+    required=True,
+    help="SoC of the device, e.g. SM8650, 8gen3 or sd8gen3.",
+)
+@option(
+    "--scheme",
+    group="Quantisation",
+    type=click.Choice(STATIC_SCHEMES),
+    help="Quantisation of weights and activations.  [default: w8a16, or as compiled]",
+)
+@option("--chunk", "chunk_length", group="Execution", type=int, help="Tokens per chunk.  [default: 32, or as compiled]")
 @engine_fields("context_length", "attention", "npu_window", "npu_graph", "weights")
-@click.option("--ram", "ram_gb", type=float, help="The device's RAM in GB.  [default: a guess by the SoC]")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@option("--ram", "ram_gb", group="Devices", type=float, help="RAM of the device in GB.  [default: typical for the SoC]")
+@option("--json", "as_json", group="Output", is_flag=True, help="Print a JSON object.")
 @verbose_option
 def fit(
     model: str,
@@ -44,9 +67,9 @@ def fit(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Tell whether MODEL, or a shape without weights, fits a device: its NPU's address space, and its RAM.
+    """Check if MODEL, or a built-in shape without weights, fits a device: the NPU's address space, and the RAM.
 
-    Exits with 3 if not.
+    The exit status is 3 if it does not fit.
     """
     soc = find_soc(soc_name)
     if ram_gb is not None and not 0 < ram_gb < float("inf"):
@@ -92,9 +115,9 @@ def _print(fit: Fit, remedy: str, *, is_ram_guessed: bool) -> None:
     contexts = sum(c.context_bytes for c in fit.contexts)
     ram = f"{fit.ram_bytes / GB:g} GB" + (", a guess" if is_ram_guessed else "")
     rows = [
-        ("weights of the NPU's linears", weights, ""),
+        ("weights of NPU linear layers", weights, ""),
         ("the rest of its contexts", contexts - weights, "estimated"),
-        ("what they spill from VTCM", sum(c.spill_bytes for c in fit.contexts), "estimated"),
+        ("spilled from VTCM", sum(c.spill_bytes for c in fit.contexts), "estimated"),
         ("their float16 inputs and outputs", sum(c.edge_bytes for c in fit.contexts), ""),
         ("NPU", fit.npu_bytes, f"a session has {fit.soc.npu_window_bytes / 1e6:.0f}"),
         ("weights for the CPU", fit.cpu_weight_bytes, "a mapped file"),

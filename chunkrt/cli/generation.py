@@ -1,4 +1,4 @@
-"""What `run` and `chat` share: sampling options, and streaming an answer with figures."""
+"""Sampling options of `run` and `chat`, and streaming of an answer with its figures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from chunkrt.cli.command import option
 from chunkrt.cli.options import CONTEXT_FIELDS, engine_fields, refuse_without
 from chunkrt.engine.generation import FinishReason
 from chunkrt.engine.sampling import GREEDY, SamplingOptions
@@ -20,24 +21,25 @@ from chunkrt.progress import ShownProgress
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 UNLIMITED = 2**62
-"""New tokens that nobody sees the end of."""
+"""Number of new tokens that stands for no limit."""
 
 
 def none_if(unset: int) -> Callable[[click.Context, click.Parameter, int | None], int | None]:
-    """Takes the number by which peers say that an option is not set."""
+    """Return a callback that maps the number by which other tools unset an option to None."""
     return lambda context, parameter, value: None if value == unset else value
 
 
 def parse_template_options(given: Sequence[str]) -> dict[str, Any]:
-    """Variables of a chat template, each given as NAME=VALUE; a value that is not JSON is text.
+    """Return variables of a chat template from NAME=VALUE pairs; a value that is not JSON is text.
 
-    Raises BadParameter if one has no name or no value.
+    Raises:
+        BadParameter: a pair has no name or no value.
     """
     found: dict[str, Any] = {}
     for each in given:
         name, equals, value = each.partition("=")
         if not name or not equals:
-            raise click.BadParameter(f"{each!r} is not NAME=VALUE, as in enable_thinking=false")
+            raise click.BadParameter(f"{each!r} is not NAME=VALUE, e.g. enable_thinking=false")
         try:
             found[name] = parse_json(value)
         except ValueError:
@@ -47,52 +49,108 @@ def parse_template_options(given: Sequence[str]) -> dict[str, Any]:
 
 def template_option(note: str) -> Callable[[Command], Command]:
     """Give a command --template-option, whose help ends with a note. It arrives as `template_options`, a dictionary."""
-    return click.option(
+    return option(
         "--template-option",
         "template_options",
+        group="Prompt",
         metavar="NAME=VALUE",
         multiple=True,
         callback=lambda context, parameter, value: parse_template_options(value),
-        help=f"Set a variable of the model's chat template, as in enable_thinking=false; {note}.",
+        help=f"Set a variable of the model's chat template, e.g. enable_thinking=false; {note}.",
     )
 
 
 _OPTIONS = (
-    click.option(
+    option(
         "-n",
         "--max-new-tokens",
+        group="Answer",
         type=int,
         default=256,
         show_default=True,
         callback=lambda context, parameter, value: UNLIMITED if value == -1 else value,
-        help="Tokens to generate at most; -1: until the model ends.",
+        help="Generate at most this number of tokens; -1 sets no limit.",
     ),
-    click.option(
-        "--temp", "--temperature", "temperature", type=float, default=0.0, show_default=True, help="0: greedy."
+    option(
+        "--temp",
+        "--temperature",
+        "temperature",
+        group="Sampling",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Sampling temperature; 0 always takes the likeliest token.",
     ),
-    click.option("--top-k", type=int, callback=none_if(0), help="Keep the k likeliest tokens; 0: all."),
-    click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep tokens up to this probability."),
-    click.option("--min-p", type=float, default=0.0, show_default=True, help="Keep tokens this likely at least."),
-    click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1: none."),
-    click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="0: none."),
-    click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="0: none."),
-    click.option("-s", "--seed", type=int, callback=none_if(-1), help="Of the random numbers; -1: a fresh one."),
-    click.option("--ignore-eos", is_flag=True, help="Let no end token end the answer; -n does."),
-    click.option("--min-new-tokens", type=int, default=0, help="Tokens before which nothing ends the answer."),
-    click.option("--stop", multiple=True, help="End before this text; may be given several times."),
-    click.option("--system", help="A system message before the prompt."),
-    template_option("may be given several times"),
+    option(
+        "--top-k", group="Sampling", type=int, callback=none_if(0), help="Sample from the K likeliest tokens; 0: all."
+    ),
+    option(
+        "--top-p",
+        group="Sampling",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Sample from the likeliest tokens that together have probability P.",
+    ),
+    option(
+        "--min-p",
+        group="Sampling",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Exclude tokens less likely than P times the likeliest token.",
+    ),
+    option(
+        "--repetition-penalty",
+        group="Sampling",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Reduce logits of earlier tokens by this factor; 1 has no effect.",
+    ),
+    option(
+        "--presence-penalty",
+        group="Sampling",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Subtract this from logits of tokens in the answer; 0 has no effect.",
+    ),
+    option(
+        "--frequency-penalty",
+        group="Sampling",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Subtract this from logits, once per occurrence in the answer; 0 has no effect.",
+    ),
+    option("-s", "--seed", group="Sampling", type=int, callback=none_if(-1), help="Random seed; -1 draws one."),
+    option("--ignore-eos", group="Answer", is_flag=True, help="Continue after end tokens, up to -n tokens."),
+    option(
+        "--min-new-tokens",
+        group="Answer",
+        type=int,
+        default=0,
+        help="Generate at least this number of tokens before the answer may end.",
+    ),
+    option("--stop", group="Answer", multiple=True, help="End the answer before this text; may be repeated."),
+    option("--system", group="Prompt", help="Put a system message before the prompt."),
+    template_option("may be repeated"),
 )
 SAMPLING = tuple(name for name in SamplingOptions.__dataclass_fields__ if name != "logit_bias")
-"""Fields that are options."""
+"""Fields of SamplingOptions that are command-line options."""
 RANDOM = ("top_k", "top_p", "min_p")
-"""Those of them that greedy answers do not ask."""
+"""Sampling options without effect at temperature 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer and its figures. Times in seconds; rates in tokens per second. `prompt_tokens`: that were run;
-    `cached_tokens`: that were not, since the prefix cache had them."""
+    """An answer and its figures. Times are in seconds, rates in tokens per second.
+
+    Attributes:
+        prompt_tokens: number of prompt tokens that were computed.
+        cached_tokens: number of prompt tokens that came from the prefix cache.
+    """
 
     text: str
     finish_reason: FinishReason
@@ -104,7 +162,7 @@ class Answer:
     decode_tokens_per_second: float | None
 
     def figures(self) -> str:
-        """One line for a person."""
+        """Return the figures as one line."""
         cached = f" and {self.cached_tokens} cached" if self.cached_tokens else ""
         decode = f"{self.decode_tokens_per_second:.1f}" if self.decode_tokens_per_second else "-"
         return (
@@ -114,23 +172,20 @@ class Answer:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return asdict(self)
 
 
 def generation_options(command: Command) -> Command:
-    """Give a command the sampling options, -n, --stop, --system, and those of a context that shifts.
-
-    They arrive as keyword arguments.
-    """
+    """Give a command the options of sampling, answers and context shift; they arrive as keyword arguments."""
     command = engine_fields(*CONTEXT_FIELDS)(command)
-    for option in reversed(_OPTIONS):
-        command = option(command)
+    for decorate in reversed(_OPTIONS):
+        command = decorate(command)
     return command
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], SamplingOptions, dict[str, Any]]:
-    """Sort a command's keyword arguments into the engine's, the sampler's, and the rest of the generation's.
+    """Split a command's keyword arguments into engine options, sampling options and other options of generation.
 
     Raises:
         ConfigError: a sampling option is out of range.
@@ -141,19 +196,19 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], SamplingOpti
 
 
 def refuse_idle(sampling: SamplingOptions) -> None:
-    """Raises ConfigError if the present command was given a sampling option that does nothing."""
+    """Raise ConfigError if a sampling option was given that has no effect at temperature 0."""
     if sampling.temperature == 0:
         idle = [name for name in RANDOM if getattr(sampling, name) != getattr(GREEDY, name)]
         refuse_without("--temperature above 0", *idle)
 
 
 def as_advised(sampling: SamplingOptions, advised: Mapping[str, float]) -> SamplingOptions:
-    """The sampling options of the present command, with what a model's makers advise for those that nobody gave.
+    """Return sampling options in which the model's advised values replace options that were not given.
 
-    A temperature of 0 is greedy, whatever else is advised.
+    At temperature 0, other advised values are ignored.
 
     Raises:
-        ConfigError: an advised number is out of range.
+        ConfigError: an advised value is out of range.
     """
     source = click.get_current_context().get_parameter_source
     taken = {name: value for name, value in advised.items() if source(name) is ParameterSource.DEFAULT}
@@ -171,7 +226,7 @@ def stream_answer(
     stop: Sequence[str],
     emit: Callable[[str], None],
 ) -> Answer:
-    """Prefill tokens, generate, and hand each piece of text to `emit` as soon as it is certain."""
+    """Prefill tokens, generate, and pass each piece of text to `emit` as soon as it is final."""
     begin = time.perf_counter()
     with ShownProgress() as progress:
         prefill = session.prefill(tokens, progress=progress)

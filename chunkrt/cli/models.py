@@ -1,4 +1,4 @@
-"""`chunkrt models`: what the catalogue holds, and what was fetched."""
+"""`chunkrt models`: list the catalogue and the downloaded models."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from chunkrt.files import remove as remove_path
 
 
 @click.command()
-@click.option("--remove", metavar="NAME", help="Delete a fetched model, and the engines that were compiled of it.")
+@click.option("--remove", metavar="NAME", help="Delete a downloaded model, and the engines that were compiled from it.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 @verbose_option
 def models(remove: str | None, as_json: bool) -> None:
-    """List the models of the catalogue, and which of them are on this machine; and what the cache of the Hugging Face
-    hub's client holds."""
+    """List the models of the catalogue, their state on this machine, and models in the Hugging Face hub's cache."""
     if remove is not None:
         _print_removed(remove_model(remove), as_json)
         return
@@ -45,18 +44,18 @@ def models(remove: str | None, as_json: bool) -> None:
 
 
 def remove_model(name: str) -> list[tuple[Path, int]]:
-    """Delete what was fetched as a model, and the engines that were compiled under its name; what had how many bytes.
+    """Delete a downloaded model and the engines that were compiled under its name; return paths and their bytes.
 
     Raises:
-        ConfigError: chunkrt keeps nothing of it.
+        ConfigError: no file of this model exists.
     """
     there = [folder for folder in (home() / "engines").glob("*") if _compiled_from(folder) == name]
     if name in entries():
         there += [folder for folder in [home() / "models" / name] if folder.exists()]
     if not there:
-        hint = "the hub's own client deletes what it fetched: hf cache rm model/" + name
-        other = hint if parse_hub_id(name) else "`chunkrt models` lists what is here"
-        raise ConfigError(f"chunkrt keeps nothing of {name!r}; {other}")
+        hint = "delete models of the hub's cache with its own client: hf cache rm model/" + name
+        other = hint if parse_hub_id(name) else "`chunkrt models` lists the downloaded models"
+        raise ConfigError(f"no downloaded files of {name!r}; {other}")
     removed = [(path, _size(path)) for path in there]
     for path in there:
         with only_writer(path if path.parent.name == "models" else path.parent, f"removing {name}"):
@@ -73,7 +72,7 @@ def _print_removed(removed: list[tuple[Path, int]], as_json: bool) -> None:
 
 
 def _compiled_from(folder: Path) -> str:
-    """What an engine directory's model was called; nothing of another folder."""
+    """Return the name of an engine directory's model; None for another folder."""
     try:
         return str(read_json(folder / MANIFEST)["model"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -81,7 +80,7 @@ def _compiled_from(folder: Path) -> str:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of all files of a folder."""
+    """Return the size in bytes of a file, or of all files in a folder."""
     files = path.rglob("*") if path.is_dir() else parts_of(path)
     return sum(file.stat().st_size for file in files if file.is_file())
 

@@ -1,4 +1,4 @@
-"""Lists of numbers on the command line, as llama-bench has them: 128,512 and 16-64+16 and 1-8*2."""
+"""Lists of numbers on the command line, in llama-bench's notation: 128,512 and 16-64+16 and 1-8*2."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _PART = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?:(?P<by>[+*])(?P<step>\d+)
 
 
 def read_numbers(option: str, text: str, *, least: int = 0, most: int | None = None) -> list[int]:
-    """Whole numbers and ranges with commas between, in their order, each once.
+    """Return whole numbers from a list of numbers and ranges, separated by commas, in order and without duplicates.
 
     Args:
-        option: for messages.
-        text: a range is FIRST-LAST, FIRST-LAST+STEP or FIRST-LAST*FACTOR.
-        least, most: the smallest and the largest number that is allowed.
+        option: flag, for messages.
+        text: the list; a range is FIRST-LAST, FIRST-LAST+STEP or FIRST-LAST*FACTOR.
+        least, most: the smallest and the largest allowed number.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the text is no such list, or a number is not allowed.
     """
     numbers: list[int] = []
     for part in text.split(","):
@@ -27,7 +27,7 @@ def read_numbers(option: str, text: str, *, least: int = 0, most: int | None = N
             raise ConfigError(f"{option} is {text!r}, expected no {'number below 1' if least else 'negative number'}")
         if not (found := _PART.fullmatch(part.strip())) or len(part) > 40:
             raise ConfigError(
-                f"{option} is {text!r}, expected whole numbers with commas between, as in 128,512, or ranges, as in "
+                f"{option} is {text!r}, expected whole numbers separated by commas, e.g. 128,512, or ranges, e.g. "
                 "16-64+16 or 1-8*2"
             )
         numbers += _range(option, text, found)
@@ -48,7 +48,7 @@ def _range(option: str, text: str, found: re.Match[str]) -> list[int]:
     elif found["by"] == "+":
         step = int(found["step"])
     if first * factor + step <= first:
-        raise ConfigError(f"{option} is {text!r}, whose steps lead nowhere; write 16-64+16 or 1-8*2")
+        raise ConfigError(f"{option} is {text!r}, whose steps never reach the end; write 16-64+16 or 1-8*2")
     numbers, number = [], first
     while number <= last:
         numbers.append(number)

@@ -1,4 +1,4 @@
-"""`chunkrt ops`: what runs each operator of a model, where it comes from, and why it was chosen."""
+"""`chunkrt ops`: show the implementation of each operator of a model, its origin, and the reason of the choice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 
 from chunkrt.backends.dispatch import Dispatcher, Runner, check_switches, default_base, registered_operators
 from chunkrt.backends.switches import Switches
-from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.command import GroupedCommand, model_argument, option
 from chunkrt.cli.options import planning_options, ranks_options
 from chunkrt.cli.plan import chosen_ranks, placement_of, read_model
 from chunkrt.cli.tables import print_table
@@ -23,7 +23,7 @@ from chunkrt.engine.roles import supports_by_role
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """An operator on a role, "npu", "cpu" or "session", and what `Runner` says of it."""
+    """An operator on a role ("npu", "cpu" or "session"), with the fields of its `Runner`."""
 
     operator: str
     role: str
@@ -32,15 +32,18 @@ class Row:
     reason: str
 
 
-@click.command(cls=GroupedCommand, first=("ops", "npu", "scheme", "rank", "as_json"))
+@click.command(
+    cls=GroupedCommand,
+    first=("ops", "npu", "scheme", "placement", "attention", "chunk_length", "size", "rank", "as_json"),
+)
 @model_argument
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@option("--json", "as_json", group="Output", is_flag=True, help="Print a JSON object.")
 @ranks_options
 @planning_options
 def ops(model: str, as_json: bool, size: int | None, rank: int | None, **settings: Any) -> None:
-    """Show every operator of MODEL: how often it is used, what runs it, where that comes from and why it was chosen.
+    """Show every operator of MODEL: its number of uses, its implementation, and the reason of this choice.
 
-    No weight is read. What the CPU does in place of an NPU, as it does for single tokens, is not shown.
+    No weights are read. Work that the CPU does in place of an NPU, e.g. decoding, is not shown.
     """
     options = EngineOptions(**settings)
     switches, registry = Switches.parse(options.ops), registered_operators()
@@ -70,7 +73,7 @@ def ops(model: str, as_json: bool, size: int | None, rank: int | None, **setting
 
 
 def _rows(runner: Runner, role: str, dispatcher: Dispatcher) -> Iterator[Row]:
-    """The operator, and its parts: called by it, or melted into it."""
+    """Return the operator and its parts, which it calls or which are fused into it."""
     yield _row(runner, role)
     for part in dispatcher.part_names(runner.operator):
         if part in runner.parts:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they load an engine with a progress bar."""
+"""Options that several commands share, and loading of an engine with a progress bar."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any, TypeVar, cast
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from chunkrt.backends import BACKENDS
 from chunkrt.backends.qnn.options import HtpOptions
+from chunkrt.cli.command import option
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.loading import load
 from chunkrt.engine.options import DECLARED
@@ -27,7 +29,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class OneOf(click.ParamType[str]):
-    """One of names that plug-ins may add to, and which are therefore looked up when they are needed."""
+    """One of several names, looked up when needed, since plug-ins may add names."""
 
     name = "name"
 
@@ -35,16 +37,20 @@ class OneOf(click.ParamType[str]):
         self._names = names
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """As `click.Choice` has it."""
+        """Return the metavar of a `click.Choice` of the names."""
         return click.Choice(self._names()).get_metavar(param, ctx) or ""
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """As `click.Choice` does it."""
+        """Return one of the names, or fail like `click.Choice`."""
         return click.Choice(self._names()).convert(value, param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the names that begin with the text."""
+        return [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
 
 
 def _number(flag: str, expected: str, *, prefix: str = "", word: str | None = None) -> Callable[[str | None], Any]:
-    """Reads a number behind a prefix, or a word."""
+    """Return a function that reads a number after a prefix, or a word."""
 
     def read(text: str | None) -> float | str | None:
         try:
@@ -59,16 +65,20 @@ _UNITS = {"": 10**9, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
 def read_size(flag: str, text: str) -> int:
-    """Bytes: a number with a unit behind it, GB if there is none. Raises ConfigError if it is no size above 0."""
+    """Return a size in bytes, from a number and a unit (GB by default).
+
+    Raises:
+        ConfigError: the text is no size above 0.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([MG]i?B|)", text.strip(), re.IGNORECASE)
     num_bytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
     if num_bytes < 1:
-        raise ConfigError(f"{flag} is {text!r}, expected a size above 0 such as 2GB, 800MB or 1.5GiB")
+        raise ConfigError(f"{flag} is {text!r}, expected a size above 0, e.g. 2GB, 800MB or 1.5GiB")
     return num_bytes
 
 
 def _size(flag: str) -> Callable[[str | None], int | None]:
-    """Reads a size, if one is given."""
+    """Return a function that reads an optional size."""
     return lambda text: None if text is None else read_size(flag, text)
 
 
@@ -95,7 +105,7 @@ ALIASES = {
     "threads": ("-t",),
     "cache_dtype": ("-ctk", "--cache-type-k"),
 }
-"""What peers call an option, llama.cpp before all."""
+"""Flags by which other tools, mostly llama.cpp, name an option."""
 _CACHE_TYPES = {"f32": "float32", "f16": "float16", "q8_0": "int8", "bf16": "bfloat16"}
 _FOR_NPUS = (
     "soc",
@@ -122,7 +132,7 @@ _TYPES: dict[str, Any] = {"int": int, "bool": bool, "Path": click.Path(path_type
 
 
 def engine_fields(*names: str) -> Callable[[Command], Command]:
-    """Give a command some of the options that `EngineOptions` declares; they arrive as keyword arguments."""
+    """Give a command options that `EngineOptions` declares; they arrive as keyword arguments."""
 
     def decorate(command: Command) -> Command:
         for name in reversed(names):
@@ -135,10 +145,11 @@ def engine_fields(*names: str) -> Callable[[Command], Command]:
 def _engine_option(name: str) -> Callable[[Command], Command]:
     kind, default, declared = DECLARED[name]
     read = _READERS.get(name)
-    return click.option(
+    return option(
         *ALIASES.get(name, ()),
         declared.flag,
         name,
+        group=declared.group,
         type=None if read else OneOf(declared.choices) if declared.choices else _TYPES.get(kind),
         default=None if read else default,
         show_default=not read and type(default) in (str, int),
@@ -149,32 +160,33 @@ def _engine_option(name: str) -> Callable[[Command], Command]:
     )
 
 
-_SETTINGS = click.option(
+_SETTINGS = option(
     "--settings",
     "settings_file",
+    group="Model",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="TOML file of options, such as `chunkrt tune` writes. Those given here win over it.",
+    help="Read options from a TOML file, e.g. from `chunkrt tune`. Options on the command line take precedence.",
 )
-_VERBOSE = click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Logs and tracebacks.")
+_VERBOSE = click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Show logs and tracebacks.")
 
 
 def engine_options(command: Command) -> Command:
-    """Give a command the options that `EngineOptions` takes, --settings and -v; they arrive as keyword arguments.
+    """Give a command the options of `EngineOptions`, --settings and -v; they arrive as keyword arguments.
 
-    It stands below all other options of the command.
+    This decorator is placed below the decorators of all other options.
     """
     return engine_options_but()(command)
 
 
 def engine_options_but(*own: str) -> Callable[[Command], Command]:
-    """As `engine_options`, without those that the command declares itself; a settings file may have them."""
+    """Like `engine_options`, without options that the command declares itself; a settings file may set them."""
     names = [name for name in DECLARED if name not in (*CONTEXT_FIELDS, *own)]
     return _engine_options(*names, of_settings=DECLARED)
 
 
 def planning_options(command: Command) -> Command:
-    """As `engine_options`, but only those that a plan and what runs it depend on."""
+    """Like `engine_options`, with only the options on which a plan and its runners depend."""
     return _engine_options(*PLANNING_FIELDS, of_settings=PLANNING_FIELDS)(command)
 
 
@@ -205,22 +217,26 @@ def _engine_options(*names: str, of_settings: Iterable[str]) -> Callable[[Comman
 
 
 def refuse_without(needed: str, *names: str) -> None:
-    """Refuse options of the present command that were given on its command line, and would do nothing.
+    """Refuse options that were given on the command line and have no effect.
+
+    Args:
+        needed: the condition under which the options have an effect, for the message.
+        names: names of the options.
 
     Raises:
-        ConfigError: the first of them.
+        ConfigError: one of the options was given.
     """
     context = click.get_current_context()
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if parameter.name in names and source is ParameterSource.COMMANDLINE:
-            raise ConfigError(f"{parameter.opts[-1]} does nothing without {needed}; leave it away")
+            raise ConfigError(f"{parameter.opts[-1]} has no effect without {needed}; omit it")
 
 
 def settings_option(*names: str) -> Callable[[Command], Command]:
-    """Give a command --settings. What the file says of these names arrives as keyword arguments.
+    """Give a command --settings; the file's values of these names arrive as keyword arguments.
 
-    What is given on the command line wins over the file, and the file over an option's default.
+    The command line takes precedence over the file, and the file over the defaults.
     """
 
     def decorate(command: Command) -> Command:
@@ -239,32 +255,35 @@ def settings_option(*names: str) -> Callable[[Command], Command]:
 
 
 def verbose_option(command: Command) -> Command:
-    """Give a command -v alone; `main` reads it."""
+    """Give a command -v, which `main` reads."""
     return _VERBOSE(command)
 
 
 def trace_option(command: Command) -> Command:
     """Give a command --trace; it arrives as the keyword argument `trace`."""
-    return click.option(
+    return option(
         "--trace",
+        group="Output",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Write a trace for Perfetto's viewer and `chunkrt trace`.",
+        help="Write a trace, for Perfetto's viewer and `chunkrt trace`.",
     )(command)
 
 
 def ranks_options(command: Command) -> Command:
-    """Give a command --ranks and --rank, of which one's share is shown; they arrive as `size` and `rank`."""
-    command = click.option("--rank", type=int, help="Which of them, from 0.  [default: 0]")(command)
-    return click.option("--ranks", "size", type=int, help="Show the share of one of so many ranks.")(command)
+    """Give a command --ranks and --rank, which select one rank's share; they arrive as `size` and `rank`."""
+    command = option("--rank", group="Ranks", type=int, help="Index of the rank to show, from 0.  [default: 0]")(
+        command
+    )
+    return option("--ranks", "size", group="Ranks", type=int, help="Number of ranks that share the model.")(command)
 
 
 @contextmanager
 def written_trace(path: Path | None, model: str) -> Iterator[list[RunRecord]]:
-    """Yields a list for the records of runs, which become the trace at the end; without a path, nothing does.
+    """Yield a list for records of runs, and write them as a trace at the end, if a path is given.
 
     Raises:
-        ConfigError: the trace cannot be written; that the path is wrong is told before anything runs.
+        ConfigError: the trace cannot be written; a wrong path is reported before anything runs.
     """
     records: list[RunRecord] = []
     if path is not None:
@@ -275,9 +294,10 @@ def written_trace(path: Path | None, model: str) -> Iterator[list[RunRecord]]:
 
 
 def measured(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings to measure with: everything is computed, unless the prefix cache is asked for by name.
+    """Return settings for a measurement: the prefix cache is off unless the settings name one.
 
-    Raises ConfigError if the present command was given a budget for a cache that there is not.
+    Raises:
+        ConfigError: the command line limits a prefix cache that is off.
     """
     if settings.get("prefix_cache") is None:
         refuse_without("--prefix-cache", "prefix_cache_memory")
@@ -286,7 +306,7 @@ def measured(settings: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def open_engine(model: str, options: dict[str, Any]) -> Iterator[Engine]:
-    """Load a model, showing on stderr how far it is while it is pulled or compiled."""
+    """Load a model, and show progress on stderr while the model is downloaded or compiled."""
     with ShownProgress() as progress, load(model, progress=progress, **options) as engine:
         progress("", 0, 0)
         yield engine

@@ -1,18 +1,18 @@
-"""What peers have and chunkrt has not, or has elsewhere: what to use instead, for who types it by habit."""
+"""Commands and options of other tools, with hints at their equivalents in chunkrt."""
 
 from __future__ import annotations
 
 import click
 
-_SCHEMA = "answers by a schema are the server's: chunkrt serve MODEL, with response_format (docs/server.md)"
-_SPECULATION = "there is no speculation with a second model; run MODEL alone"
-_ADAPTER = "adapters are not applied; merge it into the checkpoint first, as peft's merge_and_unload does"
-_PLACES = "the NPU takes what it can and the CPU the rest; --npu and --place change that"
+_SCHEMA = "the server answers by a schema: chunkrt serve MODEL, with response_format (docs/server.md)"
+_SPECULATION = "speculative decoding is not supported; run MODEL alone"
+_ADAPTER = "adapters are not applied; merge them into the checkpoint first, e.g. with peft's merge_and_unload"
+_PLACES = "all subgraphs that fit the NPU run there and the rest on the CPU; use --npu and --place"
 _CHUNK = "rows that are computed at once are a chunk; use --chunk"
-_CACHE = "keys and values have one type; use --cache-type, as in -ctk q8_0"
-_PREFIX = "what prompts begin with is kept by itself; on disk with --prefix-cache disk"
-_TALK = "to talk with a model use chunkrt chat MODEL"
-_NO_CONVERSION = "models are read as they are; chunkrt run FILE, with another --scheme perhaps"
+_CACHE = "keys and values have one data type; use --cache-type, e.g. -ctk q8_0"
+_PREFIX = "prompt prefixes are cached by default; use --prefix-cache disk to keep them on disk"
+_TALK = "use chunkrt chat MODEL"
+_NO_CONVERSION = "no conversion is needed; use chunkrt run FILE, with --scheme to change the quantisation"
 _LIST = "use chunkrt models, or chunkrt cache list"
 _REMOVE = "use chunkrt models --remove NAME"
 INSTEAD = {
@@ -31,7 +31,7 @@ INSTEAD = {
     "help": "use chunkrt --help, or chunkrt COMMAND --help",
     "--lora": _ADAPTER,
     "--lora-scaled": _ADAPTER,
-    "--adapter-path": "adapters are not applied; merge it into the checkpoint first, as mlx_lm.fuse does",
+    "--adapter-path": "adapters are not applied; merge them into the checkpoint first, e.g. with mlx_lm.fuse",
     "--grammar": _SCHEMA,
     "--grammar-file": _SCHEMA,
     "--json-schema": _SCHEMA,
@@ -65,12 +65,12 @@ INSTEAD = {
     "--hf-repo": "name the model itself: -hf org/name:Q4_0",
     "-hff": "name the quantisation: -hf org/name:Q4_0",
     "--hf-file": "name the quantisation: -hf org/name:Q4_0",
-    "--plot": "bench, simulate, tune, eval and trace draw pictures; the graphs of a plan: chunkrt plan --save-onnx",
+    "--plot": "bench, simulate, tune, eval and trace draw plots; chunkrt plan --save-onnx writes the graphs of a plan",
 }
 
 
 def hidden_options() -> list[click.Option]:
-    """Those with one dash and several letters. Click would take such a one for its first letter with a value."""
+    """Return options with one dash and several letters, which click would parse as a letter with a value."""
     names = [name for name in INSTEAD if name[0] == "-" != name[1]]
     return [
         click.Option(

@@ -1,4 +1,4 @@
-"""`chunkrt plan`: how a model is cut into subgraphs, and what each costs."""
+"""`chunkrt plan`: show the subgraphs of a model and their costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.command import GroupedCommand, model_argument, option
 from chunkrt.cli.options import planning_options, ranks_options
 from chunkrt.engine.capability import Moved, plan_by_capability, told
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
@@ -38,13 +38,35 @@ from chunkrt.quant.scheme import Scheme, check_scheme_of_ranks
 DEFAULT_PROMPT_LENGTH = 512
 
 
-@click.command(cls=GroupedCommand, first=("scheme", "npu", "chunk_length", "save_onnx", "as_json"))
-@model_argument
-@click.option(
-    "--prompt-length", type=int, help="Tokens, for the attention's FLOPs.  [default: 512, or the context where shorter]"
+@click.command(
+    cls=GroupedCommand,
+    first=(
+        "scheme",
+        "npu",
+        "placement",
+        "attention",
+        "ops",
+        "chunk_length",
+        "context_length",
+        "prompt_length",
+        "save_onnx",
+        "as_json",
+    ),
 )
-@click.option("--save-onnx", type=click.Path(path_type=Path, file_okay=False), help="Write each subgraph as ONNX here.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan and its figures as JSON.")
+@model_argument
+@option(
+    "--prompt-length",
+    group="Measurement",
+    type=int,
+    help="Prompt length for the attention's FLOPs.  [default: 512, at most the context length]",
+)
+@option(
+    "--save-onnx",
+    group="Output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write each subgraph as ONNX to this folder.",
+)
+@option("--json", "as_json", group="Output", is_flag=True, help="Print the plan and its figures as JSON.")
 @ranks_options
 @planning_options
 def plan(
@@ -60,9 +82,9 @@ def plan(
 
     With attention on the NPU, the plan for the shortest --npu-window is shown.
 
-    cpu* marks what goes there because the NPU cannot compile it, and a line says why.
+    cpu* marks subgraphs that the NPU cannot compile; a line gives the reason.
 
-    A plan that --npu and --ops could not run is refused, but with --save-onnx: another may run the files.
+    A plan that --npu and --ops cannot run is refused, except with --save-onnx, as other tools may run the files.
     """
     options = EngineOptions(**settings)
     ranks = chosen_ranks(model, rank, size)
@@ -76,7 +98,7 @@ def plan(
     if prompt_length is None:
         prompt_length = min(DEFAULT_PROMPT_LENGTH, context_length)
     if not 1 <= prompt_length <= context_length:
-        raise ConfigError(f"--prompt-length is {prompt_length}, expected 1 to {context_length}, the context")
+        raise ConfigError(f"--prompt-length is {prompt_length}, expected 1 to {context_length}, the context length")
     moved: list[Moved] = []
     if save_onnx is None:
         found, moved = plan_by_capability(found, scheme, options, placement_of(model, options))
@@ -84,7 +106,7 @@ def plan(
         has_htp = npu_under(options, scheme) is not None and options.npu in ("auto", "qnn")
         if has_htp and (near := near_plans(found, placement_of(model, options), options, context_length, chunk_length)):
             found = near[0].plan
-            click.echo(f"while at most {near[0].reach} tokens come before a chunk:", err=True)
+            click.echo(f"for chunks with at most {near[0].reach} tokens before them:", err=True)
     figures = subgraph_figures(found.within(context_length), scheme, chunk_length=chunk_length)
     attention = attention_figures(found, chunk_length=chunk_length, prompt_length=prompt_length)
     if save_onnx:
@@ -110,30 +132,30 @@ def plan(
             click.echo(f"* {told(moved)}")
         if scheme.weight_bits == 4:
             counts = linears_by_weight_bits(found, scheme)
-            click.echo(f"weights of {counts[4]} linears have 4 bits, of {counts[8]} 8 bits")
+            click.echo(f"weights of {counts[4]} linear layers have 4 bits, of {counts[8]} 8 bits")
 
 
 def placement_of(model: str, options: EngineOptions) -> Placement:
-    """What a model's plan is placed by: an engine directory's own placement, or that of the options."""
+    """Return the placement of an engine directory, or else the placement of the options."""
     return read_manifest(Path(model)).placement if is_engine_directory(Path(model)) else options_placement(options)
 
 
 def chosen_ranks(model: str, rank: int | None, size: int | None) -> Ranks:
-    """The ranks of the command line, or else those that an engine directory is for."""
+    """Return the ranks of the command line, or else those of an engine directory."""
     if rank is not None and size is None:
-        raise ConfigError(f"--rank {rank} needs --ranks, how many there are")
+        raise ConfigError(f"--rank {rank} needs --ranks, the number of ranks")
     if size is None and is_engine_directory(Path(model)):
         return read_manifest(Path(model)).ranks
     return Ranks(rank or 0, 1 if size is None else size)
 
 
 def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tuple[Plan, Scheme, int]:
-    """A model's plan, and the scheme and the chunk length that an engine would take.
+    """Return a model's plan, and the scheme and chunk length that an engine would use.
 
-    No weight is read, unless a scheme has to be searched for.
+    No weights are read, unless a scheme has to be searched.
 
     Raises:
-        ConfigError, ModelError: as `chunkrt.load`.
+        ConfigError, ModelError: under the conditions of `chunkrt.load`.
     """
     manifest = None
     if is_engine_directory(Path(model)):
@@ -193,27 +215,27 @@ def _print(
         mine = [f for f in figures if f.device == device]
         total_flops, total_bytes = sum(f.linear_flops for f in mine), sum(f.weight_bytes for f in mine)
         click.echo(
-            f"{device}: {len(mine)} subgraphs, {total_flops / 1e9:.2f} GFLOP a chunk, "
+            f"{device}: {len(mine)} subgraphs, {total_flops / 1e9:.2f} GFLOP per chunk, "
             f"weights {total_bytes / 1e6:.1f} MB"
         )
     if sums := [f for f in figures if f.device == "link"]:
         link_bytes = sum(f.sum_bytes for f in sums)
         click.echo(
             f"link: {len(sums)} sums over {ranks.size} ranks, of {link_bytes / len(sums) / 1e3:.1f} KB each and "
-            f"{link_bytes / 1e6:.2f} MB a chunk, from every rank; this is {ranks}"
+            f"{link_bytes / 1e6:.2f} MB per chunk, from every rank; this is {ranks}"
         )
     moved_bytes = sum(f.crossing_bytes for f in figures) // 2 + sum(f.window_bytes for f in figures)
     ratio = attention.chunked_flops / attention.unchunked_flops if attention.unchunked_flops else 1.0
     click.echo(f"a chunk of {chunk_length} tokens moves {moved_bytes / 1e6:.2f} MB between the devices")
     if history_bytes := sum(f.history_bytes for f in figures):
         click.echo(
-            f"attention on the npu has {history_bytes / 1e6:.2f} MB of caches in its buffers: what a chunk adds is "
-            "converted, or all of it where sequences alternate, and the driver copies all of it for each chunk"
+            f"attention on the npu keeps {history_bytes / 1e6:.2f} MB of caches in buffers: each chunk converts its "
+            "new rows (all rows if sequences alternate), and the driver copies all of them"
         )
     if converted_bytes := sum(f.converted_bytes for f in figures):
         entering_bytes = sum(f.entering_bytes for f in figures)
         click.echo(
-            f"an NPU converts {converted_bytes / 1e6:.2f} MB of float16 from and to float32 a chunk: "
+            f"an NPU converts {converted_bytes / 1e6:.2f} MB of float16 from and to float32 per chunk: "
             f"{entering_bytes / 1e6:.2f} MB enter it, {(converted_bytes - entering_bytes) / 1e6:.2f} MB leave it"
         )
     click.echo(

@@ -1,4 +1,4 @@
-"""What `--plot` of bench, simulate and tune draws: their rows as lines."""
+"""Plots of `--plot` in bench, simulate and tune."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATE = "tokens/s"
 
 
 def draw_bench(rows: Sequence[Setup], path: Path) -> None:
-    """Rates over lengths, or over depths where there are several; a panel a kind of test."""
+    """Draw rates over lengths, or over depths if there are several, with one panel per kind of test."""
     models = list(dict.fromkeys(row.model for row in rows))
     depths = {row.n_depth for row in rows if isinstance(row, Row)}
     panels: dict[tuple[str, str], dict[str, list[Point]]] = {}
@@ -42,7 +42,7 @@ def draw_bench(rows: Sequence[Setup], path: Path) -> None:
 
 
 def draw_simulations(model: str, rows: Sequence[Simulation], path: Path) -> None:
-    """Rates and times to first token over prompt lengths; a line a chunk length and policy."""
+    """Draw rates and times to first token over prompt lengths, with one line per chunk length and policy."""
     rates: dict[str, list[Point]] = {}
     times: dict[str, list[Point]] = {}
     for row in rows:
@@ -54,7 +54,7 @@ def draw_simulations(model: str, rows: Sequence[Simulation], path: Path) -> None
 
 
 def draw_tuned(tuned: Tuned, path: Path) -> None:
-    """The choices by memory and time: those that nothing beats in both, the one that was taken, and the default's."""
+    """Draw choices by memory and time: the Pareto front, the choice that was taken, and the default."""
     front: list[Point] = []
     for point in sorted(Point(choice.peak_memory_bytes / 1e6, choice.time_ms) for choice in tuned.choices):
         if not front or point.y < front[-1].y:

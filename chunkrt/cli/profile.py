@@ -1,4 +1,4 @@
-"""`chunkrt profile`: measure a model's subgraphs on the machine at hand, for the simulator to predict from."""
+"""`chunkrt profile`: measure a model's subgraphs on this machine, for the simulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from chunkrt.backends.qnn import QnnBackend
-from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.command import GroupedCommand, model_argument, option
 from chunkrt.cli.options import engine_options, measured, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
@@ -29,22 +29,59 @@ from chunkrt.simulate.learn import learn_budget
 from chunkrt.simulate.measured import MeasuredProfile, ThreadsCost, write_measured
 
 LONGEST_PROMPT = 1024
-"""Tokens of the prompt that is measured. Attention's time is close to a line, so that longer prompts follow from it."""
+"""Length of the measured prompt. Attention's time is nearly linear in the position, so longer prompts follow."""
 
 
-@click.command(cls=GroupedCommand, first=("output", "budgets", "repetitions", "chunk_length", "npu"))
-@model_argument
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The TOML file to write."
+@click.command(
+    cls=GroupedCommand,
+    first=(
+        "output",
+        "budgets",
+        "repetitions",
+        "npu",
+        "scheme",
+        "chunk_length",
+        "threads",
+        "affinity",
+        "context_length",
+        "as_json",
+    ),
 )
-@click.option("--budgets", help="Thread budgets to measure.  [default: 1 and --threads]")
-@click.option("-r", "--repetitions", type=int, default=7, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print where it was written, and under which conditions.")
+@model_argument
+@option(
+    "-o",
+    "--output",
+    group="Output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="TOML file to write.",
+)
+@option(
+    "--budgets",
+    group="Measurement",
+    help="Numbers of threads to measure, separated by commas.  [default: 1 and --threads]",
+)
+@option(
+    "-r",
+    "--repetitions",
+    group="Measurement",
+    type=int,
+    default=7,
+    show_default=True,
+    help="Number of measured runs of each kind.",
+)
+@option(
+    "--json",
+    "as_json",
+    group="Output",
+    is_flag=True,
+    help="Print the file's path and the conditions of the measurement as JSON.",
+)
 @engine_options
 def profile(model: str, output: Path, budgets: str | None, repetitions: int, as_json: bool, **settings: Any) -> None:
     """Measure the subgraphs of MODEL on this machine, and write a device profile for `chunkrt simulate`.
 
-    The machine should have nothing else to do meanwhile.
+    Run no other work on the machine meanwhile.
     """
     if repetitions < 1:
         raise ConfigError(f"--repetitions is {repetitions}, expected at least 1")
@@ -70,16 +107,16 @@ def profile(model: str, output: Path, budgets: str | None, repetitions: int, as_
 def measure_profile(
     model: str, budgets: list[int], repetitions: int, settings: dict[str, Any], *, also: Sequence[int] = ()
 ) -> tuple[MeasuredProfile, Mapping[tuple[int, int], list[RunRecord]]]:
-    """Run the model under every budget, in turns, and learn its costs.
+    """Run the model with every number of threads, interleaved, and fit its costs.
 
     Args:
-        budgets: of threads.
-        repetitions: runs of each kind that count; one more warms up.
-        settings: fields of `EngineOptions` but the threads; `policy` is the one to predict.
-        also: lengths of prompts to run in the same turns, without learning from them.
+        budgets: numbers of threads.
+        repetitions: number of measured runs of each kind, after one warm-up run.
+        settings: fields of `EngineOptions` except the threads; `policy` is the policy to predict.
+        also: lengths of further prompts to run, which do not enter the profile.
 
     Returns:
-        The profile, and the records of those prompts by budget and length.
+        The profile, and the records of the further prompts by number of threads and length.
     """
     with ExitStack() as stack:
         engines = {
@@ -92,13 +129,13 @@ def measure_profile(
         engine = next(iter(engines.values()))
         backend = engine.npu_backend
         if isinstance(backend, QnnBackend) and backend.htp.is_emulated:
-            raise ConfigError("the NPU is emulated here, and an emulator's times say nothing; profile on a device")
+            raise ConfigError("the NPU is emulated on this machine, so its times are meaningless; profile on a device")
         chunk_length = engine.chunk_length
         num_chunks = min(LONGEST_PROMPT, engine.context_length) // chunk_length
         if num_chunks < 2:
             raise ConfigError(
-                f"chunks of {chunk_length} in {min(LONGEST_PROMPT, engine.context_length)} tokens: expected room for "
-                "two, to tell how time grows with the position; use shorter chunks"
+                f"chunks of {chunk_length} in {min(LONGEST_PROMPT, engine.context_length)} tokens: expected at least "
+                "two, to fit how time grows with the position; use shorter chunks"
             )
         prompts = [n for n in (num_chunks * chunk_length, chunk_length // 2) if n > 0]
         records: dict[tuple[int, str], list[RunRecord]] = {key: [] for key in engines}
@@ -138,7 +175,7 @@ def _learn(engine: Engine, threads: int, policy: str, records: dict[tuple[int, s
 
 
 def run(engine: Engine, num_tokens: int) -> RunRecord:
-    """The record of one prompt of random tokens, in a session of its own."""
+    """Return the record of one prompt of random tokens, in a new session."""
     tokens = np.random.default_rng(0).integers(0, engine.plan.vocab_size, num_tokens).tolist()
     records: list[RunRecord] = []
     session = engine.session()
@@ -153,7 +190,7 @@ def _budgets(text: str | None, threads: int) -> list[int]:
     try:
         budgets = sorted({int(part) for part in text.split(",")})
     except ValueError as error:
-        raise ConfigError(f"--budgets is {text!r}, expected numbers with commas between, as in 1,2") from error
+        raise ConfigError(f"--budgets is {text!r}, expected numbers separated by commas, e.g. 1,2") from error
     if budgets[0] < 1:
         raise ConfigError(f"--budgets is {text!r}, expected numbers of at least 1")
     return budgets

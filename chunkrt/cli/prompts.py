@@ -1,4 +1,4 @@
-"""Prompts, whatever way they are given: text, files, standard input, a chat as JSON, many as JSON lines."""
+"""Prompts from the command line, files and standard input: texts, chats as JSON, many prompts as JSON lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Text, or the messages of a chat; what the answer begins with; and by which name the answer is asked for."""
+    """A text or the messages of a chat.
+
+    Attributes:
+        prefill_answer: beginning of the answer.
+        name: "id" of the prompt, which its answer repeats.
+    """
 
     text: str = ""
     messages: tuple[Message, ...] = ()
@@ -38,26 +43,26 @@ class Prompt:
         system: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Its tokens, by the model's chat template unless it is raw.
+        """Return the prompt's tokens, by the model's chat template unless the prompt is raw.
 
         Raises:
-            ConfigError: what needs a chat template is given where there is none; two system messages.
+            ConfigError: an option needs a chat template and there is none; there are two system messages.
             ModelError: the template refuses the messages.
         """
         if raw or not tokenizer.has_chat_template:
-            for what, given in (
+            for option, given in (
                 ("a system message", system),
                 ("a chat as JSON", self.messages),
                 ("an answer's beginning", self.prefill_answer),
                 ("a template option", template_options),
             ):
                 if given:
-                    raise ConfigError(f"{what} needs the model's chat template; leave it away, and --raw")
+                    raise ConfigError(f"{option} needs the model's chat template; omit it, or omit --raw")
             return tokenizer.encode(self.text, add_special=True, parse_special=raw)
         messages = [*self.messages, *([{"role": "user", "content": self.text}] if self.text else [])]
         if system:
             if any(message.get("role") == "system" for message in messages):
-                raise ConfigError("the chat has a system message already; leave --system away")
+                raise ConfigError("the chat has a system message already; omit --system")
             messages.insert(0, {"role": "system", "content": system})
         chat = tokenizer.render_chat(messages, template_options=template_options).followed_by(self.prefill_answer)
         return tokenizer.encode_prompt(chat)
@@ -66,21 +71,21 @@ class Prompt:
 def read_prompt(
     text: str | None, files: Sequence[str], messages_file: str | None = None, prefill_answer: str | None = None
 ) -> Prompt:
-    """The prompt that a command line asks for; files come before the text, with an empty line between.
+    """Return the prompt of a command line; files come before the text, separated by an empty line.
 
     Args:
-        text: of -p: itself, "-" for standard input, "@FILE" for a file's, "@@" for text that begins with "@".
-        files: of -f. With neither, standard input is read unless it is a terminal.
+        text: value of -p: a text, "-" for standard input, "@FILE" for a file, "@@" for text that begins with "@".
+        files: values of -f. Without both, standard input is read unless it is a terminal.
 
     Raises:
-        UsageError: nothing is given.
-        ConfigError: a file cannot be read, or there is no text in any.
+        UsageError: no prompt is given.
+        ConfigError: a file cannot be read, or all are empty.
     """
     names = list(files)
     if text is not None and (text == STDIN or (text.startswith("@") and not text.startswith("@@"))):
         names, text = [*names, text.removeprefix("@")], None
     if [*names, messages_file].count(STDIN) > 1:
-        raise ConfigError("standard input can be read once; give one of the prompts in a file")
+        raise ConfigError("standard input can be read only once; give one of the prompts in a file")
     messages = read_messages(messages_file) if messages_file is not None else ()
     if not names and text is None and not messages:
         piped = "" if sys.stdin is None or sys.stdin.isatty() else read_text(STDIN)
@@ -95,10 +100,10 @@ def read_prompt(
 
 
 def read_messages(file: str) -> tuple[Message, ...]:
-    """A chat: a JSON list of {"role", "content"}, or an object that has one as "messages".
+    """Return a chat: a JSON list of {"role", "content"}, or an object with such a list as "messages".
 
     Raises:
-        ConfigError: it cannot be read, or is something else.
+        ConfigError: the file cannot be read or holds something else.
     """
     text = read_text(file)
     try:
@@ -110,10 +115,10 @@ def read_messages(file: str) -> tuple[Message, ...]:
 
 
 def read_prompts(file: str) -> list[Prompt]:
-    """Many prompts: JSON lines, each a text, or an object with "prompt" or "messages", and perhaps an "id".
+    """Return prompts from JSON lines, each a text, or an object with "prompt" or "messages" and optionally "id".
 
     Raises:
-        ConfigError: it cannot be read, or a line is something else; the message has its number.
+        ConfigError: the file cannot be read, or a line holds something else; the message names the line.
     """
     prompts: list[Prompt] = []
     for number, line in enumerate(read_text(file).split("\n"), 1):  # JSON may hold other line separators
@@ -126,7 +131,7 @@ def read_prompts(file: str) -> list[Prompt]:
         if len(prompts) > MOST_PROMPTS:
             raise ConfigError(f"{file} has more than {MOST_PROMPTS} prompts; divide it")
     if not prompts:
-        raise ConfigError(f'{file} holds no prompts; expected a line each, as in {{"prompt": "Hello"}}')
+        raise ConfigError(f'{file} holds no prompts; expected one per line, e.g. {{"prompt": "Hello"}}')
     return prompts
 
 
@@ -134,9 +139,9 @@ def _prompt(value: Any) -> Prompt:
     if isinstance(value, str):
         value = {"prompt": value}
     if not isinstance(value, dict) or ("prompt" in value) == ("messages" in value):
-        raise ConfigError('expected a text, or an object with "prompt" or "messages", one of them')
+        raise ConfigError('expected a text, or an object with either "prompt" or "messages"')
     if unknown := sorted(value.keys() - {"prompt", "messages", "prefill_answer", "id"}):
-        raise ConfigError(f'unknown key {unknown[0]!r}; there are: "prompt", "messages", "prefill_answer", "id"')
+        raise ConfigError(f'unknown key {unknown[0]!r}; known keys are "prompt", "messages", "prefill_answer" and "id"')
     name, prefill_answer = value.get("id"), value.get("prefill_answer", "")
     if not isinstance(name, str | int | None) or isinstance(name, bool):
         raise ConfigError(f'"id" is {name!r}, expected a text or a whole number')
@@ -163,11 +168,11 @@ def _messages(value: Any) -> tuple[Message, ...]:
 def read_text(file: str) -> str:
     """Return the text of a file or, for "-", of standard input, without a byte order mark and one final newline.
 
-    Editors and `echo` end a text with a newline that the writer did not mean; llama.cpp drops it, too. Reading stops
-    at MOST_CHARACTERS, since a device may have no end.
+    Editors and `echo` end a text with a newline that is not part of the prompt; llama.cpp drops it, too. Reading stops
+    at MOST_CHARACTERS, since a device may be endless.
 
     Raises:
-        ConfigError: it cannot be read, is not UTF-8, or has more characters than any context holds.
+        ConfigError: the file cannot be read, is not UTF-8, or has more characters than any context holds.
     """
     try:
         if file == STDIN:

@@ -1,4 +1,4 @@
-"""`chunkrt pull`: fetch a model of the catalogue or of the hub."""
+"""`chunkrt pull`: download a model of the catalogue or of the hub."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from chunkrt.cli.options import verbose_option
 
 @click.command()
 @click.argument("name")
-@click.option("--force", is_flag=True, help="Fetch it even if it is here.")
+@click.option("--force", is_flag=True, help="Download again, even if the files exist.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @verbose_option
 def pull(name: str, force: bool, as_json: bool) -> None:
-    """Fetch the model NAME and print where it lies. One that is here already is verified, and fetched if it is wrong.
+    """Download the model NAME and print its path. Existing files are verified, and replaced if they are damaged.
 
-    NAME is one of the catalogue, or an id of the Hugging Face hub: org/name, org/name:Q4_0, org/name@revision. Of the
-    hub's models what has changed there is fetched; those of the catalogue only with --force, as they have no pinned
-    hash.
+    NAME is a catalogue name or a Hugging Face hub id: org/name, org/name:Q4_0 or org/name@revision. For hub models,
+    files that have changed on the hub are downloaded. Catalogue models have pinned hashes.
     """
     model = parse_hub_id(name)
     path = fetch_model(model) if model else pull_with_progress(catalogue.find(name), is_forced=force)
@@ -32,7 +31,7 @@ def pull(name: str, force: bool, as_json: bool) -> None:
 
 
 def pull_with_progress(entry: catalogue.Entry, *, is_forced: bool) -> Path:
-    """Pull and verify an entry; on a terminal, a progress bar on stderr while something is fetched."""
+    """Download and verify an entry; in a terminal, show a progress bar on stderr."""
     console = Console(stderr=True)
     if not console.is_terminal:
         return catalogue.pull(entry, is_verified=True, is_forced=is_forced)

@@ -1,4 +1,4 @@
-"""`chunkrt run`: a prompt and its answer, or many."""
+"""`chunkrt run`: answer one or many prompts."""
 
 from __future__ import annotations
 
@@ -10,25 +10,55 @@ from typing import Any
 import click
 
 from chunkrt.cli.batch import answer_prompts
-from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.command import GroupedCommand, model_argument, option
 from chunkrt.cli.generation import generation_options, refuse_idle, split_options, stream_answer
 from chunkrt.cli.options import engine_options, open_engine, refuse_without, trace_option, written_trace
 from chunkrt.cli.prompts import read_prompt, read_prompts
 
 
-@click.command(cls=GroupedCommand, first=("prompt", "files", "max_new_tokens", "temperature", "as_json"))
+@click.command(
+    cls=GroupedCommand,
+    first=(
+        "prompt",
+        "files",
+        "messages_file",
+        "system",
+        "max_new_tokens",
+        "temperature",
+        "npu",
+        "scheme",
+        "context_length",
+        "as_json",
+    ),
+)
 @model_argument
-@click.option("-p", "--prompt", metavar="TEXT", help="The prompt; - is standard input, @FILE a file's text.")
-@click.option(
-    "-f", "--file", "files", multiple=True, metavar="FILE", help="Text that comes before -p; - is standard input."
+@option("-p", "--prompt", group="Prompt", metavar="TEXT", help="Prompt; - reads standard input, @FILE reads a file.")
+@option(
+    "-f",
+    "--file",
+    "files",
+    group="Prompt",
+    multiple=True,
+    metavar="FILE",
+    help="Read text to put before -p; - reads standard input.",
 )
-@click.option("--messages", "messages_file", metavar="FILE", help="A chat so far, as a JSON list of messages.")
-@click.option(
-    "--prompts", "prompts_file", metavar="FILE", help="Many prompts as JSON lines; their answers are JSON lines too."
+@option(
+    "--messages",
+    "messages_file",
+    group="Prompt",
+    metavar="FILE",
+    help="Continue a chat, given as a JSON list of messages.",
 )
-@click.option("--prefill-answer", metavar="TEXT", help="What the answer begins with.")
-@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
-@click.option("--json", "as_json", is_flag=True, help="Print the answer and figures as one JSON object.")
+@option(
+    "--prompts",
+    "prompts_file",
+    group="Prompt",
+    metavar="FILE",
+    help="Answer many prompts, given as JSON lines; prints one JSON line per answer.",
+)
+@option("--prefill-answer", group="Prompt", metavar="TEXT", help="Begin the answer with this text.")
+@option("--raw", group="Prompt", is_flag=True, help="Continue the prompt without the model's chat template.")
+@option("--json", "as_json", group="Output", is_flag=True, help="Print the answer and its figures as one JSON object.")
 @trace_option
 @generation_options
 @engine_options
@@ -44,19 +74,18 @@ def run(
     trace: Path | None,
     **options: Any,
 ) -> None:
-    """Answer a prompt with MODEL: a catalogue name, an id of the hub (org/name, org/name:Q4_0), a GGUF file, a Hugging
-    Face folder, an ONNX decoder or an engine directory.
+    """Answer a prompt with MODEL: a catalogue name, a hub id (org/name or org/name:Q4_0), a GGUF file, a Hugging Face
+    folder, an ONNX decoder or an engine directory.
 
-    Without -p, -f and --messages the prompt is read from standard input. The answer streams to stdout, figures go to
-    stderr. Of many prompts (--prompts FILE.jsonl) a line each is a text, or an object with "prompt" or "messages", and
-    perhaps an "id"; they share chunks.
+    Without -p, -f and --messages, the prompt is read from standard input. The answer goes to stdout, its figures to
+    stderr. `chunkrt chat MODEL` holds a conversation.
     """
     engine_settings, sampling, generation = split_options(options)
     refuse_idle(sampling)
     system, template_options = generation.pop("system"), generation.pop("template_options")
     if prompts_file is not None:
         if prompt is not None or files or messages_file or prefill_answer or trace:
-            raise click.UsageError("--prompts goes without -p, -f, --messages, --prefill-answer and --trace")
+            raise click.UsageError("--prompts excludes -p, -f, --messages, --prefill-answer and --trace")
         prompts = read_prompts(prompts_file)
         with open_engine(model, engine_settings) as engine:
             answer_prompts(
@@ -94,4 +123,4 @@ def _print(piece: str) -> None:
 
 
 def _ignore(piece: str) -> None:
-    """The answer is printed whole, as JSON, at the end."""
+    """Discard a piece; the complete answer is printed as JSON at the end."""

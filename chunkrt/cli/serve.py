@@ -1,4 +1,4 @@
-"""`chunkrt serve`: a model behind OpenAI's HTTP API."""
+"""`chunkrt serve`: serve a model over OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -11,53 +11,107 @@ from typing import Any, Literal
 
 import click
 
-from chunkrt.cli.command import GroupedCommand
+from chunkrt.cli.command import GroupedCommand, option
 from chunkrt.cli.generation import template_option
 from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.errors import ConfigError
 from chunkrt.files import read_text
 
 LATE_SECONDS = 5.0
-"""After --grace, until the process ends whatever runs: requests are answered and chunks end meanwhile."""
+"""Seconds after --grace until the process ends regardless of running tasks; requests are answered meanwhile."""
 
 
-@click.command(cls=GroupedCommand, first=("host", "port", "api_key_file", "max_sessions", "npu"))
-@click.argument("model")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
-@click.option("--name", help="What clients call the model; by default as it is called here.")
-@click.option(
-    "--api-key-file",
-    type=click.Path(path_type=Path),
-    help="Clients have to send a key of this file, which has one a line: KEY, or NAME: KEY.",
+@click.command(
+    cls=GroupedCommand,
+    first=(
+        "host",
+        "port",
+        "api_key_file",
+        "max_sessions",
+        "npu",
+        "scheme",
+        "threads",
+        "context_length",
+        "cache_memory",
+        "prefix_cache",
+    ),
 )
-@click.option("--no-api-key", is_flag=True, help="Let anybody in, beyond this machine too.")
-@click.option("--max-sessions", type=click.IntRange(1), default=16, show_default=True, help="Sequences at a time.")
-@click.option(
+@click.argument("model")
+@option("--host", group="Access", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@option(
+    "--port",
+    group="Access",
+    type=click.IntRange(0, 65535),
+    default=8080,
+    show_default=True,
+    help="Port to listen at; 0 takes a free one.",
+)
+@option("--name", group="Answer", help="Name of the model for clients.  [default: MODEL]")
+@option(
+    "--api-key-file",
+    group="Access",
+    type=click.Path(path_type=Path),
+    help="Require one of the API keys in this file. Each line is KEY or NAME: KEY.",
+)
+@option(
+    "--no-api-key",
+    group="Access",
+    is_flag=True,
+    help="Accept requests without a key even when listening on a public address.",
+)
+@option(
+    "--max-sessions",
+    group="Execution",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    help="Number of sequences that are computed at the same time.",
+)
+@option(
     "--max-waiting",
+    group="Execution",
     type=click.IntRange(0),
     default=64,
     show_default=True,
-    help="Requests that wait; more get 503 at once.",
+    help="Number of requests that may wait; further ones get status 503.",
 )
-@click.option(
+@option(
     "--grace",
+    group="Execution",
     type=click.FloatRange(0),
     default=30.0,
     show_default=True,
-    help="Seconds to finish in; 5 s later the process ends, even if a device does not answer.",
+    help="Seconds for running requests to finish on shutdown; 5 s later the process ends in any case.",
 )
-@click.option("--max-body", type=click.IntRange(1), default=16 * 2**20, show_default=True, help="Bytes of a request.")
-@click.option("--allow-origin", metavar="ORIGIN", help="Let pages of this origin ask (* for any); by default of none.")
-@click.option(
-    "--allow-host", metavar="NAME", multiple=True, help="A name to be asked by, beside localhost and addresses."
+@option(
+    "--max-body",
+    group="Access",
+    type=click.IntRange(1),
+    default=16 * 2**20,
+    show_default=True,
+    help="Largest body of a request, in bytes.",
 )
-@click.option(
+@option(
+    "--allow-origin",
+    group="Access",
+    metavar="ORIGIN",
+    help="Allow CORS requests from ORIGIN (* for any).  [default: none]",
+)
+@option(
+    "--allow-host",
+    group="Access",
+    metavar="NAME",
+    multiple=True,
+    help="Accept NAME in the Host header, in addition to localhost and IP addresses; may be repeated.",
+)
+@option(
     "--embeddings",
+    group="Answer",
     type=click.Choice(["last", "mean"]),
-    help="Give embeddings of the last token's hidden state or of the mean of all.  [default: as the model's files say]",
+    help="Serve embeddings: the hidden state of the last token, or the mean of all.  [default: as the model's files "
+    "say]",
 )
-@template_option("a request's own come first")
+@template_option("a request's own options take precedence")
 @engine_options
 def serve(
     model: str,
@@ -76,17 +130,17 @@ def serve(
     template_options: dict[str, Any],
     **settings: Any,
 ) -> None:
-    """Serve MODEL over HTTP, as OpenAI's API has it: chats, completions, scores; and a page to chat at.
+    """Serve MODEL over OpenAI's HTTP API: chats, completions, scores and embeddings, and a web page for chats.
 
-    Requests that come at the same time share chunks. Ctrl-C or SIGTERM: nothing new is taken, and what runs is finished
-    within --grace.
+    Concurrent requests are batched into shared chunks. On Ctrl-C or SIGTERM, the server refuses new requests and
+    finishes running ones within --grace.
     """
     keys = {} if api_key_file is None else _read_keys(api_key_file)
-    if host.startswith("[") and host.endswith("]"):  # an IPv6 address as URLs have it
+    if host.startswith("[") and host.endswith("]"):  # an IPv6 address, written as in URLs
         host = host[1:-1]
     if not keys and not no_api_key and not _is_loopback(host):
         raise ConfigError(
-            f"--host {host} can be reached from elsewhere and there is no key; give --api-key-file, or say --no-api-key"
+            f"--host {host} is a public address and there is no API key; give --api-key-file, or --no-api-key"
         )
     try:
         from chunkrt.server.listening import listen
@@ -98,7 +152,7 @@ def serve(
         max_sessions=max_sessions,
         queue=max_waiting,
         max_body_bytes=max_body,
-        allow_origin=allow_origin and allow_origin.rstrip("/").lower(),  # as browsers write it
+        allow_origin=allow_origin and allow_origin.rstrip("/").lower(),  # the form that browsers send
         allow_hosts=(host, *allow_host),
         embeddings=embeddings,
         template_options=template_options,
@@ -106,32 +160,32 @@ def serve(
     with open_engine(model, {"queue": max(max_sessions, 1), **settings}) as engine:
         service = Service(engine, name or _name(model), options)
 
-        def tell(url: str) -> None:
-            click.echo(f"{service.name} is served at {url} (Ctrl-C ends)", err=True)
+        def report(url: str) -> None:
+            click.echo(f"{service.name} is served at {url} (stop it with Ctrl-C)", err=True)
 
         deadline = threading.Timer(grace + LATE_SECONDS, _abandon, (grace,))
         deadline.daemon = True
         try:
-            asyncio.run(listen(service, host, port, grace_seconds=grace, tell=tell, on_end=deadline.start))
+            asyncio.run(listen(service, host, port, grace_seconds=grace, tell=report, on_end=deadline.start))
             engine.close()
         finally:
             deadline.cancel()
 
 
 def _abandon(grace: float) -> None:
-    """End the process, threads in a device's driver or not."""
+    """End the process, even if threads are blocked in a device driver."""
     click.echo(f"chunkrt: a task did not end within {grace + LATE_SECONDS:g} s; is the device stuck?", err=True)
     os._exit(1)
 
 
 def _name(model: str) -> str:
-    """Of files and folders their own; a catalogue's name or a hub's id as it is."""
+    """Return the name of a file or folder; other names are returned unchanged."""
     path = Path(model)
     return path.resolve().name if path.exists() else model
 
 
 def _read_keys(path: Path) -> dict[str, str]:
-    """Return the keys of a file by their names. A line is `KEY`, `NAME: KEY`, a comment after `#`, or empty."""
+    """Return the keys of a file by name. A line is `KEY`, `NAME: KEY`, a comment after `#`, or empty."""
     try:
         lines = read_text(path).splitlines()
         mode = path.stat().st_mode
@@ -148,10 +202,10 @@ def _read_keys(path: Path) -> dict[str, str]:
                 f"{path}, line {number}, holds no API key: expected ASCII letters without spaces, or NAME: KEY"
             )
         if name in keys or key in keys.values():
-            raise ConfigError(f"{path}, line {number}: the name or the key has come before; give each client its own")
+            raise ConfigError(f"{path}, line {number}: the name or the key is a duplicate; give each client its own")
         keys[name] = key
     if not keys:
-        raise ConfigError(f"{path} holds no API key: expected one a line, as KEY or NAME: KEY")
+        raise ConfigError(f"{path} holds no API key; expected lines of the form KEY or NAME: KEY")
     if os.name == "posix" and mode & 0o004:
         click.echo(f"warning: every user of this machine can read {path}; chmod 600 {path}", err=True)
     return keys

@@ -1,4 +1,4 @@
-"""`chunkrt simulate --arrivals`: how fast a device would answer many sequences that share chunks."""
+"""`chunkrt simulate --arrivals`: predict the speed of a server whose sequences share chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chunkrt.simulate.serving import Serving, Spread, simulate_serving
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """The options that go with --arrivals; None where nobody gave one."""
+    """Options that need --arrivals; None if not given."""
 
     arrivals: str | None
     prompt: str | None
@@ -36,21 +36,21 @@ class ServingOptions:
     trace: Path | None
 
     def check(self, prompt_lengths: str | None, ranks: int, link_name: str | None) -> None:
-        """Raise ConfigError for options of one kind of simulation with the other."""
+        """Raise ConfigError for options of the other kind of simulation."""
         if self.arrivals is None:
             for field in fields(self):
                 if getattr(self, field.name) is not None:
-                    raise ConfigError(f"{_option(field.name)} is for a server; say who asks (--arrivals poisson:1)")
+                    raise ConfigError(
+                        f"{_option(field.name)} is for a simulated server; give --arrivals, e.g. poisson:1"
+                    )
             return
         if prompt_lengths is not None:
-            raise ConfigError("-p is for a prompt by itself; with --arrivals say --prompt")
+            raise ConfigError("-p is for single prompts; use --prompt with --arrivals")
         if ranks != 1 or link_name is not None:
-            raise ConfigError(
-                "a server of several ranks is not simulated; leave --ranks and --link away with --arrivals"
-            )
+            raise ConfigError("a server with several ranks cannot be simulated; omit --ranks and --link")
         for name in ("prompt", "generate"):
             if getattr(self, name) is None:
-                raise ConfigError(f"--arrivals needs {_option(name)}; as a number, say ({_option(name)} 128)")
+                raise ConfigError(f"--arrivals needs {_option(name)}, e.g. {_option(name)} 128")
 
 
 def _option(name: str) -> str:
@@ -70,10 +70,10 @@ def simulate_served(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Simulate a server with every chunk length and policy, and print what it does."""
+    """Simulate a server with every chunk length and policy, and print its figures."""
     if options.trace is not None:
         if len(chunks) * len(policies) > 1:
-            raise ConfigError("a trace is of one server; name one chunk length and one policy (--chunk 32)")
+            raise ConfigError("--trace needs one chunk length and one policy, e.g. --chunk 32")
         check_trace_path(options.trace)
     assert options.arrivals is not None
     assert options.prompt is not None
@@ -123,7 +123,7 @@ def _print(model: str, options: ServingOptions, load: Load, rows: Sequence[Servi
         f"{first.generated_tokens} tokens"
     )
     if load.num_cut:
-        click.echo(f"{load.num_cut} requests were cut to what the context holds")
+        click.echo(f"{load.num_cut} requests were cut to the context length")
     line = "{:>5}  {:13} {:>9} {:>9} {:>15} {:>15} {:>13} {:>6} {:>7} {:>7}  {}"
     head = ("chunk", "policy", "prompt/s", "new/s", "ttft ms", "queued ms", "gap ms", "rows", "packed", "padding")
     click.echo(line.format(*head, "busy"))
@@ -135,8 +135,8 @@ def _print(model: str, options: ServingOptions, load: Load, rows: Sequence[Servi
         fill = (f"{row.rows_per_chunk:.1f}", f"{row.packed:.1%}", padding)
         click.echo(line.format(row.chunk_length, row.policy, *speeds, *times, *fill, busy))
     click.echo(
-        "Tokens a second of prompts and of answers; times: the median and what 95 % do not exceed; rows a chunk that "
-        "held a token, on average."
+        "Rates are tokens per second of prompts and of answers; times are the median and the 95th percentile; rows are "
+        "the mean number of tokens per chunk."
     )
 
 

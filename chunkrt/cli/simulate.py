@@ -1,4 +1,4 @@
-"""`chunkrt simulate`: how fast a model would prefill on a device that is not here."""
+"""`chunkrt simulate`: predict the prefill speed of a model on a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import click
 
-from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.command import GroupedCommand, model_argument, option
 from chunkrt.cli.options import engine_fields, refuse_without, verbose_option
 from chunkrt.cli.plan import read_model
 from chunkrt.cli.plots import draw_simulations
@@ -35,54 +35,114 @@ from chunkrt.simulate.measured import MeasuredProfile
 DEFAULT_DEVICE_SCHEME = "w8a16"
 
 LEAST_SHARE = 0.0005
-"""Of idle time that is worth a word."""
+"""Least share of idle time that is printed."""
 
 
 @click.command(
     cls=GroupedCommand,
-    first=("device_name", "prompt_lengths", "chunk_lengths", "policy", "as_json"),
-    epilog=f"Shapes that come with chunkrt: {', '.join(shapes())}.",
+    first=(
+        "device_name",
+        "prompt_lengths",
+        "chunk_lengths",
+        "policy",
+        "scheme",
+        "attention",
+        "arrivals",
+        "ranks",
+        "plot",
+        "as_json",
+    ),
+    epilog=f"Built-in shapes: {', '.join(shapes())}.",
 )
 @model_argument
-@click.option(
+@option(
     "--device",
     "--soc",
     "device_name",
+    group="Devices",
     required=True,
-    help=f"{', '.join(DEVICES)}, any name of their SoCs, or a file that `chunkrt profile` wrote.",
+    help=f"Device: {', '.join(DEVICES)}, a name of their SoCs, or a file from `chunkrt profile`.",
 )
-@click.option("-p", "--prompt-lengths", help="Tokens of a prompt.  [default: 64,256,1024]")
-@click.option("--chunk", "chunk_lengths", help="Tokens of a chunk.  [default: 32,128,256, or as profiled]")
-@click.option(
-    "--policy", default=DEFAULT_POLICY, show_default=True, help=f"{', '.join(POLICIES)}, a plug-in's, or all."
+@option("-p", "--prompt-lengths", group="Workload", help="Prompt lengths in tokens.  [default: 64,256,1024]")
+@option("--chunk", "chunk_lengths", group="Execution", help="Tokens per chunk.  [default: 32,128,256, or as profiled]")
+@option(
+    "--policy",
+    group="Execution",
+    default=DEFAULT_POLICY,
+    show_default=True,
+    help=f"Policies, separated by commas: {', '.join(POLICIES)}, a plug-in's, or all.",
 )
-@click.option(
-    "--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: as compiled or profiled, or w8a16]"
+@option(
+    "--scheme",
+    group="Quantisation",
+    type=click.Choice(list(SCHEMES)),
+    help="Quantisation of weights and activations.  [default: as compiled or profiled, or w8a16]",
 )
-@click.option("--threads", type=int, help="Of those profiled.  [default: the most]")
+@option("--threads", group="Execution", type=int, help="Number of threads, one that was profiled.  [default: the most]")
 @engine_fields("attention", "npu_window", "npu_graph")
-@click.option("--in-flight", "chunks_in_flight", type=int, help="Chunks in flight.  [default: as many as an engine's]")
-@click.option(
-    "--overlap-conversion", "overlaps_conversion", is_flag=True, help="Convert values while the NPU computes others."
+@option(
+    "--in-flight",
+    "chunks_in_flight",
+    group="Execution",
+    type=int,
+    help="Chunks in flight at once.  [default: as many as an engine uses]",
 )
-@click.option("--ranks", type=int, default=1, show_default=True, help="Machines that share the model.")
-@click.option("--link", "link_name", help=f"What joins them: {', '.join(LINKS)}, a TOML file, or {FORM}.")
-@click.option("--arrivals", help=f"Serve requests that come: {ARRIVALS_FORM}, each when another is answered.")
-@click.option("--prompt", help=f"Tokens of their prompts: {LENGTHS_FORM}.")
-@click.option("--generate", help="Tokens of their answers, likewise.")
-@click.option("--sessions", type=int, help="Requests that are let in at once; others wait.  [default: 8]")
-@click.option("--requests", type=int, help="How many come.  [default: 256]")
-@click.option("--seed", type=int, help="Of what is drawn.  [default: 0]")
-@click.option("--batcher", help="Which rows share a chunk.  [default: packed]")
-@click.option("--decode-on", type=click.Choice(get_args(DecodeOn)), help="Where answers run.  [default: auto]")
-@click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace of the server.")
-@click.option(
+@option(
+    "--overlap-conversion",
+    "overlaps_conversion",
+    group="Execution",
+    is_flag=True,
+    help="Assume that values are converted while the NPU computes.",
+)
+@option(
+    "--ranks",
+    group="Ranks",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Number of machines that share the model.",
+)
+@option(
+    "--link",
+    "link_name",
+    group="Ranks",
+    help=f"Network between the ranks: {', '.join(LINKS)}, a TOML file, or {FORM}.",
+)
+@option(
+    "--arrivals",
+    group="Workload",
+    help=f"Simulate a server with these arrivals: {ARRIVALS_FORM}, each after the previous answer.",
+)
+@option("--prompt", group="Workload", help=f"Prompt tokens per request: {LENGTHS_FORM}.")
+@option("--generate", group="Workload", help="Generated tokens per request, in the same notation.")
+@option(
+    "--sessions",
+    group="Workload",
+    type=int,
+    help="Requests that the server computes at once; others wait.  [default: 8]",
+)
+@option("--requests", group="Workload", type=int, help="Number of requests.  [default: 256]")
+@option("--seed", group="Workload", type=int, help="Random seed of arrivals and lengths.  [default: 0]")
+@option(
+    "--batcher",
+    group="Execution",
+    help="Rule by which rows of several sequences are put into a chunk.  [default: packed]",
+)
+@option(
+    "--decode-on",
+    group="Execution",
+    type=click.Choice(get_args(DecodeOn)),
+    help="Processor for decoding.  [default: auto]",
+)
+@option("--trace", group="Output", type=click.Path(path_type=Path), help="Write a trace of the simulated server.")
+@option(
     "--plot",
+    group="Output",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the predictions: a .png or .svg; needs matplotlib.",
+    help="Draw the predictions as .png or .svg (needs matplotlib).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
+@option("--json", "as_json", group="Output", is_flag=True, help="Print a JSON list.")
 @verbose_option
 def simulate(
     model: str,
@@ -103,22 +163,24 @@ def simulate(
     npu_graph: str,
     **serving: Any,
 ) -> None:
-    """Simulate the prefill of MODEL, or of a shape without weights, on a device by its profile.
+    """Simulate the prefill of MODEL, or of a built-in shape without weights, on a device.
 
-    With --ranks one rank is simulated, on the CPU: all have equal shares and take equally long. With --arrivals it is
-    a server, whose sequences share chunks. With --attention npu all of a prompt is computed by the graphs of the first
-    --npu-window that it fits.
+    With --ranks, one rank is simulated, on the CPU: all ranks have equal shares and take equal time. With --arrivals, a
+    server is simulated, whose sequences share chunks. With --attention npu, all chunks of a prompt use the graphs of
+    the smallest --npu-window that is large enough.
     """
     npu = EngineOptions(npu="qnn", attention=attention, npu_window=npu_window, npu_graph=npu_graph)
     if attention != "npu":
         refuse_without("--attention npu", "npu_window", "npu_graph")
     elif serving["arrivals"] is not None or ranks > 1:
-        raise ConfigError("attention on the NPU is simulated for one prompt on one machine; leave --attention npu away")
+        raise ConfigError(
+            "attention on the NPU can be simulated for one prompt on one machine only; omit --attention npu"
+        )
     options = ServingOptions(**serving)
     options.check(prompt_lengths, ranks, link_name)
     if plot is not None:
         if options.arrivals is not None:
-            raise ConfigError("--plot draws prompts by themselves; with --arrivals leave it away, or say --trace")
+            raise ConfigError("--plot draws single prompts; with --arrivals, omit it or use --trace")
         check_picture(plot)
     device = find_device(device_name)
     link = find_link(link_name) if link_name is not None else None
@@ -134,7 +196,7 @@ def simulate(
     plan, settled = _plan(model, scheme, one_of)
     if options.arrivals is not None:
         if overlaps_conversion:
-            raise ConfigError("--overlap-conversion is known of single prompts, not of --arrivals; leave it away")
+            raise ConfigError("--overlap-conversion has no effect with --arrivals; omit it")
         simulate_served(
             model,
             plan,
@@ -187,7 +249,7 @@ def simulate(
 
 
 def _with_attention(plan: Plan, options: EngineOptions, prompt_length: int, chunk_length: int) -> Plan:
-    """The plan, with attention on the NPU where that was asked for, over a window of all that comes before a chunk."""
+    """Return the plan; with attention on the NPU, over the smallest window for the tokens before the last chunk."""
     if options.attention != "npu" or prompt_length > plan.context_length:
         return plan
     last = (prompt_length - 1) // chunk_length * chunk_length
@@ -195,8 +257,8 @@ def _with_attention(plan: Plan, options: EngineOptions, prompt_length: int, chun
         if last <= near.reach:
             return near.plan
     raise ConfigError(
-        f"{last} tokens come before the last chunk of {prompt_length} tokens, more than --npu-window "
-        f"{options.npu_window} sees; name a longer one"
+        f"{last} tokens precede the last chunk of a prompt of {prompt_length} tokens, more than --npu-window "
+        f"{options.npu_window}; give a longer window"
     )
 
 
@@ -206,15 +268,15 @@ def _lengths(option: str, text: str) -> list[int]:
     except ValueError:
         lengths = []
     if not lengths or min(lengths) < 1:
-        raise ConfigError(f"{option} is {text!r}, expected numbers of at least 1 with commas between, as in 64,256")
+        raise ConfigError(f"{option} is {text!r}, expected numbers of at least 1, separated by commas, e.g. 64,256")
     return lengths
 
 
 def _plan(model: str, scheme: str | None, ranks: Ranks) -> tuple[Plan, Scheme]:
-    """The plan of a shape, else of a model; and the scheme as its checkpoint lets it be.
+    """Return the plan of a shape or a model, and the scheme, adapted to the checkpoint.
 
     Args:
-        scheme: None for what an engine directory was compiled under.
+        scheme: None for the scheme of an engine directory.
     """
     if scheme is not None and model in shapes():
         return find_shape(model).plan(ranks=ranks), find_scheme(scheme)
@@ -223,8 +285,8 @@ def _plan(model: str, scheme: str | None, ranks: Ranks) -> tuple[Plan, Scheme]:
     except ConfigError as error:
         if Path(model).exists():
             raise
-        raise ConfigError(f"{error}; shapes are: {', '.join(shapes())}") from error
-    # Without an NPU here, a static scheme would be given what it does on CPUs.
+        raise ConfigError(f"{error}; built-in shapes are {', '.join(shapes())}") from error
+    # The plan is for the device, even if this machine has no NPU.
     is_compiled = is_engine_directory(Path(model))
     return plan, find_scheme(scheme) if scheme and settled.is_static and not is_compiled else settled
 
@@ -262,12 +324,12 @@ def _print_ranks(model: str, rows: Sequence[Simulation], link: LinkProfile, spee
         memory = (f"{row.link.sent_bytes / 1e6:.1f}", f"{row.peak_memory_bytes / 1e6:.0f}")
         click.echo(line.format(*names, *figures, *times, *memory))
     click.echo(
-        "Simulated is one rank: all have equal shares. Speed-up is over one rank's CPU; sent and MB are a rank's."
+        "One rank is simulated; all have equal shares. Speed-up is relative to one rank; sent and MB are per rank."
     )
 
 
 def _most_idle(row: Simulation) -> str:
-    """The largest cause of every processor's idle time."""
+    """Return the largest cause of idle time of every processor."""
     parts = []
     for name, shares in row.processors.items():
         if idle := {cause: share for cause, share in shares.idle.items() if share >= LEAST_SHARE}:

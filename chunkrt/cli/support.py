@@ -1,4 +1,4 @@
-"""`chunkrt support`: what there is for a checkpoint, and what is missing."""
+"""`chunkrt support`: check if a checkpoint is supported, and list missing features."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from chunkrt.progress import ShownProgress
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @verbose_option
 def support(model: str, as_json: bool) -> None:
-    """Tell which architecture MODEL is, and what chunkrt has for it. Only headers are read.
+    """Show the architecture of MODEL, and check if chunkrt supports it. Only headers are read.
 
     MODEL is a GGUF file, a Hugging Face folder or an ONNX decoder of any architecture, or a name of the catalogue.
 
-    The exit status is 0 if everything is there, 3 if something is missing, 1 if MODEL cannot be read.
+    The exit status is 0 if everything is supported, 3 if something is missing, 1 if MODEL cannot be read.
     """
     with ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
@@ -68,8 +68,8 @@ def _print_tensors(report: SupportReport) -> None:
     click.echo(f"{_mark('' if ok else 'no')} {'tensors':24} {tensors.num_found} found{needed}")
     unread = "unread" if report.module else "of no known mapping"
     lists = {"missing": tensors.missing, unread: tensors.unread, "wrong": tensors.misfits, "unused": tensors.unused}
-    for what, names in lists.items():
-        _reason(f"{what}: {first_few(names)}" if names else "")
+    for label, names in lists.items():
+        _reason(f"{label}: {first_few(names)}" if names else "")
     for kind, count in sorted(tensors.types.items()):
         reason = "not dequantised" if kind in tensors.unreadable else ""
         click.echo(f"{_mark(reason)} {f'{count} of {kind}':24} {reason}".rstrip())
@@ -90,7 +90,7 @@ def _print_operators(report: SupportReport) -> None:
         for backend, reason in operator.refusals.items():
             _reason(f"{operator.name} on {backend}: {reason}" if reason else "")
     for backend, reason in report.unavailable.items():
-        click.echo(f"     {backend} was not asked: {reason}")
+        click.echo(f"     {backend} was not checked: {reason}")
 
 
 def _verdict(refusal: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Tables whose last column is prose: whole where they are piped, folded in a terminal that is narrower."""
+"""Tables whose last column is prose, which is wrapped in a narrow terminal and unwrapped in a pipe."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import click
 
 LEAST_ROOM = 24
-"""Columns of a terminal that prose takes beside the others; with fewer it goes below them."""
+"""Least width of the prose column; in a narrower terminal, prose is printed below the other columns."""
 
 
 def print_table(rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), between: str = "  ") -> None:
-    """Print rows, the first of which is the head, each column as wide as it must be.
+    """Print rows, the first of which is the header; columns are as wide as their widest cell.
 
     Args:
-        right: heads of the columns that stand on the right.
+        right: headers of right-aligned columns.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     is_right = [head in right for head in rows[0]]

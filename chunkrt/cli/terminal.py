@@ -1,4 +1,4 @@
-"""What a chat reads from a terminal, and how it shows an answer there."""
+"""Input of a chat from a terminal, and output of its answers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ FENCE = "```"
 
 
 def line_reader() -> Callable[[], str | None]:
-    """A function for the next turn, None at the end of the input.
+    """Return a function that reads the next turn, and returns None at the end of the input.
 
-    In a terminal a turn may have several lines: those of a paste, and those begun by Alt-Enter. Ctrl-C drops what is
-    written.
+    In a terminal, a turn may have several lines, pasted or started by Alt-Enter. Ctrl-C discards the current input.
     """
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return _piped_line
@@ -83,7 +82,7 @@ def _completer() -> Completer:
     files = PathCompleter(expanduser=True)
 
     class Commands(Completer):
-        """Commands, then what each takes: a file, or the name of a setting."""
+        """Completion of commands and of their arguments: files and names of settings."""
 
         def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
             name, space, rest = document.text_before_cursor.partition(" ")
@@ -100,10 +99,10 @@ def _completer() -> Completer:
 
 
 class Shown:
-    """An answer as it comes. In a terminal its Markdown is rendered, a block as soon as it is whole; else it is text.
+    """Output of an answer as it arrives: in a terminal each complete block of Markdown is rendered, else text is shown.
 
     Args:
-        renders: whether Markdown is rendered, if standard output is a terminal.
+        renders: True if Markdown is rendered when standard output is a terminal.
     """
 
     def __init__(self, *, renders: bool) -> None:
@@ -117,7 +116,7 @@ class Shown:
             self._console = console if console.is_terminal and not console.is_dumb_terminal else None
 
     def __call__(self, text: str) -> None:
-        """Show what comes next."""
+        """Show the next piece."""
         if self._console is None:
             click.echo(text, nl=False)
             return
@@ -129,7 +128,7 @@ class Shown:
             self._draw()
 
     def end(self) -> None:
-        """The answer is over."""
+        """Show the remainder of the answer."""
         if self._console is None:
             click.echo()
         else:
@@ -156,7 +155,7 @@ class Shown:
 
 
 def _block_end(text: str) -> int | None:
-    """Where the first block of Markdown ends: at an empty line that is in no code."""
+    """Return the end of the first block of Markdown: an empty line outside of code."""
     start = 0
     while (end := text.find("\n\n", start)) >= 0:
         if text.count(FENCE, 0, end) % 2 == 0:

@@ -1,4 +1,4 @@
-"""`chunkrt trace`: where the time of a recorded run went."""
+"""`chunkrt trace`: break down the time of a recorded run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPAN_MEANINGS: Mapping[Span, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Runs that are told of together: prefills of one length, all steps of decoding, or those that shared chunks."""
+    """Runs with a common breakdown: prefills of one length, all decoding steps, or runs that shared chunks."""
 
     name: str
     records: Sequence[RunRecord]
@@ -36,31 +36,31 @@ class Group:
 
     @property
     def wall_ns(self) -> int:
-        """Time within the runs; of shared chunks, that in which at least one was in flight."""
+        """Nanoseconds of all runs; for shared chunks, time in which at least one chunk was in flight."""
         return sum(record.end_ns - record.start_ns for record in joined(self.records))
 
     @property
     def packing(self) -> Packing | None:
-        """How full shared chunks were."""
+        """Statistics of shared chunks; None for other runs."""
         return packing(self.records)
 
     @property
     def link(self) -> LinkTime | None:
-        """Where the link's time went, if there are other ranks."""
+        """Breakdown of the link's time; None without other ranks."""
         return link_time(self.records)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all runs; those of sequences whose runs are not in the trace too, where they shared chunks."""
+        """Number of tokens of all runs, including tokens in shared chunks of sequences that are not in the trace."""
         return sum(record.num_tokens for record in joined(self.records))
 
     @property
     def num_cached(self) -> int:
-        """Tokens before them that were not run, since the prefix cache had them."""
+        """Number of tokens that came from the prefix cache."""
         return sum(record.num_cached for record in self.records)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: nanoseconds, and shares of each processor's time in percent."""
+        """Return the group for JSON: nanoseconds, and shares of each processor's time in percent."""
         return {
             "name": self.name,
             "runs": len(self.records),
@@ -78,15 +78,17 @@ class Group:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @click.option(
-    "--plot", type=click.Path(path_type=Path), help="Draw the timeline of the longest prefill: .svg or .html."
+    "--plot",
+    type=click.Path(path_type=Path),
+    help="Draw the timeline of the longest prefill as .svg or .html.",
 )
 @verbose_option
 def trace(file: Path, as_json: bool, plot: Path | None) -> None:
-    """Tell where the time went in FILE, which `run` or `bench` wrote with --trace.
+    """Show a time breakdown of FILE, a trace that `run` or `bench` wrote with --trace.
 
-    Of runs that shared chunks it tells how full these were; each is counted once.
+    For runs that shared chunks, it also shows how full these were; each chunk counts once.
 
-    FILE itself opens in Perfetto's viewer (ui.perfetto.dev).
+    Perfetto's viewer (ui.perfetto.dev) opens FILE, too.
     """
     records = read_trace(file)
     groups = group_runs(records)
@@ -101,7 +103,7 @@ def trace(file: Path, as_json: bool, plot: Path | None) -> None:
 
 
 def group_runs(records: Iterable[RunRecord]) -> list[Group]:
-    """Sort runs into groups, and tell where the time of each went."""
+    """Sort runs into groups, and break down the time of each group."""
     groups: dict[str, list[RunRecord]] = {}
     for record in records:
         groups.setdefault(_group(record), []).append(record)
@@ -116,14 +118,14 @@ def _group(record: RunRecord) -> str:
 
 
 def shares(time: ProcessorTime) -> Mapping[str, float]:
-    """A processor's time in percent: busy, and every cause of idleness; they sum to 100."""
+    """Return a processor's busy time and its idle times by cause, in percent; they sum to 100."""
     parts: dict[str, int] = {"busy": sum(time.busy_ns.values())}
     parts.update((cause, time.idle_ns.get(cause, 0)) for cause in CAUSES)
     return {name: 100 * part / time.total_ns if time.total_ns else 0.0 for name, part in parts.items()}
 
 
 def _text(group: Group) -> str:
-    """A table: a column a processor, a line a share."""
+    """Return a table with one column per processor and one line per share."""
     record = group.records[0]
     runs = f"{len(group.records)} run{'s' if len(group.records) > 1 else ''}"
     speed = group.num_tokens / (group.wall_ns / 1e9) if group.wall_ns else 0.0
@@ -154,21 +156,21 @@ def _text(group: Group) -> str:
     for work in WORKS:
         parts = [100 * t.busy_ns.get(work, 0) / t.total_ns if t.total_ns else 0.0 for t in processors]
         if any(parts):
-            lines.append(_line(f"  {'embedding and head' if work == 'embedding' else work}", parts + no_link))
+            lines.append(_line(f"  {'embedding and LM head' if work == 'embedding' else work}", parts + no_link))
     for span in SPANS:
         parts = [100 * t.span_ns.get(span, 0) / t.total_ns if t.total_ns else 0.0 for t in processors]
         if any(parts):
             lines.append(_line(f"  of that {SPAN_MEANINGS[span]}", parts + no_link))
     if link and of_link:
         lines.append(_line("  sums, hidden by other work", [*none, of_link[0] * link.hidden]))
-        lines.append(_line("  sums, nothing beside them", [*none, of_link[0] * (1 - link.hidden)]))
+        lines.append(_line("  sums, not hidden", [*none, of_link[0] * (1 - link.hidden)]))
     for cause, meaning in CAUSES.items():
         if any(column[cause] for column in columns):
             lines.append(_line(f"idle: {meaning}", [column[cause] for column in columns] + no_link))
     if link and of_link:
-        lines.append(_line("idle: no sum under way", [*none, 100 - of_link[0]]))
+        lines.append(_line("idle: no sum in progress", [*none, 100 - of_link[0]]))
         lines.append(
-            f"{link.num_sums} sums over ranks were under way for {link.busy_ns / 1e6:.1f} ms; other work hid "
+            f"{link.num_sums} sums over ranks were in progress for {link.busy_ns / 1e6:.1f} ms; other work hid "
             f"{link.hidden:.1%} of that"
         )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`chunkrt tune`: how a model should run on a device, found by simulating every choice."""
+"""`chunkrt tune`: search the best settings for a model on a device, by simulation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from chunkrt.cli.command import GroupedCommand, model_argument
+from chunkrt.cli.command import GroupedCommand, model_argument, option
 from chunkrt.cli.options import read_size, verbose_option
 from chunkrt.cli.plots import draw_tuned
 from chunkrt.errors import ConfigError
@@ -25,47 +25,79 @@ from chunkrt.simulate.tune import tune as search
 NUM_SHOWN = 12
 
 
-@click.command(cls=GroupedCommand, first=("device_name", "output", "prompt_lengths", "memory", "as_json"))
+@click.command(
+    cls=GroupedCommand,
+    first=(
+        "device_name",
+        "output",
+        "prompt_lengths",
+        "chunk_lengths",
+        "placements",
+        "scheme",
+        "memory",
+        "plot",
+        "as_json",
+    ),
+)
 @model_argument
-@click.option(
+@option(
     "--device",
     "--soc",
     "device_name",
+    group="Devices",
     required=True,
-    help=f"{', '.join(DEVICES)}, any name of their SoCs, or a file that `chunkrt profile` wrote.",
+    help=f"Device: {', '.join(DEVICES)}, a name of their SoCs, or a file from `chunkrt profile`.",
 )
-@click.option(
+@option(
     "-o",
     "--output",
+    group="Output",
     type=click.Path(path_type=Path, dir_okay=False),
     required=True,
-    help="The TOML file to write, for --settings.",
+    help="TOML file to write, for --settings of other commands.",
 )
-@click.option(
+@option(
     "-p",
     "--prompt-lengths",
+    group="Workload",
     default="512",
     show_default=True,
-    help="Tokens of a prompt. Of several the geometric mean of the times to first token is judged.",
+    help="Prompt lengths in tokens; for several, the geometric mean of the times to first token counts.",
 )
-@click.option("--chunk", "chunk_lengths", help="Tokens of a chunk to search.  [default: 32 to 512, or as profiled]")
-@click.option(
+@option(
+    "--chunk",
+    "chunk_lengths",
+    group="Search",
+    help="Chunk lengths to search.  [default: 32 to 512, or as profiled]",
+)
+@option(
     "--place",
     "placements",
+    group="Search",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="A TOML file that places modules, to search too; may be given several times.",
+    help="TOML file of a placement to search, in addition to the default one; may be repeated.",
 )
-@click.option("--scheme", type=click.Choice(list(SCHEMES)), help="Quantisation.  [default: w8a16, or as profiled]")
-@click.option("--memory", help="The most that may be taken, as in 2GB or 800MB.  [default: no limit]")
-@click.option("--dask", help="Address of a Dask scheduler whose workers simulate.  [default: this machine simulates]")
-@click.option(
+@option(
+    "--scheme",
+    group="Quantisation",
+    type=click.Choice(list(SCHEMES)),
+    help="Quantisation of weights and activations.  [default: w8a16, or as profiled]",
+)
+@option("--memory", group="Search", help="Memory limit, e.g. 2GB or 800MB.  [default: no limit]")
+@option(
+    "--dask",
+    group="Search",
+    help="Address of a Dask scheduler whose workers run the simulations.  [default: this machine]",
+)
+@option(
     "--plot",
+    group="Output",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw time over memory: a .png or .svg; needs matplotlib.",
+    help="Draw time over memory as .png or .svg (needs matplotlib).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print every choice as JSON.")
+@option("--json", "as_json", group="Output", is_flag=True, help="Print every choice as JSON.")
 @verbose_option
 def tune(
     model: str,
@@ -80,11 +112,11 @@ def tune(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Search how MODEL, or a shape without weights, should run on a device.
+    """Search the best settings for MODEL, or a built-in shape without weights, on a device.
 
-    Chunk length, partition, policy and chunks in flight are simulated in all combinations. The least time to first
-    token within the memory limit is chosen; among those within 1 % of it, what takes least memory. The choice is
-    written for `--settings` of run, chat, bench and compile.
+    All combinations of chunk length, partition, policy and chunks in flight are simulated. Among the choices within
+    the memory limit and within 1 % of the least time to first token, the one with the least memory is taken. The
+    result is a file for --settings of run, chat, bench and compile.
     """
     _check_output(output)
     if plot is not None:
@@ -96,7 +128,7 @@ def tune(
     if isinstance(device, MeasuredProfile):
         click.echo(
             f"{device.name} was measured with scheme {device.scheme}, chunks of {device.chunk_length} and one "
-            "partition: only policy and chunks in flight are searched",
+            "partition; only policy and chunks in flight are searched",
             err=True,
         )
     with ShownProgress() as progress:
@@ -118,7 +150,7 @@ def tune(
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror or error}") from error
     for name, reason in tuned.left_out.items():
-        click.echo(f"left out {name}: {reason}", err=True)
+        click.echo(f"skipped {name}: {reason}", err=True)
     if plot is not None:
         draw_tuned(tuned, plot)
     if as_json:
@@ -129,13 +161,13 @@ def tune(
 
 
 def _check_output(path: Path) -> None:
-    """Refuse, before the search, a file that cannot be written after it."""
+    """Raise ConfigError, before the search, if the output file cannot be written."""
     if path.suffix != ".toml":
         raise ConfigError(f"-o is {path}, expected a name that ends in .toml")
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"cannot write {path}: {path.parent} may not be written to")
+        raise ConfigError(f"cannot write {path}: {path.parent} is not writable")
 
 
 def _numbers(option: str, text: str) -> list[int]:
@@ -144,7 +176,7 @@ def _numbers(option: str, text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise ConfigError(f"{option} is {text!r}, expected numbers of at least 1 with commas between, as in 64,256")
+        raise ConfigError(f"{option} is {text!r}, expected numbers of at least 1, separated by commas, e.g. 64,256")
     return numbers
 
 
@@ -189,7 +221,7 @@ def _print(tuned: Tuned) -> None:
 def _cells(choice: Setup, tuned: Tuned, *, is_several: bool) -> list[str]:
     marks = ["chosen"] if choice == tuned.best else []
     if choice == tuned.default:
-        marks.append("default" if tuned.fits(choice) else "default, takes too much memory")
+        marks.append("default" if tuned.fits(choice) else "default, exceeds the memory limit")
     return [
         f"{choice.time_ms:.1f}",
         *(f"{time:.1f}" for time in choice.times_ms if is_several),

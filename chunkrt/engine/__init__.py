@@ -1,1 +1,1 @@
-"""Engines, their sessions and options: what a program that uses chunkrt holds."""
+"""Engines, their sessions and options: the interface for programs that use chunkrt."""

@@ -1,4 +1,4 @@
-"""Checks of arguments: whole numbers, the ids of tokens, the salt of a prefix cache."""
+"""Checks of arguments: integers, token ids, the salt of a prefix cache."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from chunkrt.errors import ConfigError
 
 
 def require_whole(name: str, value: object) -> int:
-    """An argument that has to be a whole number, NumPy's too. Raises ConfigError if it is none."""
+    """Return an argument that must be a whole number, including NumPy's integers. Raises ConfigError if it is not."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigError(f"{name} is {value!r}, expected a whole number")
     return int(value)
 
 
 def as_token_ids(prompt: object) -> list[int]:
-    """A prompt that is no text. Raises ConfigError if it does not consist of whole numbers: nothing is rounded."""
-    expected = "expected text, or the ids of tokens, which are whole numbers"
+    """Return a prompt of token ids as a list. Raises ConfigError if it contains anything except integers: nothing is
+    rounded."""
+    expected = "expected text, or token ids, which are whole numbers"
     if isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set) or not isinstance(prompt, Iterable):
         raise ConfigError(f"the prompt is of type {type(prompt).__name__}; {expected}")
     ids = listed("the prompt", prompt)
@@ -31,7 +32,7 @@ def as_token_ids(prompt: object) -> list[int]:
 def listed(name: str, several: object) -> list[Any]:
     """Return the items of a list, a tuple, an array or another iterable.
 
-    Raises ConfigError for texts of bytes, mappings, sets and whatever cannot be iterated.
+    Raises ConfigError for strings, bytes, mappings, sets and values that are not iterable.
     """
     if not isinstance(several, bytes | bytearray | memoryview | Mapping | Set) and isinstance(several, Iterable):
         try:
@@ -42,7 +43,7 @@ def listed(name: str, several: object) -> list[Any]:
 
 
 def require_path(name: str, value: object) -> str:
-    """Return a path as text. Raises ConfigError if it is no path, or one that no file can have."""
+    """Return a path as text. Raises ConfigError if it is not a path, or one that is not a valid file name."""
     if isinstance(value, str | os.PathLike) and isinstance(path := os.fspath(value), str):
         try:
             if path and b"\0" not in os.fsencode(path):
@@ -53,9 +54,10 @@ def require_path(name: str, value: object) -> str:
 
 
 def checked_salt(cache_salt: object) -> str:
-    """Return the salt of a prefix cache; without one it is empty. Raises ConfigError if it is no string, or empty."""
+    """Return the salt of a prefix cache; None becomes an empty string. Raises ConfigError if it is not a string, or
+    empty."""
     if cache_salt is None:
         return ""
     if not isinstance(cache_salt, str) or not cache_salt:
-        raise ConfigError(f"cache_salt is {cache_salt!r}, expected a string that is not empty, or None")
+        raise ConfigError(f"cache_salt is {cache_salt!r}, expected a non-empty string, or None")
     return cache_salt

@@ -1,4 +1,4 @@
-"""What a session does while an event loop goes on: the twins of its methods that wait."""
+"""Asynchronous counterparts of the session methods that wait."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AsyncSession(ABC):
-    """The part of a session that is for event loops."""
+    """The part of a session for event loops."""
 
     _engine: SessionEngine
     _sequence: TokenSequence
@@ -38,26 +38,26 @@ class AsyncSession(ABC):
         progress: Progress | bool | None = None,
         follows_text: bool | None = None,
     ) -> PrefillResult:
-        """As `Session.prefill`, while the event loop goes on. Cancelling the task ends it at the next chunk; the
-        session is as it was.
+        """Prefill like `Session.prefill` without blocking the event loop. Cancelling the task ends the prefill at the
+        next chunk; the session is then unchanged.
 
         Args:
-            prompt, logits, progress: as `Session.prefill` takes them.
-            follows_text: what is generated then continues a text, so that a space that it begins with is kept, which
-                SentencePiece would take for its own. By default if the prompt is text; ids may be of one, too.
+            prompt, logits, progress: see `Session.prefill`.
+            follows_text: True if the generation continues a text, so that a leading space is kept, which SentencePiece
+                would otherwise drop. The default is True if the prompt is text; token ids may be those of a text, too.
         """
         with self._one_user(), self._telling(progress, prompt):
             return await drive_async(self._extension(prompt, logits, follows_text), self._engine.arun)
 
     async def atell(self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities] = ()) -> Told:
-        """As `aprefill` of the tokens of a text, in a session that holds no other; what the model says of each from
-        the second on.
+        """Prefill the tokens of a text in a session without other tokens, and return the model's log-probabilities from
+        the second token on.
 
         Args:
             prompt: token ids.
-            number: of the tokens that were likeliest in its place, which are told as well.
-            before: what was told of the text that the session holds, with the same number: the session goes back as
-                far as this text differs from that, and what both begin with is not run again.
+            number: number of likeliest tokens in each place to report in addition.
+            before: the results for the text that the session holds, with the same number: the session goes back only as
+                far as this text differs from that, and the shared beginning is not run again.
         """
         with self._one_user():
             told = await drive_async(self._told(prompt, number, before), self._engine.arun, in_threads=True)
@@ -73,16 +73,16 @@ class AsyncSession(ABC):
         log_probabilities: int | None = None,
         constraint: Constraint | None = None,
     ) -> AsyncIterator[Piece]:
-        """As `Session.generate`, while the event loop goes on."""
+        """Generate like `Session.generate` without blocking the event loop."""
         return self._apieces(self._generation(max_new_tokens, sampling, stop, log_probabilities, constraint))
 
     async def ascore(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
-        """As `Session.score`, while the event loop goes on."""
+        """Score like `Session.score` without blocking the event loop."""
         with self._one_user():
             return await drive_async(self.scoring(context, continuation), self._engine.arun, in_threads=True)
 
     async def afork(self) -> Session:
-        """As `Session.fork`, while the event loop goes on: a thread copies the caches."""
+        """Fork like `Session.fork` without blocking the event loop: a thread copies the caches."""
         with self._one_user():
             return await in_thread(self._copy)
 
@@ -94,17 +94,17 @@ class AsyncSession(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End it."""
+        """Close the session."""
 
     @abstractmethod
     def scoring(self, context: Sequence[int], continuation: Sequence[int]) -> Steps[Score]:
-        """The steps of a score."""
+        """Return the steps of a score."""
 
     @abstractmethod
     def _extension(
         self, prompt: str | Sequence[int], logits: Logits, follows_text: bool | None = None
     ) -> Steps[PrefillResult]:
-        """The steps of a prefill."""
+        """Return the steps of a prefill."""
 
     @abstractmethod
     def _generation(
@@ -115,23 +115,23 @@ class AsyncSession(ABC):
         log_probabilities: int | None = None,
         constraint: Constraint | None = None,
     ) -> Generation:
-        """A generation, once its arguments are found to be right."""
+        """Check the arguments, and return a generation."""
 
     @abstractmethod
     def _telling(self, progress: Progress | bool | None, prompt: str | Sequence[int]) -> AbstractContextManager[object]:
-        """Have it told how many of a prompt's tokens are done."""
+        """Return a context manager that reports how many of a prompt's tokens are done."""
 
     @abstractmethod
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """A prompt's tokens. Raises ConfigError if there are none, or ids outside the vocabulary."""
+        """Return a prompt's tokens. Raises ConfigError if there are none, or ids outside the vocabulary."""
 
     @abstractmethod
     def _check_open(self) -> None:
-        """Raises ClosedError if it is closed."""
+        """Raise ClosedError if the session is closed."""
 
     @abstractmethod
     def _copy(self) -> Session:
-        """A session of its own that has seen the same tokens."""
+        """Return another session that has seen the same tokens."""
 
     def _told(self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities]) -> Steps[Told]:
         self._check_open()

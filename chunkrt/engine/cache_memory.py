@@ -1,4 +1,4 @@
-"""Memory for caches: how much the states of an engine may take together, and who waits for room."""
+"""Memory for caches: the limit for the states of an engine, and the queue of sequences that wait for room."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from chunkrt.runtime.state import State
 
 
 class CacheMemory:
-    """Hands out states as long as there is room, first come, first served.
+    """Allocator that creates states as long as there is room, first come, first served.
 
-    A state counts with all that is reserved for it, until it is gone.
+    A state counts with all memory that is reserved for it, until it is deleted.
 
     Args:
-        limit: bytes of all together; None for no limit.
-        most_waiting: that may wait for room.
+        limit: bytes of all states together; None for no limit.
+        most_waiting: largest number of sequences that may wait for room.
     """
 
     def __init__(self, limit: int | None, most_waiting: int) -> None:
@@ -28,31 +28,31 @@ class CacheMemory:
         self.most_waiting = most_waiting
         self._states: weakref.WeakSet[State] = weakref.WeakSet()
         self._waiting: deque[Callable[[], object]] = deque()
-        """What tells each of those that wait to look again, in the order in which they came."""
+        """Callbacks that make the waiting sequences look again, in order of arrival."""
         self._lock = Lock()
 
     @property
     def num_states(self) -> int:
-        """States that there are."""
+        """Number of states."""
         return len(self._states)
 
     @property
     def num_bytes(self) -> int:
-        """That they take."""
+        """Bytes currently reserved by the states."""
         with self._lock:
             return self._taken()
 
     @property
     def num_waiting(self) -> int:
-        """Who waits for room."""
+        """Number of sequences that wait for room."""
         return len(self._waiting)
 
     def open(self, make: Callable[[], State]) -> State:
-        """A state at once. Raises BusyError if there is no room for it, or others wait for it already."""
+        """Return a state at once. Raises BusyError if there is no room for it, or others wait for room already."""
         if (state := self._at_once(make)) is None:
             raise BusyError(
-                f"the caches of {self.num_states} sessions take all of the {self.limit} bytes that they may "
-                "(cache_memory); close a session, or let the caches have more"
+                f"the caches of {self.num_states} sessions leave no room within their limit of {self.limit} bytes "
+                "(cache_memory); close a session, or raise the limit"
             )
         return state
 
@@ -60,10 +60,10 @@ class CacheMemory:
         """Wait for room.
 
         Args:
-            look: called, in any thread, whenever `take` may find some.
+            look: called, in any thread, whenever `take` may succeed.
 
         Raises:
-            BusyError: as many as may wait do.
+            BusyError: the largest number of waiting sequences is reached.
         """
         with self._lock:
             if len(self._waiting) >= self.most_waiting:
@@ -74,7 +74,8 @@ class CacheMemory:
         look()
 
     def take(self, look: Callable[[], object], make: Callable[[], State]) -> State | None:
-        """A state for who waits with `look`; its turn is over then. None if there is no room, or others come first."""
+        """Return a state for the sequence that waits with `look`, and end its wait. None if there is no room, or others
+        come first."""
         with self._lock:
             if not self._waiting or self._waiting[0] is not look or (state := self._try(make)) is None:
                 return None
@@ -83,14 +84,14 @@ class CacheMemory:
         return state
 
     def leave(self, look: Callable[[], object]) -> None:
-        """Wait no longer, if it still waits."""
+        """Stop waiting, if it still waits."""
         with self._lock:
             if look in self._waiting:
                 self._waiting.remove(look)
         self._tell()
 
     def wait(self, make: Callable[[], State]) -> State:
-        """A state as soon as there is room; this thread waits. Raises BusyError as `queue` does."""
+        """Return a state as soon as there is room; blocks this thread. Raises BusyError like `queue`."""
         news: SimpleQueue[None] = SimpleQueue()
 
         def look() -> None:
@@ -108,7 +109,7 @@ class CacheMemory:
             self.leave(look)
 
     async def await_room(self, make: Callable[[], State]) -> State:
-        """As `wait`, while the event loop goes on."""
+        """Return a state as soon as there is room, without blocking the event loop."""
         import asyncio
 
         news, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -129,11 +130,11 @@ class CacheMemory:
             self.leave(look)
 
     def look_again(self) -> None:
-        """Have those that wait look whether there is room, or why there will be none."""
+        """Make the first waiting sequence look whether there is room, or why there will be none."""
         self._tell()
 
     def _at_once(self, make: Callable[[], State]) -> State | None:
-        """A state, unless others wait for room, or there is none."""
+        """Return a state, or None if others wait for room, or there is none."""
         with self._lock:
             return None if self._waiting else self._try(make)
 
@@ -149,9 +150,9 @@ class CacheMemory:
         return state
 
     def _tell(self) -> None:
-        """Have the first look. It may be called wherever the garbage collector runs, so it takes no lock."""
+        """Make the first one look. The garbage collector may call this anywhere, so it takes no lock."""
         try:
-            first = self._waiting[0]  # in one step: another thread may be changing them
+            first = self._waiting[0]  # a single step, because another thread may change the queue
         except IndexError:
             return
         first()

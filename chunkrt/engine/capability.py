@@ -1,7 +1,7 @@
-"""Placement by capability: what the NPU's backend cannot compile goes to the CPU.
+"""Placement by capability: operators that the NPU's backend cannot compile go to the CPU.
 
-Decided on the plan when an engine is loaded, since one engine directory serves any NPU and none. What a placement puts
-on the NPU by name stays there, and is refused; with `npu_strict` everything is.
+The plan is adapted when an engine is loaded, because one engine directory serves any NPU and none. An operator that a
+placement puts on the NPU by name stays there, and is an error; with `npu_strict` every such operator is.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class Moved:
 def plan_by_capability(
     plan: Plan, scheme: Scheme, options: EngineOptions, placement: Placement
 ) -> tuple[Plan, list[Moved]]:
-    """Move what the NPU cannot compile to the CPU: its subgraph is cut there.
+    """Move operators that the NPU cannot compile to the CPU by cutting their subgraphs.
 
-    A plan of which the NPU takes everything is returned as it is; so is any where no NPU is used, where the NPU has no
-    linears under the scheme, and with `npu_strict`, unless it is attention that a near plan has there: `check_runs`
-    refuses what cannot be run.
+    The plan is returned unchanged if the NPU takes all of it, if no NPU is used, or if the NPU has no linear layers
+    under the scheme. With `npu_strict` it is also unchanged, except for attention that a near plan has on the NPU:
+    `check_runs` then rejects operators that cannot run.
 
     Args:
-        placement: what the plan was placed by.
+        placement: the placement of the plan.
 
     Raises:
-        PartitionError: nobody has an operator; the placement puts one on the NPU that cannot compile it.
+        PartitionError: no backend has an operator, or the placement puts one on the NPU that cannot compile it.
         ConfigError, BackendUnavailableError: see `check_runs`.
     """
     supports = npu_under(options, scheme)
@@ -89,7 +89,8 @@ def plan_by_capability(
 
 
 def plan_to_run(folder: Path, manifest: Manifest, options: EngineOptions) -> Plan:
-    """The plan of an engine directory as an engine runs it. Raises as `plan_by_capability`, and ModelError."""
+    """Return the plan of an engine directory as an engine runs it. Raises the errors of `plan_by_capability`, and
+    ModelError."""
     plan = read_plan(folder)
     plan = with_cached_keys(plan, options)
     plan, moved = plan_by_capability(plan, manifest.scheme, options, manifest.placement)
@@ -99,20 +100,20 @@ def plan_to_run(folder: Path, manifest: Manifest, options: EngineOptions) -> Pla
 
 
 def check_plan(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
-    """Refuse a plan that is to be compiled, and that an engine could not run. Raises as those that it calls."""
+    """Check that an engine could run a plan before it is compiled. Raises the errors of the functions that it calls."""
     check_runs(plan_by_capability(plan, scheme, options, options_placement(options))[0], scheme, options)
 
 
 def told(moved: Sequence[Moved]) -> str:
-    """One line: how many of each operator go to the CPU, the first of them, and why."""
+    """Describe in one line how many of each operator go to the CPU, the first of them, and the reason."""
     groups = [list(group) for _, group in groupby(sorted(moved, key=lambda m: m.operator), key=lambda m: m.operator)]
     parts = [f"{len(group)} {group[0].operator} (first {group[0].node}: {group[0].reason})" for group in groups]
-    return f"the CPU runs what the NPU cannot: {'; '.join(parts)}; --npu-strict refuses such a model"
+    return f"the CPU runs operators that the NPU does not support: {'; '.join(parts)}; --npu-strict makes this an error"
 
 
 def _near(plan: Plan, options: EngineOptions, npu: str) -> set[str]:
-    """Attention and convolutions that the NPU computes by another plan, attention as long as the history is short; see
-    `npu_attention`."""
+    """Return attention and convolution nodes that the NPU computes by another plan (attention for short histories
+    only); see `npu_attention`."""
     if npu != QNN or options.attention == "cpu":
         return set()
     return {node.name for s in plan.subgraphs for node in s.nodes if can_be_static(node)}
@@ -126,7 +127,7 @@ def _is_taken(dispatcher: Dispatcher, subgraph: Subgraph, name: str, supports: S
 def _checked_alone(
     dispatcher: Dispatcher, subgraph: Subgraph, plan: Plan, name: str, supports: Supports, scheme: Scheme
 ) -> list[tuple[Use, Moved | None]]:
-    """The operators of a subgraph, and of those that a backend does not take by themselves, why."""
+    """Return the operators of a subgraph, with the reason for each that a backend does not take by itself."""
     runners = dispatcher.runners(subgraph, name)
     parts = cut(subgraph, plan, [use.nodes for use, _ in runners])
     alone = _with_parts(plan, subgraph, parts)
@@ -139,7 +140,7 @@ def _checked_alone(
 
 
 def _cut(subgraph: Subgraph, plan: Plan, uses: Sequence[tuple[Use, Moved | None]]) -> list[Subgraph]:
-    """Where the device changes."""
+    """Cut a subgraph where the device changes."""
     groups = [(is_moved, list(group)) for is_moved, group in groupby(uses, key=lambda use: use[1] is not None)]
     if len(groups) == 1:
         return [replace(subgraph, device="cpu") if groups[0][0] else subgraph]

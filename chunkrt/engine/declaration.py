@@ -1,4 +1,4 @@
-"""How an option is declared: once, with its check and what the command line says of it."""
+"""Declaration of an option: its flag, help text, group and checks, in one place."""
 
 from __future__ import annotations
 
@@ -29,15 +29,21 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What there is to say of an option beside its name, type and default.
+    """Properties of an option other than its name, type and default.
 
-    flag: as click takes it; none for what the command line does not have.
-    choices: names to choose from. With a `noun` for them, others are refused here; else `check` does it.
-    must: what a value has to be, and in words, where its type does not say all.
+    Attributes:
+        flag: flag in click's notation.
+        help: help text, in terms of the command line.
+        group: title of the option's group in `--help-all` and in the documentation.
+        metavar: placeholder of the value in help texts.
+        choices: allowed names. With a `noun` for them, `require` refuses other names; else `check` does.
+        must: predicate of allowed values, and its description, where the type is not enough.
+        check: function that raises ConfigError for a value that is not allowed.
     """
 
     flag: str
     help: str
+    group: str
     metavar: str | None = None
     choices: Callable[[], Sequence[str]] | None = None
     noun: str | None = None
@@ -45,7 +51,7 @@ class Declaration:
     check: Callable[[Any], object] = id
 
     def require(self, name: str, kind: str, value: Any) -> None:
-        """Raise ConfigError unless the option may have this value; a whole number is at least 1."""
+        """Raise ConfigError unless this value is allowed; a whole number is at least 1 unless `must` says otherwise."""
         accepts, expected = self.must or _KINDS.get(kind, (lambda value: True, ""))
         if not accepts(value):
             raise ConfigError(f"{name} is {value!r}, expected {expected}")
@@ -57,6 +63,7 @@ class Declaration:
 
 
 def declared_option(flag: str, help: str, *, default: Any = None, **more: Any) -> Any:
+    """Return a dataclass field with a Declaration; the flag may be followed by a space and its metavar."""
     flag, _, metavar = flag.partition(" ")
     return field(
         default=default, metadata={"option": Declaration(flag=flag, metavar=metavar or None, help=help, **more)}

@@ -39,26 +39,27 @@ def compile_engine(
     for_host: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> dict[str, Any]:
-    """Write an engine directory for chosen SoCs and chunk lengths, aside and then renamed.
+    """Write an engine directory for chosen SoCs and chunk lengths to a temporary folder, and rename it.
 
-    Everything is compiled into the cache first, piece by piece, so that what was interrupted goes on where it stopped.
+    Everything is compiled into the cache first, piece by piece, so that an interrupted compilation continues where it
+    stopped.
 
     Args:
         model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
-        output: must not exist.
-        options: scheme, placement, calibration, NPU settings, and what attention on the NPU depends on.
-        for_host: also write what a program without chunkrt runs it by (`engine/host.py`).
-        progress: told (what is being done, how much is done, how much there is).
+        output: path that must not exist.
+        options: scheme, placement, calibration, NPU settings, and the options of attention on the NPU.
+        for_host: also write the files with which a program without chunkrt runs it (`engine/host.py`).
+        progress: called with (description, amount done, total).
 
     Returns:
-        What was written: model, scheme, bytes, and a list of SoCs and chunk lengths with their contexts.
+        Description of the directory: model, scheme, bytes, and a list of SoCs and chunk lengths with their contexts.
 
     Raises:
-        ConfigError: the folder is there already, or an unknown SoC, or none for a host; see `check_host`.
-        ModelError, QuantizationError, PartitionError, BackendError: as `chunkrt.load`.
+        ConfigError: the folder exists already, an unknown SoC, or no SoC for a host; see `check_host`.
+        ModelError, QuantizationError, PartitionError, BackendError: see `chunkrt.load`.
     """
     if for_host and not socs:
-        raise ConfigError("a program without chunkrt runs contexts of a SoC: name one")
+        raise ConfigError("a program without chunkrt runs contexts of a SoC; name a SoC")
     _check_absent(output)
     targets = list(dict.fromkeys((find_soc(soc), length) for soc in socs for length in chunk_lengths))
     engine = engine_folder(model, options, progress)
@@ -87,7 +88,8 @@ def compile_engine(
             progress(f"compiling for {soc.name}, chunks of {chunk_length}", done, len(subgraphs))
             paths.append(backend.prepare(subgraph, of, chunk_length, scheme, weights).parent)
         target = NpuTarget(soc=soc.name, chunk_length=chunk_length, library=backend.htp.version)
-        compiled[target] = list(dict.fromkeys(paths))  # what did not melt with attention is in several plans
+        # subgraphs that are not fused with attention are in several plans
+        compiled[target] = list(dict.fromkeys(paths))
         if for_host:
             of_longest = {s.name: path for (s, of), path in zip(subgraphs, paths, strict=True) if of is longest}
             hosts.append(HostTarget(target=target, plan=longest, contexts=of_longest))

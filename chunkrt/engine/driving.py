@@ -1,4 +1,4 @@
-"""Driving the steps of sequences: in the calling thread, in an event loop, or those of many at once."""
+"""Drivers of the steps of sequences: in the calling thread, in an event loop, or for many sequences at once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Result = TypeVar("Result")
 
 
 def drive(steps: Steps[Result], run: Callable[[Run], RunResult]) -> Result:
-    """Take steps to their end in the calling thread.
+    """Run steps to their end in the calling thread.
 
     Args:
-        steps: of a sequence, not begun.
-        run: computes a run; what it raises is raised in the steps.
+        steps: steps of a sequence that have not begun.
+        run: computes a run; its errors are raised in the steps.
     """
     try:
         wanted = next(steps)
@@ -37,17 +37,17 @@ def drive(steps: Steps[Result], run: Callable[[Run], RunResult]) -> Result:
         value: Result = end.value
         return value
     finally:
-        steps.close()  # an interrupt may have fallen between a run and what the sequence makes of it
+        steps.close()  # an interrupt may have come between a run and its processing by the sequence
 
 
 async def drive_async(
     steps: Steps[Result], run: Callable[[Run], Awaitable[RunResult]], *, in_threads: bool = False
 ) -> Result:
-    """As `drive`, while the event loop goes on: work is done in a thread. A task that is cancelled ends the run at the
-    next chunk.
+    """Run steps to their end like `drive` without blocking the event loop: work is done in a thread. Cancelling the
+    task ends the run at the next chunk.
 
     Args:
-        in_threads: what the steps make of a result takes a while, and is done beside the event loop.
+        in_threads: True if the steps process results for long, so that a thread does it.
     """
     try:
         wanted = next(steps)
@@ -73,7 +73,8 @@ async def drive_async(
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:
-    """Do what takes a while beside the event loop. Who is cancelled waits for its end: it uses what would go."""
+    """Do slow work in a thread, without blocking the event loop. A cancelled task waits for its end, because the work
+    uses objects that would be deleted."""
     import asyncio
 
     context = copy_context()
@@ -83,16 +84,16 @@ async def in_thread(work: Callable[[], Result]) -> Result:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
         while not working.done():
-            with suppress(asyncio.CancelledError):  # it is on its way already
+            with suppress(asyncio.CancelledError):  # it is running already
                 await asyncio.wait([working])
-        working.cancelled() or working.exception()  # nobody asks for it any more
+        working.cancelled() or working.exception()  # its result has no receiver any more
         raise
     finally:
-        del context, working  # they hold the task, and what was raised: errors, whose tracebacks hold this frame
+        del context, working  # they hold the task, and errors, whose tracebacks hold this frame
 
 
 def _send(steps: Steps[Result], result: RunResult | None) -> tuple[Run | Work | None, StopIteration | None]:
-    """The next run, or the end: no future can raise StopIteration."""
+    """Return the next run, or the end: a future cannot raise StopIteration."""
     try:
         return steps.send(result), None
     except StopIteration as end:
@@ -100,7 +101,7 @@ def _send(steps: Steps[Result], result: RunResult | None) -> tuple[Run | Work | 
 
 
 class OneUser:
-    """Refuses a second thread or task while one uses what it stands for."""
+    """Guard of an object: rejects a second thread or task while one uses it."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -108,10 +109,11 @@ class OneUser:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Raises ConfigError if somebody else is within. What an interrupt left behind, its own thread may enter."""
+        """Enter the guard. Raises ConfigError if another user is inside. After an interrupt the same thread may enter
+        again."""
         me, other = _thread_or_task(), self._user
         if other is not None and other != me:
-            raise ConfigError(f"{self._what} is in use by another thread or task; make one for each")
+            raise ConfigError(f"{self._what} is in use by another thread or task; create one for each")
         self._user = me
         try:
             yield
@@ -120,7 +122,7 @@ class OneUser:
 
 
 _acting_for: ContextVar[object] = ContextVar("acting for", default=None)
-"""The task that has this thread do something for it."""
+"""The task on whose behalf this thread works."""
 
 
 def _thread_or_task() -> object:
@@ -131,4 +133,4 @@ def _thread_or_task() -> object:
         with suppress(RuntimeError):  # no event loop runs here
             if (current := asyncio.current_task()) is not None:
                 return current
-    return threading.get_ident()  # of a callback of an event loop, too, which belongs to no task
+    return threading.get_ident()  # also for a callback of an event loop, which belongs to no task

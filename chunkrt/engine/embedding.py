@@ -1,4 +1,4 @@
-"""Embeddings: a text as one vector, made from the hidden states that a decoder's head would read."""
+"""Embeddings: a text as one vector, computed from the hidden states that are the LM head's input."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from chunkrt.quant.scheme import Scheme
 
 Float32 = NDArray[np.float32]
 Pooling = Literal["last", "mean"]
-"""Which hidden states count: that of the last token, which has seen all others; or the mean of all."""
+"""Selection of hidden states: the last token's, which depends on all others; or the mean of all."""
 
 
 def check_hidden(scheme: Scheme) -> None:
-    """Raises ConfigError if the hidden states under a scheme are not the model's."""
+    """Raise ConfigError if the hidden states under a scheme are not the model's."""
     if scheme.is_rotated:
         raise ConfigError(
             f"the scheme {scheme.name!r} rotates the residual stream, so its hidden states are not the model's; "
@@ -25,18 +25,20 @@ def check_hidden(scheme: Scheme) -> None:
 
 
 def pooled(hidden: Float32, pooling: Pooling) -> Float32:
-    """The embedding of a text, float32 [H], of length 1.
+    """Return the embedding of a text, float32 [H], of length 1.
 
     Args:
-        hidden: float32 [T, H], of its tokens.
-        pooling: how they become one.
+        hidden: float32 [T, H], hidden states of its tokens.
+        pooling: "last" or "mean".
 
     Raises:
-        ModelError: they are not finite, or cancel each other out.
+        ModelError: the hidden states are not finite, or cancel each other out.
     """
     row = hidden[-1].astype(np.float64) if pooling == "last" else hidden.mean(axis=0, dtype=np.float64)
     length = np.linalg.norm(row)
     if not np.isfinite(length) or not length:
-        raise ModelError("the model computed hidden states of no length; is the checkpoint damaged?")
+        raise ModelError(
+            "the model computed hidden states of length zero or not finite; check the checkpoint for damage"
+        )
     unit: Float32 = (row / length).astype(np.float32)
     return unit

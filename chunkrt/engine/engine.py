@@ -1,4 +1,4 @@
-"""An engine: a loaded model, and the sessions on it."""
+"""An engine: a loaded model with its sessions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Engine(ManyPrompts):
             with running_on(cpus):  # the native pool starts its threads here
                 self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
             self._mirror = mirror
-            """Where this is rank 0 of several, the engines of the others."""
+            """The engines of the other ranks, if this is rank 0 of several."""
             self.chunk_length = choose_chunk_length(
                 options,
                 self.context_length,
@@ -139,7 +139,7 @@ class Engine(ManyPrompts):
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """What is the same for the engines of all ranks."""
+        """Properties that are equal for the engines of all ranks."""
         manifest = self.manifest
         return {
             "version": manifest.chunkrt,
@@ -160,32 +160,32 @@ class Engine(ManyPrompts):
         """Open a new, empty session.
 
         Args:
-            cache_salt: a string that separates users of the prefix cache. The session reuses, and keeps for reuse,
-                only prefixes of sessions with the same salt; None is a salt of its own.
+            cache_salt: a string that separates users of the prefix cache. The session reuses, and keeps for reuse, only
+                prefixes of sessions with the same salt; None is a salt of its own.
 
         Raises:
             ClosedError: the engine is closed.
-            BusyError: the caches of other sessions take what there is for all (`EngineOptions.cache_memory`).
-            ConfigError: the salt is no string, or is empty.
+            BusyError: the caches of other sessions leave no room (`EngineOptions.cache_memory`).
+            ConfigError: the salt is not a string, or is empty.
         """
         salt = checked_salt(cache_salt)
         self.check_open()
         return Session(self, self._cache_memory.open(self.make_state), cache_salt=salt)
 
     async def asession(self, *, cache_salt: str | None = None) -> Session:
-        """As `session`, but waits for room in the caches, behind those that came before.
+        """Open a session like `session`, but wait for room in the caches, in order of arrival.
 
-        Raises BusyError if as many wait as may (`EngineOptions.queue`).
+        Raises BusyError if the queue is full (`EngineOptions.queue`).
         """
         salt = checked_salt(cache_salt)
         self.check_open()
         return Session(self, await self._cache_memory.await_room(self.make_state), cache_salt=salt)
 
     def load_session(self, path: str | os.PathLike[str], *, cache_salt: str | None = None) -> Session:
-        """A session that goes on where the one was that `Session.save` wrote. `cache_salt` is as in `session`.
+        """Open a session that continues the one that `Session.save` wrote. `cache_salt`: see `session`.
 
         Raises:
-            ClosedError, BusyError: as `session`.
+            ClosedError, BusyError: see `session`.
             ConfigError: the engine has ranks.
             ModelError: the file is missing, damaged, or does not fit; see `Session.load`.
         """
@@ -198,9 +198,11 @@ class Engine(ManyPrompts):
         return session
 
     def session_file(self, path: str | os.PathLike[str], conversation: Conversation | None = None) -> SessionFile:
-        """A file that holds, or is to hold, a session. Raises ConfigError with ranks."""
+        """Return a file to read or write a session. Raises ConfigError with ranks."""
         if self._has_ranks:
-            raise ConfigError("each rank holds a share of a session, which is not saved; load the model without ranks")
+            raise ConfigError(
+                "each rank holds only a share of a session, so it cannot be saved or loaded; load without ranks"
+            )
         return SessionFile(
             require_path("path", path),
             model=model_digest(self.manifest, self.scheme, self.options.attention_math),
@@ -211,12 +213,12 @@ class Engine(ManyPrompts):
         )
 
     def fork_state(self, state: State) -> State:
-        """A copy of a state; `Session.fork` calls it. Raises BusyError if there is no room for it in the caches."""
+        """Copy a state; called by `Session.fork`. Raises BusyError if there is no room for it in the caches."""
         self.check_open()
         return self._cache_memory.open(state.fork)
 
     def stats(self) -> EngineStats:
-        """What the engine does and holds at this moment."""
+        """Return the engine's current activity and memory."""
         self.check_open()
         conductor, memory = self._conductor, self._cache_memory
         return EngineStats(
@@ -240,7 +242,8 @@ class Engine(ManyPrompts):
         return self._conductor
 
     def make_state(self) -> State:
-        """An empty state. Raises ClosedError if the engine is closed, OutOfMemoryError if there is no room for it."""
+        """Return an empty state. Raises ClosedError if the engine is closed, OutOfMemoryError if there is no room for
+        it."""
         self.check_open()
         return self._make_state(State if self._mirror is None else self._mirror.make_state)
 
@@ -249,38 +252,38 @@ class Engine(ManyPrompts):
             return make(self.plan, self.context_length, self.cache_dtype, chunk_length=self.chunk_length)
         except MemoryError as error:
             raise OutOfMemoryError(
-                f"there is too little memory for a context of {self.context_length} ({error}); take a shorter one "
+                f"there is too little memory for a context of {self.context_length} ({error}); choose a shorter one "
                 "(--context)"
             ) from error
 
     @property
     def cache_dtype(self) -> CacheDtype:
-        """Of keys and values."""
+        """Data type of keys and values."""
         return self.options.cache_dtype or default_cache_dtype(self.options, self.scheme, self.cpu_backend)
 
     def run(self, run: Run) -> RunResult:
-        """Run tokens through the decoder; sequences call this.
+        """Run tokens through the decoder; called by sequences.
 
-        Runs that are asked for at the same time share chunks (docs/serving.md).
+        Concurrent runs share chunks (docs/serving.md).
         """
         if not isinstance(run, Run):
-            raise ConfigError(f"run is {run!r}, expected a Run; sessions make them")
+            raise ConfigError(f"run is {run!r}, expected a Run; use a session to create one")
         self.check_ready()
         return self._conductor.run(run)
 
     def take_part(self, lane: str, runs: Sequence[tuple[Run, int]], number: int, gives_way: GivesWay) -> None:
-        """Compute what the leading rank computes; see `Lanes.take_part`."""
+        """Compute the same as the leading rank; see `Lanes.take_part`."""
         self._conductor.lanes.take_part(lane, runs, number, gives_way)
 
     async def arun(self, run: Run) -> RunResult:
-        """As `run`, while the event loop goes on. A task that is cancelled ends the run at the next chunk."""
+        """Run like `run` without blocking the event loop. Cancelling the task ends the run at the next chunk."""
         import asyncio
 
         self.check_open()
         loop = asyncio.get_running_loop()
         if self._conductor.takes_turns:
             raise ConfigError(
-                "ranks that nobody leads take one run at a time; use prefill and generate, or have mpiexec start them"
+                "ranks without a leader take one run at a time; use prefill and generate, or start them with mpiexec"
             )
         if not self._verification.is_done:
             await loop.run_in_executor(None, self._verification.wait)
@@ -296,35 +299,35 @@ class Engine(ManyPrompts):
         return ticket.result()
 
     def check_ready(self) -> None:
-        """Raises ClosedError if the engine is closed, ModelError if its files are not what was written."""
+        """Raise ClosedError if the engine is closed, ModelError if its files have changed since they were written."""
         self.check_open()
         self._verification.wait()
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer.
+        """Return the tokenizer.
 
         Raises:
             ModelError: the checkpoint came without one.
         """
         if self.tokenizer is None:
             raise ModelError(
-                f"{self.manifest.model} has no tokenizer; put its tokenizer.json beside its weights (from Python, give "
-                "token ids in place of text)"
+                f"{self.manifest.model} has no tokenizer; put its tokenizer.json next to its weights (or, in "
+                "Python, pass token ids in place of text)"
             )
         return self.tokenizer
 
     def close(self) -> None:
         """Release the executables; sessions cannot be used afterwards.
 
-        What other threads still run ends with the chunks that it has begun, and raises ClosedError there. Closing twice
-        is allowed, and does nothing in a forked process.
+        Runs in other threads end with the chunks that have begun, and raise ClosedError there. Closing twice is
+        allowed, and does nothing in a forked process.
         """
         if os.getpid() != self._process_id:
             return
         with self._lock:
             if not self.is_closed:
                 self.is_closed = True
-                self._cache_memory.look_again()  # each that is told so goes, and tells the next
+                self._cache_memory.look_again()  # each woken waiter leaves, and wakes the next
                 self._conductor.close()
                 if self.prefix_cache is not None:
                     self.prefix_cache.close()
@@ -333,7 +336,7 @@ class Engine(ManyPrompts):
                     self._mirror.close()
 
     def __repr__(self) -> str:
-        """What is loaded, and how it runs."""
+        """Return the model, and how it runs."""
         how = f"scheme {self.scheme.name}, on {self.npu_backend.name}, chunks of {self.chunk_length}"
         return f"Engine({self.manifest.model!r}, {how}, context of {self.context_length}{', closed' * self.is_closed})"
 
@@ -344,7 +347,7 @@ class Engine(ManyPrompts):
         self.close()
 
     def check_open(self) -> None:
-        """Raises ClosedError if the engine is closed, or in a process that was forked from the engine's: that has
+        """Raise ClosedError if the engine is closed, or in a process that was forked from the engine's: that has
         neither its threads nor its NPU."""
         if os.getpid() != self._process_id:
             raise ClosedError(
@@ -356,6 +359,6 @@ class Engine(ManyPrompts):
 
 
 def _settle(done: Future[None]) -> None:
-    """A future that a task may have cancelled."""
+    """Complete a future unless its task has been cancelled."""
     if not done.done():
         done.set_result(None)

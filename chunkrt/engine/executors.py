@@ -1,4 +1,5 @@
-"""An engine's executors: its subgraphs compiled for whoever runs them, and what streams prompts and tokens through."""
+"""An engine's executors: its subgraphs compiled for the backends that run them, and the executors of prompts and
+tokens."""
 
 from __future__ import annotations
 
@@ -32,18 +33,18 @@ _NPU_ERRORS = (CompileError, DeviceLostError, PartitionError)
 log = logging.getLogger(__name__)
 
 BY_ROWS = {NATIVE, QNN}
-"""Backends that compute every row by itself; see `parting_step` for what they do not."""
+"""Backends that compute every row by itself; see `parting_step` for the exceptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Executors:
     """An engine's executors.
 
-    Prompts stream through the NPU, if there is one, and the CPU. Single tokens, which an NPU compiled for whole chunks
-    would pad, run on the CPU alone; native runs as few subgraphs for them as there can be, since each costs time. So it
-    does for chunks that several sequences share, where there is no NPU.
-    npu_backend: what plays the NPU's role; the CPU's, if the NPU failed already when it was compiled for.
-    exactness: what the bits depend on. is_npu_lost: whether the CPU has taken over since.
+    Prompts stream through the NPU, if there is one, and the CPU. Single tokens, which an NPU compiled for complete
+    chunks would pad, run on the CPU alone; native runs as few subgraphs as possible for them, because each costs time.
+    Without an NPU it does the same for chunks that several sequences share.
+    npu_backend: the backend that serves as the NPU; the CPU's if the NPU already failed at compilation. exactness: the
+        conditions for equal bits. is_npu_lost: returns True if the CPU has taken over since.
     """
 
     lanes: Lanes
@@ -54,9 +55,9 @@ class Executors:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorBuilder:
-    """Compiles a plan and makes its executors.
+    """Builder that compiles a plan and creates its executors.
 
-    placement: what the plan was placed by. link: sums over ranks, if there are several. cpus: those that tasks run on.
+    placement: the placement of the plan. link: sums over ranks, if there are several. cpus: CPUs that tasks run on.
     """
 
     plan: Plan
@@ -72,7 +73,7 @@ class ExecutorBuilder:
     progress: Progress
 
     def build(self) -> Executors:
-        """Raises as `Engine`."""
+        """Compile the plan and return the executors. Raises the errors of `Engine`."""
         has_npu = self.npu_backend is not self.cpu_backend
         keeps_all = not has_npu or self.options.weights == "both"
         on_cpu = {
@@ -105,7 +106,7 @@ class ExecutorBuilder:
             )
         tokens, few, many = self._for_tokens(on_cpu, prompts, has_npu=has_npu)
         if not keeps_all:
-            self.weights.forget_pages()  # they were hashed, and most of them nobody reads again
+            self.weights.forget_pages()  # they were hashed, and most of them are not read again
         lanes = Lanes(
             prompts=prompts, tokens=tokens, many=many, few=few, decode_on=self.options.decodes_on, near=tuple(near)
         )
@@ -119,7 +120,7 @@ class ExecutorBuilder:
     def _for_tokens(
         self, on_cpu: Mapping[str, Executable], prompts: Executor, *, has_npu: bool
     ) -> tuple[Executor, Executor, Executor]:
-        """`tokens`, `few` and `many` of the lanes."""
+        """Return the executors `tokens`, `few` and `many` of the lanes."""
         if has_npu and self.options.weights == "npu-only":
             return prompts, prompts, prompts
         merged = merged_on_cpu(self.plan)
@@ -140,12 +141,13 @@ class ExecutorBuilder:
         return prompts if self.options.decode_on == "npu" else tokens, few, many
 
     def _near(self, on_cpu: Mapping[str, Executable], health: NpuHealth) -> list[Executor]:
-        """Those for short histories, with attention on the NPU. Raises as `_compile_for_npu`."""
+        """Return the executors for short histories, with attention on the NPU. Raises the errors of
+        `_compile_for_npu`."""
         context_length = choose_context_length(self.plan, self.options)
         made = []
         for near in near_plans(self.plan, self.placement, self.options, context_length, self.chunk_length):
             if self.link is not None:
-                raise ConfigError("with ranks attention stays on the CPU; leave --attention npu away")
+                raise ConfigError("with ranks attention runs on the CPU; omit --attention npu")
             dispatcher = self.dispatcher.for_plan(near.plan)
             self._check_whole(near.plan)
             own = {
@@ -167,7 +169,8 @@ class ExecutorBuilder:
         return made
 
     def _exactness(self, lanes: Lanes, *, has_npu: bool) -> Exactness:
-        """Native and the HTP compute rows one by one, whatever chunk they lie in; of others that is not known."""
+        """Return the exactness: native and the HTP compute rows independently of their chunk; other backends may
+        not."""
         backends = {self.cpu_backend.name, self.npu_backend.name if has_npu else self.cpu_backend.name}
         is_by_rows = backends <= BY_ROWS and all(
             runner.function is None
@@ -215,18 +218,18 @@ class ExecutorBuilder:
         return self.dispatcher.compile(subgraph, backend, self.chunk_length, self.weights)
 
     def _check_whole(self, plan: Plan) -> None:
-        """Raises ConfigError if a function would run between operators of a graph with attention."""
+        """Raise ConfigError if a function would run between operators of a graph with attention."""
         dispatcher = self.dispatcher.for_plan(plan)
         for subgraph in (s for s in plan.subgraphs if s.device == "npu" and s.state):
             for use, runner in dispatcher.runners(subgraph, QNN):
                 if runner.function is not None:
                     raise ConfigError(
-                        f"with attention on the NPU all operators of its graphs run there, and {runner.runs_on} runs "
-                        f"{use.operator} ({runner.reason}); leave --attention npu away, or let the NPU have it"
+                        f"with attention on the NPU all operators of its graphs run there, but {runner.runs_on} runs "
+                        f"{use.operator} ({runner.reason}); omit --attention npu, or let the NPU run it"
                     )
 
     def _compile_or_fall_back(self, on_cpu: Mapping[str, Executable], health: NpuHealth) -> dict[str, Executable]:
-        """The NPU's subgraphs; none, if the NPU fails already here and the CPU shall take over."""
+        """Return the NPU's subgraphs; an empty mapping if the NPU fails and the CPU takes over."""
         try:
             return self._compile_for_npu(self.plan, on_cpu, health)
         except _NPU_ERRORS as error:
@@ -240,7 +243,7 @@ class ExecutorBuilder:
     def _compile_for_npu(
         self, plan: Plan, on_cpu: Mapping[str, Executable], health: NpuHealth
     ) -> dict[str, Executable]:
-        """A plan's NPU subgraphs. Raises CompileError, DeviceLostError, PartitionError: what the NPU cannot."""
+        """Compile a plan's NPU subgraphs. Raises CompileError, DeviceLostError or PartitionError if the NPU fails."""
         subgraphs = [s for s in plan.subgraphs if s.device == "npu"]
         dispatcher = self.dispatcher.for_plan(plan)
         on_npu: dict[str, Executable] = {}

@@ -1,4 +1,4 @@
-"""A generation: token after token of an answer, and the text that they make."""
+"""A generation: the tokens of an answer one by one, and their text."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ FinishReason = Literal["stop", "length", "context"]
 
 
 class Constraint(Protocol):
-    """Which tokens may come next, of a grammar for instance. One is for one generation."""
+    """Set of tokens that may come next, for example of a grammar. Each generation needs its own."""
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return the tokens that may come next, bool [V]; at least one."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """Take note of a token that was drawn, one of the allowed."""
+        """Note a drawn token, which is one of the allowed ones."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A step of generation: text that is now certain (perhaps none), and why it ended if this is the last.
+    """A step of generation: text that is now certain (perhaps empty), and the reason for the end if this is the last.
 
     `finish_reason`: "stop" at an end-of-generation token or a stop string, "length" at max_new_tokens, "context" when
-    the context is full and does not shift; None before the last piece. `token_id` is None on a closing piece that no
-    token made. `log_probabilities` if they were asked for: the model's own, before what the sampling options make of
-    them.
+    the context is full and does not shift; None before the last piece. `token_id` is None on a closing piece without a
+    token. `log_probabilities` if requested: the model's own, before the sampling options are applied.
     """
 
     text: str
@@ -46,22 +45,23 @@ class Piece:
     log_probabilities: TokenLogProbabilities | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
-        """The text."""
+        """Return the text."""
         return self.text
 
 
 class Generation:
-    """Continues a sequence.
+    """Generation that continues a sequence.
 
     Args:
-        sequence: with one token at least.
-        tokenizer: makes text of tokens; without one there is none. Rows of logits that it has no token for are not
-            drawn.
-        sampler: draws them.
-        stops: strings that end it.
-        max_new_tokens: at most so many.
-        num_likeliest: of how many tokens each piece has log-probabilities beside its own; None: of none at all.
-        constraint: which tokens may come, if not all.
+        sequence: a sequence with at least one token.
+        tokenizer: turns tokens into text; without one there is no text. Rows of logits without a token of the tokenizer
+            are not drawn.
+        sampler: draws tokens.
+        stops: strings that end the generation.
+        max_new_tokens: largest number of tokens.
+        num_likeliest: number of likeliest tokens whose log-probabilities each piece has in addition to its own; None
+            for no log-probabilities.
+        constraint: the tokens that may come, if not all.
         ignore_eos, min_new_tokens: see `SamplingOptions`.
         check_open: raises ClosedError if nothing may be computed any more.
     """
@@ -91,7 +91,7 @@ class Generation:
         self._check_open = check_open
 
     def next_piece(self) -> Steps[Piece]:
-        """Run what is to be run, and draw a token.
+        """Run the pending tokens, and draw a token.
 
         Raises:
             ClosedError: the sequence was cancelled.
@@ -111,7 +111,7 @@ class Generation:
         return replace(piece, log_probabilities=told)
 
     def _choose(self, logits: NDArray[np.float32]) -> int:
-        """Draw a token of those that may come. Raises ConstraintError if there is none, or another is drawn."""
+        """Draw one of the allowed tokens. Raises ConstraintError if there is none, or another is drawn."""
         excluded = np.zeros(len(logits), np.bool_)
         excluded[self._missing_ids] = True
         if self._num_drawn < self._fewest:
@@ -126,13 +126,13 @@ class Generation:
             logits = np.where(excluded, EXCLUDED, logits)
         token_id = self._sampler.next(logits, self._sequence.tokens)
         if excluded[token_id]:
-            raise ConstraintError(f"the sampler chose token {token_id}, which may not come here; use another sampler")
+            raise ConstraintError(f"the sampler chose token {token_id}, which is not allowed here; use another sampler")
         if self._constraint is not None:
             self._constraint.accept(token_id)
         return token_id
 
     def _take(self, token_id: int) -> Piece:
-        """Add a token to the sequence and to the text; whether that ends the generation."""
+        """Add a token to the sequence and to the text, and return the piece."""
         sequence, text = self._sequence, self._text
         sequence.follows_text = True
         reason: FinishReason | None = None
@@ -162,25 +162,24 @@ def _mask(constraint: Constraint, vocab_size: int) -> NDArray[np.bool_]:
 
 
 class _Text:
-    """The text of one generation: of its tokens as far as it is certain, up to a stop string. Empty without a
-    tokenizer."""
+    """Certain text of the tokens of one generation, up to a stop string. Empty without a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, stops: StopStrings, *, follows_text: bool) -> None:
-        # Control tokens have no text, so a stop string that is one is met as a token.
+        # Control tokens have no text, so a stop string that is a control token is recognised as a token.
         self.stop_ids = tokenizer.special_ids(stops.strings) if tokenizer else frozenset[int]()
         self.end_ids = self.stop_ids | tokenizer.eos_ids if tokenizer else self.stop_ids
         self._decoder = IncrementalDecoder(tokenizer, follows_text=follows_text) if tokenizer else None
         self._stops = stops
 
     def push(self, token_id: int, *, may_stop: bool) -> tuple[str, bool]:
-        """Return the text that a token makes certain, and whether a stop string was met, if one may be."""
+        """Return the text that a token makes certain, and whether a stop string was met, if that is possible."""
         if self._decoder is None:
             return "", False
         text = self._decoder.push(token_id)
         return self._stops.push(text) if may_stop else (text, False)
 
     def rest(self) -> str:
-        """What was held back, now that nothing follows."""
+        """Return the withheld text at the end of the generation."""
         if self._decoder is None:
             return ""
         text, is_stopped = self._stops.push(self._decoder.flush())

@@ -1,7 +1,8 @@
-"""What a program without chunkrt needs to run a compiled model, on a phone say: `host/` of an engine directory.
+"""Files with which a program without chunkrt runs a compiled model, for example on a phone: `host/` of an engine
+directory.
 
-The NPU has all layers, attention included; what is left for the host are masks, rows of tables, and caches. `host.json`
-says what every graph takes and gives, in the order in which they run; docs/phones.md tells how to go about it.
+The NPU has all layers, including attention; the host provides masks, rows of tables, and caches. `host.json` describes
+the inputs and outputs of every graph, in the order in which they run; docs/phones.md explains their use.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ BINARY = ".bin"
 
 @dataclass(frozen=True, kw_only=True)
 class HostTarget:
-    """A SoC and a chunk length: the plan with the whole context in sight, and the folder of each compiled subgraph."""
+    """A SoC and a chunk length: the plan with the complete context visible, and the folder of each compiled
+    subgraph."""
 
     target: NpuTarget
     plan: Plan
@@ -40,47 +42,49 @@ class HostTarget:
 
 
 LARGEST_GRAPH = 2**31 - 2**24
-"""Bytes of weights in a file of ONNX; a protobuf has 2 GiB at most."""
+"""Largest size of the weights in an ONNX file; a protobuf has at most 2 GiB."""
 
 
 def check_host(plan: Plan, context_length: int) -> None:
-    """Refuse what a host could not run by `host.json` alone.
+    """Check that a host can run a plan by `host.json` alone.
 
     Args:
-        plan: as it runs with the whole context in sight.
+        plan: the plan with the complete context visible.
 
     Raises:
-        ConfigError: there is no head; the CPU has state to keep or the NPU rows of logits to pick; there are
-            convolutions; the rotary tables change on the way; weights are too many for a file.
+        ConfigError: the plan has no LM head; the CPU has state to keep or the NPU rows of logits to pick; there are
+            convolutions; the rotary tables change with the position; or the weights are too large for a file.
     """
     if not plan.has_head:
-        raise ConfigError("the checkpoint has no head, so a host would get no logits; run this model by chunkrt itself")
+        raise ConfigError(
+            "the checkpoint has no LM head, so a host would get no logits; run this model with chunkrt itself"
+        )
     for subgraph in (s for s in plan.subgraphs if s.device == "cpu"):
         if _bytes_in_file(plan, subgraph) > LARGEST_GRAPH:
             raise ConfigError(
-                f"{subgraph.name} has more than 2 GiB of weights, which a file of ONNX cannot hold; run "
-                "this model by chunkrt itself"
+                f"{subgraph.name} has more than 2 GiB of weights, which an ONNX file cannot hold; run "
+                "this model with chunkrt itself"
             )
     left = [s.name for s in plan.subgraphs if (s.state if s.device == "cpu" else s.rows == "R")]
     if left:
         raise ConfigError(
-            f"a host of your own runs graphs with all layers on the NPU, and {left[0]} is none of these; give "
+            f"a host of your own runs graphs with all layers on the NPU, and {left[0]} is not one of these; give "
             "--attention npu, and a --context that is no longer than the longest --npu-window"
         )
     if convolutions := [node.name for s in plan.subgraphs for node in s.nodes if is_convolution(node)]:
         raise ConfigError(
-            f"{convolutions[0]} keeps the state of a convolution, which host.json cannot tell of; run this model by "
+            f"{convolutions[0]} keeps the state of a convolution, which host.json cannot describe; run this model with "
             "chunkrt itself"
         )
     if plan.rope_offset(context_length):
         raise ConfigError(
-            f"the rotary tables of this model change behind {plan.long_context_from} tokens; give a host of your own a "
+            f"the rotary tables of this model change after {plan.long_context_from} tokens; give a host of your own a "
             "--context up to there"
         )
 
 
 def _bytes_in_file(plan: Plan, subgraph: Subgraph) -> int:
-    """Bytes of weights in a graph's file: float16 for embedding tables, at most float32 for others."""
+    """Return the bytes of weights in a graph's file: float16 for embedding tables, at most float32 for others."""
     tables = embedding_tables(plan)
     sizes = {name: prod(map(int, plan.tensors[name].shape)) for name in subgraph.weights}
     return sum((2 if name in tables else 4) * size for name, size in sizes.items())

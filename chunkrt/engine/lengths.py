@@ -1,4 +1,4 @@
-"""How many positions an engine holds and how many tokens make a chunk: decided here for every command."""
+"""Choice of the context length and the chunk length of an engine, the same for every command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from chunkrt.graph.plan import Plan
 
 
 def choose_context_length(plan: Plan, options: EngineOptions) -> int:
-    """Positions that a session holds. Raises ConfigError if that is more than the model's."""
+    """Return the number of positions that a session holds. Raises ConfigError if it exceeds the model's context
+    length."""
     wanted = options.context_length or plan.context_length
     if wanted > plan.context_length:
         raise ConfigError(f"context_length is {wanted}, but the model takes at most {plan.context_length}")
@@ -19,11 +20,11 @@ def choose_context_length(plan: Plan, options: EngineOptions) -> int:
 def choose_chunk_length(
     options: EngineOptions, context_length: int, *, has_npu: bool, manifest: Manifest | None = None
 ) -> int:
-    """Tokens of a chunk.
+    """Return the number of tokens of a chunk.
 
     Args:
-        has_npu: whether another than the CPU plays the NPU's role.
-        manifest: of the engine directory, where there is one already.
+        has_npu: True if a backend other than the CPU's serves as the NPU.
+        manifest: manifest of the engine directory, if there is one already.
 
     Raises:
         ConfigError: a chunk would be longer than the context.
@@ -40,9 +41,9 @@ def choose_chunk_length(
 
 
 def compiled_chunk_length(manifest: Manifest) -> int:
-    """The chunk length that an engine directory is for: of several the usual one, or else the longest.
+    """Return the chunk length of an engine directory: of several the usual one, or else the longest.
 
-    The first that was named would not do: of "1,32,128" it would have the NPU run token by token.
+    The first in the list would not be suitable: with "1,32,128" the NPU would run token by token.
     """
     lengths = {target.chunk_length for target in manifest.npu}
     return DEFAULT_CHUNK_LENGTH if DEFAULT_CHUNK_LENGTH in lengths or not lengths else max(lengths)

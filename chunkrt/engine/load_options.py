@@ -1,4 +1,5 @@
-"""The fields of `EngineOptions` as `load` takes them: for editors, type checkers, and whoever asks its signature."""
+"""The fields of `EngineOptions` as arguments of `load`: for editors, type checkers, and introspection of the
+signature."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class LoadOptions(TypedDict, total=False):
-    """`EngineOptions` says what each is."""
+    """Keyword arguments of `load`; `EngineOptions` describes each."""
 
     npu: str
     scheme: str | None
@@ -58,7 +59,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 def shows_options(function: Function) -> Function:
-    """Have `**options` of a function shown as what they are, by `help` and by the completion of notebooks."""
+    """Show the fields behind a function's `**options` in `help` and in the completion of notebooks."""
     signature = inspect.signature(function)
     fields = EngineOptions.__dataclass_fields__
     options = [

@@ -36,27 +36,28 @@ def load(
     communicator: Communicator | None = None,
     **options: Unpack[LoadOptions],
 ) -> Engine:
-    """Load a model, compiling it first if that was not done before.
+    """Load a model, compiling it first if necessary.
 
-    Where mpiexec launched several of this process, they share the model (docs/parallel.md). Rank 0 goes on with an
-    engine; in all others this does not return, but does as rank 0 does until that ends, and raises SystemExit.
+    If mpiexec launched several of this process, they share the model (docs/parallel.md). Rank 0 continues with an
+    engine; on all other ranks this function does not return, but computes with rank 0 until that ends, and raises
+    SystemExit.
 
     Args:
         model: a catalogue name, an id of the Hugging Face hub ("org/name", "org/name:Q4_0", "org/name@revision"), a
             GGUF file, a Hugging Face folder, or an engine directory.
-        progress: told about downloads, calibration and compilation; True shows it.
-        communicator: reaches the other ranks, if this process is one of several that share the model; see
+        progress: called during downloads, calibration and compilation; True displays it.
+        communicator: connection to the other ranks, if this process is one of several that share the model; see
             `chunkrt/runtime/ranks/`. All of them load it, with the same chunk length, and make the same runs. By
-            default what mpiexec launched together.
+            default the processes that mpiexec launched together.
         options: the fields of `EngineOptions`.
 
     Raises:
-        ConfigError: an unknown option or model name, a value out of range, or CPUs that are not to be had.
+        ConfigError: an unknown option or model name, a value out of range, or CPUs that are not available.
         ModelError: the checkpoint is missing, damaged or unsupported.
         BackendError: a backend is not available or cannot compile the model.
-        PartitionError: a backend does not run what was placed on it.
+        PartitionError: a backend does not run the operators that were placed on it.
         DeviceLostError: another rank has ended.
-        OutOfMemoryError: there is too little memory.
+        OutOfMemoryError: the memory is not sufficient.
     """
     try:
         return _load(model, find_progress(progress), communicator, options)
@@ -67,7 +68,7 @@ def load(
             f"there is too little memory to load {model} ({error or 'no more can be had'}); close other programs, or "
             "choose a smaller model or a shorter context"
         ) from error
-    except OSError as error:  # of files that load reads or writes on the way: digests, caches, folders
+    except OSError as error:  # errors of files that `load` reads or writes: digests, caches, folders
         where = f" {error.filename}" if error.filename else ""
         raise ConfigError(f"cannot load {model!s:.200}:{where}: {error.strerror or error}") from error
 
@@ -75,7 +76,7 @@ def load(
 def _load(
     model: str | Path, tell: Progress, communicator: Communicator | None, options: Mapping[str, object]
 ) -> Engine:
-    """As `load`."""
+    """Implement `load`."""
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model is {model!r}, expected a name or a path")
     known = EngineOptions.__dataclass_fields__
@@ -83,7 +84,7 @@ def _load(
         if name not in known:
             raise unknown_name("option", name, known)
     chosen = EngineOptions(**options)  # type: ignore[arg-type]
-    find_cpus(chosen.affinity)  # what is wrong with them is told before a model is compiled
+    find_cpus(chosen.affinity)  # report errors in them before a model is compiled
     check_switches(Switches.parse(chosen.ops), registered_operators())
     if communicator is None and (launch := connect([str(model), repr(chosen)])) is not None:
         if launch.rank > 0:
@@ -99,7 +100,7 @@ def _load(
 
 
 def follow(launch: MessageCommunicator) -> int:
-    """Do as rank 0 does until it ends; for all other ranks that mpiexec launched. Returns the exit status."""
+    """Compute with rank 0 until it ends; called on all other ranks that mpiexec launched. Returns the exit status."""
     from chunkrt.engine.ranks.follower import Follower
 
     return Follower(launch, load_part).serve()

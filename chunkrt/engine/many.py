@@ -1,4 +1,4 @@
-"""Many sequences at once, from one thread: their runs share chunks, and what they give comes as it is ready."""
+"""Many sequences at once, from one thread: their runs share chunks, and their results come as they are ready."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from chunkrt.runtime.run import Run, RunResult
 
 Result = TypeVar("Result")
 Part = Generator[Steps[Result], None, None]
-"""What one of the many does: steps after steps, each with a result."""
+"""Work of one of the many sequences: several series of steps, each with a result."""
 
 MOST_AT_ONCE = 16
-"""Sequences that are under way at a time, unless told otherwise."""
+"""Default number of sequences in progress at a time."""
 
 
 class Pending(Protocol):
-    """A run that was begun; see `Ticket`."""
+    """A run that has begun; see `Ticket`."""
 
     def result(self) -> RunResult:
-        """What came of it, once it has ended."""
+        """Return the result of the run after it has ended."""
         ...
 
 
 class Runs(Protocol):
-    """What computes runs beside each other; see `Conductor`."""
+    """Interface that computes runs alongside each other; see `Conductor`."""
 
     def ticket(self, run: Run, on_end: Callable[[], object]) -> Any:
-        """A `Pending`, which `on_end` is called for when it has ended."""
+        """Return a `Pending`; `on_end` is called when it has ended."""
         ...
 
     def begin(self, pending: Any) -> None:
-        """Have it computed."""
+        """Begin to compute it."""
         ...
 
     def abandon(self, pending: Any) -> None:
@@ -44,7 +44,7 @@ class Runs(Protocol):
 
 
 class _Active(Generic[Result]):
-    """One that is under way. `ticket`: of the run that it waits for, until that has been looked at."""
+    """A part in progress. `ticket`: ticket of the run that it waits for, until its result has been taken."""
 
     def __init__(self, index: int, part: Part[Result]) -> None:
         self.index, self.part = index, part
@@ -53,7 +53,7 @@ class _Active(Generic[Result]):
         self.is_done = False
 
     def advance(self, runs: Runs, on_end: Callable[[], object]) -> Iterator[tuple[int, Result]]:
-        """Go on until a run is under way, or everything is done; what was ready until then."""
+        """Continue until a run has begun, or everything is done; yield the results until then."""
         while True:
             try:
                 if self.steps is None:
@@ -80,7 +80,7 @@ class _Active(Generic[Result]):
 
 
 def _after_work(steps: Steps[Result], wanted: Run | Work) -> Run:
-    """The run that is wanted once the work before it is done."""
+    """Do the pending work, and return the run that follows it."""
     while isinstance(wanted, Work):
         try:
             wanted.do()
@@ -94,20 +94,20 @@ def _after_work(steps: Steps[Result], wanted: Run | Work) -> Run:
 def drive_many(
     num_parts: int, open_part: Callable[[int, bool], Part[Result] | None], runs: Runs, most: int
 ) -> Iterator[tuple[int, Result]]:
-    """Take all parts to their end, at most so many at a time.
+    """Run all parts to their end, at most `most` at a time.
 
     Args:
-        num_parts: how many there are.
-        open_part: begins a part; None, if it cannot be begun beside those that are under way. With True it waits until
+        num_parts: number of parts.
+        open_part: begins a part; returns None if it cannot begin alongside those in progress. With True it waits until
             it can.
-        runs: computes what they want.
-        most: at a time.
+        runs: computes the runs of the parts.
+        most: largest number of parts in progress.
 
     Yields:
         Results, each with the number of its part.
 
     Raises:
-        BaseException: what a part raises. Then, and where the caller goes, the others are ended.
+        BaseException: the error of a part. Then, and if the caller stops, the other parts are ended.
     """
     begun = 0
     active: dict[int, _Active[Result]] = {}

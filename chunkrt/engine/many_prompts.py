@@ -1,4 +1,4 @@
-"""What an engine does with many prompts at once, above its sessions."""
+"""Methods of an engine for many prompts at once, on top of its sessions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from chunkrt.tokenizer import Tokenizer
 Result = TypeVar("Result")
 
 LEAST_AWAITED = 32
-"""Tokens with which two contexts begin: for fewer, the second does not wait for the first to be in the prefix cache."""
+"""Smallest shared beginning in tokens for which a context waits until another is in the prefix cache."""
 
 
 class Beginnings:
-    """With what contexts began that were run, in steps of LEAST_AWAITED tokens."""
+    """Record of the beginnings of contexts that were run, in steps of LEAST_AWAITED tokens."""
 
     def __init__(self) -> None:
         self._known: set[int] = set()
@@ -38,12 +38,12 @@ class Beginnings:
         self._known.update(self._keys(context))
 
     def num_known(self, context: Sequence[int]) -> int:
-        """With how many tokens one of them began, too."""
+        """Return the number of tokens at the beginning of a context that a recorded one shares."""
         keys = self._keys(context)
         return LEAST_AWAITED * sum(1 for _ in takewhile(self._known.__contains__, keys))
 
     def _keys(self, context: Sequence[int]) -> Iterator[int]:
-        """Of the context's first step, its first two, and so on. Equal ones of others cost a wait, or one too few."""
+        """Yield keys of the context's first step, its first two, and so on. A collision costs a wait, or omits one."""
         key = 0
         for start in range(0, len(context) - LEAST_AWAITED + 1, LEAST_AWAITED):
             key = hash((key, *context[start : start + LEAST_AWAITED]))
@@ -51,7 +51,7 @@ class Beginnings:
 
 
 class ManyPrompts(ABC):
-    """The part of an engine that takes many prompts: each in a session of its own, and all share chunks."""
+    """The part of an engine that takes many prompts, each in a session of its own; all share chunks."""
 
     plan: Plan
     context_length: int
@@ -60,24 +60,24 @@ class ManyPrompts(ABC):
 
     @abstractmethod
     def session(self, *, cache_salt: str | None = None) -> Session:
-        """A session at once. Raises BusyError if there is no room for it."""
+        """Return a session at once. Raises BusyError if there is no room for it."""
 
     @abstractmethod
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises ModelError if there is none."""
+        """Return the tokenizer. Raises ModelError if there is none."""
 
     @abstractmethod
     def check_ready(self) -> None:
-        """Raises ClosedError if the engine is closed, ModelError if its files are damaged."""
+        """Raise ClosedError if the engine is closed, ModelError if its files are damaged."""
 
     @abstractmethod
     def _open_waiting(self, cache_salt: str | None) -> Session:
-        """A session as soon as there is room for it."""
+        """Return a session as soon as there is room for it."""
 
     @property
     @abstractmethod
     def _runs(self) -> Runs:
-        """What computes the sessions' runs beside each other."""
+        """Interface that computes the sessions' runs alongside each other."""
 
     def generate(
         self,
@@ -92,16 +92,16 @@ class ManyPrompts(ABC):
         """Answer prompts, many at a time.
 
         Args:
-            prompts: one text, or several; each text or token ids, as `Session.prefill` takes them.
-            max_new_tokens, sampling, stop: as `Session.generate` takes them.
-            max_sessions: how many prompts are under way at once, as far as there is room in the caches.
-            cache_salt: as `Engine.session` takes it.
+            prompts: one text, or several prompts, each text or token ids as for `Session.prefill`.
+            max_new_tokens, sampling, stop: see `Session.generate`.
+            max_sessions: largest number of prompts in progress at once, as far as there is room in the caches.
+            cache_salt: see `Engine.session`.
 
         Returns:
             The answer, or one for each prompt, in their order.
 
         Raises:
-            ChunkrtError: as `Session.prefill` and `Session.generate`; then nothing is returned.
+            ChunkrtError: the errors of `Session.prefill` and `Session.generate`; then no answer is returned.
         """
         several = [prompts] if isinstance(prompts, str) else listed("prompts", prompts)
         texts = [""] * len(several)
@@ -127,17 +127,17 @@ class ManyPrompts(ABC):
         template_options: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
     ) -> str:
-        """The answer to a chat.
+        """Return the answer to a chat.
 
         Args:
-            messages: each with "role" and "content", as in [{"role": "user", "content": "Hello"}].
-            max_new_tokens, sampling, stop: as `Session.generate` takes them.
-            template_options: further variables of the chat template, as in {"enable_thinking": False}.
-            cache_salt: as `Engine.session` takes it.
+            messages: each with "role" and "content", for example [{"role": "user", "content": "Hello"}].
+            max_new_tokens, sampling, stop: see `Session.generate`.
+            template_options: further variables of the chat template, for example {"enable_thinking": False}.
+            cache_salt: see `Engine.session`.
 
         Raises:
             ConfigError: the messages or options are malformed.
-            ModelError: the model has no chat template, or its template refuses them.
+            ModelError: the model has no chat template, or its template rejects them.
         """
         tokens = self.require_tokenizer().encode_chat(messages, template_options=template_options)
         pieces = self.stream(
@@ -155,9 +155,9 @@ class ManyPrompts(ABC):
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
     ) -> Iterator[tuple[int, Piece]]:
-        """As `generate`, piece by piece: each with the index of its prompt, as they come."""
+        """Answer prompts like `generate`, and yield pieces as they come, each with the index of its prompt."""
         if isinstance(prompts, str):
-            raise ConfigError("prompts is one text; give a list of texts, or the text to generate")
+            raise ConfigError("prompts is one text; pass a list of texts, or pass the text to generate")
         several = listed("prompts", prompts)
 
         def answer(session: Session, index: int) -> Part[Piece | None]:
@@ -174,13 +174,13 @@ class ManyPrompts(ABC):
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
     ) -> list[Score]:
-        """How likely the model finds texts after others, many at a time.
+        """Score texts after others, many at a time: how likely the model finds them.
 
         Args:
-            pairs: a context and what follows it, both text or both token ids. Texts are divided into tokens as
-                lm-evaluation-harness does. Pairs with one context run it once.
-            max_sessions: how many contexts are under way at once, as far as there is room in the caches.
-            cache_salt: as `Engine.session` takes it.
+            pairs: a context and its continuation, both text or both token ids. Texts are divided into tokens like in
+                lm-evaluation-harness. Pairs with one context run it once.
+            max_sessions: largest number of contexts in progress at once, as far as there is room in the caches.
+            cache_salt: see `Engine.session`.
 
         Returns:
             A score for each pair, in their order: those of `Session.score`.
@@ -199,7 +199,7 @@ class ManyPrompts(ABC):
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
     ) -> Iterator[tuple[int, Score]]:
-        """As `score`, one by one: each with the index of its pair, as they come."""
+        """Score pairs like `score`, and yield scores as they come, each with the index of its pair."""
         tokens = [self._encode_pair(pair) for pair in listed("pairs", pairs)]
         for pair in tokens:
             check_pair(*pair, self.plan.vocab_size, self.context_length)
@@ -207,7 +207,7 @@ class ManyPrompts(ABC):
         contexts = [tokens[group[0]][0] for group in groups]
         left = [iter(group) for group in groups]
         beginning: set[int] = set()
-        """Groups whose context is on its way."""
+        """Groups whose context is in progress."""
         ran = Beginnings()
 
         def scoring(session: Session, index: int) -> Part[Score]:
@@ -215,8 +215,8 @@ class ManyPrompts(ABC):
                 yield session.scoring(*tokens[pair])
 
         def may_begin(index: int) -> bool:
-            """Not beside one that begins alike: once that has come through, the prefix cache has what they share. It
-            is not waited for what the cache has already."""
+            """Return False if a context in progress has the same beginning: once that is done, the prefix cache has the
+            shared part. A part that the cache has already is not waited for."""
             context = contexts[index]
             least = max(len(context) // 2, ran.num_known(context) + LEAST_AWAITED)
             if self.prefix_cache is not None and any(
@@ -240,35 +240,35 @@ class ManyPrompts(ABC):
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
     ) -> Float32:
-        """Texts as vectors, of their hidden states after the last norm, many at a time.
+        """Compute the embeddings of texts from their hidden states after the last norm, many at a time.
 
         Args:
-            texts: one, or several; each text or token ids. A text gets the tokens around it that the model expects;
-                token ids are taken as they are.
-            pooling: "last": the hidden state of the last token; "mean": the mean of all; None: as the model's files
-                say. For a model that was not trained to give embeddings neither is more than a guess.
-            max_sessions: how many texts are under way at once, as far as there is room in the caches.
-            cache_salt: as `Engine.session` takes it.
+            texts: one text, or several, each text or token ids. A text gets the special tokens that the model expects;
+                token ids are used unchanged.
+            pooling: "last": the hidden state of the last token; "mean": the mean of all; None: the choice in the
+                model's files. For a model that was not trained to give embeddings neither is reliable.
+            max_sessions: largest number of texts in progress at once, as far as there is room in the caches.
+            cache_salt: see `Engine.session`.
 
         Returns:
             float32 [N, H], or [H] of one text; each of length 1.
 
         Raises:
-            ConfigError: a text is empty or does not fit the context, the scheme rotates hidden states, or no pooling
-                is given and the model's files name none.
+            ConfigError: a text is empty or does not fit the context, the scheme rotates hidden states, or no pooling is
+                given and the model's files name none.
             BackendError: a subgraph failed.
         """
         if pooling is None and self.tokenizer is not None:
             pooling = self.tokenizer.settings.pooling
         if pooling is None:
-            raise ConfigError("the model's files do not say how embeddings are made; give pooling='last' or 'mean'")
+            raise ConfigError("the model's files do not name a pooling for embeddings; pass pooling='last' or 'mean'")
         if not isinstance(pooling, str):
             raise ConfigError(f"pooling is {pooling!r:.80}, expected one of: {', '.join(get_args(Pooling))}")
         if pooling not in get_args(Pooling):
             raise unknown_name("pooling", pooling, get_args(Pooling))
         several = [texts] if isinstance(texts, str) else listed("texts", texts)
         if not several:
-            raise ConfigError("there is no text to embed")
+            raise ConfigError("texts is empty; pass at least one text")
 
         def embedding(session: Session, index: int) -> Part[Float32]:
             yield session.embedding(several[index], pooling)
@@ -284,7 +284,7 @@ class ManyPrompts(ABC):
         cache_salt: str | None,
         may_begin: Callable[[int], bool] = lambda index: True,
     ) -> Iterator[tuple[int, Result]]:
-        """Take so many parts to their end, each with a session of its own, once it may begin beside others."""
+        """Run parts to their end, each in a session of its own, as soon as `may_begin` allows it."""
         if require_whole("max_sessions", most) < 1:
             raise ConfigError(f"max_sessions is {most}, expected at least 1")
 
@@ -306,7 +306,7 @@ class ManyPrompts(ABC):
 
     def _encode_pair(self, pair: tuple[str | Sequence[int], str | Sequence[int]]) -> tuple[list[int], list[int]]:
         if isinstance(pair, str) or len(parts := listed("a pair", pair)) != 2:
-            raise ConfigError(f"a pair is {pair!r}, expected a context and what follows it")
+            raise ConfigError(f"a pair is {pair!r}, expected a context and its continuation")
         context, continuation = parts
         if isinstance(context, str) and isinstance(continuation, str):
             return encode_pair(self.require_tokenizer(), context, continuation)

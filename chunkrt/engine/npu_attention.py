@@ -1,4 +1,4 @@
-"""Attention on the NPU, and convolutions: which layers', over which windows, and how many layers make one graph."""
+"""Attention and convolutions on the NPU: the layers, the windows, and the number of layers in one graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from chunkrt.graph.static_attention import attention_nodes, convolution_nodes, n
 log = logging.getLogger(__name__)
 
 MOST_GRAPH_WEIGHTS = 2**30
-"""Weights of one graph: an HTP session addresses 32 bits, for contexts, buffers and the library together."""
+"""Largest size of the weights of one graph: an HTP session addresses 32 bits, for contexts, buffers and the library
+together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +33,16 @@ class NearPlan:
 def near_plans(
     plan: Plan, placement: Placement, options: EngineOptions, context_length: int, chunk_length: int
 ) -> list[NearPlan]:
-    """The plans for short histories, shortest first; none where no attention goes to the NPU.
+    """Return the plans for short histories, shortest first; none if no attention goes to the NPU.
 
-    Convolutions see no window. Where some go to the NPU, the last plan has these alone there, and reaches to the end.
+    Convolutions have no window. If some go to the NPU, the last plan has only these on the NPU, and reaches to the end.
 
     Args:
-        plan: as it runs where the history is longer.
-        placement: what it was placed by.
+        plan: the plan for longer histories.
+        placement: its placement.
 
     Raises:
-        ConfigError: the NPU shall attend, and no attention of the plan can be static; or it shall, and caches are int8,
+        ConfigError: attention on the NPU is required, but no attention of the plan can be static, the caches are int8,
             or attention is in bfloat16.
     """
     if options.attention == "cpu":
@@ -51,12 +52,12 @@ def near_plans(
         for found in (attention_nodes(plan), convolution_nodes(plan))
     )
     if options.attention == "npu" and not (names or convolutions):
-        raise ConfigError("no attention of this model can be computed by the NPU; leave --attention npu away")
+        raise ConfigError("the NPU cannot compute any attention of this model; omit --attention npu")
     if names and options.cache_dtype == "int8":
-        raise ConfigError("the NPU attends to no caches of int8; choose float16, or attention 'cpu'")
+        raise ConfigError("attention on the NPU does not support int8 caches; choose float16, or attention 'cpu'")
     if names and options.attention_math != "float32":
         raise ConfigError(
-            f"attention_math {options.attention_math!r} is the CPU's, and the NPU is to attend; choose float32, or "
+            f"attention_math {options.attention_math!r} is for attention on the CPU only; choose float32, or "
             "attention 'cpu'"
         )
     slots, fits = plan.slots(context_length, chunk_length), _fits(plan, options.graph_layers)
@@ -77,25 +78,25 @@ def near_plans(
 def npu_plans(
     plan: Plan, placement: Placement, options: EngineOptions, context_length: int, chunk_length: int
 ) -> dict[int, Plan]:
-    """All plans that an engine compiles for the NPU, by the last position at which a chunk may begin. Raises as
-    `near_plans`."""
+    """Return all plans that an engine compiles for the NPU, by the last position at which a chunk may begin. Raises the
+    errors of `near_plans`."""
     plans = {near.reach: near.plan for near in near_plans(plan, placement, options, context_length, chunk_length)}
     return plans if context_length in plans else plans | {context_length: plan}
 
 
 ATTENTION_OPTIONS = ("attention", "npu_window", "npu_graph", "context_length")
-"""The engine's options that decide how attention is compiled for the NPU."""
+"""The engine's options that determine how attention is compiled for the NPU."""
 
 
 def compiled_attention(options: EngineOptions, context_length: int) -> dict[str, str | int]:
-    """The options by which attention is compiled for the NPU, for an engine directory to keep."""
+    """Return the options with which attention is compiled for the NPU, for storage in an engine directory."""
     return {name: getattr(options, name) for name in ATTENTION_OPTIONS} | {"context_length": context_length}
 
 
 def as_compiled(options: EngineOptions, manifest: Manifest) -> EngineOptions:
-    """The options of an engine on an NPU, with those of attention that its directory was compiled by.
+    """Return the options of an engine on an NPU, with the attention options of its directory.
 
-    An option that was given, i.e. is not the default, stays as it is, with a warning if it differs.
+    An option that was given, i.e. is not the default, is kept, with a warning if it differs.
     """
     taken, others = dict[str, Any](), list[str]()
     for name, compiled in manifest.npu_attention.items():
@@ -103,9 +104,9 @@ def as_compiled(options: EngineOptions, manifest: Manifest) -> EngineOptions:
         if given == EngineOptions.__dataclass_fields__[name].default:
             taken[name] = compiled
         elif str(given) != str(compiled):
-            others.append(f"{name} {compiled}, and {given} is asked for")
+            others.append(f"{name} {compiled}, and {given} is requested")
     if others:
-        log.warning("attention was compiled for the NPU with %s; what is missing is compiled", "; ".join(others))
+        log.warning("attention was compiled for the NPU with %s; the missing contexts are compiled", "; ".join(others))
     return replace(options, **taken)
 
 
@@ -116,7 +117,7 @@ def _is_chosen(node: str, placement: Placement, attention: AttentionOn) -> bool:
 
 def _fits(plan: Plan, most_layers: int | None) -> Callable[[Subgraph], bool]:
     def fits(subgraph: Subgraph) -> bool:
-        weights = sum(prod(map(int, plan.tensors[name].shape)) for name in subgraph.weights)  # 8 bits each, at most
+        weights = sum(prod(map(int, plan.tensors[name].shape)) for name in subgraph.weights)  # at most 8 bits each
         return weights <= MOST_GRAPH_WEIGHTS and (most_layers is None or num_layers(subgraph) <= most_layers)
 
     return fits

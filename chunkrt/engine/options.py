@@ -1,7 +1,9 @@
-"""How an engine runs a model: every option, declared once."""
+"""Options of an engine, each declared once."""
 
 from __future__ import annotations
 
+import re
+import textwrap
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,13 +26,13 @@ from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype
 
 NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
 DEFAULT_CHUNK_LENGTH = 32
-"""With an NPU."""
+"""Default chunk length with an NPU."""
 CPU_CHUNK_LENGTH = 128
-"""Without one: a processor reads weights once for all rows of a chunk, and pads none."""
+"""Default chunk length without an NPU: a processor reads weights once for all rows of a chunk, and pads none."""
 MOST_THREADS = 256
 
 DEFAULT_PREFIX_CACHE = "memory"
-"""Without ranks."""
+"""Default prefix cache without ranks."""
 
 Outputs = Literal["grid", "float"]
 OnNpuFailure = Literal["fallback", "fail"]
@@ -40,7 +42,7 @@ DEFAULT_NPU_WINDOW = "512"
 
 
 def npu_choices() -> tuple[str, ...]:
-    """Who can play the NPU, plug-ins too."""
+    """Return the names of the backends that can serve as the NPU, including plug-ins."""
     return (*NPU_CHOICES, *PLUGINS.names)
 
 
@@ -59,14 +61,14 @@ MOST_DIGITS = 18
 
 
 def _windows(value: object) -> tuple[int, ...]:
-    """Whole numbers with commas between, each once and in order; empty if it is anything else."""
+    """Parse whole numbers separated by commas, each once and sorted; empty if the value is anything else."""
     parts = value.split(",") if isinstance(value, str) else [str(value)] if is_whole(value) else []
     numbers = {int(part) for part in parts if part.strip().isdecimal() and len(part) <= MOST_DIGITS}
     return tuple(sorted(numbers)) if len(parts) == len(numbers) and 0 not in numbers else ()
 
 
 def _graph_layers(value: object) -> int | None:
-    """None for "all", 0 for what is neither that nor layers=N."""
+    """Parse a number of layers: None for "all", 0 for anything except "all" and layers=N."""
     if not isinstance(value, str):
         return 0
     number = value.removeprefix("layers=")
@@ -76,108 +78,126 @@ def _graph_layers(value: object) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How an engine runs a model.
+    """Options of an engine. Sizes are in bytes, and the budget is in nats.
 
-    Where they are declared they say what they are, in the words of `--help`. Beyond that:
-
-    scheme: by default what an engine directory was compiled with, else the catalogue's or "w8a8-dynamic"; "w8a16" on
-        an NPU that does not have those.
-    shadow: "mixed" chooses by itself. A list is patterns of weight names with commas between.
-    cache_memory: bytes; a session counts with all that is reserved for it.
-    prefix_cache: several processes may share a folder. With ranks only "off" is possible.
-    prefix_cache_memory, prefix_cache_disk: bytes.
-    chunk_length: of several lengths that an engine directory was compiled for 32, or else the longest.
-    chunks_in_flight: 1 to 256, each with buffers of its own; as many as help, and fit into 64 MiB.
-    threads: for workers and kernel threads together.
-    placement: devices by patterns of module paths, or a file of them; see `graph/placement.py`.
-    soc: in emulation by default what an engine directory was compiled for.
-    context_shift: keys are then cached before RoPE, which costs time at every use.
-    context_keep: 0 to the context length less 2.
+    Raises:
+        ConfigError: a value is not allowed, or two values contradict each other.
     """
 
     npu: str = declared_option(
         "--npu",
-        "Who plays the NPU. auto: a Hexagon NPU if there is one, else native; qnn: that NPU, or its emulator; "
-        "off: no partition, all on the CPU; or a plug-in.",
+        "Backend that serves as the NPU. auto: a Hexagon NPU if one is found, else native; qnn: the Hexagon NPU or "
+        "its emulator; native, onnxrt and reference: CPU backends; off: no partition, all work on the CPU; or the "
+        "name of a plug-in.",
+        group="Devices",
         default="auto",
         choices=npu_choices,
         check=_check_npu,
     )
     scheme: str | None = declared_option(
-        "--scheme", "Quantisation.  [default: the model's]", choices=lambda: SCHEME_NAMES, check=find_scheme
+        "--scheme",
+        "Quantisation of weights and activations.  [default: as compiled, or the model's]",
+        group="Quantisation",
+        choices=lambda: SCHEME_NAMES,
+        check=find_scheme,
     )
     calibration: Path | None = declared_option(
         "--calibration",
-        "What `chunkrt calibrate` wrote.  [default: made]",
+        "File that `chunkrt calibrate` wrote.  [default: made when needed]",
+        group="Quantisation",
         must=(lambda value: isinstance(value, Path), "a pathlib.Path"),
     )
     shadow: str | None = declared_option(
         "--shadow none|all|auto|LIST",
-        "8-bit linears whose largest inputs are computed in float beside them; auto: the fewest within --budget.  "
-        "[default: none]",
+        "8-bit linear layers whose outlier activations are computed in float on the CPU; LIST: patterns of weight "
+        "names, separated by commas; auto: as few layers as --budget needs.  [default: none]",
+        group="Quantisation",
     )
     budget: float | None = declared_option(
         "--budget kl=NATS",
-        "Mean KL divergence from the float model allowed to --shadow auto and --scheme mixed.  "
+        "Mean KL divergence from the float model that --shadow auto and --scheme mixed may cause.  "
         f"[default: kl={DEFAULT_BUDGETS['shadow']} and kl={DEFAULT_BUDGETS['mixed']}]",
+        group="Quantisation",
         must=(lambda value: is_number(value) and value > 0, "a number of nats above 0"),
     )
     outputs: Outputs | None = declared_option(
         "--outputs",
-        "Of static linears: rounded to a grid, as an NPU does, or float.  "
-        "[default: float for w8a8 on a CPU, else grid]",
+        "Outputs of static linear layers: rounded to a grid, as on an NPU, or float.  [default: float for w8a8 on a "
+        "CPU, else grid]",
+        group="Quantisation",
         choices=lambda: get_args(Outputs),
         noun="kind of outputs",
     )
     equalisation: float | Literal["off"] | None = declared_option(
         "--equalise 0..1|off",
-        "Unevenness of activations that static schemes move into the weights.  [default: the scheme's]",
+        "Share of the unevenness of activations that static schemes move into the weights.  [default: the scheme's]",
+        group="Quantisation",
         must=(
             lambda value: (isinstance(value, str) and value == "off") or (is_number(value) and 0 <= value <= 1),
             "0 to 1, or 'off'",
         ),
     )
     rotation: bool = declared_option(
-        "--rotate/--no-rotate", "Rotate the residual stream before a static scheme quantises.", default=False
+        "--rotate/--no-rotate",
+        "Rotate the residual stream before a static scheme quantises it.",
+        group="Quantisation",
+        default=False,
     )
     ops: tuple[str, ...] | str | None = declared_option(
         "--ops all|none|+NAME|-NAME",
-        "Operators in the form of their backend or a plug-in, the others in the reference's; several with commas "
-        "or repeated. `chunkrt ops` lists them.  [default: all; none for --npu reference]",
+        "Operators that use the form of their backend or of a plug-in; all other operators use the reference form. "
+        "Separate several by commas or repeat the option; `chunkrt ops` lists them.  [default: all; none for --npu "
+        "reference]",
+        group="Devices",
         check=Switches.parse,
     )
     chunk_length: int | None = declared_option(
-        "--chunk", "Tokens of a chunk.  [default: as compiled, else 32 with an NPU, 128 without]"
+        "--chunk",
+        "Tokens per chunk.  [default: as compiled (32 if possible), else 32 with an NPU, 128 without]",
+        group="Execution",
     )
     policy: str = declared_option(
-        "--policy", "Order of tasks.", default=DEFAULT_POLICY, choices=policy_names, check=find_policy
+        "--policy",
+        "Order in which the tasks of the chunks in flight run.",
+        group="Execution",
+        default=DEFAULT_POLICY,
+        choices=policy_names,
+        check=find_policy,
     )
     batcher: str = declared_option(
         "--batcher",
-        "Which rows share a chunk when several sequences wait.",
+        "Rule by which rows of several sequences are put into a chunk.",
+        group="Execution",
         default=DEFAULT_BATCHER,
         choices=batcher_names,
         check=find_batcher,
     )
     decode_on: DecodeOn = declared_option(
         "--decode-on",
-        "Where single tokens run, beside an NPU; auto: a lone one on the CPU, those of several sequences where they "
-        "are expected to take less time.",
+        "Processor for decoding when an NPU is present. auto: the CPU for a single sequence; for several, the one "
+        "that is predicted to be faster.",
+        group="Execution",
         default="cpu",
         choices=lambda: get_args(DecodeOn),
         noun="place to decode on",
     )
     cache_memory: int | None = declared_option(
         "--cache-memory SIZE",
-        "What the caches of all sessions may take together, such as 2GB or 512MiB.  [default: no limit]",
+        "Memory limit for the KV caches of all sessions, e.g. 2GB or 512MiB. A session counts with its whole "
+        "reservation.  [default: no limit]",
+        group="Context and memory",
     )
     queue: int = declared_option(
-        "--queue", "Sequences that may wait for room in --cache-memory before further ones are refused.", default=64
+        "--queue",
+        "Number of sequences that may wait for --cache-memory; further ones are refused.",
+        group="Execution",
+        default=64,
     )
     prefix_cache: str | Path | None = declared_option(
         "--prefix-cache memory|disk|off|FOLDER",
-        "Where to keep what was computed of prompts, for those that begin alike; disk: a folder in chunkrt's own, with "
-        "memory before it.  [default: memory; off with ranks]",
+        "Where computed prompt prefixes are kept for later prompts with the same beginning. disk: chunkrt's own "
+        "folder, with memory in front of it; several processes may share a folder.  [default: memory; off with ranks]",
+        group="Context and memory",
         must=(
             lambda value: isinstance(value, str | Path) and bool(str(value).strip()),
             "memory, disk, off or a folder",
@@ -185,53 +205,72 @@ class EngineOptions:
     )
     prefix_cache_memory: int | None = declared_option(
         "--prefix-cache-memory SIZE",
-        "What it may take in memory.  [default: an eighth of what is free, at most 2GiB]",
+        "Memory limit of the prefix cache.  [default: an eighth of the free memory, at most 2GiB]",
+        group="Context and memory",
     )
     prefix_cache_disk: int | None = declared_option(
-        "--prefix-cache-disk SIZE", "What its folder may take, files of all models together.  [default: 8GiB]"
+        "--prefix-cache-disk SIZE",
+        "Disk limit of the prefix cache's folder, for all models together.  [default: 8GiB]",
+        group="Context and memory",
     )
     chunks_in_flight: int | None = declared_option(
-        "--in-flight", "Chunks under way at once.  [default: as many as help]", check=check_chunks_in_flight
+        "--in-flight",
+        "Chunks in flight at once, 1 to 256, each with its own buffers.  [default: as many as help, within 64 MiB]",
+        group="Execution",
+        check=check_chunks_in_flight,
     )
     threads: int | None = declared_option(
-        "--threads", "Thread budget.  [default: the cores, or those of --affinity]", check=_check_threads
+        "--threads",
+        "Number of threads, for workers and kernels together.  [default: the cores, or those of --affinity]",
+        group="Execution",
+        check=_check_threads,
     )
     affinity: str = declared_option(
         "--affinity none|big|LIST",
-        "CPUs to run on: big for the fast cores, or a list such as 0,2,4-7. On Linux.",
+        "CPUs to run on (Linux): big selects the fast cores; LIST is e.g. 0,2,4-7.",
+        group="Execution",
         default=NO_AFFINITY,
         check=check_affinity,
     )
-    context_length: int | None = declared_option("--context", "Positions to hold.  [default: the model's]")
+    context_length: int | None = declared_option(
+        "--context",
+        "Context length in tokens.  [default: the model's]",
+        group="Context and memory",
+    )
     placement: Path | Placement | None = declared_option(
         "--place",
-        "TOML file that places modules.",
+        "TOML file that assigns modules to devices.",
+        group="Devices",
         check=lambda value: isinstance(value, Path) or check_placement(value, "placement"),
     )
     npu_strict: bool = declared_option(
         "--npu-strict/--no-npu-strict",
-        "Refuse a model of which the NPU cannot compile a part.  [default: that part goes to the CPU]",
+        "Refuse a model with parts that the NPU cannot compile.  [default: run these parts on the CPU]",
+        group="Devices",
         default=False,
     )
     attention: AttentionOn = declared_option(
         "--attention",
-        "Where attention runs beside an NPU, as long as no more than --npu-window tokens come before a chunk; auto: "
-        "where --place puts it, else on the CPU.",
+        "Processor for attention when an NPU is present. npu: the NPU, for chunks with at most --npu-window tokens "
+        "before them; auto: as --place assigns it, else the CPU.",
+        group="Devices",
         default="auto",
         choices=lambda: get_args(AttentionOn),
         noun="place of attention",
     )
     attention_math: AttentionMath = declared_option(
         "--attention-math",
-        "What attention on the CPU multiplies in; bfloat16, on native alone, is meant for processors with tiles of it "
-        "(AMX), and rounds more.",
+        "Arithmetic of attention on the CPU. bfloat16 (native only) is faster on processors with bfloat16 tiles "
+        "(AMX), and less precise.",
+        group="Execution",
         default="float32",
         choices=lambda: get_args(AttentionMath),
         noun="arithmetic of attention",
     )
     npu_window: str | int = declared_option(
         "--npu-window TOKENS[,TOKENS...]",
-        "Tokens before a chunk that attention on the NPU sees: a graph each.",
+        "Numbers of past tokens for which attention on the NPU is compiled, one graph each.",
+        group="Devices",
         default=DEFAULT_NPU_WINDOW,
         must=(
             lambda value: bool(_windows(value)),
@@ -240,48 +279,59 @@ class EngineOptions:
     )
     npu_graph: str = declared_option(
         "--npu-graph all|layers=N",
-        "Layers with attention on the NPU that make one graph; all: as many as there are, up to 1 GiB of weights.",
+        "Layers per NPU graph when attention runs on the NPU. all: as many as possible, up to 1 GiB of weights.",
+        group="Devices",
         default="all",
         must=(lambda value: _graph_layers(value) != 0, "'all' or layers=N with N at least 1"),
     )
     weights: KeptWeights = declared_option(
         "--weights",
-        "Who keeps the weights of what the NPU computes; npu-only: no CPU does, so decoding runs on the NPU too, and "
-        "nobody takes over when it fails.",
+        "Processors that keep the weights of NPU subgraphs. npu-only: no copy for the CPU, so decoding runs on the "
+        "NPU and the CPU cannot take over.",
+        group="Devices",
         default="both",
         choices=lambda: get_args(KeptWeights),
         noun="choice of weights",
     )
     soc: str | None = declared_option(
-        "--soc", "The SoC whose NPU is used or emulated.  [default: this one, or SM8650]", check=find_soc
+        "--soc",
+        "SoC whose NPU is used or emulated.  [default: this machine's, as compiled, or SM8650]",
+        group="Devices",
+        check=find_soc,
     )
     on_npu_failure: OnNpuFailure | None = declared_option(
         "--on-npu-failure",
-        "Go on on the CPU, or fail.  [default: fallback for auto, else fail]",
+        "Action if the NPU fails: continue on the CPU, or fail.  [default: fallback for auto, else fail]",
+        group="Devices",
         choices=lambda: get_args(OnNpuFailure),
         noun="answer to an NPU's failure",
     )
     htp: HtpOptions = declared_option(
         "--htp NAME=VALUE",
-        "A setting of the NPU, such as performance_mode, vtcm_mb, context_priority, profiling_level; see docs/npu.md.",
+        "Setting of the NPU, e.g. performance_mode, vtcm_mb, context_priority or profiling_level (docs/npu.md).",
+        group="Devices",
         default=HtpOptions(),
     )
     context_shift: bool = declared_option(
         "--context-shift/--no-context-shift",
-        "When the context is full, drop the older half of its tokens and go on.  [default: end there]",
+        "When the context is full, drop the older half of its tokens and continue. Keys are then cached before RoPE, "
+        "which costs time.  [default: stop]",
+        group="Context and memory",
         default=False,
     )
     context_keep: int = declared_option(
         "--keep",
-        "First tokens that --context-shift never drops.",
+        "Number of first tokens that --context-shift never drops.",
+        group="Context and memory",
         default=4,
         must=(lambda value: is_whole(value) and value >= 0, "a whole number, 0 or more"),
     )
     cache_dtype: CacheDtype | None = declared_option(
         "--cache-type",
-        "Of keys and values: f32, f16, q8_0 or bf16; int8, which is q8_0, on native alone, has a scale for each 32 "
-        "of a head's values; bfloat16 is for --attention-math bfloat16, and its default.  "
-        "[default: float16 on native, else float32]",
+        "Data type of the KV cache: float32, float16, int8 or bfloat16 (the command line also accepts f32, f16, q8_0 and "
+        "bf16). int8 (native only) has one scale per 32 values; bfloat16 is for --attention-math bfloat16 only, where it "
+        "is the default.  [default: float16 on native, else float32]",
+        group="Context and memory",
         choices=lambda: CACHE_DTYPES,
         noun="type of the cache",
     )
@@ -321,27 +371,27 @@ class EngineOptions:
 
     @property
     def npu_windows(self) -> tuple[int, ...]:
-        """Those of `npu_window`, shortest first."""
+        """Windows of `npu_window`, shortest first."""
         return _windows(self.npu_window)
 
     @property
     def graph_layers(self) -> int | None:
-        """Layers of a graph at most; None for all."""
+        """Largest number of layers of a graph; None for all."""
         return _graph_layers(self.npu_graph)
 
     @property
     def decodes_on(self) -> DecodeOn:
-        """Where single tokens run."""
+        """Processor of single tokens."""
         return "npu" if self.weights == "npu-only" else self.decode_on
 
     @property
     def num_threads(self) -> int:
-        """The thread budget. Raises ConfigError as `find_cpus` does."""
+        """Number of threads. Raises ConfigError like `find_cpus`."""
         return self.threads or available_cores(find_cpus(self.affinity))
 
     @property
     def falls_back(self) -> bool:
-        """Whether the CPU takes over when the NPU fails."""
+        """True if the CPU takes over when the NPU fails."""
         default = "fallback" if self.npu == "auto" and self.weights == "both" else "fail"
         return (self.on_npu_failure or default) == "fallback"
 
@@ -353,4 +403,18 @@ def _kind(option: Field[Any]) -> str:
 DECLARED: dict[str, tuple[str, Any, Declaration]] = {
     option.name: (_kind(option), option.default, option.metadata["option"]) for option in fields(EngineOptions)
 }
-"""By name: the first type of its annotation, the default, and what else is declared."""
+"""Declarations by field name: the first type of the annotation, the default, and the other properties."""
+
+
+def _documentation() -> str:
+    """Return the docstring of EngineOptions, with the help texts in terms of Python."""
+    names = {declared.flag.partition("/")[0]: f"`{name}`" for name, (_, _, declared) in DECLARED.items()}
+    entries = []
+    for name, (_, _, declared) in DECLARED.items():
+        text = re.sub(r"--[a-z-]+[a-z]", lambda flag: names.get(flag[0], flag[0]), declared.help)
+        entries += textwrap.wrap(f"{name}: {text}", 112, initial_indent="    ", subsequent_indent=" " * 8)
+    head, _, rest = (EngineOptions.__doc__ or "").partition("\n\n")
+    return "\n".join([head, "", "Args:", *entries, "", textwrap.dedent(rest)])
+
+
+EngineOptions.__doc__ = _documentation()

@@ -1,4 +1,4 @@
-"""How far a prefill is, for whoever waits for it."""
+"""Progress of a prefill."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from chunkrt.progress import PREFILL, find_progress
 
 
 class _Counter:
-    """Adds up the tokens of a prompt that threads have computed."""
+    """Counter of the prompt tokens that threads have computed."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._total, self._done, self._lock = progress, total, 0, Lock()
 
     def add(self, num_tokens: int) -> None:
-        """Tell that there are so many more; earlier tokens that are run again do not count."""
+        """Report `num_tokens` more tokens; earlier tokens that are run again do not count."""
         with self._lock:
             self._done = min(self._done + num_tokens, self._total)
             self._progress(PREFILL, self._done, self._total)
@@ -26,7 +26,7 @@ class _Counter:
 
 @contextmanager
 def telling(sequence: TokenSequence, progress: Progress | bool, num_tokens: int) -> Iterator[None]:
-    """Have a sequence tell, while the block runs, how many of so many tokens of a prompt are done."""
+    """Make a sequence report, inside the block, how many of `num_tokens` tokens of a prompt are done."""
     shown = find_progress(progress)
     if shown is no_progress:
         yield

@@ -1,4 +1,4 @@
-"""What a prefill gave, and how long it took."""
+"""Result of a prefill, with its duration."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ Float32 = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillResult:
-    """What a prefill gave.
+    """Result of a prefill.
 
     Args:
-        logits: float32 [vocab] of the last token, [T, vocab] if all were asked for, None if none were.
-        hidden: float32 [T, H] of all tokens if they were asked for: after the last norm, as the head reads them.
+        logits: float32 [vocab] of the last token, [T, vocab] if all were requested, None if none were.
+        hidden: float32 [T, H] of all tokens if they were requested: the output of the last norm, which is the LM head's
+            input.
         position: number of tokens in the session's context after the prefill. `Session.rewind(result.position)` drops
             everything that was added later.
-        num_tokens: number of tokens that were computed, including earlier ones that the state had lost. Tokens that
-            the prefix cache supplied are not among them.
-        num_cached: number of tokens that the prefix cache supplied.
+        num_tokens: number of tokens that were computed, including earlier ones that the state had lost, and excluding
+            tokens from the prefix cache.
+        num_cached: number of tokens from the prefix cache.
         num_chunks: number of chunks that were computed.
         seconds: wall time.
         events: one record for each task, for figures and traces.
@@ -40,7 +41,7 @@ class PrefillResult:
     events: Sequence[TaskEvent]
 
     def __repr__(self) -> str:
-        """Figures for a person; arrays and events by their sizes."""
+        """Return a summary; arrays and events are shown by their sizes."""
         logits = "none" if self.logits is None else f"float32 {list(self.logits.shape)}"
         rate = self.num_tokens / self.seconds if self.seconds else 0
         cached = f", {self.num_cached} cached" if self.num_cached else ""
@@ -51,7 +52,7 @@ class PrefillResult:
 
 
 def joined(results: Sequence[PrefillResult]) -> PrefillResult:
-    """The figures of several, and the logits of the last."""
+    """Return the combined figures of several results, and the logits of the last."""
     return PrefillResult(
         logits=results[-1].logits,
         hidden=results[-1].hidden,

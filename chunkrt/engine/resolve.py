@@ -1,4 +1,4 @@
-"""From what a person calls a model to its engine directory: found, pulled, or compiled into the cache."""
+"""Resolution of a model's name to its engine directory: found, downloaded, or compiled into the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, DEFAULT_SCHEME, MIXED, Recipe, Scheme, Search, find_scheme
 
 STATIC_OPTIONS = ("shadow", "budget", "outputs", "equalisation", "rotation")
-"""Those of the options that a static scheme alone has a use for."""
+"""Options that only a static scheme uses."""
 
 
 def engine_folder(
@@ -31,15 +31,16 @@ def engine_folder(
     *,
     check: Callable[[Plan, Scheme, EngineOptions], None] | None = None,
 ) -> Path:
-    """The engine directory of a model: itself, or compiled into the cache, pulled before that if need be.
+    """Return the engine directory of a model: the model itself, or one compiled into the cache, after a download if
+    necessary.
 
     Args:
-        check: raises for a plan that the options cannot run; asked before weights are written for it.
+        check: raises an error for a plan that the options cannot run; called before weights are written for it.
 
     Raises:
-        ConfigError, ModelError: as `chunkrt.load`.
-        BackendUnavailableError: the NPU was asked for by name, and is not here.
-        PartitionError: it was, with a scheme that it does not run.
+        ConfigError, ModelError: see `chunkrt.load`.
+        BackendUnavailableError: the NPU was requested by name, and is not available.
+        PartitionError: the NPU was requested by name, and does not run the scheme.
     """
     check_npu(options)
     path = Path(model)
@@ -90,35 +91,35 @@ def engine_folder(
 
 
 def find_recipe(model: str, options: EngineOptions, progress: Progress) -> tuple[Path, Recipe]:
-    """A model's checkpoint on disk, and what it is compiled under.
+    """Return a model's checkpoint on disk, and the recipe by which it is compiled.
 
     Raises:
-        ConfigError, ModelError: there is no such model; an option that the scheme has no use for.
-        PartitionError: the NPU that was asked for by name does not run the scheme.
+        ConfigError, ModelError: the model does not exist, or the scheme does not use an option.
+        PartitionError: the NPU that was requested by name does not run the scheme.
     """
     checkpoint, default_scheme = find_checkpoint(model, progress)
     recipe = choose_recipe(options, default_scheme)
     scheme = recipe.scheme
     if options.calibration and not scheme.is_static:
-        raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; leave --calibration away")
+        raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; omit --calibration")
     npu = asked_npu(options)
     if npu and options.npu != "auto" and (reason := linear_refusal(npu, scheme)):
-        raise PartitionError(f"{options.npu} has no linears under the scheme {scheme.name!r}: {reason}")
+        raise PartitionError(f"{options.npu} does not support linear layers under the scheme {scheme.name!r}: {reason}")
     return checkpoint, recipe
 
 
 def choose_recipe(options: EngineOptions, default: str) -> Recipe:
-    """What a checkpoint is compiled under; `default` is its own scheme, where no NPU is used or the NPU has it.
+    """Return the recipe of a checkpoint; `default` is its own scheme, used without an NPU or if the NPU supports it.
 
     Raises:
-        ConfigError: an option that the scheme has no use for.
+        ConfigError: the scheme does not use an option.
     """
     npu = asked_npu(options)
     scheme = find_scheme(options.scheme or (default_npu_scheme(npu, default) if npu else default))
     if not scheme.is_static:
         for name in STATIC_OPTIONS:
             if _is_given(getattr(options, name)):
-                raise ConfigError(f"the scheme {scheme.name!r} is not static and has no {name}; leave it away")
+                raise ConfigError(f"the scheme {scheme.name!r} is not static and does not use {name}; omit it")
         return Recipe(scheme=scheme)
     in_float = replace(scheme, float_outputs=("*",))
     is_w8a8_in_float = scheme.name == "w8a8" and not (npu and linear_refusal(npu, in_float))
@@ -130,7 +131,7 @@ def choose_recipe(options: EngineOptions, default: str) -> Recipe:
     search: Search | None = None
     if scheme.name == MIXED:
         if options.shadow is not None:
-            raise ConfigError("the scheme 'mixed' chooses shadows by itself; leave --shadow away, or use 'w8a8'")
+            raise ConfigError("the scheme 'mixed' chooses shadows by itself; omit --shadow, or use 'w8a8'")
         search = "mixed"
     elif options.shadow == "auto":
         search = "shadow"
@@ -139,23 +140,23 @@ def choose_recipe(options: EngineOptions, default: str) -> Recipe:
         scheme = replace(scheme, shadowed=patterns)
     if scheme.activation_bits == 16 and (search or scheme.shadowed):
         raise ConfigError(
-            f"linears of the scheme {scheme.name!r} take 16 bits and need no shadow; use 'w8a8' or 'mixed'"
+            f"linear layers of the scheme {scheme.name!r} take 16 bits and need no shadow; use 'w8a8' or 'mixed'"
         )
     if search is None and options.budget is not None:
-        raise ConfigError("a budget is for --shadow auto and for --scheme mixed; leave it away")
+        raise ConfigError("a budget is for --shadow auto and for --scheme mixed; omit it")
     return Recipe(scheme=scheme, search=search, budget=search and (options.budget or DEFAULT_BUDGETS[search]))
 
 
 def _is_given(option: object) -> bool:
-    """Whether a static option was set; an equalisation of 0 was."""
+    """Return True if a static option was set, including an equalisation of 0."""
     return option is not None and option is not False
 
 
 def check_compiled(folder: Path, options: EngineOptions, ranks: Ranks = ALONE) -> None:
-    """Refuse options that a compiled model cannot follow any more.
+    """Reject options that a compiled model cannot follow any more.
 
     Raises:
-        ConfigError: other ranks, another scheme or placement, npu "off", or any other option that says how to quantise.
+        ConfigError: other ranks, another scheme or placement, npu "off", or any other option of quantisation.
         ModelError: the folder is not an engine directory of this format.
     """
     manifest = read_manifest(folder)
@@ -167,25 +168,25 @@ def check_compiled(folder: Path, options: EngineOptions, ranks: Ranks = ALONE) -
     for name in STATIC_OPTIONS:
         if _is_given(getattr(options, name)):
             raise ConfigError(
-                f"{folder} is compiled and takes no {name} any more; give the checkpoint to compile it anew"
+                f"{folder} is compiled and does not accept {name} any more; pass the checkpoint to compile it again"
             )
     is_placed = options.placement is None or list(options_placement(options).items()) == list(
         manifest.placement.items()
     )
     if options.npu == "off" or not is_placed:
-        raise ConfigError(f"{folder} is compiled, its placement is fixed; give the checkpoint to place it anew")
+        raise ConfigError(f"{folder} is compiled, its placement is fixed; pass the checkpoint to place it again")
     if options.calibration is not None:
-        raise ConfigError(f"{folder} is compiled, its grids are fixed; give the checkpoint to calibrate it anew")
+        raise ConfigError(f"{folder} is compiled, its grids are fixed; pass the checkpoint to calibrate it again")
 
 
 def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
-    """A model's checkpoint on disk and its default scheme; fetched if it is not there.
+    """Return a model's checkpoint on disk and its default scheme; download it if necessary.
 
-    It is looked for as a file or folder, in the catalogue, in the cache of the Hugging Face hub's client, on the hub.
+    The search order is: a file or folder, the catalogue, the cache of the Hugging Face hub's client, the hub.
 
     Raises:
-        ConfigError: none of these.
-        ModelError: there is no such file, or it cannot be fetched.
+        ConfigError: none of these has the model.
+        ModelError: the file does not exist, or cannot be downloaded.
     """
     path = Path(model)
     if path.exists():
@@ -204,7 +205,7 @@ def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
 
 
 def options_placement(options: EngineOptions) -> Placement:
-    """Where the options place modules. Raises ConfigError if the placement file is wrong."""
+    """Return the placement of modules from the options. Raises ConfigError if the placement file is wrong."""
     if options.npu == "off":
         return ALL_ON_CPU
     if isinstance(options.placement, Path):

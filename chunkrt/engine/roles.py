@@ -1,4 +1,4 @@
-"""Who plays the NPU: Qualcomm's, its emulator, a plug-in, or the CPU; and what that one takes."""
+"""Choice of the backend that serves as the NPU (Qualcomm's, its emulator, a plug-in, or the CPU), and its support."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ log = logging.getLogger(__name__)
 
 
 def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> tuple[Backend, Backend]:
-    """Who plays the NPU and who the CPU for an engine directory: one and the same, if it plays both.
+    """Return the backends that serve as the NPU and as the CPU for an engine directory; the same one if it serves as
+    both.
 
     Raises:
-        BackendUnavailableError: a backend that was asked for is not on this machine.
-        ConfigError: nobody knows which SoC this is; or the one that plays the CPU has no caches of that type, or no
-            attention in that arithmetic.
+        BackendUnavailableError: a backend that was requested is not available on this machine.
+        ConfigError: the SoC is unknown; or the CPU's backend does not support that type of caches or arithmetic of
+            attention.
     """
     threads, math = options.num_threads, options.attention_math
     if options.npu in ("auto", "qnn", "off"):
@@ -44,7 +45,11 @@ def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> t
         npu = make_backend(options.npu, threads=threads, attention_math=math)
         cpu = npu if npu.concurrency is None else _beside_npu(manifest.scheme, threads, math)
         if cpu.name != "native" and cpu is not npu:
-            log.warning("%s plays the CPU: native has no linears under the scheme %s", cpu.name, manifest.scheme.name)
+            log.warning(
+                "%s serves as the CPU: native does not support linear layers under the scheme %s",
+                cpu.name,
+                manifest.scheme.name,
+            )
         _mind_settings(options)
     if options.cache_dtype not in (None, *cpu.cache_dtypes):
         raise ConfigError(
@@ -56,10 +61,10 @@ def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> t
 
 
 def asked_npu(options: EngineOptions) -> Supports | None:
-    """What tells which subgraphs the NPU beside the CPU takes; None where the CPU shall play both roles.
+    """Return the function that decides which subgraphs the NPU takes; None if the CPU serves as both.
 
     Raises:
-        BackendUnavailableError: the NPU was asked for by name and is not here.
+        BackendUnavailableError: the NPU was requested by name and is not available.
     """
     if runs_on_qnn(options):
         return npu_support
@@ -70,19 +75,21 @@ def asked_npu(options: EngineOptions) -> Supports | None:
 
 
 def runs_on_qnn(options: EngineOptions) -> bool:
-    """Return True if Qualcomm's NPU or its emulator is asked for by name, or taken because it is here."""
+    """Return True if Qualcomm's NPU or its emulator is requested by name, or used because it is available."""
     return options.npu == "qnn" or (options.npu == "auto" and has_npu())
 
 
 def check_npu(options: EngineOptions) -> None:
-    """Open what was asked for by name, before anything is downloaded or compiled for it. Raises as `asked_npu`."""
+    """Open the backend that was requested by name, before anything is downloaded or compiled for it. Raises the errors
+    of `asked_npu`."""
     if options.npu == "qnn":
         qnn.open_htp()
     asked_npu(options)
 
 
 def supports_by_role(options: EngineOptions, scheme: Scheme) -> dict[Device, tuple[str, Supports]]:
-    """Who plays each role for a model under a scheme, by name, and what tells what it takes. Raises as `asked_npu`."""
+    """Return for each role the name of its backend for a scheme, and its support function. Raises the errors of
+    `asked_npu`."""
     npu = npu_under(options, scheme)
     if options.npu in ("auto", "qnn", "off"):
         cpu = make_backend("native", threads=1)
@@ -93,16 +100,17 @@ def supports_by_role(options: EngineOptions, scheme: Scheme) -> dict[Device, tup
 
 
 def npu_under(options: EngineOptions, scheme: Scheme) -> Supports | None:
-    """As `asked_npu`, for a scheme: an NPU that nobody asked for is left aside where it has no linears of it."""
+    """Return `asked_npu` for a scheme; None for an NPU that was not requested by name and has no linear layers under
+    it."""
     npu = asked_npu(options)
     return None if npu and options.npu == "auto" and linear_refusal(npu, scheme) else npu
 
 
 def check_runs(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
-    """Refuse what an engine could not compile; no weight is needed for that.
+    """Check that an engine could compile a plan; this needs no weights.
 
     Raises:
-        PartitionError: nobody runs an operator of the plan in its place.
+        PartitionError: no backend runs an operator of the plan in its place.
         ConfigError, BackendUnavailableError: an operator is switched off that cannot be; see `asked_npu`.
     """
     roles = supports_by_role(options, scheme)
@@ -112,7 +120,7 @@ def check_runs(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
         plan, scheme, registered_operators(), switches, default=default_base(options.npu), warns=False
     )
     for subgraph in (s for s in plan.subgraphs if s.device != "link"):
-        # The CPU has every subgraph compiled: it decodes, and takes over from an NPU that nobody asked for by name.
+        # The CPU compiles every subgraph: it decodes, and takes over from an NPU that was not requested by name.
         takes_over = options.npu == "auto" and not options.npu_strict
         devices: set[Device] = {"cpu"} if takes_over else {"cpu", subgraph.device}
         for name, supports in (roles[device] for device in sorted(devices)):
@@ -121,19 +129,21 @@ def check_runs(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
 
 
 def _beside_npu(scheme: Scheme, threads: int, attention_math: AttentionMath = "float32") -> Backend:
-    """Who plays the CPU beside a plug-in's NPU: native, or the next that has linears under the scheme."""
+    """Return the CPU's backend next to a plug-in's NPU: native, or the next that supports linear layers under the
+    scheme."""
     backends = (make_backend(name, threads=threads, attention_math=attention_math) for name in BACKENDS)
     return next(backend for backend in backends if not linear_refusal(backend.supports, scheme))
 
 
 def default_npu_scheme(npu: Supports, default: str) -> str:
-    """The first that the NPU has linears under: a model's own scheme, w8a8-dynamic, w8a16, any."""
+    """Return the first scheme with linear layers on the NPU: a model's own scheme, w8a8-dynamic, w8a16, any."""
     names = (default, DEFAULT_SCHEME, DEFAULT_NPU_SCHEME, *SCHEMES)
     return next((name for name in names if not linear_refusal(npu, find_scheme(name))), default)
 
 
 def linear_refusal(npu: Supports, scheme: Scheme) -> str:
-    """Why the NPU does not run a linear of usual sizes under a scheme; empty if it does, or runs no linear alone."""
+    """Return why the NPU does not run a linear layer of usual sizes under a scheme; empty if it does, or runs none
+    under any."""
     (subgraph,) = _ONE_LINEAR.subgraphs
     if not any(npu(subgraph, _ONE_LINEAR, each) for each in SCHEMES.values()):
         return ""
@@ -173,24 +183,24 @@ _ONE_LINEAR = _one_linear(1024)
 
 
 def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBackend | None:
-    """Qualcomm's NPU for an engine directory, or None where the CPU shall do its work.
+    """Return Qualcomm's NPU for an engine directory, or None if the CPU does its work.
 
     Raises:
-        BackendUnavailableError: it was asked for by name, and onnxruntime-qnn is not here.
-        ConfigError: nobody knows which SoC this is.
+        BackendUnavailableError: it was requested by name, and onnxruntime-qnn is not available.
+        ConfigError: the SoC is unknown.
     """
     if not runs_on_qnn(options):
         _mind_settings(options)
         return None
     if options.npu == "auto" and not manifest.scheme.is_static:
-        log.warning("the NPU does not run the scheme %s, the CPU does; try --scheme w8a16", manifest.scheme.name)
+        log.warning("the NPU does not run the scheme %s, so the CPU runs it; try --scheme w8a16", manifest.scheme.name)
         return None
     try:
         soc = choose_soc(options.soc, manifest)
     except ConfigError as error:
         if options.npu != "auto":
             raise
-        log.warning("%s; the CPU does the NPU's work", error)
+        log.warning("%s; the CPU serves as the NPU", error)
         return None
     compiled = folder / CONTEXTS
     backend = QnnBackend(
@@ -207,7 +217,7 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
 
 
 def _mind_settings(options: EngineOptions) -> None:
-    """Tell of what only Qualcomm's NPU minds."""
+    """Warn about settings that only Qualcomm's NPU uses."""
     what = "another backend" if options.npu not in NPU_CHOICES else "the CPU"
     given = {
         f"--soc {options.soc}": options.soc is not None,
@@ -215,11 +225,11 @@ def _mind_settings(options: EngineOptions) -> None:
         "--weights npu-only": options.weights == "npu-only",
     }
     for setting in (setting for setting, is_given in given.items() if is_given):
-        log.warning("%s has no effect: %s does the NPU's work; try --npu qnn", setting, what)
+        log.warning("%s has no effect, because %s serves as the NPU; try --npu qnn", setting, what)
 
 
 def choose_soc(name: str | None, manifest: Manifest | None = None) -> Soc:
-    """The SoC to run on or to emulate: the one named, this machine's, the one compiled for, or a common one."""
+    """Return the SoC to run on or to emulate: the one named, this machine's, the one compiled for, or a common one."""
     return (
         find_soc(name)
         if name
@@ -228,10 +238,10 @@ def choose_soc(name: str | None, manifest: Manifest | None = None) -> Soc:
 
 
 def contexts_folder() -> Path:
-    """Where compiled contexts of all models are kept."""
+    """Return the folder of the compiled contexts of all models."""
     return catalogue.home() / "contexts"
 
 
 @cache
 def _tell_of_emulation() -> None:
-    log.warning("there is no Hexagon NPU here, it is emulated: values are a device's, speed means nothing")
+    log.warning("no Hexagon NPU is available, so it is emulated: values match a device, speed does not")

@@ -1,7 +1,7 @@
-"""From logits to the next token, and from stop strings to the end of the text.
+"""Sampling: from logits to the next token, and from stop strings to the end of the text.
 
-The filters and their order are Hugging Face Transformers': repetition penalty, temperature, top-k, top-p and
-min-p; before the temperature come OpenAI's: biases, presence and frequency penalties. Temperature 0 is greedy.
+The filters and their order are those of Hugging Face Transformers: repetition penalty, temperature, top-k, top-p and
+min-p. OpenAI's come before the temperature: biases, presence and frequency penalties. Temperature 0 is greedy.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ EXCLUDED = np.finfo(np.float32).min
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How the next token is chosen.
+    """Options that determine the choice of the next token.
 
     Args:
         temperature: 0 is greedy; otherwise logits are divided by it. Finite, at least 0.
-        top_k: keep the k most likely tokens (more where logits tie). At least 1; None keeps all.
-        top_p: keep the most likely tokens whose probabilities add up to it. In [0, 1]; 1 keeps all, 0 the likeliest
-            alone.
+        top_k: keep the k most likely tokens (more if logits tie). At least 1; None keeps all.
+        top_p: keep the most likely tokens whose probabilities add up to it. In [0, 1]; 1 keeps all, 0 only the
+            likeliest.
         min_p: keep tokens at least this fraction as likely as the likeliest. In [0, 1]; 0 keeps all.
-        repetition_penalty: divides positive and multiplies negative logits of tokens that occurred. In
-            [0.01, 100]; 1 does nothing.
-        presence_penalty: taken from the logits of tokens that this generation has drawn. In [-2, 2].
-        frequency_penalty: the same, as many times as they were drawn. In [-2, 2].
+        repetition_penalty: divides positive and multiplies negative logits of tokens that occurred. In [0.01, 100]; 1
+            has no effect.
+        presence_penalty: subtracted from the logits of tokens that this generation has drawn. In [-2, 2].
+        frequency_penalty: the same, once for each time that they were drawn. In [-2, 2].
         logit_bias: added to the logits of tokens, by id, each in [-100, 100].
-        seed: of the random numbers (NumPy's PCG64), at least 0; the same seed gives the same tokens. None is
-            a fresh one each time.
-        ignore_eos: never choose an end-of-generation token, so that an answer has as many tokens as it may.
-        min_new_tokens: choose no end-of-generation token before so many tokens, and look for no stop string in
+        seed: seed of the random numbers (NumPy's PCG64), at least 0; the same seed gives the same tokens. None uses a
+            new one each time.
+        ignore_eos: never choose an end-of-generation token, so that an answer has the largest allowed number of tokens.
+        min_new_tokens: choose no end-of-generation token before this number of tokens, and search no stop string in
             their text. At least 0.
 
     Raises:
@@ -92,7 +92,8 @@ class SamplingOptions:
 
 @operators.register(SAMPLER, REFERENCE)
 class Sampler:
-    """Draws tokens by one set of options. It owns a stream of random numbers: one sampler, one generation."""
+    """Sampler that draws tokens with one set of options. It owns a stream of random numbers: one sampler, one
+    generation."""
 
     def __init__(self, options: SamplingOptions) -> None:
         self.options = options
@@ -104,7 +105,7 @@ class Sampler:
 
         Args:
             logits: float32 [V]; not changed.
-            history: ids of the prompt's and the generated tokens, read by the repetition penalty alone.
+            history: ids of the prompt's and the generated tokens, used only by the repetition penalty.
 
         Raises:
             BackendError: a logit is not finite.
@@ -123,15 +124,16 @@ class Sampler:
     def distribution(
         self, logits: NDArray[np.float32], history: Sequence[int] | NDArray[np.int64] = ()
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The tokens that can be drawn, int64 [n], and their probabilities, float64 [n], which add up to 1.
+        """Return the tokens that can be drawn, int64 [n], and their probabilities, float64 [n], which add up to 1.
 
-        Arguments and errors are `next`'s. Greedy options leave one token of probability 1.
+        Arguments and errors are those of `next`. Greedy options leave one token of probability 1.
         """
         options = self.options
         scores = self._scores(logits, history)
         if options.temperature == 0:
             return np.array([np.argmax(scores)], np.int64), np.ones(1)
-        token_ids = np.flatnonzero(logits != EXCLUDED)  # a high temperature would make these as likely as the others
+        # a high temperature would make excluded tokens as likely as the others
+        token_ids = np.flatnonzero(logits != EXCLUDED)
         if len(token_ids) == 0:
             token_ids = np.arange(len(scores), dtype=np.int64)
         scores = scores[token_ids]
@@ -143,7 +145,7 @@ class Sampler:
             probabilities = np.exp((scores.astype(np.float64) - scores.max()) / options.temperature)
         probabilities /= probabilities.sum()
         if options.top_p < 1:
-            # Rarer tokens make less than 1 - top_p together, so they need no sorting to be left out.
+            # Rarer tokens have a total probability below 1 - top_p, so they can be omitted without sorting.
             likely = np.flatnonzero(probabilities >= (1 - options.top_p) / len(probabilities))
             order = likely[np.argsort(-scores[likely], kind="stable")]
             before = np.cumsum(probabilities[order]) - probabilities[order]
@@ -157,7 +159,7 @@ class Sampler:
     def _scores(
         self, logits: NDArray[np.float32], history: Sequence[int] | NDArray[np.int64]
     ) -> NDArray[np.floating[Any]]:
-        """The logits, checked, with biases and after penalties."""
+        """Check the logits, and return them with biases and penalties."""
         options = self.options
         scores = _penalised(logits, history, options.repetition_penalty)
         if options.logit_bias:
@@ -173,14 +175,14 @@ class Sampler:
 
 
 class PluginSampler:
-    """Somebody else's sampler, whose tokens are checked and whose errors name it.
+    """Sampler of a plug-in, whose tokens are checked and whose errors name it.
 
     Args:
-        make: takes the options, and returns what has `next`, as `Sampler` does.
-        origin: where it comes from.
+        make: takes the options, and returns an object with `next` like `Sampler`.
+        origin: name of the plug-in.
 
     Raises:
-        BackendError: here and of `next`, whatever the other raised, or chose that is no token.
+        BackendError: the plug-in raised an error or chose an invalid token, here or in `next`.
     """
 
     def __init__(self, make: Callable[[SamplingOptions], Any], origin: str, options: SamplingOptions) -> None:
@@ -204,7 +206,7 @@ class PluginSampler:
             yield
         except ChunkrtError:
             raise
-        except Exception as error:  # whatever another's code raises
+        except Exception as error:  # any error of the plug-in
             raise self._error(f"failed: {type(error).__name__}: {error}") from error
 
     def _error(self, what: str) -> BackendError:
@@ -212,14 +214,14 @@ class PluginSampler:
 
 
 class StopStrings:
-    """Ends a stream of text before the first of some strings, and holds back what may become one.
+    """Filter that ends a stream of text before the first of some strings, and withholds text that may become one.
 
-    The match that is complete first wins, and of several complete at once the longest; so the outcome does
-    not depend on how the text was cut into pieces.
+    The match that is complete first wins, and of several complete at once the longest; so the result does not depend on
+    how the text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Raises ConfigError if a stop string is empty or not a string."""
+        """Check the stop strings. Raises ConfigError if one is empty or not a string."""
         is_list = isinstance(stops, Iterable) and not isinstance(stops, str | bytes)
         self._stops = tuple(listed("stop", stops)) if is_list else ()
         if not is_list or not all(isinstance(stop, str) and stop for stop in self._stops):
@@ -237,9 +239,9 @@ class StopStrings:
         return bool(self._stops)
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take the next piece; return what is safe to emit now, and whether a stop string was met.
+        """Take the next piece; return the text that is certain, and True if a stop string was met.
 
-        Once it was, every further piece is swallowed.
+        After that, every further piece is discarded.
         """
         if self._stopped:
             return "", True
@@ -253,13 +255,13 @@ class StopStrings:
         return text[:safe], False
 
     def flush(self) -> str:
-        """What was held back, for the end of a text that met no stop string."""
+        """Return the withheld text, for the end of a text without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` without completing it."""
+    """Return the length of the longest end of `text` that begins `stop` without completing it."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if stop.startswith(text[-length:])), 0)
 
@@ -267,7 +269,7 @@ def _overlap(text: str, stop: str) -> int:
 def _penalised(
     logits: NDArray[np.float32], history: Sequence[int] | NDArray[np.int64], penalty: float
 ) -> NDArray[np.floating[Any]]:
-    """The logits, checked, after the repetition penalty."""
+    """Check the logits, and return them after the repetition penalty."""
     if logits.ndim != 1 or logits.size == 0:
         raise ConfigError(f"sampling: found logits of shape {list(logits.shape)}, expected [V]")
     finite = np.isfinite(logits)
@@ -276,7 +278,7 @@ def _penalised(
         raise BackendError(
             f"{logits.size - np.count_nonzero(finite)} of {logits.size} logits are not finite (token {first} "
             f"has {logits[first]}), so no token can be chosen; run the prompt with --npu reference "
-            "(npu='reference' in Python) to tell a faulty backend from faulty weights"
+            "(npu='reference' in Python) to distinguish a faulty backend from faulty weights"
         )
     if penalty == 1 or len(history) == 0:
         return logits
@@ -289,7 +291,7 @@ def _penalised(
 
 
 def _require_number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
-    """NaN holds no condition."""
+    """Raise ConfigError unless the condition holds; it never does for NaN."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float | np.integer | np.floating)
@@ -299,7 +301,7 @@ def _require_number(name: str, value: object, expected: str, holds: Callable[[fl
 
 
 def _as_number(value: Any) -> int | float:
-    """Return a NumPy scalar as Python's number, which no comparison casts."""
+    """Return a NumPy scalar as a Python number, so that no comparison converts it."""
     return value.item() if isinstance(value, np.generic) else value  # type: ignore[no-any-return]
 
 
@@ -309,4 +311,4 @@ def _require_integer(name: str, value: object, *, minimum: int) -> None:
 
 
 GREEDY = SamplingOptions()
-"""Always the likeliest token."""
+"""Options that always choose the likeliest token."""

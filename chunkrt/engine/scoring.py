@@ -1,7 +1,7 @@
-"""Scoring: what a model says of tokens that came, from their logits, in bounded memory.
+"""Scoring: log-probabilities of given tokens from a model's logits, in bounded memory.
 
 A window of 512 tokens has 512 x 262,144 logits in the largest vocabularies: half a gigabyte. A prompt is therefore
-prefilled in pieces, and what needs float64 goes through rows a few at a time.
+prefilled in pieces, and float64 arithmetic processes a few rows at a time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Float64 = NDArray[np.float64]
 Tokens = NDArray[np.int64]
 
 PIECE_BYTES = 256 * 2**20
-"""Of the logits of one piece, at most; of one chunk, if that is more."""
+"""Largest size of the logits of one piece, or of one chunk if that is larger."""
 
 BLOCK_VALUES = 2**21
-"""Values that are in float64 at a time."""
+"""Number of values that are in float64 at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Of a continuation: the logarithm of its probability, and whether each token of it is the likeliest."""
+    """Score of a continuation: the logarithm of its probability, and for each token True if it is the likeliest."""
 
     log_probability: float
     is_greedy: bool
@@ -46,7 +46,7 @@ def score_continuation(
         sequence: goes back only as far as these tokens differ from those that it has seen.
         context: at least one token.
         continuation: at least one token.
-        chunk_length: of the engine.
+        chunk_length: the engine's chunk length.
 
     Raises:
         ConfigError: one of them is empty or holds ids outside the vocabulary, or both together do not fit the context.
@@ -68,9 +68,9 @@ def score_continuation(
 
 
 def check_pair(context: Sequence[int], continuation: Sequence[int], vocab_size: int, context_length: int) -> None:
-    """Raises ConfigError unless some tokens can be scored after others; see `score_continuation`."""
+    """Raise ConfigError unless some tokens can be scored after others; see `score_continuation`."""
     if not context or not continuation:
-        raise ConfigError("nothing can be scored without a token before it, and one to score")
+        raise ConfigError("scoring needs at least one token of context, and one to score")
     if outside := [token for token in (*context, *continuation) if not 0 <= token < vocab_size]:
         raise ConfigError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
     if len(context) + len(continuation) - 1 > context_length:
@@ -80,7 +80,7 @@ def check_pair(context: Sequence[int], continuation: Sequence[int], vocab_size: 
 
 
 def by_context(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
-    """The indices of pairs, those with one context together: a session that scores them runs it once."""
+    """Return the indices of pairs, grouped by context: a session that scores a group runs its context once."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, (context, _) in enumerate(pairs):
         groups.setdefault(tuple(context), []).append(index)
@@ -88,7 +88,7 @@ def by_context(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[lis
 
 
 def by_beginning(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The indices of prompts, those together, in order, of which each begins as the one before for half its length."""
+    """Return the indices of prompts in order, grouped so that each begins like the one before for half its length."""
     groups: list[list[int]] = []
     for index in sorted(range(len(prompts)), key=lambda index: tuple(prompts[index])):
         if groups and 2 * num_shared(prompts[groups[-1][-1]], prompts[index]) >= len(prompts[index]):
@@ -99,7 +99,7 @@ def by_beginning(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """With how many tokens both begin."""
+    """Return the number of tokens with which both begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -112,14 +112,15 @@ def tell_of_tokens(
     chunk_length: int,
     before: Sequence[TokenLogProbabilities] = (),
 ) -> Steps[Told]:
-    """Run tokens, and tell of each from the second on, and of the `number` that were likeliest in its place.
+    """Run tokens, and return the log-probabilities of each from the second on, and of the `number` likeliest in its
+    place.
 
     Args:
-        sequence: empty; or it has seen tokens of which `before` was told.
-        tokens: at least one. Those with which the sequence began, too, are not run again, but for the last.
-        number: of the likeliest.
-        chunk_length: of the engine.
-        before: told of the sequence's tokens, with the same `number`.
+        sequence: empty, or has seen the tokens of `before`.
+        tokens: at least one. Those with which the sequence began, too, are not run again, except the last.
+        number: number of likeliest tokens.
+        chunk_length: the engine's chunk length.
+        before: results for the sequence's tokens, with the same `number`.
 
     Raises:
         ConfigError: they do not fit the context.
@@ -127,16 +128,17 @@ def tell_of_tokens(
     """
     start = max(min(num_shared(tokens, sequence.tokens), len(before) + 1) - 1, 0)
     if len(sequence.history) != len(sequence.tokens):
-        start = 0  # what a context that shifted holds has seen what it dropped
+        start = 0  # the tokens of a shifted context have seen the dropped tokens
     sequence.rewind(start)
-    if sequence.state.position < start:  # rings and recurrent state go back further: from there on, piece by piece
+    # rings and recurrent state may go back further: continue from there, piece by piece
+    if sequence.state.position < start:
         start = sequence.state.position
         sequence.rewind(start)
     told = list(before[:start])
     tokens = tokens[start:]
 
     def take(logits: Float32, start: int) -> None:
-        following = tokens[start + 1 : start + 1 + len(logits)]  # nothing follows the last
+        following = tokens[start + 1 : start + 1 + len(logits)]  # no token follows the last
         told.extend(likeliest(row, token, number) for row, token in zip(logits, following, strict=False))
 
     yield from _run_in_pieces(sequence, tokens, chunk_length, take)
@@ -144,10 +146,10 @@ def tell_of_tokens(
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """The tokens of a context and of what follows, as lm-evaluation-harness divides them.
+    """Return the tokens of a context and of its continuation, divided like in lm-evaluation-harness.
 
-    Spaces at the end of the context go to the continuation. The continuation's tokens are what the tokens of both
-    together have beyond the number of the context's.
+    Spaces at the end of the context go to the continuation. The continuation's tokens are those of both texts together
+    after the number of the context's.
     """
     kept = context.rstrip()
     whole = tokenizer.encode(context + continuation, add_special=True, parse_special=False)
@@ -158,7 +160,8 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
 def _run_in_pieces(
     sequence: TokenSequence, tokens: Sequence[int], chunk_length: int, take: Callable[[Float32, int], None]
 ) -> Steps[None]:
-    """Run tokens; `take` is given their logits, a bounded number of rows at a time, and which token the first is of."""
+    """Run tokens; `take` is called with their logits, a bounded number of rows at a time, and the index of the first
+    token."""
     start = 0
     for length in piece_lengths(len(tokens), sequence.vocab_size, chunk_length):
         result = yield from sequence.extend(tokens[start : start + length], "all")
@@ -168,18 +171,18 @@ def _run_in_pieces(
 
 
 def _go_to(sequence: TokenSequence, tokens: Sequence[int]) -> Steps[None]:
-    """Bring a sequence to where it and its state have seen exactly these tokens."""
+    """Bring a sequence and its state to the point where they have seen exactly these tokens."""
     sequence.rewind(num_shared(tokens, sequence.tokens))
-    start = sequence.state.position  # rings and recurrent state go back further
+    start = sequence.state.position  # rings and recurrent state may go back further
     if start < len(tokens):
         sequence.rewind(start)
         yield from sequence.extend(tokens[start:], "none")
 
 
 def piece_lengths(num_tokens: int, vocab_size: int, chunk_length: int) -> list[int]:
-    """How many tokens are prefilled at a time: whole chunks; no piece of one token follows others.
+    """Return the number of tokens of each piece: complete chunks, and no piece of one token after others.
 
-    An engine with an NPU runs single tokens elsewhere, and a measurement shall be of one thing.
+    An engine with an NPU runs single tokens elsewhere, and a measurement should use one path.
     """
     most = max(PIECE_BYTES // (4 * vocab_size) // chunk_length, 1) * chunk_length
     lengths = [min(most, num_tokens - start) for start in range(0, num_tokens, most)]
@@ -189,13 +192,13 @@ def piece_lengths(num_tokens: int, vocab_size: int, chunk_length: int) -> list[i
 
 
 def row_blocks(num_rows: int, vocab_size: int) -> Iterator[slice]:
-    """Rows, so many at a time that BLOCK_VALUES hold them."""
+    """Yield slices of rows with at most BLOCK_VALUES values each."""
     step = max(BLOCK_VALUES // vocab_size, 1)
     return (slice(start, start + step) for start in range(0, num_rows, step))
 
 
 def log_softmax(logits: Float16 | Float32) -> Float64:
-    """Logarithms of probabilities, float64 [R, V], of a few rows of logits.
+    """Return the logarithms of probabilities, float64 [R, V], of a few rows of logits.
 
     Raises:
         ModelError: a logit is not finite.
@@ -208,14 +211,14 @@ def log_softmax(logits: Float16 | Float32) -> Float64:
 
 
 def check_finite(logits: Float16 | Float32) -> None:
-    """Raises ModelError if a logit is not finite."""
-    if not (np.isfinite(logits.min()) and np.isfinite(logits.max())):  # either is NaN if one is
-        raise ModelError("the model computed logits that are not finite; is the checkpoint damaged?")
+    """Raise ModelError if a logit is not finite."""
+    if not (np.isfinite(logits.min()) and np.isfinite(logits.max())):  # both are NaN if one value is
+        raise ModelError("the model computed logits that are not finite; check the checkpoint for damage")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
-    """What a model says of the tokens that came: `log_probabilities` float64 [R]; `is_top` bool [R], the likeliest."""
+    """Scores of given tokens: `log_probabilities` float64 [R]; `is_top` bool [R], True for the likeliest token."""
 
     log_probabilities: Float64
     is_top: NDArray[np.bool_]
@@ -232,7 +235,8 @@ def score_tokens(logits: Float32, tokens: Tokens) -> TokenScores:
         ModelError: a logit is not finite.
     """
     found = np.empty(len(tokens), np.float64)
-    for row, (values, token) in enumerate(zip(logits, tokens, strict=True)):  # one at a time stays in the cache
+    # row by row, so that the data stay in the CPU cache
+    for row, (values, token) in enumerate(zip(logits, tokens, strict=True)):
         check_finite(values)
         relative = values.astype(np.float64)
         relative -= values.max()
@@ -243,7 +247,7 @@ def score_tokens(logits: Float32, tokens: Tokens) -> TokenScores:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogProbabilities:
-    """Of a token that came, `own`; and of the likeliest, `top`: (token id, log-probability), the likeliest first."""
+    """Log-probability of a given token, `own`; and (token id, log-probability) of the likeliest, in order, `top`."""
 
     own: float
     top: Sequence[tuple[int, float]]
@@ -251,19 +255,20 @@ class TokenLogProbabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """Of a text: `of_tokens` from the second on, and how many tokens from the first on had been run before."""
+    """Results for a text: `of_tokens` from the second on, and the number of tokens at its beginning that had been run
+    before."""
 
     of_tokens: Sequence[TokenLogProbabilities]
     num_cached: int
 
 
 def likeliest(logits: Float32, token_id: int, number: int) -> TokenLogProbabilities:
-    """What the model says of a token that came, and of those that are likeliest.
+    """Return the log-probabilities of a given token, and of the likeliest tokens.
 
     Args:
         logits: float32 [V], before the token.
         token_id: the token.
-        number: of the likeliest; of equally likely ones the lower id comes first.
+        number: number of likeliest tokens; of equally likely ones the lower id comes first.
 
     Raises:
         ModelError: a logit is not finite.
@@ -275,10 +280,10 @@ def likeliest(logits: Float32, token_id: int, number: int) -> TokenLogProbabilit
 
 
 def _largest(values: Float64, number: int) -> Tokens:
-    """The indices of the largest values, the largest first; of equal ones the lower index."""
+    """Return the indices of the largest values, the largest first; of equal ones the lower index."""
     if not number:
         return np.empty(0, np.int64)
     rest = max(len(values) - number, 0)
     least = np.partition(values, rest)[rest]
-    candidates = np.flatnonzero(values >= least)  # more than `number` where several equal the least
+    candidates = np.flatnonzero(values >= least)  # more than `number` if several equal the smallest
     return candidates[np.argsort(-values[candidates], kind="stable")[:number]]

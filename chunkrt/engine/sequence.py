@@ -1,8 +1,8 @@
-"""A sequence: a state, the tokens it has seen, and those that wait to be run.
+"""A sequence: a state, the tokens that it has seen, and the pending tokens.
 
-The state may lag behind the tokens: after a generation, whose last token was not run, or where it could not go back as
-far as was asked and no further. The tokens between are run with whatever comes next. Tokens are taken before they are
-run, so that an interrupt leaves a sequence whose state is at most behind.
+The state may be behind the tokens: after a generation, whose last token was not run, or after a rewind that had to go
+back further than requested. The pending tokens are run with the next ones. Tokens are taken before they are run, so
+that after an interrupt the state is at most behind.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ Result = TypeVar("Result")
 
 
 class Work(NamedTuple):
-    """What may wait for a disk. `do` is called once; what it raises is raised in the sequence."""
+    """Work that may wait for a disk. `do` is called once; its errors are raised in the sequence."""
 
     do: Callable[[], None]
 
 
 Steps = Generator[Run | Work, RunResult | None, Result]
-"""What a sequence does, run by run: it yields each, is sent what came of it, and returns in the end. Who drives it
-computes the runs: at once, in turn with others, or while an event loop goes on (`engine/driving.py`). Beside runs it
-yields work, and is sent None: an event loop leaves that to a thread."""
+"""Generator of the runs of a sequence: it yields each run, is sent the result, and returns its own result at the end.
+The driver computes the runs: at once, in turn with others, or in an event loop (`engine/driving.py`). In addition to
+runs it yields work, and is sent None; an event loop does the work in a thread."""
 
 
 class SequenceEngine(Protocol):
-    """What a sequence takes of an engine."""
+    """Interface of an engine for sequences."""
 
     plan: Plan
     options: EngineOptions
@@ -53,7 +53,7 @@ class SequenceEngine(Protocol):
     prefix_cache: PrefixCache | None
 
     def fork_state(self, state: State) -> State:
-        """A copy of a state. Raises BusyError if there is no room for it."""
+        """Return a copy of a state. Raises BusyError if there is no room for it."""
         ...
 
 
@@ -61,9 +61,9 @@ class TokenSequence:
     """Tokens, and the state that follows them.
 
     Args:
-        engine: whose options they go by.
-        state: empty, or of the first of `tokens`.
-        tokens: those there are already.
+        engine: engine whose options apply.
+        state: empty, or has seen the first of `tokens`.
+        tokens: the tokens so far.
         cache_salt: prefixes are shared only with sequences of the same salt.
     """
 
@@ -73,57 +73,58 @@ class TokenSequence:
         self._engine = engine
         self._state: State | None = state
         self.tokens = list(tokens)
-        """Those in the context: all so far, unless it has been shifted."""
+        """Tokens in the context: all so far, unless it has been shifted."""
         self.logits: Float32 | None = None
-        """After the last token, if that has been run."""
+        """Logits after the last token, if that has been run."""
         self.cancel = Cancel()
         self.follows_text = False
-        """Whether the last token is one of plain text."""
+        """True if the last token is one of plain text."""
         self.on_run: Callable[[RunRecord], None] | None = None
         self.on_tokens: Callable[[int], object] | None = None
-        """Told, from any thread, how many tokens another chunk of a run has computed, or the prefix cache gave."""
+        """Called, in any thread, with the number of tokens that another chunk has computed, or that came from the
+        prefix cache."""
         self._dropped: list[int] = []
-        """What shifts of the context took away, from behind the tokens that stay for good."""
+        """Tokens that shifts of the context have dropped, which followed the permanent ones."""
         self._reuse = Reuse(engine.prefix_cache, cache_salt)
         self._unreported: list[RunRecord] = []
-        """Records of runs that `on_run` has not been given yet: it is called when all tokens have been taken."""
+        """Records of runs not yet reported to `on_run`, which is called when all tokens have been taken."""
         self._after_prompt: tuple[int, Float32] | None = None
-        """Where the last prompt ended, and the logits there: a state that cannot go back by a token need not."""
+        """End of the last prompt, with the logits there, for a state that cannot go back by one token."""
 
     @property
     def state(self) -> State:
-        """What it has seen. Raises ClosedError once it has been released."""
+        """The state. Raises ClosedError after `release`."""
         if self._state is None:
-            raise ClosedError("the session is closed; make a new one with engine.session()")
+            raise ClosedError("the session is closed; open a new one with engine.session()")
         return self._state
 
     @property
     def history(self) -> tuple[int, ...]:
-        """Every token so far, with those that shifts of the context have dropped."""
+        """All tokens so far, including those that shifts of the context have dropped."""
         keep = self._num_kept
         return (*self.tokens[:keep], *self._dropped, *self.tokens[keep:])
 
     @property
     def context_length(self) -> int:
-        """How many tokens there can be in the context."""
+        """Largest number of tokens in the context."""
         return self._engine.context_length
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a token."""
+        """Number of logits for a token."""
         return self._engine.plan.vocab_size
 
     @property
     def is_full(self) -> bool:
-        """Whether it takes no further token: the context is full and does not shift."""
+        """True if it takes no further token: the context is full and does not shift."""
         return not self._room and not self._shifts
 
     def extend(self, new: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
-        """Take the tokens of a prompt, and run them after those that the state has not seen yet.
+        """Take the tokens of a prompt, and run them after the pending ones.
 
         Raises:
-            ConfigError: they do not fit. Whatever is raised, the sequence is as it was.
-            ModelError: logits are wanted of a model without a head.
+            ConfigError: they do not fit. After any error the sequence is unchanged.
+            ModelError: logits are requested from a model without LM head.
         """
         self._check_head(logits)
         self._unreported.clear()
@@ -133,7 +134,7 @@ class TokenSequence:
             result = yield from self._extend_in_parts(new, logits)
         else:
             length, most = self._engine.context_length, self._engine.plan.context_length
-            longer = f" take a context of up to {most} (--context)," if length < most else ""
+            longer = f" choose a context of up to {most} (--context)," if length < most else ""
             raise ConfigError(
                 f"the prompt has {len(new)} tokens, but the context of {length} has room for {self._room}; shorten the "
                 f"prompt,{longer} or let the context shift (--context-shift)"
@@ -144,7 +145,8 @@ class TokenSequence:
         return result
 
     def append(self, token_id: int) -> None:
-        """Take a token that was generated; it is run when the next is wanted. None is taken if there is no room."""
+        """Take a generated token, which is run when the next is requested. The token is not taken if there is no
+        room."""
         if not self._room and self._shifts:
             self.shift()
         if self._room:
@@ -152,7 +154,8 @@ class TokenSequence:
             self.tokens.append(token_id)
 
     def next_logits(self) -> Steps[Float32]:
-        """Logits after the last token; if that was not run yet, it is now. Raises ModelError without a head."""
+        """Return the logits after the last token, which is run now if it is pending. Raises ModelError without LM
+        head."""
         self._check_head("last")
         if self.logits is None:
             if self.state.position == len(self.tokens):
@@ -161,15 +164,15 @@ class TokenSequence:
             yield from self._catch_up(0, "last")
             computed = self.logits
             assert computed is not None
-            self._report_runs()  # it may use the session itself
+            self._report_runs()  # the callback may use the session itself
             return computed if self.logits is None else self.logits
         return self.logits
 
     def _check_head(self, logits: Logits) -> None:
         if logits in ("last", "all") and not self._engine.plan.has_head:
             raise ModelError(
-                "the checkpoint has no head (lm_head.weight), so it gives embeddings and no logits; use engine.embed, "
-                "or `chunkrt serve`"
+                "the checkpoint has no LM head (lm_head.weight), so it gives embeddings and no logits; use "
+                "engine.embed, or `chunkrt serve`"
             )
 
     def rewind(self, position: int) -> None:
@@ -182,12 +185,12 @@ class TokenSequence:
         if position <= self._num_kept:
             self._dropped.clear()
         if position < len(self.tokens):
-            self.logits = None  # before the tokens go: an interrupt may fall between
+            self.logits = None  # before the tokens are deleted, because an interrupt may come between
             del self.tokens[position:]
             self.logits = kept[1] if kept is not None and position == kept[0] else None
 
     def fork(self) -> TokenSequence:
-        """One of its own that has seen the same tokens."""
+        """Return another sequence that has seen the same tokens."""
         copy = TokenSequence(self._engine, self._engine.fork_state(self.state), self.tokens)
         copy._dropped = self._dropped.copy()
         copy.logits, copy._after_prompt = self.logits, self._after_prompt
@@ -197,7 +200,7 @@ class TokenSequence:
 
     @property
     def conversation(self) -> Conversation:
-        """What there is beside the state."""
+        """Data of the conversation in addition to the state."""
         return Conversation(
             tokens=np.array(self.tokens, np.int64),
             dropped=np.array(self._dropped, np.int64),
@@ -206,9 +209,10 @@ class TokenSequence:
         )
 
     def load(self, file: SessionFile) -> None:
-        """Be what a file holds. Raises as `State.load`; nothing has changed then. Broken off, all is run again."""
+        """Load the contents of a file. Raises the errors of `State.load`, after which nothing has changed. After an
+        interrupt all tokens are run again."""
         reuse = self._reuse.copy()
-        self._reuse.before_run(0)  # what is loaded, nobody knows to be exact
+        self._reuse.before_run(0)  # loaded data are not known to be exact
         try:
             self.state.load(file)
             said = file.conversation
@@ -225,16 +229,16 @@ class TokenSequence:
             raise
 
     def keep_prefix(self) -> None:
-        """Give the prefix cache what it lacks of the state."""
+        """Store the part of the state that the prefix cache does not have yet."""
         self._reuse.keep(self.tokens, self.state)
 
     def release(self) -> None:
-        """Let the state go, and the memory of its caches; nothing can be run any more."""
+        """Release the state, and the memory of its caches; nothing can be run any more."""
         self.cancel.set()
         self._state = None
 
     def shift(self) -> None:
-        """Drop the oldest half of the tokens, except for the first few. Broken off, all are run again."""
+        """Drop the oldest half of the tokens, except for the first few. After an interrupt all are run again."""
         keep, tokens = self._num_kept, self.tokens
         dropped = slice(keep, keep + (len(tokens) - keep) // 2)
         self.logits = self._after_prompt = None
@@ -269,7 +273,7 @@ class TokenSequence:
         try:
             result = yield from self._catch_up(len(new), logits)
         except BaseException:
-            if self.state.position <= num_before:  # else the state has seen them
+            if self.state.position <= num_before:  # otherwise the state has seen them
                 del self.tokens[num_before:]
                 self.logits = before
             raise
@@ -292,7 +296,7 @@ class TokenSequence:
                 results.append((yield from self._extend(part, wanted)))
         except BaseException:
             self.tokens, self._dropped, self.logits = tokens, dropped, last_logits
-            self._reuse.before_run(0)  # an interrupt may fall before the state is what it was
+            self._reuse.before_run(0)  # an interrupt may come before the state is restored
             self.state.restore(state)
             self._reuse = reuse
             raise
@@ -305,8 +309,8 @@ class TokenSequence:
         )
 
     def _catch_up(self, num_new: int, logits: Logits) -> Steps[PrefillResult]:
-        """Run the tokens that the state has not seen, of which the last `num_new` are new ones, but for those that the
-        prefix cache has. Whatever is raised, the state is as it was, or has seen them all."""
+        """Run the pending tokens except those in the prefix cache; the last `num_new` of them are new. After any error
+        the state is unchanged, or has seen them all."""
         start, state, reuse = time.perf_counter(), self.state, self._reuse
         before, num_cached, num_left = None, 0, len(self._pending())
         limit = len(self.tokens) - (num_new if logits in OF_ALL else 0)
@@ -343,14 +347,15 @@ class TokenSequence:
         return replace(results[0] if len(results) == 1 else joined(results), num_cached=num_cached, seconds=seconds)
 
     def _report_runs(self) -> None:
-        """Give `on_run` the records of the runs since the last report. Whatever it raises comes through."""
+        """Report the records of the runs since the last report to `on_run`. Its exceptions are propagated."""
         records, self._unreported = self._unreported, []
         for record in records:
             if self.on_run is not None:
                 self.on_run(record)
 
     def _pending(self) -> list[int]:
-        """The tokens that the state has not seen: all, if with so many the rotary tables are others than before."""
+        """Return the tokens that the state has not seen: all, if their number selects other rotary tables than
+        before."""
         rope_offset = self._engine.plan.rope_offset(len(self.tokens))
         if rope_offset != self.state.rope_offset:
             self.state.reset(rope_offset)

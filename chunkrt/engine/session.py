@@ -1,4 +1,4 @@
-"""A session: one conversation with an engine. It owns a sequence, and turns text into tokens and tokens into text."""
+"""A session: one conversation with an engine. It owns a sequence, and converts text to tokens and tokens to text."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from chunkrt.runtime.state import State
 
 
 class Session(AsyncSession):
-    """Tokens in, text out.
+    """Conversation with an engine: tokens in, text out.
 
-    One is for one thread or task at a time; others get an error. Those of one engine that run at the same time share
+    Only one thread or task may use a session at a time; others get an error. Concurrent sessions of an engine share
     chunks.
     """
 
@@ -44,7 +44,7 @@ class Session(AsyncSession):
         """Function that receives the record of every prefill and of every token's step, for traces.
 
         It is called once all tokens of the prefill or step have been taken, and may use the session itself. Its
-        exceptions come through; the tokens stay taken.
+        exceptions are propagated; the tokens stay taken.
         """
         return self._sequence.on_run
 
@@ -56,27 +56,27 @@ class Session(AsyncSession):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens in the context, prompt and generated: all so far, unless it has been shifted."""
+        """Tokens in the context, prompt and generated: all so far, unless it has been shifted."""
         return tuple(self._sequence.tokens)
 
     @property
     def history(self) -> tuple[int, ...]:
-        """Every token so far, with those that shifts of the context have dropped."""
+        """All tokens so far, including those that shifts of the context have dropped."""
         return self._sequence.history
 
     @property
     def num_kept(self) -> int:
-        """The first tokens of the context, which shifts leave where they are."""
+        """The first tokens of the context, which shifts do not move."""
         return self._engine.options.context_keep
 
     @property
     def position(self) -> int:
-        """How many tokens there are in the context; the position of the next."""
+        """Number of tokens in the context; the position of the next."""
         return len(self._sequence.tokens)
 
     @property
     def context_length(self) -> int:
-        """How many tokens the session can hold."""
+        """Largest number of tokens that the session can hold."""
         return self._engine.context_length
 
     def prefill(
@@ -84,22 +84,22 @@ class Session(AsyncSession):
     ) -> PrefillResult:
         """Stream a prompt through the decoder in chunks.
 
-        If the engine shifts its context (`EngineOptions.context_shift`), a prompt may be of any length: what does not
-        fit is taken in parts, and between them the oldest half of what is in the context is dropped, except for its
+        If the engine shifts its context (`EngineOptions.context_shift`), a prompt may have any length: a prompt that
+        does not fit is processed in parts, and between them the oldest half of the context is dropped, except for its
         first tokens.
 
         Args:
             prompt: text, or token ids. Text is plain: special tokens in it are not interpreted.
-            logits: of the last token, of all tokens, or none; "hidden": none, but the hidden states of all tokens
-                after the last norm, which the head reads (`PrefillResult.hidden`).
-            progress: told, from threads that compute, ("prefill", tokens done, tokens in all) after every chunk; it
-                must not raise. True shows it once it takes longer than a second.
+            logits: rows of logits to return: the last token's, all, or none; "hidden": none, but the hidden states of
+                all tokens after the last norm, which are the LM head's input (`PrefillResult.hidden`).
+            progress: called, from computing threads, with ("prefill", tokens done, total tokens) after every chunk; it
+                must not raise. True displays it once it takes longer than a second.
 
         Raises:
             ConfigError: the prompt is empty, does not fit the context, or holds ids outside the vocabulary; or hidden
-                states are asked for, and the scheme rotates them. The session is as it was.
+                states are requested, and the scheme rotates them. The session is unchanged.
             ClosedError: the session or the engine is closed, or `cancel` was called.
-            BackendError: a subgraph failed. The session is as it was.
+            BackendError: a subgraph failed. The session is unchanged.
         """
         with self._one_user(), self._telling(progress, prompt):
             return drive(self._extension(prompt, logits), self._engine.run)
@@ -116,12 +116,12 @@ class Session(AsyncSession):
         """Continue from the last prefill, one token at a time.
 
         Args:
-            max_new_tokens: at most so many, at least 1.
-            sampling: how a token is drawn; greedy by default.
+            max_new_tokens: largest number of tokens, at least 1.
+            sampling: sampling options; greedy by default.
             stop: strings that end the generation; they are not part of the text.
-            log_probabilities: of how many tokens, the likeliest, each piece tells them beside that of its own; None: of
-                none at all.
-            constraint: which tokens may come, if not all.
+            log_probabilities: number of likeliest tokens whose log-probabilities each piece has in addition to its own;
+                None for no log-probabilities.
+            constraint: the tokens that may come, if not all.
 
         Yields:
             Pieces whose texts concatenate to the answer. The last one has a `finish_reason`.
@@ -133,9 +133,10 @@ class Session(AsyncSession):
         return self._pieces(self._generation(max_new_tokens, sampling, stop, log_probabilities, constraint))
 
     def score(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
-        """Score some tokens after others, whatever the session holds; it goes back as far as these tokens differ.
+        """Score some tokens after others, regardless of the session's tokens; it goes back as far as these tokens
+        differ.
 
-        Continuations that follow one after the other on the same context run it once, and then only their own tokens.
+        Consecutive continuations of the same context run it once, and then only their own tokens.
 
         Args:
             context: at least one token.
@@ -151,22 +152,22 @@ class Session(AsyncSession):
     def answer(
         self, prompt: str | Sequence[int], *, max_new_tokens: int, sampling: SamplingOptions, stop: Sequence[str]
     ) -> Generator[Steps[Piece | None], None, None]:
-        """The steps of a prefill, whose result is None, and of each piece of a generation, for `drive_many`."""
+        """Yield the steps of a prefill, with the result None, and of each piece of a generation, for `drive_many`."""
         yield self._taking(prompt)
         generation = self._generation(max_new_tokens, sampling, stop)
         while not generation.is_finished:
             yield generation.next_piece()
 
     def __repr__(self) -> str:
-        """How full it is."""
+        """Return the number of tokens, and the largest possible number."""
         state = "closed" if self._is_closed else f"{self.position} of {self.context_length} tokens"
         return f"Session({state})"
 
     def rewind(self, position: int) -> None:
         """Forget every token from `position` on.
 
-        A state that cannot go back there (its rings or recurrent tensors have moved on) goes back further, and what
-        lies between is run again with the next prefill or generation.
+        A state that cannot go back there (its rings or recurrent tensors have moved on) goes back further, and the
+        tokens in between are run again with the next prefill or generation.
 
         Raises:
             ConfigError: the position is outside 0..the present one.
@@ -178,13 +179,13 @@ class Session(AsyncSession):
             self._sequence.rewind(position)
 
     def fork(self) -> Session:
-        """A session of its own that has seen the same tokens."""
+        """Return another session that has seen the same tokens."""
         with self._one_user():
             return self._copy()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the conversation to a file, aside first and then renamed; `Engine.load_session` goes on with it, in
-        another process too, with any chunk length.
+        """Write the conversation to a temporary file, and rename it; `Engine.load_session` continues it, in another
+        process too, with any chunk length.
 
         Raises:
             ConfigError: the file cannot be written, or the engine has ranks.
@@ -194,12 +195,12 @@ class Session(AsyncSession):
             self._sequence.state.save(self._engine.session_file(path, self._sequence.conversation))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Be as the session was that `save` wrote. `Engine.load_session` opens one and calls this.
+        """Restore the session that `save` wrote. `Engine.load_session` opens a session and calls this.
 
         Raises:
             ConfigError: the engine has ranks.
             ModelError: the file is missing, damaged, of another model, scheme or type of caches, or longer than the
-                context. The session is as it was.
+                context. The session is unchanged.
         """
         self._check_open()
         with self._one_user():
@@ -210,7 +211,7 @@ class Session(AsyncSession):
         self._sequence.cancel.set()
 
     def close(self) -> None:
-        """End the session: every later use is refused, and its caches go. Closing twice is allowed."""
+        """End the session: every later use is an error, and its caches are freed. Closing twice is allowed."""
         if self._is_closed:
             return
         try:
@@ -255,7 +256,7 @@ class Session(AsyncSession):
             raise ConfigError(f"constraint is {constraint!r:.80}, expected an object with allowed() and accept()")
         stops = StopStrings(stop)
         if not self._sequence.tokens:
-            raise ConfigError("there is nothing to continue; call prefill first")
+            raise ConfigError("the session has no tokens to continue; call prefill first")
         if stops:
             self._engine.require_tokenizer()
         self._sequence.cancel.clear()
@@ -300,25 +301,25 @@ class Session(AsyncSession):
         return result
 
     def _telling(self, progress: Progress | bool | None, prompt: str | Sequence[int]) -> AbstractContextManager[object]:
-        """Have it told how many of a prompt's tokens are done."""
+        """Return a context manager that reports how many of a prompt's tokens are done."""
         return nullcontext() if progress is None else telling(self._sequence, progress, len(self._encode(prompt)))
 
     def _taking(self, prompt: str | Sequence[int]) -> Steps[None]:
         yield from self._extension(prompt, "last")
 
     def embedding(self, prompt: str | Sequence[int], pooling: Pooling) -> Steps[Float32]:
-        """The steps of an embedding, of a session that is empty; see `ManyPrompts.embed`."""
+        """Return the steps of an embedding in an empty session; see `ManyPrompts.embed`."""
         if isinstance(prompt, str):
             prompt = self._engine.require_tokenizer().encode_for_embedding(prompt)
         tokens = self._encode(prompt)
-        if len(tokens) > self.context_length:  # which may shift
+        if len(tokens) > self.context_length:  # even if the context shifts
             raise ConfigError(f"a text of {len(tokens)} tokens does not fit the context of {self.context_length}")
         result = yield from self._extension(tokens, "hidden")
         assert result.hidden is not None
         return pooled(result.hidden, pooling)
 
     def scoring(self, context: Sequence[int], continuation: Sequence[int]) -> Steps[Score]:
-        """The steps of `score`."""
+        """Return the steps of `score`."""
         self._check_open()
         self._sequence.cancel.clear()
         chunk_length = self._engine.chunk_length
@@ -332,7 +333,7 @@ class Session(AsyncSession):
         else:
             ids = as_token_ids(prompt)
         if not ids:
-            raise ConfigError("the prompt is empty; give at least one token")
+            raise ConfigError("the prompt is empty; pass at least one token")
         vocab_size = self._engine.plan.vocab_size
         if outside := [token for token in ids if not 0 <= token < vocab_size]:
             raise ConfigError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
@@ -341,4 +342,4 @@ class Session(AsyncSession):
     def _check_open(self) -> None:
         self._engine.check_open()
         if self._is_closed:
-            raise ClosedError("the session is closed; make a new one with engine.session()")
+            raise ClosedError("the session is closed; open a new one with engine.session()")

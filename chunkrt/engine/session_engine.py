@@ -1,4 +1,4 @@
-"""What a session takes of an engine."""
+"""Interface of an engine for sessions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from chunkrt.tokenizer import Tokenizer
 
 
 class SessionEngine(SequenceEngine, Protocol):
-    """What a session takes of an engine."""
+    """Interface of an engine for sessions."""
 
     tokenizer: Tokenizer | None
     scheme: Scheme
     make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler]
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises ModelError if there is none."""
+        """Return the tokenizer. Raises ModelError if there is none."""
         ...
 
     def run(self, run: Run) -> RunResult:
@@ -30,13 +30,13 @@ class SessionEngine(SequenceEngine, Protocol):
         ...
 
     def session_file(self, path: str | os.PathLike[str], conversation: Conversation | None = None) -> SessionFile:
-        """A file that holds, or is to hold, a session. Raises ConfigError with ranks."""
+        """Return a file to read or write a session. Raises ConfigError with ranks."""
         ...
 
     async def arun(self, run: Run) -> RunResult:
-        """The same, while the event loop goes on."""
+        """Run tokens through the decoder without blocking the event loop."""
         ...
 
     def check_open(self) -> None:
-        """Raises ClosedError if the engine is closed, or in a process forked from the one that loaded the model."""
+        """Raise ClosedError if the engine is closed, or in a process forked from the one that loaded the model."""
         ...

@@ -1,4 +1,4 @@
-"""A session's file: its state, and with it tokens and what else makes a conversation go on where it was."""
+"""A session's file: its state, its tokens, and the other data needed to continue a conversation."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _MODEL_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What a session knows beside its state.
+    """Data of a session in addition to its state.
 
-    tokens: int64, in the context. dropped: int64, by shifts of the context. logits: float32 [V] after the last token,
-    or None if that has not been run.
+    tokens: int64, in the context. dropped: int64, dropped by shifts of the context. logits: float32 [V] after the last
+        token, or None if that has not been run.
     """
 
     tokens: Array
@@ -40,7 +40,7 @@ class Conversation:
 def model_digest(manifest: Manifest, scheme: Scheme, attention_math: AttentionMath) -> bytes:
     """Return 32 bytes that identify the plan, weights and arithmetic that compute a session's state.
 
-    Plan and weights count by the digests of their files; weights depend on the checkpoint and the calibration.
+    Plan and weights are identified by the digests of their files; weights depend on the checkpoint and the calibration.
     """
     files = [(name, manifest.files[name][1]) for name in (PLAN, WEIGHTS)]
     model = f"{files}; {sorted(asdict(scheme).items())}"
@@ -52,9 +52,9 @@ class SessionFile(StateFile):
     """The file at a path.
 
     Args:
-        model: what `model_digest` gives.
-        vocab_size, context_length, context_keep: of the engine.
-        conversation: what is to be written; after `read`, what was.
+        model: result of `model_digest`.
+        vocab_size, context_length, context_keep: properties of the engine.
+        conversation: the conversation to write; after `read`, the one that was read.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SessionFile(StateFile):
     def read(
         self, expect: Callable[[Numbers], Mapping[str, Array]], numbers: Collection[str], arrays: Collection[str]
     ) -> tuple[Mapping[str, Array], Numbers]:
-        """See `StateFile.read`. Raises ModelError, too, if the conversation is none that the engine could have had."""
+        """Read like `StateFile.read`. Raises ModelError, too, if the engine could not have had the conversation."""
 
         def expect_all(found: Numbers) -> Mapping[str, Array]:
             return {**expect(found), **self._forms(found)}
@@ -95,7 +95,7 @@ class SessionFile(StateFile):
         tokens, dropped, logits, _ = (read[name] for name in _ARRAYS)
         if len(dropped) and found["context_keep"] != self._context_keep:
             raise ModelError(
-                f"{self.path} is of a context that was shifted with context_keep {found['context_keep']}, not "
+                f"{self.path} has a context that was shifted with context_keep {found['context_keep']}, not "
                 f"{self._context_keep}; load the model with that"
             )
         if any(((ids < 0) | (ids >= self._vocab_size)).any() for ids in (tokens, dropped)):

@@ -1,4 +1,4 @@
-"""What an engine tells of itself while it works."""
+"""Statistics of a running engine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """What an engine does and holds.
+    """Current activity and memory of an engine.
 
-    sessions: that are open. cache_bytes: reserved for their caches. waiting_sessions: that wait for room in them.
-    prefix_bytes: what the prefix cache holds in memory; cached_tokens: that it gave to sessions so far, in place of
-    running them. waiting_runs: prompts and tokens that share chunks now, or wait to. shared_chunks, shared_rows: the
-    chunks that have been computed for those that could share them, and the tokens in them; chunk_length: the most that
-    one holds. longest_task_s: seconds since the oldest task in progress began; a device that hangs shows here.
+    sessions: number of open sessions. cache_bytes: bytes reserved for their caches. waiting_sessions: number of
+        sessions that wait for room in them. prefix_bytes: bytes of the prefix cache in memory; cached_tokens: number of
+        tokens that it has supplied to sessions so far. waiting_runs: number of prompts and tokens that share chunks
+        now, or wait to. shared_chunks, shared_rows: number of computed chunks that could be shared, and of the tokens
+        in them; chunk_length: the most that one holds. longest_task_s: seconds since the oldest task in progress began;
+        this reveals a device that hangs.
     """
 
     sessions: int

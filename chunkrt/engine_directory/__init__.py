@@ -1,1 +1,1 @@
-"""What the compiler writes and an engine reads: manifest, plan and weights."""
+"""Output of the compiler and input of an engine: manifest, plan and weights."""

@@ -1,7 +1,7 @@
-"""What a checkpoint is, told by its content: the keys of all that is made of one.
+"""Identity of a checkpoint by its content: the cache keys of everything derived from it.
 
-A file is read once as a whole, and its digest kept with the size and the times that it had. As long as these are the
-same it is not read again. A checkpoint that is moved, copied or touched keeps its key.
+A file is read completely once, and its digest is kept with its size and times. As long as these are unchanged, the file
+is not read again. A checkpoint that is moved, copied or touched keeps its key.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from chunkrt.plugins import code_behind
 
 SAMPLED_PIECES, SAMPLED_PIECE_BYTES = 1024, 4096
 SETTLED_SECONDS = 2.0
-"""A file may change twice at one time as its file system tells it: what is younger is read again the next time."""
+"""Resolution of file times: a file that changed more recently than this is read again the next time."""
 _READ_BYTES = 1 << 20
 
 ONNX_SUFFIXES = ("", ".bin", ".data", ".jinja", ".json", ".onnx_data", ".weight", ".weights")
-"""Of what exporters write beside an ONNX file: weights, a file each or all in one, settings and the tokenizer."""
+"""Suffixes of the files that exporters write with an ONNX file: weights, separate or in one file, settings, tokenizer.
+"""
 
 
 def cache_key(checkpoint: Path, **made_with: object) -> str:
-    """16 hexadecimal digits for what this version makes of a checkpoint's content.
+    """Return 16 hexadecimal digits that identify this version's result for a checkpoint's content.
 
-    Names count where there are several files. Where a plug-in has the decoder family of a folder, its code counts as
-    well. Those of an ONNX file are also the data and settings that may be beside it.
+    If a checkpoint has several files, their names count. If a plug-in provides the decoder family of a folder, its code
+    counts as well. For an ONNX file, the data and settings next to it count, too.
     """
     files = checkpoint_files(checkpoint)
     names = [""] if len(files) == 1 else [path.name for path in files]
@@ -48,13 +49,13 @@ def cache_key(checkpoint: Path, **made_with: object) -> str:
 
 
 def keyed_path(folder: Path, checkpoint: Path, key: str, *, kind: str = "", suffix: str = "") -> Path:
-    """Where a cache keeps what it made under a key: called after the checkpoint, by its name at that time."""
+    """Return the cached path of the result under a key. Its name begins with the checkpoint's original name."""
     made = (path for path in folder.glob(f"*-{key}{suffix}") if not path.name.startswith("."))
     return min(made, default=folder / f"{checkpoint_name(checkpoint)}{kind}-{key}{suffix}")
 
 
 def checkpoint_name(checkpoint: Path) -> str:
-    """What a person may recognise a checkpoint by: its file's or folder's name; of one in the hub's cache its id."""
+    """Return a readable name of a checkpoint: that of its file or folder; in the hub's cache the repository's."""
     repository = checkpoint.parents[1].name if len(checkpoint.parents) > 1 else ""
     if checkpoint.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--")
@@ -62,9 +63,9 @@ def checkpoint_name(checkpoint: Path) -> str:
 
 
 def sampled_digest(checkpoint: Path) -> str:
-    """SHA-256 of a checkpoint's files: their names and sizes, and 1024 pieces of 4 KiB evenly spread over each.
+    """Return SHA-256 of a checkpoint's files: their names and sizes, and 1024 pieces of 4 KiB evenly spread over each.
 
-    It is how ranks of several machines know that they have the same checkpoint, without reading all of it.
+    Ranks on several machines compare it to check that they have the same checkpoint, without reading all of it.
     """
     digest = hashlib.sha256()
     for path in checkpoint_files(checkpoint):
@@ -78,7 +79,7 @@ def sampled_digest(checkpoint: Path) -> str:
 
 
 def checkpoint_files(checkpoint: Path) -> list[Path]:
-    """All that a checkpoint consists of."""
+    """Return all files of a checkpoint."""
     if checkpoint.suffix == ".onnx" and checkpoint.is_file():
         beside = (p for p in checkpoint.parent.iterdir() if p.is_file() and p.suffix in ONNX_SUFFIXES)
         return sorted({checkpoint, *beside})
@@ -89,10 +90,10 @@ def checkpoint_files(checkpoint: Path) -> list[Path]:
 
 
 def file_digest(path: Path) -> str:
-    """XXH3 of a file's bytes, 128 bits in hexadecimal: read from it, or as it was found before.
+    """Return XXH3 of a file's bytes, 128 bits in hexadecimal, either computed or from an earlier call.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: the file cannot be read.
     """
     try:
         return _file_digest(path)
@@ -121,15 +122,15 @@ def _file_digest(path: Path) -> str:
 
 
 def _state(path: Path) -> dict[str, Any]:
-    """What changes when a file does."""
+    """Return the properties of a file that change when its content does."""
     stat = path.stat()
     changed_ns = max(stat.st_mtime_ns, stat.st_ctime_ns)
     return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "changed_ns": changed_ns, "inode": stat.st_ino}
 
 
 def _model_type(checkpoint: Path) -> str:
-    """Of a Hugging Face folder, as far as it can be told."""
+    """Return the model type of a Hugging Face folder, or "" if it is unknown."""
     try:
         return str(read_json(checkpoint / "config.json")["model_type"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ""  # a file; or what is wrong is told when it is opened
+        return ""  # a file, or an error that is reported when the checkpoint is opened

@@ -1,4 +1,4 @@
-"""What a plan costs: FLOPs, bytes of weights, bytes that cross boundaries, for a chunk length and a prompt length."""
+"""Costs of a plan: FLOPs, bytes of weights and bytes across boundaries, for a chunk length and a prompt length."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ FLOAT16_BYTES = DTYPE_BYTES["float16"]
 class SubgraphFigures:
     """One subgraph on one chunk.
 
-    `linear_flops`: of what grows with the rows alone, which are its linears, the experts that rows pick, and linear
-    attention; a multiply-add counted as two. `weight_bytes`: under the scheme, scales included; weights that several
-    subgraphs read count at the first of them. `crossing_bytes`: values that it takes from or gives to subgraphs on
-    another device, once each. `window_bytes`: what static attention takes and gives for every chunk beside these:
-    masks, rows of rotary tables, new rows of the caches. `history_bytes`: the slots of caches and rings that it sees,
-    which stay on the device, and enter where another sequence's are there. `converted_bytes`: what it would take and
-    give as float16, if an NPU ran it; 0 unless it is on the NPU and the scheme is static. `entering_bytes`: what it
-    would take, of these. `sum_bytes`: what the rank gives to a sum over ranks, and what it gets; 0 unless it is on
-    the link.
+    `linear_flops`: FLOPs that grow with the rows alone: those of linears, of the experts that rows pick, and of linear
+    attention; a multiply-add counted as two. `weight_bytes`: under the scheme, including scales; weights that several
+    subgraphs read count at the first of them. `crossing_bytes`: values exchanged with subgraphs on another device, once
+    each. `window_bytes`: additional inputs and outputs of static attention for every chunk: masks, rows of rotary
+    tables, new rows of the caches. `history_bytes`: the slots of caches and rings that it sees; they stay on the
+    device, and are copied in when another sequence's are there. `converted_bytes`: its inputs and outputs as float16,
+    if an NPU ran it; 0 unless it is on the NPU and the scheme is static. `entering_bytes`: the inputs among these.
+    `sum_bytes`: the rank's input and output of a sum over ranks; 0 unless it is on the link.
     """
 
     name: str
@@ -50,10 +49,10 @@ class SubgraphFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFigures:
-    """Attention over a whole prompt, all layers, scores and weighted sum: 4 * rows * keys * D FLOPs a head.
+    """Attention over a complete prompt, all layers, scores and weighted sum: 4 * rows * keys * D FLOPs a head.
 
-    Unchunked, every row meets every key (no early exit). Chunked, the rows of a chunk meet the keys up to the
-    chunk's end; the ratio tends to (1 + C / S) / 2. In a layer with a window they meet those that any of them sees.
+    Unchunked, every row meets every key (no early exit). Chunked, the rows of a chunk meet the keys up to the chunk's
+    end; the ratio tends to (1 + C / S) / 2. In a layer with a window they meet those that any of them sees.
     """
 
     chunked_flops: int
@@ -61,7 +60,7 @@ class AttentionFigures:
 
 
 def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[SubgraphFigures]:
-    """Figures of every subgraph for one chunk, and one row of logits."""
+    """Return the figures of every subgraph for one chunk, and one row of logits."""
     symbols = {"T": chunk_length, "R": 1}
     stored_bytes = weight_bytes(plan, scheme)
     homes = {name: s.device for s in plan.subgraphs for name in s.outputs}
@@ -100,7 +99,7 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
 
 
 def converted_bytes(plan: Plan, values: Iterable[str], chunk_length: int) -> int:
-    """Bytes, as float16, of values that an NPU subgraph takes or gives for one chunk.
+    """Return the bytes, as float16, of an NPU subgraph's inputs and outputs for one chunk.
 
     Values are float32 between subgraphs and float16 on an NPU: each of these is converted once a chunk. Its chunks have
     a fixed length, so even those with "R" rows count in full.
@@ -112,7 +111,7 @@ def converted_bytes(plan: Plan, values: Iterable[str], chunk_length: int) -> int
 
 
 def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> AttentionFigures:
-    """Attention FLOPs of a prompt, chunked and not."""
+    """Return the attention FLOPs of a prompt, chunked and unchunked."""
     chunked = unchunked = 0
     for node in (node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS):
         per_pair, window = node_flops(node, plan), cast(int, node.attributes["window"])
@@ -125,9 +124,9 @@ def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> A
 
 
 def weight_bytes(plan: Plan, scheme: Scheme) -> dict[str, int]:
-    """Bytes of every weight in memory, with those beside a linear: scales, grids, a shadow's rows.
+    """Return the bytes of every weight in memory, with those stored with a linear: scales, grids, a shadow's rows.
 
-    A rotary table that chunkrt makes counts with the rows that it has in the plan, and its recipe with it.
+    A rotary table that chunkrt generates counts with the rows that it has in the plan, and with its recipe.
     """
     stored = stored_weights(plan, scheme)
     sizes = {name: sum(entry.num_bytes for entry in weight.entries) for name, weight in stored.items()}
@@ -141,7 +140,7 @@ def weight_bytes(plan: Plan, scheme: Scheme) -> dict[str, int]:
 
 
 def linears_by_weight_bits(plan: Plan, scheme: Scheme) -> dict[int, int]:
-    """How many linears have weights of 4, 8 and 32 bits; a scheme with blocks is one that a checkpoint has settled."""
+    """Count linears with weights of 4, 8 and 32 bits; a scheme with blocks has to be settled by a checkpoint."""
     counts = {4: 0, 8: 0, 32: 0}
     for name in linear_weights(plan):
         counts[scheme.weight_bits_of(name) or 32] += 1

@@ -1,10 +1,10 @@
-"""The engine directory: a compiled model on disk, everything that the run half needs and nothing else.
+"""The engine directory: a compiled model on disk, with exactly the files that the run half needs.
 
-    engine.json          what it is, and what every file was when it was written
+    engine.json          the manifest, with sizes and digests of all files
     plan.json            the plan
     weights.safetensors  weights prepared under the scheme
-    tokenizer.json, text.json   the tokenizer and chat template, where the checkpoint has them
-    npu/                 compiled contexts, by what they were compiled from (`backends/qnn/contexts.py`)
+    tokenizer.json, text.json   the tokenizer and chat template, if the checkpoint has them
+    npu/                 compiled contexts, by the hash of their inputs (`backends/qnn/contexts.py`)
 
 It may be copied to a device and run there.
 """
@@ -35,15 +35,16 @@ from chunkrt.tokenizer.text_settings import TEXT_FORMAT
 FORMAT = 7
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
 HASHED_WHEN_READ = 32 * 2**20
-"""Files up to so many bytes are hashed whenever a manifest is read, by SHA-256. Of larger ones the size is compared;
-they are hashed while the model is loaded (`engine_directory/verification.py`), by a faster function."""
+"""Files up to this many bytes are hashed whenever a manifest is read, by SHA-256. For larger ones the size is compared;
+they are hashed while the model is loaded (`engine_directory/verification.py`), by a faster function.
+"""
 FAST_HASH = "xxh3_128"
 _READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class NpuTarget:
-    """What the static subgraphs were compiled for: a SoC and a chunk length, by a version of onnxruntime-qnn."""
+    """Target of the compiled static subgraphs: a SoC, a chunk length, and a version of onnxruntime-qnn."""
 
     soc: str
     chunk_length: int
@@ -52,12 +53,12 @@ class NpuTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What an engine directory says of itself.
+    """Content of `engine.json`.
 
-    files: bytes and `digest` of each, contexts excepted. placement: of modules by patterns, as it was asked for. ranks:
-    which of how many processes it is for. checkpoint: what it was compiled from, by `sampled_digest`; empty if that was
-    not written. num_parameters: of the whole model, each counted once; 0 if that was not written.
-    npu_attention: the engine's options by which attention was compiled for the NPU; empty if none was.
+    files: bytes and `digest` of each, except for contexts. placement: of modules by patterns, as requested. ranks:
+    which of how many processes it is for. checkpoint: `sampled_digest` of its source; empty if that was not recorded.
+    num_parameters: of the complete model, each counted once; 0 if that was not recorded. npu_attention: the engine's
+    options by which attention was compiled for the NPU; empty if none was.
     """
 
     format: int
@@ -74,7 +75,7 @@ class Manifest:
 
 
 def is_engine_directory(path: Path) -> bool:
-    """Whether a path looks like one."""
+    """Return True if a path looks like an engine directory."""
     return (path / MANIFEST).is_file()
 
 
@@ -87,10 +88,10 @@ def cached_folder(
     calibration: Path | None = None,
     ranks: Ranks = ALONE,
 ) -> Path:
-    """Where a cache keeps the engine directory of a checkpoint; it may not be there yet.
+    """Return the cached path of a checkpoint's engine directory, which may not exist yet.
 
-    The name covers the content of the checkpoint's files, the recipe, the placement, the calibration's
-    content, the ranks, chunkrt's version and the format.
+    The name covers the content of the checkpoint's files, the recipe, the placement, the calibration's content, the
+    ranks, chunkrt's version and the format.
 
     Raises:
         ConfigError: the calibration cannot be read.
@@ -122,7 +123,7 @@ def write_manifest(
     num_parameters: int = 0,
     npu_attention: Mapping[str, str | int] | None = None,
 ) -> None:
-    """Write `engine.json`; the last file, so that a folder that has it is whole."""
+    """Write `engine.json`; it is written last, so that a folder with this file is complete."""
     files = {p.name: _recorded(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
     manifest = Manifest(
         format=FORMAT,
@@ -146,14 +147,14 @@ def _recorded(path: Path) -> tuple[int, str]:
 
 
 def digest(path: Path, algorithm: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
-    """A file's digest as manifests record it: "xxh3_128:" and hexadecimal digits, or those of SHA-256 alone.
+    """Return a file's digest as manifests record it: "xxh3_128:" and hexadecimal digits, or plain SHA-256 digits.
 
     Args:
-        algorithm: the part before the colon; anything else means SHA-256.
-        is_stopped: asked every MiB; whether what is left does not matter any more.
+        algorithm: the part before the colon; any other text means SHA-256.
+        is_stopped: called after every MiB; True abandons the rest.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     function = xxhash.xxh3_128() if algorithm == FAST_HASH else hashlib.sha256()
     piece = memoryview(bytearray(_READ_BYTES))
@@ -168,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read `engine.json`, and compare the files with it.
 
     Raises:
-        ModelError: it is missing, damaged, or of another format; or a file is not what was written.
+        ModelError: it is missing, damaged, or of another format; or a file has changed since it was written.
     """
     try:
         data = read_json(folder / MANIFEST)
@@ -202,11 +203,11 @@ def _check_file(folder: Path, name: str, expected: tuple[int, str] | None) -> No
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror or error}); compile the model again") from error
     if not is_whole:
-        raise ModelError(f"{path} is not what was written when the model was compiled; compile it again")
+        raise ModelError(f"{path} has changed since the model was compiled; compile it again")
 
 
 def read_plan(folder: Path) -> Plan:
-    """Read `plan.json`. Raises ModelError if it is missing or damaged."""
+    """Read `plan.json`. Raise ModelError if it is missing or damaged."""
     try:
         text = read_text(folder / PLAN)
     except (OSError, UnicodeDecodeError) as error:
@@ -215,5 +216,5 @@ def read_plan(folder: Path) -> Plan:
 
 
 def open_weights(folder: Path) -> WeightStore:
-    """Map the weights. Raises ModelError if they are missing or damaged."""
+    """Map the weights. Raise ModelError if they are missing or damaged."""
     return WeightStore.open(folder / WEIGHTS)

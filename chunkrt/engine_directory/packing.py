@@ -1,17 +1,17 @@
-"""The packed layouts of a linear's weight, which every CPU's dot-product instructions can read, and the way back.
+"""Packed layouts of a linear's weight, suitable for every CPU's dot-product instructions, and their inverses.
 
 W [K, N] (as in `X @ W`) is stored as int8 [ceil(N/16), ceil(K/4), 16, 4], zero-padded, W[k, n] at
 [n // 16, k // 4, n % 16, k % 4]. Four k of one column are adjacent because every int8 dot-product instruction (VNNI
 vpdpbusd, NEON sdot) consumes four; sixteen columns fill one cache line and one 512-bit register; the eight-k operands
-of NEON smmla come from two neighbouring k-groups by one zip.
+of NEON smmla come from two adjacent k-groups by one zip.
 
-One of 4 bits in blocks is stored as uint8 [ceil(N/16), K/32, 4, 16, 4]: the integer of W[k, n] is at [n // 16, k // 32,
-k % 32 // 8, n % 16, k % 4], in the low half of the byte where k % 8 < 4, else in the high half: a mask or a shift makes
-groups of four k as above. Beside it, float16 [ceil(N/16), K/32, 2, 16], are the scales of 16 columns and then their
-minima. Both are zero past N.
+A weight of 4 bits in blocks is stored as uint8 [ceil(N/16), K/32, 4, 16, 4]: the integer of W[k, n] is at [n // 16,
+k // 32, k % 32 // 8, n % 16, k % 4], in the low half of the byte where k % 8 < 4, else in the high half: a mask or a
+shift makes groups of four k as above. A second array, float16 [ceil(N/16), K/32, 2, 16], holds the scales of 16 columns
+and then their minima. Both are zero past N.
 
-One of 4 bits under a static scheme is stored in the same bytes, with ceil(K/32) blocks, its integers plus 8; beside it,
-uint8 [ceil(N/16), ceil(K/32), 16], are its multipliers, zeros past N.
+A weight of 4 bits under a static scheme is stored in the same bytes, with ceil(K/32) blocks, its integers plus 8; a
+second array, uint8 [ceil(N/16), ceil(K/32), 16], holds its multipliers, zeros past N.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor
 COLUMNS_PER_BLOCK = 16
 DEPTH_PER_GROUP = 4
 ZERO_OF_4_BITS = 8
-"""What stands for 0 in a static linear of 4 bits, whose integers are -7 to 7."""
+"""Stored value of 0 in a static linear of 4 bits, whose integers are -7 to 7."""
 
 
 def packed_shape(depth: int, columns: int) -> tuple[int, int, int, int]:
-    """Shape of the packed form of a weight [depth, columns]."""
+    """Return the shape of the packed form of a weight [depth, columns]."""
     blocks, groups = -(-columns // COLUMNS_PER_BLOCK), -(-depth // DEPTH_PER_GROUP)
     return blocks, groups, COLUMNS_PER_BLOCK, DEPTH_PER_GROUP
 
 
 def pack(weight: NDArray[np.int8]) -> NDArray[np.int8]:
-    """int8 [K, N] to the packed layout."""
+    """Pack int8 [K, N]."""
     depth, columns = weight.shape
     blocks, groups, _, _ = packed_shape(depth, columns)
     padded = np.zeros((groups * DEPTH_PER_GROUP, blocks * COLUMNS_PER_BLOCK), np.int8)
@@ -44,14 +44,16 @@ def pack(weight: NDArray[np.int8]) -> NDArray[np.int8]:
 
 
 def packed_blocks_shapes(depth: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the packed form of a weight [depth, columns] in blocks: its bytes, and its scales and minima."""
+    """Return the shapes of the packed form of a weight [depth, columns] in blocks: its bytes, and its scales and
+    minima.
+    """
     tiles, blocks = -(-columns // COLUMNS_PER_BLOCK), -(-depth // BLOCK_DEPTH)
     pairs = BLOCK_DEPTH // (2 * DEPTH_PER_GROUP)
     return (tiles, blocks, pairs, COLUMNS_PER_BLOCK, DEPTH_PER_GROUP), (tiles, blocks, 2, COLUMNS_PER_BLOCK)
 
 
 def pack_blocks(weight: BlockTensor) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """A tensor [N, K] in blocks to the packed layout: bytes, and scales with minima."""
+    """Pack a tensor [N, K] in blocks: bytes, and scales with minima."""
     columns, depth = weight.integers.shape
     (tiles, blocks, *_), scales_shape = packed_blocks_shapes(depth, columns)
     scales = np.zeros((tiles * COLUMNS_PER_BLOCK, blocks, 2), np.float16)
@@ -64,7 +66,7 @@ def pack_blocks(weight: BlockTensor) -> tuple[NDArray[np.uint8], NDArray[np.floa
 def pack_products(
     products: NDArray[np.int8], multipliers: NDArray[np.int8]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Products int8 [K, N] of 4-bit integers and multipliers [ceil(K / 32), N] to the packed layout of both."""
+    """Pack products int8 [K, N] of 4-bit integers and multipliers [ceil(K / 32), N] as both factors."""
     depth, columns = products.shape
     integers = products // np.repeat(multipliers, BLOCK_DEPTH, axis=0)[:depth] + np.int8(ZERO_OF_4_BITS)
     (tiles, blocks, *_), _ = packed_blocks_shapes(depth, columns)
@@ -75,14 +77,14 @@ def pack_products(
 
 
 def unpack(packed: NDArray[np.int8], depth: int, columns: int) -> NDArray[np.int8]:
-    """The packed layout back to int8 [K, N] = [depth, columns]."""
+    """Unpack int8 [K, N] = [depth, columns]."""
     blocks, groups, _, _ = packed.shape
     matrix = packed.transpose(1, 3, 0, 2).reshape(groups * DEPTH_PER_GROUP, blocks * COLUMNS_PER_BLOCK)
     return np.ascontiguousarray(matrix[:depth, :columns])
 
 
 def unpack_blocks(packed: NDArray[np.uint8], scales: NDArray[np.float16], columns: int) -> BlockTensor:
-    """The packed layout back to a tensor [N, K] in blocks, N = columns."""
+    """Unpack a tensor [N, K] in blocks, N = columns."""
     tiles, blocks, *_ = packed.shape
     integers = _unpack_halves(packed, columns)
     by_column = scales.transpose(2, 0, 3, 1).reshape(2, tiles * COLUMNS_PER_BLOCK, blocks)
@@ -92,21 +94,21 @@ def unpack_blocks(packed: NDArray[np.uint8], scales: NDArray[np.float16], column
 def unpack_products(
     packed: NDArray[np.uint8], multipliers: NDArray[np.uint8], depth: int, columns: int
 ) -> NDArray[np.int8]:
-    """The packed layout of 4-bit integers and multipliers back to their products int8 [K, N] = [depth, columns]."""
+    """Unpack 4-bit integers and multipliers to their products int8 [K, N] = [depth, columns]."""
     integers = _unpack_halves(packed, columns)[:, :depth].T.astype(np.int8) - np.int8(ZERO_OF_4_BITS)
     products: NDArray[np.int8] = integers * np.repeat(unpack_multipliers(multipliers, columns), BLOCK_DEPTH, 0)[:depth]
     return products
 
 
 def unpack_multipliers(packed: NDArray[np.uint8], columns: int) -> NDArray[np.int8]:
-    """The packed multipliers back to int8 [ceil(K / 32), N], N = columns."""
+    """Unpack multipliers to int8 [ceil(K / 32), N], N = columns."""
     tiles, blocks, _ = packed.shape
     by_block = packed.transpose(1, 0, 2).reshape(blocks, tiles * COLUMNS_PER_BLOCK)
     return by_block[:, :columns].astype(np.int8)
 
 
 def _pack_halves(integers: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Integers [N, K] of 4 bits to the packed layout; zeros where they fill no block."""
+    """Pack integers [N, K] of 4 bits; incomplete blocks are padded with zeros."""
     columns, depth = integers.shape
     (tiles, blocks, pairs, *_), _ = packed_blocks_shapes(depth, columns)
     padded = np.zeros((tiles * COLUMNS_PER_BLOCK, blocks * BLOCK_DEPTH), np.uint8)
@@ -116,7 +118,7 @@ def _pack_halves(integers: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _unpack_halves(packed: NDArray[np.uint8], columns: int) -> NDArray[np.uint8]:
-    """Packed integers of 4 bits back to [N, K], K in whole blocks."""
+    """Unpack integers of 4 bits to [N, K], K in complete blocks."""
     tiles, blocks, *_ = packed.shape
     halves = np.stack([packed & 15, packed >> 4], axis=3)
     by_column = halves.transpose(0, 4, 1, 2, 3, 5).reshape(tiles * COLUMNS_PER_BLOCK, blocks * BLOCK_DEPTH)

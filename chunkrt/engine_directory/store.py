@@ -1,9 +1,9 @@
-"""The weights of an engine: prepared once when a model is compiled, memory-mapped ever after.
+"""Weights of an engine: prepared once when a model is compiled, and memory-mapped from then on.
 
 One file in safetensors format serves every backend, on the NPU and on the CPU, in prefill and in decode. A quantised
-linear's weight is stored under its own name, packed so that every CPU's dot-product instructions can read it; `linear`
-unpacks it for the others, `experts` those of a mixture, or `blocks` one of 4 bits in blocks. Beside it, under its name
-and a suffix, is what else the scheme needs: see the suffixes below.
+linear's weight is stored under its own name, packed for every CPU's dot-product instructions; for other uses, `linear`
+unpacks it, `experts` those of a mixture, and `blocks` one of 4 bits in blocks. The other arrays that the scheme needs
+are stored under its name and a suffix: see the suffixes below.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ SCALE_SUFFIX = ".scale"
 """float32 [N]: a quantised linear's scales, w ~ q * scale; of experts [E, N]."""
 
 MULTIPLIER_SUFFIX = ".multiplier"
-"""uint8 [ceil(N / 16), ceil(K / 32), 16], of a static linear of 4 bits: what its integers are multiplied by, block by
-block; zeros past N."""
+"""uint8 [ceil(N / 16), ceil(K / 32), 16], of a static linear of 4 bits: multipliers of its integers, block by block;
+zeros past N.
+"""
 
 BLOCK_SCALE_SUFFIX = ".block_scale"
-"""float16 [ceil(N / 16), K / 32, 2, 16], of a linear in blocks of 4 bits: their scales and minima."""
+"""float16 [ceil(N / 16), K / 32, 2, 16], of a linear in blocks of 4 bits: its scales and minima."""
 
 INPUT_STEP_SUFFIX = ".input_step"
 """float32 [1], under a static scheme: the step of the grid of the linear's input, x ~ q * step."""
@@ -65,7 +66,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes it takes in the file."""
+        """Bytes that the array takes in the file."""
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -88,7 +89,7 @@ class WeightStore:
 
         Raises:
             ModelError: the file is missing or damaged.
-            OutOfMemoryError: there is no room for it.
+            OutOfMemoryError: memory is insufficient for the mapping.
         """
         try:
             mapped = map_read_only(path)
@@ -102,13 +103,12 @@ class WeightStore:
         return cls(arrays, shapes, mapped)
 
     def forget_pages(self) -> None:
-        """Give back the memory of what has been read of the file, where the system can; what is read again comes
-        from the file again."""
+        """Release the resident pages of the file, if the system can; later accesses read the file again."""
         if self._mapped is not None and sys.platform != "win32":
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def check(self, entries: Iterable[Entry]) -> None:
-        """Compare with what shall be there.
+        """Compare the stored arrays with the expected ones.
 
         Raises:
             ModelError: an array is missing, or has another shape or dtype.
@@ -126,13 +126,13 @@ class WeightStore:
                 )
 
     def with_tables(self, plan: Plan) -> WeightStore:
-        """The same weights and the rotary tables that chunkrt makes, of as many rows as they have in a plan.
+        """Return the same weights with the rotary tables that chunkrt generates, cut to a plan's rows.
 
         Args:
-            plan: that of these weights; `Plan.within` cuts its tables.
+            plan: plan of these weights; `Plan.within` cuts its tables.
 
         Raises:
-            OutOfMemoryError: there is no room for them.
+            OutOfMemoryError: memory is insufficient for the tables.
         """
         arrays = dict(self._arrays)
         for tensor in (tensor for tensor in plan.tensors.values() if tensor.rotary):
@@ -143,7 +143,7 @@ class WeightStore:
                 )
             except MemoryError as error:
                 raise OutOfMemoryError(
-                    f"there is no memory for the rotary table {tensor.name} of {rows} positions; take a shorter context"
+                    f"the rotary table {tensor.name} of {rows} positions does not fit memory; use a shorter context"
                 ) from error
         return WeightStore(arrays, self._logical_shapes, self._mapped)
 
@@ -153,30 +153,31 @@ class WeightStore:
         return sum(array.nbytes for array in self._arrays.values())
 
     def array(self, name: str) -> NDArray[Any]:
-        """A weight that is not a quantised linear: float32, or float16 for an embedding table.
+        """Return a weight that is not a quantised linear: float32, or float16 for an embedding table.
 
-        Rotary tables that chunkrt makes exist after `with_tables`.
+        Rotary tables that chunkrt generates exist after `with_tables`.
         """
         return self._arrays[name]
 
     def parts(self, name: str) -> Iterator[tuple[str, NDArray[Any]]]:
-        """A weight and what is stored beside it, each with its suffix; the weight's own is empty."""
+        """Return a weight and the arrays stored with it, each with its suffix; the weight's own suffix is empty."""
         beside = (SCALE_SUFFIX, MULTIPLIER_SUFFIX, BLOCK_SCALE_SUFFIX, INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX)
         for suffix in ("", *beside):
             if name + suffix in self._arrays:
                 yield suffix, self._arrays[name + suffix]
 
     def packed_linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """A quantised linear's packed int8 weight and its scales float32 [N]; of experts with an axis [E] before.
+        """Return a quantised linear's packed int8 weight and its scales float32 [N]; of experts with a leading axis
+        [E].
 
-        One of 4 bits is packed as uint8, and its multipliers stand beside it.
+        A weight of 4 bits is packed as uint8, and its multipliers are a separate array.
         """
         return self._arrays[name], self._arrays[name + SCALE_SUFFIX]
 
     def linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """A quantised linear's int8 weight as [K, N] (a copy) and its scales float32 [N].
+        """Return a quantised linear's int8 weight as [K, N] (a copy) and its scales float32 [N].
 
-        That of one of 4 bits is made of the products of its integers and multipliers.
+        A weight of 4 bits becomes the products of its integers and multipliers.
         """
         packed, scale = self.packed_linear(name)
         depth, columns = self._logical_shapes[name]
@@ -185,22 +186,22 @@ class WeightStore:
         return unpack_products(packed.view(np.uint8), self._arrays[name + MULTIPLIER_SUFFIX], depth, columns), scale
 
     def multipliers(self, name: str) -> NDArray[np.int8]:
-        """Of a static linear of 4 bits, int8 [ceil(K / 32), N] (a copy)."""
+        """Return the multipliers of a static linear of 4 bits, int8 [ceil(K / 32), N] (a copy)."""
         _, columns = self._logical_shapes[name]
         return unpack_multipliers(self._arrays[name + MULTIPLIER_SUFFIX], columns)
 
     def experts(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """Quantised experts' int8 weights as [E, K, N] (a copy) and their scales float32 [E, N]."""
+        """Return quantised experts' int8 weights as [E, K, N] (a copy) and their scales float32 [E, N]."""
         packed, scale = self.packed_linear(name)
         _, depth, columns = self._logical_shapes[name]
         return np.stack([unpack(one, depth, columns) for one in packed]), scale
 
     def packed_blocks(self, name: str) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-        """The packed 4-bit weight of a linear in blocks, and its packed scales and minima."""
+        """Return the packed 4-bit weight of a linear in blocks, and its packed scales and minima."""
         return self._arrays[name], self._arrays[name + BLOCK_SCALE_SUFFIX]
 
     def blocks(self, name: str) -> BlockTensor:
-        """The weight of a linear in blocks, transposed to [N, K] (a copy)."""
+        """Return the weight of a linear in blocks, transposed to [N, K] (a copy)."""
         _, columns = self._logical_shapes[name]
         return unpack_blocks(*self.packed_blocks(name), columns)
 

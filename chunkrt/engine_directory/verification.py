@@ -1,7 +1,7 @@
-"""Large files of an engine directory are held against the manifest while the rest of a model is loaded.
+"""Verification of an engine directory's large files against the manifest, while the rest of a model is loaded.
 
-Small ones have been before; these would keep a start waiting. Nothing is computed from them until they have proved
-whole: the first run waits for the end.
+Small files are verified earlier; large ones would delay the start. No result is computed from unverified files: the
+first run waits for the end of the verification.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from chunkrt.gate import Gate
 
 
 class Verification:
-    """Reads files in a thread of its own, from construction on. As a context it is stopped where the body fails.
+    """Reads files in a thread of its own, from construction on. As a context manager it stops if the body fails.
 
     Args:
-        folder, manifest: an engine directory and what it says of itself; the sizes of the files are known to be right.
+        folder, manifest: an engine directory and its manifest; the sizes of the files have been verified.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         large = {name: found for name, (size, found) in manifest.files.items() if size > HASHED_WHEN_READ}
         self._error: BaseException | None = None
         self._is_stopped = Event()
-        self._end = Gate()  # joining a thread would not do: in Python 3.11 an interrupt of it makes it seem over
+        # instead of joining the thread: in Python 3.11 an interrupted join marks the thread as finished
+        self._end = Gate()
         if large:
             Thread(target=self._work, args=(folder, large), name="verification", daemon=True).start()
         else:
@@ -40,17 +41,17 @@ class Verification:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would come back at once."""
+        """True if `wait` would return at once."""
         return self._end.is_open
 
     def wait(self) -> None:
-        """Come back when all files have proved whole. Raises ModelError if one is not, or cannot be read."""
+        """Wait until all files are verified. Raise ModelError if one has changed or cannot be read."""
         self._end.wait()
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """End it early; `wait` then says nothing of what was left."""
+        """Stop early; `wait` then ignores the remaining files."""
         self._is_stopped.set()
         self._end.wait()
 
@@ -64,10 +65,10 @@ class Verification:
             self._end.open()
 
     def _verify(self, path: Path, recorded: str) -> None:
-        """Hold one file against what was recorded of it, unless all has been stopped."""
+        """Compare one file with its recorded digest, unless stopped."""
         try:
             found = digest(path, recorded.partition(":")[0], self._is_stopped.is_set)
         except OSError as error:
             raise ModelError(f"{path} cannot be read ({error.strerror or error}); compile the model again") from error
         if found != recorded and not self._is_stopped.is_set():
-            raise ModelError(f"{path} is not what was written when the model was compiled; compile it again")
+            raise ModelError(f"{path} has changed since the model was compiled; compile it again")

@@ -1,4 +1,4 @@
-"""Preparing weights: from checkpoint tensors to what an engine stores under a scheme, one tensor at a time."""
+"""Preparation of weights: from checkpoint tensors to an engine's stored arrays under a scheme, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -56,28 +56,28 @@ if TYPE_CHECKING:
 
 Float32 = NDArray[np.float32]
 LoadRotary = Callable[[str], Float64]
-"""Recipe of a rotary table that chunkrt makes, by its plan name; see `graph/rotary_tables.py`."""
+"""Returns the recipe of a rotary table that chunkrt generates, by its plan name; see `graph/rotary_tables.py`."""
 LoadBlocks = Callable[[str], BlockTensor | None]
-"""A linear's weight in the checkpoint's own blocks of 4 bits, by its plan name, if it has them."""
+"""Returns a linear's weight in the checkpoint's own blocks of 4 bits, by its plan name; None if it has none."""
 
 ALIGNMENT_BYTES = 64
 ORDER = {"int8": 0, "uint8": 0, "float64": 1, "float32": 2, "float16": 3}
 
 
 def check_calibration(plan: Plan, calibration: Calibration) -> None:
-    """Raises QuantizationError if a calibration is not of this decoder: other linears, or of other widths."""
+    """Raise QuantizationError if a calibration is of another decoder: other linears, or other widths."""
     for weight, node in linear_nodes(plan).items():
         result, columns = node.outputs[0].removesuffix(MAIN_SUFFIX), plan.tensors[weight].shape[1]
         if result not in calibration.column_peaks:
-            raise QuantizationError(f"the calibration knows nothing of {result!r}; calibrate this model anew")
+            raise QuantizationError(f"the calibration has no entry for {result!r}; calibrate this model again")
         if (found := calibration.column_peaks[result].size) != columns:
             raise QuantizationError(
-                f"the calibration is another model's: it knows {found} columns of {weight}, the model has {columns}"
+                f"the calibration is of another model: it has {found} columns of {weight}, the model has {columns}"
             )
 
 
 def check_shadowed(plan: Plan, scheme: Scheme) -> None:
-    """Raises ConfigError if a scheme shadows what is no 8-bit linear of the plan; the message offers the nearest."""
+    """Raise ConfigError if a shadow is not of an 8-bit linear of the plan; the message suggests the nearest name."""
     narrow = [name for name in linear_nodes(plan) if scheme.activation_bits_of(name) == 8]
     for pattern in scheme.shadowed:
         if not any(fnmatchcase(name, pattern) for name in narrow):
@@ -116,11 +116,11 @@ class WeightWriter:
 
 
 def settle(planned: Planned, scheme: Scheme) -> Scheme:
-    """A scheme as the checkpoint lets it be: `weights_of_8_bits` names every linear that is not in blocks.
+    """Return a scheme as the checkpoint allows it: `weights_of_8_bits` names every linear that is not in blocks.
 
-    In blocks are linears all of whose tensors the checkpoint has so, unless a rank's share would cut a block; and
-    those whose tensors are floats, if the scheme does not keep them in 8 bits and blocks divide their depth. A scheme
-    without blocks comes back as it is.
+    A linear is in blocks if the checkpoint has all of its tensors in blocks, unless a rank's share would cut a block;
+    or if its tensors are floats, the scheme does not keep it in 8 bits, and its depth is divisible into blocks. A
+    scheme without blocks is returned unchanged.
 
     Raises:
         ModelError: the checkpoint lacks a tensor.
@@ -150,24 +150,24 @@ def write_weights(
     calibration: Calibration | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Load every weight of the plan, quantise what the scheme says, and write the store.
+    """Load every weight of the plan, quantise it under the scheme, and write the store.
 
     Args:
-        scheme: as `settle` gives it, if it has linears in blocks.
-        load: a weight's values by its plan name; called at most once a weight, results are dropped at once.
-        load_rotary: the recipe of a rotary table that chunkrt makes; plans without such tables need none.
-        load_blocks: asked first for linears in blocks; without an answer their values are quantised.
-        path: written in full or not at all is the caller's business (write aside, rename).
+        scheme: as `settle` returns it, if it has linears in blocks.
+        load: returns a weight's values by its plan name; called at most once a weight, results are dropped at once.
+        load_rotary: returns the recipe of a rotary table that chunkrt generates; plans without such tables need none.
+        load_blocks: called first for linears in blocks; if it returns None, their values are quantised.
+        path: the caller ensures that it is written completely or not at all (write aside, rename).
         calibration: of this decoder; a static scheme needs one.
-        progress: told (weights done, weights in all).
+        progress: called with (weights done, weights in all).
 
     Raises:
-        ModelError, QuantizationError: as `load`, `load_blocks` and `quantize_weight`; a calibration is missing, or is
-            another decoder's.
+        ModelError, QuantizationError: see `load`, `load_blocks` and `quantize_weight`; a calibration is missing, or is
+            of another decoder.
     """
-    # Packed weights need 64-byte alignment, float64 8-byte, float32 4-byte, float16 2-byte: the wider an entry is
-    # aligned, the earlier it comes, since safetensors has no gaps. Packed scales of blocks are multiples of 64 bytes,
-    # and stand behind their weights.
+    # Packed weights need 64-byte alignment, float64 8-byte, float32 4-byte, float16 2-byte. Safetensors has no gaps, so
+    # entries with wider alignment come first. Packed scales of blocks are multiples of 64 bytes and follow their
+    # weights.
     stored = sorted(stored_weights(plan, scheme).values(), key=lambda weight: ORDER[weight.entries[0].dtype])
     tables = [weight for weight in stored if weight.entries[0].dtype == "float16"]
     aligned = [weight for weight in stored if weight.entries[0].dtype != "float16"]
@@ -212,7 +212,7 @@ def _arrays(
     load_blocks: LoadBlocks,
     calibration: Calibration | None,
 ) -> dict[str, NDArray[Any]]:
-    """What a weight's entries hold, by their names."""
+    """Return the arrays of a weight's entries, by their names."""
     name, linear = weight.tensor.name, weight.linear
     if weight.storage in ("float32", "float16"):
         return {name: _as_dtype(load(name), weight.storage, name=name)}
@@ -261,11 +261,11 @@ def _as_dtype(values: Float32, dtype: str, *, name: str) -> NDArray[np.floating[
 
 @dataclass(frozen=True, kw_only=True)
 class StoredWeight:
-    """How a scheme stores one weight of a plan.
+    """Storage of one weight of a plan under a scheme.
 
-    storage: of a linear as `Scheme.storage_of` says; "experts" are int8 for each output channel of each expert; a table
-    that is looked up is float16; "rotary" is the recipe of a rotary table. linear: the node that multiplies by it, of
-    linears. num_tables: those that follow one another in a rotary table.
+    storage: for a linear see `Scheme.storage_of`; "experts" are int8 for each output channel of each expert; a
+    looked-up table is float16; "rotary" is the recipe of a rotary table. linear: the node that multiplies by it, if it
+    is a linear's. num_tables: number of consecutive tables in a rotary table.
     """
 
     tensor: Tensor
@@ -276,12 +276,12 @@ class StoredWeight:
 
     @property
     def num_first(self) -> int:
-        """Entries that are written at the weight's own place: the others stand behind all weights."""
+        """Number of entries written at the weight's own place; the others follow all weights."""
         return 2 if self.storage == "blocks" else 1
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """The weight itself, then what a quantised linear needs beside it."""
+        """The weight itself, then the other arrays of a quantised linear."""
         name, shape, scheme = self.tensor.name, resolve(self.tensor.shape, {}), self.scheme
         if self.storage in ("float32", "float16"):
             return [Entry(name=name, dtype=self.storage, shape=shape, logical_shape=shape)]
@@ -309,7 +309,7 @@ class StoredWeight:
 
 
 def stored_weights(plan: Plan, scheme: Scheme) -> dict[str, StoredWeight]:
-    """How a scheme stores each weight of a plan, by its name."""
+    """Return the storage of each weight of a plan under a scheme, by its name."""
     linears, experts, tables = linear_nodes(plan), expert_weights(plan), embedding_tables(plan)
 
     def storage_of(name: str) -> Storage | Literal["float16", "experts", "rotary"]:

@@ -1,5 +1,5 @@
-"""Evaluation: how good a model is under a scheme and on a backend, and how far from another scheme (its base).
+"""Evaluation: quality of a model under a scheme and on a backend, and its distance from another scheme (its base).
 
-Text and tasks are the caller's own files. `text` measures perplexity and divergence, `hellaswag` and `lambada` are
-tasks, `harness` is an adapter for lm-evaluation-harness, which has all the others.
+Texts and tasks are files that the caller provides. `text` measures perplexity and divergence, `hellaswag` and `lambada`
+are tasks, `harness` is an adapter for lm-evaluation-harness, which has all the others.
 """

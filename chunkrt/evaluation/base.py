@@ -1,7 +1,7 @@
-"""The base: the model that another is compared with, as a rule the same checkpoint in float.
+"""The base: the reference model of a comparison, usually the same checkpoint in float.
 
-Its logits come from the disk, where an earlier evaluation left them, or are computed; the engine is loaded only if
-there is something to compute.
+Its logits are read from the disk if an earlier evaluation stored them, else computed; the engine is loaded only if
+something has to be computed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chunkrt.quant.scheme import find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY
 
 FORMAT = 2
-"""Of the entries on disk; raised when their form changes, or what a scheme computes."""
+"""Version of the entries on disk; raised when their form or a scheme's computation changes."""
 
 FLOAT_CHUNK_LENGTH = 128
 """The fastest on `onnxrt` of 64, 128 and 512; values depend on it only within float32's rounding."""
@@ -43,7 +43,7 @@ def base_options(
     context_length: int | None = None,
     calibration: Path | None = None,
 ) -> EngineOptions:
-    """How a base runs: on the quickest backend that takes its scheme.
+    """Return the options of a base: the fastest backend that supports its scheme.
 
     That is `native` for integers. It has no float linears; of the others, `onnxrt` takes 1.3 s for 512 tokens of
     SmolLM2-135M, `reference` 2.1 s (two cores).
@@ -60,14 +60,14 @@ def base_options(
 
 
 class Base:
-    """A base for some windows. Close it when they are done.
+    """A base for some windows. Close it after use.
 
     Args:
         model: a catalogue name, a checkpoint, or an engine directory of the base's scheme.
         options: see `base_options`.
-        windows: all that will be asked for, so that the cache keeps those and drops others.
+        windows: all windows that will be requested; the cache keeps these and drops others.
         cache_limit: bytes on disk.
-        progress: told about downloads and compilation.
+        progress: called during downloads and compilation.
 
     Raises:
         ConfigError: an engine directory of another scheme.
@@ -97,13 +97,13 @@ class Base:
         self._engine: Engine | None = None
         self._cache = LogitCache(catalogue.home() / "logits", cache_limit, map(self._key, windows))
         self.num_read = 0
-        """Windows that came from the disk."""
+        """Windows read from the disk."""
         self.num_computed = 0
         self.num_not_kept = 0
-        """Windows that were computed, and not kept for want of room."""
+        """Windows that were computed and not kept, for lack of room."""
 
     def pieces(self, window: Sequence[int], lengths: Sequence[int]) -> Iterator[BasePiece]:
-        """The rows of a window, so many at a time; all but that of its last token, after which nothing comes.
+        """Yield the rows of a window in pieces; all except that of its last token, which nothing follows.
 
         Raises:
             ConfigError: the window does not fit the context, or the cache cannot be written.
@@ -148,13 +148,13 @@ class Base:
                 start += len(logits)
 
     def _key(self, window: Sequence[int]) -> str:
-        """By content: the prepared weights, the plan, the backend, and the window's tokens."""
+        """Return the key of a window by content: prepared weights, plan, backend, and the window's tokens."""
         made_from: list[Any] = [FORMAT, *self._made_from, list(map(int, window))]
         return f"{self.options.scheme}-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]}"
 
 
 def rounded(logits: Float32) -> Float16:
-    """Logits less the largest of their row, in float16; what lies below its range is its lowest. [R, V]."""
+    """Return logits less the largest of their row, in float16; values below its range are clamped. [R, V]."""
     relative = logits - logits.max(axis=1, keepdims=True)
     kept: Float32 = np.maximum(relative, np.float32(np.finfo(np.float16).min), out=relative)
     return kept.astype(np.float16)
@@ -172,6 +172,6 @@ def check_base(model: str, options: EngineOptions) -> None:
         if manifest.scheme.name != options.scheme:
             raise ConfigError(
                 f"{model} is compiled under {manifest.scheme.name!r} and holds no {options.scheme!r} weights to "
-                f"compare with; name the checkpoint that it was made from with --base-model (it was called "
+                f"compare with; give its original checkpoint with --base-model (it was called "
                 f"{manifest.model!r}), or measure it alone with --base none"
             )

@@ -1,10 +1,10 @@
 """A chunkrt engine as a model of lm-evaluation-harness, which has hundreds of tasks.
 
-The harness knows models that were registered in its process, and looks for no others; so it is started from here:
+The harness knows only models that were registered in its process, so it is started from here:
 
     python -m chunkrt.evaluation.harness --model chunkrt --model_args pretrained=MODEL,npu=native --tasks hellaswag
 
-`pretrained` is what chunkrt calls MODEL, the rest are fields of `EngineOptions`. In Python, import this module, then
+`pretrained` is chunkrt's MODEL; the other arguments are fields of `EngineOptions`. In Python, import this module, then
 call `lm_eval.simple_evaluate(model="chunkrt", ...)`. Needs `pip install chunkrt[lm-eval]`.
 """
 
@@ -33,7 +33,7 @@ except ImportError as error:
 
 DEFAULT_NEW_TOKENS = 256
 NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""What tasks call the most tokens to generate; the first that is given counts, as in the harness."""
+"""Names in tasks for the most tokens to generate; the first one present counts, as in the harness."""
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
 
     Args:
         pretrained: a catalogue name, a checkpoint, or an engine directory.
-        batch_size, max_batch_size, device: what the harness gives to every model; they mean nothing here.
+        batch_size, max_batch_size, device: arguments that the harness gives to every model; ignored.
         options: fields of `EngineOptions`.
 
     Raises:
@@ -80,7 +80,7 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without a context follows: the beginning token, or else the one that ends texts."""
+        """The token before a text without a context: the beginning token, or else the one that ends texts."""
         bos_id = self.text.settings.bos_id
         return self.eot_token_id if bos_id is None else bos_id
 
@@ -90,34 +90,34 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
         return str(self.engine.manifest.model)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The template's source, for the harness's report."""
+        """Return the template's source, for the harness's report."""
         return self.text.settings.chat_template or ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text. Raises ModelError if the model has no template, or it refuses."""
+        """Render a conversation as text. Raise ModelError if the model has no template, or the template refuses it."""
         return self.text.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Tokens of a text, control tokens in it read as such; no second beginning token unless asked for."""
+        """Return a text's tokens; control tokens in it are parsed. Add a second beginning token only on request."""
         ids = self.text.encode(string, add_special=add_special_tokens is not False, parse_special=True)
         bos_id = self.text.settings.bos_id
         is_doubled = self.text.settings.add_bos and ids[:2] == [bos_id, bos_id]
         return ids[1:] if add_special_tokens is None and is_doubled else ids
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Logarithm of the probability of whole texts, each token predicted once, in windows of the context."""
+        """Return log-probabilities of complete texts, each token predicted once, in windows of the context length."""
         found = []
         for request in tqdm(requests, desc="rolling", disable=disable_tqdm):
             tokens = self.tok_encode(request.args[0])
             windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
-            # One at a time: they share nothing, and each has logits for all of its rows.
+            # One at a time: they have no common tokens, and each has logits for all of its rows.
             scores = self.engine.score([make_disjoint_window(window) for window in windows], max_sessions=1)
             found.append(sum(score.log_probability for score in scores))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continue texts, greedily unless a task samples, until a stop string or the end of a text."""
+        """Continue texts until a stop string or the end of a text, greedily unless a task samples."""
         found = []
         for request in tqdm(requests, desc="generating", disable=disable_tqdm):
             context, settings = request.args
@@ -156,16 +156,16 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
             return "".join(piece.text for piece in pieces)
 
     def _shortened(self, tokens: list[int], room: int) -> list[int]:
-        """The last tokens that there is room for, as the harness's other models do it, but with a warning."""
+        """Return the last tokens that fit, as the harness's other models do, but with a warning."""
         if room < 1:
             raise ConfigError(f"a request does not fit the context of {self.max_length}; give a larger context_length")
         if len(tokens) > room:
-            log.warning("a context of %d tokens is cut to its last %d", len(tokens), room)
+            log.warning("a context of %d tokens is truncated to its last %d", len(tokens), room)
         return tokens[-room:]
 
 
 def _sampling(settings: Mapping[str, Any]) -> SamplingOptions:
-    """Greedy, unless the task samples at a temperature."""
+    """Return greedy options, unless the task samples at a temperature."""
     temperature = float(settings.get("temperature", 0.0))
     if not settings.get("do_sample", temperature > 0) or temperature == 0:
         return SamplingOptions()

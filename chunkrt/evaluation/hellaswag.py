@@ -1,4 +1,4 @@
-"""HellaSwag: which of four endings a model finds likeliest.
+"""HellaSwag: choice of the likeliest of four endings.
 
 The file is the data set's own (`hellaswag_val.jsonl`): one object a line with `activity_label`, `ctx_a`, `ctx_b`,
 `endings` and `label`. Prompts and figures are those of lm-evaluation-harness.
@@ -21,7 +21,9 @@ from chunkrt.evaluation.scoring import Accuracy, encode_item, score_items
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A context, its endings without the space between, and which is right. `line` is the file's."""
+    """A context, its endings without the space between, and the index of the right one. `line` is the line in the
+    file.
+    """
 
     line: int
     context: str
@@ -31,7 +33,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class HellaSwagFigures:
-    """How often the right ending had the largest log-probability, as it is, and divided by its characters."""
+    """Shares of items whose right ending had the largest log-probability, plain and divided by its characters."""
 
     num_items: int
     accuracy: Accuracy
@@ -39,7 +41,7 @@ class HellaSwagFigures:
 
 
 def read(path: Path, limit: int | None = None) -> list[Item]:
-    """Items of a file. Raises ConfigError if it cannot be read, or a line is malformed."""
+    """Read the items of a file. Raise ConfigError if it cannot be read, or a line is malformed."""
     return read_items(path, _parse, limit)
 
 
@@ -68,7 +70,7 @@ def evaluate(
 
 
 def clean(text: str) -> str:
-    """A text without the marks that the WikiHow half of the data set carries."""
+    """Return a text without the marks in the WikiHow half of the data set."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -79,12 +81,12 @@ def _parse(data: dict[str, Any], line: int) -> Item:
     if not isinstance(endings, list) or len(endings) < 2 or not all(isinstance(ending, str) for ending in endings):
         raise ValueError("'endings' is not a list of two texts or more")
     if isinstance(label, str) and label.isdecimal():
-        label = int(label)  # as the copy on the Hugging Face hub has it
+        label = int(label)  # the form of the copy on the Hugging Face hub
     if type(label) is not int or not 0 <= label < len(endings):
         hint = "; the test split has no labels, take the validation split" if label in (None, "") else ""
         raise ValueError(f"'label' is {label!r}, expected 0 to {len(endings) - 1}{hint}")
     cleaned = tuple(map(clean, endings))
     if not all(cleaned):
-        raise ValueError("an ending has no text but marks in brackets")
+        raise ValueError("an ending has no text except marks in brackets")
     context = clean(f"{activity}: {first} {second.capitalize()}")
     return Item(line=line, context=context, endings=cleaned, label=label)

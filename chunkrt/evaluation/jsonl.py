@@ -1,4 +1,4 @@
-"""Reading JSON lines: every line an object, and an error that names the line where one is not as it should be."""
+"""Reader of JSON lines: every line is an object, and an error names the malformed line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Item = TypeVar("Item")
 
 
 def read_items(path: Path, parse: Callable[[dict[str, Any], int], Item], limit: int | None) -> list[Item]:
-    """The items of a file.
+    """Read the items of a file.
 
     Args:
         parse: makes an item of a line's object and the line's number, or raises ValueError with the reason.
-        limit: read so many items and no more.
+        limit: most items to read.
 
     Raises:
         ConfigError: the file cannot be read or has no items, or a line is malformed.
@@ -40,7 +40,7 @@ def read_items(path: Path, parse: Callable[[dict[str, Any], int], Item], limit: 
 
 
 def text_of(data: dict[str, Any], key: str) -> str:
-    """The text under a key. Raises ValueError if there is none."""
+    """Return the text under a key. Raise ValueError if it is missing or not a text."""
     value = data.get(key)
     if not isinstance(value, str):
         raise ValueError(f"{key!r} is {'missing' if key not in data else repr(value)[:80]}, expected a text")

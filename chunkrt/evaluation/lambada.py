@@ -1,4 +1,4 @@
-"""LAMBADA: whether a model finds the last word of a passage that cannot be guessed from its last sentence alone.
+"""LAMBADA: prediction of the last word of a passage, which its last sentence alone does not determine.
 
 The file has one object a line with `text`. Prompts and figures are those of lm-evaluation-harness.
 
@@ -20,7 +20,7 @@ from chunkrt.evaluation.scoring import Accuracy, encode_item, score_items
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A passage without its last word, and that word without the space between. `line` is the file's."""
+    """A passage without its last word, and that word without the space between. `line` is the line in the file."""
 
     line: int
     context: str
@@ -29,7 +29,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class LambadaFigures:
-    """How often every token of the last word was the likeliest, and the last words' perplexity (by word, not token)."""
+    """Share of last words whose every token was the likeliest, and their perplexity (by word, not token)."""
 
     num_items: int
     accuracy: Accuracy
@@ -37,7 +37,7 @@ class LambadaFigures:
 
 
 def read(path: Path, limit: int | None = None) -> list[Item]:
-    """Items of a file. Raises ConfigError if it cannot be read, or a line is malformed."""
+    """Read the items of a file. Raise ConfigError if it cannot be read, or a line is malformed."""
     return read_items(path, _parse, limit)
 
 

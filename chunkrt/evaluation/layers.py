@@ -1,8 +1,8 @@
-"""Where a scheme loses: the error of every linear by itself, and how errors grow from layer to layer.
+"""Quantisation error by layer: the error of every linear alone, and the growth of errors from layer to layer.
 
-Two runs side by side, subgraph after subgraph over all windows, so that a model of any size needs the memory of its
-largest subgraph: one in float, and one with every linear rounded as the scheme says. A linear's own error is measured
-on what the float run gives it. What lies between linears is float32 in both; an NPU has float16 there.
+Two runs are computed side by side, subgraph after subgraph over all windows, so that a model of any size needs the
+memory of its largest subgraph: one in float, and one with every linear rounded under the scheme. A linear's own error
+is measured on its input in the float run. Values between linears are float32 in both; an NPU has float16 there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.scheme import LEVELS, Scheme
 
 NUM_LAYER_WINDOWS = 4
-"""Windows that are looked at: errors of layers need fewer tokens than perplexities."""
+"""Number of windows to measure: errors of layers need fewer tokens than perplexities."""
 
 NUM_SHOWN = 16
 LAYERS_A_LINE = 6
@@ -35,14 +35,14 @@ _IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, kw_only=True)
 class LinearFigures:
-    """One linear, over all rows of the windows; of the head, over every LOSS_EVERY-th.
+    """One linear, over all rows of the windows; for the LM head, over every LOSS_EVERY-th row.
 
-    kind: the last part of its name, such as "down_proj". layer: None for what is in no layer, such as the head.
-    error: root mean square of the error of its output, by that of the output in float. has_shadow: whether it has one;
-    error_unshadowed: the error without, on the grid that it would have then; None if it has none. input_peak: the
-    largest magnitude of its input. outlier_ratio: that, by the median of the input channels' largest magnitudes; None
-    if the median is 0. share_beyond_grid: of its input's values, 0 to 1; None under a dynamic scheme, whose grids reach
-    as far as each row.
+    kind: the last part of its name, such as "down_proj". layer: None for a linear outside all layers, such as the LM
+    head. error: root mean square of its output's error, relative to that of the float output. has_shadow: it has a
+    shadow; error_unshadowed: its error without one, on the quantisation grid that it would then have; None without a
+    shadow. input_peak: the largest magnitude of its input. outlier_ratio: input_peak divided by the median of the input
+    channels' largest magnitudes; None if the median is 0. share_beyond_grid: share of the input's values beyond the
+    quantisation range, 0 to 1; None under a dynamic scheme, whose range follows each row.
     """
 
     weight: str
@@ -68,7 +68,7 @@ class LayerFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class LayersRun:
-    """Every linear in the plan's order, every layer, and over how much text."""
+    """Figures of every linear in the plan's order and of every layer, with the amount of text."""
 
     windows: int
     tokens: int
@@ -76,7 +76,7 @@ class LayersRun:
     layers: Sequence[LayerFigures]
 
     def lines(self) -> Iterator[str]:
-        """To read: the linears with the largest errors, and all layers."""
+        """Return a readable report: the linears with the largest errors, and all layers."""
         ranking = sorted(self.linears, key=lambda linear: -linear.error)
         names = [linear.weight.removesuffix(".weight") for linear in ranking[:NUM_SHOWN]]
         width = max(map(len, names))
@@ -110,12 +110,13 @@ def evaluate_layers(
     """Measure every linear and layer.
 
     Args:
-        plan: the decoder as it is by nature, without shadows.
-        load: a weight's float32 values by its plan name, folded as the calibration says; called once a subgraph.
-        calibration: of a static scheme.
+        plan: the decoder in its default partition, without shadows.
+        load: returns a weight's float32 values by its plan name, folded according to the calibration; called once a
+            subgraph.
+        calibration: calibration of a static scheme.
         windows: tokens that start at position 0.
-        load_blocks: see `write_weights`; the scheme is as `Planned.settle` gives it.
-        progress: told (subgraphs done, subgraphs in all).
+        load_blocks: see `write_weights`; the scheme is as `Planned.settle` returns it.
+        progress: called with (subgraphs done, subgraphs in all).
 
     Raises:
         ConfigError: the scheme quantises nothing.
@@ -123,7 +124,7 @@ def evaluate_layers(
     """
     if scheme.weight_bits is None:
         raise ConfigError(
-            f"the scheme {scheme.name!r} quantises nothing, layers have no errors; choose another --scheme"
+            f"the scheme {scheme.name!r} quantises nothing, so layers have no errors; choose another --scheme"
         )
     tokens = [np.array(window, np.int64) for window in windows]
     in_float: list[Mapping[str, Any]] = [first_values(ids, np.arange(0, len(ids), LOSS_EVERY)) for ids in tokens]
@@ -147,7 +148,7 @@ def evaluate_layers(
 
 @dataclass
 class _Error:
-    """Sums of squares over all that was seen."""
+    """Sums of squares over all values so far."""
 
     of_error: float = 0.0
     of_expected: float = 0.0
@@ -165,7 +166,7 @@ class _Error:
 
 @dataclass
 class _Seen:
-    """What was seen of one linear."""
+    """Observations of one linear."""
 
     whole: _Error = field(default_factory=_Error)
     unshadowed: _Error = field(default_factory=_Error)
@@ -175,7 +176,7 @@ class _Seen:
 
 
 class _Found:
-    """What is known so far."""
+    """Results so far."""
 
     def __init__(self, plan: Plan, scheme: Scheme) -> None:
         self.scheme = scheme
@@ -205,7 +206,7 @@ class _Found:
 
 
 class _Runs:
-    """How the two runs compute a node of one subgraph; `in_float` comes first, for each window."""
+    """Functions that compute a node of one subgraph in the two runs; `in_float` comes first, for each window."""
 
     def __init__(self, found: _Found, linears: RoundedLinears) -> None:
         self._found = found
@@ -247,7 +248,7 @@ class _Runs:
 
 
 def _residual_layer(node: Node) -> int | None:
-    """The layer whose output a node computes."""
+    """Return the layer whose output a node computes."""
     found = _IN_LAYER.fullmatch(node.outputs[0])
     return int(found[1]) if found and found[2] == "output" else None
 

@@ -1,4 +1,4 @@
-"""The errors of layers and linears as a picture, drawn by matplotlib."""
+"""Errors of layers and linears as a picture, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from chunkrt.evaluation.layers import LayersRun, LinearFigures
 from chunkrt.pictures import COLOURS, check_picture, plain, save_picture
 
 MARKERS = {8: "o", 16: "s"}
-"""By bits of activations."""
+"""Markers by bits of activations."""
 
 
 def draw_layers(run: LayersRun, path: Path, title: str) -> None:
     """Draw two panels over the layers, both logarithmic: errors, and outliers. Rings are shadows, squares 16 bits.
 
     Args:
-        path: its ending is the format, one of FORMATS.
+        path: its suffix is the format, one of FORMATS.
 
     Raises:
         ConfigError: see `check_picture`; the file cannot be written.
@@ -67,7 +67,7 @@ def _draw(
     colour: str,
     kind: str,
 ) -> None:
-    """One line; a value that is none, or 0, has no place on a logarithmic scale and is left out."""
+    """Plot one line; missing values and zeros, which a logarithmic scale cannot show, are left out."""
     points = [(place, value(linear), linear) for place, linear in zip(places, linears, strict=True)]
     points = [point for point in points if point[1]]
     axes.plot([place for place, _, _ in points], [y for _, y, _ in points], color=colour, linewidth=1, label=kind)

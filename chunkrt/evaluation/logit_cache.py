@@ -1,13 +1,13 @@
-"""Logits of a base on disk: computed once, compared with again and again, within a limit of bytes.
+"""Logits of a base on disk: computed once and reused for later comparisons, within a limit of bytes.
 
 An entry is one window, a .npz file (NumPy reads it) that is written and read piece by piece:
 
     logits        float16 [T, V], less the largest of each row
-    surprisals    float32 [T], -log p of the token that came next, from the logits before they were rounded
+    surprisals    float32 [T], -log p of the next token, from the logits before they were rounded
 
 float16 is finest where the probability is. On SmolLM2-135M-Instruct (1,022 tokens of WikiText-2) it changes a mean
 divergence of 0.0072 by 5 parts in a million, that of a single token by 4e-5 at most, and the likeliest token never;
-logits as they are, in float16, change the mean by 1 in 1000. The same values are used where nothing is kept.
+plain logits in float16 change the mean by 1 in 1000. The same values are used if nothing is kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chunkrt.files import check_archive, check_regular, made_once, remove, writt
 
 LOGITS, SURPRISALS = "logits.npy", "surprisals.npy"
 HEADER_BYTES = 1024
-"""More than the headers of an entry take."""
+"""Upper bound of the headers of an entry."""
 
 _DAMAGE = (OSError, ValueError, EOFError, KeyError, RuntimeError, NotImplementedError, zipfile.BadZipFile)
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class BasePiece:
 
 
 class StoredLogits:
-    """An entry, open and whole: its checksums and shapes were compared."""
+    """An open, complete entry: its checksums and shapes were verified."""
 
     def __init__(self, archive: zipfile.ZipFile, vocab_size: int, surprisals: Float32) -> None:
         self._archive = archive
@@ -52,7 +52,7 @@ class StoredLogits:
         self._surprisals = surprisals
 
     def pieces(self, lengths: Iterable[int]) -> Iterator[BasePiece]:
-        """Its rows, so many at a time; `lengths` add up to all of them."""
+        """Yield its rows in pieces; `lengths` add up to all of them."""
         start = 0
         with self._archive.open(LOGITS) as member:
             _check_header(member, (len(self._surprisals), self._vocab_size), np.float16)
@@ -72,8 +72,8 @@ class StoredLogits:
 class LogitCache:
     """Entries by key, in one folder, of `limit_bytes` together.
 
-    Where there is no room, entries that this evaluation does not need make some, those unused for longest first; those
-    that it needs never do, so that an evaluation larger than the limit keeps a part of itself, the same every time.
+    If room is needed, entries that this evaluation does not need are removed, least recently used first. Entries that
+    it needs are never removed, so an evaluation larger than the limit keeps the same part of itself every time.
 
     Args:
         folder: chunkrt's own.
@@ -87,7 +87,7 @@ class LogitCache:
         self._needed = {self._path(key) for key in needed}
 
     def open(self, key: str, num_rows: int, vocab_size: int) -> StoredLogits | None:
-        """An entry, or None if it is not there. One that is damaged is removed, with a warning."""
+        """Open an entry; None if it does not exist. A damaged entry is removed, with a warning."""
         path = self._path(key)
         if not path.exists():
             return None
@@ -107,10 +107,10 @@ class LogitCache:
         return StoredLogits(archive, vocab_size, surprisals)
 
     def write(self, key: str, num_rows: int, vocab_size: int, pieces: Iterable[BasePiece]) -> bool:
-        """Keep an entry, if there is room for it; its pieces are asked for only then.
+        """Keep an entry, if it fits; its pieces are computed only then.
 
         Returns:
-            Whether it was kept.
+            True if it was kept.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -131,15 +131,15 @@ class LogitCache:
             return made_once(path, "computing logits", lambda: True, made)
         except OSError as error:
             raise ConfigError(
-                f"cannot keep logits in {self.folder}: {error.strerror or error}; set CHUNKRT_HOME to move it, or "
-                "keep none with --cache-limit 0"
+                f"cannot keep logits in {self.folder}: {error.strerror or error}; set CHUNKRT_HOME to another "
+                "folder, or disable the cache with --cache-limit 0"
             ) from error
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.npz"
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Remove what others left, as far as is needed and helps."""
+        """Remove entries of other evaluations, as many as needed, if that suffices."""
         stats = {path: path.stat() for path in self.folder.glob("*.npz")}
         total = sum(stat.st_size for stat in stats.values()) + num_bytes
         kept = sum(stat.st_size for path, stat in stats.items() if path in self._needed) + num_bytes
@@ -167,10 +167,10 @@ def _write(path: Path, num_rows: int, vocab_size: int, pieces: Iterable[BasePiec
 
 
 def _check(archive: zipfile.ZipFile, num_rows: int, vocab_size: int) -> Float32:
-    """The surprisals of an entry, once all of it has proved whole."""
+    """Return the surprisals of an entry after verifying all of it."""
     check_archive(archive)
     if damaged := archive.testzip():
-        raise ValueError(f"{damaged} does not have its checksum")
+        raise ValueError(f"the checksum of {damaged} does not match")
     with archive.open(LOGITS) as member:
         _check_header(member, (num_rows, vocab_size), np.float16)
     with archive.open(SURPRISALS) as member:
@@ -184,7 +184,7 @@ def _write_header(file: IO[bytes], shape: tuple[int, ...], dtype: type[np.generi
 
 
 def _check_header(file: IO[bytes], shape: tuple[int, ...], dtype: type[np.generic]) -> None:
-    """Read past an array's header. Raises ValueError if it is not of that shape and type."""
+    """Read past an array's header. Raise ValueError if it is not of that shape and type."""
     npy.read_magic(file)
     found_shape, is_fortran, found_dtype = npy.read_array_header_1_0(file)
     if (found_shape, is_fortran, found_dtype) != (shape, False, np.dtype(dtype)):

@@ -1,4 +1,4 @@
-"""The logits of many tokens, in bounded memory, and how far they are from others."""
+"""Logits of many tokens, in bounded memory, and their divergence from others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def logit_pieces(session: Session, tokens: Sequence[int], lengths: Sequence[int]
 
 
 def divergences(base: Float16 | Float32, logits: Float32) -> Float64:
-    """Kullback-Leibler divergence of the base to the model, row by row: sum over V of p_base log(p_base / p_model).
+    """Return the Kullback-Leibler divergence of the base to the model by row: sum over V of p_base log(p_base /
+    p_model).
 
     Args:
         base, logits: [R, V].

@@ -1,4 +1,4 @@
-"""What an evaluation found, with exactly what was run: as data for JSON, and as lines to read."""
+"""Results of an evaluation with its exact configuration: as data for JSON, and as readable lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Figures = TypeVar("Figures")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What was evaluated, and how it ran. `npu`, `cpu`: the backends of the two roles."""
+    """The evaluated model and its configuration. `npu`, `cpu`: the backends of the two roles."""
 
     model: str
     scheme: str
@@ -31,7 +31,7 @@ class Run:
 
     @staticmethod
     def of(engine: Engine, model: str) -> Run:
-        """Of a loaded model, as the user calls it."""
+        """Describe a loaded model, by the name that the user gave."""
         return Run(
             model=model,
             scheme=engine.scheme.name,
@@ -45,7 +45,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRun:
-    """What it was compared with. Windows are `read` from the disk or `computed`; some of these were `not_kept`."""
+    """The base of a comparison. Windows are `read` from the disk or `computed`; some of these were `not_kept`."""
 
     model: str
     scheme: str
@@ -56,7 +56,7 @@ class BaseRun:
 
     @staticmethod
     def of(base: Base) -> BaseRun:
-        """Of a base that has served its windows."""
+        """Describe a base after its windows were used."""
         return BaseRun(
             model=base.model,
             scheme=str(base.options.scheme),
@@ -69,7 +69,9 @@ class BaseRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRun:
-    """A text, what was taken of it (windows, of those available, of so many tokens at most), and what was found."""
+    """A text, the evaluated part (windows, of the available ones, and their longest length in tokens), and the
+    results.
+    """
 
     file: str
     part: str
@@ -83,7 +85,7 @@ class TextRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRun(Generic[Figures]):
-    """A task's file, and what was found."""
+    """A task's file, and the results."""
 
     file: str
     figures: Figures
@@ -91,7 +93,7 @@ class TaskRun(Generic[Figures]):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All of one evaluation; what was not asked for is None."""
+    """All results of one evaluation; those that were not requested are None."""
 
     run: Run
     text: TextRun | None
@@ -100,7 +102,7 @@ class Report:
     lambada: TaskRun[LambadaFigures] | None
 
     def lines(self) -> Iterator[str]:
-        """The report, to read."""
+        """Return a readable report."""
         run = self.run
         backends = run.npu if run.npu == run.cpu else f"{run.npu} and {run.cpu}"
         yield f"{run.model}: {run.scheme} on {backends}, chunks of {run.chunk}, {run.policy}, {run.threads} threads"

@@ -1,4 +1,4 @@
-"""Scores of many items, and accuracies: what they are made into."""
+"""Scores of many items, and accuracies from scores."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Accuracy:
 
     @staticmethod
     def of(hits: Sequence[bool]) -> Accuracy:
-        """Of at least one item, right or wrong."""
+        """Return the accuracy of at least one item, each right or wrong."""
         value, others = sum(hits) / len(hits), len(hits) - 1
         return Accuracy(value=value, standard_error=sqrt(value * (1 - value) / others) if others else None)
 
 
 def encode_item(tokenizer: Tokenizer, name: str, context: str, continuations: Sequence[str]) -> tuple[str, list[Pair]]:
-    """An item by its name, and the tokens of its context and of each continuation, which a space parts from it.
+    """Return an item with the tokens of its context and of each continuation, with a space between the two.
 
     Raises:
-        ConfigError: a text is no Unicode; it begins with the name.
+        ConfigError: a text is not valid Unicode; the message begins with the name.
     """
     try:
         return name, [encode_pair(tokenizer, context, f" {continuation}") for continuation in continuations]
@@ -43,11 +43,11 @@ def encode_item(tokenizer: Tokenizer, name: str, context: str, continuations: Se
 def score_items(
     engine: Engine, items: Sequence[tuple[str, Sequence[Pair]]], progress: Callable[[int, int], None]
 ) -> list[list[Score]]:
-    """Score every pair of every item; what several items need is computed together.
+    """Score every pair of every item; tokens that several items share are computed once.
 
     Args:
-        items: each with what errors call it, and its pairs of a context and what follows.
-        progress: told how many items are done, of how many.
+        items: each with its name for errors, and its pairs of a context and a continuation.
+        progress: called with (items done, items in all).
 
     Raises:
         ConfigError: an item does not fit the context; nothing has been computed then.

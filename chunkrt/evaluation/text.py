@@ -1,7 +1,7 @@
-"""A model on a text: perplexity, and how far it is from its base.
+"""Evaluation on a text: perplexity, and divergence from a base.
 
-Counted are all tokens of a window but its first, given those before it in the window. Where the model wants a
-beginning token, that is the first, and all of the text is counted.
+All tokens of a window except the first are scored, each after those before it in the window. If the model wants a
+beginning token, that is the first, and all of the text is scored.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from chunkrt.evaluation.logits import divergences, logit_pieces
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A model beside its base, over the tokens counted.
+    """Comparison of a model with its base, over the scored tokens.
 
-    perplexity: the base's. ratio: the model's perplexity by the base's. mean_kl, kl_99, largest_kl: the divergence of
-    the base to the model in nats, on average, at the 99th percentile, at most. top_1: the share of tokens after which
-    both have the same likeliest one.
+    perplexity: the base's. ratio: the model's perplexity divided by the base's. mean_kl, kl_99, largest_kl: mean, 99th
+    percentile and maximum of the divergence of the base to the model, in nats. top_1: share of tokens after which both
+    have the same likeliest next token.
     """
 
     perplexity: float
@@ -38,7 +38,9 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class TextFigures:
-    """A model on a text. `tokens_per_second`: of prefill with all logits, the base and the comparison left out."""
+    """Results of a model on a text. `tokens_per_second`: of prefill with all logits, without the base and the
+    comparison.
+    """
 
     perplexity: float
     num_tokens: int
@@ -56,8 +58,8 @@ def evaluate_text(
 
     Args:
         windows: of 2 tokens or more.
-        base: None: the model alone.
-        progress: told (windows done, windows in all).
+        base: None evaluates the model alone.
+        progress: called with (windows done, windows in all).
 
     Raises:
         ConfigError: a window does not fit the context; the base has another vocabulary.
@@ -67,7 +69,7 @@ def evaluate_text(
     if base is not None and base.vocab_size != engine.plan.vocab_size:
         raise ConfigError(
             f"the base {base.model} has a vocabulary of {base.vocab_size}, the model one of "
-            f"{engine.plan.vocab_size}; take a base with the same tokens"
+            f"{engine.plan.vocab_size}; choose a base with the same tokens"
         )
     found = _Found()
     for done, window in enumerate(windows):
@@ -78,7 +80,7 @@ def evaluate_text(
 
 
 class _Found:
-    """What is known of the tokens counted so far."""
+    """Sums over the tokens scored so far."""
 
     def __init__(self) -> None:
         self.surprisals: list[Float64] = []
@@ -115,7 +117,7 @@ def _evaluate_window(engine: Engine, window: Sequence[int], base: Base | None, f
     following, start = np.array(window[1:], np.int64), 0
     base_pieces = base.pieces(window, lengths) if base else repeat(None)
     with engine.session() as session:
-        # The base's pieces first: they are as many, and where they end their file is closed.
+        # The base comes first in the zip: it has as many pieces, and at their end its file is closed.
         for expected, (logits, seconds) in zip(base_pieces, logit_pieces(session, window[:-1], lengths), strict=False):
             found.seconds += seconds
             scores = score_tokens(logits, following[start : start + len(logits)])

@@ -1,4 +1,4 @@
-"""From a text's tokens to the windows that are run, each a fresh session of its own."""
+"""Splitting of a text's tokens into windows, each of which runs in a fresh session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Part:
 
     @staticmethod
     def parse(text: str) -> Part:
-        """Read "2/3". Raises ConfigError if it is not that, or there is no such part."""
+        """Parse "2/3". Raise ConfigError if the text is malformed or the part does not exist."""
         found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
         part = Part(index=int(found[1]), count=int(found[2])) if found else None
         if part is None or not 1 <= part.index <= part.count:
@@ -29,7 +29,7 @@ class Part:
         return part
 
     def of(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Its tokens. The parts of a text have no token in common, and leave none out."""
+        """Return its tokens. The parts of a text do not overlap and cover all of it."""
         return tokens[(self.index - 1) * len(tokens) // self.count : self.index * len(tokens) // self.count]
 
     def __str__(self) -> str:
@@ -37,21 +37,23 @@ class Part:
 
 
 def cut_windows(tokens: Sequence[int], length: int, *, bos_id: int | None) -> list[list[int]]:
-    """All windows of some tokens, one after the other; none overlap.
+    """Return all windows of some tokens, one after the other, without overlap.
 
     Args:
         tokens: the text's, without a beginning token.
-        length: positions of a window, its beginning token included.
-        bos_id: what each window begins with, if the model wants that.
+        length: positions of a window, including its beginning token.
+        bos_id: token that each window begins with, if the model wants one.
 
     Returns:
         Windows of 2 tokens or more. The last may be shorter than the others.
 
     Raises:
-        ConfigError: the length is less than 2, or there are too few tokens to count one.
+        ConfigError: the length is less than 2, or the tokens are too few to score one.
     """
     if length < 2:
-        raise ConfigError(f"the window is {length}, expected at least 2 tokens: the first of a window is not counted")
+        raise ConfigError(
+            f"the window is {length}, expected at least 2 tokens: the first token of a window is not scored"
+        )
     start = [] if bos_id is None else [bos_id]
     step = length - len(start)
     windows = [[*start, *tokens[at : at + step]] for at in range(0, len(tokens), step)]
@@ -62,16 +64,18 @@ def cut_windows(tokens: Sequence[int], length: int, *, bos_id: int | None) -> li
 
 
 def spread(windows: Sequence[list[int]], number: int | None) -> list[list[int]]:
-    """So many windows, evenly spread; short ones are left out where there are whole ones.
+    """Select `number` windows, evenly spread; short ones are left out if complete ones exist.
 
     Args:
-        number: at least 1; None: DEFAULT_NUM_WINDOWS, or as many as there are.
+        number: at least 1; None: DEFAULT_NUM_WINDOWS, or all if these are fewer.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: fewer windows exist.
     """
     whole = [window for window in windows if len(window) == len(windows[0])]
     wanted = min(DEFAULT_NUM_WINDOWS, len(whole)) if number is None else number
     if not 1 <= wanted <= len(whole):
-        raise ConfigError(f"{wanted} windows were asked for, the text has {len(whole)}; take 1 to {len(whole)}, or all")
+        raise ConfigError(
+            f"{wanted} windows were requested, but the text has {len(whole)}; choose 1 to {len(whole)}, or all"
+        )
     return [whole[(2 * i + 1) * len(whole) // (2 * wanted)] for i in range(wanted)]

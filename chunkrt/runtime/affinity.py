@@ -1,7 +1,7 @@
-"""Affinity: the CPUs that an engine's threads may run on, for processors whose cores are not alike.
+"""CPU affinity: the CPUs that an engine's threads may run on, for processors with cores of different speeds.
 
-Linux gives a new thread the CPUs of the thread that starts it. So `running_on` around the start of a thread pins that
-thread for good, and around a call it pins the caller for as long as the call takes.
+On Linux a new thread inherits the CPUs of the thread that starts it. So `running_on` pins a thread permanently if it
+surrounds the start of the thread, and pins the caller for the duration of a call if it surrounds the call.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ CGROUP_FOLDER = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
 _SPEEDS = (("cpu_capacity", 0.5), ("cpufreq/cpuinfo_max_freq", 0.85))
-"""Files that tell a CPU's speed, the better first, and the share of the fastest one's that a big core has at least. A
-capacity is work a second, in which little cores do not reach half of a big one's. Frequencies lie closer together, but
-equal cores differ by a few per cent in them too, since the best of them may boost a little higher."""
+"""Files that report a CPU's speed, the better source first, and the minimum speed of a big core relative to the fastest
+one. Capacity is work per second; little cores do not reach half of a big core's. Frequencies differ less, but even
+equal cores differ by a few per cent, because the best of them may boost a little higher."""
 
 
 def check_affinity(affinity: str) -> None:
-    """Raises ConfigError unless it is "none", "big" or a list of CPUs."""
+    """Raise ConfigError unless the affinity is "none", "big" or a list of CPUs."""
     if affinity not in (NO_AFFINITY, BIG):
         _parse(affinity)
 
 
 def find_cpus(affinity: str) -> frozenset[int] | None:
-    """The CPUs that an affinity stands for on this machine; None for "none".
+    """Return the CPUs that an affinity selects on this machine; None for "none".
 
     Args:
-        affinity: "none", "big" (see `big_cores`), or CPUs as in "0,2,4-7".
+        affinity: "none", "big" (see `big_cores`), or CPUs such as "0,2,4-7".
 
     Raises:
-        ConfigError: it is none of these, this system has no affinity, or a CPU is one that this thread may not use.
+        ConfigError: the affinity is none of these, this system has no affinity, or this thread may not use one of the
+            CPUs.
     """
     if affinity == NO_AFFINITY:
         return None
     check_affinity(affinity)
     if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError(f"affinity is {affinity!r}, but {platform.system()} has no affinity; leave it 'none'")
+        raise ConfigError(f"affinity is {affinity!r}, but {platform.system()} has no affinity; use 'none'")
     if affinity == BIG:
         return big_cores()
     cpus, allowed = _parse(affinity), os.sched_getaffinity(0)
@@ -57,17 +58,17 @@ def find_cpus(affinity: str) -> frozenset[int] | None:
 
 
 def available_cpus() -> frozenset[int]:
-    """The CPUs that this process may use."""
+    """Return the CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def available_cores(cpus: Collection[int] | None = None) -> int:
-    """Number of cores' worth of time that this process may use, at least 1.
+    """Return the number of cores' worth of time that this process may use, at least 1.
 
-    A container may see all CPUs of its host and still have a quota (`docker run --cpus 2`); more threads than that
-    would only be throttled. A fraction of a core is rounded up.
+    A container may see all CPUs of its host and still have a quota (`docker run --cpus 2`); more threads would only be
+    throttled. A fraction of a core is rounded up.
 
     Args:
         cpus: the CPUs to choose from; by default those that the process may run on.
@@ -78,10 +79,11 @@ def available_cores(cpus: Collection[int] | None = None) -> int:
 
 
 def cpu_quota() -> float | None:
-    """The CPU quota of this process's control groups, in cores; None if there is none, or no Linux.
+    """Return the CPU quota of this process's control groups, in cores; None without a quota, or on systems other than
+    Linux.
 
-    The least quota on the way to the root holds. Source: Linux kernel documentation, cgroup-v2.rst (`cpu.max`) and
-    sched-bwc.rst (`cpu.cfs_quota_us`, version 1).
+    The smallest quota on the path to the root applies. Source: Linux kernel documentation, cgroup-v2.rst (`cpu.max`)
+    and sched-bwc.rst (`cpu.cfs_quota_us`, version 1).
     """
     try:
         lines = OWN_CGROUPS.read_text().splitlines()
@@ -96,29 +98,30 @@ def cpu_quota() -> float | None:
         if not root.is_dir():
             root = CGROUP_FOLDER / "cpu"
         folder = root / path.strip("/")
-        # inside a container the path may be the host's, and the container's own group is mounted as the root
+        # In a container the path may be the host's, and the container's own group is mounted as the root.
         folders = [folder, *folder.parents] if folder.is_dir() else [root]
         quotas += [quota for f in folders if f.is_relative_to(root) and (quota := _quota_of(f)) is not None]
     return min(quotas, default=None)
 
 
 def _quota_of(folder: Path) -> float | None:
-    """The quota of one control group, in cores; None if it has none."""
+    """Return the quota of one control group, in cores; None if it has none."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
         else:
             quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
         cores = int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # "max", or no such file
+    except (OSError, ValueError, ZeroDivisionError):  # "max", or the file does not exist
         return None
     return cores if cores > 0 else None
 
 
 def big_cores() -> frozenset[int]:
-    """The fast ones of the CPUs that this thread may use; all of them where they are alike or nothing tells them apart.
+    """Return the fast CPUs among those that this thread may use; all of them if they are alike or their speed is
+    unknown.
 
-    Only where `os.sched_getaffinity` is.
+    Requires `os.sched_getaffinity`.
     """
     allowed = os.sched_getaffinity(0)
     for file, share in _SPEEDS:
@@ -132,12 +135,12 @@ def big_cores() -> frozenset[int]:
 
 @contextmanager
 def running_on(cpus: Collection[int] | None) -> Iterator[None]:
-    """Keep this thread, and threads that it starts meanwhile, on these CPUs; None changes nothing.
+    """Keep this thread, and threads that it starts inside the block, on these CPUs; None changes nothing.
 
-    Afterwards this thread may use what it could before, the others stay.
+    After the block this thread may use its previous CPUs again; the new threads stay pinned.
 
     Raises:
-        ConfigError: the system refuses, since CPUs went away.
+        ConfigError: the system refuses, because CPUs have been removed.
     """
     if cpus is None:
         yield
@@ -147,14 +150,16 @@ def running_on(cpus: Collection[int] | None) -> Iterator[None]:
         try:
             os.sched_setaffinity(0, cpus)
         except OSError as error:
-            raise ConfigError(f"cannot run on CPUs {cpu_list(cpus)}: {error.strerror}; load with others") from error
+            raise ConfigError(
+                f"cannot run on CPUs {cpu_list(cpus)}: {error.strerror}; load the model with other CPUs"
+            ) from error
         yield
     finally:
         os.sched_setaffinity(0, before)
 
 
 def cpu_list(cpus: Collection[int]) -> str:
-    """CPUs as people and Linux write them: "0,2,4-7"."""
+    """Return CPUs in the notation of Linux: "0,2,4-7"."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][-1] + 1:
@@ -170,6 +175,6 @@ def _parse(text: str) -> frozenset[int]:
         match = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
-            raise ConfigError(f"affinity is {text!r}, expected none, big, or CPUs as in 0,2,4-7")
+            raise ConfigError(f"affinity is {text!r}, expected none, big, or CPUs such as 0,2,4-7")
         cpus.update(range(first, last + 1))
     return frozenset(cpus)

@@ -1,7 +1,7 @@
-"""Batchers: which rows make the next chunk, of the sequences that wait.
+"""Batchers choose the rows of the next chunk from the waiting sequences.
 
-A batcher is pure, like a policy: it sees who waits, names rows, and keeps nothing. The conductor and the simulator ask
-the same objects. No batcher can change a result, only when it comes.
+A batcher is pure, like a policy: it gets the waiting sequences, names rows, and keeps no state. The conductor and the
+simulator use the same objects. A batcher cannot change a result, only the time at which it is available.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from chunkrt.plugins import PluginGroup
 DEFAULT_BATCHER = "packed"
 
 MOST_PASSED_OVER = 8
-"""Chunks that a prompt lets go by without a row of its own, before it comes first."""
+"""Number of chunks without a row of a prompt after which that prompt comes first."""
 
 
 class Waiting(NamedTuple):
     """A sequence that waits for rows.
 
-    num_tokens: that wait, at least 1. is_decode: whether it decodes: somebody waits for its one token. num_passed: the
-    chunks without a row of it that have been formed since its last. step: its tokens may be parted after multiples of
-    so many only, since other bits would come of them.
+    num_tokens: waiting tokens, at least 1. is_decode: True if the sequence decodes, so that a caller waits for its one
+    token. num_passed: number of chunks formed since the last one that held a row of the sequence. step: the tokens may
+    only be split after multiples of this number, because other splits would give different bits.
     """
 
     num_tokens: int
@@ -33,14 +33,14 @@ class Waiting(NamedTuple):
 
 
 class Take(NamedTuple):
-    """Rows of the next chunk: which of those that wait, by its place among them, and how many of its tokens."""
+    """Rows of the next chunk: the index of a waiting sequence, and the number of its tokens."""
 
     place: int
     num_tokens: int
 
 
 class Batcher(Protocol):
-    """Forms chunks."""
+    """Rule that forms chunks from waiting sequences."""
 
     name: str
 
@@ -48,30 +48,30 @@ class Batcher(Protocol):
         """Name the rows of the next chunk.
 
         Args:
-            waiting: at least one, those that came first first.
+            waiting: at least one sequence, in order of arrival.
             chunk_length: rows that the chunk has room for.
 
         Returns:
-            At least one, in the order in which their rows shall lie; each of `waiting` at most once.
+            At least one entry, in the order of the rows in the chunk; each of `waiting` at most once.
         """
         ...
 
 
 class Sequential:
-    """One sequence a chunk, and the first that came until it is done: as if each caller had the engine alone."""
+    """One sequence a chunk, in order of arrival until it is done: as if each caller had the engine alone."""
 
     name = "sequential"
 
     def next_chunk(self, waiting: Sequence[Waiting], chunk_length: int) -> Sequence[Take]:
-        """All that fits of the first."""
+        """Take as many tokens of the first sequence as fit."""
         return [Take(0, min(waiting[0].num_tokens, chunk_length))]
 
 
 class Packed:
-    """Fills every chunk: sequences that decode come first, then prompts, the oldest first.
+    """Batcher that fills every chunk: decoding sequences come first, then prompts, the oldest first.
 
-    So a sequence that waits for one row never waits behind a long prompt, which takes the rows that are left. A prompt
-    that has been passed over for long comes before all.
+    So a sequence that waits for one row never waits behind a long prompt, which takes the remaining rows. A prompt that
+    has been passed over for long comes first.
 
     Source: Agrawal et al., Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve, OSDI 2024.
     """
@@ -79,7 +79,7 @@ class Packed:
     name = "packed"
 
     def next_chunk(self, waiting: Sequence[Waiting], chunk_length: int) -> Sequence[Take]:
-        """As many rows as there is room for."""
+        """Take as many rows as fit."""
 
         def rank(index: int) -> tuple[bool, bool, int, int]:
             one = waiting[index]
@@ -95,7 +95,7 @@ class Packed:
 
 
 def most_tokens(one: Waiting, room: int, chunk_length: int) -> int:
-    """How many of a sequence's tokens go into a chunk that has room for so many; perhaps none."""
+    """Return how many of a sequence's tokens fit into `room` rows of a chunk; perhaps none."""
     if one.num_tokens <= room:
         return one.num_tokens
     return room if room == chunk_length else room - room % one.step
@@ -106,38 +106,37 @@ BATCHERS: dict[str, Batcher] = {batcher.name: batcher for batcher in (Packed(), 
 
 def _check_plugin(name: str, found: Any) -> str:
     if isinstance(found, type):
-        return "is a class, expected a batcher made of it"
+        return "is a class, expected an instance of it"
     if not callable(getattr(found, "next_chunk", None)):
-        return "is no batcher: expected name and next_chunk"
+        return "is not a batcher: expected name and next_chunk"
     return "" if getattr(found, "name", None) == name else f"is named {getattr(found, 'name', None)!r}, not {name!r}"
 
 
 PLUGINS: PluginGroup[Batcher] = PluginGroup(
     "chunkrt.batchers", error=ConfigError, own=tuple(BATCHERS), check=_check_plugin
 )
-"""Each is a batcher, of the entry point's name."""
+"""Entry points that each refer to a batcher with the entry point's name."""
 
 
 def batcher_names() -> tuple[str, ...]:
-    """Our batchers, and those of plug-ins."""
+    """Return the names of the built-in batchers, and of those from plug-ins."""
     return (*BATCHERS, *PLUGINS.names)
 
 
 def find_batcher(name: str) -> Batcher:
-    """Look a batcher up by name, ours or a plug-in's.
+    """Find a built-in or plug-in batcher by name.
 
     Raises:
-        ConfigError: there is none of that name, and the message offers the nearest and lists all; or the plug-in is
-            broken.
+        ConfigError: no batcher has that name (the message offers the nearest and lists all), or the plug-in is broken.
     """
     return PLUGINS.choose(name, BATCHERS, "batcher")
 
 
 def next_chunk(batcher: Batcher, waiting: Sequence[Waiting], chunk_length: int) -> list[Take]:
-    """What a batcher names, whoever wrote it.
+    """Call a batcher, built-in or from a plug-in, and check its answer.
 
     Raises:
-        ConfigError: it failed, or named what cannot be.
+        ConfigError: the batcher failed, or named impossible rows.
     """
     try:
         taken = [Take(*take) for take in batcher.next_chunk(waiting, chunk_length)]
@@ -158,8 +157,8 @@ def _problem(taken: Sequence[Take], waiting: Sequence[Waiting], chunk_length: in
         return f"took {taken} for a chunk of {chunk_length} rows"
     for place, num_tokens in taken:
         if not 0 <= place < len(waiting) or not 1 <= num_tokens <= waiting[place].num_tokens:
-            return f"took {num_tokens} tokens of sequence {place}, which there are not"
+            return f"took {num_tokens} tokens of sequence {place}, which do not exist"
         is_parted = num_tokens < waiting[place].num_tokens and num_tokens < chunk_length
         if is_parted and num_tokens % waiting[place].step:
-            return f"parted sequence {place} after {num_tokens} tokens, no multiple of its step {waiting[place].step}"
+            return f"split sequence {place} after {num_tokens} tokens, not a multiple of its step {waiting[place].step}"
     return ""

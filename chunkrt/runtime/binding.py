@@ -1,8 +1,9 @@
-"""A subgraph's executable bound to the buffers of chunks: which rows it sees, and where padding stays.
+"""A subgraph's executable bound to the buffers of chunks: the rows that it sees, and the handling of padding.
 
-An executable of any length gets views of the rows that hold tokens. One of fixed length gets whole buffers,
-whose padding rows are zeroed at its inputs, every time: an earlier subgraph may have left anything there. Several may
-read one value at once: those of any length do not see its padding, and the others all write the same zeros.
+An executable of any length gets views of the rows that hold tokens. An executable of fixed length gets complete
+buffers. The padding rows of its inputs are zeroed before every call, because an earlier subgraph may have written to
+them. Several subgraphs may read one value at once: those of any length do not see its padding, and the others all write
+the same zeros.
 """
 
 from __future__ import annotations
@@ -30,13 +31,12 @@ class BoundSubgraph:
     Args:
         subgraph: the subgraph.
         executable: compiled for chunks of `chunk_length` rows.
-        slots: the buffers of each.
+        slots: the buffers of each chunk slot.
         chunk_length: C.
-        output: the plan's output, which goes to a run's logits and has no buffer.
+        output: the plan's output, which is written to a run's logits and has no buffer.
 
     Raises:
-        ConfigError: the executable's fixed length does not go with the chunk length, or padding would reach
-            state.
+        ConfigError: the executable's fixed length does not fit the chunk length, or padding would reach state.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class BoundSubgraph:
 
     @property
     def logit_group(self) -> int:
-        """Rows of logits that one call writes, where that number is fixed; 1 where it is not."""
+        """Rows of logits that one call writes if that number is fixed; otherwise 1."""
         return self._fixed_length or 1
 
     @property
     def has_logits(self) -> bool:
-        """Whether it computes the plan's output."""
+        """True if the subgraph computes the plan's output."""
         return self._logits is not None
 
     def run(self, slot: int, segments: Sequence[Segment], num_tokens: int, number: int = 0) -> Passage | None:
@@ -103,12 +103,12 @@ class BoundSubgraph:
 
         Args:
             slot: chunk slot that holds the chunk.
-            segments: what lies in its rows; their jobs' states are updated in place.
+            segments: the segments in its rows; their jobs' states are updated in place.
             num_tokens: rows of the chunk that hold tokens, 1 to C.
-            number: of the chunk, where other ranks compute it too; see `Key.number`.
+            number: number of the chunk if other ranks compute it too; see `Key.number`.
 
         Returns:
-            As `Executable.run`.
+            The result of `Executable.run`.
         """
         if len(segments) > 1 and self.subgraph.state:
             self._run_segments(slot, segments, num_tokens)
@@ -134,7 +134,7 @@ class BoundSubgraph:
         return self._compute(inputs, outputs)
 
     def _run_segments(self, slot: int, segments: Sequence[Segment], num_tokens: int) -> None:
-        """In one call, if the executable has one for it; else in one each."""
+        """Compute the segments in one call if the executable supports that, otherwise one call each."""
         buffers, row = self._slots[slot], 0
         if self._compute_segments is not None:
             tokens = slice(num_tokens)
@@ -161,7 +161,7 @@ class BoundSubgraph:
             slot: chunk slot that holds the chunk.
             num_tokens: rows of the chunk that hold tokens, 1 to C.
             num_rows: rows wanted, 1 to C.
-            logits: float32 [num_rows or more, V], written in full: `num_rows` rounded up to `logit_group`.
+            logits: float32 [num_rows or more, V], written completely: `num_rows` rounded up to `logit_group`.
         """
         buffers = self._slots[slot]
         step, tokens = num_rows, slice(num_tokens)

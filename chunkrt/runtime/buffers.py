@@ -1,7 +1,7 @@
-"""Memory of the chunks in flight: the values that cross from one subgraph to the next.
+"""Memory of the chunks in flight: the values that pass from one subgraph to the next.
 
-Every chunk slot holds one chunk's values. Within a slot a value takes over another's memory if the subgraph that writes
-it starts only after all that write or read the other have ended, in whatever order tasks run.
+Every chunk slot holds one chunk's values. Within a slot a value reuses the memory of another only if, in any order of
+tasks, the subgraph that writes it starts after all subgraphs that write or read the other have ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 from chunkrt.errors import ModelError
 from chunkrt.graph.plan import Dimension, Plan, resolve
 
-if TYPE_CHECKING:  # whose logits are made here
+if TYPE_CHECKING:  # job.py, which allocates its logits here, imports this module
     from chunkrt.runtime.job import Segment
 
 Array = NDArray[Any]
@@ -28,26 +28,27 @@ ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector load."""
 
 MAPPED_BYTES = 2**20
-"""Arrays from so many bytes on are mapped. `np.zeros` may take them from what this process has freed before, and would
+"""Arrays of at least this many bytes are mapped. `np.zeros` may reuse memory that this process has freed, and would
 then write the zeros."""
 
 HUGE_PAGES_BYTES = 32 * 2**20
-"""Of arrays that have huge pages. In smaller ones, caches among them, these would be committed for a few rows."""
+"""Minimum size in bytes of arrays that get huge pages. In smaller arrays, including caches, huge pages would be
+committed for a few rows."""
 
 KEPT_LOGIT_BYTES = 8 * 2**20
-"""Of the logits that a chunk slot keeps room for."""
+"""Largest array of shared logits, in bytes, that a chunk slot keeps for reuse."""
 
 EMPTY = slice(0)
 
 GRAPH_INPUTS = ("input_ids", "position", "rope_position", "logit_rows")
-"""What a chunk provides: int64 [T] tokens; int64 [R] rows with wanted logits; of each segment the position of its first
-row, and where in the rotary tables that is, int64 [1]."""
+"""Inputs that a chunk provides: int64 [T] tokens; for each segment the position of its first row, and that row's index
+in the rotary tables, int64 [1]; int64 [R] rows with wanted logits."""
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """A zeroed C-contiguous array that starts at a multiple of ALIGNMENT.
+    """Return a zeroed C-contiguous array that starts at a multiple of ALIGNMENT.
 
-    Large ones cost memory only where they are written: the operating system commits their pages on first use.
+    Large arrays cost memory only as they are written: the operating system commits their pages on first use.
     """
     num_bytes = prod(shape) * np.dtype(dtype).itemsize
     if num_bytes >= MAPPED_BYTES:
@@ -58,30 +59,30 @@ def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
-    """Fresh pages of zeros, of large arrays huge ones where the system has them. They go with the last array that uses
-    them."""
+    """Map zeroed pages, huge pages for large arrays if the system has them. They are freed with the last array that
+    uses them."""
     try:
         if sys.platform == "win32":
             return mmap.mmap(-1, num_bytes)
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no {num_bytes} bytes are to be had: {error.strerror or error}") from error
+        raise MemoryError(f"cannot allocate {num_bytes} bytes: {error.strerror or error}") from error
     if sys.platform == "linux" and num_bytes >= HUGE_PAGES_BYTES:
-        with suppress(OSError):  # a kernel may have none
+        with suppress(OSError):  # a kernel may not support huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 
 class BufferLayout:
-    """Which physical buffer holds which value; the same in every slot.
+    """Assignment of values to physical buffers, the same in every slot.
 
     Args:
         plan: the decoder. Its output has no buffer: logits are written straight into a run's result.
         chunk_length: C, the rows reserved for every value.
 
     Raises:
-        ModelError: a value is read before it is written, does not have its rows first, or is a graph input
-            that no run provides.
+        ModelError: a value is read before it is written, does not have its rows first, or is a graph input that no run
+            provides.
     """
 
     def __init__(self, plan: Plan, chunk_length: int) -> None:
@@ -93,7 +94,7 @@ class BufferLayout:
         self.buffer_bytes: list[int] = []
         self._users = _users(plan)
         self._last_users: list[int] = []
-        """Of the value that every buffer holds last."""
+        """Subgraphs that use the last value assigned to each buffer."""
         for name in plan.inputs:
             self._add(name)
         for subgraph, ended in zip(plan.subgraphs, plan.flow.ancestors, strict=True):
@@ -107,7 +108,8 @@ class BufferLayout:
         return sum(self.buffer_bytes)
 
     def _place(self, name: str, ended: int) -> None:
-        """Give a value a buffer whose users have all ended, of several the one used last: it may be in the caches."""
+        """Assign a value to a buffer whose users have all ended. Of several choose the most recently used one, which
+        may still be in the CPU caches."""
         size, users = self._num_bytes(name), self._last_users
         free = [i for i, num_bytes in enumerate(self.buffer_bytes) if num_bytes == size and not users[i] & ~ended]
         if free:
@@ -124,7 +126,7 @@ class BufferLayout:
     def _num_bytes(self, name: str) -> int:
         tensor, rows = self.values[name], self.chunk_length
         num_bytes = tensor.num_bytes(T=rows, R=rows)
-        return num_bytes if tensor.shape[0] in ("T", "R") else num_bytes * rows  # of every segment
+        return num_bytes if tensor.shape[0] in ("T", "R") else num_bytes * rows  # one row for every segment
 
 
 class ChunkBuffers:
@@ -144,7 +146,7 @@ class ChunkBuffers:
             self._symbols[name] = tensor.shape[0]
 
     def load(self, segments: Sequence[Segment]) -> None:
-        """Fill the graph inputs: T rows of tokens, T in 1..C, whose segments lie one behind the other."""
+        """Fill the graph inputs: T rows of tokens, T in 1..C, from consecutive segments."""
         row = num_rows = 0
         for index, (segment, position) in enumerate((s, s.position) for s in segments):
             rows = slice(row, row + segment.num_tokens)
@@ -160,7 +162,8 @@ class ChunkBuffers:
             self._arrays[name][where] = value
 
     def logits(self, num_rows: int) -> Array:
-        """Room for logits of rows that several jobs want, float32 [num_rows, V]. What is small is kept for the next."""
+        """Return room for logits of rows that several jobs want, float32 [num_rows, V]. Small arrays are kept for
+        reuse."""
         if self._logits is not None and len(self._logits) >= num_rows:
             return self._logits[:num_rows]
         made = aligned_zeros((num_rows, self._vocab_size), np.float32)
@@ -169,7 +172,7 @@ class ChunkBuffers:
         return made
 
     def give_hidden(self, segments: Sequence[Segment]) -> None:
-        """Copy the hidden states of the chunk's rows to those jobs that want them."""
+        """Copy the hidden states of the chunk's rows to the jobs that want them."""
         assert self._hidden is not None
         rows, row = self._arrays[self._hidden], 0
         for segment in segments:
@@ -180,24 +183,25 @@ class ChunkBuffers:
     def views(
         self, names: Iterable[str], tokens: slice, logit_rows: slice = EMPTY, segment: int = 0
     ) -> dict[str, Array]:
-        """Values by name: those with "T" rows cut to `tokens`, with "R" rows to `logit_rows`, others to a segment's."""
+        """Return values by name: values with "T" rows cut to `tokens`, with "R" rows to `logit_rows`, others to one
+        segment."""
         cuts: dict[Dimension, slice] = {"T": tokens, "R": logit_rows}
         own = slice(segment, segment + 1)
         return {name: self._arrays[name][cuts.get(self._symbols[name], own)] for name in names}
 
     def has_rows(self, name: str) -> bool:
-        """Whether a value is of the chunk's rows, and not of each segment."""
+        """Return True if a value has one row for each of the chunk's rows, False if it has one for each segment."""
         return self._symbols[name] in ("T", "R")
 
     def clear_padding(self, names: Iterable[str], num_tokens: int, num_logit_rows: int = 0) -> None:
-        """Zero the rows of the named values that hold no token, or no row whose logits are wanted."""
+        """Zero the rows of the named values that hold no token, or no row with wanted logits."""
         cuts: dict[Dimension, slice] = {"T": slice(num_tokens, None), "R": slice(num_logit_rows, None)}
         for name in names:
             self._arrays[name][cuts.get(self._symbols[name], EMPTY)] = 0
 
 
 def _users(plan: Plan) -> dict[str, int]:
-    """The subgraphs that write or read each value, as sets."""
+    """Return the subgraphs that write or read each value, as sets."""
     users = dict.fromkeys(plan.inputs, 0)
     for index, subgraph in enumerate(plan.subgraphs):
         for name in (*subgraph.inputs, *subgraph.outputs):
@@ -206,15 +210,15 @@ def _users(plan: Plan) -> dict[str, int]:
 
 
 def _boundary_values(plan: Plan) -> list[str]:
-    """Graph inputs and subgraph outputs in the order in which they appear, checked."""
+    """Check the graph inputs and subgraph outputs, and yield them in order of appearance."""
     for name in plan.inputs:
         if name not in GRAPH_INPUTS:
-            raise ModelError(f"the plan's input {name!r} is none of {', '.join(GRAPH_INPUTS)}; compile the model again")
+            raise ModelError(f"the plan's input {name!r} is not one of {', '.join(GRAPH_INPUTS)}; recompile the model")
     known = list(plan.inputs)
     for subgraph in plan.subgraphs:
         for name in subgraph.inputs:
             if name not in known:
-                raise ModelError(f"{subgraph.name} reads {name!r} before any subgraph writes it; compile again")
+                raise ModelError(f"{subgraph.name} reads {name!r} before any subgraph writes it; recompile the model")
         known += subgraph.outputs
     for name in known:
         shape = plan.tensors[name].shape

@@ -1,4 +1,4 @@
-"""What a schedule knows of one chunk: which of its tasks wait for how much."""
+"""Progress of one chunk in a schedule: its remaining tasks and their dependencies."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from chunkrt.graph.flow import Flow, Route
 
 
 class ChunkProgress:
-    """One chunk.
+    """Progress of one chunk.
 
     Args:
-        number: of the chunk.
-        route: what it passes through.
-        durations: of its tasks as estimated, by subgraph.
-        after: the chunks that are before it where state is.
-        flow: of the decoder.
+        number: number of the chunk.
+        route: subgraphs that it passes through.
+        durations: estimated durations of its tasks, by subgraph.
+        after: chunks that come before it at subgraphs with state.
+        flow: data flow of the decoder.
     """
 
     def __init__(
@@ -23,18 +23,18 @@ class ChunkProgress:
     ) -> None:
         self.number, self.route, self.durations = number, route, durations
         self.left = len(route.subgraphs)
-        """Tasks that have not ended."""
+        """Number of tasks that have not ended."""
         self.num_running = 0
         self.num_sums = len(flow.sums.intersection(route.subgraphs))
-        """Sums over ranks that have not been handed out."""
+        """Number of sums over ranks that have not been handed out."""
         self.is_failed = False
         self.next: list[ChunkProgress] = []
-        """Those that come after it where state is."""
+        """Chunks that come after it at subgraphs with state."""
         self.passed: set[int] = set()
-        """The subgraphs with state that it has passed."""
+        """Subgraphs with state that the chunk has passed."""
         self.waits = [len(waits_for) or 1 for waits_for in flow.waits_for]
-        """How many things every task still waits for: tasks of its chunk, or where there are none that the chunk
-        enters; and with state the chunks before it."""
+        """Number of dependencies of each task that are not yet met: tasks of its chunk, or the chunk's entry if there
+        are none; with state also the preceding chunks."""
         for earlier in after:
             earlier.next.append(self)
             for subgraph, owns in enumerate(flow.has_state):

@@ -1,4 +1,4 @@
-"""Chunk slots: how many chunks may be in flight, by the memory that they take."""
+"""Chunk slots: the number of chunks that may be in flight, bounded by their memory."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.tasks import Processor
 
 DEFAULT_SLOT_BYTES = 64 * 1024 * 1024
-"""Of the buffers of all together. Chunks of 32 tokens take 0.3 MB each for SmolLM2-135M, 3 MB for Llama-2-7B."""
+"""Bytes that the buffers of all slots may take. A chunk of 32 tokens takes 0.3 MB for SmolLM2-135M, 3 MB for
+Llama-2-7B."""
 
 MOST_CHUNKS_IN_FLIGHT = 32
-"""Where memory allows more: a prompt of 1024 tokens in chunks of 32. Slots gain most when they take the whole prompt:
-attention grows with the position, so early chunks keep the NPU busy and late ones the CPU."""
+"""Number of slots where memory would allow more: a prompt of 1024 tokens in chunks of 32. Slots help most if they hold
+the complete prompt: attention takes longer as the position grows, so early chunks keep the NPU busy and late ones the
+CPU."""
 
 MOST_SLOTS = 256
-"""That anybody can ask for: no prompt gains by more, and each takes memory."""
+"""Largest number of slots that can be requested: no prompt gains from more, and each takes memory."""
 
 CHUNKS_A_WORKER = 2
-"""In flight where one processor runs everything: any task suits any worker, and fewer chunks stay in the caches. On two
-cores this prefills 512 tokens of SmolLM2-135M 4 % faster than 32 slots do, 1024 tokens 10 %."""
+"""Chunks in flight per worker if one processor runs everything: any task suits any worker, and fewer chunks stay in the
+CPU caches. On two cores this prefills 512 tokens of SmolLM2-135M 4 % faster than 32 slots do, 1024 tokens 10 %."""
 
 
 CHUNKS_WITH_LINK = 16
-"""In flight where one processor and the link run everything: while some chunks wait for other ranks, others keep the
-workers busy. It does not depend on the workers, so that ranks on different machines have equally many: a run that is
-stopped on one of them still gets the sums that it waits for."""
+"""Chunks in flight if one processor and the link run everything: while some chunks wait for other ranks, others keep
+the workers busy. The number does not depend on the workers, so ranks on different machines have the same number: a run
+that is stopped on one rank still gets the sums that it waits for."""
 
 
 def check_chunks_in_flight(number: int) -> None:
-    """Raise ConfigError unless so many chunks may be in flight."""
+    """Raise ConfigError unless this many chunks may be in flight."""
     if not 1 <= number <= MOST_SLOTS:
         raise ConfigError(f"{number} chunks in flight, expected 1 to {MOST_SLOTS}")
 
@@ -39,19 +41,20 @@ def check_chunks_in_flight(number: int) -> None:
 def chunk_slots(
     plan: Plan, chunk_length: int, processors: Sequence[Processor], *, num_bytes: int = DEFAULT_SLOT_BYTES
 ) -> int:
-    """Slots that an executor gets.
+    """Return the number of slots of an executor.
 
-    One more than there are workers lets all of them be busy; more let a policy keep them busy. Memory comes first:
-    there are never more than fit. It is committed as it is used: a short prompt takes less.
+    With one slot more than workers all workers can be busy; more slots let a policy keep them busy. The memory bound
+    takes precedence: the number of slots never exceeds it. Memory is committed as it is used, so a short prompt takes
+    less.
 
     Args:
         plan: the decoder.
         chunk_length: C.
-        processors: who runs tasks, the link's workers excepted.
-        num_bytes: that the slots may take together.
+        processors: processors that run tasks, except the link's workers.
+        num_bytes: bytes that the slots may take together.
 
     Returns:
-        At least 1, whatever it takes.
+        At least 1, even if one slot exceeds `num_bytes`.
     """
     workers = sum(processor.workers for processor in processors)
     has_link = any(subgraph.device == "link" for subgraph in plan.subgraphs)

@@ -1,8 +1,9 @@
-"""The conductor: shares a decoder's executors among the runs that are asked for.
+"""The conductor: shares a decoder's executors among concurrent runs.
 
-A lone run is computed in its caller's thread, in chunks of its own. Once another comes, the first gives way as soon as
-the chunks that it has begun are through, and then all share chunks, in a thread of the conductor's, until nobody is
-left. Callers only put tickets into the conductor's inbox and wait: whoever is interrupted there leaves nothing locked.
+A single run is computed in its caller's thread, in chunks of its own. When another run arrives, the first gives way as
+soon as the chunks that it has begun are done. All runs are then batched into the same chunks, in the conductor's
+thread, until no run is left. Callers only put tickets into the conductor's inbox and wait, so an interrupted caller
+leaves no lock held.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def _end_all() -> None:
 
 
 class Conductor:
-    """Who computes a decoder's runs, and together with which others.
+    """Scheduler that assigns a decoder's runs to executors and batches them into chunks.
 
     Args:
-        lanes: the executors. They are nobody else's.
+        lanes: the executors, used by this conductor only.
         batcher: forms the chunks that runs share.
-        followers: other ranks that compute whatever is computed here.
-        takes_turns: where other ranks do the same and nobody leads, each run is computed alone, when it is its turn.
+        followers: other ranks that compute the same work as this one.
+        takes_turns: True if other ranks do the same without a leader; each run is then computed alone, in order.
     """
 
     def __init__(
@@ -66,10 +67,10 @@ class Conductor:
         self._step = lanes.parting_step
         self._logit_group = lanes.logit_group
         self._turn = Lock()
-        """Whose it is uses the executors: a lone run's caller, or the conductor's thread."""
+        """Lock held by the thread that uses the executors: the caller of a single run, or the conductor's thread."""
         self._asking: dict[int, Job] = {}
-        """The runs that callers wait for, by their threads. One that an interrupt left here does no harm: runs that
-        could have been alone share chunks with nobody."""
+        """Runs that callers wait for, by thread. An entry left here by an interrupt is harmless: runs that could have
+        run alone then use the conductor's thread."""
         self._queue = TicketQueue()
         self._starting = Lock()
         self._thread: Thread | None = None
@@ -77,24 +78,24 @@ class Conductor:
         self._process_id = os.getpid()
         _conductors.add(self)
         self._in_stream: dict[int, tuple[list[Ticket], int]] = {}
-        """By the number of a chunk in the stream: whose rows it holds, and since when it is there."""
+        """By number of a chunk in the stream: the tickets whose rows it holds, and its start time in nanoseconds."""
         self._last_lane: Executor | None = None
-        """Of the last chunk that the conductor's thread computed by itself."""
+        """Executor of the last chunk that the conductor's thread computed by itself."""
         self.num_chunks = 0
-        """Chunks that have been computed for runs which could share them."""
+        """Number of chunks computed for runs that could share them."""
         self.num_rows = 0
-        """Tokens in them."""
+        """Number of tokens in these chunks."""
 
     @property
     def lanes(self) -> Lanes:
-        """The executors. Raises ClosedError once they have been let go."""
+        """The executors. Raises ClosedError after `close`."""
         if self._lanes is None:
             raise ClosedError(CLOSED)
         return self._lanes
 
     @property
     def num_waiting(self) -> int:
-        """Runs that share chunks, or wait to."""
+        """Number of runs that share chunks, or wait to."""
         return self._queue.num_tickets
 
     def run(self, run: Run) -> RunResult:
@@ -108,15 +109,16 @@ class Conductor:
             self._asking.pop(thread, None)
 
     def ticket(self, run: Run, on_end: Callable[[], object]) -> Ticket:
-        """What a run is computed with beside others: `begin` begins it, its `result` or `abandon` ends it.
+        """Return the ticket with which a run is computed alongside others: `begin` begins it, its `result` or `abandon`
+        ends it.
 
-        Raises ConfigError or ClosedError if it cannot be computed.
+        Raises ConfigError or ClosedError if the run cannot be computed.
         """
         self._check_open()
         return Ticket(self.job(run), self._step, on_end)
 
     def begin(self, ticket: Ticket) -> None:
-        """Have a run computed, and do not wait for it."""
+        """Start computing a run without waiting for it."""
         run = ticket.job.run
         run.state.begin(run.token_ids.size)
         if not self.takes_turns:
@@ -129,14 +131,14 @@ class Conductor:
         ticket.end()
 
     def abandon(self, ticket: Ticket) -> None:
-        """End a run. Its state is what it was as soon as the chunk that holds some of it is through."""
+        """End a run. Its state is restored as soon as the chunk that holds some of its tokens is done."""
         ticket.is_cancelled = True
         ticket.job.wait_for_writers = ticket.waiter
-        ticket.job.give_up()  # the state waits from here on, whatever interrupt may come
+        ticket.job.give_up()  # from here on the state waits, even if an interrupt comes
         self._send(ticket)
 
     def job(self, run: Run) -> Job:
-        """A run as one that any lane may compute. Raises ConfigError if something of it does not fit."""
+        """Return a run as a job that any lane can compute. Raises ConfigError if the run does not fit."""
         lane = self.lanes.prompts if run.token_ids.size > 1 else self.lanes.tokens
         run.check(lane.plan, lane.chunk_length)
         if self._followers is not None:
@@ -144,9 +146,9 @@ class Conductor:
         return Job(run, lane.plan, self._logit_group)
 
     def close(self) -> None:
-        """End all runs, with ClosedError, once the chunks that they have begun are through; let the executors go.
+        """End all runs with ClosedError once the chunks that they have begun are done, and release the executors.
 
-        Where nobody leads the ranks a run is waited for: the others go on with it.
+        Without a leader among the ranks, a run in progress is completed, because the other ranks continue it.
         """
         self._is_closed = True
         self._queue.close()
@@ -154,8 +156,8 @@ class Conductor:
             self._lanes = self._last_lane = None
 
     def end(self) -> None:
-        """End everything before the process does: a thread that came back from a kernel after the interpreter has gone
-        would bring it down. One that is stuck in a driver is not waited for."""
+        """End everything before the process exits: a thread that returned from a kernel after the interpreter has gone
+        would crash the process. A thread that is stuck in a driver is not waited for."""
         if os.getpid() != self._process_id:
             return
         self._is_closed = True
@@ -164,7 +166,7 @@ class Conductor:
             self._turn.release()
 
     def _compute(self, job: Job) -> None:
-        """Alone as long as nobody else is there; then with the others."""
+        """Compute a job alone as long as there is no other run, then together with the others."""
         if self.takes_turns or not (self._turn.locked() or self._others_ask()):
             with self._turn:
                 self._check_open()
@@ -175,7 +177,7 @@ class Conductor:
             self._share(job)
 
     def _compute_alone(self, job: Job) -> None:
-        """In one executor after the other, as far as each reaches; until others ask."""
+        """Compute a job in one executor after the other, as far as each reaches, until another run arrives."""
         while True:
             lane = self.lanes.of_lone(job)
 
@@ -187,13 +189,13 @@ class Conductor:
                 return
 
     def _on_all_ranks(self, lane: Executor, segments: Sequence[Segment], work: Callable[[int], Result]) -> Result:
-        """Do some work, and have the other ranks do it."""
+        """Do some work here and on the other ranks."""
         if self._followers is None:
             return work(0)
         return self._followers.compute(self.lanes.name_of(lane), segments, work)
 
     def _give_way(self, number: int, schedule: Schedule) -> None:
-        """Have a lone run end with the chunks that have begun, on all ranks, once another comes."""
+        """End a single run after the chunks that have begun, on all ranks, once another run arrives."""
         if not self.takes_turns and self._others_ask():
             before, left = schedule.num_chunks, schedule.withdraw()
             if left < before and self._followers is not None:
@@ -203,16 +205,17 @@ class Conductor:
         return self._is_closed or len(self._asking) > 1 or not self._queue.is_quiet
 
     def _share(self, job: Job) -> None:
-        """Wait while the conductor's thread computes a job. An interrupt waits for the chunk that holds some of it."""
+        """Wait while the conductor's thread computes a job. An interrupt waits for the chunk that holds some of its
+        tokens."""
         ticket = Ticket(job, self._step, _nothing)
         try:
             self._check_open()
             self._send(ticket)
             ticket.wait()
         except BaseException:
-            job.wait_for_writers = ticket.waiter  # a second interrupt leaves it at that
+            job.wait_for_writers = ticket.waiter  # after a second interrupt the state waits for the writers later
             ticket.is_cancelled = True
-            self._send(ticket)  # the interrupt may have come before it was sent
+            self._send(ticket)  # the interrupt may have come before the ticket was sent
             ticket.wait()
             job.wait_for_writers = None
             raise
@@ -221,8 +224,8 @@ class Conductor:
     def _send(self, ticket: Ticket) -> None:
         """Put a ticket into the queue, and start the thread that serves it.
 
-        While the interpreter shuts down, no thread can start: `Thread.start` would wait for ever (Python 3.11) or
-        raise. A generator that is collected then ends its runs here, after `_end_all` has stopped all computing.
+        While the interpreter shuts down, no thread can start: `Thread.start` would wait forever (Python 3.11) or raise.
+        A generator that is collected then ends its runs here, after `_end_all` has stopped all computing.
         """
         if sys.is_finalizing():
             ticket.end(ClosedError(CLOSED))
@@ -236,19 +239,19 @@ class Conductor:
                 except RuntimeError:
                     if not self._is_closed:
                         raise
-                    ticket.end(ClosedError(CLOSED))  # from Python 3.12 on, at the end of the process
+                    ticket.end(ClosedError(CLOSED))  # Python 3.12 and later raise at the end of the process
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError(CLOSED)
 
     def _serve(self) -> None:
-        """Compute what is shared until there is nothing more; in the conductor's thread, which ends with it."""
+        """Compute shared runs in the conductor's thread until none is left; the thread then ends."""
         while True:
             with self._turn:
                 try:
                     self._compute_shared()
-                except BaseException as error:  # whatever a batcher, a policy or a backend raises
+                except BaseException as error:  # any error of a batcher, a policy or a backend
                     self._in_stream.clear()
                     self._queue.end_all(error)
             with self._starting:
@@ -263,7 +266,7 @@ class Conductor:
                 if stream is None and for_stream(self.lanes, self._queue.waiting):
                     stream = OpenStream(self.lanes.many, self._queue.wake)
                 if stream is not None:
-                    self._settle(stream)  # whatever woke this thread has been taken from the inbox by now
+                    self._settle(stream)  # the message that woke this thread has left the inbox by now
                     self._admit_to(stream)
                 if not self._compute_apart() and stream is not None and stream.num_in_flight:
                     self._queue.wait()
@@ -279,7 +282,7 @@ class Conductor:
         return apart is not None
 
     def _form(self, tickets: Sequence[Ticket], lane: Executor) -> tuple[Chunk, list[Ticket]]:
-        """The next chunk, as the batcher has it, and whose rows it holds."""
+        """Form the next chunk with the batcher, and return it with the tickets whose rows it holds."""
         takes = next_chunk(self._batcher, [ticket.waiting for ticket in tickets], lane.chunk_length)
         taken = [tickets[take.place] for take in takes]
         for ticket in tickets:
@@ -290,7 +293,7 @@ class Conductor:
         return Chunk(segments, lane.plan.flow), taken
 
     def _admit_to(self, stream: OpenStream) -> None:
-        """Fill the stream's slots; only two while somebody decodes in it, who would wait for all that are before."""
+        """Fill the stream's slots; only two while a sequence decodes in it, because it waits for all earlier chunks."""
         while stream.has_room and (waiting := for_stream(self.lanes, self._queue.waiting)):
             if stream.num_in_flight >= 2 and any(ticket.waiting.is_decode for ticket in self._queue.tickets):
                 return
@@ -301,7 +304,7 @@ class Conductor:
             self._in_stream[number] = taken, perf_counter_ns()
 
     def _settle(self, stream: OpenStream) -> None:
-        """Note what has passed through the stream."""
+        """Note the chunks that have passed through the stream."""
         for number, chunk, events, error in stream.take_ended():
             taken, start_ns = self._in_stream.pop(number)
             self._note(chunk, taken, events, error, self.lanes.many.pipeline, start_ns)
@@ -326,7 +329,7 @@ class Conductor:
         pipeline: Pipeline,
         start_ns: int,
     ) -> None:
-        """A chunk has passed: its jobs have come as far, or have failed."""
+        """Record that a chunk has ended: its jobs have advanced, or have failed."""
         record = ChunkRecord(self.num_chunks, tuple(_recorded(segment) for segment in chunk.segments))
         for ticket, segment in zip(tickets, chunk.segments, strict=True):
             ticket.num_in_flight -= 1
@@ -345,4 +348,4 @@ def _recorded(segment: Segment) -> SegmentRecord:
 
 
 def _nothing() -> None:
-    """Whoever waits does so for the ticket."""
+    """Do nothing: the caller waits on the ticket."""

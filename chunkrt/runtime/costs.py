@@ -1,7 +1,7 @@
-"""Costs: how long every task of a run will take, for policies to go by.
+"""Cost estimates: the expected duration of every task of a run, for policies.
 
-Before anything was measured a task takes as long as its floating point operations at a round figure of its device's
-speed. Every run then teaches the costs what its tasks took: for each subgraph, a line over the operations. Where these
+Before any measurement a task's estimate is its floating point operations divided by a round figure of its device's
+speed. Every run then adds measurements: the estimate of each subgraph is a line over the operations. If the operations
 do not vary, as in a static subgraph, the line is a mean; attention's operations grow with the position, and so does its
 line.
 """
@@ -18,11 +18,11 @@ from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan
 from chunkrt.runtime.tasks import TaskEvent
 
 FLOPS_PER_NS = {"npu": 1000.0, "cpu": 50.0, "link": 0.03}
-"""The first guess: a phone's NPU on int8 linears of 64 rows (llm.npu, table 3: 600 to 1400), its CPU cores, and
-1 Gbit/s between ranks, which brings a float to be added every 32 ns."""
+"""First estimate: a phone's NPU on int8 linears of 64 rows (llm.npu, table 3: 600 to 1400), its CPU cores, and 1 Gbit/s
+between ranks, which transfers one float of a sum every 32 ns."""
 
 MEMORY = 0.75
-"""What a run's measurements still weigh after the next run; speeds change with heat."""
+"""Weight of a run's measurements after the next run; speeds change with temperature."""
 
 
 class Costs:
@@ -38,15 +38,15 @@ class Costs:
         self._window = plan.window or 0
         self._guesses = np.array([1 / FLOPS_PER_NS[subgraph.device] for subgraph in plan.subgraphs])
         self._sums = np.zeros((5, len(plan.subgraphs)))
-        """Over the measurements: 1, flops, duration, flops squared, flops times duration."""
+        """Sums over the measurements: 1, flops, duration, flops squared, flops times duration."""
 
     def flops(self, num_tokens: Sequence[int], num_rows: Sequence[int], position: int) -> NDArray[np.float64]:
-        """The floating point operations of every task, at least 1.
+        """Return the floating point operations of every task, at least 1.
 
         Args:
-            num_tokens: of every chunk, at least 1.
+            num_tokens: tokens of every chunk, at least 1.
             num_rows: rows of every chunk whose logits are wanted.
-            position: of the first chunk's first token.
+            position: position of the first chunk's first token.
 
         Returns:
             float64 [subgraphs, chunks].
@@ -58,10 +58,10 @@ class Costs:
     def flops_of_segments(
         self, chunks: Sequence[Sequence[tuple[int, int]]], num_rows: Sequence[int]
     ) -> NDArray[np.float64]:
-        """As `flops`, of chunks that may hold several sequences' tokens.
+        """Return the `flops` of chunks that may hold tokens of several sequences.
 
         Args:
-            chunks: the segments of each: position of the first token, and tokens.
+            chunks: the segments of each chunk: position of the first token, and number of tokens.
             num_rows: rows of every chunk whose logits are wanted.
         """
         num_tokens = [sum(count for _, count in chunk) for chunk in chunks]
@@ -73,10 +73,10 @@ class Costs:
         return np.maximum(flops, 1)
 
     def durations(self, flops: NDArray[np.float64]) -> list[list[int]]:
-        """Estimates in nanoseconds, [subgraphs][chunks].
+        """Return estimates in nanoseconds, [subgraphs][chunks].
 
         Args:
-            flops: of every task, as `flops` gives them.
+            flops: operations of every task, as returned by `flops`.
         """
         count, x, y, xx, xy = self._sums
         is_measured = count > 0
@@ -85,17 +85,17 @@ class Costs:
         ratio = np.divide(y, x, out=self._guesses.copy(), where=is_measured)
         varies = variance > 1e-6 * mean**2
         slope = np.divide(xy / n - mean * y / n, variance, out=ratio.copy(), where=varies)
-        slope = np.clip(slope, 0, ratio)  # neither more operations in less time, nor no time for none
+        slope = np.clip(slope, 0, ratio)  # more operations never take less time, and no task takes no time
         estimates = slope[:, None] * flops + (y / n - slope * mean)[:, None]
         durations: list[list[int]] = np.rint(estimates).astype(np.int64).tolist()
         return durations
 
     def learn(self, flops: NDArray[np.float64], events: Sequence[TaskEvent]) -> None:
-        """Take in what the tasks of a run took.
+        """Update the estimates from the tasks of a run.
 
         Args:
-            flops: of every task of the run.
-            events: of the run.
+            flops: operations of every task of the run.
+            events: events of the run.
         """
         subgraphs = np.array([event.task.subgraph for event in events])
         chunks = np.array([event.task.chunk for event in events])
@@ -107,8 +107,8 @@ class Costs:
 
 
 def _flops(node: Node, plan: Plan) -> NDArray[np.float64]:
-    """Of one operator: per token, per row of logits, per pair of a token and a position that it attends to, and per
-    pair within the window."""
+    """Operations of one operator: per token, per row of logits, per pair of a token and a position that it attends to,
+    and per pair within the window."""
     flops = node_flops(node, plan)
     if node.op in ATTENTION_OPS:
         has_window = bool(node.attributes["window"])

@@ -1,8 +1,8 @@
 """Upward ranks: for every task of a run, the longest path from its start to the run's end.
 
-A path follows what waits for what: the tasks of a chunk that read what a task writes; the next chunk's turn at a
-subgraph that owns state; and, when a chunk has ended, the one that takes over its chunk slot. Which one that is depends
-on the order in which chunks end; here it is the one that comes as many chunks later as there are slots.
+A path follows the dependencies: from a task to the tasks of its chunk that read its outputs; to the next chunk's turn
+at a subgraph that owns state; and, at the end of a chunk, to the chunk that takes over its chunk slot. The latter
+depends on the order in which chunks end; here it is the chunk that comes as many chunks later as there are slots.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ def upward_ranks(
     has_state: Sequence[bool],
     chunks_in_flight: int,
 ) -> list[list[int]]:
-    """The rank of every task, its own duration included.
+    """Return the rank of every task, including its own duration.
 
     Args:
-        durations: of every task, [subgraphs][chunks].
-        routes: what every chunk passes through, [chunks].
-        has_state: whether a subgraph owns state and so takes the chunks in order, [subgraphs].
-        chunks_in_flight: chunk slots.
+        durations: duration of every task, [subgraphs][chunks].
+        routes: the subgraphs that every chunk passes through, [chunks].
+        has_state: True for a subgraph that owns state and so takes the chunks in order, [subgraphs].
+        chunks_in_flight: number of chunk slots.
 
     Returns:
-        Ranks [chunks][subgraphs]; 0 where a chunk does not pass.
+        Ranks [chunks][subgraphs]; 0 for subgraphs that a chunk does not pass.
     """
     num_chunks, num_subgraphs = len(routes), len(durations)
     ranks = [[0] * num_subgraphs for _ in routes]

@@ -1,7 +1,7 @@
 """The executor: streams the chunks of a prompt through a decoder's subgraphs.
 
-Decode is the same thing with one token. An executor keeps the chunk buffers and the bound subgraphs; the
-schedule, the threads and the stream belong to one run.
+Decode is the same with one token. An executor keeps the chunk buffers and the bound subgraphs; the schedule, the
+threads and the stream belong to one run.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from chunkrt.runtime.workers import GivesWay, Workers, never, run_in_caller
 
 
 class Executor:
-    """Runs prompts through one compiled decoder, one prompt at a time; a second caller waits.
+    """Executor that runs prompts through one compiled decoder, one prompt at a time; a second caller waits.
 
     Args:
         plan: the decoder.
         executables: one for every subgraph, by subgraph name.
-        chunk_length: C, tokens a chunk, 1 to the plan's context length.
-        processors: who runs which device role; together they cover the plan's devices but the link, whose tasks wait
-            for other ranks in threads of their own.
+        chunk_length: C, tokens of a chunk, 1 to the plan's context length.
+        processors: the workers of each device role; together they cover the plan's devices except the link, whose tasks
+            wait for other ranks in threads of their own.
         policy: chooses among ready tasks.
-        chunks_in_flight: chunk slots, at least 1; by default as many as `chunk_slots` gives.
-        cpus: those that tasks run on, in whichever thread; by default what that thread may use.
-        reach: the last position at which a chunk may begin, where the history that subgraphs see is bounded.
+        chunks_in_flight: chunk slots, at least 1; by default the number that `chunk_slots` returns.
+        cpus: CPUs that tasks run on, in any thread; by default those that the thread may use.
+        reach: the last position at which a chunk may begin, if the history that subgraphs see is bounded.
 
     Raises:
-        ConfigError: an argument is out of range or does not go with the others.
+        ConfigError: an argument is out of range or does not fit the others.
         ModelError: the plan cannot be streamed.
     """
 
@@ -77,7 +77,7 @@ class Executor:
         self.cpus = cpus
         self.reach = reach
         self.costs = Costs(plan)
-        """What tasks take, learnt from every run."""
+        """Durations of tasks, learnt from every run."""
         num_slots = chunks_in_flight or chunk_slots(plan, chunk_length, processors)
         self.processors = with_link(processors, plan, num_slots)
         num_workers = sum(processor.workers for processor in self.processors)
@@ -96,10 +96,10 @@ class Executor:
             for subgraph in plan.subgraphs
         ]
         self.is_concurrent = policy.is_concurrent and num_workers > 1
-        """Whether tasks may run at once; if not, no run starts threads."""
+        """True if tasks may run at once; otherwise no run starts threads."""
         self.splits_chunks = self.is_concurrent and len(self.processors) > 1 and not plan.flow.is_chain
-        """Whether tasks of one chunk may run at once, on different processors. A lone chunk on a single one would gain
-        nothing: the kernels of each task use all its threads."""
+        """True if tasks of one chunk may run at once, on different processors. A single chunk gains nothing from this
+        on one processor: the kernels of each task use all its threads."""
         self._pipeline = Pipeline(
             stages=stages_of(plan),
             processors=self.processors,
@@ -111,12 +111,12 @@ class Executor:
         alone = tuple(replace(processor, workers=1) for processor in self.processors)
         self._pipeline_in_caller = replace(self._pipeline, processors=alone)
         self.clock = TaskClock()
-        """Shows how long tasks have been in progress."""
+        """Clock of the tasks in progress."""
         self._workers: Workers | None = None
         self._one_run = Lock()
 
     def job(self, run: Run) -> Job:
-        """A run that may be computed here. Raises ConfigError if the tokens, the state or an option do not fit."""
+        """Return a run as a job for this executor. Raises ConfigError if tokens, state or an option do not fit."""
         run.check(self.plan, self.chunk_length)
         last = run.state.position + (run.token_ids.size - 1) // self.chunk_length * self.chunk_length
         if not self.reaches(last):
@@ -124,12 +124,12 @@ class Executor:
         return Job(run, self.plan, self.logit_group)
 
     def reaches(self, position: int) -> bool:
-        """Whether a chunk may begin there."""
+        """Return True if a chunk may begin at the position."""
         return self.reach is None or position <= self.reach
 
     @property
     def logit_group(self) -> int:
-        """See `BoundSubgraph.logit_group`."""
+        """Rows of logits that are written at once; see `BoundSubgraph.logit_group`."""
         return self.subgraphs[-1].logit_group
 
     def run(self, run: Run) -> RunResult:
@@ -137,9 +137,9 @@ class Executor:
 
         A sequential policy, a single worker, a single token and a single chunk run in the calling thread (the chunk
         unless it has tasks for several processors at once); otherwise the processors' workers are started and this
-        thread waits, so that an interrupt reaches it. Whatever goes wrong, all threads have ended, the state is what it
-        was, and the executor can be used again. (A second interrupt leaves while tasks still run; then the next run, or
-        whoever uses the state, waits for them.)
+        thread waits, so that an interrupt reaches it. After any error all threads have ended, the state is restored,
+        and the executor can be used again. (A second interrupt returns while tasks still run; then the next run, or the
+        next user of the state, waits for them.)
 
         Raises:
             ConfigError: the tokens, the state or an option do not fit; nothing has run.
@@ -152,15 +152,16 @@ class Executor:
         return job.carry_out(self.compute)
 
     def compute(self, job: Job, gives_way: GivesWay = never, *, number: int = 0) -> None:
-        """Compute what is left of a job as far as this reaches, in chunks of its own; the caller's is the state.
+        """Compute the rest of a job as far as this executor reaches, in chunks of its own; the caller manages the
+        state.
 
         Args:
-            job: one of this executor's.
+            job: a job that fits this executor.
             gives_way: called before every task; it may withdraw chunks, whose tokens the job keeps.
-            number: of what is left of the job, where other ranks compute it too; see `Key.number`.
+            number: number of the rest of the job if other ranks compute it too; see `Key.number`.
 
         Raises:
-            As `run`.
+            ConfigError, BackendError, ClosedError: see `run`.
         """
         with self._one_run:
             start_ns = perf_counter_ns()
@@ -186,9 +187,9 @@ class Executor:
             job.record(pipeline, segments, events, start_ns=start_ns, end_ns=perf_counter_ns())
 
     def compute_chunk(self, chunk: Chunk, number: int = 0) -> list[TaskEvent]:
-        """Compute one chunk, whosever rows it holds, in the calling thread. Raises BackendError if a task failed.
+        """Compute one chunk of any jobs in the calling thread. Raises BackendError if a task failed.
 
-        `number`: where other ranks compute it too; see `Key.number`.
+        `number`: number of the chunk if other ranks compute it too; see `Key.number`.
         """
         with self._one_run:
             chunk.number = number
@@ -203,41 +204,41 @@ class Executor:
             return events
 
     def learn(self, chunk: Chunk, events: Sequence[TaskEvent]) -> None:
-        """Take in what the tasks of a chunk took, which others may have shared the processors with."""
+        """Learn from the tasks of a chunk, which may have shared the processors with others."""
         first = [event._replace(task=event.task._replace(chunk=0)) for event in events]
         self.costs.learn(self._flops_of([chunk]), first)
 
     def durations_of(self, chunk: Chunk) -> list[int]:
-        """Nanoseconds that each subgraph is expected to take on a chunk."""
+        """Return the nanoseconds that each subgraph is expected to take on a chunk."""
         return [durations[0] for durations in self.costs.durations(self._flops_of([chunk]))]
 
     def open_schedule(self) -> Schedule:
-        """One that chunks come to while others run."""
+        """Return a schedule that accepts chunks while others run."""
         self._end_workers()
         return self._schedule([], None)
 
     @property
     def pipeline(self) -> Pipeline:
-        """What records share of chunks that several workers computed."""
+        """Description shared by the records of chunks that several workers computed."""
         return self._pipeline
 
     @property
     def pipeline_in_caller(self) -> Pipeline:
-        """What records share of chunks that the calling thread computed."""
+        """Description shared by the records of chunks that the calling thread computed."""
         return self._pipeline_in_caller
 
     def estimate(self, segments: Sequence[tuple[int, int]], num_rows: int) -> int:
-        """Nanoseconds that a chunk is expected to take by itself, without overlap.
+        """Return the nanoseconds that a chunk is expected to take by itself, without overlap.
 
         Args:
-            segments: position of the first token, and tokens, of each.
+            segments: for each segment the position of the first token, and the number of tokens.
             num_rows: rows whose logits are wanted.
         """
         durations = self.costs.durations(self.costs.flops_of_segments([segments], [num_rows]))
         return sum(of_subgraph[0] for of_subgraph in durations)
 
     def _end_workers(self) -> None:
-        """Those of a run that a second interrupt left may still run."""
+        """Wait for the workers of a run that a second interrupt left running."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
@@ -253,11 +254,12 @@ class Executor:
         )
 
     def stream(self, chunks: dict[int, Chunk]) -> Stream:
-        """What computes tasks of chunks, by number, in this executor's slots."""
+        """Return the stream that computes tasks of chunks, by number, in this executor's slots."""
         return Stream(chunks, self.plan.flow, self.subgraphs, self.slots, self.clock)
 
     def _flops(self, chunks: Sequence[Chunk]) -> NDArray[np.float64] | None:
-        """Of every task, [subgraphs, chunks]; None where none can overlap another, so that no order is better."""
+        """Estimate every task, [subgraphs, chunks]; return None if no tasks can overlap, so that the order makes no
+        difference."""
         if not (self.is_concurrent if len(chunks) > 1 else self.splits_chunks and chunks[0].num_tokens > 1):
             return None
         return self._flops_of(chunks)
@@ -289,20 +291,21 @@ class Executor:
         return events
 
     def failure(self, task: Task, error: BaseException) -> BackendError:
-        """What is raised for a task that failed with an error."""
+        """Return the error to raise for a failed task."""
         kind = next((k for k in (DeviceLostError, NumberRangeError) if isinstance(error, k)), BackendError)
         name = self.plan.subgraphs[task.subgraph].name
         return kind(f"subgraph {name} failed on chunk {task.chunk}: {str(error) or type(error).__name__}")
 
 
 def _check_plan(plan: Plan) -> None:
-    """Logits come last and come from subgraphs that run on the rows asked for; state comes before."""
+    """Check that logits come last and from subgraphs that run on the requested rows, and that state comes before
+    them."""
     rows = [subgraph.rows for subgraph in plan.subgraphs]
     if rows != sorted(rows, reverse=True) or rows[-1:] != ["R"] or plan.output not in plan.subgraphs[-1].outputs:
-        raise ModelError(f"the plan's last subgraph does not compute {plan.output!r} row by row; compile again")
+        raise ModelError(f"the plan's last subgraph does not compute {plan.output!r} row by row; recompile the model")
     for subgraph in plan.subgraphs:
         if subgraph.rows == "R" and subgraph.state:
-            raise ModelError(f"{subgraph.name} keeps state, but does not run on every token; compile again")
+            raise ModelError(f"{subgraph.name} keeps state, but does not run on every token; recompile the model")
 
 
 def _check_executables(plan: Plan, executables: Mapping[str, Executable]) -> None:
@@ -320,13 +323,11 @@ def _check_processors(plan: Plan, processors: Sequence[Processor]) -> None:
         if processor.workers < 1:
             raise ConfigError(f"processor {processor.name!r} has {processor.workers} workers; it needs at least 1")
         if "link" in processor.devices:
-            raise ConfigError(
-                f"processor {processor.name!r} is for the link, which has workers of its own; leave it away"
-            )
+            raise ConfigError(f"processor {processor.name!r} is for the link, which has workers of its own; omit it")
     devices = frozenset[Device](("link",)).union(*(processor.devices for processor in processors))
     for subgraph in plan.subgraphs:
         if subgraph.device not in devices:
             raise ConfigError(
-                f"no processor runs {subgraph.device!r}, which {subgraph.name} needs; there are: "
+                f"no processor runs {subgraph.device!r}, which {subgraph.name} needs; available devices: "
                 f"{', '.join(sorted(devices - {'link'})) or 'none'}"
             )

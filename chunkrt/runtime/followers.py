@@ -1,4 +1,4 @@
-"""The other ranks of a decoder, as whoever leads them sees them: they compute what is computed here."""
+"""The other ranks of a decoder, as the leading rank sees them: they compute the same work."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ Result = TypeVar("Result")
 
 
 class Followers(Protocol):
-    """All other ranks; `engine/ranks/leader.py` reaches them."""
+    """All other ranks; implemented in `engine/ranks/leader.py`."""
 
     def check(self, run: Run) -> None:
-        """Raises ConfigError if they do not have the run's state."""
+        """Check a run. Raises ConfigError if the other ranks do not have its state."""
         ...
 
     def compute(self, lane: str, segments: Sequence[Segment], work: Callable[[int], Result]) -> Result:
-        """Have them compute some tokens while this rank does.
+        """Compute some tokens on the other ranks at the same time as on this one.
 
         Args:
-            lane: the name of the executor that computes them; see `Lanes.name_of`.
-            segments: what is left of one run, or those of a chunk.
-            work: does it here; given the number by which sums are told apart.
+            lane: name of the executor that computes them; see `Lanes.name_of`.
+            segments: the rest of one run, or the segments of a chunk.
+            work: does the work here; it gets the number that identifies its sums.
 
         Returns:
-            What `work` returns, once all have done their part.
+            The result of `work`, once all ranks have done their part.
 
         Raises:
-            BaseException: what `work` raises; nobody goes on then.
+            BaseException: the error of `work`; the other ranks then stop too.
             BackendError: it failed on another rank.
             DeviceLostError: a rank is lost.
         """
         ...
 
     def keep(self, number: int, num_chunks: int) -> None:
-        """Have them withdraw all but so many chunks of what has that number; see `Schedule.withdraw`."""
+        """Withdraw all except the first `num_chunks` chunks of the run with this number on the other ranks; see
+        `Schedule.withdraw`."""
         ...

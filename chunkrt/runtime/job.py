@@ -1,7 +1,7 @@
-"""A job: a run on its way through the decoder, from where the state begins it to where the state advances.
+"""A job: a run in progress, from the call that begins it on the state to the call that advances the state.
 
-Chunks take its tokens, a segment each. Whoever asked for the run changes the state, in a thread of their own; whoever
-computes it only writes into the state's tensors.
+Chunks take its tokens, one segment each. The requesting thread changes the state; the computing threads only write into
+the state's tensors.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from chunkrt.runtime.tasks import TaskEvent
 
 
 class Job:
-    """A run, how far chunks have taken its tokens, and what they gave.
+    """A run, the progress of its chunks, and their results.
 
     Args:
-        run: what is asked for; the state does not advance before the job is done.
+        run: the requested run; the state does not advance before the job is done.
         plan: the decoder.
         logit_group: rows of logits that are written at once; see `BoundSubgraph.logit_group`.
-        num_before: tokens that the state has been given and does not count yet, of a run whose part the job is.
+        num_before: tokens that the state has been given and does not count yet, if the job is part of a run.
     """
 
     def __init__(self, run: Run, plan: Plan, logit_group: int = 1, *, num_before: int = 0) -> None:
         self.run = run
         self.position = run.state.position + num_before
-        """Of its first token."""
+        """Position of its first token."""
         self.rope_offset = run.state.rope_offset
         self.num_taken = 0
-        """Tokens that chunks have taken."""
+        """Number of tokens that chunks have taken."""
         self.records: list[RunRecord] = []
-        """Of those that have been computed."""
+        """Records of the computed parts."""
         self.wait_for_writers: Callable[[], None] | None = None
-        """Waits until nobody writes into the state, where the job was left while somebody might."""
+        """Function that waits until no thread writes into the state; set if the job was left while one might."""
         self._num_rows = 0 if run.is_for_others else {"last": 1, "all": run.token_ids.size}.get(run.logits, 0)
         rows = -(-self._num_rows // logit_group) * logit_group
         self.logits = aligned_zeros((rows, plan.vocab_size), np.float32)
-        """float32 [rows asked for, rounded up to whole groups, V]."""
+        """float32 [requested rows, rounded up to complete groups, V]."""
         self.hidden: NDArray[np.float32] | None = None
-        """float32 [tokens, H], if they are asked for."""
+        """float32 [tokens, H] if hidden states are requested."""
         if run.logits == "hidden" and not run.is_for_others:
             assert plan.hidden is not None
             self.hidden = aligned_zeros((run.token_ids.size, int(plan.tensors[plan.hidden].shape[-1])), np.float32)
 
     @property
     def num_left(self) -> int:
-        """Tokens that no chunk has taken."""
+        """Number of tokens that no chunk has taken."""
         return self.run.token_ids.size - self.num_taken
 
     @property
     def rest(self) -> Segment:
-        """The tokens that no chunk has taken."""
+        """Tokens that no chunk has taken."""
         num_rows = {"all": self.num_left, "last": 1}.get(self.run.logits, 0)
         return Segment(self, self.num_taken, self.num_left, num_rows)
 
     def take(self, most: int) -> Segment:
-        """The next tokens, at most so many, as a segment of the next chunk."""
+        """Take the next tokens, at most `most`, as a segment of the next chunk."""
         run, start = self.run, self.num_taken
         num_tokens = min(most, self.num_left)
         self.num_taken += num_tokens
@@ -79,7 +79,7 @@ class Job:
         end_ns: int,
         chunks: Sequence[ChunkRecord] = (),
     ) -> None:
-        """Note what was computed of the job: consecutive segments, a chunk each, whose events count them from 0."""
+        """Record consecutive segments of the job, one for each chunk; the chunk numbers of the events start at 0."""
         record = RunRecord(
             pipeline=pipeline,
             num_tokens=sum(segment.num_tokens for segment in segments),
@@ -94,10 +94,10 @@ class Job:
         self.records.append(record)
 
     def carry_out(self, compute: Callable[[Job], None]) -> RunResult:
-        """Have every token computed, and the state advance.
+        """Compute every token and advance the state.
 
         Raises:
-            BaseException: what `compute` raises; the state is what it was.
+            BaseException: the error of `compute`; the state is restored.
         """
         run = self.run
         run.state.begin(run.token_ids.size)
@@ -109,23 +109,24 @@ class Job:
         return self.finish()
 
     def give_up(self) -> None:
-        """Make the state what it was, now or as soon as nobody writes into it."""
+        """Restore the state, now or as soon as no thread writes into it."""
         self.run.state.roll_back(wait=self.wait_for_writers)
         if self.wait_for_writers is None:
-            del self.run  # as in `finish`
+            del self.run  # frees the state's memory, like `finish`
 
     def finish(self) -> RunResult:
-        """Advance the state: all has been computed."""
+        """Advance the state after all tokens have been computed."""
         self.run.state.advance(self.run.token_ids.size)
-        del self.run  # whoever computed it or keeps its error may hold the job on, but not the memory of the state
+        del self.run  # a computing thread or an error may keep the job alive, but not the state's memory
         logits = self.logits[: self._num_rows] if self._num_rows else None
         return RunResult(logits=logits, hidden=self.hidden, records=self.records)
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a job that lie in one chunk.
+    """Consecutive tokens of a job in one chunk.
 
-    start: of the first, among the job's tokens. num_rows: how many of the last of them have logits that are wanted.
+    start: index of the first among the job's tokens. num_rows: number of tokens at the end of the segment whose logits
+    are wanted.
     """
 
     job: Job
@@ -135,15 +136,15 @@ class Segment(NamedTuple):
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
-        """int64 [num_tokens]."""
+        """Token ids, int64 [num_tokens]."""
         return self.job.run.token_ids[self.start : self.start + self.num_tokens]
 
     @property
     def position(self) -> int:
-        """Of the first token."""
+        """Position of the first token."""
         return self.job.position + self.start
 
     @property
     def logits(self) -> NDArray[np.float32]:
-        """The job's logits from those of the first wanted row on."""
+        """The job's logits, from those of the first wanted row on."""
         return self.job.logits[self.start if self.job.run.logits == "all" else 0 :]

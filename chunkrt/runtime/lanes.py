@@ -1,4 +1,4 @@
-"""Lanes: the executors that runs are computed by, alone or sharing chunks."""
+"""Lanes: the executors that compute runs, each run alone or several batched into the same chunks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from chunkrt.runtime.workers import GivesWay
 DecodeOn = Literal["auto", "cpu", "npu"]
 
 DELTA_RULE_ROWS = 32
-"""Rows that the native gated delta rule takes at once."""
+"""Number of rows that the native gated delta rule takes at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
     """The executors that a conductor shares.
 
-    prompts: takes lone runs of several tokens. tokens: lone runs of one. many: chunks that hold rows of prompts. few:
-    chunks of decoding sequences alone. decode_on: which of these two takes single tokens, where there are two: that
-    on the CPU, that with the NPU, or by "auto" the one that is expected to take less time. near: those that reach
-    only so far (`Executor.reach`), by their reach: as long as the history is short they come before `prompts` and
-    `many`, and with decode_on "npu" before those of single tokens.
+    prompts: single runs of several tokens. tokens: single runs of one token. many: chunks that hold rows of prompts.
+    few: chunks with only decoding sequences. decode_on: chooses between the last two for single tokens if they differ:
+    "cpu", "npu", or "auto" for the one that is expected to take less time. near: executors with a limited reach
+    (`Executor.reach`), in order of their reach: while the history is short they take precedence over `prompts` and
+    `many`, and with decode_on "npu" over the executors of single tokens.
     """
 
     prompts: Executor
@@ -40,48 +40,49 @@ class Lanes:
     near: Sequence[Executor] = ()
 
     def of_lone(self, job: Job) -> Executor:
-        """That which computes the next tokens of a job alone."""
+        """Return the executor of the next tokens of a job that runs alone."""
         far = self.tokens if job.run.token_ids.size == 1 else self.prompts
         return self.near_to(job.run, job.position + job.num_taken) or far
 
     def near_to(self, run: Run, position: int) -> Executor | None:
-        """Of those that reach only so far the one for a chunk of a run that begins at a position, if there is one."""
+        """Return the executor of limited reach for a chunk of a run that begins at a position, or None."""
         if run.token_ids.size == 1 and self.decode_on != "npu":
             return None
         return next((lane for lane in self.near if lane.reaches(position)), None)
 
     @property
     def logit_group(self) -> int:
-        """Rows of logits that suit them all; see `BoundSubgraph.logit_group`."""
+        """Number of rows of logits that suits all executors; see `BoundSubgraph.logit_group`."""
         return lcm(*(lane.logit_group for lane in (self.prompts, self.tokens, self.many, self.few, *self.near)))
 
     @property
     def parting_step(self) -> int:
-        """See `Waiting.step`. In what reaches only so far, a chunk's own rows are added up apart from those before."""
+        """Step at which prompts may be split; see `Waiting.step`. An executor of limited reach adds up a chunk's own
+        rows separately from those before."""
         return self.many.chunk_length if self.near else parting_step(self.many.plan, self.many.chunk_length)
 
     @property
     def overlaps(self) -> bool:
-        """Whether several chunks at once keep processors busy that one alone would not. With other ranks those that
-        several sequences share are computed one at a time, in the order in which the first has formed them."""
+        """True if several chunks at once keep more processors busy than one chunk. With other ranks, chunks that
+        several sequences share are computed one at a time, in the order in which the first rank forms them."""
         if self.many.plan.flow.sums or self.many in self.near:  # these compute one chunk at a time, in one thread
             return False
         return self.many is not self.few and self.many.is_concurrent and len(self.many.processors) > 1
 
     def decode_apart(self, positions: Sequence[int]) -> bool:
-        """Whether single tokens at some positions run on the CPU alone, rather than in chunks with those of prompts."""
+        """Return True if single tokens at these positions run on the CPU alone, not in chunks together with prompts."""
         if self.decode_on != "auto" or not positions:
             return self.decode_on == "cpu"
         segments = [(position, 1) for position in positions]
         return self.few.estimate(segments, len(segments)) <= self.many.estimate(segments, len(segments))
 
     def name_of(self, executor: Executor) -> str:
-        """What another rank finds the like of an executor by."""
+        """Return the name by which another rank finds its counterpart of an executor."""
         return next(field.name for field in fields(self) if getattr(self, field.name) is executor)
 
     @property
     def identity(self) -> Sequence[object]:
-        """What is the same for the lanes of all ranks."""
+        """Description of the lanes that is equal on all ranks."""
         lanes = (self.prompts, self.tokens, self.many, self.few)
         return [(lane.chunk_length, len(lane.slots), [s.name for s in lane.plan.subgraphs]) for lane in lanes]
 
@@ -91,11 +92,11 @@ class Lanes:
         return max(lane.clock.longest_s() for lane in lanes)
 
     def take_part(self, name: str, runs: Sequence[tuple[Run, int]], number: int, gives_way: GivesWay) -> None:
-        """Compute what another rank computes: all of one run, or a chunk that several share. No state advances.
+        """Compute the same as another rank: all of one run, or a chunk that several share. No state advances.
 
         Args:
-            name: of the executor.
-            runs: each with how many tokens its state has been given and does not count yet.
+            name: name of the executor.
+            runs: each run with the number of tokens that its state has been given and does not count yet.
             number: see `Key.number`.
             gives_way: see `Executor.compute`.
 
@@ -111,10 +112,10 @@ class Lanes:
 
 
 def parting_step(plan: Plan, chunk_length: int) -> int:
-    """See `Waiting.step`: where a prompt is parted, the bits are those of running alone.
+    """Return the step (see `Waiting.step`) at which a split prompt has the same bits as when it runs alone.
 
-    All but one kind of layer compute every row by itself. The native gated delta rule takes up to 32 rows at once, from
-    a chunk's beginning on; of other recurrent kinds nothing is known.
+    All layers except one kind compute every row by itself. The native gated delta rule takes up to 32 rows at once,
+    from a chunk's beginning on. For other recurrent kinds the step is not known.
     """
     nodes = (node for subgraph in plan.subgraphs for node in subgraph.nodes if node.op == LINEAR_ATTENTION_OP)
     kinds = {str(node.attributes["attn_type"]) for node in nodes}

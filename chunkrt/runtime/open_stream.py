@@ -1,4 +1,4 @@
-"""An open stream: chunks on their way through an executor, several at a time, as somebody forms them."""
+"""An open stream: several chunks in flight through an executor, which are admitted as they are formed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkrt.runtime.workers import Workers
 
 
 class EndedChunk(NamedTuple):
-    """A chunk that has passed, its tasks in the order in which they ended, and why it failed if it did."""
+    """A chunk that has ended, its tasks in the order in which they ended, and its error if it failed."""
 
     number: int
     chunk: Chunk
@@ -22,11 +22,11 @@ class EndedChunk(NamedTuple):
 
 
 class OpenStream:
-    """Threads that take chunks through an executor, which is nobody else's meanwhile.
+    """Threads that take chunks through an executor, which has no other user meanwhile.
 
     Args:
-        executor: whose subgraphs, slots and policy they are.
-        on_end: called, in any thread, when a chunk has passed or everything has stopped. It must not wait.
+        executor: provides subgraphs, slots and policy.
+        on_end: called, in any thread, when a chunk has ended or everything has stopped. It must not wait.
     """
 
     def __init__(self, executor: Executor, on_end: Callable[[], None]) -> None:
@@ -42,19 +42,19 @@ class OpenStream:
 
     @property
     def num_in_flight(self) -> int:
-        """Chunks that are on their way, or have passed and not been taken out."""
+        """Number of chunks that are in flight, or have ended and not been taken out."""
         return len(self._stream.chunks)
 
     @property
     def has_room(self) -> bool:
-        """Whether another chunk would find a slot."""
+        """True if a slot is free for another chunk."""
         return self.num_in_flight < len(self._executor.slots)
 
     def admit(self, chunk: Chunk, after: Iterable[int]) -> int:
-        """Have a chunk enter; there is room. `after`: the numbers of those with earlier tokens of the same sequences.
+        """Admit a chunk; requires `has_room`. `after`: numbers of the chunks with earlier tokens of the same sequences.
 
         Returns:
-            Its number.
+            Number of the chunk.
         """
         durations = self._executor.durations_of(chunk)
 
@@ -66,7 +66,7 @@ class OpenStream:
         return self._workers.change(admit)
 
     def take_ended(self) -> list[EndedChunk]:
-        """Those that have passed since this was called last. Raises what a policy raised."""
+        """Return the chunks that have ended since the last call. Raises the error of the policy."""
         passed, events = self._workers.change(self._take)
         if self._workers.error is not None:
             raise self._workers.error
@@ -84,7 +84,7 @@ class OpenStream:
         return ended
 
     def close(self) -> None:
-        """End the threads, and wait for the tasks that run."""
+        """End the threads, and wait for running tasks."""
         self._workers.close()
 
     def _take(self) -> tuple[list[tuple[int, tuple[Task, BaseException] | None]], list[TaskEvent]]:

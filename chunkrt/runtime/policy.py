@@ -1,7 +1,8 @@
 """Policies: which ready task runs next.
 
-A policy is pure: it sees the ready tasks and the schedule, names one, and keeps nothing. The threaded executor and the
-simulator drive the same objects, so what was simulated is what runs. No policy can change a result, only when it comes.
+A policy is pure: it gets the ready tasks and the schedule, names a task, and keeps no state. The threaded executor and
+the simulator use the same objects, so the real order is the simulated one. A policy cannot change a result, only the
+time at which it is available.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from chunkrt.runtime.tasks import Processor, Task
 DEFAULT_POLICY = "look_ahead"
 
 MOST_TASKS_FORESEEN = 256
-"""Tasks of the longest run that `LookAhead` simulates. Longer ones are hardly ever quicker by another policy than the
-critical path, and simulating them would take longer than they could gain."""
+"""Number of tasks of the longest run that `LookAhead` simulates. For longer ones another policy is hardly ever faster
+than the critical path, and simulating them would take longer than they could gain."""
 
 
 BY_CHUNK = itemgetter(1, 0)
-"""Sorts tasks by chunk, and those of a chunk as the plan does."""
+"""Key that sorts tasks by chunk, and those of a chunk in the plan's order."""
 
 
 class ScheduleView(Protocol):
-    """What a policy may know beyond the ready tasks."""
+    """View of the schedule that a policy gets in addition to the ready tasks."""
 
     @property
     def processors(self) -> Sequence[Processor]:
-        """Who asks for tasks."""
+        """Processors that claim tasks."""
         ...
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of the whole run; while more chunks may come, of those that there are."""
+        """Number of tasks of the complete run; while more chunks may come, of the admitted ones."""
         ...
 
     @property
     def is_open(self) -> bool:
-        """Whether more chunks may come: those of many sequences, which nobody knows beforehand."""
+        """True if more chunks may come: chunks of several sequences, which are not known in advance."""
         ...
 
     @property
@@ -50,42 +51,43 @@ class ScheduleView(Protocol):
         ...
 
     def device(self, task: Task) -> Device:
-        """The device that a task is for."""
+        """Return the device that a task is for."""
         ...
 
     def duration(self, task: Task) -> float:
-        """How long a task is estimated to take."""
+        """Return the estimated duration of a task."""
         ...
 
     def upward_rank(self, task: Task) -> float:
-        """The time from a task's start to the end of all if every task after it started at once: the longest path."""
+        """Return the time from a task's start to the end of all, if every later task started at once: the longest
+        path."""
         ...
 
     def makespan(self, policy: Policy) -> float:
-        """How long the whole run would take under a policy if every task took as long as estimated."""
+        """Return the duration of the complete run under a policy if every task took its estimated time."""
         ...
 
     def unlocked_by(self, task: Task) -> Sequence[Task]:
-        """The tasks that would become ready if a ready or running task ended now."""
+        """Return the tasks that would become ready if a ready or running task ended now."""
         ...
 
 
 class Policy(Protocol):
-    """Chooses among ready tasks."""
+    """Rule that chooses among ready tasks."""
 
     name: str
     is_concurrent: bool
-    """Whether it ever lets two tasks run at once; if not, the executor starts no threads."""
+    """True if it ever lets two tasks run at once; otherwise the executor starts no threads."""
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
         """Name the task to run next.
 
         Args:
-            ready: the tasks that the asking processor could run now, at least one, in no order.
-            schedule: the rest of the picture.
+            ready: the tasks that the claiming processor could run now, at least one, in no order.
+            schedule: the schedule.
 
         Returns:
-            One of `ready`, or None to wait until a running task ends. None is allowed only while one runs.
+            One of `ready`, or None to wait until a running task ends. None is allowed only while a task runs.
         """
         ...
 
@@ -97,23 +99,23 @@ class Sequential:
     is_concurrent = False
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """The earliest chunk's earliest task, unless one runs."""
+        """Select the earliest chunk's earliest task, unless a task runs."""
         return None if schedule.running else earliest(ready)
 
 
 class InOrder:
-    """The pipeline: every processor takes the earliest chunk that has a task for it, and its earliest task."""
+    """Pipeline order: every processor takes the earliest chunk that has a task for it, and its earliest task."""
 
     name = "in_order"
     is_concurrent = True
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """The earliest chunk's earliest task."""
+        """Select the earliest chunk's earliest task."""
         return earliest(ready)
 
 
 class OutOfOrder:
-    """The rule of llm.npu: what gives the NPU the most to do comes first.
+    """The rule of llm.npu: the task that unlocks the most NPU work comes first.
 
     Source: Xu et al., Fast On-device LLM Inference with NPUs, ASPLOS 2025, out-of-order subgraph execution.
     """
@@ -122,7 +124,7 @@ class OutOfOrder:
     is_concurrent = True
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """The task of the largest C, of several the earliest.
+        """Select the task with the largest C; in case of a tie the earliest.
 
         C is the time of the NPU's tasks that become ready when the task ends; negative for the NPU's own tasks.
         """
@@ -138,7 +140,7 @@ class OutOfOrder:
 
 
 class CriticalPath:
-    """List scheduling by upward rank: what the most work must wait for comes first.
+    """List scheduling by upward rank: the task with the longest path to the end comes first.
 
     Source: Topcuoglu et al., Performance-effective and low-complexity task scheduling (HEFT), TPDS 2002, equation 8.
     """
@@ -147,18 +149,18 @@ class CriticalPath:
     is_concurrent = True
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """The task of the longest path to the run's end, of several the earliest."""
+        """Select the task with the longest path to the run's end; in case of a tie the earliest."""
         if len(ready) == 1:
             return ready[0]
         return min(ready, key=lambda task: (-schedule.upward_rank(task), task.chunk, task.subgraph))
 
 
 class LookAhead:
-    """Follows whichever policy ends first by the estimated durations.
+    """Policy that follows the one of the other policies that ends first by the estimated durations.
 
-    So it is never slower than any of them, as far as the estimates are right. A long run goes by the first, and so does
-    one on a single processor: there every order keeps the workers busy, and foreseeing costs more than it gains. Where
-    more chunks may come, the earliest goes first: somebody waits for it.
+    So it is never slower than any of them, as far as the estimates are right. A long run uses the first of them, and so
+    does a run on a single processor: there every order keeps the workers busy, and simulation costs more than it gains.
+    While more chunks may come, the earliest chunk goes first, because a caller waits for it.
     """
 
     name = "look_ahead"
@@ -168,7 +170,7 @@ class LookAhead:
         self._policies = policies
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """What the quickest policy selects."""
+        """Select the task that the fastest policy selects."""
         if len(ready) == 1:
             return ready[0]
         if schedule.is_open:
@@ -192,36 +194,35 @@ POLICIES: dict[str, Policy] = {
 
 def _check_plugin(name: str, found: Any) -> str:
     if isinstance(found, type):
-        return "is a class, expected a policy made of it"
+        return "is a class, expected an instance of it"
     if not callable(getattr(found, "select", None)) or not isinstance(getattr(found, "is_concurrent", None), bool):
-        return "is no policy: expected name, is_concurrent and select"
+        return "is not a policy: expected name, is_concurrent and select"
     return "" if getattr(found, "name", None) == name else f"is named {getattr(found, 'name', None)!r}, not {name!r}"
 
 
 ALL = "all"
-"""What stands for every policy on the command line."""
+"""Command-line name that stands for every policy."""
 
 PLUGINS: PluginGroup[Policy] = PluginGroup(
     "chunkrt.policies", error=ConfigError, own=(*POLICIES, ALL), check=_check_plugin
 )
-"""Each is a policy, of the entry point's name."""
+"""Entry points that each refer to a policy with the entry point's name."""
 
 
 def policy_names() -> tuple[str, ...]:
-    """Our policies, and those of plug-ins."""
+    """Return the names of the built-in policies, and of those from plug-ins."""
     return (*POLICIES, *PLUGINS.names)
 
 
 def find_policy(name: str) -> Policy:
-    """Look a policy up by name, ours or a plug-in's.
+    """Find a built-in or plug-in policy by name.
 
     Raises:
-        ConfigError: there is none of that name, and the message offers the nearest and lists all; or the plug-in is
-            broken.
+        ConfigError: no policy has that name (the message offers the nearest and lists all), or the plug-in is broken.
     """
     return PLUGINS.choose(name, POLICIES, "policy")
 
 
 def earliest(ready: Sequence[Task]) -> Task:
-    """The earliest chunk's task, and of several the one that comes first in the plan."""
+    """Return the earliest chunk's task; of several the one that comes first in the plan."""
     return min(ready, key=BY_CHUNK)

@@ -1,8 +1,8 @@
-"""A prefix: what a state holds of its first tokens, in pieces that other states can be given.
+"""A prefix: the contents of a state for its first tokens, in pieces that other states can take over.
 
-A piece holds the keys and values of some positions, those of layers with a window among them if they were still there.
-Recurrent tensors belong to one position. Tensors of one form lie in one array, so that a piece is a few arrays and not
-two a layer.
+A piece holds the keys and values of some positions; for layers with a window only if they were still available.
+Recurrent tensors belong to one position. Tensors of the same form are in one array, so that a piece is a few arrays and
+not two for each layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from chunkrt.runtime.state_tensors import StateTensors, Write
 
 
 class Form(NamedTuple):
-    """Caches or rings that are alike: [heads, positions, width] of a dtype, so many in a piece's array."""
+    """Caches or rings of the same form, [heads, positions, width] of a dtype, that share one array of a piece."""
 
     names: tuple[str, ...]
     heads: int
@@ -27,16 +27,17 @@ class Form(NamedTuple):
 
     @property
     def position_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of one position of all tensors."""
         return len(self.names) * self.heads * self.width * np.dtype(self.dtype).itemsize
 
     def empty(self, num_positions: int) -> Array:
-        """[tensors, heads, positions, width]."""
+        """Return an uninitialised array [tensors, heads, positions, width]."""
         return np.empty((len(self.names), self.heads, num_positions, self.width), self.dtype)
 
 
 class PrefixPiece(NamedTuple):
-    """Positions `start` to `end`: an array for each form of caches, and of rings if it has them."""
+    """Positions `start` to `end`: an array for each form of caches, and one for each form of rings if they are
+    available."""
 
     start: int
     end: int
@@ -46,10 +47,10 @@ class PrefixPiece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """What a state is to hold at `position`.
+    """Contents of a state at `position`.
 
-    pieces: consecutive, up to the position; those before the state's own may be missing. rings_from: from where on to
-        the position they all have rings. recurrent: a tensor for each of the state's, in their order.
+    pieces: consecutive, up to the position; those that the state already holds may be missing. rings_from: the position
+    from which on all pieces have rings. recurrent: a tensor for each of the state's, in their order.
     """
 
     forms: StateForms
@@ -60,7 +61,7 @@ class Prefix:
 
 
 class StateForms:
-    """How the tensors of states that are alike lie in pieces, whatever their capacity."""
+    """Layout of the pieces of all states with the same tensors, regardless of their capacity."""
 
     def __init__(self, tensors: StateTensors) -> None:
         self.caches = _forms(tensors.caches)
@@ -69,18 +70,18 @@ class StateForms:
         self.ring_slots = tensors.ring_slots if tensors.rings else 0
         self.window = tensors.window
         self.cache_bytes = sum(form.position_bytes for form in self.caches)
-        """Of a position."""
+        """Bytes of one position of all caches."""
         self.ring_bytes = sum(form.position_bytes for form in self.rings)
-        """Of a position."""
+        """Bytes of one position of all rings."""
         self.recurrent_bytes = sum(array.nbytes for array in tensors.recurrent.values())
 
     def describe(self) -> list[object]:
-        """What two that understand each other's pieces have in common, for JSON."""
+        """Return a JSON description that is equal for states that can exchange pieces."""
         return [[list(map(list, self.caches)), list(map(list, self.rings))], sorted(self.recurrent.items())]
 
 
 def copied(tensors: StateTensors, forms: tuple[Form, ...], slots: slice | Array) -> tuple[Array, ...]:
-    """What caches or rings hold at some slots, in the arrays of a piece."""
+    """Copy the contents of caches or rings at some slots into the arrays of a piece."""
     found = []
     for form in forms:
         num_positions = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
@@ -92,7 +93,7 @@ def copied(tensors: StateTensors, forms: tuple[Form, ...], slots: slice | Array)
 
 
 def writes_of(prefix: Prefix, tensors: StateTensors) -> tuple[Write, ...]:
-    """What to write so that a state holds a prefix."""
+    """Return the writes after which a state holds a prefix."""
     writes: list[Write] = []
     forms, size = prefix.forms, tensors.ring_slots
     for piece in prefix.pieces:

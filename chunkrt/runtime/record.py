@@ -1,6 +1,6 @@
-"""The record of one run: its tasks' events, and what is needed to tell why its workers waited.
+"""The record of one run: the events of its tasks, and the data that explain why its workers waited.
 
-Executors make one of every run; a simulator makes the same from events on a virtual clock.
+Executors make a record of every run; a simulator makes the same from events on a virtual clock.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from chunkrt.graph.plan import EXPERTS_OP, Device, Plan
 from chunkrt.runtime.tasks import Processor, TaskEvent
 
 Work = Literal["linears", "attention", "layers", "embedding", "sums"]
-"""What a subgraph does: with state it is attention, or layers if it has linears as well; on the link a sum over ranks;
-on the CPU, before or after the layers, embedding or head; all else is linears."""
+"""Kind of work of a subgraph: with state it is attention, or layers if it also has linear layers; on the link it is a
+sum over ranks; on the CPU, before or after the layers, it is embedding or LM head; all other subgraphs are linears."""
 
 WORKS: tuple[Work, ...] = get_args(Work)
 
 
 class Stage(NamedTuple):
-    """What a record tells of a subgraph. `waits_for`: the stages, by their indices, that end before it starts."""
+    """Description of a subgraph in a record. `waits_for`: indices of the stages that end before it starts."""
 
     name: str
     device: Device
@@ -30,15 +30,15 @@ class Stage(NamedTuple):
 
     @property
     def has_state(self) -> bool:
-        """Whether it takes the chunks in order."""
+        """True if it takes the chunks in order."""
         return self.work in ("attention", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """What the runs of one executor share.
+    """Description shared by the runs of one executor.
 
-    `num_slots`: chunk slots, so many chunks may be in flight. `slot_bytes`: memory of each. `policy`: its name.
+    `num_slots`: chunk slots, the largest number of chunks in flight. `slot_bytes`: memory of each. `policy`: its name.
     """
 
     stages: tuple[Stage, ...]
@@ -50,15 +50,15 @@ class Pipeline:
 
     @property
     def flow(self) -> Flow:
-        """What waits for what among the stages."""
+        """Dependencies among the stages."""
         picks = (stage.waits_for for stage in self.stages if stage.work == "embedding" and stage.waits_for)
-        hidden = next((sources[-1] for sources in picks), None)  # the head picks rows of what that wrote
+        hidden = next((sources[-1] for sources in picks), None)  # the LM head picks rows of that stage's output
         waits_for = [stage.waits_for for stage in self.stages]
         return Flow(waits_for, [stage.has_state for stage in self.stages], hidden=hidden)
 
 
 class SegmentRecord(NamedTuple):
-    """Whose rows lie in a chunk: a number for the sequence, the position of its first token there, and how many."""
+    """Segment of a chunk: a number for the sequence, the position of its first token, and the number of tokens."""
 
     sequence: int
     position: int
@@ -68,7 +68,7 @@ class SegmentRecord(NamedTuple):
 class ChunkRecord(NamedTuple):
     """A chunk that several runs shared.
 
-    number: by which their records tell that it is the same; each of an engine's chunks has its own.
+    number: unique among an engine's chunks, and the same in the records of all its runs.
     """
 
     number: int
@@ -76,7 +76,7 @@ class ChunkRecord(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Rows that hold a token."""
+        """Number of rows that hold a token."""
         return sum(segment.num_tokens for segment in self.segments)
 
 
@@ -84,14 +84,14 @@ class ChunkRecord(NamedTuple):
 class RunRecord:
     """One run, on one monotonic clock in nanoseconds.
 
-    position: of the first token. position_bytes: what the caches hold for each position.
-    start_ns, end_ns: of the whole run; no event lies outside.
+    position: position of the first token. position_bytes: bytes of the caches for each position.
+    start_ns, end_ns: bounds of the complete run; no event is outside.
     events: every task, once.
-    num_cached: tokens before it that were not run, since the prefix cache had them.
-    sequence: whose run it is; the number that segments have for it. Of a simulated prompt it is 0.
-    chunks: of a run that shared its chunks with others, one each; none of a run whose chunks were its own.
-    copies: what was copied from one processor's memory to another's before a task could start: an event each, with the
-        task that waits for it. Executors record none, since today's processors share memory.
+    num_cached: tokens before the run that were taken from the prefix cache.
+    sequence: the number of the run's sequence, as in segments; 0 for a simulated prompt.
+    chunks: one entry for each chunk of a run that shared its chunks; empty for a run with chunks of its own.
+    copies: copies from one processor's memory to another's before a task could start: an event each, with the task that
+        waits for it. Executors record none, because today's processors share memory.
     """
 
     pipeline: Pipeline
@@ -113,22 +113,22 @@ class RunRecord:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it took a single token."""
+        """True if the run took a single token."""
         return self.num_tokens == 1
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """Name of the run for display."""
         return f"decode at {self.position}" if self.is_decode else f"prefill {self.num_tokens} tokens"
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the run."""
+        """Number of chunks of the run."""
         return len(self.chunks) or -(-self.num_tokens // self.pipeline.chunk_length)
 
 
 def stages_of(plan: Plan) -> tuple[Stage, ...]:
-    """What a record tells of a plan's subgraphs."""
+    """Return the descriptions of a plan's subgraphs."""
     stages = []
     for subgraph, waits_for in zip(plan.subgraphs, plan.flow.waits_for, strict=True):
         is_outside_layers = subgraph.device == "cpu" and (not waits_for or subgraph.rows == "R")
@@ -142,6 +142,6 @@ def stages_of(plan: Plan) -> tuple[Stage, ...]:
 
 
 def track_name(processor: Processor, worker: int) -> str:
-    """What a person calls a worker: "NPU", or "CPU worker 0"."""
+    """Return the display name of a worker: "NPU", or "CPU worker 0"."""
     name = processor.name.upper()
     return name if processor.workers == 1 and "cpu" not in processor.devices else f"{name} worker {worker}"

@@ -1,4 +1,4 @@
-"""What a run is, and what it gives."""
+"""Runs and their results."""
 
 from __future__ import annotations
 
@@ -16,41 +16,43 @@ from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.state import State
 
 Logits = Literal["last", "all", "none", "hidden"]
-"""Of the last token, of all, of none; or no logits, but the hidden states that they would be made from, of all."""
+"""Rows of logits to compute: the last token's, all, or none; "hidden" for no logits, but the hidden states of all
+tokens from which they would be computed."""
 OF_ALL: tuple[Logits, ...] = ("all", "hidden")
-"""Those that want something of every token, so that none may come from elsewhere."""
+"""Values of Logits that need every token to be computed, so that no token may come from a cache."""
 
 
 class Cancel:
-    """Set from any thread, it stops a run. It has no lock that an interrupt could leave taken."""
+    """Flag that stops a run and may be set from any thread. It has no lock that an interrupt could leave held."""
 
     def __init__(self) -> None:
         self._is_set = False
 
     def set(self) -> None:
-        """Stop the run, and every later one until it is cleared."""
+        """Stop the run, and every later one until `clear` is called."""
         self._is_set = True
 
     def clear(self) -> None:
-        """Stop none."""
+        """Allow runs again."""
         self._is_set = False
 
     def is_set(self) -> bool:
-        """Whether it stops a run."""
+        """Return True if the flag stops runs."""
         return self._is_set
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Tokens for a decoder, the state that they follow, and what is wanted of them.
+    """Tokens for a decoder, the state that they follow, and the requested results.
 
     token_ids: int64 [n], n at least 1.
-    state: of the same decoder; it advances by n.
-    logits: which rows of logits to compute.
-    cancel: set it from any thread to stop the run as soon as the tasks that run have ended.
-    on_tokens: told, in a thread that computes, how many tokens another chunk has taken through the decoder; it must not
-        raise.
-    is_for_others: of several ranks: another wants the logits; here only what its sums need is computed, and no logits.
+    state: a state of the same decoder; it advances by n.
+    logits: the rows of logits to compute.
+    cancel: set it from any thread to stop the run as soon as its running tasks have ended.
+    on_tokens: called in a computing thread with the number of tokens that another chunk has taken through the decoder;
+        it must not raise.
+    is_for_others: True if another rank wants the logits; this rank then computes only its part of the sums, and no
+        logits.
     """
 
     token_ids: NDArray[np.int64]
@@ -62,12 +64,13 @@ class Run:
     on_tokens: Callable[[int], object] | None = None
 
     def check(self, plan: Plan, chunk_length: int) -> None:
-        """Raises ConfigError if tokens, state or an option do not fit a decoder that takes chunks of that length."""
+        """Check the run. Raises ConfigError if tokens, state or an option do not fit a decoder with this chunk
+        length."""
         token_ids, state = self.token_ids, self.state
         if self.logits not in get_args(Logits):
             raise unknown_name("choice of logits", self.logits, get_args(Logits))
         if self.logits == "hidden" and plan.flow.hidden is None:
-            raise ConfigError("this decoder's plan does not tell which values are its hidden states")
+            raise ConfigError("this decoder's plan does not name its hidden states")
         if token_ids.ndim != 1 or token_ids.dtype != np.int64:
             raise ConfigError(f"token ids are {token_ids.dtype} {list(token_ids.shape)}, not int64 [n]")
         if token_ids.size == 0:
@@ -91,13 +94,13 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run computed.
+    """Results of a run.
 
-    logits: float32 [1, V] of the last token, [n, V] of all, or None if none were asked for.
-    hidden: float32 [n, H], if they were asked for: after the last norm, as the head reads them.
-    records: of consecutive parts of the run, each by one pipeline: every task, in the order in which they ended, and
-        what tells why workers waited. A run that shares no chunk is one part, or one an executor where its history
-        outgrows those that reach only so far.
+    logits: float32 [1, V] of the last token, [n, V] of all, or None if none were requested.
+    hidden: float32 [n, H] if requested: the output of the last norm, which is the LM head's input.
+    records: records of consecutive parts of the run, each computed by one pipeline: every task in the order in which
+        they ended, and the data that explain why workers waited. A run that shares no chunk is one part, or one for
+        each executor if its history outgrows executors of limited reach.
     """
 
     logits: NDArray[np.float32] | None
@@ -106,11 +109,11 @@ class RunResult:
 
     @property
     def record(self) -> RunRecord:
-        """That of a run in one part."""
+        """Record of a run in one part."""
         (record,) = self.records
         return record
 
 
 def _memory(plan: Plan) -> tuple[object, ...]:
-    """What a state is made by, and what lies in it."""
+    """Return the parts of a plan that determine the memory and the contents of a state."""
     return plan.state_tensors, plan.window, plan.key_form

@@ -3,11 +3,12 @@
 A state machine without threads, locks or clocks. The executor's workers drive it under their lock, simulators on a
 virtual clock.
 
-The rules. A task waits for the tasks of its chunk whose values it reads, so several of a chunk may be ready or running
-at once. A subgraph that owns state takes the chunks of a sequence in order; the turn passes on when a task ends. So
-attention of a chunk waits for what all its sequences' chunks up to its own give it, and any other task only for its own
-chunk: others may overtake. A chunk enters when a chunk slot is free and keeps it until its last task has ended. A chunk
-whose logits nobody asked for passes only through what state is made of, because nothing reads the rest.
+The rules: A task waits for the tasks of its chunk whose values it reads, so several tasks of a chunk may be ready or
+running at once. A subgraph that owns state takes the chunks of a sequence in order; the turn passes on when a task
+ends. So attention of a chunk waits for the same subgraph on all earlier chunks of its sequences, and any other task
+only for its own chunk, so other chunks may overtake. A chunk enters when a chunk slot is free and keeps it until its
+last task has ended. A chunk without requested logits passes only through the subgraphs that state depends on, because
+the other results have no reader.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 
 
 class Schedule:
-    """Tasks of chunks, and what has become of them.
+    """Tasks of chunks, and their progress.
 
-    That of a run is given all its chunks at once, each after the one before it. One that is given none is open: chunks
-    come by `admit`, until it is closed, and one that fails stops no other.
+    The schedule of a run is given all its chunks at once, each after the one before it. A schedule without chunks is
+    open: chunks come by `admit` until it is closed, and a failed chunk does not stop the others.
 
     Args:
         plan: the decoder.
-        routes: what every chunk of a run passes through; none for a schedule that is open.
-        chunks_in_flight: chunk slots, at least 1.
-        processors: who asks for tasks.
+        routes: the subgraphs that every chunk of a run passes through; empty for an open schedule.
+        chunks_in_flight: number of chunk slots, at least 1.
+        processors: processors that claim tasks.
         policy: chooses among ready tasks.
-        durations: of every task of a run as estimated, for the policy to go by: nanoseconds, [subgraphs][chunks].
-            Without them it takes every task to last equally long.
+        durations: estimated duration of every task of a run, for the policy: nanoseconds, [subgraphs][chunks]. Without
+            them all tasks are assumed to take equally long.
     """
 
     def __init__(
@@ -53,9 +54,9 @@ class Schedule:
     ) -> None:
         self.processors = tuple(processors)
         self.is_open = True
-        """Whether more chunks may come."""
+        """True if more chunks may come."""
         self.num_chunks = 0
-        """So far."""
+        """Number of chunks so far."""
         self.num_tasks = 0
         self.chunks_done = 0
         self.running: list[Task] = []
@@ -63,26 +64,26 @@ class Schedule:
         """The first task that failed and stopped everything, and its error."""
         self.is_cancelled = False
         self.ended: list[tuple[int, tuple[Task, BaseException] | None]] = []
-        """The chunks that have ended, by number, with the first task of each that failed and its error. Who wants them
-        takes them out."""
+        """Chunks that have ended, by number, with the first failed task of each and its error. The reader removes
+        them."""
         self._plan = plan
         self._flow = plan.flow
         self._chunks_in_flight = chunks_in_flight
         self._policy = policy
         self._upward_ranks: dict[int, Sequence[int]] = {}
-        """By chunk; empty until a policy asks for one."""
+        """Upward ranks by chunk; empty until a policy requests one."""
         self._makespans: dict[Policy, int] = {}
         self._devices = [subgraph.device for subgraph in plan.subgraphs]
         self._ready = task_lists(self.processors)
-        """By device."""
+        """Ready tasks by device."""
         self._ready_for = {p.name: _distinct(self._ready[device] for device in p.devices) for p in self.processors}
         self._chunks: dict[int, ChunkProgress] = {}
-        """All of a run; else those that have not ended."""
+        """All chunks of a run; in an open schedule those that have not ended."""
         self._slots: dict[int, int] = {}
-        """The chunk slot of every chunk that has entered."""
+        """Chunk slot of every chunk that has entered."""
         self._free_slots = list(reversed(range(chunks_in_flight)))
         self._outside: list[int] = []
-        """The chunks that have not entered."""
+        """Chunks that have not entered."""
         self._errors: dict[int, tuple[Task, BaseException]] = {}
         for chunk, route in enumerate(routes):
             self.admit(route, [chunk - 1], [of_subgraph[chunk] for of_subgraph in durations or ()])
@@ -96,25 +97,25 @@ class Schedule:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no further task will be handed out: all chunks are done, or everything was stopped."""
+        """True if no further task will be handed out: all chunks are done, or everything was stopped."""
         return self.is_stopped or (self.chunks_done == self.num_chunks and not self.is_open)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether everything failed or was cancelled."""
+        """True if everything failed or was cancelled."""
         return self.is_cancelled or self.failure is not None
 
     def admit(self, route: Route, after: Iterable[int] = (), durations: Sequence[int] = ()) -> int:
-        """Take a chunk, which enters as soon as there is a slot.
+        """Admit a chunk, which enters as soon as a slot is free.
 
         Args:
-            route: what it passes through.
-            after: the numbers of chunks that it comes after where state is, since they hold earlier tokens of the same
-                sequences. Some may have ended.
-            durations: of its tasks as estimated, nanoseconds by subgraph.
+            route: the subgraphs that it passes through.
+            after: numbers of the chunks that it follows at subgraphs with state, because they hold earlier tokens of
+                the same sequences. Some may have ended.
+            durations: estimated durations of its tasks, in nanoseconds by subgraph.
 
         Returns:
-            Its number.
+            Number of the chunk.
         """
         assert self.is_open
         number = self.num_chunks
@@ -131,17 +132,18 @@ class Schedule:
         return number
 
     def close(self) -> None:
-        """No more chunks come."""
+        """Close the schedule: no more chunks are admitted."""
         self.is_open = False
 
     def withdraw(self, most: int | None = None) -> int:
-        """Take back the last chunks of a run as far as none of their tasks was handed out; the first stays.
+        """Withdraw the last chunks of a run if none of their tasks has been handed out; the first chunk stays.
 
-        With sums over ranks those stay as well that another may have begun: it has as many slots, and none of its
-        chunks ends before the last sum of that chunk was handed out here. `most`: how many stay, where another tells.
+        With sums over ranks, chunks that another rank may have begun stay as well: it has as many slots, and none of
+        its chunks ends before the last sum of that chunk was handed out here. `most`: number of chunks to keep, if
+        another rank decides.
 
         Returns:
-            How many are left.
+            Number of chunks left.
         """
         summed = sum(not chunk.num_sums for chunk in self._chunks.values())
         least = most or (summed + self._chunks_in_flight if self._flow.sums else 1)
@@ -164,19 +166,19 @@ class Schedule:
         return self.num_chunks
 
     def slot(self, chunk: int) -> int:
-        """The chunk slot of a chunk that has entered."""
+        """Return the chunk slot of a chunk that has entered."""
         return self._slots[chunk]
 
     def device(self, task: Task) -> Device:
-        """The device that a task is for."""
+        """Return the device that a task is for."""
         return self._devices[task.subgraph]
 
     def duration(self, task: Task) -> int:
-        """How long a task is estimated to take."""
+        """Return the estimated duration of a task."""
         return self._chunks[task.chunk].durations[task.subgraph]
 
     def upward_rank(self, task: Task) -> int:
-        """The longest path from a task's start to the end of all chunks that there are; see `upward_ranks`."""
+        """Return the longest path from a task's start to the end of all admitted chunks; see `upward_ranks`."""
         if not self._upward_ranks:
             chunks = list(self._chunks.values())
             durations = list(zip(*(chunk.durations for chunk in chunks), strict=True))
@@ -186,7 +188,7 @@ class Schedule:
         return self._upward_ranks[task.chunk][task.subgraph]
 
     def makespan(self, policy: Policy) -> int:
-        """How long all chunks that there are would take under a policy, from their beginning, by the estimates."""
+        """Estimate the duration of all admitted chunks under a policy, from their beginning."""
         if policy not in self._makespans:
             chunks = self._chunks.values()
             fresh = Schedule(
@@ -201,11 +203,11 @@ class Schedule:
         return self._makespans[policy]
 
     def num_ready(self, processor: Processor) -> int:
-        """How many ready tasks a processor could run."""
+        """Return the number of ready tasks that a processor could run."""
         return sum(map(len, self._ready_for[processor.name]))
 
     def claim(self, processor: Processor) -> Task | None:
-        """Hand out the task that the policy chooses for a processor, one of `processors`, or None if there is none now.
+        """Hand out the task that the policy chooses for one of the processors, or None if there is none at present.
 
         Raises:
             ConfigError: the policy chose nothing although no task runs, so that nothing would ever happen.
@@ -230,7 +232,7 @@ class Schedule:
         return task
 
     def _select(self, ready: Sequence[Task]) -> Task | None:
-        """What the policy chooses, whoever wrote it."""
+        """Call the policy, built-in or from a plug-in, and check its choice."""
         try:
             chosen = self._policy.select(ready, self)
         except ChunkrtError:
@@ -243,7 +245,7 @@ class Schedule:
         return None if chosen is None else Task(*chosen)
 
     def unlocked_by(self, task: Task) -> Sequence[Task]:
-        """The tasks that would become ready if a ready or running task ended now."""
+        """Return the tasks that would become ready if a ready or running task ended now."""
         released = self._released_by(task)
         unlocked = []
         for subgraph, number in released:
@@ -253,7 +255,7 @@ class Schedule:
         return unlocked if len(unlocked) < 2 else list(dict.fromkeys(unlocked))
 
     def complete(self, task: Task) -> None:
-        """A running task ended well: what waited for nothing else becomes ready."""
+        """Complete a running task: tasks without other dependencies become ready."""
         chunk = self._end(task)
         if self.is_stopped:
             return
@@ -269,8 +271,8 @@ class Schedule:
             self._release(self._leave(chunk))
 
     def fail(self, task: Task, error: BaseException) -> None:
-        """A running task failed. Of a run nothing further is handed out; else nothing further of its chunk is, and
-        what comes after it comes at once. The first failure is kept."""
+        """Mark a running task as failed. A run then hands out no further task; an open schedule hands out no further
+        task of the chunk, and later chunks need not wait for it. The first failure is kept."""
         chunk = self._end(task)
         if self._is_run:
             self._clear()
@@ -288,7 +290,7 @@ class Schedule:
             self._release(self._leave(chunk))
 
     def cancel(self) -> None:
-        """Stop everything: nothing further is handed out."""
+        """Stop everything: no further task is handed out."""
         self._clear()
         self.is_cancelled = True
 
@@ -299,18 +301,18 @@ class Schedule:
         return chunk
 
     def _clear(self, chunk: int | None = None) -> None:
-        """Hand out nothing that is ready, or nothing of a chunk."""
+        """Remove all ready tasks, or those of one chunk."""
         for queue in self._ready.values():
             queue[:] = [] if chunk is None else [task for task in queue if task.chunk != chunk]
 
     def _enter(self) -> Sequence[int]:
-        """Give a slot to the next chunk; its first subgraphs."""
+        """Give a slot to the next chunk, and return its first subgraphs."""
         number = self._outside.pop(0)
         self._slots[number] = self._free_slots.pop()
         return self._chunks[number].route.first
 
     def _leave(self, chunk: ChunkProgress) -> list[tuple[int, int]]:
-        """A chunk has ended, and its slot is the next one's: the tasks, (subgraph, chunk), that waited for it."""
+        """End a chunk, give its slot to the next, and return the tasks, (subgraph, chunk), that waited for the slot."""
         number = chunk.number
         self.chunks_done += 1
         self.ended.append((number, self._errors.pop(number, None)))
@@ -324,7 +326,7 @@ class Schedule:
         return [(first, entering) for first in self._enter()]
 
     def _released_by(self, task: Task) -> list[tuple[int, int]]:
-        """The tasks, (subgraph, chunk), that wait for one thing less once a task has ended; twice is two things."""
+        """Return the tasks, (subgraph, chunk), that have one dependency less once a task ends; two entries for two."""
         subgraph, number = task
         chunk = self._chunks[number]
         released = [(follower, number) for follower in chunk.route.followers[subgraph]]

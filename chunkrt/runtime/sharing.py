@@ -1,4 +1,4 @@
-"""Which executor takes the next tokens of those that share chunks."""
+"""Choice of the executor that takes the next tokens of runs that share chunks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from chunkrt.runtime.ticket import Ticket
 
 
 def for_stream(lanes: Lanes, waiting: Sequence[Ticket]) -> list[Ticket]:
-    """Those whose next tokens go where chunks overlap."""
+    """Return the tickets whose next tokens go into the open stream, where chunks overlap."""
     return _beside_decoding(lanes, _far(lanes, waiting)) if lanes.overlaps else []
 
 
 def for_thread(lanes: Lanes, waiting: Sequence[Ticket], last: Executor | None) -> tuple[list[Ticket], Executor] | None:
-    """Those whose next tokens go into a chunk that one thread computes by itself, and the executor for it.
+    """Return the tickets whose next tokens go into a chunk that one thread computes by itself, and the executor for it.
 
-    Executors take turns where several are wanted: after the one that was `last` comes the next.
+    If several executors have tickets, they take turns: the one after `last` comes next.
     """
     far = _far(lanes, waiting)
     others = _beside_decoding(lanes, far)
@@ -39,12 +39,12 @@ def _near(lanes: Lanes, ticket: Ticket) -> Executor | None:
 
 
 def _far(lanes: Lanes, waiting: Sequence[Ticket]) -> list[Ticket]:
-    """Those whose history is longer than what near executors see."""
+    """Return the tickets whose history exceeds the reach of the near executors."""
     return [ticket for ticket in waiting if _near(lanes, ticket) is None]
 
 
 def _beside_decoding(lanes: Lanes, waiting: Sequence[Ticket]) -> list[Ticket]:
-    """All, or those that take no single token, where these have an executor of their own."""
+    """Return all tickets, except those that decode single tokens if these have an executor of their own."""
     if lanes.many is lanes.few:
         return list(waiting)
     is_apart = lanes.decode_apart([ticket.job.position for ticket in waiting if ticket.waiting.is_decode])

@@ -1,4 +1,4 @@
-"""What a state held at a position, and what it is at present."""
+"""Contents of a state at an earlier position (a snapshot) and at present."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _histories = count()
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What a state held at a position. `tensors`: copies by name, of caches the filled part.
+    """Contents of a state at a position. `tensors`: copies by name, for caches only the filled part.
 
-    `first`: the first position that rings hold. `kept`: what the state could be rewound to.
+    `first`: the first position that rings hold. `kept`: snapshots that the state could be rewound to.
     """
 
     position: int
@@ -28,10 +28,10 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Present:
-    """What a state is, once `writes` have been made. Those of a run in progress undo it.
+    """Description of a state after `writes` have been made. The writes of a run in progress undo it.
 
-    `history`: while it is the same, tokens have only been added: who has a copy of caches and rings up to a position
-    needs what came after it only. `is_running`: a run has begun, and has not completed.
+    `history`: unchanged as long as tokens are only added. The owner of a copy of caches and rings up to a position then
+    needs only the later positions. `is_running`: True if a run has begun, and has not completed.
     """
 
     position: int = 0
@@ -43,15 +43,15 @@ class Present:
     is_running: bool = False
 
     def begun(self, undo: tuple[Write, ...]) -> Present:
-        """With a run that `undo` undoes. What one that was broken off has written may be in others' copies."""
+        """Return the present with a run that `undo` undoes. Copies elsewhere may hold data of an aborted run."""
         history = next(_histories) if self.is_running else self.history
         return replace(self, writes=undo, history=history, is_running=True)
 
     def advanced(self, position: int, first: int) -> Present:
-        """After a run."""
+        """Return the present after a run."""
         return replace(self, position=position, first=first, writes=(), is_running=False)
 
     def rewound(self, position: int, kept: tuple[Snapshot, ...]) -> Present:
-        """At a position that is not after this one, and nothing has to be written for it."""
+        """Return the present at a position that is not after this one, and that requires no writes."""
         history = self.history if position == self.position else next(_histories)
         return replace(self, position=position, kept=kept, history=history)

@@ -1,10 +1,10 @@
-"""State: what a session remembers between chunks.
+"""State: the memory of a session between chunks.
 
-Of its tensors (`state_tensors.py`) a cache can go back to any position, a ring as far as it still holds what a window
-sees, a recurrent tensor only to where a copy of it was kept.
+A cache can go back to any position, a ring as far as it still holds the positions that a window sees, a recurrent
+tensor only to a position with a kept copy (see `state_tensors.py`).
 
-An interrupt may fall anywhere, so every change is one assignment: it says what the state is from now on, and what has
-to be written for that. Writing it may be broken off; whoever uses the state next writes it again.
+An interrupt may come at any point, so every change is one assignment: the new description of the state, and the writes
+that it requires. The writes may be aborted; the next user of the state makes them again.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype, StateTensors
 _serials = count()
 
 MOST_KEPT = 2
-"""Snapshots that a state keeps to rewind to: the last of them are those that a conversation comes back to."""
+"""Number of snapshots that a state keeps to rewind to; a conversation returns to the most recent ones."""
 
 
 class State:
-    """Everything that one decoder remembers, of the tokens from position 0 up to `position`.
+    """All data that one decoder keeps of the tokens from position 0 up to `position`.
 
-    The memory of caches is reserved at once and committed by the operating system as positions are written; what lies
-    at `position` and beyond is never read. Rings have a fixed size, whatever the capacity (`Plan.slots`). Recurrent
+    The memory of caches is reserved at once and committed by the operating system as positions are written; data at
+    `position` and beyond are never read. Rings have a fixed size, regardless of the capacity (`Plan.slots`). Recurrent
     tensors are float32, and zero at position 0.
 
     Args:
         plan: the decoder.
         capacity: positions to hold, 1 to the plan's context length.
-        dtype: of caches and rings, whatever the plan names.
-        chunk_length: tokens of a chunk at most; by default as many as the capacity. Rings are sized by it.
+        dtype: data type of caches and rings, regardless of the plan's.
+        chunk_length: largest number of tokens of a chunk, which determines the size of rings; by default the capacity.
 
     Raises:
         ConfigError: the capacity, the dtype or the chunk length is out of range, or bfloat16 caches get raw keys.
@@ -52,16 +52,14 @@ class State:
         self, plan: Plan, capacity: int, dtype: CacheDtype = "float32", *, chunk_length: int | None = None
     ) -> None:
         if not 1 <= capacity <= plan.context_length:
-            raise ConfigError(
-                f"a state of {capacity} positions was asked for; the model takes 1 to {plan.context_length}"
-            )
+            raise ConfigError(f"a state cannot hold {capacity} positions; the model takes 1 to {plan.context_length}")
         if dtype not in CACHE_DTYPES:
-            raise ConfigError(f"caches cannot be {dtype!r}; there are: {', '.join(CACHE_DTYPES)}")
+            raise ConfigError(f"caches cannot be {dtype!r}; choose one of: {', '.join(CACHE_DTYPES)}")
         if chunk_length is not None and not 1 <= chunk_length <= capacity:
-            raise ConfigError(f"a state for chunks of {chunk_length} was asked for; its capacity is {capacity}")
+            raise ConfigError(f"a state for chunks of {chunk_length} has a capacity of {capacity}; choose at most that")
         self.plan = plan
         self.serial = next(_serials)
-        """By which traces tell sequences apart."""
+        """Number that identifies the sequence in traces."""
         self.capacity = capacity
         self.dtype: CacheDtype = dtype
         self.chunk_length = chunk_length or capacity
@@ -71,17 +69,17 @@ class State:
 
     @property
     def tensors(self) -> Mapping[str, Array]:
-        """By tensor name."""
+        """Tensors by name."""
         return self._tensors.by_name
 
     @property
     def position(self) -> int:
-        """Tokens that the state has seen; the position of the next token."""
+        """Number of tokens that the state has seen; the position of the next token."""
         return self._present.position
 
     @property
     def rope_offset(self) -> int:
-        """What is added to a position for its row in the rotary tables; see `Plan.rope_offset`."""
+        """Offset from a position to its row in the rotary tables; see `Plan.rope_offset`."""
         return self._present.rope_offset
 
     @property
@@ -91,7 +89,7 @@ class State:
 
     @property
     def history(self) -> int:
-        """A number that is the same as long as tokens are only added; see `Present`."""
+        """Number that stays the same as long as tokens are only added; see `Present`."""
         return self._present.history
 
     @property
@@ -101,18 +99,19 @@ class State:
 
     @property
     def position_bytes(self) -> int:
-        """Bytes that grow with every position: those of the caches."""
+        """Bytes of the caches for each position."""
         return self._tensors.position_bytes
 
     def begin(self, num_tokens: int) -> None:
-        """Keep what a run of so many tokens will overwrite, until `advance` or `roll_back`; the executor calls it."""
+        """Keep the data that a run of `num_tokens` will overwrite, until `advance` or `roll_back`; called by the
+        executor."""
         self._settle()
         changed = self._tensors.overwritten(self.first_in_rings, self.position, num_tokens)
         undo = tuple((array, ..., array.copy()) for array in changed)
         self._present = self._present.begun(undo)
 
     def advance(self, num_tokens: int) -> None:
-        """Count tokens that have been written; the executor calls it when a run completes.
+        """Count tokens that have been written; called by the executor when a run completes.
 
         Raises:
             ConfigError: they do not fit.
@@ -127,22 +126,20 @@ class State:
         self._present = self._present.advanced(position, first)
 
     def roll_back(self, wait: Callable[[], None] | None = None) -> None:
-        """Undo a run that did not complete: everything is as it was when it began.
+        """Undo a run that did not complete: the state is the same as when the run began.
 
         Args:
-            wait: waits for tasks of the run that still write, if there may be some; then all this happens when the
-                state is used next.
+            wait: waits for tasks of the run that may still write; all this then happens at the next use of the state.
         """
         self._wait = wait
         if wait is None:
             self._settle()
 
     def rewind(self, position: int) -> int:
-        """Forget everything from `position` on, and more if what is needed there is gone.
+        """Forget everything from `position` on, and more if the data needed there are gone.
 
         Returns:
-            The nearest position at or below the one asked for that the state could go back to. Tokens from there on
-            are to be run again.
+            The nearest possible position at or below the requested one. Tokens from there on must be run again.
 
         Raises:
             ConfigError: the position is outside 0..the present one.
@@ -160,15 +157,16 @@ class State:
         return self.position
 
     def reset(self, rope_offset: int = 0) -> None:
-        """Forget everything, and take the rotary tables' rows from `rope_offset` on."""
+        """Forget everything, and use the rows of the rotary tables from `rope_offset` on."""
         self._settle()
         self._present = Present(rope_offset=rope_offset, writes=self._tensors.to_be_empty())
         self._settle()
 
     def keep_snapshot(self) -> None:
-        """Make the present position one that `rewind` can go back to, until something before it is forgotten.
+        """Make the present position one that `rewind` can go back to, until an earlier position is forgotten.
 
-        Costs a copy of the rings and recurrent tensors; without such there is nothing to keep. The last few are kept.
+        This copies the rings and recurrent tensors; without such tensors nothing is kept. The last few snapshots are
+        kept.
         """
         if fixed := self._tensors.rings | self._tensors.recurrent:
             before = [kept for kept in self._present.kept if kept.position < self.position]
@@ -176,13 +174,13 @@ class State:
             self._present = replace(self._present, kept=(*before, self._snapshot(copies))[-MOST_KEPT:])
 
     def mark(self) -> Snapshot:
-        """What `return_to` takes to come back here after later tokens. Caches keep what is here and are not copied."""
+        """Return a mark for `return_to`. Caches keep their contents and are not copied."""
         self._settle()
         fixed = self._tensors.rings | self._tensors.recurrent if self.position else {}
         return self._snapshot({name: array.copy() for name, array in fixed.items()}, self._present.kept)
 
     def return_to(self, mark: Snapshot) -> None:
-        """Go back to where `mark` was called; nothing before that has been forgotten since."""
+        """Go back to where `mark` was called; no earlier position has been forgotten since."""
         self._settle()
         if mark.position:
             self._become(mark, mark.kept)
@@ -191,11 +189,11 @@ class State:
 
     @property
     def forms(self) -> StateForms:
-        """How its tensors lie in the pieces of a prefix."""
+        """Layout of its tensors in the pieces of a prefix."""
         return StateForms(self._tensors)
 
     def piece(self, forms: StateForms, start: int, end: int, *, caches: bool = True) -> PrefixPiece:
-        """A copy of what caches and rings hold at some positions; rings may have lost them."""
+        """Copy the contents of caches and rings at some positions; rings may have lost them."""
         self._settle()
         tensors, size = self._tensors, self._tensors.ring_slots
         in_rings = np.arange(start, end) % size
@@ -208,12 +206,12 @@ class State:
         )
 
     def recurrent(self) -> tuple[Array, ...]:
-        """A copy of the recurrent tensors."""
+        """Copy the recurrent tensors."""
         self._settle()
         return tuple(array.copy() for array in self._tensors.recurrent.values())
 
     def take(self, prefix: Prefix) -> None:
-        """Hold a prefix whose first tokens are those that the state has seen, if any. Its pieces are copied."""
+        """Take over a prefix that begins with the tokens seen by the state, if any. Its pieces are copied."""
         self._settle()
         self._present = Present(
             position=prefix.position,
@@ -225,25 +223,25 @@ class State:
         self._settle()
 
     def snapshot(self) -> Snapshot:
-        """A copy of everything that the state holds."""
+        """Copy everything that the state holds."""
         self._settle()
         copies = {name: array.copy() for name, array in self._tensors.held(self.position).items()}
         return self._snapshot(copies, self._present.kept)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Be as at the time of a snapshot, bit for bit.
+        """Restore the contents of a snapshot, bit for bit.
 
         Raises:
-            ConfigError: it was taken of a state of another decoder, capacity, dtype or chunk length.
+            ConfigError: the snapshot is of another decoder, capacity, dtype or chunk length.
         """
         self._settle()
         forms = {name: (array.dtype, array.shape) for name, array in self._tensors.held(snapshot.position).items()}
         if forms != {name: (array.dtype, array.shape) for name, array in snapshot.tensors.items()}:
-            raise ConfigError("the snapshot is of another kind of state; make both with the same options")
+            raise ConfigError("the snapshot does not fit this state; create both with the same options")
         self._become(snapshot, snapshot.kept)
 
     def fork(self) -> State:
-        """An independent copy that continues from the same prefix; of caches only the filled part is copied."""
+        """Return an independent copy that continues from the same prefix; for caches only the filled part is copied."""
         copy = State(self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length)
         self._copy_to(copy)
         return copy
@@ -251,14 +249,13 @@ class State:
     def shift(self, keep: int, drop: int) -> int:
         """Forget the positions from `keep` to `keep + drop` and move later ones down, without computing anything again.
 
-        Needs a plan with raw keys. Caches move their keys and values, which stay what they were computed to be with the
-        dropped tokens in sight. Rings move too. Recurrent tensors stay as they are: they have absorbed the dropped
-        tokens. The snapshots kept are forgotten.
+        Needs a plan with raw keys. Caches move their keys and values, which were computed while the dropped tokens were
+        visible and do not change. Rings move too. Recurrent tensors do not change: they have absorbed the dropped
+        tokens. The kept snapshots are forgotten.
 
         Returns:
-            The position that the state has now, less than the tokens left if it could not go all the way: it had not
-            seen the dropped ones yet, or its rings have lost a kept one that a window would see. The rest is to be
-            run again.
+            The new position. It is less than the number of remaining tokens if the state had not seen the dropped
+            tokens yet, or its rings have lost a kept token that a window would see. The other tokens must be run again.
 
         Raises:
             ConfigError: a count is negative, or keys were cached after RoPE.
@@ -278,7 +275,7 @@ class State:
         return position
 
     def save(self, path: str | os.PathLike[str] | StateFile) -> None:
-        """Write what later tokens see as a NumPy .npz file, aside first and then renamed.
+        """Write the data that later tokens see to a NumPy .npz file, through a temporary file that is renamed.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -288,13 +285,13 @@ class State:
         state_file(path).write(numbers, self._tensors.seen(self.position))
 
     def load(self, path: str | os.PathLike[str] | StateFile) -> None:
-        """Replace the contents by what `save` wrote for the same decoder and dtype.
+        """Replace the contents by those that `save` wrote for the same decoder and dtype.
 
         The capacity and the chunk length may differ.
 
         Raises:
-            ModelError: the file is missing, damaged, of another decoder or dtype, or longer than the
-                capacity. The state is then unchanged.
+            ModelError: the file is missing, damaged, of another decoder or dtype, or longer than the capacity. The
+                state is then unchanged.
         """
         self._settle()
         arrays, numbers = state_file(path).read(self._expected, ("position", "rope_offset", "raw_keys"), self.tensors)
@@ -308,12 +305,13 @@ class State:
         self._settle()
 
     def _expected(self, numbers: Mapping[str, int]) -> Mapping[str, Array]:
-        """Arrays of the form that those in a file with these numbers have. Raises ValueError if there are none."""
+        """Return arrays of the form expected in a file with these numbers. Raises ValueError if the state cannot load
+        it."""
         position = numbers["position"]
         if not 0 <= position <= self.capacity:
             raise ValueError(f"it holds {position} positions; the state has room for {self.capacity}")
         if numbers["raw_keys"] != self.plan.key_form:
-            raise ValueError(f"its keys were not cached {KEY_FORMS[self.plan.key_form]}, as those of the state are")
+            raise ValueError(f"its keys were not cached {KEY_FORMS[self.plan.key_form]}, unlike those of the state")
         if numbers["rope_offset"] not in (0, self.plan.rope_offset(self.plan.context_length)):
             raise ValueError(f"its rotary tables begin at row {numbers['rope_offset']}")
         return self._tensors.seen(position)
@@ -338,7 +336,7 @@ class State:
         self._settle()
 
     def _settle(self) -> None:
-        """Make the writes that are due, after what a run that was left still writes."""
+        """Make the pending writes, after waiting for the tasks of an abandoned run."""
         if self._wait is not None:
             self._wait()
             self._wait = None

@@ -1,4 +1,5 @@
-"""A state's file: whole numbers and tensors as a NumPy .npz archive, read only if it is whole and as expected."""
+"""A state's file: integers and tensors as a NumPy .npz archive, which is read only if it is complete and as
+expected."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ class StateFile:
         self.path = Path(path)
 
     def write(self, numbers: Numbers, arrays: Mapping[str, Array]) -> None:
-        """Write everything beside the path first, and then rename it.
+        """Write everything to a temporary file next to the path, and then rename it.
 
         Raises:
             ConfigError: the file cannot be written.
         """
         try:
-            self.path.parent.stat()  # a folder that is not there is not made
+            self.path.parent.stat()  # do not create a missing folder
             with written_aside(self.path) as aside, aside.open("wb") as file:
                 _write(file, {name: np.array(number, np.int64) for name, number in numbers.items()} | dict(arrays))
         except OSError as error:
@@ -41,18 +42,18 @@ class StateFile:
     def read(
         self, expect: Callable[[Numbers], Mapping[str, Array]], numbers: Collection[str], arrays: Collection[str]
     ) -> tuple[Mapping[str, Array], Numbers]:
-        """Read what `write` wrote.
+        """Read the contents that `write` wrote.
 
         Args:
-            expect: given the numbers, arrays that have the shapes and dtypes of those to be read; raises ValueError if
-                the numbers will not do.
-            numbers, arrays: the names of all that is in the file.
+            expect: called with the numbers; returns arrays with the shapes and dtypes of those to be read, or raises
+                ValueError if the numbers do not fit.
+            numbers, arrays: the names of all entries of the file.
 
         Returns:
             The arrays and the numbers.
 
         Raises:
-            ModelError: the file is missing, damaged, or holds something else.
+            ModelError: the file is missing, damaged, or has other contents.
         """
         try:
             check_regular(self.path)
@@ -70,17 +71,17 @@ class StateFile:
                 return {name: read_array(archive, name, form) for name, form in forms.items()}, found
         except ModelError:
             raise
-        except Exception as error:  # damaged archives and headers raise whatever their bytes lead to
+        except Exception as error:  # damaged archives and headers may raise any error
             raise ModelError(
                 f"cannot load a state from {self.path}: {str(error) or type(error).__name__}; prefill again"
             ) from error
 
     def _check(self, archive: zipfile.ZipFile) -> None:
-        """What a kind of file asks of an archive that has all its names; raises ModelError."""
+        """Check an archive that has all its names, as this kind of file requires; raises ModelError."""
 
 
 def state_file(path: str | os.PathLike[str] | StateFile) -> StateFile:
-    """The file at a path, unless it is one already."""
+    """Return the file at a path, unless it is a StateFile already."""
     return path if isinstance(path, StateFile) else StateFile(path)
 
 
@@ -101,7 +102,7 @@ def _check_names(archive: zipfile.ZipFile, names: Collection[str]) -> None:
 
 
 def read_array(archive: zipfile.ZipFile, name: str, form: Array) -> Array:
-    """One tensor of the file, [shape] and dtype as in `form`; raises ValueError if it is of another form."""
+    """Read one tensor of the file with the shape and dtype of `form`; raises ValueError if it has another form."""
     num_bytes = prod(form.shape) * form.dtype.itemsize
     with archive.open(f"{name}.npy") as file:
         _check_header(file, name, form)

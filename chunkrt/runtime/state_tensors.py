@@ -1,8 +1,8 @@
-"""The tensors of a state: their memory, and where in them a position lies.
+"""The tensors of a state: their memory, and the place of a position in them.
 
-Three kinds. A cache [kv_heads, P, head_dim] holds the keys or values of every position. A window's ring
+There are three kinds. A cache [kv_heads, P, head_dim] holds the keys or values of every position. A window's ring
 [kv_heads, W, head_dim] holds those of the last positions, position p at slot p modulo W. A recurrent tensor of fixed
-shape holds what a layer made of everything so far. Where a position lies in bfloat16: `tiled_cache.py`.
+shape holds a layer's state after all tokens so far. `tiled_cache.py` defines the place of a position in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ from chunkrt.runtime.tiled_cache import BLOCK, by_slot, tiled_shape, whole_block
 CacheDtype = Literal["float32", "float16", "int8", "bfloat16"]
 CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
 INT8_GROUP = 32
-"""In an int8 cache so many values of a position of a head share a float32 scale; these follow its head_dim values, as
-bytes."""
+"""Number of values of a position and head in an int8 cache that share a float32 scale; the scales follow the head_dim
+values, as bytes."""
 
 Write = tuple[Array, Any, Any]
-"""An array, a key, and what belongs there; made twice it is the same."""
+"""An array, a key, and the value to store there; writing it twice has the same result."""
 
 
 def state_bytes(tensor: Tensor, slots: Mapping[str, int]) -> int:
-    """Bytes of one tensor of a state: a recurrent one is float32, caches and rings are float16 where it matters."""
+    """Return the bytes of one tensor of a state: recurrent tensors are float32, caches and rings are counted as
+    float16."""
     has_positions = any(isinstance(size, str) for size in tensor.shape)
     return prod(resolve(tensor.shape, slots)) * np.dtype(np.float16 if has_positions else np.float32).itemsize
 
 
 def first_seen(window: int | None, position: int) -> int:
-    """The first position that a row at `position`, or after it, sees in a ring."""
+    """Return the first position that a row at `position`, or after it, sees in a ring."""
     return max(0, position - window + 1) if window else 0
 
 
 class StateTensors:
-    """The tensors of one state, zero at first.
+    """The tensors of one state, initially zero.
 
     Args:
         plan: the decoder.
         capacity: positions to hold.
-        dtype: of caches and rings.
-        chunk_length: tokens of a chunk at most; rings are sized by it.
+        dtype: data type of caches and rings.
+        chunk_length: largest number of tokens of a chunk, which determines the size of rings.
 
     Raises:
-        ConfigError: keys are raw, and caches of bfloat16 hold no such.
+        ConfigError: keys are raw, which bfloat16 caches do not support.
         ModelError: a tensor of the plan is of none of the three kinds.
     """
 
     def __init__(self, plan: Plan, capacity: int, dtype: CacheDtype, chunk_length: int) -> None:
         if dtype == "bfloat16" and plan.has_raw_keys:
             raise ConfigError(
-                "caches of bfloat16 hold keys after RoPE alone, and a context that shifts has them before"
+                "bfloat16 caches hold keys after RoPE only, but a context that shifts needs them before RoPE"
             )
         slots = plan.slots(capacity, chunk_length)
         kinds: dict[str, dict[str, Array]] = {"P": {}, "W": {}, "": {}}
@@ -75,22 +76,23 @@ class StateTensors:
         by_name = self.caches | self.rings | self.recurrent
         self.by_name: Mapping[str, Array] = MappingProxyType({t.name: by_name[t.name] for t in plan.state_tensors})
         self.position_bytes: int = sum(array.nbytes // array.shape[1] for array in self.caches.values())
-        """Bytes that grow with every position: those of the caches."""
+        """Bytes of the caches for each position."""
         self._are_tiled = dtype == "bfloat16"
         self._values = plan.value_caches if self._are_tiled else frozenset[str]()
         self.ring_slots = slots["W"]
         self.window = plan.window
 
     def first_seen(self, position: int) -> int:
-        """The first position that a row at `position`, or after it, sees in a ring."""
+        """Return the first position that a row at `position`, or after it, sees in a ring."""
         return first_seen(self.window, position)
 
     def can_rewind(self, first: int, position: int) -> bool:
-        """Whether all that rows from `position` on need is here, if rings hold what comes after `first`."""
+        """Return True if everything that rows from `position` on need is available, given that rings hold positions
+        from `first` on."""
         return not self.recurrent and (not self.rings or first <= self.first_seen(position))
 
     def rows(self, name: str, slots: slice | Array) -> Array:
-        """What a cache or ring holds at some slots, [heads, slots, width]; of bfloat16 a copy."""
+        """Return the contents of a cache or ring at some slots, [heads, slots, width]; a copy for bfloat16."""
         array = self.by_name[name]
         if not self._are_tiled:
             return array[:, slots]
@@ -99,7 +101,7 @@ class StateTensors:
         return found
 
     def to_be_rows(self, name: str, slots: slice | Array, rows: Array) -> Write:
-        """What to write so that `rows` gives these."""
+        """Return the write after which `rows` returns these rows."""
         if not self._are_tiled:
             return self.by_name[name], np.s_[:, slots], rows
         view, key = self._by_slot(name, slots)
@@ -110,7 +112,8 @@ class StateTensors:
         return by_slot(self.by_name[name], slots, are_values=name in self._values)
 
     def overwritten(self, first: int, position: int, num_tokens: int) -> Iterator[Array]:
-        """The parts that a run changes, of those that hold anything: rings hold positions `first` to `position`."""
+        """Yield the parts that a run changes and that hold data, given that rings hold positions `first` to
+        `position`."""
         yield from self.recurrent.values()
         size = self.ring_slots
         first = max(first, position - size)
@@ -124,43 +127,44 @@ class StateTensors:
                     yield array[:, :beyond]
 
     def _whole(self, start: int, *ends: int) -> tuple[int, ...]:
-        """Where what lies together with the slots from `start` to an end begins and ends."""
+        """Extend slots from `start` to each end to complete blocks, if blocks are stored together."""
         return (start // BLOCK * BLOCK, *map(whole_blocks, ends)) if self._are_tiled else (start, *ends)
 
     def held(self, position: int) -> dict[str, Array]:
-        """All, of caches the part up to a position."""
+        """Return all tensors, of caches the part up to a position."""
         _, end = self._whole(0, position)
         return {name: array[:, :end] if name in self.caches else array for name, array in self.by_name.items()}
 
     def seen(self, position: int) -> dict[str, Array]:
-        """What rows from `position` on see; of rings, a copy in the order of positions."""
+        """Return the contents that rows from `position` on see; for rings a copy in the order of positions."""
         slots = np.arange(self.first_seen(position), position) % self.ring_slots
         caches = {name: self.rows(name, slice(position)) for name in self.caches}
         return caches | {name: self.rows(name, slots) for name in self.rings} | self.recurrent
 
     def to_be(self, held: Mapping[str, Array], position: int) -> tuple[Write, ...]:
-        """What to write so that `held` gives this again."""
+        """Return the writes after which `held` returns this again."""
         _, end = self._whole(0, position)
         keys = dict.fromkeys(self.caches, np.s_[:, :end])
         return tuple((self.by_name[name], keys.get(name, ...), array) for name, array in held.items())
 
     def to_be_seen(self, seen: Mapping[str, Array], position: int) -> tuple[Write, ...]:
-        """What to write so that `seen` gives this again, and rings hold nothing else."""
+        """Return the writes after which `seen` returns this again, with all other slots of the rings zero."""
         slots = np.arange(self.first_seen(position), position) % self.ring_slots
         keys: dict[str, Any] = dict.fromkeys(self.caches, slice(position)) | dict.fromkeys(self.rings, slots)
         rows = (self.to_be_rows(name, key, seen[name]) for name, key in keys.items())
         return (*self.to_be_empty(), *rows, *((array, ..., seen[name]) for name, array in self.recurrent.items()))
 
     def to_be_empty(self) -> tuple[Write, ...]:
-        """What to write at position 0."""
+        """Return the writes for position 0."""
         return tuple((array, ..., 0) for array in (*self.rings.values(), *self.recurrent.values()))
 
     def to_be_shifted(self, first: int, position: int, keep: int, drop: int) -> tuple[Write, ...]:
-        """What to write so that positions from `keep + drop` move down by `drop`; rings hold those from `first` on.
+        """Return the writes that move positions from `keep + drop` down by `drop`, given that rings hold those from
+        `first` on.
 
-        Keys are raw then, and no cache is of bfloat16.
+        Requires raw keys, and no cache of bfloat16.
 
-        Of kept positions rings take along only those from 0 on, if they hold them all.
+        Rings keep the first `keep` positions only if they still hold all of them, from position 0 on.
         """
         writes: list[Write] = [
             (array, np.s_[:, keep : position - drop], array[:, keep + drop : position].copy())
@@ -173,7 +177,7 @@ class StateTensors:
 
 
 def _cache(shape: tuple[int, ...], dtype: CacheDtype) -> Array:
-    """A cache or ring of such values [heads, slots, head_dim]."""
+    """Allocate a cache or ring of these values, [heads, slots, head_dim]."""
     heads, slots, head_dim = shape
     if dtype == "bfloat16":
         return aligned_zeros(tiled_shape(heads, slots, head_dim), np.uint16)

@@ -1,4 +1,4 @@
-"""Chunks on their way through the decoder: whose rows they hold, and how a task of one is computed."""
+"""Chunks in flight through the decoder: the jobs whose rows they hold, and the computation of their tasks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from chunkrt.runtime.tasks import Task
 
 
 class Chunk:
-    """Rows of one job, or of several: a segment each, one behind the other.
+    """Rows of one job or of several: a segment each, in consecutive rows.
 
-    `number`: where other ranks compute it too; see `Key.number`.
+    `number`: number of the chunk if other ranks compute it too; see `Key.number`.
     """
 
     def __init__(self, segments: Sequence[Segment], flow: Flow, number: int = 0) -> None:
@@ -27,10 +27,10 @@ class Chunk:
         self.segments = tuple(segments)
         self.num_tokens = sum(segment.num_tokens for segment in self.segments)
         self.num_rows = sum(segment.num_rows for segment in self.segments)
-        """Rows whose logits are wanted."""
+        """Number of rows whose logits are wanted."""
         self.wants_hidden = any(segment.job.run.logits == "hidden" for segment in self.segments)
         self.route: Route = self._route(flow)
-        """What it passes through."""
+        """Subgraphs that it passes through."""
         self.loading = Lock()
         self.is_loaded = False
 
@@ -42,7 +42,7 @@ class Chunk:
         return flow.with_logits if self.num_rows else flow.with_hidden
 
     def load(self, buffers: ChunkBuffers) -> None:
-        """Fill the graph inputs, once: whichever of the first tasks comes first does."""
+        """Fill the graph inputs once; called by every first task, and done by the earliest."""
         with self.loading:
             if not self.is_loaded:
                 buffers.load(self.segments)
@@ -50,14 +50,14 @@ class Chunk:
 
 
 class Stream:
-    """The chunks on their way.
+    """The chunks in flight.
 
     Args:
-        chunks: by number.
-        flow: of the decoder.
-        subgraphs: the plan's, bound to `slots`.
-        slots: the buffers of each.
-        clock: takes note of the tasks in progress.
+        chunks: chunks by number.
+        flow: data flow of the decoder.
+        subgraphs: the plan's subgraphs, bound to `slots`.
+        slots: the buffers of each chunk slot.
+        clock: records the tasks in progress.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Stream:
             chunk.load(self._slots[slot])
         with self._clock.running():
             passage = self._run(subgraph, slot, chunk)
-        if chunk.wants_hidden and index == self._hidden:  # a later task may take over their memory
+        if chunk.wants_hidden and index == self._hidden:  # a later task may reuse their memory
             self._slots[slot].give_hidden(chunk.segments)
         if index == chunk.route.subgraphs[-1]:
             for segment in chunk.segments:
@@ -97,7 +97,7 @@ class Stream:
         return None
 
     def _run_logit_rows(self, subgraph: BoundSubgraph, slot: int, chunk: Chunk) -> None:
-        """The wanted rows lie together in the chunk, and go to their jobs from there."""
+        """Compute the wanted rows, which are consecutive in the chunk, and copy them to their jobs."""
         group = subgraph.logit_group
         together = self._slots[slot].logits(-(-chunk.num_rows // group) * group)
         subgraph.run_logit_rows(slot, chunk.num_tokens, chunk.num_rows, together)

@@ -1,4 +1,4 @@
-"""A clock of tasks in progress, which shows a device that does not answer."""
+"""A clock of tasks in progress, which reveals a device that does not answer."""
 
 from __future__ import annotations
 

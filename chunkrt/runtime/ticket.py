@@ -18,23 +18,23 @@ class Ticket:
     """A job that waits for its share of chunks.
 
     Args:
-        job: begun; whoever asked for it finishes it or gives it up, once it has ended.
+        job: a job that has begun; its owner finishes it or gives it up, once the ticket has ended.
         step: see `Waiting.step`.
-        on_end: called, in the conductor's thread, when nothing of it is left to compute. It must not fail.
+        on_end: called, in the conductor's thread, when no token of it is left to compute. It must not fail.
     """
 
     def __init__(self, job: Job, step: int, on_end: Callable[[], object]) -> None:
         self.job = job
         self._step = step
         self.error: BaseException | None = None
-        """Why not all of it was computed."""
+        """Error that kept some of its tokens from being computed."""
         self.is_cancelled = False
         self.num_passed = 0
-        """Chunks that were formed without it since its last."""
+        """Number of chunks formed since the last one with rows of this ticket."""
         self.num_in_flight = 0
-        """Chunks that hold some of it."""
+        """Number of chunks in flight that hold some of its tokens."""
         self.last_chunk = -1
-        """The last of them, by its number in an open stream."""
+        """Number of the last of these chunks in an open stream."""
         self.is_ended = False
         self._on_end = on_end
         self._pipeline: Pipeline | None = None
@@ -43,27 +43,28 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        """Whether none of its tokens shall go into another chunk."""
+        """True if no further token may go into a chunk."""
         cancel = self.job.run.cancel
         return self.error is not None or self.is_cancelled or (cancel is not None and cancel.is_set())
 
     @property
     def waiting(self) -> Waiting:
-        """What a batcher sees of it."""
+        """View of the ticket for a batcher."""
         run = self.job.run
         return Waiting(self.job.num_left, run.token_ids.size == 1, self.num_passed, self._step)
 
     def wait(self) -> None:
-        """Wait until it has ended. (An interrupt gets through, and leaves nothing behind.)"""
+        """Wait until it has ended. (An interrupt gets through, and leaves no lock held.)"""
         self.waiter()
 
     @property
     def waiter(self) -> Callable[[], None]:
-        """What does so, for a state that outlives the ticket: with the ticket they would hold each other."""
+        """Function that waits like `wait`, for a state that outlives the ticket: a reference to the ticket would be a
+        cycle."""
         return self._gate.wait
 
     def note(self, pipeline: Pipeline, segment: Segment, events: Sequence[TaskEvent], record: ChunkRecord) -> None:
-        """Remember what a chunk with some of it took. Neighbours that one pipeline computed are one record."""
+        """Note the events of a chunk with some of its tokens. Consecutive chunks of one pipeline become one record."""
         if pipeline is not self._pipeline:
             self._write_record()
             self._pipeline = pipeline
@@ -72,7 +73,8 @@ class Ticket:
     def _write_record(self) -> None:
         if self._pipeline is None:
             return
-        noted = sorted(self._noted, key=lambda one: one[0].start)  # a chunk may have waited for others' rows at its end
+        # a chunk may have waited at its end for rows of others
+        noted = sorted(self._noted, key=lambda one: one[0].start)
         events = [
             event._replace(task=Task(event.task.subgraph, chunk))
             for chunk, (_, of_chunk, _) in enumerate(noted)
@@ -89,14 +91,14 @@ class Ticket:
         self._noted = []
 
     def result(self) -> RunResult:
-        """Advance the state of a run that has ended. Raises what went wrong; the state is what it was."""
+        """Advance the state of a run that has ended. Raises the error of the run; the state is then restored."""
         if self.error is not None:
             self.job.give_up()
         self.check()
         return self.job.finish()
 
     def check(self) -> None:
-        """Raises what went wrong, once: an error and the ticket in its traceback would hold each other."""
+        """Raise the error, once: an error and the ticket in its traceback would form a reference cycle."""
         if self.error is not None:
             try:
                 raise self.error
@@ -104,12 +106,12 @@ class Ticket:
                 self.error = None
 
     def stop(self, error: BaseException) -> None:
-        """No further tokens go into a chunk; what is told first stays."""
+        """Let no further token go into a chunk; the first error is kept."""
         if self.error is None:
             self.error = _copied(error)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing more of it is computed."""
+        """End the ticket: none of its tokens is computed any more."""
         if not self.is_ended:
             self.is_ended = True
             if error is not None:
@@ -117,20 +119,20 @@ class Ticket:
             try:
                 if self.error is None:
                     self._write_record()
-            except Exception as failure:  # too little memory, say: who waits is told
+            except Exception as failure:  # out of memory, for example; the waiting thread gets the error
                 self.stop(failure)
             self._gate.open()
-            with suppress(Exception):  # it tells somebody who may have gone
+            with suppress(Exception):  # the listener may be gone
                 self._on_end()
 
 
 def _copied(error: BaseException) -> BaseException:
-    """The same error for another thread, which adds its own traceback."""
+    """Return a copy of the error for another thread, which adds its own traceback."""
     if not isinstance(error, ChunkrtError):
         return error
     try:
         other = type(error)(*error.args)
-    except Exception:  # a plug-in's, which is made of something else
+    except Exception:  # a plug-in's error with other arguments
         return error
     other.__cause__ = error.__cause__
     return other

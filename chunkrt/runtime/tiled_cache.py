@@ -1,4 +1,4 @@
-"""Caches of bfloat16, whose blocks lie as the tiles that attention multiplies (csrc/kernels/attention/attention.h).
+"""bfloat16 caches, whose blocks are stored as the tiles that attention multiplies (csrc/kernels/attention/attention.h).
 
 An array is uint16 [heads, slots, width]: slots to a multiple of 64, width the head's dimensions to a multiple of 32,
 each bfloat16 the upper half of a float32. Within 64 slots keys are [4, width / 2, 16 slots, 2 dimensions], values
@@ -12,23 +12,23 @@ from typing import Any
 from chunkrt.runtime.buffers import Array
 
 BLOCK = 64
-"""Slots that lie together; none of theirs is elsewhere."""
+"""Number of slots in a block, which is stored contiguously."""
 
 _TILE, _DEPTH = 16, 32
 
 
 def tiled_shape(heads: int, slots: int, head_dim: int) -> tuple[int, int, int]:
-    """Of an array for so many slots, or a few more."""
+    """Return the shape of an array with room for at least `slots` slots."""
     return heads, whole_blocks(slots), -(-head_dim // _DEPTH) * _DEPTH
 
 
 def whole_blocks(slots: int) -> int:
-    """Slots of as many blocks as hold so many."""
+    """Return the number of slots rounded up to complete blocks."""
     return -(-slots // BLOCK) * BLOCK
 
 
 def by_slot(array: Array, slots: Array, *, are_values: bool) -> tuple[Array, Any]:
-    """A view of an array, and a key of it: together what is at some slots, [heads, slots, width / n, n]."""
+    """Return a view of an array, and a key that selects some slots of it, [heads, slots, width / n, n]."""
     heads, num_slots, width = array.shape
     if are_values:
         tiles = array.reshape(heads, num_slots // BLOCK, width // _TILE, BLOCK // 2, _TILE, 2)

@@ -1,6 +1,6 @@
-"""A schedule on a virtual clock: what a run would look like if its tasks took given times. No threads, no waiting.
+"""A schedule on a virtual clock: the timeline of a run if its tasks took given times. No threads, no waiting.
 
-At any moment each running task proceeds at a speed, which may depend on what else runs.
+At any moment each running task proceeds at a speed, which may depend on the other running tasks.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ if TYPE_CHECKING:  # a schedule looks ahead with this module
     from chunkrt.runtime.schedule import Schedule
 
 NOTHING_LEFT_NS = 1e-3
-"""Work left by rounding alone."""
+"""Remaining work that is only a rounding error."""
 
 Speeds = Callable[[Collection[Task]], Sequence[float]]
-"""Of tasks that run beside each other: above 0 and at most 1."""
+"""Speeds of tasks that run at the same time: above 0 and at most 1."""
 
 
 def at_full_speed(running: Collection[Task]) -> Sequence[float]:
-    """No task slows another down."""
+    """Return full speed for all tasks: none slows another down."""
     return [1.0] * len(running)
 
 
 Outside = Callable[[float], float | None]
-"""What feeds a schedule that is open: called with the time at every moment at which something ends, and whenever it
-wants. It admits chunks, and closes the schedule when no more come. It returns when it wants to be called next; None if
-only something that ends can tell."""
+"""Source of chunks for an open schedule. It is called with the time at every moment at which a task ends, and at the
+times that it returns. It admits chunks, and closes the schedule when no more come. It returns the time of its next
+call; None for the end of the next task."""
 
 
 def nothing_comes(now: float) -> float | None:
-    """All chunks are there from the beginning."""
+    """Admit no chunks: all are known from the beginning."""
     return None
 
 
 Edges = Callable[[Task], tuple[float, float]]
-"""Of a task on an NPU that converts: how much of its duration is the conversion of its inputs, and of its outputs."""
+"""Shares of a task's duration on an NPU that are the conversion of its inputs, and of its outputs."""
 
 
 def without_edges(task: Task) -> tuple[float, float]:
-    """Nothing is converted."""
+    """Return no conversion."""
     return 0.0, 0.0
 
 
 @dataclass
 class _Way:
-    """A task on its way. `parts`: work that is left after the present part. `times`: when parts began and ended."""
+    """A task in progress. `parts`: remaining work after the present part. `times`: start and end times of the parts."""
 
     processor: Processor
     worker: int
@@ -67,17 +67,17 @@ def run_on_virtual_clock(
 ) -> list[TaskEvent]:
     """Drive a schedule to its end.
 
-    At every moment all tasks that end then are completed, in the order in which they started; after that comes what
-    comes from outside; then processors in their order take what the schedule hands out, each until its workers are busy
-    or it gets nothing. Where `Processor.num_computing` bounds it, tasks convert their inputs, wait for their turn
+    At every moment the tasks that end then are completed first, in the order in which they started. Then `outside` is
+    called. Then processors in their order take the tasks that the schedule hands out, each until its workers are busy
+    or no task is left for it. If `Processor.num_computing` bounds it, tasks convert their inputs, wait for their turn
     (first come, first served), compute, and convert their outputs.
 
     Args:
-        schedule: a new one.
-        duration: of a task at full speed, in nanoseconds, at least 0; waiting for a turn comes on top.
-        speeds: of the tasks that proceed.
-        outside: feeds a schedule that is open.
-        edges: the parts of a duration that are conversion, where a processor bounds how many tasks compute.
+        schedule: a new schedule.
+        duration: returns a task's duration at full speed, in nanoseconds, at least 0; waiting for a turn is extra.
+        speeds: returns the speeds of the running tasks.
+        outside: source of chunks for an open schedule.
+        edges: the parts of a duration that are conversion, if a processor bounds the number of computing tasks.
 
     Returns:
         Every task in the order in which they ended; the clock starts at 0.
@@ -87,9 +87,9 @@ def run_on_virtual_clock(
     turns = {p.name: p.num_computing for p in schedule.processors if p.num_computing is not None}
     waiting: dict[str, list[Task]] = {name: [] for name in turns}
     running: dict[Task, _Way] = {}
-    """In the order in which they started."""
+    """Running tasks in the order in which they started."""
     left: dict[Task, float] = {}
-    """Work of each in its present part; not of those that wait for a turn."""
+    """Remaining work of each task in its present part; tasks that wait for a turn have no entry."""
     events: list[TaskEvent] = []
     while True:
         next_call = outside(now)

@@ -1,8 +1,8 @@
-"""Workers: what drives a schedule in real time, with threads or in the calling thread.
+"""Workers drive a schedule in real time, with threads or in the calling thread.
 
-Waiting is on condition variables. All of them share one lock, under which a worker reports the task that
-ended and claims the next in one step. A ready task is always announced: whoever ends a task claims one
-itself and wakes one idle worker for each that is left.
+Threads wait on condition variables. All of these share one lock, under which a worker reports the task that ended and
+claims the next in one step. A ready task is always announced: the worker that ends a task claims one itself and wakes
+one idle worker for each remaining task.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Changed = TypeVar("Changed")
 
 
 GivesWay = Callable[[Schedule], object]
-"""Called before every claim; it may withdraw chunks."""
+"""Function called before every claim; it may withdraw chunks."""
 
 
 def never(schedule: Schedule) -> None:
-    """A run that gives way to nobody."""
+    """Never give way to another run."""
 
 
 def run_in_caller(
@@ -40,7 +40,7 @@ def run_in_caller(
 ) -> list[TaskEvent]:
     """Drive a schedule to its end in the calling thread, one task at a time.
 
-    See `Workers.run`; here an interrupt leaves through `execute` itself.
+    See `Workers.run`; here an interrupt is raised in `execute` itself.
     """
     events: list[TaskEvent] = []
     while not schedule.is_finished:
@@ -67,16 +67,16 @@ def run_in_caller(
 
 
 class Workers:
-    """The threads of one run: each asks the schedule for tasks on behalf of its processor.
+    """The threads of one run: each claims tasks from the schedule on behalf of its processor.
 
     Args:
-        schedule: what to drive; nobody else touches it until `run` has returned. Each of its processors gets as many
-            threads as it has workers.
+        schedule: the schedule to drive, which has no other user until `run` has returned. Each of its processors gets
+            as many threads as it has workers.
         execute: runs one task, in a worker's thread.
         cancel: checked before every claim.
         gives_way: called before every claim, under the lock; it may withdraw chunks.
-        cpus: those that the threads run on; by default those of the thread that starts them.
-        on_chunk_end: of an open schedule: called under the lock when there is one more in `ended`, or all has stopped.
+        cpus: CPUs that the threads run on; by default those of the thread that starts them.
+        on_chunk_end: for an open schedule: called under the lock when `ended` has a new chunk, or all has stopped.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class Workers:
         self._cpus = cpus
         self._on_chunk_end = on_chunk_end
         self.events: list[TaskEvent] = []
-        """What ended well, in the order in which it ended; under the lock."""
+        """Completed tasks, in the order in which they ended; guarded by the lock."""
         self.error: BaseException | None = None
-        """What a policy raised, or whatever else stopped a thread."""
+        """Error of a policy, or any other error that stopped a thread."""
         self._lock = Lock()
         self._num_working = 0
-        """Threads at work. `Thread.is_alive` cannot tell: in Python 3.11 it says no of a thread that runs, once an
-        interrupt has come while somebody waited for it."""
+        """Number of working threads. `Thread.is_alive` is not reliable: in Python 3.11 it is False for a running thread
+        after an interrupt has come in a `join` on it."""
         self._no_thread_works = Lock()
         self._finished = Gate()
         self._has_told = False
@@ -112,7 +112,7 @@ class Workers:
                 target=self._work,
                 args=(processor, idle, worker),
                 name=f"chunkrt-{processor.name}-{worker}",
-                daemon=True,  # one that is stuck in a driver must not keep the process alive
+                daemon=True,  # a thread stuck in a driver must not keep the process alive
             )
             for processor, idle in self._idle
             for worker in range(processor.workers)
@@ -121,15 +121,14 @@ class Workers:
     def run(self) -> list[TaskEvent]:
         """Drive the schedule to its end.
 
-        A task that fails ends up in the schedule's `failure`; the event, once set, in its `is_cancelled`.
+        The error of a failed task is in the schedule's `failure`; cancellation sets its `is_cancelled`.
 
         Returns:
-            What ended well, in the order in which it ended.
+            Completed tasks, in the order in which they ended.
 
         Raises:
-            BaseException: whatever this thread ran into, such as KeyboardInterrupt, or the policy. The threads
-                have ended then, unless a second interrupt came while this thread waited for them; `close`
-                waits again.
+            BaseException: an error of this thread, such as KeyboardInterrupt, or of the policy. The threads have ended
+                then, unless a second interrupt came while this thread waited for them; `close` waits again.
         """
         try:
             self.start()
@@ -141,13 +140,13 @@ class Workers:
         return self.events
 
     def start(self) -> None:
-        """Start the threads, and do not wait for anything."""
+        """Start the threads and return immediately."""
         with running_on(self._cpus):
             for thread in self._threads:
                 thread.start()
 
     def change(self, change: Callable[[], Changed]) -> Changed:
-        """Change the schedule, or look at it, and wake whom that concerns."""
+        """Change or read the schedule under the lock, and wake the workers that have tasks."""
         with self._lock:
             changed = change()
             self._announce()
@@ -155,12 +154,12 @@ class Workers:
 
     @property
     def are_running(self) -> bool:
-        """Whether some have not ended."""
+        """True if some threads have not ended."""
         return self._num_working > 0
 
     def close(self) -> None:
-        """Stop the schedule if it still goes on, and wait until every thread has ended."""
-        self._stop()  # a thread that starts after this claims nothing
+        """Stop the schedule if it is still running, and wait until every thread has ended."""
+        self._stop()  # a thread that starts after this claims no task
         with self._no_thread_works:
             pass
         for thread in self._threads:
@@ -201,7 +200,7 @@ class Workers:
                 task = self._claim(processor, idle, event)
 
     def _claim(self, processor: Processor, idle: Condition, ended: TaskEvent | None = None) -> Task | None:
-        """Report the task that ended and claim the next in one step; None when there is no further one."""
+        """Report the completed task and claim the next in one step; return None when no further task will come."""
         schedule = self._schedule
         with self._lock:
             if ended is not None:
@@ -226,7 +225,7 @@ class Workers:
             self._announce()
 
     def _announce(self) -> None:
-        """Wake an idle worker for every ready task, and everybody at the end."""
+        """Wake an idle worker for every ready task, and all threads at the end."""
         schedule = self._schedule
         if schedule.ended and self._on_chunk_end is not None:
             self._on_chunk_end()

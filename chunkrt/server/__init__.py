@@ -1,1 +1,1 @@
-"""A server: OpenAI's HTTP API above one engine, whose requests share chunks."""
+"""An HTTP server with OpenAI's API on top of one engine; concurrent requests are batched into the same chunks."""

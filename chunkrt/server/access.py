@@ -1,9 +1,9 @@
-"""Access: programs with a key, and pages of the server's own.
+"""Access control: programs authenticate with a key; web pages are restricted to allowed origins.
 
-A browser sends whatever any page has it send to a server on this machine. Two things tell of such a page: the `Origin`
-that browsers add, and, where a page's own name was made to lead here (DNS rebinding), the `Host`. A server with keys
-does not look at the host: a page cannot send a key that it does not know. A body that is declared to be JSON cannot
-come from another page unless the server allows it beforehand.
+A browser sends requests to a server on this machine for any page that it displays. Two headers reveal such a page: the
+`Origin` that browsers add, and, if the page's own name was made to resolve to this machine (DNS rebinding), the `Host`.
+A server with keys does not check the host, because a page cannot send a key that it does not know. A body that is
+declared as JSON cannot come from another page unless the server allows its origin in a preflight request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chunkrt.server.service import ServerOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """The sender of a request. name: of its key, for logs and metrics. cache_salt: keeps its prefixes apart."""
+    """The sender of a request. name: name of its key, for logs and metrics. cache_salt: keeps its prefixes apart."""
 
     name: str = ""
     cache_salt: str = ""
@@ -33,10 +33,11 @@ ANONYMOUS = Client()
 
 
 def check_access(options: ServerOptions, http: HttpRequest, *, needs_key: bool) -> Client:
-    """Return the sender of a request that may be answered.
+    """Return the sender of a request if it is allowed.
 
     Raises:
-        RequestError: its host or its page is none that may ask, its key is not the right one, or its body not JSON.
+        RequestError: the host or origin is not allowed, the key is missing or wrong, or the body is not declared as
+            JSON.
     """
     host = http.headers.get("host")
     if not options.api_keys:
@@ -52,7 +53,7 @@ def check_access(options: ServerOptions, http: HttpRequest, *, needs_key: bool) 
 
 
 def _check_host(options: ServerOptions, host: str | None) -> None:
-    """An address cannot be made to lead elsewhere, as a name can. Browsers always send a host."""
+    """Raise RequestError for a host name that is not allowed. Addresses are safe, because DNS cannot redirect them."""
     if host is None or "*" in options.allow_hosts:
         return
     try:
@@ -62,27 +63,29 @@ def _check_host(options: ServerOptions, host: str | None) -> None:
     allowed = ("localhost", *(one.lower() for one in options.allow_hosts))
     if not _is_address(name) and name.rstrip(".") not in allowed:
         raise RequestError(
-            f"the host {host!r} is not served here; ask by the address, or have the server allow it (--allow-host)",
+            f"host {host!r} is not allowed; use the address, or start the server with --allow-host",
             status=403,
             code="host_not_allowed",
         )
 
 
 def _check_origin(options: ServerOptions, origin: str | None, host: str | None) -> None:
-    """The server's own page may ask, and what is allowed to."""
+    """Raise RequestError unless the origin is the server's own page or is allowed."""
     if origin is None or options.allow_origin in ("*", origin):
         return
     scheme, _, place = origin.partition("://")
     if scheme not in ("http", "https") or place != host:
         raise RequestError(
-            f"pages of {origin!r} may not ask here; the server can allow it (--allow-origin)",
+            f"origin {origin!r} is not allowed; start the server with --allow-origin",
             status=403,
             code="origin_not_allowed",
         )
 
 
 def _find_client(keys: Mapping[str, str], authorization: str) -> Client:
-    """Find the key that was sent. The time depends neither on how much of it is right nor on which one it is."""
+    """Return the client whose key was sent. The time depends neither on the key nor on its number of correct
+    characters.
+    """
     scheme, _, given = authorization.partition(" ")
     digest = _digest(given)
     matches = [name for name, key in keys.items() if hmac.compare_digest(digest, _digest(key))]
@@ -92,7 +95,8 @@ def _find_client(keys: Mapping[str, str], authorization: str) -> Client:
             status=401,
             code="invalid_api_key",
         )
-    # The salt is made of the key and not of its name: a new key under an old name finds nothing of the old key's.
+    # The salt is derived from the key and not from its name: a new key under an old name must not find the old key's
+    # prefixes.
     return Client(name=matches[0], cache_salt=digest.hex())
 
 
@@ -111,7 +115,7 @@ def _check_content_type(content_type: str) -> None:
 def _check_encoding(encoding: str) -> None:
     if encoding.strip().lower() not in ("", "identity"):
         raise RequestError(
-            f"the body is encoded as {encoding!r}, which is not read here; send it without Content-Encoding",
+            f"the body is encoded as {encoding!r}, which is not supported; send it without Content-Encoding",
             status=415,
         )
 

@@ -1,4 +1,4 @@
-"""Who may begin: so many sequences at a time, and so many requests more that wait."""
+"""Admission: a bounded number of sequences run at a time, and a bounded number of requests wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chunkrt.server.errors import RequestError
 
 
 class Turn:
-    """A request's. Its prompts wait for places one after the other, so that of those that wait it is one."""
+    """A request's place in the queue. Its prompts wait one after the other, so it counts as one waiting request."""
 
     def __init__(self) -> None:
         self.has_begun = False
@@ -19,11 +19,11 @@ class Turn:
 
 
 class Admission:
-    """Lets sequences begin, first come, first served. It belongs to one event loop.
+    """Admits sequences in the order in which they arrive. It belongs to one event loop.
 
     Args:
-        most: that are under way at a time.
-        most_waiting: requests that wait; one more is refused at once.
+        most: sequences in progress at a time.
+        most_waiting: requests that may wait; one more is refused at once.
     """
 
     def __init__(self, most: int, most_waiting: int) -> None:
@@ -33,21 +33,22 @@ class Admission:
         self.is_closed = False
         self._free, self._gate = asyncio.Semaphore(most), asyncio.Lock()
         self._bounds: dict[asyncio.Timeout, Turn] = {}
-        """Of all that wait or are under way: none by itself, `close` and `end` set it."""
+        """Timeouts of all requests that wait or are in progress. They have no deadline until `close` or `end` sets one.
+        """
 
     def check(self, number: int = 1) -> None:
-        """Whether a request may come in, whose prompts have so many choices each.
+        """Check that a request whose prompts have `number` choices each may enter.
 
         Raises:
-            BusyError: all places are taken, and as many wait as may.
-            ClosedError: nothing may begin any more.
-            RequestError: there will never be so many places.
+            BusyError: all places are taken, and the queue is full.
+            ClosedError: the server accepts no new requests.
+            RequestError: `number` exceeds the number of places.
         """
         if self.is_closed:
             raise ClosedError("nothing new is begun")
         if number > self.most:
             raise RequestError(f"n is {number}, but {self.most} sequences run at a time (--max-sessions)", param="n")
-        must_wait = self.num_waiting or self.num_active + number > self.most  # behind those that do
+        must_wait = self.num_waiting or self.num_active + number > self.most  # behind the requests that wait already
         if must_wait and self.num_waiting >= self.most_waiting:
             raise BusyError(
                 f"{self.num_active} sequences are under way and {self.num_waiting} requests wait (--max-sessions, "
@@ -56,9 +57,9 @@ class Admission:
 
     @asynccontextmanager
     async def places(self, number: int, turn: Turn) -> AsyncIterator[None]:
-        """Places for some sequences of a request, once there are that many for who has waited longest.
+        """Hold places for `number` sequences of a request, first come, first served.
 
-        Raises ClosedError, out of what is done in them too, when that may not go on any more.
+        Raises ClosedError, also from within the body, when the request may not continue.
         """
         if self.is_closed and not turn.has_begun:
             raise ClosedError("nothing new is begun")
@@ -70,7 +71,8 @@ class Admission:
                     async with turn.lock:
                         self.num_waiting += 1
                         try:
-                            async with self._gate:  # who has some of theirs gets the rest before anybody else
+                            # a request that has some of its places gets the rest before any other
+                            async with self._gate:
                                 while taken < number:
                                     await self._free.acquire()
                                     taken += 1
@@ -93,12 +95,12 @@ class Admission:
                 self._free.release()
 
     def close(self) -> None:
-        """Let no request begin any more, not one that waits either. Those that have begun go on."""
+        """Admit no further requests, including those that wait. Requests in progress continue."""
         self.is_closed = True
         self._end([bound for bound, turn in self._bounds.items() if not turn.has_begun])
 
     def end(self) -> None:
-        """End all that is under way, too."""
+        """End all requests in progress, too."""
         self.close()
         self._end(list(self._bounds))
 

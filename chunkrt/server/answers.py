@@ -1,4 +1,4 @@
-"""Answers to prompts: sessions that run at the same time, and what they say as it comes."""
+"""Answers to prompts: sessions that run at the same time, and their events in order of arrival."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from chunkrt.server.service import Service
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """How the choices of a prompt are made.
+    """Settings of a prompt's choices.
 
-    max_new_tokens: None for as many as the context holds. sampling: of each choice. likeliest: of how
-    many tokens log-probabilities are told; None: of none. constraint: makes one for each choice. echo: whether
-    log-probabilities of the prompt are told too, if any are. progress: whether it is told how far the prompt is.
-    follows_text: whether the answer goes on in the text of the prompt, or begins one. cache_salt: as
-    `Engine.session` takes it.
+    max_new_tokens: None for as many as the context holds. sampling: one for each choice. likeliest: number of tokens
+    whose log-probabilities are reported; None for none. constraint: makes one for each choice. echo: report
+    log-probabilities of the prompt, too, if any are reported. progress: report the progress of the prompt.
+    follows_text: the answer continues the text of the prompt instead of beginning one. cache_salt: see
+    `Engine.session`.
     """
 
     max_new_tokens: int | None
@@ -41,18 +41,18 @@ class Wanted:
 
     @property
     def is_of_prompts(self) -> bool:
-        """Whether all that is wanted is what the model says of the prompts."""
+        """True if only log-probabilities of the prompts are requested."""
         return self.echo and self.likeliest is not None and self.max_new_tokens == 0
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """A request may run, now or when there is a place for it: everything that can be wrong with it has been checked."""
+    """Event: all checks have passed; the request runs as soon as a place is free."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptProgress:
-    """How far a prompt is: `num_done` of `num_tokens`."""
+    """Progress of a prompt: `num_done` of `num_tokens`."""
 
     num_done: int
     num_tokens: int
@@ -60,7 +60,7 @@ class PromptProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefilled:
-    """A prompt has been run. `log_probabilities`: of its tokens from the second on, if it is echoed."""
+    """Event: a prompt has been run. `log_probabilities`: of its tokens from the second on, if it is echoed."""
 
     prompt: int
     num_tokens: int
@@ -70,7 +70,7 @@ class Prefilled:
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """A piece of a choice, whose number counts over all prompts."""
+    """A piece of a choice. Choices are numbered across all prompts."""
 
     choice: int
     piece: Piece
@@ -80,13 +80,14 @@ Event = Admitted | PromptProgress | Prefilled | Said
 
 
 async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wanted) -> AsyncGenerator[Event]:
-    """Answer prompts, all at the same time. The first event is `Admitted`, at once. Closing the iterator ends all
-    answers at the next chunk.
+    """Answer prompts, all at the same time.
+
+    The first event, `Admitted`, comes at once. Closing the iterator ends all answers at the next chunk.
 
     Raises:
         RequestError: a prompt does not fit the context.
-        BusyError: as many requests wait as may.
-        ClosedError: the server ends.
+        BusyError: the queue is full.
+        ClosedError: the server shuts down.
         ChunkrtError: a sequence failed; the others are ended.
     """
     for prompt in prompts:
@@ -102,7 +103,7 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
             else:
                 for index in indices:
                     await _answer(service, index, prompts[index], wanted, turn, events.put_nowait)
-        except* Exception as several:  # of choices, which run at the same time: the first that failed ended the others
+        except* Exception as several:  # the first choice that failed has ended the others
             events.put_nowait(first_of(several))
         else:
             events.put_nowait(None)
@@ -118,7 +119,7 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
                 try:
                     raise event
                 finally:
-                    del event  # whose traceback holds this frame, and with it states
+                    del event  # its traceback holds this frame, and with it states
             if event is None:
                 left -= 1
             else:
@@ -128,19 +129,19 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
 
 
 async def end(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel tasks, and wait until they have ended. What they raised is left in them, to be raised by who asks."""
+    """Cancel tasks, and wait until they have ended. Each keeps its exception for the code that awaits it later."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     for task in tasks:
-        # Until it is asked, it keeps the error, whose traceback holds frames, and those states.
+        # Until the exception is retrieved, the task keeps it, its traceback's frames, and their states.
         if task.cancelled():
             with suppress(asyncio.CancelledError):
                 task.result()
 
 
 async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Do all at the same time. Raises what was raised first; the others are ended then."""
+    """Run all coroutines at the same time. Raise the first error, after ending the others."""
     failed = None
     try:
         async with asyncio.TaskGroup() as group:
@@ -152,24 +153,24 @@ async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
         try:
             raise failed
         finally:
-            del failed  # whose traceback holds this frame
+            del failed  # its traceback holds this frame
 
 
 def first_of(several: BaseException) -> BaseException:
-    """What was raised first, of a group."""
+    """Return the first error of a group."""
     while isinstance(several, BaseExceptionGroup):
         several = several.exceptions[0]
     return several
 
 
 def check_fits(service: Service, num_tokens: int, max_new_tokens: int | None) -> None:
-    """Raises RequestError if a prompt and its answer do not fit the context."""
+    """Raise RequestError if a prompt and its answer do not fit the context."""
     length = service.engine.context_length
     if not num_tokens:
         raise RequestError("the prompt is empty; give at least one token", param="prompt")
     if service.engine.options.context_shift:
         return
-    if num_tokens > length:  # no number of tokens for the answer would do
+    if num_tokens > length:  # even an answer of 0 tokens would not fit
         raise RequestError(
             f"this model's context holds {length} tokens, and the prompt has {num_tokens}; shorten the prompt",
             param="prompt",
@@ -177,8 +178,8 @@ def check_fits(service: Service, num_tokens: int, max_new_tokens: int | None) ->
         )
     if num_tokens + (max_new_tokens or 1) > length + 1:
         raise RequestError(
-            f"this model's context holds {length} tokens, but {num_tokens} in the prompt and {max_new_tokens} for the "
-            "answer were asked for; shorten the prompt, or ask for fewer (max_tokens -1: as many as the context holds)",
+            f"this model's context holds {length} tokens, but the prompt has {num_tokens} and the answer may have "
+            f"{max_new_tokens}; shorten the prompt or lower max_tokens (-1: as many as the context holds)",
             param="max_tokens",
             code="context_length_exceeded",
         )
@@ -187,7 +188,7 @@ def check_fits(service: Service, num_tokens: int, max_new_tokens: int | None) ->
 async def _answer(
     service: Service, index: int, prompt: Sequence[int], wanted: Wanted, turn: Turn, tell: Callable[[Event], None]
 ) -> None:
-    """One prompt: it is run once, and each choice continues a copy of what has seen it."""
+    """Answer one prompt: run it once, and continue each choice from a copy of its state."""
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(service.admission.places(len(wanted.sampling), turn))
         begin = time.perf_counter()
@@ -198,7 +199,7 @@ async def _answer(
         if wanted.max_new_tokens != 0:
             for _ in range(1, len(wanted.sampling)):
                 sessions.append(await stack.enter_async_context(await first.afork()))
-        tell(prefilled)  # now that there is room for every choice
+        tell(prefilled)  # after places for all choices are taken
         if wanted.max_new_tokens == 0:
             return
         async with asyncio.TaskGroup() as group:
@@ -213,7 +214,7 @@ async def _tell(
     turn: Turn,
     tell: Callable[[Event], None],
 ) -> None:
-    """Prompts that begin alike, one after the other in one session: what they begin with is run once."""
+    """Score prompts that begin alike one after the other in one session, which runs their common prefix once."""
     assert wanted.likeliest is not None
     async with (
         service.admission.places(1, turn),

@@ -1,4 +1,4 @@
-"""The application: which path is answered by what, who may ask, and how errors are told."""
+"""The application: routes, access checks and error responses."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ Result = TypeVar("Result")
 Answer = Callable[[Service, HttpRequest], Awaitable[Response]]
 
 OPEN_PATHS = ("/", "/health")
-"""What needs no key."""
+"""Paths that need no key."""
 LOG = logging.getLogger("chunkrt.server")
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 def make_app(service: Service) -> Starlette:
-    """The server's application."""
+    """Return the server's application."""
     answers: dict[str, tuple[str, Answer]] = {
         "/": ("GET", _page),
         "/health": ("GET", _health),
@@ -87,12 +87,12 @@ def make_app(service: Service) -> Starlette:
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
         ]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_such_thing})
-    app.router.redirect_slashes = False  # few clients send a body again
+    app.router.redirect_slashes = False  # few clients repeat a body after a redirect
     return app
 
 
 def _endpoint(service: Service, path: str, answer: Answer) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """An endpoint that asks who is there, tells errors as OpenAI's API does, and counts."""
+    """Return an endpoint that checks access, reports errors as OpenAI's API does, and counts requests."""
 
     async def endpoint(http: HttpRequest) -> Response:
         try:
@@ -111,7 +111,7 @@ def _endpoint(service: Service, path: str, answer: Answer) -> Callable[[HttpRequ
 
 
 def _noted(what: str, error: Exception) -> RequestError:
-    """An error as the client is told of it; what is the server's fault is in the log."""
+    """Return an error as the client sees it; log it if it is the server's fault."""
     told = as_request_error(error)
     if told.status == 500:
         LOG.error("%s failed", what, exc_info=error)
@@ -119,7 +119,7 @@ def _noted(what: str, error: Exception) -> RequestError:
 
 
 def _sent_by(http: HttpRequest) -> str:
-    """The name of the client's key, for the log."""
+    """Return the name of the client's key, for the log."""
     client: Client = getattr(http.state, "client", ANONYMOUS)
     return f" of {client.name}" if client.name else ""
 
@@ -133,7 +133,7 @@ async def _no_such_thing(http: HttpRequest, error: Exception) -> Response:
 
 
 async def _body(service: Service, http: HttpRequest) -> bytearray:
-    """The body, if it is not too long and comes in time."""
+    """Return the body. Raise RequestError if it is too long or arrives too late."""
     most = service.options.max_body_bytes
     too_long = RequestError(f"the body has more than {most} bytes", status=413)
     with suppress(ValueError):
@@ -148,12 +148,12 @@ async def _body(service: Service, http: HttpRequest) -> bytearray:
                     raise too_long
     except TimeoutError as error:
         seconds = service.options.body_seconds
-        raise RequestError(f"the body did not come within {seconds:g} s", status=408) from error
+        raise RequestError(f"the body did not arrive within {seconds:g} s", status=408) from error
     return body
 
 
 async def _while_connected(http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do what an answer takes. Raises ClientGoneError, and ends the work, when nobody waits for it any more."""
+    """Compute an answer. If the client disconnects, cancel the work and raise ClientGoneError."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(http))
     try:
@@ -163,7 +163,7 @@ async def _while_connected(http: HttpRequest, work: Coroutine[Any, Any, Result])
         return await task
     finally:
         await end([task, gone])
-        del task, gone  # what failed holds this frame, and this frame what failed
+        del task, gone  # the error's traceback holds this frame, and this frame the error
 
 
 async def _disconnected(http: HttpRequest) -> None:
@@ -183,7 +183,7 @@ async def _respond(
 
 
 class _EventStream(EventSourceResponse):
-    """A stream of an admitted request: its status at once, then its events, with comments in between."""
+    """Stream an admitted request: its status at once, then its events, with comments in between."""
 
     def __init__(self, events: AsyncGenerator[Mapping[str, Any] | None], ping_seconds: float) -> None:
         super().__init__(
@@ -199,7 +199,7 @@ class _EventStream(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._events.aclose()  # the client may have gone before the first event was asked for
+            await self._events.aclose()  # the client may disconnect before it requests the first event
 
 
 async def _stream(events: AsyncGenerator[Mapping[str, Any] | None]) -> AsyncIterator[ServerSentEvent]:
@@ -224,7 +224,7 @@ async def _page(service: Service, http: HttpRequest) -> Response:
 
 @cache
 def _read_page() -> tuple[str, str]:
-    """Return the page, and a policy that lets it run its own script and style and ask this server, and nothing else."""
+    """Return the page, with a policy that allows only its own script and style and requests to this server."""
     text = files("chunkrt.server").joinpath("page.html").read_text("utf-8")
     rules = ["default-src 'none'", "img-src data:", "connect-src 'self'"]
     for tag in ("script", "style"):
@@ -241,7 +241,7 @@ async def _health(service: Service, http: HttpRequest) -> Response:
     await service.beside(service.engine.check_ready)
     seconds, most = service.engine.stats().longest_task_s, service.options.stall_seconds
     if seconds > most:
-        detail = f"a task has been computed for {seconds:.0f} s, and {most:g} s are expected at most"
+        detail = f"a task has been running for {seconds:.0f} s; the limit is {most:g} s"
         return JSONResponse({"status": "stalled", "detail": detail}, status_code=503)
     return JSONResponse({"status": "ok"})
 
@@ -274,7 +274,7 @@ async def _model(service: Service, http: HttpRequest) -> Response:
     name = http.path_params["name"].removesuffix("/")
     if name != service.name:
         raise RequestError(
-            f"the model {name!r} is not served here; there is: {service.name}",
+            f"the model {name!r} is not served here; available: {service.name}",
             status=404,
             code="model_not_found",
         )
@@ -316,7 +316,7 @@ async def _rerank(service: Service, http: HttpRequest) -> Response:
 async def _tokenize(service: Service, http: HttpRequest) -> Response:
     request = read(await _body(service, http), TokenizeRequest)
     if (request.prompt is None) == (request.messages is None):
-        raise RequestError("give a prompt or messages, one of them", param="prompt")
+        raise RequestError("give either a prompt or messages", param="prompt")
     if request.messages is not None:
         tokens = await service.beside(service.encode_chat, request.messages, None, request.chat_template_kwargs)
     else:

@@ -16,23 +16,23 @@ from chunkrt.server.tool_calls import Call, CallReader, tool_names
 
 
 class Chat(Form):
-    """One request, and what its choices have said so far."""
+    """One request, and the text of its choices so far."""
 
     id_prefix = "chatcmpl"
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
 
     _readers: Sequence[CallReader] = ()
-    """Of calls, for each choice, if there are tools."""
+    """Readers of tool calls, one for each choice, if the request has tools."""
 
     @staticmethod
     async def of(service: Service, request: ChatRequest, cache_salt: str | None) -> Chat:
-        """Raises RequestError if the request asks for what cannot be done."""
+        """Check the request. Raise RequestError if it asks for something unsupported."""
         service.check_model(request)
         request.check_stream()
         tools = request.tools if request.tools and request.tool_choice != "none" else None
         if not tools and request.tool_choice not in (None, "auto", "none"):
-            raise RequestError("tool_choice: there are no tools to choose from", param="tool_choice")
+            raise RequestError("tool_choice: the request has no tools to choose from", param="tool_choice")
         names = None if tools is None else _check_tools(service, request, tools)
         max_new_tokens = request.max_new_tokens
         request.check_ends(service.engine.context_length if max_new_tokens is None else max_new_tokens)
@@ -74,7 +74,7 @@ class Chat(Form):
         return self._delta(index, delta, self._take_told(index))
 
     def _divide(self, index: int, text: str) -> tuple[str, list[Call]]:
-        """What a choice says that is text, and its calls once it is finished."""
+        """Return the text of a choice, and its calls if it has finished."""
         if not self._readers:
             return text, []
         reader, calls = self._readers[index], list[Call]()
@@ -91,21 +91,23 @@ class Chat(Form):
 
 
 def _check_tools(service: Service, request: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """What tools are called. Raises RequestError if the model, or this server, cannot do what is asked of them."""
+    """Return the names of the tools. Raise RequestError if the model or this server does not support the request."""
     if not service.tokenizer.takes_tools:
         raise RequestError("tools: this model's chat template has no place for them", param="tools")
     if request.tool_choice not in (None, "auto"):
-        raise RequestError("tool_choice: the model chooses; send 'auto' or 'none'", param="tool_choice")
+        raise RequestError("tool_choice: this server cannot force a call; send 'auto' or 'none'", param="tool_choice")
     if request.parallel_tool_calls is False:
-        raise RequestError("parallel_tool_calls: the model decides how many it makes", param="parallel_tool_calls")
+        raise RequestError(
+            "parallel_tool_calls: the number of calls cannot be limited; omit it", param="parallel_tool_calls"
+        )
     return tool_names(tools)
 
 
 class _LogProbabilities:
-    """A list with an object for each token. Parts of characters may have one text; their bytes tell them apart.
+    """A list with an object for each token. Parts of characters may have the same text; their bytes distinguish them.
 
     Args:
-        end_ids: tokens that end the message, and are no part of its content.
+        end_ids: tokens that end the message and do not belong to its content.
     """
 
     def __init__(self, service: Service, end_ids: Container[int]) -> None:

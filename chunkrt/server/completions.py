@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts as they are, continued."""
+"""POST /v1/completions: prompts without a template, continued."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from chunkrt.tokenizer import IncrementalDecoder
 
 
 class Completion(Form):
-    """One request, and what its choices have said so far."""
+    """One request, and the text of its choices so far."""
 
     id_prefix = "cmpl"
     kind = event_kind = "text_completion"
 
     @staticmethod
     async def of(service: Service, request: CompletionRequest, cache_salt: str | None) -> Completion:
-        """Raises RequestError if the request asks for what cannot be done."""
+        """Check the request. Raise RequestError if it asks for something unsupported."""
         service.check_model(request)
         request.check_stream()
         if request.suffix:
-            raise RequestError("suffix: this model continues texts; it fills no gaps", param="suffix")
+            raise RequestError("suffix: this model continues texts and cannot fill gaps", param="suffix")
         if request.best_of not in (None, request.n or 1):
-            raise RequestError("best_of: every choice is returned; ask for n", param="best_of")
+            raise RequestError("best_of: every choice is returned; use n", param="best_of")
         if request.echo and request.stream:
-            raise RequestError("echo: a stream tells what is new alone", param="echo")
+            raise RequestError("echo: a stream contains only new tokens", param="echo")
         max_new_tokens = request.max_new_tokens
         request.check_ends(service.engine.context_length if max_new_tokens is None else max_new_tokens)
         wanted = Wanted(
@@ -77,7 +77,7 @@ class Completion(Form):
 
 
 class _LogProbabilities:
-    """The lists that a choice has, token by token."""
+    """Parallel lists of a choice's tokens and their log-probabilities."""
 
     def __init__(self, service: Service, *, follows_text: bool) -> None:
         self._service = service
@@ -96,7 +96,7 @@ class _LogProbabilities:
         if told is not None:
             top = dict[str, float]()
             for other, value in (*told.top, (token_id, told.own)):
-                name = self._name(other)  # a letter, and a token for its byte, have one
+                name = self._name(other)  # a letter, and a token for its byte, have the same text
                 top[name] = max(value, top.get(name, value))
         self._top.append(top)
         self._offsets.append(self._length)
@@ -114,7 +114,7 @@ class _LogProbabilities:
         return found
 
     def _name(self, token_id: int) -> str:
-        """A token's text; of one that is no whole characters its bytes, as OpenAI's API writes them."""
+        """Return a token's text; if it is not complete characters, its bytes as OpenAI's API writes them."""
         token = self._service.token_bytes(token_id)
         try:
             return token.decode()

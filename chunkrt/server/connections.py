@@ -1,8 +1,8 @@
-"""Connections: their number is bounded, and a client that sends a request has to do so in time.
+"""Connections: their number is bounded, and a client has to send its request in time.
 
-A connection takes a file of the system. Clients that connect and send nothing, or one byte a second, would take all of
-them, and nobody could connect any more. So a connection without a request ends after `header_seconds`, and if there are
-too many, the one that has waited for its client the longest ends at once.
+Each connection takes a file descriptor. Clients that connect and send nothing, or one byte a second, would exhaust the
+descriptors and block all other clients. So a connection without a request ends after `header_seconds`. If too many are
+open, the one that has waited for its client the longest ends at once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 LOG = logging.getLogger("chunkrt.server")
 WANTED_FILES = 16384
 MACOS_FILES = 10240
-"""Most files of a process on macOS, where the limit says that there are more."""
+"""Most files of a process on macOS, where the reported limit is higher."""
 FEWEST_CONNECTIONS = 8
 BUSY = b"503 Service Unavailable"
 
 
 def raise_file_limit() -> int | None:
-    """Raise the soft limit of open files as far as the hard limit lets it; return it, or None if there is none."""
+    """Raise the soft limit of open files as far as the hard limit allows; return it, or None if no limit exists."""
     if sys.platform == "win32":
         return None
     import resource
@@ -49,24 +49,24 @@ class Connections:
 
     Args:
         most: connections at a time.
-        header_seconds: in which the headers of a request have to come.
-        files: that the process may open; half of them are left to the model and its caches. None for no limit.
+        header_seconds: time within which the headers of a request have to arrive.
+        files: files that the process may open; half of them are left to the model and its caches. None for no limit.
     """
 
     def __init__(self, most: int, header_seconds: float, files: int | None = None) -> None:
         self.header_seconds = header_seconds
         self.most = most if files is None else min(most, max(files // 2, FEWEST_CONNECTIONS))
         self.waiting: dict[BoundedProtocol, None] = {}
-        """Connections that wait for their client, in the order in which they began to."""
+        """Connections that wait for their client, longest wait first."""
         self._next_complaint = 0.0
 
     @property
     def backlog(self) -> int:
-        """Connections that the event loop accepts at once, before the protocol sees one of them."""
+        """Connections that the event loop accepts in one go, before the protocol sees any of them."""
         return min(2048, max(self.most // 4, FEWEST_CONNECTIONS))
 
     def protocol(self) -> type[H11Protocol]:
-        """Return the protocol of a connection, as uvicorn takes it."""
+        """Return the protocol of a connection, as uvicorn expects it."""
         return type("BoundedProtocol", (BoundedProtocol,), {"bounds": self})
 
     def end_oldest(self, number: int) -> None:
@@ -75,11 +75,11 @@ class Connections:
             protocol.dismiss(BUSY if protocol.has_begun else None)
 
     def handle_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle errors of an event loop: if nothing can be accepted, make room, and report it once a second."""
+        """Handle errors of an event loop: if no connection can be accepted, free some, and report it once a second."""
         if "accept" not in context.get("message", "").lower():
             loop.default_exception_handler(context)
             return
-        if (now := time.monotonic()) >= self._next_complaint:  # the loop reports one for each of the backlog
+        if (now := time.monotonic()) >= self._next_complaint:  # the loop reports one for each connection in the backlog
             self._next_complaint = now + 1
             self.end_oldest(max(1, len(self.waiting) // 2))
             error = context.get("exception")
@@ -92,7 +92,7 @@ class BoundedProtocol(H11Protocol):
     bounds: Connections
     _timer: asyncio.TimerHandle | None = None
     has_begun = False
-    """True if a part of a request's headers has come."""
+    """True if a part of a request's headers has arrived."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
@@ -132,7 +132,7 @@ class BoundedProtocol(H11Protocol):
         self.dismiss(b"408 Request Timeout" if self.has_begun else None)
 
     def _follow(self) -> None:
-        """Note whether the connection waits for its client, and how long it may."""
+        """Update whether the connection waits for its client, and its deadline."""
         if self.transport.is_closing():
             self._forget()
             return

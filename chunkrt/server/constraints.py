@@ -1,4 +1,4 @@
-"""Answers in a form: JSON, by a schema or any, with the llguidance library."""
+"""Constrained answers: JSON with or without a schema, using the llguidance library."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 JSON_OBJECT = {"type": "object"}
 MOST_PROBED = 256
-"""Bytes that every answer begins with, and that are tried before the first is made."""
+"""Bytes that every answer begins with; the constraint is tried on them before the first answer is generated."""
 
 
 def constraint_maker(service: Service, form: ResponseFormat | None) -> Callable[[], Constraint] | None:
-    """What makes a constraint for each choice; None, if any text will do.
+    """Return a factory that makes a constraint for each choice; None if any text is allowed.
 
     Raises:
-        RequestError: the schema is none that can be followed, or llguidance is not installed.
+        RequestError: the schema is not supported, or llguidance is not installed.
     """
     if form is None or form.type == "text":
         return None
@@ -49,11 +49,11 @@ def constraint_maker(service: Service, form: ResponseFormat | None) -> Callable[
     vocab_size = service.engine.plan.vocab_size
     tokenizer = _tokenizer(service.tokenizer, vocab_size)
     try:
-        # Spaces and line ends wherever they may stand would go on for ever.
+        # Unrestricted spaces and line ends would let an answer go on forever.
         text = json.dumps(without_unknown_formats(schema, _knows_format))
         grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
     except (ValueError, RecursionError) as error:
-        problem = "it is nested too deeply" if "recursion" in str(error) else str(error)
+        problem = "the schema is nested too deeply" if "recursion" in str(error) else str(error)
         raise _refusal(f"the schema cannot be read: {problem}") from error
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if not matcher.is_error() and allows_nothing(schema):
@@ -70,12 +70,12 @@ def _refusal(problem: str) -> RequestError:
 
 
 def _in_one_line(problem: str) -> str:
-    """Describe an error of llguidance's, whose further lines are its state."""
+    """Describe an error of llguidance's; its further lines are the parser's state."""
     line = problem.splitlines()[0]
-    if "items" in line:  # a row of its parser has one for each alternative that is open
+    if "items" in line:  # a row of its parser has one for each open alternative
         return f"the schema's grammar is too large ({line}); give it fewer optional properties and alternatives"
-    if line.startswith("oneOf"):  # llguidance names an option of its own here, with which several of them may hold
-        return "oneOf is followed only if no value can satisfy two of its alternatives; use anyOf"
+    if line.startswith("oneOf"):  # llguidance suggests an option of its own here, with which several of them may hold
+        return "oneOf is supported only if no value can satisfy two of its alternatives; use anyOf"
     if line.startswith("NoExtension"):
         return "the schema allows no text that goes on from here"
     return line
@@ -90,26 +90,26 @@ def _knows_format(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
-    """It takes a second or two to make."""
+    """Return the tokenizer for llguidance. Building it takes a second or two."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=sorted(tokenizer.eos_ids))
 
 
 class _Matching:
-    """A grammar, as far as tokens have taken it."""
+    """The state of a grammar after the tokens so far."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def allowed(self) -> NDArray[np.bool_]:
-        """See `Constraint.allowed`. Raises ConstraintError if llguidance failed."""
+        """See `Constraint.allowed`. Raise ConstraintError if llguidance failed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()  # its mask then has end tokens alone
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
 
     def accept(self, token_id: int) -> None:
-        """See `Constraint.accept`. Raises ConstraintError if llguidance failed."""
+        """See `Constraint.accept`. Raise ConstraintError if llguidance failed."""
         self._matcher.consume_token(token_id)
         self._check()
 

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: texts as vectors of length 1, pooled as the server was told to."""
+"""POST /v1/embeddings: texts as vectors of length 1, with the pooling of the server's settings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Float32 = NDArray[np.float32]
 
 
 async def embeddings(service: Service, request: EmbeddingRequest, cache_salt: str | None) -> dict[str, Any]:
-    """A vector for each text; the answer says by which pooling.
+    """Return a vector for each text; the answer reports the pooling.
 
     Raises:
-        RequestError: the server gives none, a text is empty or too long, or fewer dimensions are asked for.
-        BusyError: as many requests wait as may.
+        RequestError: the server has no embeddings, a text is empty or too long, or fewer dimensions are requested.
+        BusyError: the queue is full.
     """
     service.check_model(request)
     if (pooling := service.pooling) is None:
@@ -40,15 +40,14 @@ async def embeddings(service: Service, request: EmbeddingRequest, cache_salt: st
             raise RequestError("input: a text is empty; give at least one token", param="input")
         if len(tokens) > length:
             raise RequestError(
-                f"this model's context holds {length} tokens, and the text has {len(tokens)}; give it in parts",
+                f"this model's context holds {length} tokens, and the text has {len(tokens)}; split it",
                 param="input",
                 code="context_length_exceeded",
             )
     width = _width(service)
     if request.dimensions not in (None, width):
         raise RequestError(
-            f"dimensions: {request.dimensions}, but the model gives {width} and a part of them means little; leave it "
-            "out",
+            f"dimensions: {request.dimensions}, but the model gives {width} and they cannot be truncated; omit it",
             param="dimensions",
         )
     rows = await _rows(service, texts, pooling, cache_salt)
@@ -68,7 +67,7 @@ async def embeddings(service: Service, request: EmbeddingRequest, cache_salt: st
 def _width(service: Service) -> int:
     plan = service.engine.plan
     if plan.hidden is None:
-        raise RequestError(f"{service.name} does not tell its hidden states", code="no_embeddings")
+        raise RequestError(f"{service.name} does not provide hidden states", code="no_embeddings")
     return int(plan.tensors[plan.hidden].shape[-1])
 
 
@@ -94,5 +93,5 @@ async def _rows(
 
 
 def _encoded(row: Float32, encoding: str) -> list[float] | str:
-    """As numbers, or as the bytes of float32, little-endian, in base64."""
+    """Encode a vector as numbers, or as the base64 of its float32 bytes, little-endian."""
     return base64.b64encode(row.astype("<f4").tobytes()).decode() if encoding == "base64" else row.tolist()

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API tells them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in the form of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ RETRY_SECONDS = 1
 
 
 class RequestError(Exception):
-    """What was asked for is refused.
+    """A refused request.
 
     Args:
-        message: one line, and what to send instead.
-        status: of HTTP.
-        param: the field that is wrong.
-        code: a word for programs.
+        message: one line, with the suggested fix.
+        status: HTTP status.
+        param: name of the wrong field.
+        code: an identifier for programs.
     """
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
@@ -27,31 +27,31 @@ class RequestError(Exception):
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """An error of the engine's, as a client is told of it."""
+    """Return an error of the engine's as the client sees it."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, BusyError):
         return RequestError(str(error), status=503, code="busy")
     if isinstance(error, ClosedError):
-        return RequestError("the server is about to end", status=503, code="closing")
+        return RequestError("the server is shutting down", status=503, code="closing")
     if isinstance(error, ConstraintError):
         return RequestError(str(error), param="response_format", code="constraint_failed")
     if isinstance(error, ConfigError):
         return RequestError(str(error))
     if isinstance(error, ChunkrtError):
         return RequestError(str(error), status=500, code=type(error).__name__)
-    return RequestError("the server failed; its log says more", status=500, code="internal_error")
+    return RequestError("the server failed; see its log", status=500, code="internal_error")
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """The body that tells an error."""
+    """Return the body of an error response."""
     kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "server_busy"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def error_response(error: RequestError) -> JSONResponse:
-    """The answer that tells an error; one that may be gone in a moment says when to come again."""
+    """Return an error response; if the cause is temporary, it says when to retry."""
     headers = {}
     if error.status == 503:
         headers["Retry-After"] = str(RETRY_SECONDS)

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: what chats and completions have in common."""
+"""Answers in OpenAI's form: the common part of chats and completions."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Json = dict[str, Any]
 
 
 class LogProbabilities(Protocol):
-    """Of the tokens of a choice, in the form that they are told in."""
+    """Log-probabilities of a choice's tokens, in the form in which they are reported."""
 
     def add(self, token_id: int, told: TokenLogProbabilities | None) -> None:
-        """A token; the first of a prompt has nothing before it that could tell of it."""
+        """Add a token; the first token of a prompt has no log-probability."""
         ...
 
     def take(self) -> Json:
-        """What has come since the last time."""
+        """Return the entries since the last call."""
         ...
 
 
 class Form(ABC):
-    """One request, and what its choices have said so far."""
+    """One request, and the text of its choices so far."""
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
-    """Of the whole; `event_kind` of an event of a stream."""
+    """`object` field of a complete answer; `event_kind` is that of an event of a stream."""
     event_kind: ClassVar[str]
 
     def __init__(self, service: Service, request: Generating, prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
@@ -50,7 +50,7 @@ class Form(ABC):
         self._num_prompt = self._num_new = self._num_cached = 0
 
     async def whole(self) -> Json:
-        """All choices, once they are finished."""
+        """Return all choices, once they are finished."""
         async for event in answers(self._service, self._prompts, self._wanted):
             self._note(event)
         choices = [self._choice(index, text) for index, text in enumerate(self._texts)]
@@ -59,7 +59,7 @@ class Form(ABC):
     async def events(self) -> AsyncGenerator[Json | None]:
         """Yield None once the request is admitted, then an object for each event of a stream.
 
-        Raises as `answers` does; errors of the request itself, before the first.
+        Raises as `answers` does; errors of the request itself come before the first event.
         """
         async with aclosing(answers(self._service, self._prompts, self._wanted)) as events:
             async for event in events:
@@ -79,19 +79,19 @@ class Form(ABC):
 
     @abstractmethod
     def _log_probabilities(self) -> LogProbabilities:
-        """Of a choice, none yet."""
+        """Return an empty record of a choice's log-probabilities."""
 
     @abstractmethod
     def _choice(self, index: int, text: str) -> Json:
-        """A choice that is finished."""
+        """Return a finished choice."""
 
     @abstractmethod
     def _begun(self, index: int) -> Json | None:
-        """What an event tells of a choice when its prompt has been run; None: nothing."""
+        """Return a choice's event after its prompt has been run; None for no event."""
 
     @abstractmethod
     def _continued(self, index: int, text: str) -> Json:
-        """What an event tells of a choice that has said more."""
+        """Return a choice's event with new text."""
 
     def _event(self, choice: Json) -> Json:
         usage = {"usage": self._usage()} if self._request.continuous_usage else {}
@@ -123,7 +123,7 @@ class Form(ABC):
         return found
 
     def _take_told(self, index: int) -> Json | None:
-        """Log-probabilities that have come, if they are wanted."""
+        """Return new log-probabilities, if the request wants them."""
         return None if self._wanted.likeliest is None else self._told[index].take()
 
     def _usage(self) -> Json:
@@ -146,5 +146,5 @@ class Form(ABC):
 
 
 def _finish_reason(reason: FinishReason | None) -> str | None:
-    """As OpenAI's API has it: an answer that ends with the context ends for its length."""
+    """Return the reason in OpenAI's terms: an answer that ends at the context length has reason "length"."""
     return "length" if reason == "context" else reason

@@ -1,7 +1,8 @@
-"""Formats of strings in JSON schemas: those that the library does not know are removed.
+"""Formats of strings in JSON schemas: formats that llguidance does not support are removed.
 
-`format` is an annotation unless a schema's dialect says otherwise, and no schema fails for an unknown one. Source: JSON
-Schema 2020-12, Validation, section 7. Generators of schemas write many: Pydantic "path" and "password", OpenAPI "byte".
+`format` is an annotation unless a schema's dialect says otherwise, so an unknown format must not fail a schema. Source:
+JSON Schema 2020-12, Validation, section 7. Schema generators write many: Pydantic "path" and "password", OpenAPI
+"byte".
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from collections.abc import Callable
 from typing import Any
 
 _DATA = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords whose values are schemas by any names, also by those of keywords."""
+"""Keywords whose values map arbitrary names to schemas; a name may equal a keyword."""
 
 
 def without_unknown_formats(schema: Any, is_known: Callable[[str], bool]) -> Any:
     """Return a schema without its unknown formats.
 
     Args:
-        schema: as JSON has it; not changed.
+        schema: decoded JSON; not modified.
         is_known: called for each format.
 
     Raises:
-        RecursionError: it is nested too deeply.
+        RecursionError: the schema is nested too deeply.
     """
     if isinstance(schema, list):
         return [without_unknown_formats(each, is_known) for each in schema]
@@ -42,5 +43,5 @@ def without_unknown_formats(schema: Any, is_known: Callable[[str], bool]) -> Any
 
 
 def format_schema(name: str) -> str:
-    """Return a schema, as JSON text, of the strings of one format."""
+    """Return a schema, as JSON text, that allows strings of one format."""
     return json.dumps({"type": "string", "format": name})

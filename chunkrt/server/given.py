@@ -1,7 +1,7 @@
-"""Fields of a request that ask for something: those that ask for nothing are omitted before the rest is read.
+"""Removal of fields that request nothing, before a body is parsed.
 
-Clients with typed objects send every field. A null means "not given", whatever the field's name is. A field that this
-server does not have is omitted if it asks for what the server does anyway; with any other value it is refused by name.
+Clients with typed objects send every field. A null means "not given" in every field. A field that this server does not
+have is dropped if its value requests the default behaviour; any other value is refused by name.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "use_beam_search": (False,),
     "xtc_probability": (0,),
 }
-"""Values that ask for nothing, by names of OpenAI's, llama.cpp's and vLLM's fields."""
+"""Values that request nothing, by field name of OpenAI's, llama.cpp's and vLLM's APIs."""
 
 OPTIONS = ("stream_options", "response_format", "json_schema", "tools", "function")
-"""Objects of options within requests, or lists of some; what other objects hold is the client's own."""
+"""Fields that hold objects of options, or lists of them; the content of other objects belongs to the client."""
 
 LISTS_OF_IDS = ("prompt", "input", "tokens")
 
@@ -61,10 +61,10 @@ LARGEST_EXACT = 2**53
 
 
 def given(body: Any, known: Set[str]) -> Any:
-    """Return a body without the fields that ask for nothing, and with whole numbers as integers.
+    """Return a body without the fields that request nothing, and with whole numbers as integers.
 
     Args:
-        body: decoded JSON; if it is no object, it is returned as it is.
+        body: decoded JSON; returned unchanged if it is not an object.
         known: fields that the request has.
     """
     if not isinstance(body, dict):

@@ -1,7 +1,8 @@
-"""Listening at an address, until a signal says that it shall end: uvicorn, with an end of our own.
+"""Listening at an address until a signal arrives: uvicorn, with a shutdown sequence of our own.
 
-Uvicorn cancels what is left when the time is over, which shows as failures with tracebacks; from Python 3.12 on, a
-second signal waits for clients all the same. Here requests are told that the server ends, then their connections close.
+Uvicorn cancels the remaining requests when the time is over, which shows up as failures with tracebacks; from Python
+3.12 on, a second signal still waits for clients. Here the clients get an error that the server shuts down, and then the
+connections close.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from chunkrt.server.service import Service
 
 LOG = logging.getLogger("uvicorn.error")
 LAST_SECONDS = 1.0
-"""In which those whose answers were ended are told so."""
+"""Seconds in which clients are informed that their answers were ended."""
 
 
 def make_config(service: Service, host: str, port: int, connections: Connections) -> uvicorn.Config:
@@ -52,16 +53,16 @@ async def listen(
 ) -> None:
     """Serve until SIGTERM or an interrupt.
 
-    Then nothing new is taken, what waits is refused, and what runs is finished, in `grace_seconds` at most; a second
-    signal ends it at once.
+    Then accept no new requests, refuse the waiting ones, and let those in progress finish within `grace_seconds`. A
+    second signal ends them at once.
 
     Args:
         port: 0 for a free one.
-        tell: given the URL, once requests are taken.
-        on_end: called when the server begins to end. A task that never returns holds up what follows.
+        `tell`: called with the URL once the server accepts requests.
+        on_end: called when the shutdown begins. A task that never returns delays it.
 
     Raises:
-        ConfigError: nothing can listen there.
+        ConfigError: the address cannot be listened at.
     """
     options = service.options
     connections = Connections(options.max_connections, options.header_seconds, raise_file_limit())
@@ -69,7 +70,7 @@ async def listen(
     server = _Server(make_config(service, host, port, connections), service, grace_seconds, tell, on_end)
     try:
         await server.serve()
-    except SystemExit as error:  # uvicorn's, when it cannot listen
+    except SystemExit as error:  # from uvicorn, if it cannot listen
         where, problem = _authority(host, port), "; ".join(server.complaints)
         raise ConfigError(f"cannot listen at {where} ({problem}); choose another --host or --port") from error
 
@@ -88,11 +89,11 @@ class _Server(uvicorn.Server):
         self._service, self._grace_seconds, self._tell = service, grace_seconds, tell
         self._hurry = asyncio.Event()
         self.complaints: list[str] = []
-        """Of uvicorn's, when it cannot listen: whoever called says them, in a line of its own."""
+        """Uvicorn's log messages if it cannot listen; the caller reports them in one line."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Uvicorn's would raise the signal once more when all is over."""
+        """Do not raise the signal again at the end, as uvicorn does."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
@@ -102,7 +103,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Says where it is, once it is there."""
+        """Report the URL once the server listens."""
         LOG.addFilter(self._keep)
         try:
             await super().startup(sockets)
@@ -113,7 +114,7 @@ class _Server(uvicorn.Server):
             self._tell(f"http://{_authority(host, port)}")
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """Uvicorn's waits for what runs."""
+        """Stop without uvicorn's own wait for connections."""
         self._on_end()
         ending = asyncio.create_task(self._end_in_time())
         try:
@@ -142,5 +143,5 @@ class _Server(uvicorn.Server):
 
 
 def _authority(host: str, port: int) -> str:
-    """Return a host and a port as URLs have them."""
+    """Return a host and a port as they appear in URLs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

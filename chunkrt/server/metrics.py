@@ -14,31 +14,31 @@ SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 
 
 class Metrics:
-    """What /metrics tells, under names that begin with `chunkrt_`."""
+    """Metrics of /metrics, under names that begin with `chunkrt_`."""
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, engine: Engine, admission: Admission) -> None:
         self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "chunkrt_requests", "Requests that were answered.", ["path", "status"], registry=self._registry
-        )
+        self.requests = Counter("chunkrt_requests", "Requests answered.", ["path", "status"], registry=self._registry)
         self.client_requests = Counter(
             "chunkrt_client_requests", "Requests by the name of the client's key.", ["client"], registry=self._registry
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = self._counter("cached_tokens", "Tokens of prompts that had been computed before.")
+        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens reused from the prefix cache.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens of answers.")
-        self.first_token = self._times("first_token_seconds", "From a place for a prompt to its logits.")
-        self.token_gap = self._times("token_gap_seconds", "From a token to the next of the same answer.")
+        self.first_token = self._times("first_token_seconds", "Time from the start of a prompt to its logits.")
+        self.token_gap = self._times("token_gap_seconds", "Time between consecutive tokens of an answer.")
         self._gauge("active_sequences", "Sequences under way.", lambda: admission.num_active)
         self._gauge("waiting_requests", "Requests that wait.", lambda: admission.num_waiting)
         self._gauge("cache_bytes", "Reserved for caches.", lambda: engine.stats().cache_bytes)
-        self._gauge("shared_chunks", "Chunks computed for sequences together.", lambda: engine.stats().shared_chunks)
+        self._gauge(
+            "shared_chunks", "Chunks computed with rows of several sequences.", lambda: engine.stats().shared_chunks
+        )
         self._gauge("shared_rows", "Rows in these chunks.", lambda: engine.stats().shared_rows)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, what: str) -> Counter:

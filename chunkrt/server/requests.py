@@ -1,7 +1,7 @@
-"""What clients may send: the bodies of requests, field by field, as OpenAI's API has them.
+"""Bodies of requests, field by field, as in OpenAI's API.
 
-A field that is not here is refused by name, unless it asks for nothing (`given.py`), so no wish is ignored in silence.
-Fields that say nothing about the answer (`user`, `metadata`, `store` and the like) are taken and not looked at.
+An unknown field is refused by name, unless it requests nothing (`given.py`), so no wish is ignored silently. Fields
+that do not affect the answer (`user`, `metadata`, `store` and the like) are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Texts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PROMPTS)
 Body = TypeVar("Body", bound="Request")
 
 DRAWN_SEED = -1
-"""Stands for no seed, as in other servers."""
+"""Value that means no seed, as in other servers."""
 UNLIMITED = -1
-"""Stands for as many tokens as the context holds, as in other servers."""
+"""Value that means as many tokens as the context holds, as in other servers."""
 DEFAULT_COMPLETION_TOKENS = 16
-"""Most tokens of a completion that states no number, as in OpenAI's API."""
+"""Most tokens of a completion whose request gives no number, as in OpenAI's API."""
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What every request may say. `model`: the one that is served, or nothing."""
+    """Fields of every request. `model`: the served one, or omitted."""
 
     model: str | None = None
     user: str | None = None
@@ -64,7 +64,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
-    """A schema that the answer follows."""
+    """A JSON schema for the answer."""
 
     name: str = "answer"
     schema: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -73,14 +73,14 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What form the answer has."""
+    """Form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class Generating(Request, kw_only=True):
-    """How an answer is made."""
+    """Settings of generation."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -102,7 +102,7 @@ class Generating(Request, kw_only=True):
     response_format: ResponseFormat | None = None
 
     def sampling(self, choice: int, vocab_size: int) -> SamplingOptions:
-        """How the tokens of a choice are drawn: each by random numbers of its own.
+        """Return the sampling options of each choice, each with random numbers of its own.
 
         Raises:
             RequestError: an option is out of its range.
@@ -137,13 +137,13 @@ class Generating(Request, kw_only=True):
         """Strings that end the answer."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not all(stops):
-            raise RequestError("stop: a stop string is empty", param="stop")
+            raise RequestError("stop: found an empty stop string", param="stop")
         return stops
 
     def check_stream(self) -> None:
-        """Raises RequestError if there are options for a stream, and none is asked for."""
+        """Raise RequestError if a request without streaming has options for a stream."""
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options: only with stream", param="stream_options")
+            raise RequestError("stream_options needs stream: true", param="stream_options")
 
     @property
     def progress(self) -> bool:
@@ -162,15 +162,17 @@ class Generating(Request, kw_only=True):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def check_ends(self, max_new_tokens: int) -> None:
-        """Check when an answer of at most so many tokens may end.
+        """Check when an answer of at most `max_new_tokens` tokens may end.
 
         Raises:
-            RequestError: it shall not end where its form says that it does, or later than it may.
+            RequestError: the request contradicts the end of its form, or `min_tokens` exceeds the most tokens.
         """
         formed = self.response_format is not None and self.response_format.type != "text"
         for name in ("ignore_eos", "min_tokens"):
             if formed and getattr(self, name):
-                raise RequestError(f"{name}: with response_format the answer ends where its form does", param=name)
+                raise RequestError(
+                    f"{name}: not supported with response_format, whose form ends the answer", param=name
+                )
         if (self.min_tokens or 0) > max_new_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, but the answer has at most {max_new_tokens} tokens",
@@ -210,7 +212,9 @@ class ChatRequest(Generating, kw_only=True):
 
     @property
     def num_likeliest(self) -> int | None:
-        """Of how many tokens log-probabilities are wanted beside the answer's; None: of none."""
+        """Number of alternatives whose log-probabilities are reported in addition to the answer's; None for none at
+        all.
+        """
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -235,12 +239,12 @@ class CompletionRequest(Generating, kw_only=True):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each text, or token ids."""
+        """Return the prompts, each a text or token ids."""
         return _several("prompt", self.prompt)
 
 
 class ScoreRequest(Request, kw_only=True):
-    """POST /v1/score: `text_1` before `text_2`, one or several of each, as many or one of the first."""
+    """POST /v1/score: `text_1` before `text_2`, each one or several; the same number of both, or a single `text_1`."""
 
     text_1: str | Texts
     text_2: str | Texts
@@ -264,7 +268,7 @@ class EmbeddingRequest(Request, kw_only=True):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """Each text, or token ids."""
+        """Return the inputs, each a text or token ids."""
         return _several("input", self.input)
 
 
@@ -285,7 +289,7 @@ class DetokenizeRequest(Request, kw_only=True):
 
 
 def _several(param: str, given: str | list[Any]) -> list[str | list[int]]:
-    """Each text, or token ids."""
+    """Return the prompts, each a text or token ids."""
     if isinstance(given, str):
         return [given]
     if given and all(type(token) is int for token in given):
@@ -299,10 +303,10 @@ def _several(param: str, given: str | list[Any]) -> list[str | list[int]]:
 
 
 def read(body: bytes | bytearray, kind: type[Body]) -> Body:
-    """Read a request's body; a byte order mark in front of it is skipped.
+    """Decode a request's body, without a leading byte order mark.
 
     Raises:
-        RequestError: it is not JSON, or not such a request; the message names the field.
+        RequestError: the body is not JSON or not such a request; the message names the field.
     """
     try:
         fields = given(msgspec.json.decode(body.removeprefix(BYTE_ORDER_MARK.encode())), set(kind.__struct_fields__))
@@ -314,7 +318,7 @@ def read(body: bytes | bytearray, kind: type[Body]) -> Body:
 
 
 def _field(problem: str) -> str | None:
-    """Which field msgspec complains of: it tells where, and of what is missing or unknown there the name."""
+    """Return the field of a msgspec error: its path, with the name of a missing or unknown field appended."""
     place = re.search(r"at `\$\.?(.*?)`$", problem)
     name = re.search(r"(?:missing required|contains unknown) field `(.*?)`", problem)
     return ".".join(found[1] for found in (place, name) if found is not None and found[1]) or None

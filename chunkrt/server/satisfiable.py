@@ -1,8 +1,8 @@
-"""JSON schemas that allow nothing, because each of their values would have to contain another one without end.
+"""Detection of JSON schemas that no finite value satisfies, because each value would have to contain another one.
 
 A value of `{"$ref": "#/$defs/A"}` needs a value of A, one of `required` needs one of each required property, one of
 `minItems` needs one of its first items, and so on. The schemas that have values are the least fixpoint of these rules.
-Keywords without a rule are taken to be satisfiable, so a schema may allow nothing although it is not found here.
+Keywords without a rule count as satisfiable, so some unsatisfiable schemas are not detected.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 from urllib.parse import unquote
 
 MOST_ROUNDS = 8
-"""Rounds of the fixpoint, each over all schemas in reach. Without recursion one suffices; where these do not suffice,
-nothing is known."""
+"""Rounds of the fixpoint, each over all reachable schemas. Without recursion one suffices; if these do not suffice, the
+result is undecided.
+"""
 
 
 def allows_nothing(root: Any) -> bool:
@@ -33,7 +34,7 @@ def allows_nothing(root: Any) -> bool:
 
 
 def _in_reach(root: Any) -> dict[int, Any]:
-    """Find the schemas that a schema depends on, by identity; each comes after those that it leads to."""
+    """Return the schemas that a schema depends on, by identity, dependencies first."""
     seen: dict[int, Any] = {}
     ended: dict[int, Any] = {}
     path: list[tuple[Any, Iterator[Any]]] = []
@@ -62,7 +63,7 @@ def _leads_to(node: Any, root: Any) -> Iterator[Any]:
 
 
 def _has_value(node: Any, root: Any, satisfiable: set[int]) -> bool:
-    """Return True if what a schema needs is known to be satisfiable."""
+    """Return True if all conditions of a schema are known to be satisfiable."""
     return node is not False and all(
         all(id(one) in satisfiable for one in all_of) and (not any_of or any(id(one) in satisfiable for one in any_of))
         for all_of, any_of in _needs(node, root)
@@ -70,7 +71,7 @@ def _has_value(node: Any, root: Any, satisfiable: set[int]) -> bool:
 
 
 def _needs(node: Any, root: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
-    """Yield conditions of a schema: schemas that all need a value, and schemas of which one does."""
+    """Yield conditions of a schema: schemas that all need a value, and schemas of which one needs a value."""
     if not isinstance(node, dict) or (node is not root and "$id" in node):  # `$id` changes the meaning of `$ref`
         return
     if "$ref" in node:  # before draft 2019-09 the other keywords are ignored
@@ -91,7 +92,7 @@ def _needs(node: Any, root: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any]]
 
 
 def _first_items(node: Mapping[str, Any]) -> list[Any]:
-    """Return the schemas of the items that an array has at least."""
+    """Return the schemas of the items that an array must have."""
     number = node.get("minItems")
     if not isinstance(number, int | float) or number < 1:
         return []
@@ -107,7 +108,7 @@ def _schemas(value: Any) -> list[Any]:
 
 
 def _resolve(reference: Any, root: Any) -> Any:
-    """Return the schema that a reference of the form `#/...` names; None if it is another form, or names nothing."""
+    """Return the schema that a reference of the form `#/...` names; None for other forms and unknown names."""
     if reference == "#":
         return root
     if not isinstance(reference, str) or not reference.startswith("#/"):

@@ -1,4 +1,4 @@
-"""POST /v1/score and /v1/rerank: what the model says of texts that are there already."""
+"""POST /v1/score and /v1/rerank: log-probabilities of given texts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ Pair = tuple[list[int], list[int]]
 
 
 async def score(service: Service, request: ScoreRequest, cache_salt: str | None) -> dict[str, Any]:
-    """The log-probability of each `text_2` after its `text_1`, and whether greedy decoding would write it."""
+    """Return the log-probability of each `text_2` after its `text_1`, and whether greedy decoding would produce it."""
     service.check_model(request)
     first = [request.text_1] if isinstance(request.text_1, str) else request.text_1
     second = [request.text_2] if isinstance(request.text_2, str) else request.text_2
     if len(first) not in (1, len(second)):
         raise RequestError(
-            f"text_1 has {len(first)} texts and text_2 {len(second)}; give as many, or one of the first", param="text_1"
+            f"text_1 has {len(first)} texts and text_2 {len(second)}; give the same number of both, or one text_1",
+            param="text_1",
         )
     if not all(second):
-        raise RequestError("text_2: found an empty text; there is nothing to score", param="text_2")
+        raise RequestError("text_2: found an empty text; give at least one token to score", param="text_2")
     await service.beside(_check_lengths, service, {"text_1": first, "text_2": second})
     firsts = first * len(second) if len(first) == 1 else first
     pairs = [
@@ -47,11 +48,11 @@ async def score(service: Service, request: ScoreRequest, cache_salt: str | None)
 
 
 async def rerank(service: Service, request: RerankRequest, cache_salt: str | None) -> dict[str, Any]:
-    """Documents by how likely the model finds the query after each: the mean log-probability of its tokens."""
+    """Rank documents by the likelihood of the query after each: the mean log-probability of its tokens."""
     service.check_model(request)
     texts = [document if isinstance(document, str) else document.get("text") for document in request.documents]
     if not request.query:
-        raise RequestError("query: found an empty text; it is scored after each document", param="query")
+        raise RequestError("query: found an empty text; give a text to score after each document", param="query")
     if not all(isinstance(text, str) and text for text in texts):
         raise RequestError("documents: expected texts, or objects with a text, none empty", param="documents")
     await service.beside(_check_lengths, service, {"documents": texts, "query": [request.query]})
@@ -75,14 +76,14 @@ async def rerank(service: Service, request: RerankRequest, cache_salt: str | Non
 
 
 def _check_lengths(service: Service, texts: Mapping[str, Sequence[Any]]) -> None:
-    """Check texts by field. Raises RequestError if one is too long for its bytes."""
+    """Check texts by field. Raise RequestError if one has too many bytes for the context."""
     for param, several in texts.items():
         for text in several:
             service.check_length(text, param, shifts=False)
 
 
 async def _scores(service: Service, pairs: Sequence[Pair], cache_salt: str | None) -> list[Score]:
-    """Pairs with one context share a session, which runs it once."""
+    """Return the scores of pairs. Pairs with the same context share a session, which runs it once."""
     service.admission.check()
     turn = Turn()
     found: dict[int, Score] = {}

@@ -1,4 +1,4 @@
-"""What all requests share: the engine, who may begin, what is counted."""
+"""State that all requests share: the engine, admission and metrics."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How a server behaves.
+    """Settings of a server.
 
     Args:
-        api_keys: the keys of clients, by names for logs and metrics; none: anybody may ask. Each key has a prefix
-            cache of its own.
-        max_sessions: sequences under way at a time.
-        queue: requests that wait for places.
-        max_body_bytes: of a request.
-        body_seconds: in which a request's body has to come.
-        header_seconds: in which a request's headers have to come.
-        max_connections: at a time; fewer where the process may open fewer than twice as many files.
-        stall_seconds: after which a task that has not ended counts as stuck, so that /health answers 503.
-        ping_seconds: the interval of comments in streams, which keep proxies and clients from giving up.
-        allow_origin: what pages of other origins may be at ("*" for any); None: none.
-        allow_hosts: names by which a server without keys may be asked, beside addresses and "localhost" ("*" for any).
-        embeddings: how they are made; None: as the model's files say, or not at all if they say nothing.
-        template_options: variables of the chat template for all requests; a request's own come before them.
+        api_keys: the keys of clients, by names for logs and metrics; without any, all clients are accepted. Each key
+            has a prefix cache of its own.
+        max_sessions: sequences in progress at a time.
+        queue: requests that may wait for places.
+        max_body_bytes: limit of a request's body.
+        body_seconds: time within which a request's body has to arrive.
+        header_seconds: time within which a request's headers have to arrive.
+        max_connections: limit at a time; lower if the process may open fewer than twice as many files.
+        stall_seconds: age at which a running task counts as stuck, so that /health answers 503.
+        ping_seconds: interval of the comments that keep proxies and clients from closing an idle stream.
+        allow_origin: the other origin whose pages may send requests ("*" for any); None: no other.
+        allow_hosts: host names that a server without keys accepts in addition to addresses and "localhost" ("*" for
+            any).
+        embeddings: pooling; None: as the model's files specify, or no embeddings if they specify none.
+        template_options: variables of the chat template for all requests; a request's own override them.
     """
 
     api_keys: Mapping[str, str] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class ServerOptions:
 
 
 class Service:
-    """An engine that is served under a name. Raises ConfigError if it gives no embeddings and shall."""
+    """A served engine and its name. Raises ConfigError if embeddings are set and the engine has none."""
 
     def __init__(self, engine: Engine, name: str, options: ServerOptions) -> None:
         self.engine, self.name, self.options = engine, name, options
@@ -75,9 +76,7 @@ class Service:
         if options.embeddings is not None:
             check_hidden(engine.scheme)
             if engine.plan.flow.hidden is None:
-                raise ConfigError(
-                    "this decoder's plan does not tell which values are its hidden states; leave --embeddings away"
-                )
+                raise ConfigError("this decoder's plan does not mark its hidden states; remove --embeddings")
         if engine.tokenizer is not None:
             engine.tokenizer.fewest_tokens("")  # the first call reads the vocabulary
         self.created = int(time.time())
@@ -86,14 +85,14 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's. Raises ModelError if it has none."""
+        """The model's tokenizer. Raises ModelError if the model has none."""
         return self.engine.require_tokenizer()
 
     def check_model(self, request: Request) -> None:
-        """Raises RequestError if another model is asked for than the one there is."""
+        """Raise RequestError if a request names another model than the served one."""
         if request.model not in (None, "", self.name):
             raise RequestError(
-                f"the model {request.model!r} is not served here; there is: {self.name}",
+                f"the model {request.model!r} is not served here; available: {self.name}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -102,7 +101,7 @@ class Service:
     def cache_salt(self, client: Client, request: Request) -> str | None:
         """Return the salt of a request's prefixes; None for those that all clients of a server without keys share.
 
-        Raises RequestError if it gives one that is empty.
+        Raises RequestError if the request gives an empty salt.
         """
         if request.cache_salt == "":
             raise RequestError("cache_salt: found an empty string; give some text, or omit it", param="cache_salt")
@@ -110,12 +109,12 @@ class Service:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest() if any(parts) else None
 
     def sampling(self, request: Generating) -> list[SamplingOptions]:
-        """How each choice of a request is drawn. Raises RequestError if an option is out of its range."""
+        """Return the sampling options of each choice. Raise RequestError if an option is out of its range."""
         vocab_size = self.engine.plan.vocab_size
         return [request.sampling(choice, vocab_size) for choice in range(request.n or 1)]
 
     async def beside(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Do what takes a while in a thread, while the event loop goes on."""
+        """Run slow work in a thread, so that the event loop continues."""
         return await asyncio.to_thread(work, *arguments)
 
     def encode_chat(
@@ -124,7 +123,7 @@ class Service:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens of a chat up to where the answer begins. Raises RequestError if the messages are malformed."""
+        """Return a chat's tokens up to the start of the answer. Raise RequestError if the messages are malformed."""
         knows_developers = "developer" in (self.tokenizer.settings.chat_template or "")
         options = {**self.options.template_options, **(template_options or {})}
         taken = [_as_template_takes_it(message, knows_developers=knows_developers) for message in messages]
@@ -136,13 +135,13 @@ class Service:
             raise RequestError(str(error), param="messages") from error
 
     def check_length(self, text: str, param: str, *, shifts: bool = True) -> None:
-        """Check that a text may fit the context, by its bytes: encoding takes long.
+        """Check that a text may fit the context, by its bytes, because encoding is slow.
 
         Args:
-            shifts: whether a longer text is taken where the context shifts.
+            shifts: accept a longer text if the context shifts.
 
         Raises:
-            RequestError: it has more tokens than the context holds.
+            RequestError: the text has more tokens than the context holds.
         """
         length = self.engine.context_length
         if shifts and self.engine.options.context_shift:
@@ -163,12 +162,12 @@ class Service:
         *,
         shifts: bool = True,
     ) -> list[list[int]]:
-        """Encode plain prompts, after none of them is found to be too long for its bytes.
+        """Encode plain prompts, after checking the lengths of all.
 
         Args:
-            encode: gives the tokens of a text.
+            encode: returns the tokens of a text.
 
-        Raises RequestError as `check_length`, and if token ids are outside the vocabulary.
+        Raises RequestError as `check_length` does, and if token ids are outside the vocabulary.
         """
 
         def check() -> None:
@@ -184,13 +183,15 @@ class Service:
         return encoded
 
     def token_bytes(self, token_id: int) -> bytes:
-        """A token's bytes; none for one that only the model has, for padding."""
+        """Return a token's bytes; none for a padding token, which only the model has."""
         return self.tokenizer.token_bytes[token_id]
 
 
 def _as_template_takes_it(message: Mapping[str, Any], *, knows_developers: bool) -> dict[str, Any]:
-    """A message whose content is text: parts of text are joined, others refused. What developers say is the system's,
-    where a template does not tell them apart."""
+    """Return a message whose content is text: text parts are joined, others refused.
+
+    If the template does not distinguish developer messages, they become system messages.
+    """
     message = with_arguments_read(_without_empty(message))
     if message.get("role") == "developer" and not knows_developers:
         message["role"] = "system"
@@ -202,27 +203,29 @@ def _as_template_takes_it(message: Mapping[str, Any], *, knows_developers: bool)
         return message
     if not isinstance(content, list):
         found = "missing" if content is None else type(content).__name__
-        raise RequestError(f"messages: the content is {found}; expected text, or parts of it", param="messages")
+        raise RequestError(
+            f"messages: the content is {found}; expected text, or a list of text parts", param="messages"
+        )
     return {**message, "content": "".join(_text_of(part, is_assistant=is_assistant) for part in content)}
 
 
 def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without nulls and empty lists, which say nothing, but which templates may take for values.
+    """Return a message without nulls and empty lists, which templates may take for values.
 
-    Raises RequestError if it has a field that is not read.
+    Raises RequestError if the message has an unsupported field.
     """
     taken = {name: value for name, value in message.items() if value is not None and (name == "content" or value != [])}
     if unread := [name for name in ("function_call", "audio") if name in taken]:
-        hint = "send tool_calls" if unread[0] == "function_call" else "this model reads text alone"
-        raise RequestError(f"messages: {unread[0]} is not read; {hint}", param="messages")
+        hint = "send tool_calls" if unread[0] == "function_call" else "this model reads only text"
+        raise RequestError(f"messages: {unread[0]} is not supported; {hint}", param="messages")
     return taken
 
 
 def _text_of(part: Any, *, is_assistant: bool) -> str:
-    """Return the text of a part of a message. Raises RequestError if it is none."""
+    """Return the text of a content part. Raise RequestError if it is not text."""
     kind = part.get("type") if isinstance(part, Mapping) else part
     if kind == "text" or (kind == "refusal" and is_assistant):
         text = part.get(kind)
         if isinstance(text, str):
             return text
-    raise RequestError(f"messages: a part of type {kind!r}; this model reads text alone", param="messages")
+    raise RequestError(f"messages: a part of type {kind!r}; this model reads only text", param="messages")

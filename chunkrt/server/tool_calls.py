@@ -1,8 +1,8 @@
-"""Calls of tools in answers: what a model writes that was told of tools, as OpenAI's API has it.
+"""Calls of tools in answers: a model's text, converted to the form of OpenAI's API.
 
-Two ways of writing them are known. Hermes' and Qwen's models write `<tool_call>{"name": ..., "arguments": {...}}`,
-closed by `</tool_call>`, several times if they like, with text before. Llama 3's answer nothing but
-`{"name": ..., "parameters": {...}}`. What is neither, or names no tool that there is, stays text.
+Two formats are supported. Hermes' and Qwen's models write `<tool_call>{"name": ..., "arguments": {...}}`, closed by
+`</tool_call>`, any number of times, with text before. Llama 3's models answer only `{"name": ..., "parameters":
+{...}}`. Text that is neither, or that names an unknown tool, stays text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Call = dict[str, Any]
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """What the tools are called. Raises RequestError if one is no function with a name."""
+    """Return the names of tools. Raise RequestError if one is not a function with a name."""
     names = set()
     for tool in tools:
         function = tool.get("function")
@@ -35,10 +35,10 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
 
 
 class CallReader:
-    """Divides an answer, as it comes, into text and calls.
+    """Splits an answer into text and calls as it arrives.
 
     Args:
-        names: of the tools.
+        names: names of the tools.
     """
 
     def __init__(self, names: Set[str]) -> None:
@@ -47,7 +47,7 @@ class CallReader:
         self._has_told = False
 
     def push(self, text: str) -> str:
-        """As much of the text as can be no part of a call."""
+        """Add text; return the part that cannot belong to a call."""
         self._held += text
         if not self._has_told and self._held.lstrip()[:1] in ("", "{"):
             return ""
@@ -56,14 +56,14 @@ class CallReader:
             lengths = range(min(len(MARK) - 1, len(self._held)), 0, -1)
             place = len(self._held) - next((n for n in lengths if self._held.endswith(MARK[:n])), 0)
         certain, self._held = self._held[:place], self._held[place:]
-        if not certain.strip() and not self._has_told:  # spaces before a call are not told
+        if not certain.strip() and not self._has_told:  # spaces before a call are dropped
             self._held = certain + self._held
             return ""
         self._has_told = True
         return certain
 
     def finish(self) -> tuple[str, list[Call]]:
-        """The rest of the text, and the calls, once nothing follows."""
+        """Return the rest of the text, and the calls, after the last piece."""
         rest, self._held = self._held, ""
         try:
             text, described = _divide(rest)
@@ -71,16 +71,16 @@ class CallReader:
                 return text.strip(), [_call(one, "arguments", self._names) for one in described]
             if not self._has_told:
                 return "", [_call(_DECODER.decode(rest), "parameters", self._names)]
-        except (ValueError, RecursionError):  # it is no call, and stays text
+        except (ValueError, RecursionError):  # not a call; it stays text
             pass
         return rest, []
 
 
 def with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose calls have arguments as objects, as templates take them, and not as JSON in strings.
+    """Return a message whose calls have arguments as objects, as templates expect, instead of JSON strings.
 
     Raises:
-        RequestError: they are not JSON, or the calls no list of functions.
+        RequestError: the arguments are not JSON, or the calls are not a list of functions.
     """
     calls = message.get("tool_calls")
     if calls is None:
@@ -93,7 +93,9 @@ def with_arguments_read(message: Mapping[str, Any]) -> dict[str, Any]:
 def _with_arguments_read(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestError('messages: a call: expected {"function": {"name": ..., "arguments": ...}}', param="messages")
+        raise RequestError(
+            'messages: malformed call; expected {"function": {"name": ..., "arguments": ...}}', param="messages"
+        )
     arguments = function.get("arguments")
     try:
         if isinstance(arguments, str):
@@ -105,16 +107,16 @@ def _with_arguments_read(call: Any) -> Any:
 
 
 def _divide(text: str) -> tuple[str, list[Any]]:
-    """Return the text around marked calls, and what their JSON describes.
+    """Split text into the text around marked calls and their decoded JSON.
 
-    The end of the JSON is the end of the call: its strings may hold the marks. Raises ValueError if one is not JSON.
+    A call ends where its JSON ends, because its strings may contain the marks. Raises ValueError if one is not JSON.
     """
     around, described, place = "", [], 0
     while (begin := _BEGIN.search(text, place)) is not None:
         found, stop = _DECODER.raw_decode(text, begin.end())
         end = _END.match(text, stop)
         if end is None:
-            raise ValueError("a call goes on after its JSON")
+            raise ValueError("found text after the JSON of a call")
         around += text[place : begin.start()]
         described.append(found)
         place = end.end()
@@ -122,15 +124,15 @@ def _divide(text: str) -> tuple[str, list[Any]]:
 
 
 def _call(found: Any, key: str, names: Set[str]) -> Call:
-    """Return the call that JSON describes. Raises ValueError if it describes none."""
+    """Return the call that JSON describes. Raise ValueError if it describes none."""
     name = found.get("name") if isinstance(found, dict) else None
     given = found.get(key) if isinstance(found, dict) else None
     if isinstance(given, str):  # some models write the arguments as JSON in a string
         given = _DECODER.decode(given)
     if not isinstance(name, str) or name not in names or not isinstance(given, dict):
-        raise ValueError("the JSON describes no call of a tool that there is")
+        raise ValueError("the JSON does not describe a call of a known tool")
     arguments = json.dumps(given, ensure_ascii=False)
-    arguments.encode()  # a string may be half a character, which is a ValueError
+    arguments.encode()  # a string may be half a character, which raises ValueError
     return {"id": f"call_{uuid4().hex}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -1,4 +1,4 @@
-"""What a decoder would do on a device that is not here: profiles of devices, shapes of models, and the simulator.
+"""Performance prediction for devices that you do not have: device profiles, model shapes and the simulator.
 
 from chunkrt.simulate import find_device, find_shape, simulate
 

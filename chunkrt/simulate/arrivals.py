@@ -1,4 +1,4 @@
-"""Who asks for what, and when: requests to a server, drawn from distributions with a seed."""
+"""Requests to a simulated server: arrival times and lengths, drawn from distributions with a seed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MOST_TOKENS = 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt, and how many tokens shall follow it.
+    """A prompt, and the number of tokens to generate after it.
 
-    arrival_ns: when it is asked; None for as soon as another has been answered.
+    arrival_ns: arrival time; None for as soon as another request has been answered.
     """
 
     arrival_ns: float | None
@@ -32,7 +32,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests, and how many of them were cut to what the context holds."""
+    """Requests, and the number of them that were clipped to the context length."""
 
     requests: Sequence[Request]
     num_cut: int
@@ -41,21 +41,20 @@ class Load:
 def draw(arrivals: str, prompt: str, generate: str, *, requests: int, context_length: int, seed: int = 0) -> Load:
     """Draw requests.
 
-    Arrivals and both lengths are drawn apart from each other: another distribution of one leaves the others as they
-    are.
+    Arrivals and both lengths are drawn independently: another distribution of one does not change the others.
 
     Args:
-        arrivals: `poisson:RATE`, so many requests a second on average; or `closed`.
+        arrivals: `poisson:RATE` for RATE requests a second on average; or `closed`.
         prompt: tokens of a prompt: a number, `uniform:LOW:HIGH`, `lognormal:MEDIAN:SIGMA`, or the path of a file with
-            one number a line, which are taken in their order, over and over.
-        generate: tokens that follow, likewise.
-        requests: how many, at least 1.
-        context_length: of the model. Prompts of a lognormal distribution, and what follows them, are cut to what it
-            holds, since that has no end; of others it is an error.
+            one number a line; its numbers are used in order and repeated.
+        generate: tokens to generate, in the same forms.
+        requests: number of requests, at least 1.
+        context_length: context length of the model. A longer request is an error, except for lognormal lengths, which
+            are unbounded: these are clipped.
         seed: at least 0.
 
     Raises:
-        ConfigError: something is out of range or has no such form.
+        ConfigError: a value is out of range or malformed.
     """
     if requests < 1:
         raise ConfigError(f"{requests} requests, expected at least 1")
@@ -69,7 +68,7 @@ def draw(arrivals: str, prompt: str, generate: str, *, requests: int, context_le
         if tokens + new > context_length:
             if not is_endless:
                 raise ConfigError(
-                    f"a prompt of {tokens} tokens and {new} that follow exceed {context_length}, the model's context"
+                    f"a prompt of {tokens} and an answer of {new} tokens exceed the model's context of {context_length}"
                 )
             tokens = min(tokens, context_length - 1)
             new = min(new, context_length - tokens)

@@ -1,6 +1,6 @@
-"""Running one function over many points on a Dask cluster that is there already.
+"""Evaluation of one function at many points on an existing Dask cluster.
 
-The cluster is the user's: `dask scheduler`, and on every machine `dask worker ADDRESS`, with the same chunkrt.
+The user starts the cluster: `dask scheduler`, and on every machine `dask worker ADDRESS`, with the same chunkrt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Point = TypeVar("Point")
 Result = TypeVar("Result")
 
 CONNECT_SECONDS = 10
-"""How long a scheduler, and then its first worker, is waited for."""
+"""Timeout for the scheduler, and then for its first worker."""
 
 
 def run_on_dask(
@@ -29,14 +29,14 @@ def run_on_dask(
     points: Sequence[Point],
     progress: Callable[[int], None],
 ) -> list[Result]:
-    """`function(held, point)` for every point, in their order.
+    """Return `function(held, point)` for every point, in their order.
 
     Args:
         cluster: the address of a scheduler, or a `distributed.Client`, which stays open.
         function: a function of a module that the workers can import.
-        held: sent to every worker once.
-        points: what differs.
-        progress: told the number of points that are done.
+        held: the argument that all points share; sent to every worker once.
+        points: the arguments that differ.
+        progress: called with the number of finished points.
 
     Raises:
         ConfigError: distributed is not installed, the cluster cannot be reached, has no workers, or is lost.
@@ -65,7 +65,7 @@ def run_on_dask(
 
 @contextmanager
 def _connected(cluster: str | Any) -> Iterator[tuple[Any, Any]]:
-    """The module `distributed` and a client, which is closed again if it was opened here."""
+    """Yield the module `distributed` and a client; close the client if it was opened here."""
     try:
         distributed = import_module("distributed")
     except ImportError as error:
@@ -86,7 +86,7 @@ def _connected(cluster: str | Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _open_client(distributed: Any, address: str) -> Any:
-    """A client, opened on a thread: what listens at the address but is no scheduler would be waited for without end."""
+    """Open a client on a thread: a server at the address that is not a scheduler would block it forever."""
     answer: SimpleQueue[Any] = SimpleQueue()
 
     def connect() -> None:
@@ -98,13 +98,13 @@ def _open_client(distributed: Any, address: str) -> Any:
     try:
         import_module("distributed.comm").resolve_address(
             address
-        )  # a client that fails by this hangs when it is closed
+        )  # a client that fails like this blocks when it is closed
         Thread(target=connect, daemon=True).start()
         found = answer.get(timeout=CONNECT_SECONDS + 1)
     except (ValueError, OSError) as error:
         found = error
     except Empty:
-        found = TimeoutError("what is there does not answer")
+        found = TimeoutError("the server does not answer")
     if isinstance(found, Exception):
         raise ConfigError(
             f"found no Dask scheduler at {address!r} ({' '.join(str(found).split())}); expected an address such as "

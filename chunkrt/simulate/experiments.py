@@ -12,7 +12,7 @@ rows = chunkrt.experiment(
 best = max(rows, key=lambda row: row.tokens_per_s)
 frame = rows.to_pandas()
 
-The worker processes import the script that called: one that is run as a file calls under `if __name__ == "__main__":`.
+The worker processes import the calling script, so a script has to call it under `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from chunkrt.simulate.dask_cluster import run_on_dask
 T = TypeVar("T")
 
 POINTS_OF_A_WORKER = 100
-"""As many as take about as long to simulate as a worker process takes to start."""
+"""Simulations that take about as long as the start of a worker process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One point of the grid and its figures, which are those of `chunkrt.simulate.Simulation`.
+    """One point of the grid and its figures, as in `chunkrt.simulate.Simulation`.
 
-    chunks_in_flight: as simulated, no more than the prompt has chunks. energy_joules: None if the profile does not
-    know power.
+    chunks_in_flight: as simulated, at most the number of chunks of the prompt. energy_joules: None if the profile has
+    no power figures.
     """
 
     model: str
@@ -82,7 +82,7 @@ class Rows(list[Row]):
     """The rows of an experiment, in the order of its grid."""
 
     def to_pandas(self) -> Any:
-        """A pandas DataFrame with the columns of `Row`; a placement is text, as in "lm_head=npu, model.norm=cpu".
+        """Return a pandas DataFrame with the columns of `Row`; a placement is text, e.g. "lm_head=npu, model.norm=cpu".
 
         Raises:
             ConfigError: pandas is not installed.
@@ -110,7 +110,7 @@ class Rows(list[Row]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Grid:
-    """What every worker holds: points name plans and devices by their place here."""
+    """Data that every worker holds; points refer to its plans and devices by index."""
 
     model: str
     placements: list[Placement]
@@ -142,23 +142,23 @@ def experiment(
         model: a shape or its name; else a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
         devices: profiles, or names and files of profiles.
         chunk_lengths: tokens, 1 to the model's context.
-        policies: by name.
-        schemes: by name.
+        policies: names of policies.
+        schemes: names of schemes.
         prompt_lengths: tokens, 1 to the model's context.
-        placements: devices by patterns of module paths; by default everything is where it is by nature.
-        chunks_in_flight: at least 1; None for as many as the executor takes.
+        placements: devices by patterns of module paths; by default every module is on its default device.
+        chunks_in_flight: at least 1; None for the executor's default.
         workers: processes, at least 1; by default one for each POINTS_OF_A_WORKER simulations, at most the cores of
             this machine. 1 simulates in this process.
-        dask: the address of a Dask scheduler, or a `distributed.Client`: its workers simulate, in place of processes.
+        dask: the address of a Dask scheduler, or a `distributed.Client`, whose workers replace the processes.
         progress: function that is called during downloads and after every simulation; True shows a bar.
 
     Returns:
-        A row for each point. The order does not depend on who simulates: devices vary slowest, then placements,
+        A row for each point, in an order that does not depend on the workers: devices vary slowest, then placements,
         schemes, prompt lengths, chunk lengths, policies, and chunks in flight fastest.
 
     Raises:
-        ConfigError: an axis is empty, an unknown name, a value out of range, or a profile that was measured otherwise;
-            or the Dask cluster cannot be used.
+        ConfigError: an axis is empty or has an unknown name or a value out of range; a profile was measured under other
+            conditions; or the Dask cluster cannot be used.
         ModelError: the checkpoint is missing, damaged or unsupported.
     """
     report = find_progress(progress)
@@ -192,12 +192,12 @@ def experiment(
 
 
 def placement_text(placement: Placement) -> str:
-    """A placement on one line."""
+    """Return a placement as one line of text."""
     return ", ".join(f"{pattern}={device}" for pattern, device in placement.items())
 
 
 def _simulated(point: _Point) -> _Point:
-    """The point that is simulated for one: no more chunks are in flight than the prompt has."""
+    """Return the equivalent point whose chunks in flight do not exceed the prompt's chunks."""
     device, placement, scheme, prompt_length, chunk_length, policy, chunks_in_flight = point
     chunks_in_flight = chunks_in_flight and min(chunks_in_flight, -(-prompt_length // chunk_length))
     return device, placement, scheme, prompt_length, chunk_length, policy, chunks_in_flight
@@ -212,7 +212,7 @@ def _run_here(grid: _Grid, points: list[_Point], progress: Progress) -> list[Row
 
 
 def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress) -> list[Row]:
-    """Run on worker processes. They are spawned: a fork would copy locks that threads of this process hold."""
+    """Run on worker processes. They are spawned, because a fork would copy locks that threads of this process hold."""
     rows = list[Row]()
     others = set(active_children())
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (grid,)) as pool:
@@ -229,7 +229,7 @@ def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress)
             ) from error
         except BaseException:
             for process in set(active_children()) - others:
-                process.terminate()  # some may not even have begun
+                process.terminate()  # some may not have started yet
             pool.shutdown(cancel_futures=True)
             raise
     return rows
@@ -237,9 +237,9 @@ def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress)
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Ctrl-C comes after this, so that no process is forgotten that is just being started.
+    """Delay Ctrl-C until the block ends, so that no process that is being started is orphaned.
 
-    Processes that are started within it never get it: who started them ends them.
+    Processes that are started within the block never receive it; their parent ends them.
     """
     before = signal.getsignal(signal.SIGINT)
     if current_thread() is not main_thread() or before is None:  # no KeyboardInterrupt will be raised here
@@ -260,7 +260,7 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 _worker_grid: _Grid
-"""Of a worker process, set as it starts."""
+"""Grid of a worker process, set when it starts."""
 
 
 def _start_worker(grid: _Grid) -> None:
@@ -289,29 +289,31 @@ def _row(grid: _Grid, point: _Point) -> Row:
 
 
 def plans_of(model: str | Path | Shape, placements: Sequence[Placement], progress: Progress) -> list[Plan]:
-    """The plan of every placement; arguments and errors are those of `experiment`."""
+    """Return the plan of every placement; arguments and errors are those of `experiment`."""
     name = str(model)
     if isinstance(model, Shape) or name in shapes():
         shape = model if isinstance(model, Shape) else find_shape(name)
         return [shape.plan(placement) for placement in placements]
     if is_engine_directory(Path(name)):
         if any(placements):
-            raise ConfigError(f"{name} is compiled, its modules are placed; give its checkpoint, or no placements")
+            raise ConfigError(
+                f"{name} is compiled, so its modules are placed already; give its checkpoint, or no placements"
+            )
         if not (ranks := read_manifest(Path(name)).ranks).are_alone:
             raise ConfigError(
-                f"{name} is for {ranks}, and grids are of whole decoders; run `chunkrt simulate {name} --ranks "
+                f"{name} is for {ranks}, and grids take complete decoders; run `chunkrt simulate {name} --ranks "
                 f"{ranks.size} --link 1GbE`"
             )
         return [read_plan(Path(name))] * len(placements)
     try:
         checkpoint, _ = find_checkpoint(name, progress)
     except ConfigError as error:
-        raise ConfigError(f"{error}; shapes are: {', '.join(shapes())}") from error
+        raise ConfigError(f"{error}; available shapes: {', '.join(shapes())}") from error
     return [plan_checkpoint(checkpoint, placement).plan for placement in placements]
 
 
 def _axis(name: str, values: Iterable[T]) -> list[T]:
-    """One axis of the grid as a list."""
+    """Return one axis of the grid as a list."""
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
         raise ConfigError(f"{name} is {values!r}, expected a list; put it in brackets")
     found = list(values)
@@ -321,7 +323,7 @@ def _axis(name: str, values: Iterable[T]) -> list[T]:
 
 
 def _whole(name: str, value: Any, most: int | None = None) -> int:
-    """A whole number of at least 1, and at most the model's context if that is given."""
+    """Return a checked whole number: at least 1, and at most the model's context if that is given."""
     try:
         number = index(value)
     except TypeError:

@@ -1,8 +1,8 @@
-"""Whether a model fits a device, from its plan alone: nothing is compiled, no weight is read.
+"""Check of a model's memory on a device, from its plan alone: nothing is compiled, and no weight is read.
 
-On the NPU lie the compiled contexts with their weights, what a context spills, and the buffers at its edges; a session
-addresses so much and no more, and several sessions share a larger model. In RAM lies all of that, and what the CPU has:
-caches, the chunks in flight, and its own copy of the weights, from which it decodes.
+NPU memory holds the compiled contexts with their weights, the spilled part of each context, and the buffers at its
+edges. A session has a fixed address window; several sessions share a larger model. RAM holds all of that and the CPU's
+data: caches, the chunks in flight, and its own copy of the weights for decode.
 """
 
 from __future__ import annotations
@@ -29,38 +29,40 @@ from chunkrt.runtime.state_tensors import state_bytes
 from chunkrt.runtime.tasks import processors_for
 
 MOST_SESSIONS = 4
-"""Sessions on the NPU that a process is given, by what others report; an emulator has no such limit."""
+"""NPU sessions of a process, as others report; an emulator has no such limit."""
 
 SMALLEST_SCHEME, SHORTEST_CONTEXT = "w4a16", 1024
-"""What a remedy may come down to."""
+"""Smallest scheme and shortest context that a remedy suggests."""
 
 USABLE_RAM = 0.6
-"""The part of a device's RAM that one program may count on. A guess; the rest is the system's and other programs'."""
+"""Share of a device's RAM that one program may use. A guess; the system and other programs use the rest."""
 
 CONTEXT_OVERHEAD_BYTES, CONTEXT_COLUMN_BYTES = 64 * 1024, 24
-"""What a context takes beside its weights: once, and for every output column of a linear. Where columns have grids of
-their own, their limits come on top, as float16 for every row of a chunk.
+"""Size of a context in addition to its weights: a constant, and a term for every output column of a linear. If columns
+have quantisation ranges of their own, their limits come on top, as float16 for every row of a chunk.
 
 Fitted to 162 contexts compiled for SM8650: hidden sizes of 192 to 2048, chunks of 1, 32 and 128. None is larger than
 estimated; from 1 MB upwards they are at most 2 % smaller with 16-bit activations, 13 % with 8-bit ones. Chunks of 8
-with 8-bit activations take up to 4 % more than estimated."""
+with 8-bit activations take up to 4 % more than estimated.
+"""
 
 LEAST_ROWS = 32
-"""Rows for which column limits are stored, at least."""
+"""Fewest rows for which column limits are stored."""
 
 WIDEST_VALUES_HELD = {16: 1.5, 8: 10.0}
-"""How much a context holds at once, in units of its widest value as float16, by the bits of activations; what exceeds
-VTCM is spilled. Fitted to the same contexts and to chunks of up to 1024: at most 3 MB too small; for 8 bits and chunks
-of 512 and more often far too large."""
+"""Working memory of a context, in units of its widest value as float16, by the bits of activations; the part that
+exceeds VTCM is spilled. Fitted to the same contexts and to chunks of up to 1024: at most 3 MB too small; for 8 bits and
+chunks of 512 and more often far too large.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextFit:
     """One NPU subgraph, in bytes.
 
-    weight_bytes: of its linears on the NPU: 4-bit ones take half a byte a weight and a byte a block. context_bytes: of
-    the compiled context, these weights included, estimated. spill_bytes: working memory beyond VTCM, estimated.
-    edge_bytes: of the float16 buffers by which values arrive and leave, for two calls; of those with attention for one.
+    weight_bytes: weights of its linears on the NPU; a 4-bit linear takes half a byte a weight and a byte a block.
+    context_bytes: estimate of the compiled context, including these weights. spill_bytes: estimate of working memory
+    that exceeds VTCM. edge_bytes: float16 buffers for inputs and outputs, for two calls; for one with attention.
     """
 
     name: str
@@ -71,18 +73,17 @@ class ContextFit:
 
     @property
     def num_bytes(self) -> int:
-        """All that it takes of an NPU session's window."""
+        """Bytes of an NPU session's window that it takes."""
         return self.context_bytes + self.spill_bytes + self.edge_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What a model takes on a device, in bytes, and what there is.
+    """Memory that a model takes on a device, and the device's memory, in bytes.
 
-    sessions: the NPU subgraphs, by name, that share a session on the NPU. cache_bytes: keys and values of one
-    conversation, in float16, and its recurrent state, in float32.
-    chunk_bytes: values of the chunks in flight, in prompts and in decode. cpu_weight_bytes:
-    the mapped file of weights.
+    sessions: names of the NPU subgraphs that share each NPU session. cache_bytes: keys and values of one conversation,
+    in float16, and its recurrent state, in float32. chunk_bytes: values of the chunks in flight, in prompts and in
+    decode. cpu_weight_bytes: the mapped file of weights.
     """
 
     soc: Soc
@@ -98,12 +99,12 @@ class Fit:
 
     @property
     def npu_bytes(self) -> int:
-        """On the NPU, in all sessions."""
+        """Bytes on the NPU, in all sessions."""
         return sum(context.num_bytes for context in self.contexts)
 
     @property
     def total_bytes(self) -> int:
-        """In RAM, which both processors share."""
+        """Bytes in RAM, which both processors share."""
         return self.npu_bytes + self.cache_bytes + self.chunk_bytes + self.cpu_weight_bytes
 
     @property
@@ -113,7 +114,7 @@ class Fit:
 
     @property
     def problems(self) -> list[str]:
-        """Why the model does not fit; empty if it does."""
+        """Reasons why the model does not fit; empty if it does."""
         window = self.soc.npu_window_bytes
         found = [
             f"{context.name} takes {_size(context.num_bytes)} of an NPU session's {_size(window)}"
@@ -121,13 +122,15 @@ class Fit:
             if context.num_bytes > window
         ][:1]
         if len(self.sessions) > MOST_SESSIONS:
-            found.append(f"it takes {len(self.sessions)} NPU sessions of {_size(window)}, there are {MOST_SESSIONS}")
+            found.append(
+                f"it takes {len(self.sessions)} NPU sessions of {_size(window)}, but only {MOST_SESSIONS} are available"
+            )
         if self.total_bytes > self.usable_ram_bytes:
             found.append(f"it takes {_size(self.total_bytes)} of {_size(self.usable_ram_bytes)} usable RAM")
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data, sums and verdict included."""
+        """Return the figures as plain data, including sums and verdict."""
         return asdict(self) | {
             "contexts": [asdict(c) | {"num_bytes": c.num_bytes} for c in self.contexts],
             "npu_bytes": self.npu_bytes,
@@ -148,15 +151,15 @@ def fit_plan(
     ram_bytes: int,
     options: EngineOptions | None = None,
 ) -> Fit:
-    """Add up what a plan takes on a device under a static scheme.
+    """Add up the memory of a plan on a device under a static scheme.
 
     Args:
         chunk_length, context_length: at least 1, at most the plan's context.
-        ram_bytes: of the device.
-        options: whether attention runs on the NPU, over which windows, and who keeps weights.
+        ram_bytes: RAM of the device.
+        options: attention on the NPU, its windows, and the storage of weights.
 
     Raises:
-        PartitionError: the NPU cannot run one of the NPU's subgraphs.
+        PartitionError: the NPU cannot run one of its subgraphs.
     """
     options, plan = options or EngineOptions(npu="qnn"), plan.within(context_length)
     plans = npu_plans(plan, {}, options, context_length, chunk_length)
@@ -169,7 +172,7 @@ def fit_plan(
     on_npu = {name for s in plan.subgraphs if s.device == "npu" for name in s.weights}
     kept = {n: b for n, b in weight_bytes(plan, scheme).items() if options.weights == "both" or n not in on_npu}
     processors = processors_for(NUM_PLACES, soc.num_cores)
-    lengths = ((chunk_length, chunk_slots(plan, chunk_length, processors)), (1, 1))  # prompts, with the NPU; decode
+    lengths = ((chunk_length, chunk_slots(plan, chunk_length, processors)), (1, 1))  # prompts with the NPU; decode
     slots = plan.slots(context_length, chunk_length)
     return Fit(
         soc=soc,
@@ -188,14 +191,14 @@ def fit_plan(
 def find_remedy(
     plan: Plan, scheme: Scheme, fit: Fit, *, is_compiled: bool = False, options: EngineOptions | None = None
 ) -> str:
-    """Command line options under which a model fits that did not; empty if there are none.
+    """Return command line options under which a model that does not fit would fit; empty if none are found.
 
-    Looked for in this order: shorter chunks, a shorter context, 4-bit weights.
+    They are tried in this order: shorter chunks, a shorter context, 4-bit weights.
 
     Args:
-        scheme: that of `fit`.
-        is_compiled: whether it is that of an engine directory, so that another takes compiling the checkpoint again.
-        options: those of `fit`.
+        scheme: the scheme given to `fit`.
+        is_compiled: the scheme is that of an engine directory, so another one requires compiling the checkpoint again.
+        options: those given to `fit`.
     """
     chunk_lengths = sorted({fit.chunk_length, min(fit.chunk_length, DEFAULT_CHUNK_LENGTH)}, reverse=True)
     context_lengths = [fit.context_length]
@@ -213,7 +216,7 @@ def find_remedy(
                 ram_bytes=fit.ram_bytes,
                 options=options,
             )
-        except PartitionError:  # depths that blocks of 4-bit weights do not divide
+        except PartitionError:  # depths that are not divisible into blocks of 4-bit weights
             continue
         if not found.problems:
             changes = [
@@ -264,7 +267,7 @@ def _npu_weight_bytes(depth: int, columns: int, bits: int | None) -> int:
 
 
 def _share_sessions(contexts: Sequence[ContextFit], window_bytes: int) -> list[tuple[str, ...]]:
-    """Contexts in order, each with its predecessors in one session while there is room."""
+    """Group contexts in order; each joins the session of its predecessors if that has room."""
     sessions: list[tuple[str, ...]] = []
     room = 0
     for context in contexts:

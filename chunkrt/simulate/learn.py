@@ -1,7 +1,8 @@
-"""From recorded runs to a measured profile: what every subgraph takes alone, and how much tasks slow each other down.
+"""Measured profiles from recorded runs: duration of every subgraph alone, and slowdown of concurrent tasks.
 
-Costs come from runs of one task at a time, in which every subgraph finds the caches as the others left them. Within a
-run they are means, since a run's time is a sum; over runs the median, against whatever else the machine does.
+Costs come from runs of one task at a time, in which every subgraph finds the processor's caches as the others left
+them. Within a run they are means, because a run's time is a sum; over runs the median, which is robust against other
+load.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins
 from chunkrt.simulate.work import cut
 
 SLOWEST = 0.05
-"""A task that shares the machine is believed to be at most 20 times slower."""
+"""Largest slowdown of a task by others that is believed."""
 
 
 def learn_budget(
@@ -32,14 +33,14 @@ def learn_budget(
     alone: Sequence[RunRecord],
     crowded: Sequence[RunRecord],
 ) -> ThreadsCost:
-    """What one thread budget gives.
+    """Return the measurements of one thread budget.
 
     Args:
         plan: the decoder.
         threads: the budget.
-        alone: runs under the policy "sequential": some of a prompt of whole chunks, two or more, and some of half a
+        alone: runs under the policy "sequential": some of a prompt of two or more complete chunks, and some of half a
             chunk.
-        crowded: runs of the same prompt of whole chunks under the policy that shall be predicted.
+        crowded: runs of the same prompt of complete chunks under the policy to be predicted.
     """
     costs = learn_costs(plan, alone)
     workers = sum(processor.workers for processor in crowded[0].pipeline.processors)
@@ -53,7 +54,7 @@ def learn_budget(
 
 
 def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost]:
-    """The cost of every subgraph that stands for others, by its name; see `learn_budget` for the runs."""
+    """Return the cost of every representative subgraph by its name; see `learn_budget` for the runs."""
     first = twins(plan)
     whole: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     short: dict[str, list[float]] = defaultdict(list)
@@ -93,10 +94,10 @@ def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost
 def learn_speeds(
     plan: Plan, costs: Mapping[str, SubgraphCost], runs: Sequence[RunRecord], workers: int
 ) -> dict[str, tuple[float, ...]]:
-    """Speeds of every subgraph that stands for others as one of 1, 2, ... `workers` tasks that run at once.
+    """Return speeds of every representative subgraph as one of 1, 2, ... `workers` concurrent tasks.
 
-    Its tasks are taken together that mostly ran as one of so many. Their speed is their work alone, less the time for
-    which each did run alone, over the rest of their time. The median over the runs.
+    Tasks that mostly ran as one of k are grouped. The speed of a group is its work alone, less the time for which each
+    task ran alone, divided by the rest of its time. The result is the median over the runs.
     """
     first = twins(plan)
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -124,7 +125,7 @@ def learn_speeds(
 
 
 def _times_by_crowd(events: Sequence[TaskEvent], workers: int) -> list[np.ndarray]:
-    """For every event the nanoseconds that it spent as one of 1, 2, ... `workers` tasks."""
+    """Return for every event the nanoseconds that it spent as one of 1, 2, ... `workers` tasks."""
     cuts = sorted({event.start_ns for event in events} | {event.end_ns for event in events})
     index = {moment: i for i, moment in enumerate(cuts)}
     change = np.zeros(len(cuts), np.int64)
@@ -146,7 +147,7 @@ def _makespan(events: Sequence[TaskEvent]) -> int:
 
 
 def _overhead_ns(record: RunRecord) -> int:
-    """Between tasks: what workers lost although they could have run one, up to the run's last task."""
+    """Return the time that workers lost between tasks although one was ready, up to the run's last task."""
     inner = min(event.start_ns for event in record.events), max(event.end_ns for event in record.events)
     lost = sum(time.idle_ns.get("overhead", 0) for time in where_time_went([record]))
     outside = (inner[0] - record.start_ns) + (record.end_ns - inner[1])

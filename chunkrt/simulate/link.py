@@ -1,6 +1,6 @@
-"""Link profiles: what joins the ranks of one decoder, and what a sum over ranks takes on it.
+"""Link profiles: the network between the ranks of one decoder, and the duration of a sum over ranks.
 
-Those in `links/` say of every number where it comes from, as device profiles do (`profile.py`).
+The profiles in `links/` name the source of every number, as device profiles do (`profile.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from chunkrt.simulate.tables import Source, build, read_table
 
 _FOLDER = Path(__file__).parent / "links"
 LINKS = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
-"""The profiles that come with chunkrt."""
+"""Profiles that come with chunkrt."""
 
 _GIVEN = ("gb_per_s", "latency_us")
 FORM = "gb_per_s=1.25,latency_us=50"
@@ -24,11 +24,10 @@ FORM = "gb_per_s=1.25,latency_us=50"
 
 @dataclass(frozen=True, kw_only=True)
 class LinkProfile:
-    """One link, which every rank has to itself: it sends and receives at once, through a switch that slows nobody.
+    """One link, full duplex and exclusive to each rank, through a non-blocking switch.
 
-    nominal_gbit_per_s: what is printed on the box; nothing is computed from it. gb_per_s: what TCP carries of a
-    program's bytes, one way. latency_us: of a message, one way, from one program to the other. sources: of every
-    number, by its name.
+    nominal_gbit_per_s: the advertised speed; not used in computations. gb_per_s: TCP's payload speed, one way.
+    latency_us: one-way latency of a message between two programs. sources: source of every number, by its name.
     """
 
     name: str
@@ -38,7 +37,7 @@ class LinkProfile:
     sources: Mapping[str, Source] = field(default_factory=dict)
 
     def sum_us(self, num_bytes: int, ranks: int) -> float:
-        """What a sum of so many bytes over so many ranks takes, if all begin it at once and nothing else is sent."""
+        """Return the microseconds of a sum of `num_bytes` over ranks that all begin at once, without other traffic."""
         steps, sent_bytes = exchange_of(num_bytes, ranks)
         return steps * self.latency_us + sent_bytes / (1000 * self.gb_per_s)
 
@@ -47,10 +46,10 @@ class LinkProfile:
 
 
 def find_link(text: str) -> LinkProfile:
-    """A link by the name of one that comes with chunkrt, by the path of a TOML file, or by its two numbers as in FORM.
+    """Return a link by the name of a bundled one, by the path of a TOML file, or by its two numbers as in FORM.
 
     Raises:
-        ConfigError: there is none of that name, the file is wrong, or a number is missing or makes no sense.
+        ConfigError: the name is unknown, the file is wrong, or a number is missing or invalid.
     """
     if text in LINKS:
         return read_link(_FOLDER / f"{text}.toml")
@@ -58,14 +57,14 @@ def find_link(text: str) -> LinkProfile:
         return read_link(Path(text))
     if "=" in text:
         return _given(text)
-    raise unknown_name("link", text, LINKS, hint=f"there are: {', '.join(LINKS)}, a TOML file, or numbers as in {FORM}")
+    raise unknown_name("link", text, LINKS, hint=f"available: {', '.join(LINKS)}, a TOML file, or numbers as in {FORM}")
 
 
 def read_link(path: Path) -> LinkProfile:
     """Read a profile.
 
     Raises:
-        ConfigError: the file cannot be read, or a key is unknown, missing or makes no sense.
+        ConfigError: the file cannot be read, or a key is unknown, missing or invalid.
     """
     sources: dict[str, Source] = {}
     link = build(LinkProfile, read_table(path), str(path), sources)
@@ -75,7 +74,7 @@ def read_link(path: Path) -> LinkProfile:
 
 
 def _given(text: str) -> LinkProfile:
-    """A link from "gb_per_s=NUMBER,latency_us=NUMBER", in any order."""
+    """Parse a link from "gb_per_s=NUMBER,latency_us=NUMBER", in any order."""
     numbers: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))

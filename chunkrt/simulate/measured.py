@@ -1,8 +1,8 @@
-"""Measured profiles: what every subgraph of one model took on the machine at hand, written by `chunkrt profile`.
+"""Measured profiles: duration of every subgraph of one model on this machine, written by `chunkrt profile`.
 
-A subgraph's time is a line over its rows and the positions that they attend to. Subgraphs of the same shape share one
-measurement, under the name of the first of them. Beside it stands how much tasks slow each other down when all workers
-are busy: they share memory, caches and, where both roles run on the CPU, its threads.
+A subgraph's duration is linear in its rows and in the positions that they attend to. Subgraphs of the same shape share
+one measurement, under the name of the first of them. A profile also holds how much tasks slow each other down when all
+workers are busy: they share memory, caches and, where both roles run on the CPU, its threads.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from chunkrt.runtime.tasks import Processor, processors_for
 class SubgraphCost:
     """Microseconds of one subgraph: fixed_us + row_us * rows + pair_us * (pairs of a row and a position it attends to).
 
-    Taken while nothing else runs, with all threads of the budget. speeds: of this one as one of k tasks that run at
-    once, relative to alone; entry k-1.
+    Measured with all threads of the budget and no other load. speeds: entry k-1 is the speed as one of k concurrent
+    tasks, relative to alone.
     """
 
     subgraph: str
@@ -35,9 +35,9 @@ class SubgraphCost:
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadsCost:
-    """One thread budget.
+    """Measurements of one thread budget.
 
-    prompt_us: of a prompt, beside its tasks. task_us: between two tasks.
+    prompt_us: overhead of a prompt in addition to its tasks. task_us: overhead between two tasks.
     """
 
     threads: int
@@ -48,9 +48,9 @@ class ThreadsCost:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredProfile:
-    """One model on one machine.
+    """Measurements of one model on one machine.
 
-    has_npu: whether an NPU ran the static subgraphs, beside the CPU. conditions: what was measured, and when.
+    has_npu: an NPU ran the static subgraphs, and the CPU the others. conditions: machine and date of the measurement.
     """
 
     name: str
@@ -62,11 +62,11 @@ class MeasuredProfile:
     budgets: Mapping[int, ThreadsCost]
 
     def processors(self, threads: int) -> tuple[Processor, ...]:
-        """Who runs tasks under a thread budget."""
+        """Return the processors under a thread budget."""
         return processors_for(1 if self.has_npu else None, threads)
 
     def budget(self, threads: int | None) -> ThreadsCost:
-        """The measurements of a thread budget, by default of the largest.
+        """Return the measurements of a thread budget, by default of the largest.
 
         Raises:
             ConfigError: that budget was not measured.
@@ -81,7 +81,7 @@ class MeasuredProfile:
 
 
 def twins(plan: Plan) -> dict[str, str]:
-    """For every subgraph the first one of the same operators and shapes, which stands for it."""
+    """Return for every subgraph its representative: the first one of the same operators and shapes."""
     first: dict[Any, str] = {}
     return {s.name: first.setdefault(_signature(s, plan), s.name) for s in plan.subgraphs}
 
@@ -100,7 +100,7 @@ def _signature(subgraph: Subgraph, plan: Plan) -> Any:
 
 
 def read_measured(table: Mapping[str, Any], path: Path) -> MeasuredProfile:
-    """A profile that `write_measured` wrote.
+    """Parse a profile that `write_measured` wrote.
 
     Raises:
         ConfigError: a key is unknown, missing or of the wrong type.
@@ -123,7 +123,7 @@ def read_measured(table: Mapping[str, Any], path: Path) -> MeasuredProfile:
 
 
 def write_measured(profile: MeasuredProfile) -> str:
-    """The profile as TOML."""
+    """Return the profile as TOML."""
     lines = [
         "# Written by `chunkrt profile`: every number was measured, in microseconds, on the machine and under the",
         "# conditions below.",

@@ -1,7 +1,7 @@
-"""Device profiles: what tasks cost on a device, as TOML that anybody can read, correct and add to.
+"""Device profiles: cost models of devices, as TOML that users can read, correct and extend.
 
-Those in `devices/` are put together from what others published; every number names its source, and what is a guess is
-called one. `chunkrt profile` writes one of the machine at hand instead; see `measured.py`.
+The profiles in `devices/` are compiled from published numbers; every number names its source, and guesses are marked.
+`chunkrt profile` writes a measured profile of the machine it runs on instead; see `measured.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chunkrt.simulate.tables import Source, build, read_table
 
 _FOLDER = Path(__file__).parent / "devices"
 DEVICES = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
-"""The profiles that come with chunkrt."""
+"""Profiles that come with chunkrt."""
 
 OPERATORS = ("linear_a8", "linear_a16", "linear_float", "attention", "other")
 """Linears by the bits of their activations; attention over the cache; norms, element-wise operators and look-ups."""
@@ -28,9 +28,9 @@ OPERATORS = ("linear_a8", "linear_a16", "linear_float", "attention", "other")
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCost:
-    """One kind of operator: `fixed_us` and the longer of its bytes and its operations.
+    """Cost of one kind of operator: `fixed_us` plus the longer of the times of its bytes and its operations.
 
-    gb_per_s: how fast its weights, keys and values, or (for "other") its inputs and outputs stream. gops: 10^9
+    gb_per_s: streaming speed of its weights, keys and values, or (for "other") its inputs and outputs. gops: 10^9
     operations a second, a multiply-add counted as two.
     """
 
@@ -43,7 +43,7 @@ class OperatorCost:
 class ProcessorCost:
     """One processor, which runs one task at a time.
 
-    task_us: what starting and ending a task costs there, whatever is in it. busy_watts: while it runs a task.
+    task_us: cost of starting and ending any task. busy_watts: power while it runs a task.
     """
 
     task_us: float
@@ -53,7 +53,7 @@ class ProcessorCost:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCost:
-    """Values that cross to another device: converted and copied at `gb_per_s`, `fixed_us` for each of them."""
+    """Cost of values that cross to another device: converted and copied at `gb_per_s`, plus `fixed_us` for each."""
 
     fixed_us: float
     gb_per_s: float
@@ -61,7 +61,7 @@ class TransferCost:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCost:
-    """The memory that all processors share: `gb_per_s` for them together, picojoules a byte read or written."""
+    """Memory that all processors share: `gb_per_s` for all of them together, picojoules a byte read or written."""
 
     gb_per_s: float
     pj_per_byte: float
@@ -71,8 +71,8 @@ class MemoryCost:
 class DeviceProfile:
     """One device.
 
-    soc: Qualcomm's name, as in `backends/qnn/socs.py`. prompt_us: what a prompt costs before its first task.
-    idle_watts: of the whole device, always. sources: of every parameter, by its dotted path.
+    soc: Qualcomm's name, as in `backends/qnn/socs.py`. prompt_us: overhead of a prompt before its first task.
+    idle_watts: constant power of the complete device. sources: source of every parameter, by its dotted path.
     """
 
     name: str
@@ -86,7 +86,7 @@ class DeviceProfile:
     sources: Mapping[str, Source] = field(default_factory=dict)
 
     def processors(self, plan: Plan, *, overlaps_conversion: bool = False) -> tuple[Processor, ...]:
-        """Who runs a plan, one task at a time each: without subgraphs of the NPU's the CPU alone.
+        """Return the processors of a plan, each with one task at a time: the CPU alone if no subgraph is the NPU's.
 
         `overlaps_conversion`: the NPU takes a second task, whose values are converted while the first computes.
         """
@@ -95,15 +95,15 @@ class DeviceProfile:
         return processors_for(calls if has_npu else None, 1, num_computing=1)
 
     def processor_cost(self, device: Device) -> ProcessorCost:
-        """Of the processor that plays a role."""
+        """Return the cost of the processor that serves in a role."""
         return self.npu if device == "npu" else self.cpu
 
 
 def find_device(name: str) -> DeviceProfile | MeasuredProfile:
-    """A profile by the name of one that comes with chunkrt, by any name of its SoC, or by the path of a TOML file.
+    """Return a profile by the name of a bundled one, by any name of its SoC, or by the path of a TOML file.
 
     Raises:
-        ConfigError: there is none of that name, or the file is wrong.
+        ConfigError: the name is unknown, or the file is wrong.
     """
     if name in DEVICES:
         return read_profile(_FOLDER / f"{name}.toml")
@@ -114,14 +114,14 @@ def find_device(name: str) -> DeviceProfile | MeasuredProfile:
         profiles = (read_profile(_FOLDER / f"{device}.toml") for device in sorted(DEVICES, key=len))
         if found := next((p for p in profiles if isinstance(p, DeviceProfile) and p.soc == soc), None):
             return found
-    raise unknown_name("device", name, DEVICES, hint=f"there are: {', '.join(DEVICES)}, or a profile's TOML file")
+    raise unknown_name("device", name, DEVICES, hint=f"available: {', '.join(DEVICES)}, or a profile's TOML file")
 
 
 def read_profile(path: Path) -> DeviceProfile | MeasuredProfile:
-    """Read a profile, one with a cost model or a measured one.
+    """Read a profile, either a cost model or a measured one.
 
     Raises:
-        ConfigError: the file cannot be read, or a key is unknown, missing or makes no sense.
+        ConfigError: the file cannot be read, or a key is unknown, missing or invalid.
     """
     table = read_table(path)
     if "measured" in table:

@@ -1,8 +1,8 @@
-"""A server on a virtual clock: sequences that come, share chunks, and go.
+"""A server on a virtual clock: sequences arrive, are batched into chunks, and leave.
 
-It feeds an open schedule by the conductor's rules. Whoever waits is shown to the batcher whenever a chunk may enter.
-Only two are under way while somebody decodes. Where single tokens run beside an NPU, on the CPU alone, they do so in
-one chunk at a time, and no other is formed meanwhile.
+It feeds an open schedule by the conductor's rules. The batcher sees all waiting sequences whenever a chunk may enter.
+While any sequence decodes, only two chunks are in flight. If single tokens run on the CPU alone although an NPU exists,
+they do so in one chunk at a time, and no other such chunk is formed in the meantime.
 """
 
 from __future__ import annotations
@@ -19,70 +19,73 @@ from chunkrt.simulate.arrivals import Request
 
 
 class Admission(NamedTuple):
-    """How a chunk is computed: what it passes through, and how long its tasks take alone, by subgraph."""
+    """Computation of a chunk: its route through the plan, and the durations of its tasks alone, by subgraph."""
 
     route: Route
     durations: Sequence[int]
 
 
 Admit = Callable[[ChunkRecord, int, bool], Admission]
-"""Of a chunk, how many of its rows want logits, and whether it runs beside an NPU, on the CPU alone."""
+"""Called with a chunk, its number of rows that want logits, and whether it bypasses the NPU and runs on the CPU alone.
+"""
 
 DecodesApart = Callable[[Sequence[int]], bool]
-"""Whether sequences that decode, at these positions, do so beside an NPU."""
+"""Called with the positions of decoding sequences; returns True if they bypass the NPU."""
 
 MOST_WHILE_DECODING = 2
-"""Chunks under way while somebody decodes, who would wait for all that are before; the conductor's rule."""
+"""Most chunks in flight while any sequence decodes, because it waits for all chunks before its own; the conductor's
+rule.
+"""
 
 
 class Client:
-    """A request on its way: a sequence, which waits for chunks to take its tokens.
+    """A request in progress: a sequence that waits for chunks to take its tokens.
 
     Args:
-        number: of the sequence.
-        request: what was asked.
-        arrival_ns: when.
+        number: number of the sequence.
+        request: its lengths.
+        arrival_ns: its arrival time.
     """
 
     def __init__(self, number: int, request: Request, arrival_ns: float) -> None:
         self.number, self.request, self.arrival_ns = number, request, arrival_ns
         self.start_ns = 0.0
-        """When it was let in."""
+        """Time of its admission."""
         self.token_ns: list[float] = []
-        """When each of its tokens was there."""
+        """Completion time of each of its tokens."""
         self.position = 0
-        """Of the next token that a chunk takes."""
+        """Position of the next token that a chunk takes."""
         self.num_left = request.prompt
-        """Tokens that wait: of the prompt, or the one that was generated last."""
+        """Tokens that wait: of the prompt, or the last generated one."""
         self.num_passed = 0
         self.in_flight: list[int] = []
-        """The chunks that hold rows of it."""
+        """Chunks that hold rows of it."""
 
     @property
     def is_decode(self) -> bool:
-        """Whether it waits for one token's row."""
+        """True if it waits for one token's row."""
         return bool(self.token_ns) or self.request.prompt == 1
 
     @property
     def time_to_first_token_ns(self) -> float:
-        """From when it was asked."""
+        """Time from its arrival to its first token."""
         return self.token_ns[0] - self.arrival_ns
 
 
 class Server:
-    """Lets requests in, forms chunks of whoever waits, and notes when every token was there.
+    """Admits requests, forms chunks of waiting sequences, and records the completion time of every token.
 
     Args:
-        schedule: open, without chunks; closed here once all have been answered.
-        requests: in the order in which they come.
+        schedule: open, without chunks; closed here once all requests have been answered.
+        requests: in order of arrival.
         batcher: forms the chunks.
         chunk_length: C.
-        most_sessions: requests that are let in at once; others wait.
-        most_in_flight: chunks that are formed before one has ended, but for that beside an NPU.
+        most_sessions: requests that are admitted at once; others wait.
+        most_in_flight: limit of chunks in flight, except for those that bypass the NPU.
         step: see `Waiting.step`.
-        prompt_ns: from when a request is let in until its tokens may be taken.
-        admit: tells what a chunk takes.
-        decodes_apart: tells where single tokens run.
+        prompt_ns: time from the admission of a request until its tokens may be taken.
+        admit: returns the route and durations of a chunk.
+        decodes_apart: returns True if single tokens bypass the NPU.
     """
 
     def __init__(
@@ -106,19 +109,21 @@ class Server:
         self._coming = deque(enumerate(requests))
         self._queue: deque[Client] = deque()
         self._waiting: list[Client] = []
-        """Those with tokens that no chunk has taken, in the order in which they came to wait."""
+        """Requests with tokens that no chunk has taken, longest wait first."""
         self._inside: list[Client] = []
         self._flying: dict[int, list[tuple[Client, bool]]] = {}
-        """Of every chunk in flight those with rows in it, and whether it holds the last of those that they wait for."""
+        """For every chunk in flight its requests, each with a flag: the chunk holds the last of the tokens that it
+        waits for.
+        """
         self._apart: int | None = None
-        """The chunk beside the NPU, if there is one."""
+        """The chunk that bypasses the NPU, if one exists."""
         self.clients: list[Client] = []
-        """All that have come."""
+        """All requests that have arrived."""
         self.chunks: list[ChunkRecord] = []
-        """All that were formed."""
+        """All chunks that were formed."""
 
     def __call__(self, now: float) -> float | None:
-        """Take in what has ended and who has come, and form chunks; when to be called next."""
+        """Process ended chunks and new requests, and form chunks; return the time of the next call."""
         for number, _ in self._schedule.ended:
             if number == self._apart:
                 self._apart = None
@@ -140,7 +145,7 @@ class Server:
         return client.start_ns + self._prompt_ns <= now
 
     def _take_in(self, now: float) -> None:
-        """Those that come wait in the queue until there is room."""
+        """Queue new requests, and admit them while places are free."""
         while self._coming:
             number, request = self._coming[0]
             has_room = len(self._inside) + len(self._queue) < self._most_sessions
@@ -181,7 +186,7 @@ class Server:
             self._apart = self._form_chunk(decoding, is_apart=True)
 
     def _form_chunk(self, ready: Sequence[Client], *, is_apart: bool) -> int:
-        """Form a chunk of some that wait; its number."""
+        """Form a chunk of some waiting requests; return its number."""
         waiting = [Waiting(c.num_left, c.is_decode, c.num_passed, self._step) for c in ready]
         takes = next_chunk(self._batcher, waiting, self._chunk_length)
         taken = [ready[take.place] for take in takes]

@@ -1,7 +1,7 @@
-"""Serving: how fast a device answers when many sequences share chunks.
+"""Serving simulation: speed of a device when many sequences share chunks.
 
-The batcher, the schedule and the policies are those of the runtime, on a virtual clock; what tasks take is a device
-profile's.
+The batcher, the schedule and the policies are those of the runtime, on a virtual clock; a device profile gives the
+durations of tasks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from chunkrt.simulate.work import Chunk
 
 
 class Spread(NamedTuple):
-    """Milliseconds: the mean, and what half of the values and 95 % of them do not exceed."""
+    """Milliseconds: the mean, the median and the 95th percentile."""
 
     mean: float
     p50: float
@@ -43,14 +43,14 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What a server did from the first request to the last token.
+    """Figures of a server from the first request to the last token.
 
-    seconds: that it took. time_to_first_token_ms, queue_ms: from when a prompt was asked to its first token, and until
-    it was let in. gap_ms: between two tokens of an answer; None where each answer is one token. rows_per_chunk: that
-    held a token, on average. packed: the share of the chunks that held more than one sequence. on_cpu: the share that
-    the CPU alone computed. padding: of the rows that the NPU computed the share that held no token; None if it computed
-    none. busy: the share of its time that each processor was. requests_cut: those that would have exceeded the context.
-    records: of every run, as sessions of an engine give them.
+    seconds: the total time. time_to_first_token_ms, queue_ms: time from a request's arrival to its first token, and to
+    its admission. gap_ms: time between two tokens of an answer; None if each answer is one token. rows_per_chunk: mean
+    number of rows with a token. packed: share of the chunks with more than one sequence. on_cpu: share of the chunks
+    that the CPU alone computed. padding: share of the NPU's rows without a token; None if it computed none. busy: share
+    of the time that each processor was busy. requests_cut: requests that were clipped to the context. records: of every
+    run, as sessions of an engine give them.
     """
 
     device: str
@@ -81,7 +81,7 @@ class Serving:
     records: Callable[[], list[RunRecord]]
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the records, for JSON."""
+        """Return all figures except the records, for JSON."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "records"}
         spreads = {name: value._asdict() for name, value in figures.items() if isinstance(value, Spread)}
         return figures | spreads
@@ -104,23 +104,22 @@ def simulate_serving(
     """Serve requests on a virtual clock.
 
     Args:
-        plan: a whole decoder.
-        device: what its tasks cost.
+        plan: a complete decoder.
+        device: cost of its tasks.
         load: the requests.
-        sessions: that are let in at once, at least 1; others wait.
+        sessions: requests that are admitted at once, at least 1; others wait.
         chunk_length: C, tokens, 1 to the plan's context.
-        policy: the order of tasks, by name.
-        scheme: how linears are quantised; by name, or as a checkpoint lets it be.
-        batcher: which rows make a chunk, by name.
-        decode_on: where single tokens run beside an NPU: on the CPU alone, with it, or where all that wait are expected
-            to take less time.
-        chunks_in_flight: at most, at least 1, where there is an NPU; by default as many as the executor takes. Without
-            one, and under a policy that runs one task at a time, chunks that are shared come one after the other, and
-            single tokens lie in these.
-        threads: for a measured profile: one of the thread budgets that were measured, by default the largest.
+        policy: name of the order of tasks.
+        scheme: quantisation of linears; by name, or as a checkpoint fixes it.
+        batcher: name of the rule that picks the rows of a chunk.
+        decode_on: processor of single tokens if an NPU exists: the CPU alone, the NPU with the CPU, or whichever is
+            expected to be faster for all that wait.
+        chunks_in_flight: limit, at least 1, if an NPU exists; by default the executor's. Without an NPU, and under a
+            policy that runs one task at a time, shared chunks run one after the other and include the single tokens.
+        threads: for a measured profile: one of the measured thread budgets, by default the largest.
 
     Raises:
-        ConfigError: an argument is out of range, or does not go with the profile.
+        ConfigError: an argument is out of range, or does not fit the profile.
     """
     if not 1 <= chunk_length <= plan.context_length:
         raise ConfigError(f"chunk length {chunk_length} is outside 1..{plan.context_length}, the model's context")
@@ -134,7 +133,8 @@ def simulate_serving(
         check_chunks_in_flight(chunks_in_flight)
     if any(subgraph.device == "link" for subgraph in plan.subgraphs):
         raise ConfigError(
-            "the plan is one rank's share of a decoder; a server of several is not simulated, serve the whole one"
+            "the plan is one rank's share of a decoder; servers of several ranks cannot be simulated, use the complete "
+            "decoder"
         )
     found_scheme = find_scheme(scheme) if isinstance(scheme, str) else scheme
     check_costs_are_known(plan, found_scheme)
@@ -178,7 +178,7 @@ def serve(
         costs.plan, chunks_in_flight=chunks_in_flight + 1, processors=costs.processors, policy=find_policy(policy)
     )
     ways: list[str] = []
-    """Of every chunk."""
+    """Way of every chunk."""
 
     size = len(costs.plan.subgraphs)
     routes = {

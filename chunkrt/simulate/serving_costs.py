@@ -1,7 +1,7 @@
-"""What serving costs: every way that a chunk can take through a decoder, and what its tasks take there.
+"""Costs of serving: every way of a chunk through a decoder, and the durations of its tasks.
 
-Where there is an NPU, sequences that decode may leave it out: the same subgraphs, all on the CPU, lie behind the others
-in one plan, so that one schedule has both.
+If an NPU exists, decoding sequences may bypass it: the same subgraphs, all on the CPU, follow the others in one plan,
+so that one schedule has both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from chunkrt.simulate.work import Chunk, ModelledWork, Work, WorkOf, measured_wo
 class Way:
     """A way through a decoder.
 
-    plan: its subgraphs alone. first: where they begin in the plan of all ways. processors: who runs them.
+    plan: its subgraphs alone. first: index of its first subgraph in the plan of all ways. processors: its processors.
     """
 
     plan: Plan
@@ -36,7 +36,7 @@ class Way:
     processors: tuple[Processor, ...]
 
     def route(self, num_subgraphs: int, *, with_logits: bool) -> Route:
-        """What a chunk passes through, in a plan of so many subgraphs."""
+        """Return the route of a chunk in a plan of `num_subgraphs` subgraphs."""
         route = self.plan.flow.with_logits if with_logits else self.plan.flow.without_logits
         followers = [tuple(index + self.first for index in of_one) for of_one in route.followers]
         behind = num_subgraphs - self.first - len(followers)
@@ -49,11 +49,11 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingCosts:
-    """What a decoder's tasks take.
+    """Costs of a decoder's tasks.
 
-    plan: the subgraphs of all ways, one way behind the other. ways: "npu" with an NPU, "cpu" without. prompt_ns: of a
-    prompt, before its tasks. chunks: receives every chunk; `work_of` and `speeds` go by it. decodes_apart: where there
-    are both ways, whether single tokens at some positions run without the NPU.
+    plan: the subgraphs of all ways, one way after the other. ways: "npu" with an NPU, "cpu" without. prompt_ns:
+    overhead of a prompt before its tasks. chunks: receives every chunk; `work_of` and `speeds` read it. decodes_apart:
+    if both ways exist, returns True if single tokens at some positions bypass the NPU.
     """
 
     plan: Plan
@@ -75,15 +75,15 @@ def serving_costs(
     threads: int | None,
     decode_on: DecodeOn,
 ) -> ServingCosts:
-    """What a decoder's tasks take on a device.
+    """Return the costs of a decoder's tasks on a device.
 
     Raises:
-        ConfigError: the arguments do not go with the profile.
+        ConfigError: the arguments do not fit the profile.
     """
     if isinstance(device, MeasuredProfile):
         return _measured(plan, device, scheme, chunk_length, threads, decode_on)
     if threads is not None:
-        raise ConfigError(f"{device.name} is modelled as it is; leave the number of threads away")
+        raise ConfigError(f"{device.name} has a fixed cost model; omit the number of threads")
     chunks: list[Chunk] = []
     processors = device.processors(plan)
     whole = ModelledWork(plan, scheme, device, chunk_length=chunk_length, chunks=chunks)
@@ -91,7 +91,7 @@ def serving_costs(
     decodes_apart = never
     if not has_npu(processors):
         if decode_on == "npu":
-            raise ConfigError("all of the model runs on the CPU; leave --decode-on npu away")
+            raise ConfigError("all of the model runs on the CPU; remove --decode-on npu")
         ways = {"cpu": Way(plan=plan, first=0, processors=processors)}
     else:
         ways = {"npu": Way(plan=plan, first=0, processors=processors)}
@@ -118,18 +118,18 @@ def serving_costs(
 
 
 def never(positions: Sequence[int]) -> bool:
-    """Single tokens run where all others do."""
+    """Run single tokens the same way as all others."""
     return False
 
 
 def _together(work: ModelledWork, plan: Plan, positions: Sequence[int]) -> int:
-    """Nanoseconds of a chunk of single tokens at some positions, without overlap."""
+    """Return the nanoseconds of a chunk of single tokens at some positions, without overlap."""
     chunk = Chunk.shared([(position, 1) for position in positions], len(positions))
     return sum(work.of(index, chunk).ns for index in range(len(plan.subgraphs)))
 
 
 def has_npu(processors: Sequence[Processor]) -> bool:
-    """Whether an NPU is among them."""
+    """Return True if an NPU is among the processors."""
     return any(processor.devices == {"npu"} for processor in processors)
 
 
@@ -141,8 +141,8 @@ def _measured(
     way = "npu" if device.has_npu else "cpu"
     if decode_on not in ("auto", way):
         raise ConfigError(
-            f"{device.name} was measured {'with' if device.has_npu else 'without'} an NPU and does not know how to "
-            f"decode on the {decode_on.upper()}; leave --decode-on {decode_on} away"
+            f"{device.name} was measured {'with' if device.has_npu else 'without'} an NPU, so it cannot "
+            f"predict decode on the {decode_on.upper()}; remove --decode-on {decode_on}"
         )
     chunks: list[Chunk] = []
     processors = device.processors(budget.threads)
@@ -159,7 +159,7 @@ def _measured(
 
 
 def _either(first: WorkOf, second: WorkOf, size: int) -> WorkOf:
-    """The work of two ways of so many subgraphs, one behind the other."""
+    """Combine the work of two ways of `size` subgraphs each, one after the other."""
 
     def work_of(task: Task) -> Work:
         if task.subgraph < size:

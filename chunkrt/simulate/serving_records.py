@@ -1,4 +1,4 @@
-"""Records of simulated serving, as sessions of an engine give them: of every prompt and of every token that follows."""
+"""Records of simulated serving, as sessions of an engine give them: one for every prompt and every generated token."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def serving_records(
     chunk_length: int,
     chunks_in_flight: int,
 ) -> list[RunRecord]:
-    """The records of all runs.
+    """Return the records of all runs.
 
     Args:
-        costs: by which they were served.
-        server: that has served them.
-        events: of all tasks.
-        ways: that each chunk took.
-        policy: by name.
+        costs: costs under which they were served.
+        server: the server, after the simulation.
+        events: events of all tasks.
+        ways: way of each chunk.
+        policy: name of the policy.
         chunk_length: C.
-        chunks_in_flight: at most.
+        chunks_in_flight: their limit.
     """
 
     def pipeline(way: Way) -> Pipeline:
@@ -76,7 +76,7 @@ def serving_records(
 
 
 def _runs(server: Server) -> Iterator[tuple[Client, list[ChunkRecord]]]:
-    """The chunks of every prompt, and of every token that follows."""
+    """Return the chunks of every prompt, and of every generated token."""
     chunks: dict[int, list[ChunkRecord]] = {client.number: [] for client in server.clients}
     for chunk in server.chunks:
         for segment in chunk.segments:

@@ -1,8 +1,8 @@
 """Shapes: a decoder's dimensions without its weights, and the plan that they make.
 
 A shape is one TOML file in `shapes/`. Its plan comes from the Llama family's modules, so that partition, runtime and
-simulator see what they see of a checkpoint. Where a model differs from that family, the shape says what was
-approximated; operations and bytes of its linears and its attention are kept.
+simulator see the same as for a checkpoint. If a model differs from that family, the shape lists the approximations;
+operations and bytes of its linears and its attention are kept.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _FOLDER = Path(__file__).parent / "shapes"
 class Shape:
     """A decoder's dimensions, in elements.
 
-    intermediate_size: of a gated feed-forward, which has three matrices of it. source: where the dimensions come from.
-    approximations: what the plan takes differently from the model.
+    intermediate_size: width of the gated feed-forward, which has three such matrices. source: source of the dimensions.
+    approximations: differences between the plan and the model.
     """
 
     source: str
@@ -42,10 +42,10 @@ class Shape:
     approximations: tuple[str, ...] = ()
 
     def plan(self, placement: Placement | None = None, ranks: Ranks = ALONE) -> Plan:
-        """The plan of this decoder, with modules placed as asked, or of one rank's share of it.
+        """Return the plan of this decoder with placed modules, or of one rank's share of it.
 
         Raises:
-            ConfigError: the placement names no module, or so many ranks cannot share a linear evenly.
+            ConfigError: the placement names no module, or a linear cannot be shared evenly among the ranks.
         """
         from chunkrt.graph.decoders.config import DecoderConfig
         from chunkrt.graph.decoders.llama import llama
@@ -73,15 +73,15 @@ class Shape:
 
 
 def shapes() -> Mapping[str, Path]:
-    """The files of all shapes by name, sorted."""
+    """Return the files of all shapes by name, sorted."""
     return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
 
 
 def find_shape(name: str) -> Shape:
-    """A shape by its name.
+    """Return a shape by its name.
 
     Raises:
-        ConfigError: there is none of that name; the message offers the nearest and lists all.
+        ConfigError: the name is unknown; the message suggests the nearest and lists all.
     """
     known = shapes()
     if name not in known:
@@ -93,7 +93,7 @@ def read_shape(path: Path) -> Shape:
     """Read one file.
 
     Raises:
-        ConfigError: it cannot be read, or a key is unknown, missing or makes no sense.
+        ConfigError: the file cannot be read, or a key is unknown, missing or invalid.
     """
     shape = build(Shape, read_table(path), str(path), {})
     for name in Shape.__dataclass_fields__:
@@ -102,7 +102,7 @@ def read_shape(path: Path) -> Shape:
             raise ConfigError(f"{path}: {name} is {value}, expected at least 1")
     if shape.num_heads % shape.num_kv_heads or shape.head_dim % 2:
         raise ConfigError(
-            f"{path}: {shape.num_heads} heads of {shape.head_dim} with {shape.num_kv_heads} for keys; "
-            "expected an even head_dim and a number of heads that those for keys divide"
+            f"{path}: {shape.num_heads} heads of {shape.head_dim} with {shape.num_kv_heads} KV heads; "
+            "expected an even head_dim and a number of heads divisible by the KV heads"
         )
     return shape

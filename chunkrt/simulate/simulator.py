@@ -31,9 +31,9 @@ from chunkrt.simulate.work import ModelledWork, WorkOf, cut, measured_work, with
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorShares:
-    """How one processor spent the makespan, in shares of its workers' time; `busy` and all of `idle` sum to 1.
+    """Usage of one processor, in shares of the makespan of its workers; `busy` and all of `idle` sum to 1.
 
-    idle: by its cause; see `runtime/trace/idle.py`. The link is told of apart.
+    idle: by its cause; see `runtime/trace/idle.py`. The link is reported separately.
     """
 
     busy: float
@@ -42,10 +42,11 @@ class ProcessorShares:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkShares:
-    """What joins the ranks, and how it spent the makespan.
+    """The link between ranks, and its usage.
 
-    name: of the link. ranks: how many it joins. sent_bytes: by each of them. busy_ms: at least one sum was under way;
-    busy: its share of the makespan. hidden: the share of busy_ms in which this rank computed something else meanwhile.
+    name: name of the link. ranks: number of ranks. sent_bytes: bytes that each rank sends. busy_ms: time with at least
+    one sum in progress; busy: its share of the makespan. hidden: the share of busy_ms in which this rank computed other
+    tasks.
     """
 
     name: str
@@ -58,15 +59,14 @@ class LinkShares:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """One simulated prompt.
+    """Result of one simulated prompt.
 
     time_to_first_token_ms: from the prompt to its last token's logits. tokens_per_s: prompt tokens over that time.
     makespan_ms: from the first task's start to the last one's end. npu_busy, cpu_busy: shares of it in which a task of
-    that role ran. overlap: in which two tasks or more of these roles ran.
-    link: None for a decoder that one rank has for itself.
-    peak_memory_bytes: weights, keys and values of the prompt, chunks in flight. energy_joules: None if the profile
-    does not know power, which none does of a link. record: of every task, as the executor makes it of a run; traces are
-    drawn from it. Of several ranks, all figures are one rank's.
+    that role ran. overlap: share in which two or more tasks of these roles ran. link: None for a decoder on one rank.
+    peak_memory_bytes: weights, keys and values of the prompt, chunks in flight. energy_joules: None if the profile has
+    no power figures; links have none. record: of every task, as the executor records a run; traces are drawn from it.
+    With several ranks, all figures are those of one rank.
     """
 
     device: str
@@ -88,7 +88,7 @@ class Simulation:
     record: RunRecord
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the record, for JSON."""
+        """Return all figures except the record, for JSON."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "record"}
         processors = {name: asdict(shares) for name, shares in self.processors.items()}
         return figures | {"processors": processors, "link": None if self.link is None else asdict(self.link)}
@@ -111,23 +111,23 @@ def simulate(
     """Run one prompt on a virtual clock.
 
     Args:
-        plan: the decoder; or one rank's share of it, which stands for all: every rank has subgraphs of the same shapes.
-            All ranks are taken to be such devices, and to begin at once. All of it runs on the CPU, since NPUs run
-            static schemes alone, which sums over ranks do not allow.
-        device: what its tasks cost.
+        plan: the decoder; or one rank's share of it, which stands for all, because every rank has subgraphs of the same
+            shapes. All ranks are assumed to be such devices and to begin at once. A share runs on the CPU alone,
+            because NPUs run only static schemes, which sums over ranks do not allow.
+        device: cost of its tasks.
         prompt_length: tokens, 1 to the plan's context.
         chunk_length: C, tokens, 1 to the plan's context.
-        policy: the order of tasks, by name. It goes by the durations that tasks have alone.
-        scheme: how linears are quantised; by name, or as a checkpoint lets it be.
-        chunks_in_flight: chunk slots, at least 1; by default as many as the executor takes.
-        threads: for a measured profile: one of the thread budgets that were measured, by default the largest.
-        ranks: that share the decoder.
-        link: what joins them, if there are several.
-        overlaps_conversion: whether a modelled NPU computes while the values of another task are converted, as the qnn
-            backend has it; else an NPU takes one task at a time, conversion included.
+        policy: name of the order of tasks, which uses the durations of tasks alone.
+        scheme: quantisation of linears; by name, or as a checkpoint fixes it.
+        chunks_in_flight: chunk slots, at least 1; by default the executor's number.
+        threads: for a measured profile: one of the measured thread budgets, by default the largest.
+        ranks: number of ranks that share the decoder.
+        link: the link between them, if there are several.
+        overlaps_conversion: a modelled NPU computes while the values of another task are converted, as the qnn backend
+            does; else an NPU takes one task at a time, including conversion.
 
     Raises:
-        ConfigError: an argument is out of range, or does not go with the profile.
+        ConfigError: an argument is out of range, or does not fit the profile.
     """
     for name, value in (("prompt length", prompt_length), ("chunk length", chunk_length)):
         if not 1 <= value <= plan.context_length:
@@ -143,14 +143,16 @@ def simulate(
     work_of: WorkOf
     if isinstance(device, DeviceProfile):
         if threads is not None:
-            raise ConfigError(f"{device.name} is modelled as it is; leave the number of threads away")
+            raise ConfigError(f"{device.name} has a fixed cost model; omit the number of threads")
         processors = device.processors(plan, overlaps_conversion=overlaps_conversion)
         prompt_us = device.prompt_us
         work_of = ModelledWork(plan, found_scheme, device, chunk_length=chunk_length, chunks=chunks)
         speeds = memory_speeds(device.memory.gb_per_s, work_of)
     else:
         if overlaps_conversion:
-            raise ConfigError(f"{device.name} was measured, conversion included; it does not tell how long that takes")
+            raise ConfigError(
+                f"{device.name} was measured with conversion included and has no duration of conversion alone"
+            )
         budget = device.budget(threads)
         processors, prompt_us = device.processors(budget.threads), budget.prompt_us
         costs = measured_costs(plan, device, budget, chunk_length, found_scheme.name)
@@ -199,9 +201,9 @@ def simulate(
 
 
 def check_costs_are_known(plan: Plan, scheme: Scheme) -> None:
-    """Raise ConfigError if no profile tells what some of a decoder's tasks take."""
+    """Raise ConfigError if no profile has the costs of some of a decoder's tasks."""
     if scheme.name == MIXED or any(node.op == SHADOW_OP for subgraph in plan.subgraphs for node in subgraph.nodes):
-        raise ConfigError("the simulator does not know what shadows and mixed schemes cost; simulate w8a8 or w8a16")
+        raise ConfigError("the simulator has no costs of shadows and mixed schemes; simulate w8a8 or w8a16")
 
 
 def _run(plan: Plan, record: RunRecord, work_of: WorkOf, speeds: Speeds) -> list[TaskEvent]:
@@ -221,25 +223,24 @@ def _run(plan: Plan, record: RunRecord, work_of: WorkOf, speeds: Speeds) -> list
 def _check_ranks(
     plan: Plan, device: DeviceProfile | MeasuredProfile, scheme: Scheme, ranks: int, link: LinkProfile | None
 ) -> None:
-    """Raise ConfigError unless ranks, link, plan, profile and scheme go together."""
+    """Raise ConfigError unless ranks, link, plan, profile and scheme fit together."""
     if not 1 <= ranks <= MOST_RANKS:
         raise ConfigError(f"{ranks} ranks, expected 1 to {MOST_RANKS}")
     if ranks > 1 and link is None:
-        raise ConfigError(f"{ranks} ranks need a link that joins them; say which (--link 1GbE)")
+        raise ConfigError(f"{ranks} ranks need a link; choose one (--link 1GbE)")
     if ranks == 1 and link is not None:
-        raise ConfigError("a link joins ranks, and there is one; say how many there are (--ranks 2), or leave it away")
+        raise ConfigError("a link needs several ranks, found 1; set their number (--ranks 2), or omit the link")
     has_sums = any(subgraph.device == "link" for subgraph in plan.subgraphs)
     if has_sums and ranks == 1:
         raise ConfigError(
-            "the plan is one rank's share of a decoder; say how many ranks there are and what joins them "
-            "(--ranks 2 --link 1GbE)"
+            "the plan is one rank's share of a decoder; set the number of ranks and their link (--ranks 2 --link 1GbE)"
         )
     if ranks > 1:
         if not has_sums:
-            raise ConfigError(f"the plan is that of a whole decoder, not one of {ranks} ranks' share of it")
+            raise ConfigError(f"the plan is that of a complete decoder, expected one of {ranks} ranks' share of it")
         if isinstance(device, MeasuredProfile):
             raise ConfigError(
-                f"{device.name} was measured on a whole decoder and does not know what a share of it takes; simulate "
+                f"{device.name} was measured on a complete decoder and has no costs of a share of it; simulate "
                 "ranks on a device with a cost model"
             )
         check_scheme_of_ranks(scheme, ranks)
@@ -272,7 +273,7 @@ def _shares(record: RunRecord) -> dict[str, ProcessorShares]:
 def measured_costs(
     plan: Plan, profile: MeasuredProfile, budget: ThreadsCost, chunk_length: int, scheme: str
 ) -> dict[str, SubgraphCost]:
-    """The measured cost of every subgraph; raises ConfigError if it was measured for something else."""
+    """Return the measured cost of every subgraph; raise ConfigError if the profile was measured for something else."""
     if (scheme, chunk_length) != (profile.scheme, profile.chunk_length):
         raise ConfigError(
             f"{profile.name} was measured with scheme {profile.scheme} and chunks of {profile.chunk_length}, not "
@@ -282,14 +283,14 @@ def measured_costs(
     for name in first.values():
         if name not in budget.subgraphs:
             raise ConfigError(
-                f"{profile.name} was measured with {profile.model} and knows no subgraph {name} of this model; "
+                f"{profile.name} was measured with {profile.model} and has no subgraph {name} of this model; "
                 "run `chunkrt profile` with it"
             )
     return {name: budget.subgraphs[twin] for name, twin in first.items()}
 
 
 def _memory(plan: Plan, scheme: Scheme, record: RunRecord) -> int:
-    """Bytes at the peak: the CPU keeps all weights, to decode from; an NPU its linears once more."""
+    """Return the bytes at the peak: the CPU keeps all weights for decode, and an NPU a copy of its linears."""
     stored, pipeline = weight_bytes(plan, scheme), record.pipeline
     weights = sum(stored.values())
     if any(processor.devices == {"npu"} for processor in pipeline.processors):

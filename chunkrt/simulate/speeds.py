@@ -1,4 +1,4 @@
-"""How tasks that run beside each other slow each other down: see `runtime/virtual_clock.py`."""
+"""Slowdown of concurrent tasks by each other: see `runtime/virtual_clock.py`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from chunkrt.simulate.work import WorkOf
 
 
 def memory_speeds(gb_per_s: float, work_of: WorkOf) -> Speeds:
-    """Speeds of tasks that share a memory."""
+    """Return speeds of tasks that share a memory."""
     return _shared(gb_per_s, lambda task: (work_of(task).num_bytes, work_of(task).ns))
 
 
 def link_speeds(gb_per_s: float, work_of: WorkOf) -> Speeds:
-    """Speeds of tasks that share a link; those that send nothing over it have 1."""
+    """Return speeds of tasks that share a link; tasks that send nothing over it have 1."""
     return _shared(gb_per_s, lambda task: (work_of(task).sent_bytes, work_of(task).ns))
 
 
 def crowd_speeds(speeds_of: Callable[[Task], Sequence[float]]) -> Speeds:
-    """Speeds by how many tasks run, as a measured profile gives them for each; entry k-1 for k tasks."""
+    """Return speeds by the number of running tasks, as a measured profile gives them; entry k-1 for k tasks."""
 
     def speeds(running: Collection[Task]) -> list[float]:
         by_number = [speeds_of(task) for task in running]
@@ -30,15 +30,14 @@ def crowd_speeds(speeds_of: Callable[[Task], Sequence[float]]) -> Speeds:
 
 
 def slowest(*parts: Speeds) -> Speeds:
-    """Each task's least speed."""
+    """Combine several rules: each task runs at its least speed."""
     return lambda running: [min(speeds) for speeds in zip(*(part(running) for part in parts), strict=True)]
 
 
 def _shared(gb_per_s: float, streamed_by: Callable[[Task], tuple[float, int]]) -> Speeds:
-    """Each task gets what it asks for, or an equal share of what others leave.
+    """Give each task the bandwidth that it needs, or an equal share of the remainder (max-min fairness).
 
-    Max-min fairness. A task's progress is as its share of what it would stream alone: so many bytes in so many
-    nanoseconds.
+    A task's speed is its granted bandwidth over the bandwidth that it uses alone: its bytes over its nanoseconds.
     """
 
     def speeds(running: Collection[Task]) -> list[float]:

@@ -1,7 +1,7 @@
-"""Dataclasses from TOML tables: every key checked, every number with the source that it comes from.
+"""Dataclasses from TOML tables: every key is checked, and every number names its source.
 
-A parameter is written as `gops = { value = 3000, source = "llm.npu, table 3" }`; one that nobody measured says
-`guess = true`, and its source tells what the guess goes by.
+A parameter is written as `gops = { value = 3000, source = "llm.npu, table 3" }`. An unmeasured one has `guess = true`,
+and its source gives the reason for the guess.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Table = TypeVar("Table")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a parameter's value comes from; a guess is one that nobody measured or published."""
+    """Source of a parameter's value; a guess was neither measured nor published."""
 
     text: str
     is_guess: bool
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """A TOML file. Raises ConfigError if it cannot be read."""
+    """Read a TOML file. Raise ConfigError if it cannot be read."""
     try:
         return read_toml(path)
     except (OSError, ValueError) as error:
@@ -34,17 +34,17 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def build(kind: type[Table], table: Any, place: str, sources: dict[str, Source], prefix: str = "") -> Table:
-    """A frozen dataclass from a table.
+    """Build a frozen dataclass from a table.
 
-    Fields of type float are parameters with a source; other plain types are written as they are; dataclasses are
-    tables, mappings of dataclasses tables of tables.
+    Fields of type float are parameters with a source; other plain types are written directly; dataclasses are tables,
+    and mappings of dataclasses are tables of tables.
 
     Args:
-        kind: what to build.
-        table: what was found in the file.
+        kind: the dataclass to build.
+        table: the value found in the file.
         place: the file, for messages.
         sources: receives the source of every parameter by its dotted path.
-        prefix: path of the table, with a dot behind it.
+        prefix: path of the table, followed by a dot.
 
     Raises:
         ConfigError: a key is unknown, missing or of the wrong type; a parameter is below 0 or without a source.
@@ -100,7 +100,7 @@ def _parameter(found: Any, place: str, path: str, sources: dict[str, Source]) ->
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
         raise ConfigError(f"{place}: {path} is {value!r}, expected a number of at least 0, and finite")
     if not isinstance(source, str) or not source.strip():
-        raise ConfigError(f"{place}: {path} has no source; write where {value!r} comes from, as in {form}")
+        raise ConfigError(f"{place}: {path} has no source; write the source of {value!r}, as in {form}")
     if not isinstance(guess, bool):
         raise ConfigError(f"{place}: {path}.guess is {guess!r}, expected true or false")
     sources[path] = Source(text=source, is_guess=guess)

@@ -1,6 +1,6 @@
-"""The search for how a model should run on a device: chunk length, partition, policy and chunks in flight.
+"""Search for the best way to run a model on a device: chunk length, partition, policy and chunks in flight.
 
-Every choice is simulated, on one plain grid; what stays within the memory is judged by the time to first token.
+Every choice of a plain grid is simulated; choices within the memory limit are ranked by their time to first token.
 """
 
 from __future__ import annotations
@@ -39,30 +39,32 @@ PARTITIONS: Mapping[str, Placement] = {
     "head on npu": {"lm_head": "npu"},
     "all on cpu": ALL_ON_CPU,
 }
-"""The partitions that are searched. By nature linears, norms, residuals and activations are on the NPU; attention over
-the cache, the embedding and the head on the CPU. The embedding, a look-up, and attention stay there. Feed-forwards are
-called "mlp" here, see `partitions_of`."""
+"""Partitions to search. By default linears, norms, residuals and activations are on the NPU; attention over the cache,
+the embedding and the LM head on the CPU. The embedding, a look-up, and attention stay there. Feed-forwards are called
+"mlp" here, see `partitions_of`.
+"""
 
 CHUNK_LENGTHS = (32, 64, 96, 128, 192, 256, 384, 512)
-"""Multiples of 32 all of them, since an NPU computes other lengths as the next one."""
+"""Multiples of 32, because an NPU rounds other lengths up to the next one."""
 
 CHUNKS_IN_FLIGHT = (None, 2, 4, 8, 16)
-"""None: as many as the executor takes by itself."""
+"""None stands for the executor's default."""
 
 SEARCHED_POLICIES = (DEFAULT_POLICY, *(name for name in POLICIES if name not in (DEFAULT_POLICY, "sequential")))
-"""All but the one that overlaps nothing."""
+"""All policies except the one without overlap."""
 
 TIE = 0.01
-"""Choices this much slower than the fastest count as fast; the one that takes least memory is chosen."""
+"""Choices up to this much slower than the fastest count as equally fast; of these the one with the least memory wins.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """One way to run, and its predicted figures.
 
-    partition: its name, placement: what it is. chunks_in_flight: None for as many as the executor takes.
-    times_ms: to the first token, of every prompt; time_ms: their geometric mean. peak_memory_bytes: of the prompt that
-    takes most. energy_joules: of all prompts together, None if the profile does not know power.
+    partition: its name, placement: its content. chunks_in_flight: None for the executor's default. times_ms: time to
+    the first token of every prompt; time_ms: their geometric mean. peak_memory_bytes: the most over all prompts.
+    energy_joules: of all prompts together, None if the profile has no power figures.
     """
 
     partition: str
@@ -78,11 +80,11 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """What was searched, and found.
+    """Result of a search.
 
-    choices: those that differ in a figure, the fastest first. best: the one that was chosen. default: what an engine
-    does without being told, with the longest chunks searched if 32 is not among them. num_simulated: choices before
-    those alike were dropped. left_out: why a partition was not simulated, by its name.
+    choices: those that differ in a figure, the fastest first. best: the chosen one. default: the engine's default, with
+    the longest chunks searched if 32 is not among them. num_simulated: choices before duplicates were dropped.
+    left_out: why a partition was not simulated, by its name.
     """
 
     model: str
@@ -97,12 +99,12 @@ class Tuned:
     left_out: Mapping[str, str]
 
     def fits(self, choice: Setup) -> bool:
-        """Whether a choice stays within the memory limit."""
+        """Return True if a choice stays within the memory limit."""
         return self.memory_bytes is None or choice.peak_memory_bytes <= self.memory_bytes
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The best choice as fields of `EngineOptions`."""
+        """Return the best choice as fields of `EngineOptions`."""
         found: dict[str, Any] = {}
         if isinstance(self.device, DeviceProfile):
             found["soc"] = self.device.soc
@@ -116,7 +118,7 @@ class Tuned:
         return found
 
     def to_toml(self) -> str:
-        """A settings file, with what it was chosen from as comments."""
+        """Return a settings file, with the conditions of the choice as comments."""
         prompts = ", ".join(map(str, self.prompt_lengths))
         limit = "no limit" if self.memory_bytes is None else f"at most {self.memory_bytes / 1e6:.0f} MB"
         comments = [
@@ -142,21 +144,21 @@ def tune(
     dask: str | Any = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Tuned:
-    """Find how a model should run on a device.
+    """Find the best way to run a model on a device.
 
     Args:
         model: a shape or its name; else a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
         device: a profile, or the name or the file of one.
-        prompt_lengths: tokens; of several the geometric mean of the times to first token is judged.
-        scheme: by name; by default "w8a16", or what the profile or the engine directory is for.
-        chunk_lengths: to search; by default CHUNK_LENGTHS, or what the profile or the engine directory is for.
-        placements: partitions by name to search beside PARTITIONS.
-        memory_bytes: that the choice may take at its peak; by default anything.
-        workers, dask, progress: as of `chunkrt.experiment`.
+        prompt_lengths: tokens; of several the geometric mean of the times to first token is ranked.
+        scheme: by name; by default "w8a16", or that of the profile or the engine directory.
+        chunk_lengths: lengths to search; by default CHUNK_LENGTHS, or those of the profile or the engine directory.
+        placements: partitions by name to search in addition to PARTITIONS.
+        memory_bytes: limit of the choice's peak memory; by default none.
+        workers, dask, progress: see `chunkrt.experiment`.
 
     Raises:
-        ConfigError: a name or a value makes no sense, does not go with the profile or the engine directory; or no
-            choice stays within the memory.
+        ConfigError: a name or a value is invalid, or does not fit the profile or the engine directory; or no choice
+            stays within the memory.
         ModelError: the checkpoint is missing, damaged or unsupported.
     """
     device = find_device(device) if isinstance(device, str) else device
@@ -166,7 +168,7 @@ def tune(
     prompt_lengths = list(dict.fromkeys(prompt_lengths))
     partitions, left_out = {NATURAL: PARTITIONS[NATURAL]}, {}
     if fixed.reason and placements:
-        raise ConfigError(f"{fixed.reason}; its placement is fixed too, leave other placements away")
+        raise ConfigError(f"{fixed.reason}; its placement is fixed too, omit other placements")
     [plan] = plans_of(model, [{}], progress)
     if not fixed.reason:
         partitions = {**partitions_of(plan), **(placements or {})}
@@ -209,7 +211,7 @@ def tune(
 
 
 def partitions_of(plan: Plan) -> dict[str, Placement]:
-    """PARTITIONS with the name that this decoder, as it is cut by nature, has for its feed-forwards."""
+    """Return PARTITIONS with this decoder's own name for its feed-forwards in its default plan."""
     names = {part for subgraph in plan.subgraphs for node in subgraph.nodes for part in node.name.split(".")}
     feed_forward = "feed_forward" if "feed_forward" in names else "mlp"
     return {
@@ -220,7 +222,7 @@ def partitions_of(plan: Plan) -> dict[str, Placement]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Fixed:
-    """What a measured profile or an engine directory leaves no choice of; `reason` says so, and is "" if nothing is."""
+    """Settings that a measured profile or an engine directory fixes; `reason` explains it; "" if none are fixed."""
 
     reason: str = ""
     is_measured: bool = False
@@ -248,27 +250,31 @@ class _Fixed:
         return _Fixed()
 
     def scheme_or(self, wanted: str | None) -> str:
-        """The scheme to search under. Raises ConfigError if another is wanted, or the NPU has none of its linears."""
+        """Return the scheme to search under. Raise ConfigError if another is wanted, or the NPU has no linears under
+        it.
+        """
         if self.reason and wanted not in (None, self.scheme):
-            raise ConfigError(f"{self.reason}, not {wanted}; leave the scheme away")
+            raise ConfigError(f"{self.reason}, not {wanted}; omit the scheme")
         scheme = find_scheme(wanted or self.scheme)
         if not self.is_measured and not scheme.is_static:
             static = ", ".join(STATIC_SCHEMES)
-            raise ConfigError(f"the NPU has no linears under the scheme {scheme.name!r}; use a static one: {static}")
+            raise ConfigError(
+                f"the NPU runs no linear layers under the scheme {scheme.name!r}; use a static one: {static}"
+            )
         return scheme.name
 
     def chunk_lengths_or(self, wanted: Iterable[int] | None) -> list[int]:
-        """The chunk lengths to search. Raises ConfigError if others are wanted than there are."""
+        """Return the chunk lengths to search. Raise ConfigError if others are wanted than the fixed ones."""
         if wanted is None:
             return list(self.chunk_lengths or CHUNK_LENGTHS)
         wanted = list(dict.fromkeys(wanted))
         if self.chunk_lengths and (others := [n for n in wanted if n not in self.chunk_lengths]):
-            raise ConfigError(f"{self.reason}, not {others[0]}; leave the chunk length away")
+            raise ConfigError(f"{self.reason}, not {others[0]}; omit the chunk length")
         return wanted
 
 
 def _refused(partitions: Iterable[str], plans: Iterable[Plan], scheme: Scheme) -> dict[str, str]:
-    """Why the NPU does not take a partition, by its name."""
+    """Return why the NPU does not support a partition, by its name."""
     refused = {}
     for name, plan in zip(partitions, plans, strict=True):
         supports = (npu_support(subgraph, plan, scheme) for subgraph in plan.subgraphs if subgraph.device == "npu")
@@ -299,15 +305,15 @@ def _best(choices: Sequence[Setup], memory_bytes: int | None) -> Setup:
     if not fitting:
         least = min(choice.peak_memory_bytes for choice in choices)
         raise ConfigError(
-            f"nothing stays within {(memory_bytes or 0) / 1e6:.4g} MB, the least is {least / 1e6:.4g} MB; allow more "
-            "memory, or try a scheme with smaller weights"
+            f"no choice stays within {(memory_bytes or 0) / 1e6:.4g} MB, the smallest takes {least / 1e6:.4g} MB; "
+            "allow more memory, or try a scheme with smaller weights"
         )
     fast = (1 + TIE) * min(choice.time_ms for choice in fitting)
     return min((c for c in fitting if c.time_ms <= fast), key=lambda c: (c.peak_memory_bytes, c.time_ms))
 
 
 def _distinct(choices: Iterable[Setup]) -> list[Setup]:
-    """Of choices with the same partition, chunk length and figures the first, which is nearest to the default."""
+    """Return the first of the choices with the same partition, chunk length and figures: the nearest to the default."""
     first: dict[Any, Setup] = {}
     for c in choices:
         first.setdefault((c.partition, c.chunk_length, c.times_ms, c.peak_memory_bytes, c.energy_joules), c)

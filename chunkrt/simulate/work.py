@@ -1,4 +1,4 @@
-"""The work of a run: for every task how long it takes alone, and how many bytes of shared memory it moves meanwhile."""
+"""Work of a run: duration of every task alone, and the bytes of shared memory that it moves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Work(NamedTuple):
     """One task that runs alone: nanoseconds, bytes that it moves from and to the shared memory, and bytes that it sends
     over the link.
 
-    edges_ns: of an NPU's task, how much of that time its inputs take to be converted, and its outputs.
+    edges_ns: for an NPU's task, the parts of that time in which its inputs and its outputs are converted.
     """
 
     ns: int
@@ -36,9 +36,9 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What a task's size depends on: tokens, rows whose logits are wanted, position of the first token.
+    """Size of a task: tokens, rows whose logits are wanted, position of the first token.
 
-    segments: of a chunk that several sequences share, position and tokens of each; else that of all its tokens.
+    segments: position and tokens of each sequence in a shared chunk; else those of all its tokens.
     """
 
     num_tokens: int
@@ -48,7 +48,7 @@ class Chunk:
 
     @staticmethod
     def shared(segments: Sequence[tuple[int, int]], num_rows: int) -> Chunk:
-        """A chunk of such segments."""
+        """Return a chunk of such segments."""
         num_tokens = sum(count for _, count in segments)
         return Chunk(num_tokens=num_tokens, num_rows=num_rows, position=segments[0][0], segments=tuple(segments))
 
@@ -58,11 +58,11 @@ class Chunk:
         return self.segments or ((self.position, self.num_tokens),)
 
     def rows(self, subgraph: Subgraph) -> int:
-        """That one subgraph runs on."""
+        """Return the number of rows of one subgraph."""
         return self.num_tokens if subgraph.rows == "T" else self.num_rows
 
     def pairs(self, window: int) -> int:
-        """Of a token and a position that it attends to, among the last `window` if that is not 0."""
+        """Count pairs of a token and a position that it attends to, among the last `window` unless that is 0."""
         return sum(attended_pairs(position, num_tokens, window) for position, num_tokens in self.parts)
 
 
@@ -70,7 +70,7 @@ WorkOf = Callable[[Task], Work]
 
 
 def cut(prompt_length: int, chunk_length: int) -> list[Chunk]:
-    """The chunks of a prompt; only the last token's logits are wanted."""
+    """Return the chunks of a prompt; only the last token's logits are wanted."""
     starts = range(0, prompt_length, chunk_length)
     tokens = [min(chunk_length, prompt_length - start) for start in starts]
     return [
@@ -80,7 +80,7 @@ def cut(prompt_length: int, chunk_length: int) -> list[Chunk]:
 
 
 def measured_work(plan: Plan, costs: dict[str, SubgraphCost], budget: ThreadsCost, chunks: Sequence[Chunk]) -> WorkOf:
-    """Durations by a measured profile.
+    """Return the durations of a measured profile.
 
     Args:
         costs: of every subgraph, by its name.
@@ -97,7 +97,7 @@ def measured_work(plan: Plan, costs: dict[str, SubgraphCost], budget: ThreadsCos
 
 
 def with_sums(work_of: WorkOf, plan: Plan, chunks: Sequence[Chunk], link: LinkProfile, ranks: int) -> WorkOf:
-    """The work of all tasks from that of those that compute: sums over ranks take what the link takes for them."""
+    """Return the work of all tasks, given that of computing tasks: sums over ranks take the link's time."""
 
     def work(task: Task) -> Work:
         subgraph = plan.subgraphs[task.subgraph]
@@ -114,14 +114,14 @@ def with_sums(work_of: WorkOf, plan: Plan, chunks: Sequence[Chunk], link: LinkPr
 class ModelledWork:
     """Durations by a device's cost model: for every node a fixed time and the longer of its bytes and operations.
 
-    An NPU's subgraphs are compiled for a whole chunk and always take that long.
+    An NPU's subgraphs are compiled for a complete chunk and always take the same time.
 
     Args:
         plan: the decoder.
-        scheme: how its linears are quantised.
-        device: what they cost.
+        scheme: quantisation of its linears.
+        device: costs of operators.
         chunk_length: C.
-        chunks: of the run, by number; more may come.
+        chunks: chunks of the run, by number; more may be added.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class ModelledWork:
         self._known: dict[tuple[str, Chunk], Work] = {}
 
     def __call__(self, task: Task) -> Work:
-        """The work of one task."""
+        """Return the work of one task."""
         return self.of(task.subgraph, self._chunks[task.chunk])
 
     def of(self, index: int, chunk: Chunk) -> Work:
-        """The work of a subgraph on a chunk, whether or not it is one of the run's."""
+        """Return the work of a subgraph on any chunk, of the run or not."""
         subgraph = self._plan.subgraphs[index]
         if subgraph.device == "npu":
             chunk = Chunk(num_tokens=self._chunk_length, num_rows=self._chunk_length, position=chunk.position)
@@ -154,7 +154,7 @@ class ModelledWork:
         taken, given = self._crossing(subgraph)
         us, num_bytes, edges_us = processor.task_us, 0.0, [0.0, 0.0]
         windows = window_elements(subgraph, self._plan, chunk.num_tokens)
-        if subgraph.device == "npu":  # within the NPU's turn: the driver copies the caches that a graph sees
+        if subgraph.device == "npu":  # within the NPU's turn: the driver copies the cache slots that a graph sees
             num_bytes += FLOAT16_BYTES * windows.history
             us += FLOAT16_BYTES * windows.history / (1000 * self._device.transfer.gb_per_s)
         for edge, crossing in enumerate((taken, given)):
@@ -172,7 +172,7 @@ class ModelledWork:
         return Work(round(1000 * us), num_bytes, edges_ns=(1000 * edges_us[0], 1000 * edges_us[1]))
 
     def _node(self, node: Node, processor: ProcessorCost, chunk: Chunk, symbols: dict[str, int]) -> tuple[float, float]:
-        """Microseconds of one operator, and the bytes of shared memory among those that it reads."""
+        """Return the microseconds of one operator, and the bytes that it reads from shared memory."""
         tensors = self._plan.tensors
         rows = resolve(tensors[node.outputs[0]].shape, symbols)[0]
         window = cast(int, node.attributes["window"]) if node.op in ATTENTION_OPS else 0
@@ -185,12 +185,12 @@ class ModelledWork:
         elif node.op in ATTENTION_OPS:
             num_bytes = shared_bytes = float(FLOAT16_BYTES * self._state_elements(node, chunk))
             kind = "attention"
-            if past := static_slots(node):  # however many of them hold something, and the chunk's own rows
+            if past := static_slots(node):  # all slots of the window, filled or not, and the chunk's own rows
                 operations = rows * (past + rows) * node_flops(node, self._plan)
         elif node.op == LINEAR_ATTENTION_OP:
             width = FLOAT16_BYTES if static_slots(node) else DTYPE_BYTES["float32"]
             num_bytes = shared_bytes = float(2 * width * self._state_elements(node, chunk))
-            kind = "attention"  # its state is read, and written back
+            kind = "attention"  # the state is read, and written back
         elif node.op == "FloatLinear":
             num_bytes = shared_bytes = float(tensors[node.inputs[1]].num_bytes())
             kind = "linear_float"
@@ -208,7 +208,7 @@ class ModelledWork:
         return cost.fixed_us + max(num_bytes / cost.gb_per_s, operations / cost.gops) / 1000, shared_bytes
 
     def _state_elements(self, node: Node, chunk: Chunk) -> int:
-        """Of all sequences that the chunk holds rows of."""
+        """Count state elements of all sequences that the chunk holds rows of."""
         tensors = [self._plan.tensors[name] for name in node.inputs if name]
         if past := static_slots(node):
             slots = [dict.fromkeys(("P", "W"), past + chunk.num_tokens)]
@@ -217,12 +217,14 @@ class ModelledWork:
         return sum(prod(resolve(t.shape, of_one)) for of_one in slots for t in tensors if t.kind == "state")
 
     def _share_of_experts(self, node: Node, rows: int) -> float:
-        """That is read for so many rows, if each picks its own evenly: 1 - (1 - picked / all) ** rows."""
+        """Return the share of experts read for `rows` rows, if each picks its own evenly: 1 - (1 - picked / all) **
+        rows.
+        """
         num_experts, _, _ = resolve(self._plan.tensors[node.inputs[2]].shape, {})
         return 1.0 - float(1 - cast(int, node.attributes["top_k"]) / num_experts) ** rows
 
     def _crossing(self, subgraph: Subgraph) -> tuple[list[str], list[str]]:
-        """The values that a subgraph takes from the other device, and those that it gives to it."""
+        """Return the values that a subgraph takes from the other device, and those that the other device takes."""
         taken = [name for name in subgraph.inputs if self._homes.get(name, "cpu") != subgraph.device]
         given = [name for name in subgraph.outputs if self._readers.get(name, set()) - {subgraph.device}]
         return taken, given

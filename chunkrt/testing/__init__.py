@@ -1,6 +1,6 @@
-"""For those who write a backend: the contract of `chunkrt/backends/base.py` as a test suite.
+"""Conformance suite for authors of backends: the contract of `chunkrt/backends/base.py` as tests.
 
-One call is all: `check_backend(MyBackend())`.
+One call runs all checks: `check_backend(MyBackend())`.
 """
 
 from chunkrt.testing.conformance import check_backend

@@ -1,7 +1,7 @@
-"""Calls of an executable with inputs as they occur in a decoder, into buffers that show what was written.
+"""Calls of an executable with realistic inputs of a decoder, into buffers that reveal stray writes.
 
-The reference runs the whole decoder once over a stream of tokens; every call takes its inputs from that recording, and
-finds its state as the reference leaves it before the call's position.
+The reference runs the complete decoder once over a stream of tokens. Every call takes its inputs from that recording,
+and its state is the reference's state before the call's position.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GUARD_ROWS = 2
 """Rows before and after each output that no call may write."""
 
 UNWRITTEN = np.float32(np.nan)
-"""What outputs and unused cache positions hold before a call: never right, and contagious where it is read."""
+"""Content of outputs and unused cache positions before a call: never correct, and it propagates if it is read."""
 
 State = dict[str, Array]
 
@@ -35,26 +35,26 @@ class Call:
     buffers: Mapping[str, Array]
     """Each output with its guard rows."""
     states: Mapping[str, Array]
-    """Those of the inputs that are state."""
+    """The inputs that are state."""
     caches: frozenset[str]
-    """The states that have a slot a position, or one for those that are so many apart."""
+    """The states with one slot for each position, or for each group of positions."""
     position: int
     num_tokens: int
 
     def input_bits(self) -> dict[str, bytes]:
-        """The inputs that no call may write: all but state."""
+        """Return the inputs that no call may write: all except state."""
         return {name: array.tobytes() for name, array in self.inputs.items() if name not in self.states}
 
     def guard_bits(self) -> dict[str, bytes]:
-        """What lies around each output."""
+        """Return the guard rows around each output."""
         return _guard_bits(self.buffers)
 
     def other_position_bits(self) -> dict[str, bytes]:
-        """The caches at positions that are not the call's own."""
+        """Return the caches at positions other than the call's own."""
         return {n: np.delete(self.states[n], self._slots(n), axis=1).tobytes() for n in self.caches}
 
     def results(self) -> dict[str, Array]:
-        """All that the call computes: outputs, the caches at its own positions, and other state as a whole."""
+        """Return everything that the call computes: outputs, the caches at its own positions, and all other state."""
         own = {n: s[:, self._slots(n)] if n in self.caches else s for n, s in self.states.items()}
         return {**self.outputs, **own}
 
@@ -64,11 +64,11 @@ class Call:
         return slots
 
     def result_bits(self) -> dict[str, bytes]:
-        """The results, bit for bit."""
+        """Return the bytes of the results."""
         return {name: result.tobytes() for name, result in self.results().items()}
 
     def run(self, executable: Executable) -> None:
-        """Run it. Raises whatever the executable does."""
+        """Run the call. Raise any exception of the executable."""
         executable.run(self.inputs, self.outputs)
 
     def __str__(self) -> str:
@@ -79,25 +79,25 @@ class Call:
 class PackedCall:
     """Calls of several sequences as segments of one chunk: the arguments of one `SegmentExecutable.run_segments`.
 
-    It is watched as a `Call` is. Once it has run, the outputs of `calls` hold their rows.
+    It has the checks of `Call`. After it has run, the outputs of `calls` hold their rows.
     """
 
     calls: Sequence[Call]
     inputs: Mapping[str, Array]
-    """Those with rows, of all calls."""
+    """The inputs with rows, joined over all calls."""
     outputs: Mapping[str, Array]
     buffers: Mapping[str, Array]
 
     @property
     def segments(self) -> list[SegmentOperands]:
-        """What each call has of its own."""
+        """Return the inputs and state that are specific to each call."""
         return [
             SegmentOperands(call.num_tokens, {n: a for n, a in call.inputs.items() if n not in self.inputs})
             for call in self.calls
         ]
 
     def run(self, executable: SegmentExecutable) -> None:
-        """Run it. Raises whatever the executable does."""
+        """Run the call. Raise any exception of the executable."""
         executable.run_segments(self.inputs, self.outputs, self.segments)
         ends = np.cumsum([call.num_tokens for call in self.calls])
         for name, output in self.outputs.items():
@@ -105,22 +105,22 @@ class PackedCall:
                 call.outputs[name][...] = rows
 
     def input_bits(self) -> dict[str, bytes]:
-        """As of a `Call`; of what is a segment's own, under its number too."""
+        """See `Call`; inputs that are specific to a segment have its number in their name."""
         own = {f"{n} of segment {i}": b for i, call in enumerate(self.calls) for n, b in call.input_bits().items()}
         return {**own, **{name: array.tobytes() for name, array in self.inputs.items()}}
 
     def guard_bits(self) -> dict[str, bytes]:
-        """As of a `Call`."""
+        """See `Call`."""
         return _guard_bits(self.buffers)
 
     def other_position_bits(self) -> dict[str, bytes]:
-        """As of a `Call`, by name and segment."""
+        """See `Call`; by name and segment."""
         return {
             f"{n} of segment {i}": b for i, call in enumerate(self.calls) for n, b in call.other_position_bits().items()
         }
 
     def results(self) -> dict[str, Array]:
-        """The outputs."""
+        """Return the outputs."""
         return dict(self.outputs)
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class Recording:
     """Every value of a decoder over `num_tokens` random tokens, as the reference computes it under a scheme.
 
     Args:
-        most_rows: of a call, by default all tokens. Rings are as short as a session makes them for these.
+        most_rows: most rows of a call, by default all tokens. Rings are as short as a session makes them for these.
 
     `ring`: slots of the caches of layers with a window.
     """
@@ -160,7 +160,7 @@ class Recording:
             self._values |= outputs
 
     def reference(self, subgraph: Subgraph) -> Executable:
-        """The reference's executable, for any number of rows."""
+        """Return the reference's executable, for any number of rows."""
         return ReferenceBackend().compile(subgraph, self.plan, self._symbols["T"], self.scheme, self.weights)
 
     def call(
@@ -172,7 +172,7 @@ class Recording:
         cache_dtype: str = "float32",
         logit_rows: Sequence[int] | None = None,
     ) -> Call:
-        """A call on the tokens from `position` on; a subgraph of R rows takes `logit_rows` of them, or all."""
+        """Return a call on the tokens from `position` on; a subgraph of R rows takes `logit_rows` of them, or all."""
         tokens = slice(position, position + num_tokens)
         rows = np.arange(num_tokens) if logit_rows is None else np.array(logit_rows, np.int64)
         graph_inputs: dict[str, Array] = {
@@ -196,7 +196,7 @@ class Recording:
         )
 
     def pack(self, calls: Sequence[Call]) -> PackedCall:
-        """Calls of one subgraph with rows T, as segments of one chunk."""
+        """Return calls of one subgraph with rows T, as segments of one chunk."""
         first = calls[0]
         with_rows = [n for n in first.inputs if n not in first.states and "T" in self.plan.tensors[n].shape]
         buffers = self._buffers(first.outputs, sum(call.num_tokens for call in calls), 0)
@@ -223,7 +223,7 @@ class Recording:
         return bool({"P", "W"} & set(self.plan.tensors[name].shape))
 
     def _state(self, subgraph: Subgraph, name: str, position: int, cache_dtype: str) -> Array:
-        """One state before `position`, the caller's own."""
+        """Return a copy of one state before `position`."""
         key = subgraph.name, position
         if key not in self._states:
             self._states[key] = state = self._first_state(subgraph)
@@ -235,7 +235,7 @@ class Recording:
         return {n: np.full(shape, UNWRITTEN if self._is_cache(n) else np.float32(0)) for n, shape in shapes.items()}
 
     def _advance(self, subgraph: Subgraph, state: State, num_tokens: int) -> dict[str, Array]:
-        """Let the reference run the first tokens, call after call; its outputs."""
+        """Run the first tokens on the reference, call after call; return its outputs."""
         reference = self.reference(subgraph)
         outputs = {name: self._empty(self.plan.tensors[name], num_tokens) for name in subgraph.outputs}
         for position in range(0, num_tokens, self._most_rows):
@@ -251,7 +251,7 @@ class Recording:
 
 
 def _inside(buffers: Mapping[str, Array]) -> dict[str, Array]:
-    """Buffers without their guard rows."""
+    """Return buffers without their guard rows."""
     return {name: buffer[GUARD_ROWS : len(buffer) - GUARD_ROWS] for name, buffer in buffers.items()}
 
 

@@ -1,4 +1,4 @@
-"""The conformance suite: what every backend keeps to, plug-ins too."""
+"""The conformance suite: the contract of every backend, including plug-ins."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TRIED = (
         shadowed=("*.o_proj.weight",),
     ),
 )
-"""Beside the schemes with names: those that options and searches make of them."""
+"""Schemes in addition to the named ones, as options and searches make them."""
 
 TRIED_HYBRID = (SCHEMES["float"], SCHEMES["w8a8-dynamic"])
 
@@ -61,60 +61,59 @@ TRIED_HYBRID = (SCHEMES["float"], SCHEMES["w8a8-dynamic"])
 def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
     """Check that a backend keeps the contract of `chunkrt/backends/base.py`.
 
-    A small Llama decoder with random weights is cut into subgraphs; each that the backend supports, under each scheme
-    of TRIED that it supports, is compiled for chunks of `chunk_length` and of twice as many rows, and compared with the
-    backend `reference`. Its sizes are such that no vector width divides them; then the same under the static schemes
-    with multiples of 32, for hardware that takes nothing else, and under those with 4-bit blocks, whose depth is 32.
-    At last, under the schemes of TRIED_HYBRID, a decoder of what Llama has not: both kinds of linear attention, norms
-    of heads, attention over a window, whose ring wraps, and routed experts. Attention comes once more, static, as NPUs
-    take it (`graph/static_attention.py`), under one scheme of each decoder.
+    A small Llama decoder with random weights is cut into subgraphs. Each subgraph that the backend supports, under each
+    scheme of TRIED that it supports, is compiled for chunks of `chunk_length` and of twice as many rows, and compared
+    with the backend `reference`. No vector width divides the decoder's sizes. The static schemes are repeated with
+    multiples of 32, for hardware that takes only these, and so are the schemes with 4-bit blocks, whose depth is 32.
+    Finally, under the schemes of TRIED_HYBRID, a decoder has the parts that Llama lacks: both kinds of linear
+    attention, norms of heads, attention over a window, whose ring wraps, and routed experts. Attention is repeated in
+    its static form for NPUs (`graph/static_attention.py`), under one scheme of each decoder.
 
     Args:
-        chunk_length: an NPU's compiler decides anew for every length; check it with those that it is used with.
+        chunk_length: an NPU's compiler decides for every length separately; check it with all lengths in use.
 
-    One clause of all subgraphs is checked before the next, in about the order below: those that take long come last.
+    Each clause is checked on all subgraphs before the next clause, roughly in the order below, slow clauses last.
 
     Clauses:
         description: `name` is text, `concurrency` None or at least 1; with None it has one of `cache_dtypes` at least.
-        support: at least one subgraph is supported; one that is supported compiles.
-        refusal: one that is not is refused by `supports` with a node of it and a reason, and by `compile` with
-            PartitionError or CompileError; an operator that nobody has is refused so.
-        length: `fixed_length` is None or the chunk length; on rows of logits, where it may be shorter, a divisor of
-            it; with state, None.
+        support: at least one subgraph is supported; every supported subgraph compiles.
+        refusal: an unsupported subgraph is refused by `supports` with one of its nodes and a reason, and by `compile`
+            with PartitionError or CompileError; so is an operator that does not exist.
+        length: `fixed_length` is None or the chunk length; on rows of logits, where it may be shorter, a divisor of it;
+            with state, None.
         rows: any number of rows, 1 to the chunk length, runs (or exactly `fixed_length`); logits of any of them.
         inputs: only state is written, and of caches only the slots of position to position + T - 1.
-        outputs: written in full, and nothing beside them.
-        values: as the reference has them. With m the largest magnitude of an output: within 16 * 64 * 2^-23 * m,
-            for 16 operators whose sums of at most 64 products lose a float32 step a product; 2^-10 * m more where
+        outputs: written completely, without writes outside them.
+        values: equal to the reference's within a tolerance. With m the largest magnitude of an output: 16 * 64 * 2^-23
+            * m, for 16 operators whose sums of at most 64 products lose a float32 step a product; 2^-10 * m more where
             caches are float16. With quantised linears a value between two integers may fall to either side, so there
             the root mean square of the difference, over all rows of an output, is at most 1/256 of the output's; 1/64
-            where linears have static grids of 8 bits, or with a `fixed_length`; 1/32 with both. With a
-            `fixed_length` a subgraph without linears is within 16 * 2^-11 * m more, for 16 operators in float16; so is
-            static attention.
-        linears: a linear alone. A dynamic one of multiples of 1/2 with 127 in every row, and two outliers of 40 times
+            where linears have static grids of 8 bits, or with a `fixed_length`; 1/32 with both. With a `fixed_length` a
+            subgraph without linears is within 16 * 2^-11 * m more, for 16 operators in float16; so is static attention.
+        linears: a single linear. A dynamic one of multiples of 1/2 with 127 in every row, and two outliers of 40 times
             that in every other, is exact to 4 * 2^-23 of the sum of its products' magnitudes: outliers are multiplied
-            as they are, the rest is rounded half to even, sums of products are exact; a row of zeros gives zeros. With
-            a weight in blocks it is exact to (K + 4) * 2^-24 of that sum, where an integer times its scale and the
+            without rounding, the rest is rounded half to even, sums of products are exact; a row of zeros gives zeros.
+            With a weight in blocks it is exact to (K + 4) * 2^-24 of that sum, where an integer times its scale and the
             minimum are two products. A static one is within one step of its output's grid of the exact sum of the
-            integers, ties of its input going to even; what lies beyond a grid becomes its last level, or anything from
+            integers, ties of its input going to even; a value beyond a grid becomes its last level, or any value from
             there to the end of the integers' type; where the linear has a shadow, the last level. An output in float is
-            within (K + 4) * 2^-24 of the sum of its K products' magnitudes. With a `fixed_length`, which tells of an
-            NPU, values arrive and leave in float16: there a tie may go either way, and a result be off by 2^-10 of the
-            sum of its products' magnitudes and by 2^-9 of the output grid's limit.
-        shadows: a linear's shadow alone, on steps and half steps. What lies at most 127 steps from zero, or rounds to
-            that, ties to even, adds exactly nothing; of all else what it exceeds 127 steps by is multiplied, within the
-            bound of an output in float.
+            within (K + 4) * 2^-24 of the sum of its K products' magnitudes. A `fixed_length` indicates an NPU, whose
+            inputs and outputs are float16: there a tie may go either way, and a result be off by 2^-10 of the sum of
+            its products' magnitudes and by 2^-9 of the output grid's limit.
+        shadows: the shadow of a single linear, on steps and half steps. Inputs at most 127 steps from zero, or rounded
+            to that, ties to even, add exactly nothing; of all others the part that exceeds 127 steps is multiplied,
+            within the bound of an output in float.
         repetition: the same call gives the same bits.
-        chunks: two chunks at once give, within the tolerance of `values`, what one after the other does, or one row
-            and then the rest.
+        chunks: two chunks in one call give, within the tolerance of `values`, the results of one after the other, or of
+            one row and then the rest.
         segments: where an executable with state has `run_segments`, rows of three sequences in one call give, within
-            that tolerance, what each sequence's own call does.
+            that tolerance, the results of each sequence's own call.
         history: where an executable has `run_after`, chunks of one history, another that comes between, and the first
-            again give the bits that `run` gives.
-        threads: two calls of one executable at once, in two threads, give the same bits as one after the other.
+            again give the bits of `run`.
+        threads: two concurrent calls of one executable, in two threads, give the same bits as one after the other.
 
     Raises:
-        ConformanceError: an AssertionError that names the first clause that was broken.
+        ConformanceError: an AssertionError that names the first broken clause.
     """
     _check_description(backend)
     decoders = _tried_decoders(chunk_length)
@@ -134,7 +133,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
 
 
 def check_linears(backend: Backend, *, chunk_length: int = 8) -> None:
-    """Check the clauses linears and shadows alone; see `check_backend`. It takes a fraction of a second."""
+    """Check only the clauses linears and shadows; see `check_backend`. It takes a fraction of a second."""
     for decoder in _tried_decoders(chunk_length):
         _Suite(backend, decoder).check_linears()
 
@@ -156,7 +155,7 @@ def _check_description(backend: Backend) -> None:
 
 @lru_cache(maxsize=1)
 def _tried_decoders(chunk_length: int) -> Sequence[_TriedDecoder]:
-    """What every backend is checked with; it is kept for the next, for nothing changes it."""
+    """Return the decoders that every backend is checked with; they are immutable and cached."""
     static_or_in_blocks = [scheme for scheme in TRIED if scheme.is_static or scheme.weight_bits == 4]
     return [
         _TriedDecoder(TRIED_HYBRID, HYBRID_CONFIG, chunk_length, hybrid),
@@ -166,7 +165,7 @@ def _tried_decoders(chunk_length: int) -> Sequence[_TriedDecoder]:
 
 
 class _TriedDecoder:
-    """A decoder under some schemes, and what the reference makes of it. `recordings`: by the scheme's name."""
+    """A decoder under some schemes, with the reference's results. `recordings`: by the scheme's name."""
 
     def __init__(
         self,
@@ -191,7 +190,7 @@ class _TriedDecoder:
 
 
 class _Suite:
-    """The clauses on one decoder."""
+    """Checks of the clauses on one decoder."""
 
     def __init__(self, backend: Backend, tried: _TriedDecoder) -> None:
         self.backend = backend
@@ -199,7 +198,7 @@ class _Suite:
         self.recordings = tried.recordings
 
     def compile_all(self) -> list[CompiledSubgraph]:
-        """What the backend supports; checks the clauses support and refusal."""
+        """Return all compiled subgraphs that the backend supports; check the clauses support and refusal."""
         recordings = list(self.recordings.values())
         compiled = [s for each in recordings for s in self._compile(each, each.plan, each.plan.subgraphs)]
         static = _with_static_attention(recordings[0])
@@ -246,10 +245,12 @@ class _Suite:
         plan, scheme = recording.plan, recording.scheme
         support, where = self.backend.supports(subgraph, plan, scheme), f"subgraph {subgraph.name} under {scheme.name}"
         if support:
-            self._break("refusal", f"{where} is said to be supported with an operator that nobody has")
+            self._break("refusal", f"{where} is reported as supported with an operator that does not exist")
         names = [node.name for node in subgraph.nodes]
         if support.node not in names:
-            self._break("refusal", f"{where} is refused for {support.node!r}, expected a node of it, as {names[-1]!r}")
+            self._break(
+                "refusal", f"{where} is refused for {support.node!r}, expected a node of it, e.g. {names[-1]!r}"
+            )
         if not support.reason:
             self._break("refusal", f"{where} is refused without a reason")
         try:
@@ -258,7 +259,7 @@ class _Suite:
             return
         except Exception as error:
             self._break("refusal", f"{where}: compile raised {error!r}, expected PartitionError", error)
-        self._break("refusal", f"{where} is refused by supports, and compiled nevertheless")
+        self._break("refusal", f"{where} is refused by supports, but compiles")
 
     def _check_linears(self, recording: Recording) -> None:
         plan, scheme, weights = recording.plan, recording.scheme, recording.weights
@@ -293,7 +294,7 @@ class _Suite:
 
 
 def _with_static_attention(recording: Recording) -> Plan:
-    """A recording's plan with attention over all slots of the caches, and over whole rings; and with convolutions."""
+    """Return a recording's plan with convolutions and attention over all cache slots and complete rings."""
     plan = recording.plan
     slots = {"P": plan.context_length, "W": recording.ring}
     nodes = [*attention_nodes(plan), *convolution_nodes(plan)]

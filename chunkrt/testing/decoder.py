@@ -1,4 +1,4 @@
-"""A small decoder with random weights, made on the spot: what `check_backend` has backends compile."""
+"""A small decoder with random weights, generated on the fly for `check_backend`."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ CONFIG: Mapping[str, Any] = {
 """Sizes that no vector width divides; no sum has more than 64 products."""
 
 CONFIG_IN_BLOCKS: Mapping[str, Any] = {**CONFIG, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-"""Depths that blocks of 32 divide."""
+"""Depths that are multiples of 32, for blocks."""
 
 
 class RandomCheckpoint:
-    """A `TensorSource` whose tensors are drawn from a seed when they are read: those of the Llama family, or others.
+    """A `TensorSource` of random tensors, drawn from a seed on access: those of the Llama family by default.
 
     Linears have a gain of about 1.2, norms lie around 1, so that attention and logits are not trivial.
     """
@@ -84,7 +84,7 @@ class RandomCheckpoint:
         return drawn * np.float32(0.2) + np.float32(name.endswith("norm.weight"))
 
     def read_blocks(self, name: str) -> BlockTensor | None:
-        """See `TensorSource`; there are none."""
+        """See `TensorSource`; always None."""
         return None
 
     def stored(self, name: str) -> NDArray[np.uint8]:
@@ -94,9 +94,9 @@ class RandomCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomDecoder:
-    """A plan, in which no linear has a shadow; and by a scheme's name the plan with its shadows, and the weights.
+    """A plan without shadows; and by a scheme's name the plan with its shadows, and the weights.
 
-    schemes: by name, as the checkpoint lets them be: linears whose depth blocks do not divide keep 8 bits.
+    schemes: by name, as the checkpoint allows them: linears whose depth is not divisible into blocks keep 8 bits.
     """
 
     plan: Plan
@@ -110,7 +110,7 @@ def random_decoder(
     config: Mapping[str, Any] = CONFIG,
     family: Callable[[DecoderConfig], Module] | None = None,
 ) -> RandomDecoder:
-    """Build, cut and quantise a decoder as the compiler does it, by default one of the Llama family."""
+    """Build, cut and quantise a decoder as the compiler does, by default one of the Llama family."""
     source = RandomCheckpoint(config)
     if family is None:
         decoder = build_decoder(source)
@@ -131,7 +131,7 @@ def random_decoder(
             plans[scheme.name] = cut = partition(graph, family=source.architecture)
             path = Path(folder) / f"{scheme.name}.safetensors"
             write_weights(cut, scheme, planned.load, path, load_rotary=planned.load_rotary, calibration=calibration)
-            weights[scheme.name] = WeightStore.open(path).with_tables(cut)  # stays mapped when the file is gone
+            weights[scheme.name] = WeightStore.open(path).with_tables(cut)  # the mapping outlives the file
     return RandomDecoder(plan=plan, schemes=settled, plans=plans, weights=weights)
 
 

@@ -1,4 +1,4 @@
-"""How the conformance suite says that a backend broke the contract."""
+"""The error of the conformance suite."""
 
 from __future__ import annotations
 

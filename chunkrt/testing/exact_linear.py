@@ -1,4 +1,4 @@
-"""One quantised linear alone, on values whose quantisation is known: there rounding and accumulation show plainly."""
+"""A single quantised linear, on values with known quantisation that expose its rounding and accumulation."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ Float64 = NDArray[np.float64]
 
 SUM_TOLERANCE = 4 * 2.0**-23
 INPUT_TOLERANCE = 2.0**-10
-"""Of a product, where its input arrives in float16 and is brought to the grid from there."""
+"""Share of a product's magnitude, for inputs that arrive in float16 and are quantised from there."""
 OUTPUT_TOLERANCE = 2.0**-9
-"""Of the output grid's limit, where what leaves the grid becomes float16."""
+"""Share of the output grid's limit, for outputs that are converted to float16."""
 PRODUCT_TOLERANCE = 2.0**-24
-"""Of the sum of products' magnitudes, for each product, and PRODUCTS_BESIDE more: what float32 rounds off."""
+"""Share of the sum of products' magnitudes, for each product and PRODUCTS_BESIDE more: float32's rounding error."""
 PRODUCTS_BESIDE = 4
 STEP_TOLERANCE = 1 + 2.0**-6
-"""One step, and what float32 rounds off a value at the end of a 16-bit grid."""
+"""One step, plus float32's rounding error of a value at the end of a 16-bit grid."""
 
 INPUT_STEP = 2.0**-6
-"""A power of two: what lies on the grid, or half-way between two of its values, does so exactly."""
+"""A power of two, so that values on the grid, and half-way between two of its values, are exact."""
 
 FINE_REACH = {8: 3, 16: 1023}
-"""Steps on each side of zero: so few that one more shows in a result, and that float16 holds halves of them."""
+"""Steps on each side of zero: few enough that one more shows in a result, and that float16 holds halves of them."""
 
 WIDE_UNIT = {8: 1, 16: 32}
-"""Steps between values over the whole grid, so few of them that float16 holds them."""
+"""Steps between values over the whole grid, few enough values that float16 holds them."""
 
 
 THRESHOLDS = (126.5, 127.0, 127.5, 128.0)
 """Steps around which a value leaves an 8-bit grid: the first two do not, the others do."""
 
 DYNAMIC_OUTLIER = 127.0 * 40
-"""In rows of 20 or more values of up to 127, two such are beyond 8 times the mean magnitude."""
+"""In rows of 20 or more values of up to 127, two such values exceed 8 times the mean magnitude."""
 
 OUTLIER_REACH = 1000
-"""Steps from zero, so few that float16 holds halves of them."""
+"""Steps from zero, few enough that float16 holds halves of them."""
 
 
 class Bounds(NamedTuple):
-    """What an output lies between: float64 [T, N] each."""
+    """Bounds of an output: float64 [T, N] each."""
 
     least: Float64
     most: Float64
@@ -55,7 +55,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactLinear:
-    """A subgraph of one MatMul with its weights, its input float32 [T, K], and what must come out."""
+    """A subgraph of one MatMul with its weights, its input float32 [T, K], and bounds of its output."""
 
     subgraph: Subgraph
     plan: Plan
@@ -63,11 +63,11 @@ class ExactLinear:
     values: NDArray[np.float32]
     exact: Bounds
     in_float16: Bounds
-    """The same, with values that arrive and leave in float16; then a tie may go either way."""
+    """Bounds if inputs and outputs are float16; then a tie may go either way."""
 
 
 def exact_linears(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, num_rows: int) -> list[ExactLinear]:
-    """What a linear is tried on under a scheme; the last row is zero.
+    """Return test cases of a linear under a scheme; the last row is zero.
 
     Dynamic: random multiples of 1/2 with one 127 a row, so that a row's scale is 1 and half of them lie on a tie; every
     other row has two outliers as well.
@@ -100,9 +100,9 @@ def exact_linears(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore
 
 
 def exact_shadow(shadow: Node, plan: Plan, weights: WeightStore, num_rows: int) -> ExactLinear:
-    """What the shadow of a linear is tried on: half steps on both sides of where the grid ends.
+    """Return a test case of a linear's shadow: half steps on both sides of the grid's end.
 
-    Half of the rows hold a few outliers each, the others nothing else; the last is zero.
+    In half of the rows a few values are outliers, in the others all are; the last row is zero.
     """
     name = shadow.inputs[1]
     integers, scale = weights.linear(name)
@@ -136,7 +136,7 @@ def exact_shadow(shadow: Node, plan: Plan, weights: WeightStore, num_rows: int) 
 
 
 def _dynamic(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, values: Float64) -> ExactLinear:
-    """What is beyond 127 is multiplied as it is."""
+    """Return a case with dynamic quantisation, in which values beyond 127 are multiplied without rounding."""
     name = linear.inputs[1]
     taken = np.where(np.abs(values) > LEVELS[8], values, np.rint(values))
     if scheme.has_blocks(name):
@@ -159,13 +159,13 @@ def _dynamic(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, val
 def _static(
     linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, steps: Float64, *, output_reach: float
 ) -> ExactLinear:
-    """An input of multiples of its step; the output's grid reaches as far as the results, times `output_reach`."""
+    """Return a case whose inputs are multiples of a step; the output's range is `output_reach` times the results."""
     name = linear.inputs[1]
     bits = scheme.activation_bits_of(name)
     integers, scale = weights.linear(name)
     result_step = INPUT_STEP * scale.astype(np.float64)
     quantized = _saturated(np.rint(steps), bits)
-    if scheme.is_shadowed(name):  # the shadow counts from the last level
+    if scheme.is_shadowed(name):  # the shadow is the excess over the last level
         quantized = Bounds(*[np.rint(steps).clip(-LEVELS[bits], LEVELS[bits])] * 2)
     result = _products(quantized, integers)
     limit = np.abs(np.stack(result) * result_step).max(axis=(0, 1) if scheme.has_column_grids(name) else None)
@@ -200,7 +200,7 @@ def _static(
 
 
 def _parts(weights: WeightStore, name: str) -> dict[str, NDArray[Any]]:
-    """A linear's weight and all that is stored beside it, by name."""
+    """Return a linear's weight and all arrays stored with it, by name."""
     parts = {name + suffix: array for suffix, array in weights.parts(name)}
     try:
         return {**parts, name + HOT_CHANNELS_SUFFIX: weights.array(name + HOT_CHANNELS_SUFFIX)}
@@ -209,18 +209,18 @@ def _parts(weights: WeightStore, name: str) -> dict[str, NDArray[Any]]:
 
 
 def _float_error(depth: int) -> float:
-    """Of the sum of products' magnitudes, what float32 may round off."""
+    """Return float32's largest rounding error as a share of the sum of products' magnitudes."""
     return (depth + PRODUCTS_BESIDE) * PRODUCT_TOLERANCE
 
 
 def _saturated(steps: Float64, bits: int) -> Bounds:
-    """Integers on a grid: what lies beyond its last level becomes that, or anything up to the end of the type."""
+    """Return integers on a grid: a value beyond its last level becomes that, or any value up to the end of the type."""
     inner, outer = steps.clip(-LEVELS[bits], LEVELS[bits]), steps.clip(-(2 ** (bits - 1)), 2 ** (bits - 1))
     return Bounds(np.minimum(inner, outer), np.maximum(inner, outer))
 
 
 def _products(left: Bounds, integers: NDArray[np.int8]) -> Bounds:
-    """The left operand [T, K] times integers [K, N]; sums are exact, for no product has more than 24 bits."""
+    """Multiply the left operand [T, K] by integers [K, N]; sums are exact, because no product has more than 24 bits."""
     positive, negative = np.maximum(integers, 0).astype(np.float64), np.minimum(integers, 0).astype(np.float64)
     return Bounds(left.least @ positive + left.most @ negative, left.most @ positive + left.least @ negative)
 

@@ -1,4 +1,4 @@
-"""The clauses that are about executables: what a call writes, what comes out, and that nothing else decides it."""
+"""Clauses about executables: memory that a call writes, its values, and their independence of everything else."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from chunkrt.testing.error import ConformanceError
 Results = dict[str, NDArray[np.float64]]
 
 START = 5
-"""A position at which no chunk begins by itself."""
+"""A position at which no chunk begins by default."""
 ROUNDS = 16
-"""How often two threads are sent in at once."""
+"""Number of concurrent pairs of calls."""
 
 NUM_OPERATORS = 16
-"""Of a subgraph, about, one after the other."""
+"""Approximate number of consecutive operators in a subgraph."""
 
 FLOAT_TOLERANCE = NUM_OPERATORS * 64 * 2.0**-23
 HALF_ROUNDING = 2.0**-11
 QUANTIZED_TOLERANCE = 1 / 256
 COARSE_TOLERANCE = 1 / 64
-"""Of linears with static grids of 8 bits, where a step more or less is seen; and on NPUs; of both the sum."""
+"""Tolerance of linears with static grids of 8 bits, whose steps are coarse, and of NPUs; twice that with both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +47,18 @@ class CompiledSubgraph:
 
     @property
     def cache_dtypes(self) -> Sequence[str]:
-        """The dtypes that its caches may have."""
+        """Dtypes that its caches may have."""
         return ("float32", "float16") if self.shortest_and_longest()[0].caches else ("float32",)
 
     @property
     def has_quantized_linears(self) -> bool:
-        """Whether values pass through steps of integers."""
+        """True if linears or experts quantise values."""
         has_products = any(node.op in ("MatMul", EXPERTS_OP) for node in self.subgraph.nodes)
         return self.recording.scheme.weight_bits is not None and has_products
 
     @property
     def quantized_tolerance(self) -> float:
-        """How far off values may be by the root mean square, where they pass through steps of integers."""
+        """Largest root mean square error, relative to the output's, if values are quantised."""
         scheme = self.recording.scheme
         linears = [node.inputs[1] for node in self.subgraph.nodes if node.op == "MatMul"]
         has_coarse_grids = scheme.is_static and any(scheme.activation_bits_of(name) == 8 for name in linears)
@@ -66,27 +66,28 @@ class CompiledSubgraph:
         return num_reasons * COARSE_TOLERANCE if num_reasons else QUANTIZED_TOLERANCE
 
     def float_tolerance(self, cache_dtype: str) -> float:
-        """How far off values may be, of the largest, where they pass through no steps of integers."""
+        """Return the largest error, relative to the largest value, if values are not quantised."""
         num_half = 2 * (cache_dtype == "float16") + NUM_OPERATORS * self.is_in_float16
         return FLOAT_TOLERANCE + num_half * HALF_ROUNDING
 
     @property
     def has_rings(self) -> bool:
-        """Whether it has caches of a window alone."""
+        """True if all of its caches have a window."""
         return any("W" in self.recording.plan.tensors[name].shape for name in self.subgraph.state)
 
     @property
     def is_in_float16(self) -> bool:
-        """Whether it tells of an NPU, which computes so between linears: by a fixed length, or static attention."""
+        """True for an NPU, which computes in float16 between linears: it has a fixed length, or static attention."""
         return self.executable.fixed_length is not None or num_static(self.subgraph) > 0
 
     def calls(self, cache_dtype: str = "float32") -> list[Call]:
-        """Every number of rows that it takes; tokens at position 0, at one within a chunk, and where a
-        ring wraps; the fewest rows first."""
+        """Return calls of every number of rows that it takes, the fewest rows first: tokens at position 0, at a
+        position within a chunk, and where a ring wraps.
+        """
         return [make() for make in self._makers(cache_dtype)]
 
     def shortest_and_longest(self) -> list[Call]:
-        """The first and the last of `calls`."""
+        """Return the first and the last of `calls`."""
         makers = self._makers("float32")
         return [makers[0](), makers[-1]()]
 
@@ -108,7 +109,7 @@ class CompiledSubgraph:
         return makers
 
     def fail(self, clause: str, detail: str, cause: BaseException | None = None) -> NoReturn:
-        """Say which clause was broken here."""
+        """Raise ConformanceError for a clause that was broken here."""
         where = f"subgraph {self.subgraph.name} under {self.recording.scheme.name}"
         raise ConformanceError(self.backend, clause, f"{where}: {detail}") from cause
 
@@ -174,7 +175,7 @@ def check_segments(subgraph: CompiledSubgraph) -> None:
 
 
 def _sequences(subgraph: CompiledSubgraph, cache_dtype: str) -> list[Call]:
-    """Rows of up to three sequences, which together fill two chunks; a ring of the last wraps."""
+    """Return rows of up to three sequences, which together fill two chunks; a ring of the last wraps."""
     recording, length = subgraph.recording, subgraph.chunk_length
     last = recording.ring - length // 2 if subgraph.has_rings else START + 1
     places = [(START, max(2 * length - 4, 1)), (0, 1), (last, min(3, length))][: 2 * length]
@@ -205,7 +206,7 @@ def _in_parts(
     *,
     past: float = 1,
 ) -> list[Call]:
-    """Consecutive calls, each of which finds the state as the one before has left it; the first multiplied."""
+    """Run consecutive calls, each on the state that the one before left; the first state is multiplied by `past`."""
     if executable is None:
         executable = subgraph.executable if max(lengths) <= subgraph.chunk_length else subgraph.of_two_chunks
     calls: list[Call] = []
@@ -257,7 +258,7 @@ def _run(subgraph: CompiledSubgraph, executable: Executable, call: Call) -> None
 
 
 def _watch(subgraph: CompiledSubgraph, clause: str, call: Call | PackedCall, act: Callable[[], None]) -> None:
-    """One call: what it may not write, and what it must. The clause is that it runs at all."""
+    """Run one call and check its writes. `clause` is the one that the call breaks if it raises."""
     where = str(call)
     inputs, guards, other_positions = call.input_bits(), call.guard_bits(), call.other_position_bits()
     try:
@@ -279,38 +280,40 @@ def _compare(clause: str, subgraph: CompiledSubgraph, found: Results, expected: 
     for name, y in expected.items():
         difference = np.abs(found[name] - y)
         if subgraph.has_quantized_linears:
-            kind, off = "by the root mean square", np.sqrt(np.mean(difference**2))
+            kind, off = "in root mean square", np.sqrt(np.mean(difference**2))
             allowed = subgraph.quantized_tolerance * np.sqrt(np.mean(y**2))
         else:
             kind, off = "at most", difference.max()
             allowed = subgraph.float_tolerance(cache_dtype) * np.abs(y).max()
         if off > allowed:
-            subgraph.fail(clause, f"{name!r} is off by {off:.3g} {kind}, allowed is {allowed:.3g}")
+            subgraph.fail(clause, f"{name!r} is off by {off:.3g} {kind}; the tolerance is {allowed:.3g}")
 
 
 def _expect_same_bits(clause: str, subgraph: CompiledSubgraph, first: Call, second: Call) -> None:
     if changed := _first_difference(first.result_bits(), second.result_bits()):
-        subgraph.fail(clause, f"{changed!r} has other bits than the same call gave before")
+        subgraph.fail(clause, f"{changed!r} differs in bits from an earlier call with the same inputs")
 
 
 def _all_results(calls: Sequence[Call]) -> Results:
-    """Of calls that have nothing to do with each other."""
+    """Join the results of independent calls."""
     return {name: np.concatenate([_by_row(call.results()[name]) for call in calls]) for name in calls[0].results()}
 
 
 def _stream_results(calls: Sequence[Call]) -> Results:
-    """Of consecutive calls: their rows, and state that has none as the last has left it."""
+    """Join the results of consecutive calls: their rows, and the last one's state without rows."""
     recurrent = calls[0].states.keys() - calls[0].caches
     return _all_results(calls) | {name: _by_row(calls[-1].results()[name]) for name in recurrent}
 
 
 def _by_row(result: Array) -> NDArray[np.float64]:
-    """Rows first: outputs are [rows, N], caches [kv_heads, rows, D]; of other state any axis."""
+    """Return rows first: outputs are [rows, N], caches [kv_heads, rows, D]; other state with any axis."""
     return (result if result.ndim == 2 else result.swapaxes(0, 1)).astype(np.float64)
 
 
 def _at_once(act: Callable[[Call], None], rounds: Sequence[Sequence[Call]]) -> list[BaseException]:
-    """A thread for each call of a round; they start every round together. What they raised, which ends them."""
+    """Run each call of a round in a thread of its own; all threads start every round together. Return their errors, the
+    first of which ends them.
+    """
     barrier, errors = threading.Barrier(len(rounds[0])), list[BaseException]()
 
     def work(calls: Sequence[Call]) -> None:

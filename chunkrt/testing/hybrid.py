@@ -1,4 +1,4 @@
-"""A decoder of every kind of layer that Llama has not: no model is like it, a backend may meet all of it."""
+"""A decoder with every kind of layer that Llama lacks: no model is like it, but a backend may meet all of them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ HYBRID_CONFIG: Mapping[str, Any] = {
     "moe_intermediate_size": 22,
     "shared_expert_intermediate_size": 18,
 }
-"""As small and as uneven as Llama's; a window that a chunk does not reach beyond at once."""
+"""Sizes as small and uneven as Llama's; the window is longer than one chunk."""
 
 
 def hybrid(config: DecoderConfig) -> Module:
-    """A short convolution, the gated delta rule with a mixture of experts, attention over a window with head norms."""
+    """Return a decoder with a short convolution, a gated delta rule with a mixture of experts, and windowed attention
+    with head norms.
+    """
     rope = RotaryTables(config.inverse_frequencies, config.context_length)
     delta_rule = GatedDeltaRule(config, DeltaSizes.of(config), is_grouped=False)
     attention = Attention(config, rope, norm=head_norm(config), window=config.sliding_window)

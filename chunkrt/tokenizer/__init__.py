@@ -1,6 +1,7 @@
-"""Text to token ids and back, and chats to prompts.
+"""Tokenizers: text to token ids and back, and chats to prompts.
 
-Read from a checkpoint when a model is compiled, kept in the engine directory as tokenizer.json and text.json.
+A tokenizer is read from a checkpoint when a model is compiled, and kept in the engine directory as tokenizer.json and
+text.json.
 """
 
 from chunkrt.tokenizer.decoding import IncrementalDecoder

@@ -1,8 +1,8 @@
-"""Rendered chats, in which control tokens that messages spell out stay text.
+"""Rendered chats, in which control tokens spelled out in messages stay plain text.
 
 A template writes control tokens, e.g. "<|im_end|>", between messages. If a message holds the same characters, the
-rendered text does not show who wrote them. So control tokens in messages are put between two marks before rendering;
-afterwards the marks divide the text, and what stands between them is encoded as plain text.
+rendered text does not show their origin. So control tokens in messages are put between two marks before rendering;
+afterwards the marks split the text, and the text between them is encoded as plain text.
 
 Source: Transformers, `apply_chat_template(..., sanitize_control_tokens=True)` and utils/chat_template_utils.py.
 """
@@ -22,7 +22,7 @@ from typing import Any
 from chunkrt.errors import ConfigError
 
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Characters that Unicode reserves for a program's internal use, and that no text holds."""
+"""Noncharacters, which Unicode reserves for a program's internal use and which no text should contain."""
 
 
 @dataclass(frozen=True)
@@ -30,36 +30,36 @@ class ChatPrompt:
     """The prompt of a chat.
 
     Args:
-        parts: pieces of the text, each with whether it is plain: without control tokens, whatever it spells.
+        parts: pieces of the text, each with a flag: True for plain text, in which control tokens are not parsed.
     """
 
     parts: tuple[tuple[str, bool], ...]
 
     @property
     def text(self) -> str:
-        """The whole prompt, as the template wrote it."""
+        """Return the complete prompt, as the template wrote it."""
         return "".join(text for text, _ in self.parts)
 
     def preceded_by(self, start: str) -> ChatPrompt:
-        """The prompt with a text before it that the template might have written."""
+        """Return the prompt with a text before it, as if the template had written that."""
         (first, is_plain), *others = self.parts
         return ChatPrompt(((start, False), *self.parts) if is_plain else ((start + first, False), *others))
 
     def followed_by(self, end: str) -> ChatPrompt:
-        """The prompt with a text behind it that the template might have written."""
+        """Return the prompt with a text after it, as if the template had written that."""
         *others, (last, is_plain) = self.parts
         return ChatPrompt((*self.parts, (end, False)) if is_plain else (*others, (last + end, False)))
 
 
 class ControlTokens:
-    """The control tokens of a vocabulary, to be found in messages.
+    """The control tokens of a vocabulary, for searching in messages.
 
     Args:
         tokens: their texts.
     """
 
     def __init__(self, tokens: Collection[str]) -> None:
-        self._tokens = sorted(filter(None, tokens), key=len, reverse=True)  # a longer one before those that it contains
+        self._tokens = sorted(filter(None, tokens), key=len, reverse=True)  # a longer token before its substrings
         self._ascending = sorted(self._tokens)
 
     def render(self, render: Callable[[Any], str], variables: Any) -> ChatPrompt:
@@ -67,10 +67,10 @@ class ControlTokens:
 
         Args:
             render: the template.
-            variables: JSON values that come from a user, keys included.
+            variables: JSON values that come from a user, including keys.
 
         Raises:
-            ConfigError: they are nested too deep, or use up all characters that marks are taken from.
+            ConfigError: the variables are nested too deeply, or contain all characters that serve as marks.
         """
         if not self._tokens:
             return ChatPrompt(((render(variables), False),))
@@ -82,7 +82,7 @@ class ControlTokens:
             start, end = _unused_characters(texts)
             rendered = render(self._marked(variables, start, end, joined))
         except RecursionError as error:
-            raise ConfigError("the messages are nested too deep") from error
+            raise ConfigError("the messages are nested too deeply") from error
         return ChatPrompt(tuple(self._divided(rendered, start, end)))
 
     @cached_property
@@ -90,11 +90,11 @@ class ControlTokens:
         return re.compile(_any_of(self._ascending))
 
     def _joined(self, texts: Collection[str]) -> set[str]:
-        """The texts that end with the beginning of a control token that another text goes on with."""
+        """Return the texts that end with the start of a control token that another text may complete."""
         return {text for text in texts if any(self._goes_on(rest, texts) for rest in self._rests(text))}
 
     def _rests(self, text: str) -> Iterator[str]:
-        """Yield each text that completes the end of a text to a control token."""
+        """Yield each suffix that completes the end of a text to a control token."""
         for length in range(1, min(len(text), len(self._tokens[0]) - 1) + 1):
             begin = text[-length:]
             at = bisect_left(self._ascending, begin)
@@ -118,7 +118,7 @@ class ControlTokens:
         return value
 
     def _divided(self, rendered: str, start: str, end: str) -> Iterator[tuple[str, bool]]:
-        """The pieces of a rendered text. A template may part the marks of a token: a lone one divides the text, too."""
+        """Yield the pieces of a rendered text. A template may separate a token's two marks, so a single mark splits."""
         pieces = re.split(f"{start}({self._pattern.pattern}){end}|[{start}{end}]", rendered)
         yield pieces[0], False
         for index, piece in enumerate(pieces[1:], 1):
@@ -127,10 +127,10 @@ class ControlTokens:
 
 
 def _any_of(tokens: Sequence[str]) -> str:
-    """A regular expression for the longest of some texts, which are in ascending order.
+    """Return a regular expression for the longest of some texts, which are in ascending order.
 
-    Texts with a beginning in common share it: a vocabulary may have thousands of control tokens that begin with "<",
-    and a plain alternation would try each of them at every such character.
+    Common prefixes are factored out: a vocabulary may have thousands of control tokens that begin with "<", and a plain
+    alternation would try each of them at every such character.
     """
     branches = []
     for _, group in groupby(tokens, key=itemgetter(0)):
@@ -146,7 +146,7 @@ NO_CONTROL_TOKENS = ControlTokens(())
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text of a JSON value, keys included."""
+    """Yield every text of a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -161,5 +161,5 @@ def _texts(value: Any) -> Iterator[str]:
 def _unused_characters(texts: Collection[str]) -> tuple[str, str]:
     unused = [character for character in _NONCHARACTERS if not any(character in text for text in texts)]
     if len(unused) < 2:
-        raise ConfigError("the messages hold all of Unicode's noncharacters U+FDD0 to U+FDEF; leave some of them out")
+        raise ConfigError("the messages hold all of Unicode's noncharacters U+FDD0 to U+FDEF; remove some of them")
     return unused[0], unused[1]

@@ -1,7 +1,7 @@
-"""Chats to prompts, by the Jinja template that comes with a model.
+"""Chats to prompts, by the Jinja template of a model.
 
-A template is a program by strangers: it runs in a process of its own (`template_process.py`), and whatever it does ends
-within MAX_SECONDS and MAX_BYTES.
+A template is untrusted code: it runs in a process of its own (`template_process.py`), which is stopped after
+MAX_SECONDS or MAX_BYTES.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from chunkrt.tokenizer import template_process
 from chunkrt.tokenizer.chat_prompt import NO_CONTROL_TOKENS, ChatPrompt, ControlTokens
 
 MAX_SECONDS = 5.0
-"""For one prompt."""
+"""Time limit of one prompt."""
 MAX_BYTES = 1 << 28
-"""Of memory that the process may have, besides 16 times what it is given beyond 1 MiB."""
+"""Memory limit of the process, in addition to 16 times the part of its input that exceeds 1 MiB."""
 _START_SECONDS = 60.0
 _LIBRARIES = ("jinja2", "markupsafe")
 
@@ -40,8 +40,8 @@ class ChatTemplate:
         source: Jinja.
 
     Raises:
-        ModelError: it does not compile.
-        ConfigError: there is no Python to start.
+        ModelError: the template does not compile.
+        ConfigError: no Python interpreter can be started.
     """
 
     def __init__(self, source: str) -> None:
@@ -62,21 +62,22 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         control_tokens: ControlTokens = NO_CONTROL_TOKENS,
     ) -> ChatPrompt:
-        """The prompt. Fields of messages that are None are omitted, and a template without tools sees None.
+        """Render a prompt. Fields of messages that are None are omitted, and `tools` is None for a template without
+        tools.
 
         Args:
             options: further variables of the template.
-            control_tokens: those that stay text where messages, tools or options spell them.
+            control_tokens: tokens that stay text if messages, tools or options spell them.
 
         Raises:
             ConfigError: the messages are not a list of JSON objects, each with a role; an option has the name of
-                another variable, or is no JSON value.
+                another variable, or is not a JSON value.
             ModelError: the template fails, refuses the messages, or takes more than MAX_SECONDS or MAX_BYTES.
         """
         given = {"messages": _plain(messages), "tools": None if tools is None else list(tools), "documents": None}
         own = {"add_generation_prompt": add_generation_prompt, "bos_token": bos_token, "eos_token": eos_token}
         if taken := sorted((given | own).keys() & set(options or ())):
-            raise ConfigError(f"the option {taken[0]!r} of the chat template is set by chunkrt; give others")
+            raise ConfigError(f"the option {taken[0]!r} of the chat template is set by chunkrt; use another name")
 
         def render(variables: dict[str, Any]) -> str:
             return self._answer(_line(variables | own))
@@ -92,7 +93,7 @@ class ChatTemplate:
                 raise ModelError(f"the model's chat template rejects these messages: {error}") from error
 
     def _start(self, num_bytes: int) -> _Process:
-        """The process that runs, or a new one where none is left, or it has too little memory for so many bytes."""
+        """Return the process; start a new one if it has ended or has too little memory for `num_bytes` of input."""
         if self._process is None or not self._process.can_take(num_bytes):
             process = _Process(_memory_for(num_bytes))
             weakref.finalize(self, process.stop)
@@ -107,15 +108,15 @@ class ChatTemplate:
 
 
 class _RefusedError(Exception):
-    """What the process answered in place of a text, or why it cannot answer any more."""
+    """An error from the process, or the reason why it ended."""
 
 
 class _Process:
-    """A process that answers lines. Of the process that started it: a fork has none."""
+    """A process that answers lines. It belongs to its parent process; a fork cannot use it."""
 
     def __init__(self, memory_bytes: int) -> None:
         if not sys.executable or getattr(sys, "frozen", False):
-            raise ConfigError("chat templates need a Python interpreter to run in, and sys.executable is none")
+            raise ConfigError("chat templates need a Python interpreter, but sys.executable is not one")
         self.memory_bytes = memory_bytes
         self._owner = os.getpid()
         self._process = subprocess.Popen(
@@ -131,15 +132,15 @@ class _Process:
             raise ConfigError(f"cannot start {sys.executable} for chat templates: {error}") from error
 
     def can_take(self, num_bytes: int) -> bool:
-        """Whether it is there for this process, with the memory that so many bytes may take."""
+        """Return True if it runs, belongs to this process, and has enough memory for `num_bytes` of input."""
         is_here = os.getpid() == self._owner and self._process.poll() is None
         return is_here and _memory_for(num_bytes) <= self.memory_bytes
 
     def ask(self, line: bytes, *, seconds: float | None = None) -> str:
-        """Its text for a line.
+        """Send a line and return the text of the answer.
 
         Raises:
-            _RefusedError: it gives none; where it ran away, it has been stopped.
+            _RefusedError: the answer is an error, or the process ended or exceeded its limits; it is stopped then.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -153,7 +154,7 @@ class _Process:
         except (OSError, ValueError) as error:
             self.stop()
             raise _RefusedError(watch.reason or "its process ended") from error
-        except BaseException:  # an interrupt: the answer may still come, and is nobody's
+        except BaseException:  # an interrupt: the answer may still arrive, and would be mistaken for the next one
             self.stop()
             raise
         if "error" in found:
@@ -162,10 +163,10 @@ class _Process:
         return text
 
     def stop(self) -> None:
-        """End it, at once."""
+        """Kill the process."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with suppress(OSError):  # what was not written yet has nowhere to go
+            with suppress(OSError):  # unwritten bytes cannot be flushed any more
                 pipe.close()
         if os.getpid() == self._owner:
             self._process.kill()
@@ -173,7 +174,7 @@ class _Process:
 
 
 class _Watch:
-    """Kills a process that takes too long for an answer; or too much memory, where the system does not bound it."""
+    """Kills a process at the time limit; on Windows, where the system sets no bound, also at the memory limit."""
 
     def __init__(self, process: subprocess.Popen[bytes], seconds: float, memory_bytes: int) -> None:
         self.reason = ""
@@ -218,7 +219,7 @@ def _line(value: object) -> bytes:
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A copy of the messages out of JSON types alone."""
+    """Return a copy of the messages that consists of JSON types only."""
     try:
         plain = json.loads(json.dumps(messages))
     except (TypeError, ValueError, RecursionError) as error:
@@ -235,7 +236,7 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def _as_templates_read_it(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without fields that are None, and its reasoning by both names that templates have for it.
+    """Return a message without fields that are None, and with its reasoning under both names that templates use.
 
     Source: Transformers, `apply_chat_template` and `_alias_reasoning_fields`.
     """

@@ -1,8 +1,7 @@
-"""From token ids back to text: each token is bytes, and text appears as soon as its bytes are whole.
+"""From token ids back to text: each token is bytes, and a character appears as soon as its bytes are complete.
 
-The `tokenizers` library decodes lists of tokens; a stream needs the bytes of each. Which of two schemes they
-follow shows in the library's decoder: byte-level (a character is a byte) or SentencePiece ("▁" is a space,
-"<0x0A>" a byte).
+The `tokenizers` library decodes lists of tokens; a stream needs the bytes of each. The library's decoder reveals which
+of two schemes applies: byte-level (a character is a byte) or SentencePiece ("▁" is a space, "<0x0A>" a byte).
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """The bytes of every token of a vocabulary.
+    """Return the bytes of every token of a vocabulary.
 
     Args:
-        num_rows: rows of the model's head. A row without a token, e.g. for padding, has no bytes.
+        num_rows: rows of the model's LM head. A row without a token, e.g. for padding, has no bytes.
 
     Raises:
         UnsupportedModelError: the library's decoder is neither byte-level nor SentencePiece's.
@@ -43,7 +42,7 @@ class TokenBytes:
         self._known = {token_id: added[token_id].content.encode() for token_id in literal}
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Raise ConfigError if neither the vocabulary nor the model has such a token, or the id is no whole number."""
+        """Return a token's bytes. Raise ConfigError if it does not exist, or the id is not a whole number."""
         if isinstance(token_id, bool) or not isinstance(token_id, Integral):
             raise ConfigError(f"a token id is {token_id!r:.80}, expected a whole number")
         known = self._known.get(token_id)
@@ -61,12 +60,11 @@ class TokenBytes:
 class IncrementalDecoder:
     """Turns tokens into text one by one; the pieces add up to exactly `Tokenizer.decode` of them all.
 
-    A character whose bytes are spread over tokens appears with the last of them; bytes that are no UTF-8
-    become U+FFFD. Control tokens, and rows of the model's head without a token, have no text.
+    A character whose bytes are spread over tokens appears with the last of them; invalid UTF-8 becomes U+FFFD. Control
+    tokens, and rows of the model's LM head without a token, have no text.
 
     Args:
-        follows_text: the tokens continue a text, so that a leading space is kept which SentencePiece would
-            otherwise take for its own.
+        follows_text: the tokens continue a text, so a leading space is kept that SentencePiece would otherwise remove.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, follows_text: bool = False) -> None:
@@ -76,7 +74,7 @@ class IncrementalDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, perhaps none. Raises ConfigError if there is no such token."""
+        """Return the text that this token completes, possibly empty. Raise ConfigError if the token does not exist."""
         piece = self._bytes[token_id]
         if token_id in self._bytes.special_ids or not piece:
             return ""
@@ -86,14 +84,14 @@ class IncrementalDecoder:
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD if the last character is incomplete. Then a new text may begin."""
+        """Return the rest at the end: U+FFFD if the last character is incomplete. Then a new text may begin."""
         rest = self._utf8.decode(b"", final=True)
         self._strip_next = self._strips_first_space
         return rest
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's character for each byte, reversed. Source: GPT-2, encoder.py, bytes_to_unicode."""
+    """Map byte-level BPE's characters to bytes. Source: GPT-2, encoder.py, bytes_to_unicode."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -116,7 +114,7 @@ def _sentence_piece(token: str) -> bytes:
 
 
 def _scheme(decoder: Any) -> tuple[Callable[[str], bytes], bool]:
-    """The bytes of a token, and whether a text's first space is dropped."""
+    """Return a function from a token to its bytes, and a flag: True if a text's first space is dropped."""
     steps = [json.loads(decoder.__getstate__())] if decoder is not None else []
     if steps and steps[0]["type"] == "Sequence":
         steps = steps[0]["decoders"]

@@ -1,8 +1,8 @@
 """A lower bound on the number of tokens of a text, without encoding it.
 
-Every token stands for a bounded number of bytes of the text, so that a text of more bytes has more tokens. Steps before
-the vocabulary may shrink a text: Unicode normalisation by a bounded factor, others by dropping white space or anything
-else. A vocabulary may lack characters. Where no bound is known, it is 0.
+Every token stands for a bounded number of bytes of the text, so a text of more bytes has more tokens. Steps before the
+vocabulary may shrink a text: Unicode normalisation by a bounded factor, others by dropping white space or anything
+else. A vocabulary may lack characters. If no bound is known, it is 0.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ The worst known case of NFC is U+1FBE with two combining marks: 7 bytes become U
 of NFKC is a mathematical letter with marks: 10 bytes become 3.
 """
 _PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
-"""These drop nothing."""
+"""Pre-tokenizers that drop nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBound:
     """Largest number of bytes of a text that a token stands for.
 
-    most_bytes: None if there is no bound. uncounted: characters that may have no token. is_ascii: whether only ASCII
-    characters are counted, since others may be unknown, of which a token may stand for any number.
+    most_bytes: None without a bound. uncounted: characters that may have no token. is_ascii: only ASCII characters are
+    counted, because others may be unknown, and one token may stand for any number of unknown characters.
     """
 
     most_bytes: int | None = None
@@ -71,7 +71,7 @@ class TokenBound:
         return TokenBound(most_bytes=ceil(longest * factor), uncounted=uncounted, is_ascii=bool(unknown))
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a number of tokens that the text has at least."""
+        """Return a lower bound of the number of tokens of the text."""
         if self.most_bytes is None:
             return 0
         if text.isascii():
@@ -91,7 +91,7 @@ def _utf8_length(text: str) -> int:
 
 
 def _steps(part: Any, key: str) -> list[Mapping[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer, as the library writes them."""
+    """Return the steps of a normalizer or a pre-tokenizer, in the library's JSON form."""
     if part is None:
         return []
     waiting, found = [json.loads(part.__getstate__())], []
@@ -105,7 +105,7 @@ def _steps(part: Any, key: str) -> list[Mapping[str, Any]]:
 
 
 def _shrinking(step: Mapping[str, Any]) -> float | None:
-    """Bytes that become one byte at most in a step; 0 if it drops white space alone, None without a bound."""
+    """Return the most bytes that become one byte in a step; 0 if it drops only white space, None without a bound."""
     kind = step["type"]
     if kind in _SHRINKING:
         return _SHRINKING[kind]
@@ -129,7 +129,7 @@ def _keeps_ascii(step: Mapping[str, Any]) -> bool:
 def _unknown_bytes(
     model: models.BPE, vocabulary: Mapping[str, int], steps: list[Mapping[str, Any]], *, is_byte_level: bool
 ) -> set[int]:
-    """Bytes that may have no token: as a character, if they are ASCII, or as a part of one."""
+    """Return the bytes that may have no token: ASCII characters, or parts of other characters."""
     if is_byte_level:
         return {byte for character, byte in byte_alphabet().items() if character not in vocabulary}
     replaces = any(step["type"] in ("Replace", "Metaspace") for step in steps)

@@ -1,7 +1,7 @@
 """A GGUF file's own vocabulary as a `tokenizers` tokenizer.
 
-GGUF keeps tokens, their types and merges or scores, and names the rest: "gpt2" is byte-level BPE, whose
-pre-tokeniser `tokenizer.ggml.pre` names; "llama" is SentencePiece BPE with byte fallback.
+GGUF holds tokens, their types and merges or scores, and refers to the rest by name: "gpt2" is byte-level BPE, with the
+pre-tokeniser in `tokenizer.ggml.pre`; "llama" is SentencePiece BPE with byte fallback.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _GPT4O = (
 
 @dataclass(frozen=True, kw_only=True)
 class PreTokenizer:
-    """How byte-level BPE cuts a text into words before it merges bytes.
+    """Rules by which byte-level BPE cuts a text into words before it merges bytes.
 
     Args:
-        splits: regular expressions, applied one after the other; matches and what lies between are words.
-        ignore_merges: a word that is a token is taken whole, whatever the merges say.
-        add_bos: what holds where the file does not say whether a text begins with the beginning token.
+        splits: regular expressions, applied one after the other; matches and the text between them are words.
+        ignore_merges: a word that is a token is taken as it is, regardless of the merges.
+        add_bos: default, if the file does not specify whether a text begins with the beginning token.
         composes: the text is brought into Unicode's composed form (NFC) first.
     """
 
@@ -77,8 +77,8 @@ PRE_TOKENIZERS = {
     "tekken": PreTokenizer(splits=(_TEKKEN,), ignore_merges=True, add_bos=True),
     "gpt-4o": PreTokenizer(splits=(_GPT4O,)),
 }
-"""By the names of `tokenizer.ggml.pre`. Source: llama.cpp, src/llama-vocab.cpp; regular expressions in their
-original form, from the models' tokenizer.json files.
+"""Pre-tokenisers by their names in `tokenizer.ggml.pre`. Source: llama.cpp, src/llama-vocab.cpp; regular expressions in
+their original form, from the models' tokenizer.json files.
 
 Llama 3 has "llama-bpe", LFM2 "lfm2", Qwen2 to Qwen3 "qwen2", Qwen3.5 "qwen35", Mistral Nemo "tekken", Phi-4 "dbrx",
 Phi-4-mini "gpt-4o". Gemma, Phi-3 and the earlier Mistral are SentencePiece, which has no pre-tokeniser.
@@ -90,9 +90,9 @@ MOST_CHARACTERS = 1024
 SentencePiece's own limit, max_sentencepiece_length, is 16 by default."""
 
 _BYTE_FALLBACK = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-"""Tokens of SentencePiece for the bytes of what is no piece."""
+"""SentencePiece's byte tokens, for text outside its pieces."""
 _NO_TOKEN = (-1, 2**32 - 1)
-"""Ids that say that there is no such token: -1, also where a converter wrote it as an unsigned number."""
+"""Ids that mean that the token does not exist: -1, also as an unsigned number from some converters."""
 _CONTROL = (TokenType.CONTROL, TokenType.UNKNOWN)
 _OTHER_ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Besides "eos", the keys whose tokens end a generation. Source: llama.cpp, src/llama-vocab.cpp."""
@@ -110,16 +110,15 @@ _SAMPLING = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-"""What GGUF calls the sampling options of Transformers. Source: gguf.constants.Keys.General."""
+"""GGUF's names of the sampling options of Transformers. Source: gguf.constants.Keys.General."""
 
 
 def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, TextSettings] | None:
-    """The tokenizer that GGUF metadata describes, or None if it describes none.
+    """Return the tokenizer that GGUF metadata describes, or None if it describes none.
 
     Raises:
         ModelError: its parts contradict each other.
-        UnsupportedModelError: a model or pre-tokeniser that is not implemented; the message lists those that
-            are.
+        UnsupportedModelError: a model or pre-tokeniser that is not implemented; the message lists the supported ones.
     """
     kind = read_kind(metadata)
     if kind is None:
@@ -176,7 +175,7 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
 
 
 def read_kind(metadata: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The tokenizer's model and pre-tokeniser ("" for SentencePiece, which has none), or None if there is no tokenizer.
+    """Return the tokenizer's model and pre-tokeniser ("" for SentencePiece, which has none); None without a tokenizer.
 
     Raises:
         ModelError, UnsupportedModelError: see `read_metadata`.
@@ -189,7 +188,7 @@ def read_kind(metadata: Mapping[str, Any]) -> tuple[str, str] | None:
     if model != "gpt2":
         key = "tokenizer.ggml.model"
         raise UnsupportedModelError(
-            f"the tokenizer model {model!r} is not implemented; gpt2 and llama are", feature=key
+            f"the tokenizer model {model!r} is not implemented; supported: gpt2, llama", feature=key
         )
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and _BYTE_FALLBACK.issubset(token for token in tokens if isinstance(token, str)):
@@ -202,7 +201,7 @@ def read_kind(metadata: Mapping[str, Any]) -> tuple[str, str] | None:
     if pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         raise UnsupportedModelError(
-            f"the pre-tokeniser {pre!r} is not implemented; there are: {known}", feature="tokenizer.ggml.pre"
+            f"the pre-tokeniser {pre!r} is not implemented; supported: {known}", feature="tokenizer.ggml.pre"
         )
     return model, pre
 
@@ -243,10 +242,10 @@ def _sentence_piece(
 
 
 def _with_known_controls(types: Sequence[int], vocab: Mapping[str, int], declared: Sequence[int]) -> list[int]:
-    """The types of all tokens, where beginnings and ends are control tokens even if the file has them as others.
+    """Return the types of all tokens; beginnings and ends are control tokens even if the file has other types.
 
-    "</s>" keeps its type, since vocabularies have it as a tag of HTML, too. Source: llama.cpp, src/llama-vocab.cpp,
-    which does so and logs "control-looking token".
+    "</s>" keeps its type, because vocabularies have it as a tag of HTML, too. Source: llama.cpp, src/llama-vocab.cpp,
+    which does the same and logs "control-looking token".
     """
     ends = [vocab[token] for token in known_ends(vocab) if token != "</s>"]
     forced = {token_id for token_id in (*declared, *ends) if types[token_id] not in _CONTROL}
@@ -254,19 +253,19 @@ def _with_known_controls(types: Sequence[int], vocab: Mapping[str, int], declare
 
 
 def _with_visible_spaces(token: str, kind: int) -> str:
-    """A user-defined token as SentencePiece has it, which looks for it where spaces are "▁" already.
+    """Return a user-defined token in SentencePiece's form: it searches after spaces have become "▁".
 
-    GGUF spells it with spaces. A space before the text would come into its way, so this holds only without one.
+    GGUF spells it with spaces. A space added before the text would interfere, so this is correct only without one.
     """
     return token.replace(" ", "▁") if kind == TokenType.USER_DEFINED else token
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every way to merge two pieces into a third, best first.
+    """Return every merge of two pieces into a third, best first.
 
-    SentencePiece joins the neighbours whose union scores highest; BPE with these ranks does the same. Control
-    tokens are not among the pieces, so no text can add up to one; nor are user-defined ones, which are found in the
-    text before anything is merged. Source: Transformers, generate_merges.
+    SentencePiece joins the adjacent pieces whose union scores highest; BPE with these ranks does the same. Control
+    tokens are not among the pieces, so no text can become one; nor are user-defined tokens, which are found in the text
+    before any merge. Source: Transformers, generate_merges.
     """
     merges = [
         (score, piece[:cut], piece[cut:])
@@ -288,7 +287,7 @@ def _text(metadata: Mapping[str, Any], key: str, default: str) -> str:
 def _list(
     metadata: Mapping[str, Any], name: str, kind: type, length: int | None = None, default: Any = None
 ) -> list[Any]:
-    """An array of the metadata, checked; `length` times the default if it is absent."""
+    """Return a checked array of the metadata; `length` times the default if it is absent."""
     key = f"tokenizer.ggml.{name}"
     if key not in metadata and length is not None and default is not None:
         return [default] * length
@@ -302,8 +301,9 @@ def _list(
 
 def _id(metadata: Mapping[str, Any], name: str, num_tokens: int, default: int | None = None) -> int | None:
     token_id = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
-    if name != "eos" and type(token_id) is int and token_id in _NO_TOKEN:  # without an end, answers go on for ever
+    # without an end token, answers would never end
+    if name != "eos" and type(token_id) is int and token_id in _NO_TOKEN:
         token_id = default
     if token_id is not None and not (type(token_id) is int and 0 <= token_id < num_tokens):
-        raise ModelError(f"tokenizer.ggml.{name}_token_id is {token_id!r}, but there are {num_tokens} tokens")
+        raise ModelError(f"tokenizer.ggml.{name}_token_id is {token_id!r}, but the vocabulary has {num_tokens} tokens")
     return token_id

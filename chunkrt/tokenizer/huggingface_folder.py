@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json, and what the configuration files say about it."""
+"""The tokenizer of a Hugging Face folder: tokenizer.json, with settings from the configuration files."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MISTRAL = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 
 
 def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, TextSettings] | None:
-    """The tokenizer that a folder holds, or None if it holds none.
+    """Return the tokenizer of a folder, or None if it holds none.
 
     Args:
-        model_config: config.json, for the token ids that the tokenizer's own files leave out.
+        model_config: config.json, for token ids that the tokenizer's own files omit.
 
     Raises:
         ModelError: a file is damaged, or names a token that the vocabulary lacks.
         UnsupportedModelError: the tokenizer is not in tokenizer.json, or puts several tokens before a text.
     """
-    if not os.path.lexists(folder / VOCABULARY_FILE):  # a link to a file that is missing is an error, not its absence
+    if not os.path.lexists(folder / VOCABULARY_FILE):  # a broken link is an error, not an absent file
         if (folder / "tokenizer.model").exists():
             raise UnsupportedModelError(
                 "it has tokenizer.model, but no tokenizer.json; Transformers' "
@@ -46,7 +46,7 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
     _add_declared_tokens(library, folder, config)
     generation = _read_json(folder / "generation_config.json")
     bos_id = _token_id(library, config["bos_token"]) if "bos_token" in config else model_config.get("bos_token_id")
-    if bos_id == -1:  # says that there is none
+    if bos_id == -1:  # explicitly none
         bos_id = None
     eos_id = _token_id(library, config.get("eos_token"))
     prefix_ids, suffix_ids = _frame(library)
@@ -105,12 +105,12 @@ def _with_tekken_split(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     else:
         rest = [given]
     state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, *rest]}
-    with library_errors("its words cannot be cut as fix_mistral_regex asks"):
+    with library_errors("fix_mistral_regex cannot be applied to its pre-tokenizer"):
         return tokenizers.Tokenizer.from_str(json.dumps(state))
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json. Without `added_tokens_decoder` the names in special_tokens_map.json count more.
+    """Return tokenizer_config.json. Without `added_tokens_decoder`, names in special_tokens_map.json take precedence.
 
     Source: Transformers, PreTrainedTokenizerBase._from_pretrained.
     """
@@ -121,8 +121,8 @@ def _config(folder: Path) -> dict[str, Any]:
 def _add_declared_tokens(library: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]) -> None:
     """Add the tokens that the configuration declares and tokenizer.json lacks, at the next free ids.
 
-    Source: Transformers, TokenizersBackend.__init__: tokens of `added_tokens_decoder` (before it was there, of
-    added_tokens.json) by their numbers, then those that are named, which are control tokens.
+    Source: Transformers, TokenizersBackend.__init__: tokens of `added_tokens_decoder` (in older files, of
+    added_tokens.json) by their ids, then the named tokens, which are control tokens.
 
     Raises:
         ModelError: a declaration is neither text nor an object with its "content".
@@ -156,7 +156,7 @@ def _added(token: Any, *, special: bool) -> AddedToken:
 
 
 def _frame(library: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that tokenizer.json itself puts before a text, and behind it."""
+    """Return the tokens that tokenizer.json itself puts before a text, and after it."""
     bare = encode_text(library, "a").ids
     framed = encode_text(library, "a", add_special_tokens=True).ids
     for start in range(len(framed) - len(bare) + 1):
@@ -166,12 +166,12 @@ def _frame(library: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, .
         return (), ()
     raise UnsupportedModelError(
         f"its tokenizer.json encodes 'a' as {framed} with and {bare} without special tokens; "
-        "only tokens before and behind a text are implemented"
+        "only tokens before and after a text are implemented"
     )
 
 
 def _pooling(folder: Path) -> Literal["last", "mean"] | None:
-    """The pooling that a folder of Sentence Transformers names, "last" or "mean"; None if it names none or another.
+    """Return the pooling that a folder of Sentence Transformers specifies, "last" or "mean"; None for none or another.
 
     Source: sentence_transformers.models.Pooling.
     """
@@ -186,7 +186,7 @@ def _pooling(folder: Path) -> Literal["last", "mean"] | None:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The template of chats, and the one of chats with tools if it is another.
+    """Return the template of chats, and that of chats with tools if it differs.
 
     Source: Transformers, `get_chat_template`: chat_template.jinja with others in additional_chat_templates, or
     tokenizer_config.json with one template or several by name.
@@ -201,17 +201,17 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _token_id(library: tokenizers.Tokenizer, token: Any) -> int | None:
-    """The id of a token that tokenizer_config.json names, as text or as an object with its "content"."""
+    """Return the id of a token that tokenizer_config.json names, as text or as an object with its "content"."""
     if token is None:
         return None
     token_id = library.token_to_id(_content(token))
     if token_id is None:
-        raise ModelError(f"tokenizer_config.json names the token {token!r:.80}, which tokenizer.json has not")
+        raise ModelError(f"tokenizer_config.json names the token {token!r:.80}, which is missing in tokenizer.json")
     return token_id
 
 
 def _content(token: Any) -> str:
-    """The text of a declared token. Raises ModelError if it has none."""
+    """Return the text of a declared token. Raise ModelError if it has none."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str) or any("\ud800" <= character <= "\udfff" for character in text):
         raise ModelError(f"tokenizer_config.json names the token {text!r:.80}, expected text")
@@ -219,7 +219,7 @@ def _content(token: Any) -> str:
 
 
 def _ids(value: Any) -> list[int]:
-    """An eos_token_id, which may be one or several."""
+    """Return the ids of eos_token_id, which may be one or several."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token_id) is int for token_id in ids):
         raise ModelError(f"eos_token_id is {value!r:.80}, expected token ids")
@@ -227,7 +227,7 @@ def _ids(value: Any) -> list[int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty if there is no such file."""
+    """Read a JSON object, empty if the file does not exist."""
     if not os.path.lexists(path):
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Calls of the `tokenizers` library, whose errors have no type of their own, with chunkrt's errors."""
+"""Calls of the `tokenizers` library, with its untyped exceptions converted to chunkrt's errors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from chunkrt.files import BYTE_ORDER_MARK, check_regular
 VOCABULARY_FILE = "tokenizer.json"
 
 LARGEST_ID = (1 << 24) - 1
-"""The library allocates memory by the largest token id, so an id beyond any vocabulary would end the process."""
+"""Limit of token ids. The library allocates memory by the largest id, so a huge one would end the process."""
 
 _MAY_BE_TOO_LARGE = re.compile(rb":\s*\d{8}")
-"""A number of eight digits or more as a value. 2^24 has eight."""
+"""A number of eight digits or more as a JSON value. 2^24 has eight."""
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def library_errors(problem: str, *, panics_alone: bool = False) -> Iterator[None
 
 
 def read_vocabulary(path: Path) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json. Raises ModelError if it cannot be read."""
+    """Read a tokenizer.json. Raise ModelError if it cannot be read."""
     with library_errors(f"{path.name} cannot be read"):
         check_regular(path)
         contents = path.read_bytes().removeprefix(BYTE_ORDER_MARK.encode())
@@ -60,25 +60,25 @@ def read_vocabulary(path: Path) -> tokenizers.Tokenizer:
 def byte_pair_encoding(
     vocab: dict[str, int], merges: list[tuple[str, str]], **options: str | bool | None
 ) -> tokenizers.Tokenizer:
-    """A tokenizer that merges and does nothing else. Raises ModelError if a merge is not in the vocabulary."""
+    """Return a tokenizer that only merges. Raise ModelError if a merge is not in the vocabulary."""
     with library_errors("the vocabulary and its merges contradict each other"):
         return tokenizers.Tokenizer(models.BPE(vocab, merges, **options))
 
 
 def add_tokens(library: tokenizers.Tokenizer, tokens: list[AddedToken]) -> None:
-    """Add tokens that are found in a text before it is divided further. Raises ModelError if that fails."""
+    """Add tokens that are found in a text before it is split further. Raise ModelError if that fails."""
     with library_errors("the added tokens cannot be read"):
         library.add_tokens(tokens)
 
 
 def copy_of(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """An independent library object with the same tokens. Raises ModelError if that fails."""
+    """Return an independent library object with the same tokens. Raise ModelError if that fails."""
     with library_errors("the vocabulary cannot be copied"):
         return tokenizers.Tokenizer.from_str(library.to_str())
 
 
 def encode_text(library: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> tokenizers.Encoding:
-    """Encode a text while other threads run. Raises ModelError if the library cannot encode it.
+    """Encode a text while other threads run. Raise ModelError if the library cannot encode it.
 
     The library releases Python's lock in `encode_batch`, but not in `encode`.
     """
@@ -87,7 +87,7 @@ def encode_text(library: tokenizers.Tokenizer, text: str, *, add_special_tokens:
 
 
 def _check_ids(contents: bytes) -> None:
-    """Raises ModelError if a tokenizer.json gives a token an id beyond LARGEST_ID, or names a key twice."""
+    """Raise ModelError if a tokenizer.json gives a token an id larger than LARGEST_ID, or repeats a key."""
     parsed = json.loads(contents, object_pairs_hook=_object)
     model = parsed.get("model") if isinstance(parsed, dict) else None
     vocab = model.get("vocab") if isinstance(model, dict) else None
@@ -99,7 +99,7 @@ def _check_ids(contents: bytes) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ModelError if it names a key twice, since readers differ in the value that counts."""
+    """Return a JSON object. Raise ModelError if it repeats a key, because parsers disagree on which value counts."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ModelError(f"an object of {VOCABULARY_FILE} names a key twice")

@@ -1,10 +1,10 @@
 """A process that renders one chat template, as a script: `python -I -S template_process.py`.
 
-A template is a program by strangers. It runs in Jinja's sandbox, sees plain data only, and has a process of its own,
-whose memory the system bounds and which the caller kills when time is up (`chat_template.py`).
+A template is untrusted code. It runs in Jinja's sandbox, sees only plain data, and has a process of its own, whose
+memory the system bounds and which the caller kills at the time limit (`chat_template.py`).
 
 It reads lines of JSON and answers each with one: first {"path", "memory_bytes"}, then the source as a string, then the
-variables of each prompt. An answer is {"text"}, or {"error"}. It imports nothing of chunkrt, so that it starts quickly.
+variables of each prompt. An answer is {"text"}, or {"error"}. It does not import chunkrt, so that it starts quickly.
 
 Source: Transformers, utils/chat_template_utils.py, for the environment that templates are written for.
 """
@@ -28,13 +28,13 @@ _NONCHARACTER = re.compile(r"(?<!\\)((?:\\\\)*)\\u(fd[de][0-9a-f])")
 
 
 def main() -> None:
-    """Answer until the caller closes its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both; what it means is the caller's
+    """Answer requests until the caller closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both processes; the caller handles it
     template: Template
 
     def start(path: list[str], memory_bytes: int) -> str:
         sys.path[:0] = path
-        import jinja2.sandbox  # noqa: F401, so that what comes is measured without it
+        import jinja2.sandbox  # noqa: F401, so that the memory limit does not count the import
 
         _limit_memory(memory_bytes)
         return ""
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _answer(work: Callable[[bytes], str]) -> bool:
-    """Answer the next line, if there is one."""
+    """Answer the next line; return False at the end of the input."""
     line = sys.stdin.buffer.readline()
     if not line:
         return False
@@ -69,7 +69,7 @@ def _answer(work: Callable[[bytes], str]) -> bool:
 def _limit_memory(num_bytes: int) -> None:
     try:
         import resource
-    except ImportError:  # Windows: the caller watches
+    except ImportError:  # on Windows the caller enforces the limit
         return
     resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
@@ -93,21 +93,21 @@ def _compile(source: str) -> Template:
     from jinja2.utils import Namespace as JinjaNamespace
 
     class Generation(Extension):
-        """`{% generation %}` marks the model's own words for training; here it means nothing."""
+        """Render the body of `{% generation %}` unchanged: it marks the model's own words for training."""
 
         tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_unchanged"), [], [], body).set_lineno(line)  # a scope of its own
+            return nodes.CallBlock(self.call_method("_unchanged"), [], [], body).set_lineno(line)  # with its own scope
 
         @staticmethod
         def _unchanged(caller: Callable[[], str]) -> str:
             return caller()
 
     class Namespace(JinjaNamespace):
-        """Jinja's, without attributes that begin with an underscore, which lead to Python's internals."""
+        """Jinja's namespace without attributes that begin with an underscore, which lead to Python's internals."""
 
         def __init__(self, *mappings: Any, **attributes: Any) -> None:
             super().__init__()
@@ -126,7 +126,7 @@ def _compile(source: str) -> Template:
         return datetime.now().strftime(pattern)
 
     class NewDict:
-        """`dict` and `dict.fromkeys`, without the class and what it leads to."""
+        """`dict` and `dict.fromkeys`, without access to the class and its attributes."""
 
         def __call__(self, *arguments: Any, **values: Any) -> dict[Any, Any]:
             return dict(*arguments, **values)
@@ -138,7 +138,7 @@ def _compile(source: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = _to_json
-    del environment.globals["lipsum"]  # a plain function, which is a way to Python's internals
+    del environment.globals["lipsum"]  # a plain function would lead to Python's internals
     environment.globals |= {
         "dict": NewDict(),
         "namespace": Namespace,
@@ -155,7 +155,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape HTML.
+    """Convert to JSON without Jinja's escaping of HTML.
 
     Noncharacters are not escaped: the caller marks control tokens by them (`chat_prompt.py`).
     """

@@ -1,4 +1,4 @@
-"""What a tokenizer.json does not say: where texts begin and end, how a chat becomes a prompt, how answers are drawn."""
+"""Settings that tokenizer.json lacks: beginning and end of texts, the chat template, and sampling advice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkrt.errors import ModelError
 SETTINGS_FILE = "text.json"
 
 TEXT_FORMAT = 1
-"""Part of the name under which a compiled model is cached. It grows when other settings are read from a checkpoint."""
+"""Part of the name under which a compiled model is cached. Raise it when other settings are read from a checkpoint."""
 
 END_TOKENS = (
     "<|im_end|>",
@@ -51,7 +51,7 @@ END_TOKENS = (
     "<reponame>",
     "<|file_sep|>",
 )
-"""Control tokens that end a generation wherever a vocabulary has them, whatever else it declares.
+"""Control tokens that end a generation in every vocabulary that has them, regardless of its declarations.
 
 Source: llama.cpp, src/llama-vocab.cpp, the tokens that it counts as end of generation.
 """
@@ -62,24 +62,24 @@ Source: llama.cpp, src/llama-vocab.cpp."""
 
 
 ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Sampling options of which makers of models tell what suits them."""
+"""Sampling options for which makers of models recommend values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSettings:
-    """Kept in the engine directory as text.json.
+    """Text settings, kept in the engine directory as text.json.
 
     Args:
-        bos_id: the token that begins a text, if there is one.
-        eos_ids: every token that ends a generation; the first is what chat templates call eos_token.
-        add_bos: whether a text that is not a chat starts with `bos_id`.
+        bos_id: the token that begins a text, if one exists.
+        eos_ids: every token that ends a generation; chat templates call the first one eos_token.
+        add_bos: a text that is not a chat starts with `bos_id`.
         chat_template: Jinja source, if the model was tuned for chat.
-        sampling: what the model's makers advise for chats, of the options in ADVISED; empty for greedy.
-        suffix_ids: tokens behind a text of which an embedding is made.
-        chat_adds_bos: whether a chat that does not begin with `bos_id` gets it: in a GGUF file a template may leave it
-            to the tokenizer.
-        tool_template: Jinja source for chats with tools, if it is another.
-        pooling: which hidden states the model's embeddings are made of, "last" or "mean", if its makers say.
+        sampling: values of the options in ADVISED that the model's makers recommend for chats; empty for greedy.
+        suffix_ids: tokens after a text for which an embedding is computed.
+        chat_adds_bos: a chat that does not begin with `bos_id` gets it: in a GGUF file a template may leave it to the
+            tokenizer.
+        tool_template: Jinja source for chats with tools, if it differs.
+        pooling: pooling of the model's embeddings, "last" or "mean", if its makers specify it.
 
     Raises:
         ModelError: a value of another type, or `add_bos` without a `bos_id`.
@@ -99,7 +99,7 @@ class TextSettings:
         if self.bos_id is not None and not _is_id(self.bos_id):
             raise ModelError(f"the beginning token is {self.bos_id!r}, expected a token id")
         if not all(map(_is_id, self.suffix_ids)):
-            raise ModelError(f"the tokens behind a text are {self.suffix_ids!r:.80}, expected token ids")
+            raise ModelError(f"the tokens after a text are {self.suffix_ids!r:.80}, expected token ids")
         if self.pooling not in (None, "last", "mean"):
             raise ModelError(f"the pooling is {self.pooling!r:.80}, expected last or mean")
         if not all(map(_is_id, self.eos_ids)):
@@ -117,15 +117,15 @@ class TextSettings:
             raise ModelError("the tokenizer is to begin every text with its beginning token, but declares none")
 
     def to_json(self) -> str:
-        """The settings as JSON text."""
+        """Return the settings as JSON text."""
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     def from_json(text: str) -> TextSettings:
-        """Read what `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Raises:
-            ModelError: it is anything else.
+            ModelError: the text is anything else.
         """
         try:
             values = json.loads(text)
@@ -141,18 +141,18 @@ def _is_id(value: object) -> bool:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those among some values that are sampling options' and finite numbers."""
+    """Return the values that belong to sampling options and are finite numbers."""
     known = ((name, values.get(name)) for name in ADVISED)
     return {name: v for name, v in known if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)}
 
 
 def advised_sampling(values: Mapping[str, Any], *, is_random: bool) -> dict[str, float]:
-    """What the sampling options that a model comes with mean, by their names in Transformers' generation_config.json.
+    """Return a model's recommended sampling options, by their names in Transformers' generation_config.json.
 
-    As there a `top_k` of 0 keeps all tokens. What is no number advises nothing.
+    As there, a `top_k` of 0 keeps all tokens. Values that are not numbers are ignored.
 
     Args:
-        is_random: whether answers are drawn; if not they are greedy, whatever is said of temperatures.
+        is_random: answers are sampled; if False they are greedy, regardless of the other values.
     """
     numbers = _numbers(values)
     if not is_random:
@@ -163,11 +163,11 @@ def advised_sampling(values: Mapping[str, Any], *, is_random: bool) -> dict[str,
 
 
 def known_ends(vocab: Container[str]) -> list[str]:
-    """The tokens of END_TOKENS that a vocabulary has and that end a generation there."""
+    """Return the tokens of END_TOKENS that a vocabulary has and that end a generation there."""
     parts_messages = any(all(token in vocab for token in pair) for pair in _PART_MESSAGES)
     return [token for token in END_TOKENS if token in vocab and not (token == "<|end|>" and parts_messages)]
 
 
 def end_ids(declared: Iterable[int], special: Mapping[str, int]) -> tuple[int, ...]:
-    """The declared end tokens, then those that `special` (control tokens by text) has of END_TOKENS."""
+    """Return the declared end tokens, followed by those of END_TOKENS in `special` (control tokens by text)."""
     return tuple(dict.fromkeys([*declared, *(special[token] for token in known_ends(special))]))

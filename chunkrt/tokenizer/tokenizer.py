@@ -1,4 +1,4 @@
-"""The tokenizer of an engine: the `tokenizers` library's, with what a text begins and ends with."""
+"""The tokenizer of an engine: the `tokenizers` library's, with the tokens that begin and end a text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tokenizer:
     """Encodes and decodes; thread-safe.
 
     Args:
-        num_rows: rows of the model's head, which may have more than the vocabulary has tokens.
+        num_rows: rows of the model's LM head, which may exceed the number of tokens in the vocabulary.
 
     Raises:
         UnsupportedModelError: a kind of tokenizer that is not implemented.
@@ -47,13 +47,13 @@ class Tokenizer:
 
     @staticmethod
     def from_source(source: TensorSource) -> Tokenizer | None:
-        """The tokenizer that comes with a checkpoint, or None if it has none and runs on token ids alone.
+        """Return the tokenizer of a checkpoint, or None if it has none and runs on token ids alone.
 
         Raises:
-            ModelError: it is damaged.
-            UnsupportedModelError: it is of a kind that is not implemented.
+            ModelError: the tokenizer is damaged.
+            UnsupportedModelError: its kind is not implemented.
         """
-        # Imported here, since only compiling needs them, not a device that runs an engine.
+        # Imported here, because only compiling needs them, not a device that runs an engine.
         metadata: Mapping[str, Any] | None = getattr(source, "metadata", None)
         try:
             with library_errors("the vocabulary cannot be read", panics_alone=True):
@@ -74,10 +74,10 @@ class Tokenizer:
         """Read the files that `save` wrote, or return None if the folder holds no tokenizer.
 
         Args:
-            num_rows: rows of the model's head.
+            num_rows: rows of the model's LM head.
 
         Raises:
-            ModelError: it is damaged.
+            ModelError: the tokenizer is damaged.
         """
         folder = Path(folder)
         if not os.path.lexists(folder / VOCABULARY_FILE):
@@ -95,24 +95,24 @@ class Tokenizer:
         _write(Path(folder) / VOCABULARY_FILE, self.to_json())
 
     def to_json(self) -> str:
-        """The vocabulary and how text is divided into it, in the format of the `tokenizers` library."""
+        """Return the vocabulary and the rules for splitting text, in the format of the `tokenizers` library."""
         with library_errors("the vocabulary cannot be written"):
             return self._library.to_str()
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model was tuned for chat and says how."""
+        """True if the model was tuned for chat and has a chat template."""
         return self.settings.chat_template is not None
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are; a model may have more rows, for padding."""
+        """Number of tokens; a model may have more rows, for padding."""
         return self._library.get_vocab_size()
 
     @cached_property
     def missing_ids(self) -> NDArray[np.int64]:
-        """Rows of the model's head that have no token, int64 [n], ascending. They are never drawn."""
-        token_of = self._library.id_to_token  # takes a third of the time of `get_vocab`
+        """Rows of the model's LM head that have no token, int64 [n], ascending. They are never sampled."""
+        token_of = self._library.id_to_token  # a third of the time of `get_vocab`
         return np.array([row for row in range(self._num_rows) if token_of(row) is None], np.int64)
 
     @cached_property
@@ -121,7 +121,7 @@ class Tokenizer:
         return frozenset(self.settings.eos_ids)
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a number of tokens that a text has at least, by its bytes alone; 0 if there is no bound."""
+        """Return a lower bound of the number of tokens of a text, by its bytes alone; 0 without a bound."""
         return self._token_bound.fewest_tokens(text)
 
     @cached_property
@@ -129,12 +129,12 @@ class Tokenizer:
         return TokenBound.of(self._library)
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """The tokens of a text.
+        """Return the tokens of a text.
 
         Args:
-            add_special: begin with the beginning token, if the model wants that.
-            parse_special: read control tokens that are spelled out in the text ("<|im_end|>") as such;
-                otherwise they are text like any other, which is what a user's words must be.
+            add_special: begin with the beginning token, if the model wants one.
+            parse_special: parse control tokens that are spelled out in the text ("<|im_end|>"); otherwise they are
+                plain text, as a user's words must be.
 
         Raises:
             ConfigError: the text holds a lone surrogate, which has no encoding.
@@ -151,10 +151,10 @@ class Tokenizer:
         return [bos_id, *ids] if add_special and self.settings.add_bos and bos_id is not None else ids
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of tokens, as `IncrementalDecoder` gives it.
+        """Return the text of tokens, as `IncrementalDecoder` produces it.
 
         Raises:
-            ConfigError: one is neither in the vocabulary nor a row of the model's head.
+            ConfigError: one is neither in the vocabulary nor a row of the model's LM head.
         """
         try:
             ids = iter(token_ids)
@@ -164,18 +164,18 @@ class Tokenizer:
         return "".join([*map(decoder.push, ids), decoder.flush()])
 
     def encode_for_embedding(self, text: str) -> list[int]:
-        """The tokens of a text of which an embedding is made, with those that the model expects behind it.
+        """Return the tokens of a text for an embedding, followed by the tokens that the model expects after it.
 
-        Errors are `encode`'s.
+        Errors are those of `encode`.
         """
         return [*self.encode(text), *self.settings.suffix_ids]
 
     def special_id(self, text: str) -> int | None:
-        """The control token that a text spells out, from its first to its last character; None if it spells none."""
+        """Return the id of the control token that is exactly the text; None if it is not one."""
         return self._special_ids.get(text)
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
-        """The control tokens that some texts spell out; see `special_id`."""
+        """Return the ids of the control tokens that some texts spell out; see `special_id`."""
         return frozenset(self._special_ids[text] for text in texts if text in self._special_ids)
 
     @cached_property
@@ -185,7 +185,7 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template says what tools there are."""
+        """True if the chat template lists the available tools."""
         return re.search(r"\btools\b", self.settings.tool_template or self.settings.chat_template or "") is not None
 
     def encode_chat(
@@ -196,9 +196,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The tokens of a chat. A control token that a message spells out stays text.
+        """Return the tokens of a chat. A control token that a message spells out stays text.
 
-        Arguments and errors are `render_chat`'s.
+        Arguments and errors are those of `render_chat`.
         """
         prompt = self.render_chat(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, template_options=template_options
@@ -206,7 +206,7 @@ class Tokenizer:
         return self.encode_prompt(prompt)
 
     def encode_prompt(self, prompt: ChatPrompt) -> list[int]:
-        """The tokens of a rendered chat. Errors are `encode`'s."""
+        """Return the tokens of a rendered chat. Errors are those of `encode`."""
         (first, is_plain), *others = prompt.parts
         ids = self._encode_plain(first) if is_plain else self.encode(first, add_special=False, parse_special=True)
         for text, is_plain in others:
@@ -221,9 +221,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a chat, as text: it does not show which control tokens are the messages'.
+        """Return the prompt of a chat as text, which does not show whether control tokens come from the messages.
 
-        Arguments and errors are `render_chat`'s.
+        Arguments and errors are those of `render_chat`.
         """
         return self.render_chat(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, template_options=template_options
@@ -237,12 +237,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
-        """The prompt of a chat, for `encode_prompt`.
+        """Return the prompt of a chat, for `encode_prompt`.
 
         Args:
             messages: each with "role" and "content", as in {"role": "user", "content": "Hello"}.
-            tools: that the model may call, each a JSON object as OpenAI's API has it; see `takes_tools`.
-            add_generation_prompt: end where the model's answer begins.
+            tools: tools that the model may call, each a JSON object as in OpenAI's API; see `takes_tools`.
+            add_generation_prompt: end at the start of the model's answer.
             template_options: further variables of the template, as in {"enable_thinking": False}.
 
         Raises:
@@ -287,7 +287,7 @@ class Tokenizer:
     def _encode_behind(self, text: str, *, is_plain: bool) -> list[int]:
         """The tokens of a text that continues another.
 
-        SentencePiece puts a space before a text. A line break before it takes the space, and is taken off again.
+        SentencePiece puts a space before a text. A line break before it absorbs the space, and is removed afterwards.
         """
 
         def encode(text: str) -> list[int]:
@@ -298,7 +298,7 @@ class Tokenizer:
         return ids[len(line_break) :] if behind else encode(text)
 
     def _encode_plain(self, text: str) -> list[int]:
-        """The tokens of a text in which no added tokens are found, control tokens or others."""
+        """Return the tokens of a text without searching it for added tokens, control tokens or others."""
         library = self._library
         with library_errors(f"the tokenizer cannot encode {text!r:.80}"):
             normalised = text if library.normalizer is None else library.normalizer.normalize_str(text)
@@ -309,10 +309,10 @@ class Tokenizer:
             return [token.id for word in words for token in library.model.tokenize(word)]
 
     def _library_that(self, *, parse_special: bool) -> tokenizers.Tokenizer:
-        """The library object that reads control tokens, or the one that does not.
+        """Return the library object that parses control tokens, or the one that does not.
 
-        The choice is state of a library object. Each has its own, so that threads encode beside each other; the second
-        is made when it is first asked for.
+        The setting is state of a library object. Each mode has its own, so that threads encode in both at once; the
+        second is created on first use.
         """
         with self._lock:
             if parse_special not in self._by_mode:
@@ -332,7 +332,7 @@ def _compiled(source: str) -> ChatTemplate:
 
 
 def _write(path: Path, text: str) -> None:
-    """Beside, then renamed, so that nobody reads half a file."""
+    """Write a temporary file and rename it, so that no reader sees half a file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, "utf-8")

@@ -1,4 +1,4 @@
-// What was built, what this processor has, and what is selected.
+// Instruction sets: compiled, available on this processor, and selected.
 #include <pybind11/stl.h>
 
 #include <map>
@@ -30,15 +30,16 @@ std::map<std::string, std::string> selected_kernels() {
 
 void bind_cpu(py::module_& module) {
   module.def(
-      "architecture", [] { return std::string(architecture()); }, "What this module was compiled for.");
+      "architecture", [] { return std::string(architecture()); },
+      "Architecture that this module was compiled for.");
   module.def(
-      "built_isas", [] { return isas(is_built); }, "By name: whether kernels for it are in this module.");
-  module.def("present_isas", [] { return isas(is_present); }, "By name: whether this processor has it.");
+      "built_isas", [] { return isas(is_built); }, "By name: True if kernels for it are in this module.");
+  module.def("present_isas", [] { return isas(is_present); }, "By name: True if this processor has it.");
   module.def(
       "supported_isas", [] { return isas(is_supported); },
-      "By name: whether this processor has it, and the operating system allows it.");
+      "By name: True if this processor has it, and the operating system allows it.");
   module.def("selected_kernels", selected_kernels,
-             "By kernel: the instruction set chosen, under CHUNKRT_FORCE_ISA if that is set.");
+             "By kernel: the selected instruction set, under CHUNKRT_FORCE_ISA if that is set.");
 }
 
 }  // namespace chunkrt

@@ -1,4 +1,4 @@
-// The parts of the extension module, one a file.
+// The parts of the extension module, one in each file.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -35,7 +35,7 @@ Shape shape_of(const PythonShape& dimensions) {
   return shape;
 }
 
-// A process that was forked from the pool's has none of its threads, whose end a destructor would await.
+// A forked process has none of the pool's threads, so its destructor would wait for them forever.
 std::shared_ptr<ThreadPool> make_pool(std::size_t budget) {
 #ifdef _WIN32
   return std::make_shared<ThreadPool>(budget);
@@ -52,7 +52,7 @@ ValueId add_constant(ProgramBuilder& builder, const py::array& array) {
     throw std::invalid_argument(
         "a constant must be contiguous row-major memory; pass numpy.ascontiguousarray of it");
   }
-  // The last reference may go in any thread.
+  // The last reference may be released in any thread.
   const std::shared_ptr<const void> owner(new py::array(array), [](const py::array* held) {
     const py::gil_scoped_acquire gil;
     delete held;
@@ -123,11 +123,11 @@ ValueId add_delta_rule(ProgramBuilder& builder, ValueId qkv, ValueId gate, Value
 
 void bind_program(py::module_& module) {
   py::class_<ThreadPool, std::shared_ptr<ThreadPool>>(module, "ThreadPool",
-                                                      "One budget of threads for all programs made with it.")
+                                                      "Thread budget of all programs that are built with it.")
       .def(py::init(&make_pool), "budget"_a)
       .def_property_readonly("budget", &ThreadPool::budget);
 
-  py::class_<StepTimes, std::shared_ptr<StepTimes>>(module, "StepTimes", "How long steps of programs took.")
+  py::class_<StepTimes, std::shared_ptr<StepTimes>>(module, "StepTimes", "Durations of program steps.")
       .def(py::init<>())
       .def("take", take_times);
 
@@ -139,7 +139,7 @@ void bind_program(py::module_& module) {
       .def_property_readonly("num_loops", &Program::num_loops)
       .def_property_readonly("step_names", &Program::step_names);
 
-  py::class_<ProgramBuilder>(module, "ProgramBuilder", "Puts a program together, operator by operator.")
+  py::class_<ProgramBuilder>(module, "ProgramBuilder", "Builds a program, operator by operator.")
       .def(py::init<std::shared_ptr<ThreadPool>, std::size_t, std::shared_ptr<StepTimes>>(), "pool"_a,
            "max_rows"_a, "times"_a = py::none())
       .def("input", add_input, "name"_a, "dtype"_a, "shape"_a)

@@ -1,4 +1,4 @@
-// The kernels as callers see them, and the choice among the implementations of one. Kernel files for an
+// The interface of the kernels, and the choice among the implementations of each. Kernel files for an
 // instruction set never include this, so that no inline function is compiled under two sets of flags.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace chunkrt {
 
-// One implementation of a kernel, which is built: its full name and its function.
+// One compiled implementation of a kernel: its full name and its function.
 template <typename Function>
 struct KernelRow {
   Isa isa;
@@ -43,7 +43,7 @@ void for_each_kernel(const Visitor& visit) {
 #undef CHUNKRT_VISIT
 }
 
-// The best row that is supported and not above the selection limit (CHUNKRT_FORCE_ISA).
+// The best implementation that is supported and not above the selection limit (CHUNKRT_FORCE_ISA).
 template <typename Function>
 const KernelRow<Function>& select_kernel(const Kernel<Function>& kernel) {
   const Isa limit = selection_limit();

@@ -58,7 +58,7 @@ unsigned enabled_states() {
 
 bool all_bits(unsigned value, unsigned bits) { return (value & bits) == bits; }
 
-// Linux keeps tiles for the processes that have asked for them, before their first tile instruction.
+// Linux provides tiles only to processes that request them before their first tile instruction.
 #if defined(__linux__) && defined(__x86_64__)
 constexpr bool kHasTileFiles = true;
 [[gnu::noinline]] bool are_tiles_allowed() {
@@ -86,7 +86,7 @@ bool detect(Isa isa) {
   const Registers features = cpuid(7, 0);
   const bool avx2 = all_bits(enabled_states(), kYmmState) && all_bits(features.ebx, kAvx2);
   if (isa == Isa::avx2) return avx2;
-  // The highest subleaf of leaf 7 stands in subleaf 0.
+  // The highest subleaf of leaf 7 is in subleaf 0.
   if (isa == Isa::avxvnni) return avx2 && features.eax >= 1 && all_bits(cpuid(7, 1).eax, kAvxVnni);
   const bool avx512vnni = avx2 && all_bits(enabled_states(), kZmmState) &&
                           all_bits(features.ebx, kAvx512FDqBwVl) && all_bits(features.ecx, kAvx512Vnni);
@@ -143,7 +143,7 @@ bool is_allowed(Isa) { return true; }
 constexpr std::array<std::string_view, kAllIsas.size()> kNames = {
     "reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni", "amx", "amx_bf16"};
 
-// What `answer` says of each, asked once.
+// Caches `answer` for each instruction set.
 std::array<bool, kAllIsas.size()> ask_all(bool (*answer)(Isa)) {
   std::array<bool, kAllIsas.size()> answers{};
   for (const Isa each : kAllIsas) answers[static_cast<std::size_t>(each)] = answer(each);

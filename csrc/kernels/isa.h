@@ -1,8 +1,8 @@
-// Instruction sets: their names, whether this build has them and whether this processor does.
+// Instruction sets: their names, and their availability in this build and on this processor.
 //
-// "Built", "present" and "supported" are three facts. A kernel file for another architecture is not compiled,
-// so its instruction set is not built; a built one may still be missing on the processor that runs; and
-// tiles, of which a thread carries 8 KB, have to be allowed by the operating system.
+// "Built", "present" and "supported" are distinct. A kernel file for another architecture is not compiled, so
+// its instruction set is not built; a built one may still be missing on the processor; and tiles, whose state
+// takes 8 KB in each thread, have to be allowed by the operating system.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace chunkrt {
 
-// Within one architecture a later one is the better one.
+// Within one architecture a later one is better.
 enum class Isa { reference, neon, neon_dotprod, neon_i8mm, avx2, avxvnni, avx512vnni, amx, amx_bf16 };
 
 inline constexpr std::array kAllIsas = {Isa::reference,  Isa::neon, Isa::neon_dotprod,
@@ -19,13 +19,13 @@ inline constexpr std::array kAllIsas = {Isa::reference,  Isa::neon, Isa::neon_do
 
 std::string_view name_of(Isa isa);
 
-// Whether kernels for it were compiled into this binary.
+// True if kernels for it were compiled into this binary.
 bool is_built(Isa isa);
 
-// Whether this processor has it.
+// True if this processor has it.
 bool is_present(Isa isa);
 
-// Whether this processor has it, and the operating system keeps and allows what it needs.
+// True if this processor has it, and the operating system allows it and saves its state.
 bool is_supported(Isa isa);
 
 // The instruction set of that name, if it is built and supported.

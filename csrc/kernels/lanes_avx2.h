@@ -1,5 +1,5 @@
-// Loads and stores of a vector's first lanes, for the files that are compiled with AVX2; nothing here is seen
-// outside of them.
+// Loads and stores of a vector's first lanes, for the files that are compiled with AVX2; nothing here is
+// visible outside of them.
 #pragma once
 
 #include <immintrin.h>
@@ -9,8 +9,8 @@
 namespace chunkrt {
 namespace {
 
-// The first `count` of eight lanes, or all. A whole vector is stored without a mask: AMD's processors take
-// some twenty cycles for a store with one.
+// The first `count` of eight lanes, or all. A complete vector is stored without a mask, because a masked
+// store takes some twenty cycles on AMD's processors.
 class Lanes {
  public:
   explicit Lanes(std::size_t count) : are_all_(count >= 8), count_(count) {}

@@ -13,8 +13,8 @@ inline __mmask16 first_lanes(std::size_t count) {
   return count >= 16 ? __mmask16{0xffff} : static_cast<__mmask16>((1u << count) - 1u);
 }
 
-// A store with a mask cannot hand what it wrote to a load soon after; on AMD's processors that costs most of
-// a short loop's time. So a whole vector is stored without one.
+// A masked store cannot forward its data to a load soon after; on AMD's processors that costs most of a short
+// loop's time. So a complete vector is stored without one.
 inline void store_lanes(float* out, __mmask16 lanes, __m512 value) {
   if (lanes == 0xffff) {
     _mm512_storeu_ps(out, value);

@@ -1,4 +1,4 @@
-// The list of all kernels, and no inline function, so that files for an instruction set may include it.
+// The list of all kernels, without inline functions, so that files for an instruction set may include it.
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -48,8 +48,8 @@
   CHUNKRT_ON_X86(ROW(name, Function, avx2))         \
   ROW(name, Function, reference)
 
-// A kernel's name, its function's type and its instruction sets. What is in the file of an instruction set is
-// `name_isa`; the function's type tells where it is described.
+// A kernel's name, its function's type and its instruction sets. The function in the file of an instruction
+// set is `name_isa`; the header that declares the function's type describes it.
 #define CHUNKRT_KERNELS(KERNEL)                                                   \
   KERNEL(gemm_f32_s8row_s8col, GemmFunction, CHUNKRT_TILES)                       \
   KERNEL(block_gemm_f32_s8row_u4block, BlockGemmFunction, CHUNKRT_TILES)          \

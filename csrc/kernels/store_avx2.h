@@ -1,4 +1,4 @@
-// The end of a product, for the files that are compiled with AVX2; nothing here is seen outside of them.
+// The end of a product, for the files that are compiled with AVX2; nothing here is visible outside of them.
 #pragma once
 
 #include "kernels/lanes_avx2.h"
@@ -6,8 +6,8 @@
 namespace chunkrt {
 namespace {
 
-// Eight neighbouring columns of one row: (value * left_scales) * scales + bias + residual, each rounded,
-// where there are scales, bias and residual. Columns past N are not written.
+// Eight adjacent columns of one row: (value * left_scales) * scales + bias + residual, each rounded, as far
+// as scales, bias and residual exist. Columns past N are not written.
 template <typename Args>
 [[gnu::always_inline]] inline void store_columns(const Args& args, std::size_t row, std::size_t column,
                                                  __m256 value, const float* scales) {

@@ -1,4 +1,5 @@
-// The end of a product, for the files that are compiled with AVX-512; nothing here is seen outside of them.
+// The end of a product, for the files that are compiled with AVX-512; nothing here is visible outside of
+// them.
 #pragma once
 
 #include "kernels/lanes_avx512.h"
@@ -6,8 +7,8 @@
 namespace chunkrt {
 namespace {
 
-// Sixteen neighbouring columns of one row: (value * left_scales) * scales + bias + residual, each rounded,
-// where there are scales, bias and residual. Columns past N are not written.
+// Sixteen adjacent columns of one row: (value * left_scales) * scales + bias + residual, each rounded, as far
+// as scales, bias and residual exist. Columns past N are not written.
 template <typename Args>
 void store_columns(const Args& args, std::size_t row, std::size_t column, __m512 value, const float* scales) {
   const __mmask16 mask = first_lanes(args.columns - column);

@@ -1,8 +1,8 @@
-// Two by two tiles of sums (0 to 3), two right ones (4 and 5) and two left ones (6 and 7), of which each that
-// is loaded is used twice: what the products by matrix tiles have in common. Down is how many left ones are
-// in use, Across how many right ones. See tiles.h in kernels/{gemm,attention} for the operations.
+// The common part of products by matrix tiles: two by two tiles of sums (0 to 3), two right ones (4 and 5)
+// and two left ones (6 and 7), so that each loaded tile is used twice. Down is the number of left ones in
+// use, Across that of right ones. See tiles.h in kernels/{gemm,attention} for the operations.
 //
-// Included by one file for each instruction set; nothing here is seen outside of it.
+// Included by one file for each instruction set; nothing here is visible outside of it.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,13 @@ namespace chunkrt {
 namespace {
 
 constexpr std::size_t kTileRows = 16;   // and columns of sums
-constexpr std::size_t kTileBytes = 64;  // of a row
+constexpr std::size_t kTileBytes = 64;  // bytes of a row
 constexpr std::size_t kTilesDown = 2;
 constexpr std::size_t kTilesAcross = 2;
 constexpr std::size_t kRightTile = kTilesDown * kTilesAcross;
 constexpr std::size_t kLeftTile = kRightTile + kTilesAcross;
 
-// Calls use<number>(row, column) for each tile of sums, with the place of its first element among all.
+// Calls use<number>(row, column) for each tile of sums, with the position of its first element.
 template <std::size_t Down, std::size_t Across, typename Use>
 void for_each_sum(const Use& use) {
   use.template operator()<0>(0, 0);
@@ -47,7 +47,7 @@ void store_sums(Tiles& tiles, Element* sums, std::size_t width) {
 }
 
 // One step of depth: the products of the tiles at `left`, in rows of `stride` bytes, and `left_distance`
-// elements further, with those at `right`, whose rows follow each other, and `right_distance` further.
+// elements further, with those at `right`, whose rows are contiguous, and `right_distance` further.
 template <std::size_t Down, std::size_t Across, typename Tiles, typename Element>
 void multiply_step(Tiles& tiles, const Element* left, std::size_t stride, std::size_t left_distance,
                    const Element* right, std::size_t right_distance) {

@@ -1,5 +1,5 @@
 // The tile operations of kernels/{gemm,block_gemm,attention}/tiles.h as AMX's instructions, for the files
-// that are compiled with them; nothing here is seen outside of them.
+// that are compiled with them; nothing here is visible outside of them.
 #pragma once
 
 #include <immintrin.h>
@@ -11,7 +11,7 @@
 namespace chunkrt {
 namespace {
 
-// What LDTILECFG reads.
+// Operand of LDTILECFG.
 struct alignas(64) TileConfig {
   std::uint8_t palette = 1;
   std::uint8_t start_row = 0;
@@ -20,8 +20,8 @@ struct alignas(64) TileConfig {
   std::uint8_t rows[16] = {};
 };
 
-// Sums and left operands (tiles 0 to 3, 6 and 7) with so many rows, those of left ones of so many bytes;
-// right ones (4 and 5) with a row for each 4 of these.
+// Sets the rows of sums and left operands (tiles 0 to 3, 6 and 7), and the bytes of left operands' rows;
+// right operands (4 and 5) have a row for each 4 of these bytes.
 constexpr TileConfig tile_config(std::uint8_t rows, std::uint8_t left_bytes) {
   TileConfig config;
   for (std::size_t tile = 0; tile < 8; ++tile) {
@@ -32,7 +32,7 @@ constexpr TileConfig tile_config(std::uint8_t rows, std::uint8_t left_bytes) {
   return config;
 }
 
-// Constants, since GCC 12 takes LDTILECFG to read 8 bytes, and removes the stores of the others.
+// Constants, because GCC 12 assumes that LDTILECFG reads 8 bytes, and removes the other stores.
 template <std::uint8_t LeftBytes>
 constexpr auto kTileConfigs = [] {
   std::array<TileConfig, 17> configs{};
@@ -40,13 +40,13 @@ constexpr auto kTileConfigs = [] {
   return configs;
 }();
 
-// What does not depend on a tile's elements. Intrinsics name tiles by literal numbers.
+// Operations that do not depend on a tile's element type. Intrinsics name tiles by literal numbers.
 class TileRegisters {
  public:
   TileRegisters() = default;
   TileRegisters(const TileRegisters&) = delete;
   TileRegisters& operator=(const TileRegisters&) = delete;
-  // A thread that keeps tiles in use carries their 8 KB through every switch.
+  // A thread with tiles in use saves their 8 KB at every context switch.
   ~TileRegisters() { _tile_release(); }
 
   template <std::uint8_t LeftBytes = 64>

@@ -7,8 +7,8 @@
 namespace chunkrt {
 namespace {
 
-// More than processors address, and so little that a value's sizes times small numbers stay far from the end
-// of std::size_t.
+// More than processors can address, but far enough from the end of std::size_t that small multiples of a
+// value's sizes do not overflow.
 constexpr std::size_t kMostBytes = std::size_t{1} << 48;
 
 void require_room(const Value& value, std::size_t max_rows) {
@@ -157,8 +157,8 @@ bool ProgramBuilder::is_segmented(const std::vector<ValueId>& uses) const {
     const auto is_fixed = [](const Dimension& dimension) { return !dimension.symbol; };
     require(!used.shape.empty() && used.shape[0].symbol == Symbol::T &&
                 std::ranges::all_of(used.shape.begin() + 1, used.shape.end(), is_fixed),
-            "what is computed for a segment at a time has no rows of " + describe(used.dtype, used.shape) +
-                "; its first dimension must be T, and no other a symbol");
+            "a step that runs by segment cannot use rows of " + describe(used.dtype, used.shape) +
+                "; the first dimension must be T, and no other a symbol");
   }
   return true;
 }

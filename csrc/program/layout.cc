@@ -1,5 +1,4 @@
-// Where a program's temporaries lie, laid out once: in the arena by their lifetimes, or among a thread's rows
-// in work.
+// Placement of a program's temporaries: in the arena by their lifetimes, or among a thread's rows in work.
 #include <algorithm>
 #include <utility>
 
@@ -55,7 +54,7 @@ void Program::lay_out_arena() {
     for (const Dimension& dimension : value.shape) {
       bytes = checked_multiply(bytes, dimension.symbol ? definition_.max_rows : dimension.size);
     }
-    // The lowest gap among those that live at the same time; `placed` is sorted by offset.
+    // The lowest gap between values with overlapping lifetimes; `placed` is sorted by offset.
     std::size_t offset = 0;
     for (const Placed& other : placed) {
       const bool live_together =

@@ -20,7 +20,7 @@ std::string describe(const TensorView& view) {
   return text + "]";
 }
 
-// Caches that a run may give: as declared, in float16, in int8 with the scales of each row, or in tiles.
+// Cache types of a run: as declared, in float16, in int8 with the scales of each row, or in tiles.
 bool match_dtype(const Value& value, const TensorView& view) {
   return view.dtype == name_of(value.dtype) ||
          (value.is_cache && (view.dtype == name_of(Dtype::float16) || view.dtype == name_of(Dtype::int8))) ||
@@ -36,8 +36,8 @@ Shape shape_in(const Value& value, Dtype dtype) {
   return shape;
 }
 
-// Whether the view has the shape's rank, fixed sizes, and the symbols' sizes as far as they are known; learns
-// others. Only R may be 0: a chunk whose logits nobody wants.
+// Returns true if the view has the shape's rank, fixed sizes, and the symbols' sizes as far as they are
+// known; learns the others. Only R may be 0: a chunk without logits.
 bool match_shape(const Shape& shape, const TensorView& view, Sizes& sizes) {
   if (view.shape.size() != shape.size()) return false;
   for (std::size_t i = 0; i < view.shape.size(); ++i) {
@@ -76,7 +76,7 @@ void require_count(std::size_t found, std::size_t expected, const char* what) {
                               std::to_string(found));
 }
 
-// What `act` throws names the segment, if there are several.
+// Adds the segment to exceptions of `act`, if there are several.
 template <typename Act>
 void name_segment(std::size_t index, std::size_t num_segments, const Act& act) {
   const auto named = [&](const std::exception& error) {
@@ -95,11 +95,11 @@ void name_segment(std::size_t index, std::size_t num_segments, const Act& act) {
 
 // Views in the order of definition_.segment_inputs.
 struct Program::SegmentInputs {
-  std::optional<std::size_t> num_rows;  // without a number all of the chunk's
+  std::optional<std::size_t> num_rows;  // without a number, all positions of the chunk
   std::vector<const TensorView*> views;
 };
 
-// What a segment has of its own.
+// Operands of one segment.
 struct Program::Segment {
   std::size_t first_row;
   Sizes sizes;
@@ -107,20 +107,20 @@ struct Program::Segment {
   std::vector<Dtype> dtypes;
 };
 
-// What one run works on. Values that are a segment's own have data here if there is one segment alone.
+// State of one run. Values that belong to a segment have data here only if there is one segment.
 struct Program::Chunk {
-  std::byte* scratch;     // of every member
-  std::byte* row_locals;  // of every member
+  std::byte* scratch;     // for all members
+  std::byte* row_locals;  // for all members
   std::vector<void*> data;
   std::vector<Dtype> dtypes;
   Sizes sizes{};
   std::vector<Segment> segments = {};
-  std::vector<std::size_t> first_items = {};  // of each segment in a segmented loop, and the end of the last
+  std::vector<std::size_t> first_items = {};  // by segment in a segmented loop, and the end of the last
 
   bool has_one_segment() const { return segments.size() == 1; }
 };
 
-// What one thread sees: the chunk, but for its rows in work, and of several segments the one in work.
+// A thread's view: the chunk, except for its rows in work; with several segments, the current one.
 struct Program::Member {
   std::byte* row_locals;
   float* scratch;
@@ -157,9 +157,9 @@ void Program::run_segments(std::span<const TensorView> inputs, std::span<const T
 
 void Program::execute(std::span<const TensorView* const> inputs, std::span<const TensorView> outputs,
                       std::span<const SegmentInputs> segments) {
-  std::vector<Stopwatch> watches;  // of every member
+  std::vector<Stopwatch> watches;  // one for each member
   if (times_) watches.assign(pool_->budget(), Stopwatch(definition_.parts.size()));
-  ThreadPool::Team team(*pool_);  // who waits for a turn holds no memory
+  ThreadPool::Team team(*pool_);  // a waiting caller holds no memory
   const MemoryPool::Block memory = pool_->memory().borrow(run_bytes_);
   Chunk chunk = make_chunk(memory.get());
   bind_chunk(inputs, outputs, chunk);
@@ -309,7 +309,7 @@ void Program::check_states_apart(std::span<const SegmentInputs> segments) const 
   for (std::size_t i = 1, furthest = 0; i < ranges.size(); ++i) {
     const Range &before = ranges[furthest], &range = ranges[i];
     if (range.begin < before.end && range.segment != before.segment) {
-      const bool is_in_order = before.segment < range.segment;  // where they lie in memory says nothing
+      const bool is_in_order = before.segment < range.segment;  // their order in memory is arbitrary
       const Range &low = is_in_order ? before : range, &high = is_in_order ? range : before;
       throw std::invalid_argument("segments " + std::to_string(low.segment) + " and " +
                                   std::to_string(high.segment) + " share the memory of " + name(low) +
@@ -336,7 +336,7 @@ std::vector<Program::Member> Program::make_members(const Chunk& chunk, std::span
   return members;
 }
 
-// The frame of a segment, good for the values in `uses`, until the member enters another.
+// The frame of a segment, valid for the values in `uses`, until the member enters another.
 Frame Program::enter(const Chunk& chunk, std::size_t index, const std::vector<ValueId>& uses,
                      Member& member) const {
   const Segment& segment = chunk.segments[index];
@@ -373,7 +373,7 @@ void Program::check(const Chunk& chunk, Member& member) const {
   }
 }
 
-// How many items the loop has; where segments have theirs, one after the other.
+// Number of items of the loop; segmented items follow each other.
 std::size_t Program::number_items(const Loop& loop, Chunk& chunk, Member& member) const {
   const bool is_segmented = std::ranges::any_of(loop.steps, &Step::is_segmented);
   if (!is_segmented || chunk.has_one_segment())
@@ -395,7 +395,7 @@ void Program::compute(std::size_t loop_index, std::size_t begin, std::size_t end
   const std::size_t at_once = loop.steps.size() > 1 ? kRowsAtOnce : end - begin;
   whole.lap(kBetweenSteps);
   for (; begin < end; begin += at_once) {
-    // Where row 0 would be, if there were room for it.
+    // Address of row 0, if memory included it.
     for (const RowLocal& local : row_locals_[loop_index]) {
       const auto place =
           reinterpret_cast<std::uintptr_t>(member.row_locals + local.offset) - begin * local.row_bytes;

@@ -1,14 +1,13 @@
 // A program: a subgraph as loops of kernel calls over numbered values, compiled once and run in one call.
 //
-// Weights are constants, used where they lie. Temporaries share an arena, laid out once by their lifetimes. A
-// loop goes over independent items (rows, blocks of columns, ...) that a team's threads divide among
-// themselves; row-wise steps that follow each other share one loop, so that a row stays in one thread's
-// cache between them. Temporaries that no other loop reads have memory for the few rows in work alone.
+// Weights are constants, used in place. Temporaries share an arena, laid out once by their lifetimes. A loop
+// goes over independent items (rows, blocks of columns, ...) that a team's threads divide among themselves;
+// consecutive row-wise steps share one loop, so that a row stays in one thread's cache between them.
+// Temporaries that no other loop reads have memory only for the few rows in work.
 //
-// A chunk's rows may be those of several sequences: segments, which follow each other. States, and inputs
-// without rows such as a position, are a segment's own. A step that uses one of these sees a segment at a
-// time, as if there were no other; one loop still goes over the items of all segments. Other steps see the
-// chunk.
+// A chunk's rows may be those of several sequences: contiguous segments. States, and inputs without rows such
+// as a position, belong to a segment. A step that uses one of these sees a segment at a time, as if it were
+// alone; one loop still goes over the items of all segments. Other steps see the chunk.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +27,7 @@ namespace chunkrt {
 // One run's buffers and sizes, as a step sees them: those of the chunk, or of one segment.
 struct Frame {
   std::span<void* const> data;    // by ValueId
-  std::span<const Dtype> dtypes;  // by ValueId; a cache's is the caller's choice
+  std::span<const Dtype> dtypes;  // by ValueId; the caller chooses that of a cache
   Sizes sizes{};
   Stopwatch* watch = nullptr;  // the thread's, if the run is timed
 
@@ -39,7 +38,7 @@ struct Frame {
     return static_cast<T*>(data[value]);
   }
 
-  // What a step has done since its begin, or its last lap, was of that part: see ProgramBuilder::part.
+  // Attributes the time since the step's begin, or its last lap, to a part: see ProgramBuilder::part.
   void lap(std::size_t part) const {
     if (watch) watch->lap(part);
   }
@@ -49,41 +48,42 @@ struct Frame {
 using Compute = std::function<void(const Frame& frame, std::size_t begin, std::size_t end, float* scratch)>;
 
 struct Step {
-  std::size_t part;  // what its time counts as
+  std::size_t part;  // name under which its time counts
   Compute compute;
   std::vector<ValueId> uses;  // all values that it reads or writes
-  bool is_segmented;          // its frame is a segment's, and its items are numbered within that
+  bool is_segmented;          // its frame is a segment's, and its items are numbered within the segment
 };
 
 struct Loop {
-  std::function<std::size_t(const Frame&)> num_items;  // of a segment, if the step is segmented
-  std::size_t piece_multiple = 1;  // pieces are multiples of it, for kernels that are best at so many items
-  std::optional<Symbol> rows;      // set if the items are rows
+  std::function<std::size_t(const Frame&)> num_items;  // rows of a segment, if the step is segmented
+  // pieces are multiples of it, for kernels that are fastest at such multiples
+  std::size_t piece_multiple = 1;
+  std::optional<Symbol> rows;  // set if the items are rows
   std::vector<Step> steps;
 };
 
-// Looks at the inputs before anything is written; throws if they cannot be computed with.
+// Checks the inputs before any writes; throws if they are invalid.
 struct Check {
   std::function<void(const Frame&)> look;
   std::vector<ValueId> uses;
   bool is_segmented;
 };
 
-// What a ProgramBuilder has put together.
+// The result of a ProgramBuilder.
 struct ProgramDefinition {
   std::vector<Value> values;
   std::vector<ValueId> inputs;          // states included, in the order of their declaration
-  std::vector<ValueId> chunk_inputs;    // those of them that have rows
+  std::vector<ValueId> chunk_inputs;    // the inputs that have rows
   std::vector<ValueId> segment_inputs;  // the others
   std::vector<ValueId> outputs;
   std::vector<Loop> loops;
   std::vector<Check> checks;
   std::vector<std::string> parts = {"between_steps"};  // names, by part
-  std::size_t max_rows = 0;                            // the most that T and R may be
-  std::size_t scratch_floats = 0;                      // a thread's
+  std::size_t max_rows = 0;                            // the largest T and R
+  std::size_t scratch_floats = 0;                      // for each thread
 };
 
-// What a run takes of one segment.
+// Operands of one segment in a run.
 struct SegmentViews {
   std::size_t num_rows;
   std::vector<TensorView> inputs;  // states, and inputs without rows, in the order of their declaration
@@ -91,24 +91,24 @@ struct SegmentViews {
 
 class Program {
  public:
-  // `times`: what runs add to, if they are timed.
+  // `times`: receives the times of runs; nullptr for no timing.
   Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool, std::shared_ptr<StepTimes> times);
   ~Program();
 
-  // Computes the outputs; states are updated in place. May be called from several threads at once.
-  // Throws std::invalid_argument if a tensor is not what was declared, std::out_of_range if an index is out
-  // of range; then no output and no state has been touched.
+  // Computes the outputs; states are updated in place. May be called by several threads at once. Throws
+  // std::invalid_argument if a tensor does not match its declaration, std::out_of_range if an index is out of
+  // range; then all outputs and states are unchanged.
   void run(std::span<const TensorView> inputs, std::span<const TensorView> outputs);
-  // The same for a chunk of several segments, at least one row each, with the bits that each alone would
-  // give. `inputs` are those with rows, of the whole chunk, as the outputs are. Also throws
-  // std::invalid_argument if the segments' rows together are not T, or if two share a state's memory.
+  // The same for a chunk of several segments, at least one row each, with the bits of running each alone.
+  // `inputs` are those with rows, of the complete chunk, like the outputs. Also throws std::invalid_argument
+  // if the segments' rows together are not T, or if two share a state's memory.
   void run_segments(std::span<const TensorView> inputs, std::span<const TensorView> outputs,
                     std::span<const SegmentViews> segments);
 
-  // Bytes of the temporaries that loops share; scratch and each thread's rows in work come on top.
+  // Bytes of the temporaries that loops share; scratch and each thread's rows in work are additional.
   std::size_t arena_bytes() const { return arena_bytes_; }
   std::size_t num_loops() const { return definition_.loops.size(); }
-  // Of each loop the names of its steps.
+  // Names of the steps, by loop.
   std::vector<std::vector<std::string>> step_names() const;
 
  private:
@@ -117,14 +117,15 @@ class Program {
   struct Chunk;
   struct Member;
 
-  // Rows through all steps of a loop together, so that they stay in the first-level cache.
+  // Number of rows that pass through all steps of a loop together, so that they stay in the first-level
+  // cache.
   static constexpr std::size_t kRowsAtOnce = 2;
 
-  // A temporary of one loop's rows. A thread has room for those that it works on.
+  // A temporary of one loop's rows. A thread has room for its rows in work.
   struct RowLocal {
     ValueId value;
     std::size_t row_bytes;
-    std::size_t offset;  // into the thread's memory
+    std::size_t offset;  // offset in the thread's memory
   };
 
   void lay_out_arena();
@@ -149,9 +150,9 @@ class Program {
   std::shared_ptr<StepTimes> times_;
   std::size_t arena_bytes_ = 0;
   std::vector<std::vector<RowLocal>> row_locals_;  // by loop
-  std::size_t row_local_bytes_ = 0;                // a thread's
-  std::size_t scratch_bytes_ = 0;                  // a thread's
-  std::size_t run_bytes_ = 0;                      // all that a run borrows
+  std::size_t row_local_bytes_ = 0;                // for each thread
+  std::size_t scratch_bytes_ = 0;                  // for each thread
+  std::size_t run_bytes_ = 0;                      // total that a run borrows
 };
 
 }  // namespace chunkrt

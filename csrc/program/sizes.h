@@ -1,4 +1,4 @@
-// Arithmetic on sizes. What would wrap around throws std::length_error instead.
+// Arithmetic on sizes. An overflow throws std::length_error.
 #pragma once
 
 #include <cstddef>
@@ -9,14 +9,14 @@ namespace chunkrt {
 
 inline std::size_t checked_multiply(std::size_t left, std::size_t right) {
   if (left != 0 && right > std::numeric_limits<std::size_t>::max() / left) {
-    throw std::length_error("a program's sizes are more than memory can have");
+    throw std::length_error("a program's sizes exceed the address space");
   }
   return left * right;
 }
 
 inline std::size_t checked_add(std::size_t left, std::size_t right) {
   if (right > std::numeric_limits<std::size_t>::max() - left) {
-    throw std::length_error("a program's sizes are more than memory can have");
+    throw std::length_error("a program's sizes exceed the address space");
   }
   return left + right;
 }

@@ -1,4 +1,4 @@
-// How long programs take for each of their steps. Only those that are built with StepTimes look at the clock.
+// Durations of programs' steps. Only programs that are built with StepTimes read the clock.
 #pragma once
 
 #include <chrono>
@@ -13,17 +13,17 @@ namespace chunkrt {
 
 using Nanoseconds = std::chrono::nanoseconds;
 
-// The part of a caller's time in a program that no step has: binding arrays, opening loops, and waiting for a
-// turn and for the other threads.
+// The part of a caller's time in a program outside all steps: binding arrays, opening loops, and waiting for
+// its turn and for the other threads.
 inline constexpr std::size_t kBetweenSteps = 0;
 
 // One thread's time in one run, by part.
 class Stopwatch {
  public:
-  // Runs from now on.
+  // Starts now.
   explicit Stopwatch(std::size_t num_parts) : times_(num_parts), since_(Clock::now()) {}
 
-  // What has passed since the last lap was of that part.
+  // Attributes the time since the last lap to a part.
   void lap(std::size_t part) {
     const Clock::time_point now = Clock::now();
     times_[part] += now - since_;
@@ -43,14 +43,14 @@ class Stopwatch {
 class StepTimes {
  public:
   struct Sums {
-    Nanoseconds callers{};                          // from begin to end of the runs
+    Nanoseconds callers{};                          // from the begin to the end of runs
     std::map<std::string, Nanoseconds> parts = {};  // over all threads
   };
 
-  // `watches`: a run's, the caller's first. What helpers do between steps is not counted: they may be
-  // elsewhere.
+  // `watches`: those of a run, the caller's first. The time of helpers between steps does not count: they may
+  // work for other programs.
   void add(std::span<const std::string> parts, std::span<const Stopwatch> watches);
-  // The sums so far; they begin anew.
+  // Returns the sums so far, and resets them.
   Sums take();
 
  private:

@@ -31,7 +31,7 @@ Dtype dtype_named(std::string_view name) {
   for (const DtypeRow& row : kDtypes) {
     if (row.name == name) return row.dtype;
   }
-  throw std::invalid_argument("a program has no values of type " + std::string(name) +
+  throw std::invalid_argument("a program cannot use values of type " + std::string(name) +
                               "; expected float32, float16, int64, int32, int8, uint8 or uint16");
 }
 

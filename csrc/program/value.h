@@ -1,4 +1,4 @@
-// What a program computes with: typed tensors whose sizes are fixed or named by a symbol.
+// Values of a program: typed tensors whose sizes are fixed or named by a symbol.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@ enum class Dtype { float32, float16, int64, int32, int8, uint8, uint16 };
 
 std::size_t bytes_of(Dtype dtype);
 std::string_view name_of(Dtype dtype);
-// Throws std::invalid_argument: no such type.
+// Throws std::invalid_argument for an unknown type.
 Dtype dtype_named(std::string_view name);
 
 // T: tokens of the chunk. R: rows of logits. P: the cache's capacity in positions. W: the slots of a cache
@@ -29,7 +29,7 @@ Symbol symbol_named(std::string_view name);
 
 struct Dimension {
   std::optional<Symbol> symbol;
-  std::size_t size = 0;  // if there is no symbol
+  std::size_t size = 0;  // if it is not a symbol
 
   friend bool operator==(const Dimension&, const Dimension&) = default;
 };
@@ -42,16 +42,16 @@ inline bool counts_rows(const Dimension& dimension) {
 
 using Shape = std::vector<Dimension>;
 
-// The symbols' values in one run, as far as its tensors have told them.
+// The symbols' values in one run, as far as they are known from its tensors.
 using Sizes = std::array<std::optional<std::size_t>, kAllSymbols.size()>;
 
-// As people write it: "float32 [T, 576]".
+// In readable form: "float32 [T, 576]".
 std::string describe(Dtype dtype, const Shape& shape);
 
-// A caller's tensor: what a binding knows of it.
+// A caller's tensor, as a binding describes it.
 struct TensorView {
   void* data;
-  std::string dtype;  // a name that need not be one of Dtype's
+  std::string dtype;  // may be the name of an unsupported type
   std::vector<std::size_t> shape;
   bool is_contiguous;  // row-major, aligned and in native byte order
   bool is_writeable;
@@ -63,19 +63,19 @@ enum class ValueKind { input, state, output, constant, temporary };
 
 struct Value {
   ValueKind kind;
-  std::string name = {};  // of inputs, states and outputs
-  Dtype dtype;            // a cache may be of other types: see builder.h
+  std::string name = {};  // for inputs, states and outputs
+  Dtype dtype;            // a cache may have other types: see builder.h
   Shape shape;
-  // Of a state, or an input without rows: its place among what each segment has of its own.
+  // For a state, or an input without rows: its index among the operands of a segment.
   std::optional<std::size_t> segment_place = {};
-  std::size_t bytes_of_row = 0;  // of the chunk, T; 0 if the first dimension is another
+  std::size_t bytes_of_row = 0;  // in the chunk, T; 0 if the first dimension is another
   bool is_cache = false;         // a state of keys or values
-  bool may_be_tiled = false;     // a cache that may be of bfloat16, as uint16
-  bool is_row_local = false;     // a temporary of which only the rows in work are kept
-  // Of a constant.
+  bool may_be_tiled = false;     // a cache that may be bfloat16, as uint16
+  bool is_row_local = false;     // a temporary of which only the rows in work are stored
+  // For a constant.
   const void* data = nullptr;
   std::shared_ptr<const void> owner = {};
-  // Of a temporary: the loops from its first write to its last read, and its place in the arena.
+  // For a temporary: the loops from its first write to its last read, and its offset in the arena.
   std::size_t first_loop = 0;
   std::size_t last_loop = 0;
   std::size_t arena_offset = 0;

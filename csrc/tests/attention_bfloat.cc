@@ -9,7 +9,7 @@ namespace chunkrt::testing {
 namespace {
 
 #if defined(__linux__) && defined(__x86_64__)
-// The kernel as it is built, its tile instructions caught.
+// The compiled kernel, with trapped tile instructions.
 void attend_by_trapped_tiles(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch) {
   const TileTraps traps;
   attend_f32_bf16_cache_amx_bf16(args, begin, end, scratch);
@@ -24,9 +24,9 @@ void run_in_bfloat(Suite& suite, const std::string& name, void (*test)(const Ker
   };
   suite.run_rows(attend_f32_bf16_cache, name, [&](AttentionFunction* attend) { test(kernels(attend)); });
 #if defined(__linux__) && defined(__x86_64__)
-  // Instructions of AVX2 are not caught.
+  // Instructions of AVX2 are not trapped.
   if (is_supported(Isa::avx2) && !is_present(Isa::amx)) {
-    suite.run("attend_f32_bf16_cache_amx_bf16, tiles caught: " + name,
+    suite.run("attend_f32_bf16_cache_amx_bf16, trapped tiles: " + name,
               [&] { test(kernels(attend_by_trapped_tiles, true)); });
   }
 #endif

@@ -1,4 +1,4 @@
-// attention in bfloat16 by every kernel for it, and by AMX's where there is none.
+// Tests of attention in bfloat16 on every kernel for it, and on AMX's even without AMX.
 #pragma once
 
 #include "tests/attention_prompt.h"

@@ -1,5 +1,5 @@
-// attention in bfloat16 against double precision, of operands as they come and as they are rounded; and its
-// promise that on one instruction set neither splits nor chunks change a bit.
+// attention in bfloat16 against double precision, with original and with rounded operands; neither splits nor
+// chunks change a bit on one instruction set.
 #include "tests/attention_bfloat.h"
 
 #include <algorithm>
@@ -50,8 +50,8 @@ std::vector<double> each_rounded(std::vector<double> values) {
   return values;
 }
 
-// With rounded operands what is left are the sums' roundings in float32 and the weights' to bfloat16;
-// without, each operand is off by a bfloat16's unit as well.
+// With rounded operands the remaining errors are the sums' roundings in float32 and the weights' to bfloat16;
+// otherwise each operand is also off by a bfloat16's unit.
 void check_output(const Prompt& prompt, const Result& result, bool are_rounded) {
   const Shape& s = prompt.shape;
   const auto operand = [&](const std::vector<double>& values) {
@@ -112,8 +112,8 @@ void check_output(const Prompt& prompt, const Result& result, bool are_rounded) 
   }
 }
 
-// Scores of some tens and hundreds too, of which a key's or a query's rounding shifts the weights by more
-// than the bound.
+// Scores of tens and hundreds as well, for which rounding a key or a query shifts the weights by more than
+// the bound.
 void test_truth(const Kernels& kernels) {
   for (const Shape& shape : kShapes) {
     for (const float limit : {2.0f, 20.0f}) {
@@ -147,7 +147,7 @@ void test_splits(const Kernels& kernels) {
   }
 }
 
-// A cache in tiles gives the bits that a float32 cache gives, which is rounded as it is read.
+// A cache in tile layout gives the bits of a float32 cache, which is rounded on reading.
 void test_tiled_cache(const Kernels& kernels) {
   for (const Shape& shape : kTiledShapes) {
     Shape in_float = shape;
@@ -167,7 +167,7 @@ void test_tiled_cache(const Kernels& kernels) {
   }
 }
 
-// What a cache in tiles holds of each position is what came, roped and rounded.
+// A cache in tile layout holds each position's input, roped and rounded.
 void test_append_to_tiles(AttentionFunction* append) {
   const Kernels kernels = {append, attend_f32_bf16_cache_reference, AttentionMath::bfloat16};
   for (const Shape& shape : kTiledShapes) {
@@ -188,8 +188,7 @@ void test_append_to_tiles(AttentionFunction* append) {
   }
 }
 
-// Every normal bfloat16, the midpoints between neighbours and what lies next to these; and each of them
-// rounded.
+// Every normal bfloat16, the midpoints between adjacent ones and their neighbouring floats; each rounded.
 struct Roundings {
   std::vector<float> inputs;
   std::vector<double> expected;
@@ -210,7 +209,7 @@ Roundings all_roundings() {
   return found;
 }
 
-// The first row sees its own value alone, which comes out rounded.
+// The first row sees only its own value, which is returned rounded.
 void test_rounding(const Kernels& kernels, CacheType type) {
   static const Roundings all = all_roundings();
   const std::size_t head_dim = all.inputs.size();
@@ -226,9 +225,9 @@ void test_rounding(const Kernels& kernels, CacheType type) {
   }
 }
 
-// A score is one product of a query and a key, 4 * k, the other score 0; of the values one is 1. So the
-// output tells to which bfloat16 k was rounded, in whichever place of a packed block its key and dimension
-// are.
+// A score is one product of a query and a key, 4 * k, the other score 0; one of the values is 1. So the
+// output reveals the bfloat16 to which k was rounded, for every place of its key and dimension in a packed
+// block.
 void test_rounded_keys(const Kernels& kernels) {
   constexpr std::size_t kRows = 70, kDims = 80;
   const Shape shape = {1, 1, kDims, 0, kRows, CacheType::float32};
@@ -256,7 +255,7 @@ void test_rounded_keys(const Kernels& kernels) {
   }
 }
 
-// Weights below a bfloat16's smallest normal do not occur, as e(x) is 0 from e^-87 on; a value may be
+// Weights below a bfloat16's smallest normal do not occur, because e(x) is 0 from e^-87 on; a value may be
 // smaller.
 void test_vanishing_values(const Kernels& kernels) {
   const Shape shape = {1, 1, 16, 0, 66, CacheType::float32};
@@ -270,14 +269,14 @@ void test_vanishing_values(const Kernels& kernels) {
 }
 
 #if defined(__x86_64__) || defined(_M_X64)
-// What a row of scores becomes, and what the rows before it have become.
+// The weights and rescaled sums of rows of scores.
 struct Weighed {
   std::vector<float> scores, outs, maxima, sums;
   std::vector<std::uint16_t> weights;
 };
 
-// Random rows of a block after others. The first sees the keys from `first` to before `visible`, each later
-// one some other keys, or none.
+// Random rows of a block after others. The first sees the keys from `first` to before `visible`, later rows
+// some other keys, or none.
 Weighed weigh_random_rows(const TileOperations& operations, std::size_t num_rows, std::size_t first,
                           std::size_t visible) {
   constexpr std::size_t kColumns = 80;
@@ -309,7 +308,7 @@ Weighed weigh_random_rows(const TileOperations& operations, std::size_t num_rows
   return rows;
 }
 
-// Which operations lie around the tiles changes no bit.
+// The operations around the tiles are interchangeable without changing a bit.
 void test_operations() {
   const TileOperations expected_by = tile_operations_avx2(), found_by = tile_operations_avx512vnni();
   for (const std::size_t num_rows : {1u, 7u, 16u, 17u, 32u}) {
@@ -326,7 +325,7 @@ void test_operations() {
       }
     }
   }
-  // Every upper half of a float32's bits, with halves of a bfloat16's unit and what lies beside them.
+  // Every upper half of a float32's bits, with halves of a bfloat16's unit and the floats next to them.
   std::vector<float> values;
   for (std::uint32_t upper = 0; upper < 0x10000; ++upper) {
     for (const std::uint32_t lower : {0x0000u, 0x7fffu, 0x8000u, 0x8001u}) {

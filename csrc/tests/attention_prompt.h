@@ -1,4 +1,4 @@
-// A prompt through the two phases of attention, in chunks and pieces as a test likes them.
+// A prompt through the two phases of attention, in arbitrary chunks and pieces.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ struct Shape {
   std::size_t window = 0;
   bool has_raw_keys = false;
   std::size_t first_table_row = 0;
-  float bias = 0.0f;  // the largest of what is in all keys, and is left out of an int8 cache
+  float bias = 0.0f;  // the largest part common to all keys, which an int8 cache omits
 };
 
 // Groups of 1, 2, 3, 5 and 40 heads; head dims off and on the kernels' vectors; lengths around their blocks;
@@ -58,7 +58,7 @@ inline constexpr Shape kShapes[] = {
     {2, 1, 16, 8, 193, CacheType::float32, 5, true},
 };
 
-// Caches that attention in bfloat16 alone has.
+// Caches for attention in bfloat16 only.
 inline constexpr Shape kTiledShapes[] = {
     {1, 1, 1, 0, 3, CacheType::bfloat16},         {9, 3, 64, 64, 95, CacheType::bfloat16},
     {9, 3, 64, 64, 130, CacheType::bfloat16},     {40, 1, 16, 16, 66, CacheType::bfloat16},
@@ -94,10 +94,10 @@ struct Kernels {
   AttentionFunction* append;
   AttentionFunction* attend;
   AttentionMath math = AttentionMath::float32;
-  bool are_caught = false;  // some instructions, by a signal each
+  bool are_caught = false;  // some trapped instructions, each with a signal
 };
 
-// Row by row, a long prompt takes seconds where instructions are caught; there, short ones do.
+// Row by row, a long prompt takes seconds with trapped instructions; then the prompts are short.
 inline bool has_time_for(const Kernels& kernels, const Shape& shape, std::size_t chunk) {
   return !kernels.are_caught || chunk > 1 || shape.length <= 70;
 }
@@ -127,26 +127,26 @@ struct Prompt {
   GuardedBuffer<float> qkv, cos, sin;
 };
 
-// What a run leaves behind.
+// Results of a run.
 struct Result {
   std::vector<float> out;
   std::vector<std::byte> keys, values;
 };
 
 struct Run {
-  std::size_t chunk = 1000;           // rows a call
-  std::size_t items_per_call = 1000;  // of either phase
+  std::size_t chunk = 1000;           // rows of a call
+  std::size_t items_per_call = 1000;  // items per call of either phase
   bool is_backwards = false;          // calls within a phase, last first
-  bool is_ring = false;               // the caches have no more slots than such chunks need
-  std::size_t first_position = 0;     // of the prompt; a multiple of the slots
+  bool is_ring = false;               // the caches have only as many slots as such chunks need
+  std::size_t first_position = 0;     // position in the prompt; a multiple of the slots
 };
 
-// Of a cache that holds all.
+// Slots of a cache that holds all positions.
 inline std::size_t cache_slots(const Shape& s) {
   return s.cache_type == CacheType::bfloat16 ? (s.length + 63) / 64 * 64 : s.length;
 }
 
-// The least multiple of 64 that a ring may have.
+// The smallest multiple of 64 that is allowed for a ring.
 inline std::size_t ring_slots(const Shape& s, std::size_t rows) {
   return (s.window + rows - 1 + 63) / 64 * 64;
 }
@@ -164,8 +164,8 @@ inline Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const 
   const Shape& s = prompt.shape;
   const std::size_t ring = ring_slots(s, std::min(run.chunk, s.length));
   const std::size_t slots = run.is_ring ? ring : cache_slots(s);
-  // Whatever the cache holds beyond what was appended must not matter: all bits set is a NaN in all types, in
-  // int8 as the scale.
+  // Cache content beyond the appended positions must not matter: all bits set is a NaN in all types, in int8
+  // as the scale.
   const std::size_t row_bytes = cache_row_bytes(s.cache_type, s.head_dim);
   const std::vector<std::byte> nans(s.num_kv_heads * slots * row_bytes, std::byte{0xff});
   GuardedBuffer<std::byte> keys(nans), values(nans);

@@ -1,5 +1,5 @@
-// attention against a double-precision softmax; and its promise that neither splits, nor chunks, nor rings,
-// nor the instruction set change a bit.
+// attention against a double-precision softmax; neither splits, nor chunks, nor rings, nor the instruction
+// set change a bit.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -27,9 +27,8 @@ void check_cached(const std::vector<double>& found, const std::vector<double>& e
     for (std::size_t i = d / 32 * 32; i < std::min(d / 32 * 32 + 32, found.size()); ++i) {
       largest = std::max(largest, std::fabs(expected[i] - bias[i]));
     }
-    // float16 rounds relatively to an element, int8 to half a step of its group, of which 254 are the
-    // largest's double; scale, quotient and product round in float32, and what is left of a key without its
-    // bias.
+    // float16 rounds relative to an element, int8 to half a step of its group, which is the largest magnitude
+    // / 254; scale, quotient and product round in float32, and so does a key without its bias.
     const double storage_error = type == CacheType::float16 ? std::fabs(expected[d]) * 0x1p-11 + 0x1p-25
                                  : type == CacheType::int8  ? largest * (1.0 / 254.0 + 0x1p-20)
                                                             : 0.0;
@@ -75,8 +74,8 @@ void check_output(const Prompt& prompt, const Result& result) {
         for (std::size_t d = 0; d < s.head_dim; ++d) {
           const double product = query[d] * k[d] * scale;
           weights[key] += product;
-          // The error of what is roped is relative to its two terms, each at most 2, of a key with a bias so
-          // much more; of int8 a trifle more.
+          // The error of a roped value is relative to its two terms, each at most 2, for a key with a bias
+          // correspondingly more; for int8 slightly more.
           const double larger = 1.0 + static_cast<double>(s.bias) / 2.0;
           const double terms = std::fabs(k[d]) + (s.has_raw_keys ? std::fabs(query[d]) * larger : 0.0);
           sum_of_magnitudes += std::fabs(product) + 4.1 * terms * scale;
@@ -142,7 +141,7 @@ void test_bits(const Kernels& kernels) {
   }
 }
 
-// A ring that begins anew many times, as often as each size of chunks allows.
+// A ring that wraps many times, as often as each chunk size allows.
 void test_rings(const Kernels& kernels) {
   for (const Shape& shape : kShapes) {
     if (shape.window == 0) continue;
@@ -157,8 +156,8 @@ void test_rings(const Kernels& kernels) {
   }
 }
 
-// Far from position 0 a ring's rows see what they see near it, as soon as their windows are full; and reading
-// all positions before would not end.
+// Far from position 0 a ring's rows give the same results as near it, once their windows are full; a read of
+// all earlier positions would never end.
 void test_far_positions(const Kernels& kernels) {
   const Shape shape = {4, 2, 16, 16, 150, CacheType::float16, 40};
   const Prompt prompt(shape);
@@ -184,7 +183,7 @@ void test_raw_keys(const Kernels& kernels) {
   }
 }
 
-// Scores so far apart that all weights but one vanish: the output is that key's value.
+// Scores so far apart that all weights except one vanish: the output is that key's value.
 void test_extreme_scores(const Kernels& kernels) {
   const Shape shape = {1, 1, 8, 0, 200, CacheType::float32};
   Prompt prompt(shape);
@@ -227,7 +226,7 @@ void test_small_weights(const Kernels& kernels) {
       const double weight = x[row] > kExpLimit ? 0.0 : std::exp(-static_cast<double>(x[row]));
       const double expected = weight / (static_cast<double>(row) + weight);
       const double found = static_cast<double>(result.out[row]);
-      // Below 2^-126 a float counts in steps of 2^-149.
+      // Below 2^-126 floats are multiples of 2^-149.
       check(std::fabs(found - expected) <= expected * kRelativeError + 0x1p-149, [&] {
         return "e(-" + std::to_string(x[row]) + ") among " + std::to_string(row) + " ones is off by " +
                std::to_string(std::fabs(found / expected - 1.0) * 0x1p24) + " * 2^-24";
@@ -236,8 +235,8 @@ void test_small_weights(const Kernels& kernels) {
   }
 }
 
-// A row that is not finite spoils itself and those after it that see it, none before and none whose window
-// has left it behind, whatever is beside them in a tile.
+// A row that is not finite affects itself and later rows that see it, but no earlier row and none whose
+// window has passed it, regardless of the other rows in a tile.
 void test_not_finite(const Kernels& kernels) {
   constexpr std::size_t kBadRow = 70;
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN(),
@@ -265,7 +264,7 @@ void test_not_finite(const Kernels& kernels) {
   }
 }
 
-// Every float16, the midpoints between neighbours and what lies next to these, through a float16 cache.
+// Every float16, the midpoints between adjacent ones and their neighbouring floats, through a float16 cache.
 void test_rounding_to_half(const Kernels& kernels) {
   std::vector<float> inputs;
   for (std::uint32_t half = 0; half < 0x10000; ++half) {
@@ -304,7 +303,7 @@ void test_attention(Suite& suite) {
     for (std::size_t i = 0; i < attend_f32_f32_cache.rows.size(); ++i) {
       if (attend_f32_f32_cache.rows[i].function == attend) return append_cache_f32.rows[i].function;
     }
-    throw Failure("an attend kernel that is in no row");
+    throw Failure("an attend kernel is missing in the list");
   };
   const auto run = [&](const char* name, void (*test)(const Kernels&)) {
     suite.run_rows(attend_f32_f32_cache, name,

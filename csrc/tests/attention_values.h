@@ -1,4 +1,4 @@
-// What attention's inputs and caches mean, in double precision.
+// Values of attention's inputs and caches, in double precision.
 #pragma once
 
 #include <bit>
@@ -17,7 +17,7 @@ T read(const std::byte* bytes) {
   return value;
 }
 
-// Bias that an int8 cache leaves out of a head's keys.
+// Bias that an int8 cache omits from a head's keys.
 inline std::vector<double> left_out(const Shape& s, std::size_t head, bool are_keys) {
   if (!are_keys || s.bias == 0.0f) return std::vector<double>(s.head_dim);
   const std::vector<float> biases = key_biases(s);
@@ -25,7 +25,7 @@ inline std::vector<double> left_out(const Shape& s, std::size_t head, bool are_k
   return {first, first + static_cast<std::ptrdiff_t>(s.head_dim)};
 }
 
-// What a cache that holds all means for the position `row` of a head.
+// Values in a cache of all positions for the position `row` of a head.
 inline std::vector<double> cached(const std::vector<std::byte>& cache, const Shape& s, std::size_t head,
                                   std::size_t row, bool are_keys) {
   const std::size_t row_bytes = cache_row_bytes(s.cache_type, s.head_dim);

@@ -1,15 +1,16 @@
-// block_gemm by matrix tiles where no AMX is: the loops of kernels/block_gemm/tiles.h over plain values.
+// block_gemm by matrix tiles on processors without AMX: the loops of kernels/block_gemm/tiles.h over plain
+// values.
 #pragma once
 
 #include "kernels/block_gemm/block_gemm.h"
 
 namespace chunkrt::testing {
 
-// By the portable twin.
+// With the portable twin.
 BlockGemmFunction block_gemm_by_tile_twin;
 
 #if defined(__linux__) && defined(__x86_64__)
-// By AMX's instructions, which the processor has or TileTraps catches.
+// With AMX's instructions, which the processor has or TileTraps emulates.
 BlockGemmFunction block_gemm_by_tile_instructions;
 #endif
 

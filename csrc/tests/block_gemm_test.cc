@@ -1,4 +1,4 @@
-// block_gemm against exact int64 sums and the order of roundings that block_gemm.h writes, in guarded memory.
+// block_gemm against exact int64 sums and the order of roundings in block_gemm.h, in guarded memory.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -27,8 +27,8 @@ std::string describe(const Shape& shape) {
          std::to_string(shape.columns);
 }
 
-// The operands as block_gemm.h's formula has them: left [rows, depth], q [depth, columns], scales and minima
-// float16 [depth_blocks, columns].
+// The operands of block_gemm.h's formula: left [rows, depth], q [depth, columns], scales and minima float16
+// [depth_blocks, columns].
 struct Operands {
   explicit Operands(const Shape& shape)
       : left(Random(1).int8s(shape.rows * shape.depth())),
@@ -55,7 +55,7 @@ struct Operands {
   std::vector<std::uint16_t> scales, minima;
 };
 
-// One product: the operands, plain and as the kernels take them.
+// One product: the operands, plain and in the kernels' layout.
 struct Problem {
   Problem(const Shape& shape_, const Operands& operands_)
       : shape(shape_),
@@ -142,7 +142,7 @@ struct Problem {
   GuardedBuffer<std::int32_t> left_sums;
 };
 
-// Calls an implementation with rows arranged as one of them reads them, and scratch as another needs it.
+// Calls an implementation with arranged rows and scratch, which some implementations need.
 void run(BlockGemmFunction* function, BlockGemmArgs args, std::size_t begin, std::size_t end) {
   std::vector<std::int8_t> arranged;
   CHUNKRT_ON_ARM(if (is_supported(Isa::neon_i8mm)) {
@@ -181,7 +181,7 @@ void test_shapes(BlockGemmFunction* function) {
   }
 }
 
-// Depths of which a panel of tiles has fewer blocks of columns than of others, up to one.
+// Depths for which a panel of tiles has fewer blocks of columns, down to one.
 void test_deep(BlockGemmFunction* function) {
   for (const std::size_t rows : {3u, 9u, 33u}) {
     for (const std::size_t depth_blocks : {204u, 205u, 300u, 820u}) {
@@ -199,7 +199,7 @@ void test_epilogues(BlockGemmFunction* function) {
   }
 }
 
-// The residual may be the output itself; what lies between its rows is left as it is.
+// The residual may be the output itself; memory between its rows does not change.
 void test_residual_in_place(BlockGemmFunction* function) {
   for (const std::size_t rows : {1u, 2u, 7u, 33u}) {
     const Problem problem({rows, 3, 29});
@@ -261,8 +261,8 @@ void test_scales(BlockGemmFunction* function) {
   }
 }
 
-// Any split of the blocks, written between canaries, of which none may change: neither those around the
-// matrix nor those in the columns of other blocks. And any split of the rows.
+// Any split of the blocks, written between canaries around the matrix and in the columns of other blocks,
+// which must not change. And any split of the rows.
 void test_splits(BlockGemmFunction* function) {
   constexpr std::size_t kGuards = 64;
   constexpr float kCanary = 1e30f;
@@ -294,7 +294,7 @@ void test_splits(BlockGemmFunction* function) {
   }
 }
 
-// A row's bits do not depend on the rows beside it.
+// A row's bits do not depend on the other rows.
 void test_rows_alone(BlockGemmFunction* function) {
   const Problem problem({33, 5, 49});
   const std::vector<float> expected = problem.expected(true, false);
@@ -329,7 +329,7 @@ void test_block_gemm(Suite& suite) {
   run("ends of int8 and of 4 bits", test_extremes);
   run("ends of int8 and of 4 bits mixed", test_mixed_extremes);
   run("ends of float16", test_scales);
-  run("any split, and nothing beside it", test_splits);
+  run("any split, without stray writes", test_splits);
   run("rows alone", test_rows_alone);
 }
 

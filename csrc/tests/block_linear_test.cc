@@ -11,7 +11,7 @@
 namespace chunkrt::testing {
 namespace {
 
-// A weight in 4-bit blocks, each of q, scales and minima by block_gemm.h's formula and as it lies in memory.
+// A weight in 4-bit blocks: q, scales and minima in block_gemm.h's formula and in the memory layout.
 struct BlockWeight {
   BlockWeight(std::size_t depth, std::size_t columns, Random& random)
       : q(depth * columns),
@@ -87,7 +87,8 @@ void multiply(std::vector<float> row, const BlockWeight& weight, const float* bi
   }
 }
 
-// Two linears in blocks of one input: alone, and with a bias and a residual. Every third row has outliers.
+// Two linears in blocks with a common input: one alone, one with a bias and a residual. Every third row has
+// outliers.
 void test_two_linears() {
   for (const std::size_t depth : {32u, 64u, 160u, 576u}) {
     for (const std::size_t columns : {1u, 15u, 16u, 17u, 49u, 130u}) {

@@ -62,7 +62,7 @@ std::vector<float> unary_inputs() {
   return inputs;
 }
 
-// A function of one argument: its exact value and how far float32 may be off it.
+// A function of one argument: its exact value and the tolerance of float32.
 struct Truth {
   const char* name;
   double (*value)(double);
@@ -85,7 +85,8 @@ constexpr Truth kExp = {"exp", [](double x) { return x < -kLimit ? 0.0 : std::ex
                         [](double, double expected) { return 1.1 * unit_of(expected); },
                         exp_f32_f32_reference};
 
-// The argument of the sigmoid is off by 5 roundings, and its exponential by as much of its own size.
+// The argument of the sigmoid is off by 5 roundings, and its exponential by the same amount relative to its
+// size.
 constexpr Truth kGelu = {
     "gelu",
     [](double x) {

@@ -1,15 +1,15 @@
-// gemm by matrix tiles where no AMX is: the loops of kernels/gemm/tiles.h with other ends.
+// gemm by matrix tiles on processors without AMX: the loops of kernels/gemm/tiles.h with another epilogue.
 #pragma once
 
 #include "kernels/gemm/gemm.h"
 
 namespace chunkrt::testing {
 
-// By the portable twin.
+// With the portable twin.
 GemmFunction gemm_by_tile_twin;
 
 #if defined(__linux__) && defined(__x86_64__)
-// By AMX's instructions, which the processor has or TileTraps catches.
+// With AMX's instructions, which the processor has or TileTraps emulates.
 GemmFunction gemm_by_tile_instructions;
 #endif
 

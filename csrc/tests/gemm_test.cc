@@ -1,4 +1,4 @@
-// gemm against the exact int64 sum and the epilogue as gemm.h writes it, in guarded memory.
+// gemm against the exact int64 sum and the epilogue of gemm.h, in guarded memory.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -22,7 +22,7 @@ struct Shape {
   std::size_t rows, depth, columns;
 };
 
-// How one of the implementations wants its rows, if this processor has it; to the others it is nothing.
+// The row arrangement of one implementation, if this processor supports it; the others ignore it.
 std::optional<RowArrangement> arrangement() {
   CHUNKRT_ON_X86(if (is_supported(Isa::avx2)) return RowArrangement{part_rows_avx2, parted_row_bytes, 1};)
   CHUNKRT_ON_ARM(
@@ -60,7 +60,7 @@ std::string describe(const Shape& shape) {
          std::to_string(shape.columns);
 }
 
-// One product: int8 operands, plain and as the kernels take them.
+// One product: int8 operands, plain and in the kernels' layout.
 struct Problem {
   Problem(const Shape& shape_, std::vector<std::int8_t> left, std::vector<std::int8_t> right)
       : shape(shape_),
@@ -171,7 +171,7 @@ void test_shapes(GemmFunction* function) {
   }
 }
 
-// Deeper than any kernel goes in one step, and wider than any tile.
+// Deeper than one step of any kernel, and wider than any tile.
 void test_large(GemmFunction* function) {
   for (const std::size_t rows : {1u, 6u, 16u, 33u}) {
     for (const std::size_t depth : {1023u, 1024u, 1025u, 1100u}) {
@@ -233,8 +233,8 @@ void test_mixed_extremes(GemmFunction* function) {
   }
 }
 
-// Activations as a row's grid makes them: small ones, and one in `rarity` at the ends of int8, so that few
-// neighbours are large. In the last quarter of the depth all are.
+// Activations as quantised by row: small ones, and one in `rarity` at the ends of int8, so that few adjacent
+// ones are large. In the last quarter of the depth all are.
 void test_rare_extremes(GemmFunction* function) {
   for (const std::size_t rows : {1u, 2u, 3u, 4u, 5u, 9u}) {
     for (const std::size_t depth : {7u, 32u, 36u, 63u, 576u, 1023u, 1028u, 2100u}) {
@@ -250,7 +250,7 @@ void test_rare_extremes(GemmFunction* function) {
             left[i] = static_cast<std::int8_t>(left[i] / 3);
           }
         }
-        // A column of one end each, where a single pair that was missed would saturate.
+        // A column of each end of int8, in which a single missed pair would saturate.
         std::vector<std::int8_t> right = Random(11).int8s(depth * shape.columns);
         for (std::size_t i = 0; i < right.size(); ++i) {
           const std::size_t column = i % shape.columns;
@@ -263,7 +263,7 @@ void test_rare_extremes(GemmFunction* function) {
   }
 }
 
-// Fours that add up to the most that fits in int16 or one beyond, of one sign or of both, in every place, and
+// Fours that add up to the most that fits in int16 or one more, of one sign or of both, in every place, and
 // weights of one end: an element that was added too early would wrap or saturate.
 void test_edges_of_fours(GemmFunction* function) {
   const std::vector<std::vector<int>> fours = {
@@ -276,7 +276,7 @@ void test_edges_of_fours(GemmFunction* function) {
     for (std::size_t place = 0; place < groups * kGemmDepthPerGroup; ++place) {
       std::vector<std::int8_t> left(shape.rows * shape.depth), right(shape.depth * shape.columns);
       for (std::size_t m = 0; m < shape.rows; ++m) {
-        // From `place` on: k, k + 1, k + 4, k + 5 where all are there.
+        // From `place` on: k, k + 1, k + 4, k + 5 as far as they exist.
         for (std::size_t i = 0; i < 4; ++i) {
           const std::size_t k = place / 2 * 2 + i % 2 + i / 2 * kGemmDepthPerGroup;
           if (k < shape.depth)
@@ -289,7 +289,7 @@ void test_edges_of_fours(GemmFunction* function) {
   }
 }
 
-// What fits and the excess make up the row again; each is within the bounds that parted.h gives.
+// The fitting part and the excess add up to the row; each is within the bounds of parted.h.
 [[maybe_unused]] void test_parts() {
   for (const std::size_t groups : {1u, 2u, 7u, 8u, 9u, 16u, 144u, 145u}) {
     for (const int spread : {1, 2, 4, 16}) {
@@ -353,8 +353,8 @@ void test_largest_depth(GemmFunction* function) {
   }
 }
 
-// Any split of the blocks, written between canaries, of which none may change: neither those around the
-// matrix nor those in the columns of other blocks. And any split of the rows.
+// Any split of the blocks, written between canaries around the matrix and in the columns of other blocks,
+// which must not change. And any split of the rows.
 void test_splits(GemmFunction* function) {
   constexpr std::size_t kGuards = 64;
   constexpr float kCanary = 1e30f;
@@ -382,7 +382,7 @@ void test_splits(GemmFunction* function) {
   }
 }
 
-// A row's bits do not depend on the rows beside it.
+// A row's bits do not depend on the other rows.
 void test_rows_alone(GemmFunction* function) {
   const Problem problem({33, 64, 48});
   const std::vector<float> expected = problem.expected(true, false);
@@ -414,9 +414,9 @@ void test_gemm(Suite& suite) {
   run("few large neighbours", test_rare_extremes);
   run("edges of fours", test_edges_of_fours);
   run("the largest depth", test_largest_depth);
-  run("any split, and nothing beside it", test_splits);
+  run("any split, without stray writes", test_splits);
   run("rows alone", test_rows_alone);
-  CHUNKRT_ON_X86(if (is_supported(Isa::avx2)) suite.run("gemm's rows parted with AVX2", test_parts);)
+  CHUNKRT_ON_X86(if (is_supported(Isa::avx2)) suite.run("gemm's rows split with AVX2", test_parts);)
 }
 
 }  // namespace chunkrt::testing

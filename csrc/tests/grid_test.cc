@@ -99,7 +99,8 @@ void test_widths(GridQuantizeFunction* function) {
   }
 }
 
-// Every integer and every half that a grid can tell, and some it cannot, once exact and once divided.
+// Every integer and every half that a grid distinguishes, and some that it does not, once exact and once
+// divided.
 void test_every_level(GridQuantizeFunction* function) {
   for (const float step : {1.0f, 0.3f, 0x1p-126f}) {
     std::vector<float> input;
@@ -145,7 +146,7 @@ void test_quotient_is_rounded(GridQuantizeFunction* function) {
     }
     check_rows(function, input, input.size(), step);
   }
-  check(num_different > 0, "the test cannot tell a quotient from a product");
+  check(num_different > 0, "the test cannot distinguish a quotient from a product");
 }
 
 void check_round(RoundToGridFunction* function, const std::vector<float>& input,

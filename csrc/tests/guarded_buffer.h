@@ -1,4 +1,4 @@
-// A buffer whose end touches a page that may not be accessed, so that reading or writing past it is a crash.
+// A buffer that ends at an inaccessible page, so that reading or writing past it crashes.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ class GuardedPages {
   GuardedPages(const GuardedPages&) = delete;
   GuardedPages& operator=(const GuardedPages&) = delete;
 
-  // The first of num_bytes bytes; the guard page follows the last. Aligned to as much as num_bytes is.
+  // The first of num_bytes bytes; the guard page follows the last. Aligned as much as num_bytes is.
   void* data() const { return data_; }
 
  private:

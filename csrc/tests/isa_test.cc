@@ -1,4 +1,4 @@
-// Choosing a kernel: names, what is built and supported, CHUNKRT_FORCE_ISA.
+// Selection of a kernel: names, availability, CHUNKRT_FORCE_ISA.
 #include <cstdlib>
 
 #include "kernels/dispatch.h"
@@ -15,7 +15,7 @@ void set_forced_isa(const std::string& name) {
 #endif
 }
 
-// Puts the variable back on the way out.
+// Restores the variable on destruction.
 class KeepForcedIsa {
  public:
   KeepForcedIsa() {
@@ -61,11 +61,11 @@ void check_selection(const Kernel<Function>& kernel, Isa limit) {
   for (const KernelRow<Function>& row : kernel.rows) {
     const std::string full_name(row.name);
     check(full_name == name + "_" + std::string(name_of(row.isa)),
-          [&] { return full_name + " is not named as it should be"; });
+          [&] { return full_name + " has a wrong name"; });
     check(is_built(row.isa), [&] { return full_name + " and its instruction set disagree on being built"; });
     const bool is_usable = row.is_supported() && row.isa <= limit;
     check(!is_usable || row.isa <= selected.isa,
-          [&] { return full_name + " is better than what was selected"; });
+          [&] { return full_name + " is better than the selected one"; });
   }
 }
 

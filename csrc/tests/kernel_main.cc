@@ -1,5 +1,5 @@
-// chunkrt_kernel_tests [FILTER]: checks every kernel that is built; with a filter, the tests whose name has
-// it, and with -FILTER those whose name does not.
+// chunkrt_kernel_tests [FILTER]: checks every compiled kernel; with a filter, the tests whose names contain
+// it, and with -FILTER those whose names do not.
 #include <cstdio>
 
 #include "tests/tests.h"

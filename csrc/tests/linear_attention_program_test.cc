@@ -1,4 +1,4 @@
-// Linear attention in programs: any thread budget gives the same bits, and chunks do what the state is for.
+// Linear attention in programs: any thread budget gives the same bits, and the state connects chunks.
 #include <algorithm>
 #include <vector>
 

@@ -24,7 +24,7 @@ struct Heads {
 
 constexpr Heads kHeads[] = {{1, 1, 1, 1}, {1, 3, 7, 5}, {2, 4, 24, 80}, {2, 2, 64, 64}, {1, 2, 33, 130}};
 
-// Rows as a layer has them: k of length 1, decays and betas in 0 .. 1; some rows of zeros.
+// Realistic rows of a layer: k of length 1, decays and betas in 0 .. 1; some rows of zeros.
 struct Problem {
   Problem(const Heads& shape, std::size_t num_rows) : heads(shape), rows(num_rows) {
     Random random(static_cast<std::uint32_t>(rows * 131 + shape.v_dim));
@@ -142,7 +142,7 @@ void test_delta_rule(DeltaRuleFunction* function) {
       const auto [expected, expected_state] = truth(problem);
       const Result found = run(function, problem, rows);
       const std::string what = heads.text() + ", " + std::to_string(rows) + " rows";
-      // Sums of k_dim products, and as many more as rows have gone into the state.
+      // Sums of k_dim products, plus one for each row that is in the state.
       const double tolerance = static_cast<double>(heads.k_dim + 64) * 0x1p-24;
       check_near(found.out, expected, tolerance, what);
       check_near(found.state, expected_state, tolerance, what + ", state");
@@ -158,7 +158,7 @@ void test_delta_rule(DeltaRuleFunction* function) {
   }
 }
 
-// Of all but the reference: the same bits as the first that this processor has.
+// All except the reference have the same bits as the first that this processor supports.
 void test_delta_rule_bits(DeltaRuleFunction* function) {
   if (function == gated_delta_rule_f32_f32_reference) return;
   for (const KernelRow<DeltaRuleFunction>& row : gated_delta_rule_f32_f32.rows) {
@@ -218,7 +218,7 @@ Convolved convolve(ConvolutionFunction* function, std::size_t channels, std::siz
   return {out.copy(), state.copy()};
 }
 
-// The formula itself is checked in Python.
+// The Python tests check the formula itself.
 void test_convolution(ConvolutionFunction* function) {
   for (const std::size_t channels : {1u, 16u, 63u, 64u, 65u, 200u}) {
     for (const std::size_t taps : {2u, 3u, 4u, 7u}) {
@@ -243,7 +243,7 @@ void test_linear_attention(Suite& suite) {
   suite.run_rows(causal_convolution_f32_f32, "bits of the reference, in any chunks", test_convolution);
   suite.run_rows(gated_delta_rule_f32_f32, "double precision, the reference, any chunks", test_delta_rule);
   suite.run_rows(gated_delta_rule_f32_f32, "the same bits on all", test_delta_rule_bits);
-  suite.run_rows(gated_delta_rule_f32_f32, "what is not a number reaches no earlier row", test_not_a_number);
+  suite.run_rows(gated_delta_rule_f32_f32, "NaNs and infinities reach no earlier row", test_not_a_number);
 }
 
 }  // namespace chunkrt::testing

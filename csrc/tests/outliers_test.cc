@@ -32,8 +32,8 @@ Taken take(TakeOutliersFunction* function, const std::vector<float>& input, std:
   return {rest.copy(), values.copy(), counts.copy(), channels.copy()};
 }
 
-// Rows of which one is even, one has very many outliers, one a few, one is zero, two are not finite, and in
-// one a third is the smallest number that is not 0.
+// Rows: one is even, one has very many outliers, one a few, one is zero, two are not finite, and in one a
+// third is the smallest positive number.
 std::vector<float> rows_of_every_kind(std::size_t width) {
   Random random(static_cast<std::uint32_t>(width));
   std::vector<float> input = random.floats(7 * width, 1.0f);
@@ -58,7 +58,7 @@ void test_take(TakeOutliersFunction* function) {
       const float* x = input.data() + row * width;
       double sum = 0;
       for (std::size_t k = 0; k < width; ++k) sum += std::fabs(static_cast<double>(x[k]));
-      // In float, since among the smallest numbers there is nothing between two of them.
+      // In float, because the smallest numbers have no values between them.
       const float limit = static_cast<float>(8.0 * sum / static_cast<double>(width));
       std::int32_t count = 0;
       for (std::size_t k = 0; k < width; ++k) {
@@ -81,7 +81,7 @@ void test_take(TakeOutliersFunction* function) {
   }
 }
 
-// int8 weights [depth, columns] as kernels/gemm has them.
+// int8 weights [depth, columns] in the layout of kernels/gemm.
 std::vector<std::int8_t> packed(const std::vector<std::int8_t>& weight, std::size_t depth,
                                 std::size_t columns) {
   const std::size_t groups = (depth + 3) / 4;

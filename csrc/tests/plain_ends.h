@@ -1,4 +1,4 @@
-// What the loops over tiles are given, in plain C++: the end of gemm, and a kernel for the last few rows.
+// Arguments of the loops over tiles in plain C++: the epilogue of gemm, and a kernel for the last few rows.
 #pragma once
 
 #include <numeric>
@@ -21,7 +21,7 @@ void store_plainly(const GemmArgs& args, std::size_t row, std::size_t block, con
   }
 }
 
-// Kernels of VNNI read the sums of rows.
+// VNNI kernels read the sums of rows.
 void multiply_few_rows(const GemmArgs& args, std::size_t block_begin, std::size_t block_end) {
   const std::size_t depth = args.groups * kGemmDepthPerGroup;
   for (std::size_t row = 0; row < args.rows; ++row) {

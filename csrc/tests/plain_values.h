@@ -1,5 +1,5 @@
-// What the loops of kernels/block_gemm/tiles.h are given beside tiles, in plain C++: the values of 16 rows by
-// 16 columns, and a kernel for a few rows.
+// Arguments of the loops of kernels/block_gemm/tiles.h, except for tiles, in plain C++: the values of 16 rows
+// by 16 columns, and a kernel for a few rows.
 #pragma once
 
 #include <cmath>
@@ -63,7 +63,7 @@ class PlainValues {
 
  private:
   static void check_aligned(const void* address) {
-    check(reinterpret_cast<std::uintptr_t>(address) % 64 == 0, "vectors lie at multiples of 64 bytes");
+    check(reinterpret_cast<std::uintptr_t>(address) % 64 == 0, "vectors are aligned to 64 bytes");
   }
 
   float of_[16][kBlockColumns] = {};

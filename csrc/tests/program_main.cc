@@ -1,5 +1,5 @@
-// chunkrt_program_tests [FILTER]: checks the thread pool and programs; with a filter, the tests whose name
-// has it, and with -FILTER those whose name does not.
+// chunkrt_program_tests [FILTER]: checks the thread pool and programs; with a filter, the tests whose names
+// contain it, and with -FILTER those whose names do not.
 #include <cstdio>
 
 #include "tests/tests.h"

@@ -1,4 +1,5 @@
-// A program of every operator: the same bits with any thread budget, in any chunks, by any number of callers.
+// A program with every operator: the same bits with any thread budget, chunks and number of concurrent
+// callers.
 #include <algorithm>
 #include <thread>
 #include <vector>
@@ -70,7 +71,7 @@ class Constants {
  private:
   ValueId packed(std::size_t depth, std::size_t columns) {
     const std::size_t blocks = (columns + 15) / 16, groups = (depth + 3) / 4;
-    // Every depth here is whole; what the last columns are padded with reaches no result.
+    // Every depth here is complete; the padding of the last columns reaches no result.
     const auto data = std::make_shared<std::vector<std::int8_t>>(random_.int8s(blocks * groups * 64));
     return builder_.constant(data->data(), Dtype::int8, {blocks, groups, 16, 4}, data);
   }
@@ -238,7 +239,7 @@ std::vector<float> shadow(const std::vector<float>& x, const std::vector<std::in
   return result;
 }
 
-// With all rows of the weight hot, some, and none; from no outliers to nothing but outliers.
+// With all rows of the weight hot, some, and none; from no outliers to only outliers.
 void test_shadow_linear() {
   for (const std::size_t depth : {1u, 5u, 16u, 33u, 130u}) {
     for (const std::size_t columns : {1u, 15u, 17u, 300u}) {
@@ -280,7 +281,7 @@ void test_shadow_linear() {
   }
 }
 
-// Sizes whose product leaves std::size_t are an error of what makes the value, not less memory than it needs.
+// Values whose size overflows std::size_t are an error, instead of getting less memory than they need.
 void test_too_large() {
   const auto check_refused = [](const std::function<void()>& act, const std::string& what) {
     try {
@@ -311,10 +312,10 @@ void test_too_large() {
 
 void test_program(Suite& suite) {
   suite.run("program: any thread budget, any chunks", test_budgets_and_chunks);
-  suite.run("program: callers together", test_callers_together);
+  suite.run("program: concurrent callers", test_callers_together);
   suite.run("program: a linear on a static grid", test_static_linear);
   suite.run("program: the shadow of a linear", test_shadow_linear);
-  suite.run("program: sizes that memory cannot have", test_too_large);
+  suite.run("program: sizes that exceed the address space", test_too_large);
 }
 
 }  // namespace chunkrt::testing

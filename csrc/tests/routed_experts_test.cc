@@ -1,5 +1,5 @@
-// Routed experts in programs: each row's result is that of its experts as linears of their own, bit for bit,
-// whatever rows come along and however many threads there are.
+// Routed experts in programs: each row's result is that of its experts as separate linears, bit for bit,
+// regardless of other rows and the number of threads.
 #include <algorithm>
 #include <vector>
 
@@ -45,7 +45,7 @@ struct Case {
   Case() : x(Random(1).floats(kLength * kWidth, 2.0f)), logits(kLength * kExperts, -1000.0f) {
     for (std::size_t m = 0; m < kLength; ++m) {
       x[m * kWidth + m % 7] *= 40.0f;
-      // The first row's experts are the first, other rows take more of them than are picked.
+      // The first row has kPicked large logits; other rows may have more, so that ties are broken.
       for (std::size_t i = 0; i < kPicked + m % 4; ++i)
         logits[m * kExperts + (m * m + 2 * i) % kExperts] = 3.0f;
     }
@@ -102,7 +102,7 @@ void test_experts() {
       const float probability = 1.0f / static_cast<float>(std::count(logits, logits + kExperts, 3.0f));
       const float weight =
           norm_topk_prob ? probability / (probability + probability + probability) : probability;
-      std::size_t num_picked = 0;  // of equals the first
+      std::size_t num_picked = 0;  // ties to the first
       for (std::size_t expert = 0; expert < kExperts && num_picked < kPicked; ++expert) {
         if (logits[expert] != 3.0f) continue;
         ++num_picked;

@@ -1,5 +1,5 @@
-// Chunks of several segments: the bits and states of running each alone, whatever its position, its caches
-// and the threads; and what is refused, before anything is written.
+// Chunks of several segments: the bits and states of running each alone, for any positions, caches and
+// threads; and invalid calls, which are refused before any writes.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -36,7 +36,7 @@ ValueId packed(ProgramBuilder& builder, std::vector<std::size_t> shape, std::uin
 }
 
 // input + position + the row within the segment, twice: a step between others of its loop, whose result has
-// memory for the rows in work alone.
+// memory only for the rows in work.
 ValueId marked(ProgramBuilder& builder, ValueId input, ValueId position) {
   const ValueId out = builder.float_rows(Symbol::T, kWidth);
   builder.add_row_step(Symbol::T, "marked", {input, position, out},
@@ -50,8 +50,8 @@ ValueId marked(ProgramBuilder& builder, ValueId input, ValueId position) {
   return add(builder, out, out);
 }
 
-// Every operator that has a state, behind experts whose rows are out of order, and norms that share a loop
-// with the caches' new rows. What is a segment's own is declared between what is not.
+// Every operator that has a state, after experts whose rows are out of order, and norms that share a loop
+// with the caches' new rows. Operands of a segment are declared between those of the chunk.
 std::unique_ptr<Program> build(std::size_t budget) {
   ProgramBuilder builder(std::make_shared<ThreadPool>(budget), kMostSegments * kMostRows);
   const auto cache = [&](const char* name, Symbol slots) {
@@ -123,7 +123,7 @@ struct State {
   TensorView view() { return {bytes.data(), dtype, shape, true, true}; }
 };
 
-// What one sequence has, and the inputs of the rows that come next.
+// State of one sequence, and the inputs of its next rows.
 struct Sequence {
   std::int64_t position = 0, rope_position = 0;
   std::vector<State> states;  // in the order of their declaration
@@ -198,7 +198,7 @@ std::size_t draw(Random& random, std::size_t least, std::size_t most) {
   return std::min(most, least + static_cast<std::size_t>(share * static_cast<float>(most - least + 1)));
 }
 
-// Some way into its tokens, with caches of a type and of sizes of its own.
+// A sequence that has already run some tokens, with caches of an individual type and size.
 Sequence make_sequence(Program& program, Random& random, std::size_t rows) {
   constexpr const char* kTypes[] = {"float32", "float16", "int8"};
   const std::size_t before = draw(random, 0, 4) * draw(random, 0, kMostRows);
@@ -263,7 +263,7 @@ void test_any_segments() {
       for (const bool is_decode : {false, true}) {
         std::vector<Sequence> sequences;
         for (std::size_t s = 0; s < count; ++s) {
-          // One of those that decode is in the middle of its prompt.
+          // One of the decoding sequences is in the middle of its prompt.
           const std::size_t rows = is_decode && s != count / 2 ? 1 : draw(random, 1, kMostRows);
           sequences.push_back(make_sequence(*program, random, rows));
         }
@@ -285,7 +285,7 @@ void check_refused(const std::function<void()>& act, const std::string& expected
   throw Failure("not refused: " + expected);
 }
 
-// Three sequences, and a change to the call that makes it wrong: nothing may be written then.
+// Three sequences, and a change to the call that makes it wrong: no memory may be written then.
 template <typename Error>
 void check_wrong(Program& program, const std::function<void(Packed&, std::vector<Sequence>&)>& change,
                  const std::string& expected) {
@@ -356,7 +356,7 @@ void test_refusals() {
         TensorView& given = chunk.segments[0].inputs[4];
         given.dtype = given.dtype == "int8" ? "float32" : "int8";
         given.shape[2] = given.dtype == "int8" ? 12 : 8;
-        given.data = elsewhere.data();  // as float32 it is larger, and may not reach into its neighbours
+        given.data = elsewhere.data();  // as float32 it is larger, but must not overlap its neighbours
       },
       "segment 0: attention: the key and value caches must be of one type");
   check_wrong<Argument>(
@@ -380,7 +380,7 @@ void test_refusals() {
       "segments 0 and 1 share the memory of 'recurrent' and 'columns'");
 }
 
-// What is no state may be shared; and the rows of a run are the chunk's.
+// Inputs that are not states may be shared; and the rows of a run are the chunk's.
 void test_shared_inputs() {
   const std::unique_ptr<Program> program = build(2);
   Random random(4);
@@ -400,7 +400,7 @@ void test_shared_inputs() {
   }
 }
 
-// A step that sees one segment at a time finds rows of its own in all that it uses.
+// A step that sees one segment at a time needs rows of its own in all values that it uses.
 void test_builder() {
   ProgramBuilder builder(std::make_shared<ThreadPool>(1), 4);
   const ValueId position = builder.input("position", Dtype::int64, {fixed(1)});
@@ -411,7 +411,7 @@ void test_builder() {
     const ValueId value = builder.temporary(Dtype::float32, shape);
     check_refused<std::invalid_argument>(
         [&] { builder.add_loop(one, 1, "nothing", {position, value}, nothing); },
-        "a segment at a time has no rows of " + describe(Dtype::float32, shape));
+        "a step that runs by segment cannot use rows of " + describe(Dtype::float32, shape));
   }
   check_refused<std::invalid_argument>(
       [&] { builder.add_row_step(Symbol::R, "nothing", {position}, nothing); },
@@ -424,9 +424,9 @@ void test_builder() {
 
 void test_segments(Suite& suite) {
   suite.run("segments: any, with any thread budget", test_any_segments);
-  suite.run("segments: what is refused", test_refusals);
-  suite.run("segments: inputs that they share", test_shared_inputs);
-  suite.run("segments: what a step may use", test_builder);
+  suite.run("segments: refused calls", test_refusals);
+  suite.run("segments: shared inputs", test_shared_inputs);
+  suite.run("segments: operands of steps", test_builder);
 }
 
 }  // namespace chunkrt::testing

@@ -79,7 +79,7 @@ void test_find_at_widths(FindOutliersFunction* function) {
     for (const std::size_t num_rows : {1u, 3u, 33u}) {
       const std::vector<float> input =
           Random(static_cast<std::uint32_t>(width)).floats(num_rows * width, 1.0f);
-      check(check_outliers(function, input, width, 1.0f) == 0, "outliers where there are none");
+      check(check_outliers(function, input, width, 1.0f) == 0, "outliers in rows without outliers");
       check(check_outliers(function, input, width, 1e-12f) > 0, "no outliers");
       for (const float step : {0.0075f, 0.004f}) check_outliers(function, input, width, step);
     }
@@ -103,7 +103,7 @@ void test_find_at_the_threshold(FindOutliersFunction* function) {
     }
     check(check_outliers(function, input, input.size(), step) > 0, "no outliers");
   }
-  // Ties go to the even 128, below them is none.
+  // Ties go to the even 128; smaller values are no outliers.
   check(check_outliers(function, {127.5f, -127.5f}, 2, 1.0f) == 2, "a tie is no outlier");
   const float below = std::nextafter(127.5f, 0.0f);
   check(check_outliers(function, {below, -below}, 2, 1.0f) == 0, "an outlier below the tie");
@@ -115,7 +115,7 @@ void test_find_extremes(FindOutliersFunction* function) {
     const std::size_t count = input.size();
     for (std::size_t i = 0; i < count; ++i) input.push_back(-input[i]);
     input.push_back(kNan);
-    check(check_outliers(function, input, input.size(), step) >= 3, "what is not finite is hidden");
+    check(check_outliers(function, input, input.size(), step) >= 3, "a non-finite value is hidden");
     check_outliers(function, input, 1, step);
   }
 }

@@ -1,4 +1,4 @@
-// A small test harness: tests are functions that throw Failure, a Suite runs and counts them.
+// A small test harness: tests are functions that throw Failure; a Suite runs and counts them.
 #pragma once
 
 #include <bit>
@@ -23,7 +23,7 @@ inline void check(bool condition, const std::string& message) {
   if (!condition) throw Failure(message);
 }
 
-// The same, with a message that is made only then: most of many checks' time would go into their messages.
+// The same, with a message that is built only on failure: otherwise messages would take most of the time.
 template <std::invocable Message>
 void check(bool condition, const Message& message) {
   if (!condition) throw Failure(message());
@@ -35,18 +35,19 @@ inline bool same(float left, float right) {
          std::bit_cast<std::uint32_t>(left) == std::bit_cast<std::uint32_t>(right);
 }
 
-// Throws Failure, naming the first element that differs, unless both hold the same bits.
+// Throws Failure with the first element that differs, unless both hold the same bits.
 void check_same(const float* found, const float* expected, std::size_t count, const std::string& what);
 
 class Suite {
  public:
-  // Runs only tests whose name contains the filter; or, if that begins with "-", does not contain the rest.
+  // Runs only tests whose names contain the filter; if it begins with "-", those whose names do not contain
+  // the rest.
   explicit Suite(std::string filter) : filter_(std::move(filter)) {}
 
   void run(const std::string& name, const std::function<void()>& test);
 
-  // Runs test(function) for every implementation of a kernel; one that this processor lacks is skipped and
-  // says so.
+  // Runs test(function) for every implementation of a kernel; one that this processor lacks is skipped with a
+  // message.
   template <typename Function, std::invocable<Function*> Test>
   void run_rows(const Kernel<Function>& kernel, const std::string& name, const Test& test) {
     for (const KernelRow<Function>& row : kernel.rows) {
@@ -59,7 +60,7 @@ class Suite {
     }
   }
 
-  // Says that a test is not run, and why.
+  // Reports a skipped test and the reason.
   void skip(const std::string& name, const std::string& reason);
 
   // Prints the counts; returns the exit status, which is 0 unless a test failed or none ran.

@@ -1,4 +1,4 @@
-// What the test programs consist of.
+// Contents of the test programs.
 #pragma once
 
 #include "tests/suite.h"

@@ -1,4 +1,4 @@
-// The thread pool: every item once, loops one after the other, callers that come together, failures.
+// The thread pool: every item runs once; consecutive loops, concurrent callers, failures.
 #include "thread_pool.h"
 
 #include <atomic>
@@ -15,8 +15,8 @@ namespace {
 
 constexpr std::size_t kBudgets[] = {1, 2, 3, 8};
 
-// Two loops, the second reading in plain memory what others wrote in the first; and no two threads at once
-// under one member's number.
+// Two loops, the second of which reads plain memory that other threads wrote in the first; and no two threads
+// have the same member number at once.
 void check_two_loops(ThreadPool& pool, std::size_t count, std::size_t piece) {
   std::vector<std::size_t> visits(count), sums(count), members(pool.budget());
   {
@@ -48,8 +48,7 @@ void test_loops() {
   }
 }
 
-// A loop of one piece is the caller's: another thread would have to be told of it, and fetch what it works
-// on.
+// A loop of one piece runs on the caller: another thread would have to be woken, and to fetch the data.
 void test_one_piece() {
   const std::thread::id caller = std::this_thread::get_id();
   for (const std::size_t budget : kBudgets) {
@@ -62,12 +61,12 @@ void test_one_piece() {
         check(begin == 0 && end == count && member == 0, "the only piece is not the whole loop");
         ++num_calls;
       });
-      check(num_calls == 1, "the only piece ran not once");
+      check(num_calls == 1, "the only piece did not run exactly once");
     }
   }
 }
 
-// A loop of few pieces, then one of many: helpers that are late for one come upon the next.
+// A loop of few pieces, then one of many: late helpers of the first find the second.
 void test_loops_in_a_row() {
   constexpr std::size_t kNumRounds = 20000, kCount = 24;
   for (const std::size_t budget : kBudgets) {
@@ -79,7 +78,7 @@ void test_loops_in_a_row() {
     };
     for (std::size_t round = 1; round <= kNumRounds; ++round) {
       team.parallel_for(kCount, round % 2 == 0 ? 1 : 9, visit);
-      check(visits == std::vector<std::size_t>(kCount, round), "an item ran not once in a loop");
+      check(visits == std::vector<std::size_t>(kCount, round), "an item did not run exactly once in a loop");
     }
   }
 }
@@ -103,7 +102,7 @@ void test_callers_together() {
   }
 }
 
-// A lone caller has the whole budget: each piece waits until as many threads compute as may.
+// A single caller has the complete budget: each piece waits until as many threads compute as allowed.
 void test_budget_is_used() {
   for (const std::size_t budget : kBudgets) {
     ThreadPool pool(budget);
@@ -121,7 +120,7 @@ void test_budget_is_used() {
   }
 }
 
-// Callers, more than may compute, never have more threads at once than the budget.
+// Callers, more than may compute, never use more threads at once than the budget.
 void test_budget_is_kept() {
   for (const std::size_t budget : kBudgets) {
     ThreadPool pool(budget);
@@ -166,10 +165,10 @@ void test_failure() {
 }  // namespace
 
 void test_thread_pool(Suite& suite) {
-  suite.run("thread pool: loops and what they hand on", test_loops);
+  suite.run("thread pool: loops and visibility of writes", test_loops);
   suite.run("thread pool: one piece", test_one_piece);
-  suite.run("thread pool: loops in a row", test_loops_in_a_row);
-  suite.run("thread pool: callers together", test_callers_together);
+  suite.run("thread pool: consecutive loops", test_loops_in_a_row);
+  suite.run("thread pool: concurrent callers", test_callers_together);
   suite.run("thread pool: the budget is used", test_budget_is_used);
   suite.run("thread pool: the budget is kept", test_budget_is_kept);
   suite.run("thread pool: a failure", test_failure);

@@ -14,7 +14,7 @@
 namespace chunkrt::testing {
 namespace {
 
-// What TILECONFIG and TILEDATA hold, by Intel's manual, volume 1, chapter 18.
+// Content of TILECONFIG and TILEDATA; Intel's manual, volume 1, chapter 18.
 struct Tiles {
   bool is_configured = false;
   std::uint16_t row_bytes[8];
@@ -22,7 +22,7 @@ struct Tiles {
   std::uint8_t data[8][16][64];
 };
 
-constexpr std::size_t kColumns = 16;  // of 4 bytes, in a tile
+constexpr std::size_t kColumns = 16;  // columns of 4 bytes in a tile
 
 Tiles tiles;
 struct sigaction before;
@@ -31,12 +31,12 @@ struct sigaction before;
 constexpr int kRegisters[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                               REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
 
-// An instruction with a three-byte VEX prefix, as far as tiles need it.
+// An instruction with a three-byte VEX prefix, as far as tiles use it.
 struct Decoded {
   unsigned map, prefix, vector, opcode;
   bool is_w;
   bool is_memory;
-  unsigned reg, rm;       // of ModRM; rm only without memory
+  unsigned reg, rm;       // fields of ModRM; rm only without memory
   std::uint64_t address;  // base and displacement; and the index, unless it is a stride
   std::uint64_t stride;
   std::size_t length;
@@ -59,7 +59,7 @@ Decoded decode(const std::uint8_t* code, const greg_t* registers) {
   const unsigned modrm = code[4], mode = modrm >> 6, rm = modrm & 7;
   decoded.reg = (modrm >> 3 & 7) + high_reg;
   decoded.length = 5;
-  if (is_long) decoded.map = 0;  // no tile instruction
+  if (is_long) decoded.map = 0;  // not a tile instruction
   if (mode == 3) {
     decoded.rm = rm + high_base;
     return decoded;
@@ -137,7 +137,7 @@ bool store(unsigned tile, std::uint64_t address, std::uint64_t stride) {
   return true;
 }
 
-// Whether a product of these tiles is defined.
+// Returns true if a product of these tiles is defined.
 bool are_operands(unsigned sum, unsigned left, unsigned right) {
   if (sum == left || sum == right || left == right) return false;
   if (!is_usable(sum) || !is_usable(left) || !is_usable(right)) return false;
@@ -167,8 +167,8 @@ bool multiply(unsigned sum, unsigned left, unsigned right) {
 float upper_half(std::uint32_t bits) { return std::bit_cast<float>(bits & 0xffff0000u); }
 float lower_half(std::uint32_t bits) { return std::bit_cast<float>(bits << 16); }
 
-// TDPBF16PS: the firsts of all pairs and the seconds are summed apart, then these two, then what was there.
-// What is below 2^-126 in size is 0, before and after each operation.
+// TDPBF16PS: the first elements of all pairs and the second ones are summed separately, then these two sums,
+// then the old value. Magnitudes below 2^-126 become 0, before and after each operation.
 [[gnu::target("avx2,fma")]] bool multiply_bfloats(unsigned sum, unsigned left, unsigned right) {
   if (!are_operands(sum, left, right)) return false;
   constexpr unsigned kFlushed = _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON;
@@ -197,7 +197,7 @@ float lower_half(std::uint32_t bits) { return std::bit_cast<float>(bits << 16); 
   return true;
 }
 
-// Does what the instruction does; false if it is none of tiles, or one that a processor refuses.
+// Emulates the instruction; returns false if it is not a tile instruction, or one that a processor refuses.
 bool run(const Decoded& decoded) {
   constexpr unsigned kNone = 0, k66 = 1, kF3 = 2, kF2 = 3;
   if (decoded.map != 2 || decoded.is_w) return false;
@@ -225,7 +225,7 @@ bool run(const Decoded& decoded) {
   }
 }
 
-// One instruction of tiles and those right behind it: a signal takes longer than any of them.
+// Emulates one tile instruction and those right after it, because a signal takes longer than any of them.
 void handle(int, siginfo_t*, void* context) {
   greg_t* const registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
   std::size_t num_run = 0;
@@ -236,7 +236,7 @@ void handle(int, siginfo_t*, void* context) {
     registers[REG_RIP] += static_cast<greg_t>(decoded.length);
     ++num_run;
   }
-  if (num_run == 0) sigaction(SIGILL, &before, nullptr);  // the instruction again, and its signal
+  if (num_run == 0) sigaction(SIGILL, &before, nullptr);  // a retry of the instruction, with its signal
 }
 
 }  // namespace

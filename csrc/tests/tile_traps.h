@@ -1,5 +1,5 @@
-// AMX's instructions on processors that lack them: each is an illegal instruction there, and a signal handler
-// does what it would have done. So what is tested is what was compiled, its encodings and addresses with it.
+// AMX's instructions on processors that lack them: each is an illegal instruction there, which a signal
+// handler emulates. So the tests cover the compiled code, including its encodings and addresses.
 #pragma once
 
 namespace chunkrt::testing {

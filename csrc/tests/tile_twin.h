@@ -1,5 +1,5 @@
-// Matrix tiles without an instruction: what kernels/gemm/tiles.h and kernels/block_gemm/tiles.h ask of a
-// processor, in plain loops that refuse what one would refuse.
+// Matrix tiles without instructions: the operations that kernels/gemm/tiles.h and kernels/block_gemm/tiles.h
+// need, in plain loops that refuse invalid operations like a processor.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +38,7 @@ class TileTwin {
   void multiply() {
     Tile &sum = configured(Sum), &left = configured(Left), &right = configured(Right);
     check(sum.rows == left.rows && right.rows == left.row_bytes / 4,
-          "tiles of these rows are not multiplied");
+          "tiles of these rows cannot be multiplied");
     for (std::size_t row = 0; row < sum.rows; ++row) {
       std::int32_t sums[16];
       std::memcpy(sums, sum.bytes[row], sizeof(sums));

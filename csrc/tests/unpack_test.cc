@@ -1,4 +1,4 @@
-// unpack on every instruction set against its formula, in buffers that nothing may be read or written beyond.
+// unpack on every instruction set against its formula, in buffers that detect any access outside of them.
 #include <vector>
 
 #include "kernels/dispatch.h"

@@ -1,23 +1,27 @@
-"""A hook of mkdocs: pages that lie outside docs/ are pages of the site, and their links lead to its own."""
+"""Hook of mkdocs that adds pages outside docs/ to the site, and makes their links lead to pages of the site."""
 
 import re
-import tomllib
 from pathlib import Path
 
 from mkdocs.structure.files import File
+
+import chunkrt
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "bench/README.md": "bench/README.md",
     "bench/RESULTS.md": "bench/RESULTS.md",
+    "examples/README.md": "examples/README.md",
     "examples/chunkrt-torch/README.md": "examples/chunkrt-torch/README.md",
 }
 
 
 def on_config(config):
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = chunkrt.__version__
     config["site_name"] = f"chunkrt {version}"
     config["site_dir"] = str(Path(config["site_dir"]) / version)
     return config
@@ -30,6 +34,7 @@ def on_files(files, config):
             text = re.sub(r"\]\(docs/", "](", text)
             for other, target in PAGES.items():
                 text = text.replace(f"]({other})", f"]({target})")
+            text = text.replace("](examples)", "](examples/README.md)")
             text = text.replace("](examples/chunkrt-torch)", "](examples/chunkrt-torch/README.md)")
         text = text.replace("](../docs/", "](../")
         files.append(File.generated(config, page, content=text))

@@ -523,6 +523,7 @@ def few_schemes():
     conformance._tried_decoders.cache_clear()
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("clause", "backend"), {case.values[0]: case for case in reversed(CASES)}.values())
 def test_suite_detects_broken_clause_under_few_schemes(few_schemes, clause, backend):
     check_is_noticed(clause, backend)

@@ -343,7 +343,7 @@ def test_switches_work_with_shifted_contexts_and_without_npu():
 def test_int8_caches_require_native_attention():
     run_model("llama_gqa", "-rms_norm", cache_dtype="int8")
     for ops in ("none", "-cached_attention", "-rope"):
-        with pytest.raises(ConfigError, match=r"caches of int8 are .* and reference runs cached_attention"):
+        with pytest.raises(ConfigError, match=r"int8 caches are .* but reference runs cached_attention"):
             run_model("llama_gqa", ops, cache_dtype="int8")
 
 

@@ -191,7 +191,7 @@ def test_builder_checks_operands() -> None:
     builder = ProgramBuilder(ThreadPool(1), 4)
     x = builder.input("x", "float32", ["T", 64])
     packed, scales = (builder.constant(array) for array in random_weight(np.random.default_rng(5), 2, 17).packed())
-    with pytest.raises(ValueError, match="expected inputs in whole blocks of 32, got 40 inputs"):
+    with pytest.raises(ValueError, match="expected inputs in complete blocks of 32, got 40 inputs"):
         builder.block_linear(builder.input("short", "float32", ["T", 40]), packed, scales, 17)
     with pytest.raises(
         ValueError, match=r"packed weight: expected a constant uint8 \[3, 2, 4, 16, 4\], got uint8 \[2, 2"
@@ -203,5 +203,5 @@ def test_builder_checks_operands() -> None:
         builder.block_linear(x, packed, scales, 0)
     with pytest.raises(ValueError, match=r"bias: expected a constant float32 \[17\], got float32 \[16\]"):
         builder.block_linear(x, packed, scales, 17, builder.constant(np.ones(16, np.float32)))
-    with pytest.raises(ValueError, match="the residual's shape is not the result's"):
+    with pytest.raises(ValueError, match="the residual's shape differs from the result's"):
         builder.block_linear(x, packed, scales, 17, residual=x)

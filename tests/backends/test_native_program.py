@@ -323,7 +323,7 @@ def test_builder_checks_operands() -> None:
     packed = builder.constant(pack(np.ones((6, 5), np.int8)))
     with pytest.raises(ValueError, match="on a grid the bias and the residual are added afterwards; use add"):
         builder.linear(x, packed, weight, weight, input_step=0.1)
-    with pytest.raises(ValueError, match="activations take 1 digit, or on a grid 2, not 2"):
+    with pytest.raises(ValueError, match="expected 1 digit of activations, or up to 2 on a grid, got 2"):
         builder.linear(x, packed, weight, num_digits=2)
     with pytest.raises(ValueError, match=r"round_to_grid's step: expected a constant float32 \[6\], got float32 \[5\]"):
         builder.round_to_grid(x, weight, 127)
@@ -335,7 +335,7 @@ def test_builder_checks_operands() -> None:
         builder.output("y", x)
     with pytest.raises(ValueError, match="unknown dimension 'Q'; expected a size, T, R, P or W"):
         builder.input("q", "float32", ["Q"])
-    with pytest.raises(ValueError, match="a program has no values of type float64"):
+    with pytest.raises(ValueError, match="a program cannot use values of type float64"):
         builder.constant(np.ones(3))
     with pytest.raises(ValueError, match="a constant must be contiguous"):
         builder.constant(np.ones((3, 3), np.float32).T)

@@ -184,7 +184,7 @@ def test_invalid_packed_4_bits() -> None:
     x = builder.input("x", "float32", ["T", 40])
     scales = builder.constant(np.ones(20, np.float32))
     of_4_bits, beside = builder.constant(packed), builder.constant(by_block)
-    with pytest.raises(ValueError, match="4-bit weights with multipliers take an input on a grid"):
+    with pytest.raises(ValueError, match="4-bit weights with multipliers require an input on a grid"):
         builder.linear(x, of_4_bits, scales, multipliers=beside)
     with pytest.raises(ValueError, match=r"packed weight: expected a constant int8 \[2, 10, 16, 4\], got uint8"):
         builder.linear(x, of_4_bits, scales, input_step=1.0)

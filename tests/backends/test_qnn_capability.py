@@ -94,7 +94,10 @@ def test_plan_marks_moved_subgraphs(command):
     assert all(name.startswith("static.") for name in marked)
     assert summary["moved"][0]["node"] == "model.layers.0.feed_forward.down_proj.output"
     assert "of depth 48" in summary["moved"][0]["reason"]
-    assert any(line.startswith("* the CPU runs what the NPU cannot: ") for line in finished.out.splitlines())
+    assert any(
+        line.startswith("* the CPU runs operators that the NPU does not support: ")
+        for line in finished.out.splitlines()
+    )
     finished = command(*arguments, "--npu-strict")
     assert (finished.status, finished.out) == (1, "")
     assert "qnn cannot run subgraph static." in finished.err

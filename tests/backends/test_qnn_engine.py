@@ -454,7 +454,7 @@ def test_auto_without_an_npu_is_native(model):
 def test_soc_option_without_effect_is_reported(model, caplog):
     for choice in ("auto", "native"):
         load(model, npu=choice, soc="SM8750").close()
-    told = "--soc SM8750 has no effect: the CPU does the NPU's work; try --npu qnn"
+    told = "--soc SM8750 has no effect, because the CPU serves as the NPU; try --npu qnn"
     assert warnings_of(caplog, "chunkrt.engine.roles") == [told, told]
 
 
@@ -465,7 +465,7 @@ def test_auto_runs_a_dynamic_model_on_the_cpu(model, with_npu, caplog):
         assert engine.npu_backend.name == "native"
         assert engine.manifest.scheme == find_scheme("w8a8-dynamic")
     (told,) = warnings_of(caplog, "chunkrt.engine.roles")
-    assert told == "the NPU does not run the scheme w8a8-dynamic, the CPU does; try --scheme w8a16"
+    assert told == "the NPU does not run the scheme w8a8-dynamic, so the CPU runs it; try --scheme w8a16"
 
 
 def test_emulation_is_reported_once_a_process(model, caplog):
@@ -473,9 +473,10 @@ def test_emulation_is_reported_once_a_process(model, caplog):
     for _ in range(2):
         load(model).close()
     (told,) = warnings_of(caplog, "chunkrt.engine.roles")
-    assert told.startswith("there is no Hexagon NPU here, it is emulated")
+    assert told.startswith("no Hexagon NPU is available, so it is emulated")
 
 
+@pytest.mark.exhaustive
 def test_npu_alternates_with_switched_off_operators(model):
     with load(model) as whole, load(model, ops="-rms_norm,-silu_mul") as engine:
         expected, found = (logits_of(e, prompt(NUM_TOKENS)) for e in (whole, engine))

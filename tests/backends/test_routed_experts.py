@@ -225,7 +225,7 @@ def test_native_refuses_mismatched_operands():
 
     with pytest.raises(ValueError, match="4 of 3 experts cannot be picked"):
         experts(hidden, logits, gate_up, scales, down, down_scales, top_k=4)
-    with pytest.raises(ValueError, match="other rows"):
+    with pytest.raises(ValueError, match="differ from the input in their rows"):
         experts(hidden, builder.input("s", "float32", ["R", 3]), gate_up, scales, down, down_scales)
     with pytest.raises(ValueError, match=r"8 of down, got 16 and 16"):
         experts(hidden, logits, gate_up, scales, down, scales)

@@ -150,7 +150,7 @@ def test_a_choice_of_peers_keeps_chunkrt_and_gives_it_its_options():
     chosen = peers("command").choose(["torch"], {"chunk_length": 64, "attention_math": None})
     assert {contender.kind for contender in chosen} == {"chunkrt", "torch"}
     assert chosen[0].options == {"chunk_length": 64}
-    with pytest.raises(Exception, match=r"no peer 'llama'; there are: llama\.cpp"):
+    with pytest.raises(Exception, match=r"unknown runtime 'llama'; available: llama\.cpp"):
         peers("command").choose(["llama"], {})
 
 
@@ -211,7 +211,7 @@ def test_what_is_installed_is_one_line_beforehand_and_only_what_lacks(tmp_path, 
     [
         ("no/such/python", "No such file or directory"),
         (BENCH, "Permission denied"),
-        ("true", "is no Python 3 interpreter"),
+        ("true", "is not a Python 3 interpreter"),
         ("a\0b", "embedded null byte"),
     ],
 )
@@ -229,13 +229,13 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_else(tmp_path, 
     path = tmp_path / "file" / "report"
     finished = CliRunner().invoke(peers("command").peers, ["no-such-model", option, str(path)])
     assert finished.exit_code == 2
-    assert finished.output.splitlines()[-1] == f"Error: cannot write {path}: {tmp_path}/file is no folder"
+    assert finished.output.splitlines()[-1] == f"Error: cannot write {path}: {tmp_path}/file is not a folder"
 
 
 def test_an_environment_that_cannot_be_made_is_an_error_in_a_line(tmp_path):
     (tmp_path / "file").touch()
     environment, process = peers("environment"), peers("process")
-    with pytest.raises(process.ContenderError, match=r"^no environment can be made in [^\n]+$"):
+    with pytest.raises(process.ContenderError, match=r"^cannot create an environment in [^\n]+$"):
         environment.make_environment(tmp_path / "file" / "environment", lambda what: None, {"gguf": ["GGUF"]})
 
 

@@ -73,4 +73,4 @@ def test_what_is_refused_is_told(remote, engine):
         assert "status 400" in done.output
         done = CliRunner().invoke(remote.remote, ["--url", f"{url}/v2", *options])
     assert done.exit_code == 1
-    assert "up to and with /v1" in done.output
+    assert "up to and including /v1" in done.output

@@ -126,7 +126,7 @@ def test_chunkrt_answers_as_each_prompt_alone(tmp_path):
 
 def test_an_answer_that_is_short_is_an_error():
     runner = SimpleNamespace(serve=lambda *request: [SimpleNamespace(tokens=[1, 2], times=[0.1, 0.2])])
-    with pytest.raises(RuntimeError, match="2 tokens were generated, not 3"):
+    with pytest.raises(RuntimeError, match="2 tokens were generated, expected 3"):
         peers("worker").serve(runner, "serve", [[1]], [0.0], 3)
 
 
@@ -213,7 +213,7 @@ def test_servers_are_consistent_data():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--peers", "torch"), "there is no peer 'torch'; there are: llama.cpp, openvino-genai, ctranslate2"),
+        (("--peers", "torch"), "unknown runtime 'torch'; available: llama.cpp, openvino-genai, ctranslate2"),
         (("--rate", "0"), "Invalid value for '--rate'"),
         (("--sessions", "0"), "Invalid value for '--sessions'"),
         (("-n", "1"), "Invalid value for '-n'"),

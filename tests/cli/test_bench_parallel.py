@@ -1,4 +1,4 @@
-"""`chunkrt bench --parallel`: what it measures, and what it prints."""
+"""Tests of `chunkrt bench --parallel`: its measurements and its output."""
 
 import csv
 import io
@@ -37,14 +37,14 @@ def check_rows(rows):
             assert row[f"stddev{end}"] >= 0
 
 
-def test_in_json_and_json_lines(command):
+def test_parallel_rows_in_json_and_json_lines(command):
     finished = command(*BENCH, "-o", "json")
     assert (finished.status, finished.err) == (0, "")
     check_rows(json.loads(finished.out))
     check_rows([json.loads(line) for line in command(*BENCH, "-o", "jsonl").out.splitlines()])
 
 
-def test_in_csv(command):
+def test_parallel_rows_in_csv(command):
     def value(name, text):
         if name.startswith("samples"):
             return [int(number) for number in text.split()]
@@ -56,7 +56,7 @@ def test_in_csv(command):
     check_rows([{name: value(name, text) for name, text in row.items()} for row in rows])
 
 
-def test_the_table_has_the_columns_of_llama_batched_bench(command):
+def test_parallel_table_has_columns_of_llama_batched_bench(command):
     above, _, *lines = command(*BENCH).out.splitlines()
     assert above.startswith("model model.gguf, backend native, scheme w8a8-dynamic, chunk 8, policy ")
     head, rule, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
@@ -70,7 +70,7 @@ def test_the_table_has_the_columns_of_llama_batched_bench(command):
     ]
 
 
-def test_prompts_alone_and_decoding_alone(command):
+def test_parallel_measures_prefill_alone_and_decode_alone(command):
     (row,) = json.loads(command("bench", GGUF, "-p", 8, "-n", 0, "-r", 1, "--parallel", 2, "-o", "json").out)
     assert (row["n_kv"], row["speed_tg"], row["stddev"]) == (16, 0, 0)
     assert row["speed_pp"] > 0
@@ -79,7 +79,7 @@ def test_prompts_alone_and_decoding_alone(command):
     assert row["speed_tg"] > 0
 
 
-def test_sequences_share_chunks_and_each_runs_all_of_its_own_tokens(command, tmp_path):
+def test_parallel_sequences_share_chunks_and_run_all_their_tokens(command, tmp_path):
     path = tmp_path / "out.json"
     finished = command(*BENCH[:3], 20, *BENCH[4:-1], 3, "--trace", path)
     assert finished.status == 0, finished.err
@@ -92,7 +92,7 @@ def test_sequences_share_chunks_and_each_runs_all_of_its_own_tokens(command, tmp
     assert max(map(len, sharing)) > 1
 
 
-def test_every_repetition_begins_anew_with_prompts_of_their_own(monkeypatch):
+def test_parallel_repetitions_start_with_new_prompts(monkeypatch):
     taken, lock = [], threading.Lock()
     with chunkrt.load(GGUF, npu="native", chunk_length=8) as engine:
         arun = engine.arun
@@ -123,5 +123,5 @@ def test_every_repetition_begins_anew_with_prompts_of_their_own(monkeypatch):
         (("--parallel", "200", "-p", "8", "-n", "1", "--cache-memory", "0.3MB"), "the caches of "),
     ],
 )
-def test_wrong_values(command, arguments, message):
+def test_parallel_refuses_wrong_values(command, arguments, message):
     expect_one_line(command("bench", GGUF, *arguments), message)

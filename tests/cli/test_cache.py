@@ -1,4 +1,4 @@
-"""`chunkrt cache` and `--prefix-cache`: what is kept, told and removed."""
+"""Tests of `chunkrt cache` and `--prefix-cache`: stored, listed and removed files."""
 
 import json
 
@@ -26,7 +26,7 @@ def sizes(command):
     return {one["kind"]: one for one in json.loads(command("cache", "list", "--json").out)}
 
 
-def test_a_second_process_goes_on_where_the_first_was(command, own_home):
+def test_prefix_cache_on_disk_serves_a_second_process(command, own_home):
     first, second = (answer(command, "--prefix-cache", "disk") for _ in range(2))
     assert first["cached_tokens"] == 0
     assert second["cached_tokens"] == first["prompt_tokens"] // 32 * 32
@@ -36,7 +36,7 @@ def test_a_second_process_goes_on_where_the_first_was(command, own_home):
     assert f"prompt {second['prompt_tokens']} tokens and {second['cached_tokens']} cached, prefill" in figures
 
 
-def test_what_is_kept_is_listed_shown_and_cleared(command, own_home):
+def test_cache_lists_shows_and_clears_files(command, own_home):
     assert sizes(command)["prefixes"]["entries"] == 0
     tokens = answer(command, "--prefix-cache", "disk")["prompt_tokens"]
     kept = sizes(command)
@@ -54,7 +54,7 @@ def test_what_is_kept_is_listed_shown_and_cleared(command, own_home):
     assert sizes(command)["engines"]["entries"] == 0
 
 
-def test_another_folder(command, own_home, tmp_path):
+def test_cache_of_another_folder(command, own_home, tmp_path):
     folder = tmp_path / "mine"
     answer(command, "--prefix-cache", folder)
     (folder / "thesis.txt").write_text("")
@@ -62,10 +62,10 @@ def test_another_folder(command, own_home, tmp_path):
     assert command("cache", "clear", "--folder", folder).status == 0
     assert json.loads(command("cache", "show", "--folder", folder, "--json").out)["models"] == []
     assert (folder / "thesis.txt").exists()
-    expect_one_line(command("cache", "clear", "engines", "--folder", folder), "give it alone")
+    expect_one_line(command("cache", "clear", "engines", "--folder", folder), "omit the kinds")
 
 
-def test_a_trace_tells_what_was_cached(command, own_home, tmp_path):
+def test_trace_counts_cached_tokens(command, own_home, tmp_path):
     answer(command, "--prefix-cache", "disk")
     second = answer(command, "--prefix-cache", "disk", "--trace", tmp_path / "trace")
     groups = json.loads(command("trace", tmp_path / "trace", "--json").out)["groups"]
@@ -74,12 +74,12 @@ def test_a_trace_tells_what_was_cached(command, own_home, tmp_path):
 
 
 @pytest.mark.parametrize("options", [("--prefix-cache", ""), ("--prefix-cache-memory", "0"), ("--prefix-cache", GGUF)])
-def test_what_makes_no_sense_is_one_line(command, options):
+def test_cache_refuses_contradicting_options(command, options):
     expect_one_line(command("run", GGUF, "-p", "hello", *options), "prefix")
 
 
 @pytest.mark.parametrize(("options", "num_tokens"), [((), 64), (("--prefix-cache", "memory"), 1)])
-def test_bench_computes_everything_unless_told_otherwise(command, tmp_path, options, num_tokens):
+def test_bench_uses_no_prefix_cache_by_default(command, tmp_path, options, num_tokens):
     arguments = ("-p", 64, "-n", 0, "-r", 1, "--trace", tmp_path / "trace", *options)
     assert command("bench", GGUF, *arguments).status == 0
     groups = json.loads(command("trace", tmp_path / "trace", "--json").out)["groups"]

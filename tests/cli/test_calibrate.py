@@ -1,4 +1,4 @@
-"""`chunkrt calibrate`: what it prints, what it writes, and what it refuses in one line."""
+"""Tests of `chunkrt calibrate`: output, written files and errors."""
 
 import json
 
@@ -29,7 +29,7 @@ def text(tmp_path):
     return path
 
 
-def test_a_summary_and_a_file(command, cache, text):
+def test_calibrate_prints_a_summary_and_writes_a_file(command, cache, text):
     finished = command("calibrate", GGUF, "--text", text)
     assert (finished.status, finished.err) == (0, "")
     (path,) = cache.iterdir()
@@ -39,7 +39,7 @@ def test_a_summary_and_a_file(command, cache, text):
     assert f"widest: {max(made.peaks, key=made.peaks.get)}, " in finished.out
 
 
-def test_the_same_as_data(command, cache, text):
+def test_calibrate_json_equals_the_file(command, cache, text):
     finished = command("calibrate", GGUF, "--text", text, "--method", "mse", "--tokens", 12, "--json")
     assert (finished.status, finished.err) == (0, "")
     (path,) = cache.iterdir()
@@ -67,13 +67,13 @@ def test_the_same_as_data(command, cache, text):
 
 
 def stream_peak(calibration):
-    """Of the embeddings, of what is added to them, and of the sums."""
+    """Peaks of the embeddings, of the values added to them, and of the sums."""
     added = (f"{linear}.{value}" for linear in ("o_proj", "down_proj") for value in ("product", "output"))
     stream = ("embed_tokens.output", *added, "attention_residual", "layers.0.output", "layers.1.output")
     return max(peak for name, peak in calibration.peaks.items() if name.endswith(stream))
 
 
-def test_the_scale_of_the_residual_stream(command, text, monkeypatch):
+def test_calibrate_reports_the_scale_of_the_residual_stream(command, text, monkeypatch):
     finished = command("calibrate", GGUF, "--text", text)
     (line,) = (line for line in finished.out.splitlines() if line.startswith("the residual stream reaches "))
     assert line.endswith(" and keeps its scale (float16's largest value is 65504)")
@@ -85,14 +85,14 @@ def test_the_scale_of_the_residual_stream(command, text, monkeypatch):
     assert summary["residual_stream"]["exponent"] == 2
 
 
-def test_a_copy_where_one_wants_it(command, cache, text, tmp_path):
+def test_calibrate_writes_a_copy_with_output(command, cache, text, tmp_path):
     finished = command("calibrate", GGUF, "--text", text, "-o", tmp_path / "mine.npz")
     assert finished.out.splitlines()[-1] == f"saved to {tmp_path / 'mine.npz'}"
     (path,) = cache.iterdir()
     assert Calibration.load(tmp_path / "mine.npz").limits == Calibration.load(path).limits
 
 
-def test_the_shipped_text_is_the_default(command, cache):
+def test_calibrate_uses_the_built_in_text_by_default(command, cache):
     assert json.loads(command("calibrate", GGUF, "--json").out)["tokens"] == calibration_module.DEFAULT_NUM_TOKENS
 
 
@@ -124,27 +124,27 @@ def expect_one_line(finished, status, message):
 
 
 @pytest.mark.parametrize(("arguments", "message"), LINES)
-def test_what_cannot_be_done(command, arguments, message, tmp_path, monkeypatch):
+def test_calibrate_refuses_impossible_requests(command, arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expect_one_line(command("calibrate", *arguments), 1, message)
 
 
 @pytest.mark.parametrize(("arguments", "message"), USAGE)
-def test_a_wrong_command_line(command, arguments, message):
+def test_calibrate_refuses_a_wrong_command_line(command, arguments, message):
     expect_one_line(command("calibrate", GGUF, *arguments), 2, message)
 
 
-def test_an_empty_text(command, text):
+def test_calibrate_refuses_an_empty_text(command, text):
     text.write_text("\n \n")
     expect_one_line(command("calibrate", GGUF, "--text", text), 1, "the calibration text is empty")
 
 
-def test_an_engine_directory(command, tmp_path):
+def test_calibrate_refuses_an_engine_directory(command, tmp_path):
     compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, tmp_path / "engine", model="toy")
-    expect_one_line(command("calibrate", tmp_path / "engine"), 1, "is compiled, its grids are fixed")
+    expect_one_line(command("calibrate", tmp_path / "engine"), 1, "is compiled and has fixed grids")
 
 
-def test_ctrl_c(command, cache, text, monkeypatch):
+def test_ctrl_c_stops_a_calibration(command, cache, text, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""`chunkrt chat`: its commands through a pipe, and in a terminal, which is a pseudo-terminal here."""
+"""Tests of `chunkrt chat` through a pipe and in a pseudo-terminal."""
 
 import io
 import json
@@ -25,7 +25,7 @@ SECONDS = 60
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
-    """An engine directory with a chat template of one letter a role."""
+    """Write an engine directory whose chat template marks each role with one letter."""
     return write_chat_model(tmp_path_factory.mktemp("chat") / "engine")
 
 
@@ -33,7 +33,7 @@ def talk(command, chat_model, *lines):
     return command("chat", chat_model, "-n", 4, stdin="".join(f"{line}\n" for line in lines))
 
 
-def test_a_conversation_is_saved_and_goes_on_elsewhere(command, chat_model, tmp_path):
+def test_saved_conversation_continues_in_another_chat(command, chat_model, tmp_path):
     path = tmp_path / "chat.json"
     whole = talk(command, chat_model, "/system S", "hi", "more")
     first = talk(command, chat_model, "/system S", "hi", f"/save {path}")
@@ -55,19 +55,19 @@ def test_undo_retry_and_reset(command, chat_model):
     assert talk(command, chat_model, "/undo", "hi", "/quit", "more").out.splitlines() == once
 
 
-def test_settings_change_in_mid_chat(command, chat_model):
+def test_set_changes_sampling_of_later_answers(command, chat_model):
     finished = talk(
         command, chat_model, "hi", "/set n 2", "/reset", "hi", "/set temperature 0.5", "/set seed none", "/status"
     )
     assert finished.err.count("decode 4 tokens") == 1
-    assert finished.err.count("decode 2 tokens") == 2  # the answer's, and the status
+    assert finished.err.count("decode 2 tokens") == 2  # one line after the answer, one for /status
     assert "max_new_tokens 2, temperature 0.5, top_k None" in finished.err
     assert "1 turns" in finished.err
 
 
 @pytest.fixture(scope="module")
 def advised_model(tmp_path_factory):
-    """The same, whose makers advise a temperature and more."""
+    """Write the same engine directory with recommended sampling options."""
     advised = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.5}
     return write_chat_model(tmp_path_factory.mktemp("advised") / "engine", sampling=advised)
 
@@ -83,40 +83,40 @@ def advised_model(tmp_path_factory):
         (("--temp", 0, "--repetition-penalty", 1.5), "", ()),
     ],
 )
-def test_what_is_not_given_is_as_the_makers_advise(command, chat_model, advised_model, options, told, given):
+def test_chat_uses_recommended_sampling_for_options_not_given(command, chat_model, advised_model, options, told, given):
     found = command("chat", advised_model, "-n", 8, *options, stdin="hi\n")
-    assert found.err.count("as this model's makers advise") == bool(told)
-    assert f"as this model's makers advise: {told}" in found.err or not told
+    assert found.err.count("sampling as the model recommends") == bool(told)
+    assert f"sampling as the model recommends: {told}" in found.err or not told
     seed = ("--seed", 1) if "--seed" in options else ()
     given = (*given, *seed, "--repetition-penalty", 1.5)
     assert found.out == command("chat", chat_model, "-n", 8, *given, stdin="hi\n").out
 
 
-def test_what_makers_advise_and_nobody_can_do_is_told(command, chat_model, tmp_path):
+def test_chat_reports_recommended_sampling_that_is_invalid(command, chat_model, tmp_path):
     model = write_chat_model(tmp_path / "engine", sampling={"temperature": -1.0})
     found = command("chat", model, "-n", 4, stdin="hi\n")
-    assert "the sampling options that this model comes with are left out: temperature: found -1.0" in found.err
+    assert "the model's recommended sampling options are ignored: temperature: found -1.0" in found.err
     assert found.out == command("chat", chat_model, "-n", 4, stdin="hi\n").out
 
 
-def test_an_option_that_does_nothing_is_refused(command, chat_model):
+def test_chat_refuses_an_option_without_effect(command, chat_model):
     found = command("chat", chat_model, "--top-k", 5, stdin="hi\n")
     assert found.status == 1
-    assert "--top-k does nothing without --temperature above 0" in found.err
+    assert "--top-k has no effect without --temperature above 0" in found.err
 
 
-def test_wrong_commands_are_one_line_each_and_the_chat_goes_on(command, chat_model, tmp_path, monkeypatch):
+def test_wrong_commands_print_one_line_and_keep_the_chat(command, chat_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nowhere").write_text("")
     messages = {
         "/set heat 1": "unknown setting 'heat'; ",
-        "/set temperature hot": "temperature is 'hot', expected a number, as in /set temperature 1",
+        "/set temperature hot": "temperature is 'hot', expected a number, e.g. /set temperature 1",
         "/set temperature -1": "temperature: found -1.0",
         "/set n 0": "max_new_tokens is 0, expected at least 1",
-        "/save": "name a file, as in /save chat.json",
+        "/save": "name a file, e.g. /save chat.json",
         "/save nowhere/\\": "cannot write",
         "/load nowhere.json": "cannot read the prompt from nowhere.json",
-        "/retry": "there is no answer to try again",
+        "/retry": "there is no turn to answer again",
         "/helpme": "unknown command /helpme; /help lists them",
     }
     finished = talk(command, chat_model, *messages, "hi")
@@ -126,7 +126,7 @@ def test_wrong_commands_are_one_line_each_and_the_chat_goes_on(command, chat_mod
     assert finished.out == talk(command, chat_model, "hi").out
 
 
-def test_blocks_of_markdown_end_outside_of_code():
+def test_markdown_blocks_end_outside_of_code():
     assert _block_end("one\ntwo") is None
     assert _block_end("one\n\ntwo") == 4
     assert _block_end("```\none\n\ntwo") is None
@@ -135,7 +135,7 @@ def test_blocks_of_markdown_end_outside_of_code():
 
 
 class Terminal:
-    """`chunkrt chat` in a pseudo-terminal: what is typed into it, and what it shows."""
+    """`chunkrt chat` in a pseudo-terminal, with its input and its screen."""
 
     def __init__(self, *arguments, home, before):
         import fcntl
@@ -168,7 +168,7 @@ class Terminal:
         os.set_blocking(self.master, False)
 
     def type(self, text):
-        """Reading meanwhile, as a terminal does: neither side waits for the other with full buffers."""
+        """Type text, and read the output meanwhile, so that no buffer is full."""
         keys = text.encode()
         while keys:
             _, writable, _ = select.select([], [self.master], [], 0.1)
@@ -177,7 +177,7 @@ class Terminal:
             self._read(0)
 
     def _read(self, seconds):
-        """What is shown within a time; False once nothing will be shown any more."""
+        """Read output within a time limit; return False at the end of the output."""
         if select.select([self.master], [], [], seconds)[0]:
             try:
                 self.shown += os.read(self.master, 65536).decode(errors="replace")
@@ -186,7 +186,7 @@ class Terminal:
         return True
 
     def wait_for(self, pattern, count=1):
-        """Until it has been shown so often. Escape sequences do not count."""
+        """Wait until a pattern was shown `count` times; escape sequences are ignored."""
         deadline = time.monotonic() + SECONDS
         while len(re.findall(pattern, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.shown))) < count:
             assert time.monotonic() < deadline, self.shown
@@ -215,16 +215,16 @@ def terminal(chat_model, tmp_path):
         each.close()
 
 
-def test_lines_that_are_pasted_are_one_turn(terminal, command, chat_model, tmp_path):
+def test_pasted_lines_are_one_turn(terminal, command, chat_model, tmp_path):
     screen, saved = terminal("-n", 4), tmp_path / "chat.json"
     screen.type("\x1b[200~one\ntwo\nthree\x1b[201~")
     screen.wait_for("three")
     screen.type("\r")
-    screen.wait_for(r"\[prompt [^\n]*\n[\s\S]*>")  # before that the terminal would make other keys of these
+    screen.wait_for(r"\[prompt [^\n]*\n[\s\S]*>")  # before this, the terminal would interpret the keys
     screen.type("more\x1b\rlines\r")  # Alt-Enter
     screen.wait_for(r"\[prompt ", 2)
     screen.type(f"/save {saved}\r")
-    screen.wait_for(r"goes on from there[\s\S]*>")
+    screen.wait_for(r"continue with[\s\S]*>")
     screen.type("\x04")
     screen.process.wait(SECONDS)
     said = [m["content"] for m in json.loads(saved.read_text())["messages"] if m["role"] == "user"]
@@ -233,7 +233,7 @@ def test_lines_that_are_pasted_are_one_turn(terminal, command, chat_model, tmp_p
     assert "+one\n+two\n+three\n" in history
 
 
-def test_commands_are_completed_and_ctrl_c_drops_a_line(terminal):
+def test_tab_completes_commands_and_ctrl_c_discards_a_line(terminal):
     screen = terminal("-n", 4)
     screen.type("/sta\t")
     screen.wait_for("/status")
@@ -257,23 +257,23 @@ Stream.compute = slowly
 
 
 @pytest.mark.exhaustive
-def test_ctrl_c_in_a_prefill_leaves_the_turn_out(terminal, tmp_path):
+def test_ctrl_c_in_a_prefill_discards_the_turn(terminal, tmp_path):
     saved = tmp_path / "chat.json"
-    screen = terminal("-n", 4, "--chunk", 2, before=SLOW)  # some 15 seconds for the first turn
+    screen = terminal("-n", 4, "--chunk", 2, before=SLOW)  # the first turn takes about 15 seconds
     screen.type("long " * 15 + "\r")
     screen.wait_for("prefill")
     screen.type("\x03")
-    screen.wait_for(r"\[stopped; the turn is left out\]")
+    screen.wait_for(r"\[stopped; the turn is discarded\]")
     screen.type("hi\r")
     screen.wait_for(r"\[prompt ")
     screen.type(f"/save {saved}\r")
-    screen.wait_for("goes on from there")
+    screen.wait_for("continue with")
     messages = json.loads(saved.read_text())["messages"]
     assert [m["content"] for m in messages if m["role"] == "user"] == ["hi"]
 
 
-def test_a_long_paste_shows_how_far_it_is_and_can_be_stopped(terminal, chat_model, tmp_path):
-    """25 kB of lines, which are one turn; the next has no trace of it."""
+def test_long_paste_shows_progress_and_can_be_stopped(terminal, chat_model, tmp_path):
+    """25 kB of lines are one turn; the next turn does not contain them."""
     saved, model = (
         tmp_path / "chat.json",
         write_folder(tmp_path / "long", vocab_size=128, max_position_embeddings=65536),
@@ -287,17 +287,17 @@ def test_a_long_paste_shows_how_far_it_is_and_can_be_stopped(terminal, chat_mode
     screen.type("\r")
     screen.wait_for(r"prefill\D*\d+")
     screen.type("\x03")
-    screen.wait_for(r"\[stopped; the turn is left out\]")
+    screen.wait_for(r"\[stopped; the turn is discarded\]")
     screen.type("hi\r")
     screen.wait_for(r"\[prompt (\d|1\d) tokens")
     screen.type(f"/save {saved}\r")
-    screen.wait_for("goes on from there")
+    screen.wait_for("continue with")
     messages = json.loads(saved.read_text())["messages"]
     assert [m["content"] for m in messages if m["role"] == "user"] == ["hi"]
 
 
 def test_markdown_is_rendered_in_a_terminal(monkeypatch):
-    """A block as soon as it is whole; what is in code stays as it is."""
+    """Each complete block is rendered; code is unchanged."""
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True, write=screen.write, flush=lambda: None))
     real = Console

@@ -1,4 +1,4 @@
-"""Whatever is wrong is one line on stderr and an exit status, with nothing on stdout; the traceback comes with -v."""
+"""Tests that errors are one line on stderr and an exit status, with no output, and a traceback only with -v."""
 
 import json
 import shlex
@@ -43,7 +43,7 @@ def gguf_that_claims_too_much(folder):
 
 
 def other_folder(folder, change_config=lambda config: None, change_tensors=lambda tensors: None):
-    """A copy of a Hugging Face folder with changes."""
+    """Copy a Hugging Face folder, with changes."""
     copy = shutil.copytree(FOLDER, folder / "checkpoint")
     config = json.loads((copy / "config.json").read_text())
     change_config(config)
@@ -118,20 +118,23 @@ LINES = [
     (("run", GGUF, "-p", " \n"), "the prompt is empty"),
     (("run", GGUF), "give a prompt with -p TEXT or -f FILE"),
     (("run", GGUF, "-f", "-"), "the prompt is empty"),
-    (("run", GGUF, "-p", "-", "-f", "-"), "standard input can be read once"),
+    (("run", GGUF, "-p", "-", "-f", "-"), "standard input can be read only once"),
     (("run", GGUF, "-p", "@nowhere.txt"), "cannot read the prompt from nowhere.txt: No such file"),
     (("run", GGUF, "-p", "x", "-m", GGUF), "give one of them"),
-    (("run", GGUF, "-p", "x", "--revision", "main"), "is no id of the hub, as org/name is"),
+    (("run", GGUF, "-p", "x", "--revision", "main"), "is no hub id (org/name)"),
     ((*RUN, "--prefill-answer", "Sure"), "an answer's beginning needs the model's chat template"),
-    ((*RUN, "--prompts", "p.jsonl"), "--prompts goes without -p, -f, --messages"),
-    ((*RUN, "--batcher", "sequential"), "--batcher does nothing without --prompts"),
-    ((*RUN, "--keep", 8), "--keep does nothing without --context-shift"),
-    ((*RUN, "--npu", "native", "--soc", "8gen3"), "--soc does nothing without an NPU (--npu is native)"),
-    ((*RUN, "--top-p", "0.9"), "--top-p does nothing without --temperature above 0"),
-    ((*RUN, "--prefix-cache", "off", "--prefix-cache-memory", "1GB"), "does nothing without a prefix cache"),
-    ((*RUN, "--prefix-cache-disk", "1GB"), "--prefix-cache-disk does nothing without --prefix-cache disk, or a folder"),
-    ((*RUN, "--prefix-cache", GGUF / "cache"), "which is no folder; give memory, disk, off or a folder"),
-    (("bench", GGUF, "--prefix-cache-memory", "1GB"), "--prefix-cache-memory does nothing without --prefix-cache"),
+    ((*RUN, "--prompts", "p.jsonl"), "--prompts excludes -p, -f, --messages"),
+    ((*RUN, "--batcher", "sequential"), "--batcher has no effect without --prompts"),
+    ((*RUN, "--keep", 8), "--keep has no effect without --context-shift"),
+    ((*RUN, "--npu", "native", "--soc", "8gen3"), "--soc has no effect without an NPU (--npu is native)"),
+    ((*RUN, "--top-p", "0.9"), "--top-p has no effect without --temperature above 0"),
+    ((*RUN, "--prefix-cache", "off", "--prefix-cache-memory", "1GB"), "has no effect without a prefix cache"),
+    (
+        (*RUN, "--prefix-cache-disk", "1GB"),
+        "--prefix-cache-disk has no effect without --prefix-cache disk, or a folder",
+    ),
+    ((*RUN, "--prefix-cache", GGUF / "cache"), "which is not a folder; choose memory, disk, off or a folder"),
+    (("bench", GGUF, "--prefix-cache-memory", "1GB"), "--prefix-cache-memory has no effect without --prefix-cache"),
     (("bench", GGUF, "--parallel", 10**20), "--parallel is '100000000000000000000', expected at most 4096"),
     (("cache", "show", "--folder", "nowhere"), "Directory 'nowhere' does not exist"),
     (("cache", "clear", "--folder", GGUF), "is a file"),
@@ -179,7 +182,10 @@ LINES = [
     (("plan", GGUF, "--prompt-length", 5000), "--prompt-length is 5000, expected 1 to 128, the context"),
     (("plan", GGUF, "--context", 64, "--prompt-length", 65), "--prompt-length is 65, expected 1 to 64"),
     (("plan", GGUF, "--scheme", "float"), "under the scheme 'float' this linear is not int8 by int8"),
-    (("plan", GGUF, "--npu", "qnn", "--scheme", "float"), "qnn has no linears under the scheme 'float'"),
+    (
+        ("plan", GGUF, "--npu", "qnn", "--scheme", "float"),
+        "qnn does not support linear layers under the scheme 'float'",
+    ),
     (("plan", GGUF, "--calibration", "x.npz"), "uses no calibration"),
     (("plan", "smollm2"), "no model is called 'smollm2'"),
     (("plan", GGUF, "--save-onnx", GGUF / "parts"), "cannot write ONNX files to "),
@@ -198,7 +204,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("damage", MODELS, ids=lambda damage: damage.__name__)
-def test_a_model_that_is_wrong(command, tmp_path, damage):
+def test_wrong_model_is_one_line(command, tmp_path, damage):
     model = damage(tmp_path)
     expect_one_line(command("run", model, "-p", "hello"), MODELS[damage])
     if damage is not weight_that_is_not_finite:  # a plan reads no weights
@@ -206,14 +212,14 @@ def test_a_model_that_is_wrong(command, tmp_path, damage):
 
 
 @pytest.mark.parametrize(("arguments", "message"), LINES, ids=[f"{i}-{m[:24]}" for i, (_, m) in enumerate(LINES)])
-def test_a_command_line_that_is_wrong(command, arguments, message):
+def test_wrong_command_line_is_one_line(command, arguments, message):
     expect_one_line(command(*arguments), message)
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
 @pytest.mark.parametrize("scheme", ["float", "w8a8-dynamic", "w4a8-dynamic"])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_a_damaged_weight_is_no_reason_for_another_scheme(command, tmp_path, value, scheme, name):
+def test_damaged_weight_is_reported_under_every_scheme(command, tmp_path, value, scheme, name):
     def damage(tensors):
         tensors[name].flat[-1] = value
 
@@ -222,11 +228,11 @@ def test_a_damaged_weight_is_no_reason_for_another_scheme(command, tmp_path, val
     expect_one_line(finished, f"{name} holds values that are not finite; the checkpoint is damaged")
 
 
-def test_a_prompt_too_long_is_told_what_can_be_had(command):
+def test_prompt_beyond_the_context_reports_the_limit(command):
     whole = command("run", GGUF, "-p", "a b " * 100)
     part = command("run", GGUF, "-p", "a b " * 100, "--context", 64)
     assert "a context of up to" not in whole.err
-    assert "take a context of up to 128 (--context)" in part.err
+    assert "choose a context of up to 128 (--context)" in part.err
     assert whole.err.endswith("let the context shift (--context-shift)\n")
 
 
@@ -239,14 +245,14 @@ WRITERS = [
 
 
 @pytest.mark.parametrize(("name", "option", "output", "work"), WRITERS, ids=[name for name, *_ in WRITERS])
-def test_what_cannot_be_written_is_not_worked_for(command, tmp_path, monkeypatch, name, option, output, work):
+def test_unwritable_output_is_refused_before_any_work(command, tmp_path, monkeypatch, name, option, output, work):
     (tmp_path / "taken").write_text("a file")
     monkeypatch.setattr(work, lambda *_, **__: pytest.fail("it was worked for"))
     device = ("--device", "sd8gen3") if name == "tune" else ()
     expect_one_line(command(name, GGUF, option, tmp_path / output, *device), f"{tmp_path / 'taken'}")
 
 
-def test_a_model_file_that_may_not_be_read(command, tmp_path, monkeypatch):
+def test_unreadable_model_file_is_one_line(command, tmp_path, monkeypatch):
     path = Path(shutil.copy(GGUF, tmp_path / "model.gguf"))
     opened = Path.open
 
@@ -260,7 +266,7 @@ def test_a_model_file_that_may_not_be_read(command, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flag", ["-v", "--verbose"])
-def test_the_traceback_comes_with_v(command, flag):
+def test_verbose_adds_the_traceback(command, flag):
     finished = command("run", GGUF, "-p", "", flag)
     assert finished.status == 1
     assert finished.out == ""
@@ -268,7 +274,7 @@ def test_the_traceback_comes_with_v(command, flag):
     assert finished.err.splitlines()[-1] == "chunkrt: the prompt is empty; give text with -p TEXT or -f FILE"
 
 
-def test_what_nobody_foresaw_is_one_line_too(command, monkeypatch):
+def test_unexpected_exception_is_one_line(command, monkeypatch):
     def fail(self, prompt, **options):
         raise ZeroDivisionError("by\nzero")
 
@@ -278,7 +284,7 @@ def test_what_nobody_foresaw_is_one_line_too(command, monkeypatch):
     assert finished.err == "chunkrt: unexpected ZeroDivisionError: by zero (run again with -v for the traceback)\n"
 
 
-def test_ctrl_c_is_said_and_is_status_130(command, monkeypatch):
+def test_ctrl_c_prints_interrupted_and_exits_with_130(command, monkeypatch):
     def interrupt(self, prompt, **options):
         raise KeyboardInterrupt
 
@@ -287,7 +293,7 @@ def test_ctrl_c_is_said_and_is_status_130(command, monkeypatch):
     assert (finished.status, finished.out, finished.err.strip()) == (130, "", "interrupted")
 
 
-def test_a_reader_that_goes_away_is_no_traceback():
+def test_closed_pipe_prints_no_traceback():
     run = [sys.executable, "-P", "-m", "chunkrt", "plan", str(GGUF), "--json"]
     process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
@@ -297,7 +303,7 @@ def test_a_reader_that_goes_away_is_no_traceback():
     assert error == b""
 
 
-def test_the_module_is_the_command(tmp_path):
+def test_python_m_chunkrt_is_the_command(tmp_path):
     run = [sys.executable, "-P", "-m", "chunkrt", "run", "nowhere/model.gguf", "-p", "x"]
     finished = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path)
     assert (finished.returncode, finished.stdout) == (1, "")
@@ -308,7 +314,7 @@ SHELL = pytest.mark.skipif(sys.platform != "linux", reason="these are a Linux sh
 
 
 def in_shell(redirections, *arguments):
-    """The command as a shell starts it: exit status, stdout, stderr."""
+    """Start the command like a shell; return exit status, stdout and stderr."""
     line = shlex.join([sys.executable, "-P", "-m", "chunkrt", *map(str, arguments)])
     finished = subprocess.run(f"{line} {redirections}", shell=True, capture_output=True, text=True)
     return finished.returncode, finished.stdout, finished.stderr
@@ -326,7 +332,7 @@ def in_shell(redirections, *arguments):
         ("", ("run", GGUF, "-f", "/dev/zero"), "has more than 67108864 characters"),
     ],
 )
-def test_streams_that_are_not_as_usual(redirections, arguments, message):
+def test_closed_and_full_streams(redirections, arguments, message):
     status, out, err = in_shell(redirections, *arguments)
     assert (status, out) == (1, "")
     (line,) = err.splitlines()
@@ -335,22 +341,22 @@ def test_streams_that_are_not_as_usual(redirections, arguments, message):
 
 
 @SHELL
-def test_who_closes_stderr_gets_the_answer(command):
+def test_closed_stderr_keeps_the_answer(command):
     assert in_shell("2>&-", *RUN) == (0, command(*RUN).out, "")
 
 
-def test_a_usage_error_has_no_traceback(command):
+def test_usage_error_has_no_traceback(command):
     finished = command("run", "-v")
     assert finished.status == 2
     assert "Traceback" not in finished.err
 
 
-def test_too_little_memory_is_said(command, monkeypatch):
+def test_out_of_memory_is_one_line(command, monkeypatch):
     monkeypatch.setattr(Session, "prefill", lambda *_, **__: [0] * 10**18)
-    expect_one_line(command(*RUN), "there is too little memory")
+    expect_one_line(command(*RUN), "out of memory")
 
 
-def test_one_broken_entry_leaves_the_others(command, monkeypatch, tmp_path, caplog):
+def test_broken_catalogue_entry_keeps_the_others(command, monkeypatch, tmp_path, caplog):
     (tmp_path / "broken.toml").write_text("x = [")
     monkeypatch.setenv("CHUNKRT_MODELS", str(tmp_path))
     finished = command("models")
@@ -361,19 +367,19 @@ def test_one_broken_entry_leaves_the_others(command, monkeypatch, tmp_path, capl
     expect_one_line(command("run", "broken", "-p", "hello"), "broken.toml")
 
 
-def test_pickled_checkpoints_are_named_as_such(command, tmp_path):
+def test_pickled_checkpoint_is_refused_by_name(command, tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
     expect_one_line(command("run", tmp_path / "pytorch_model.bin", "-p", "x"), "pickled files are not read")
 
 
-def test_home_may_begin_with_a_tilde(monkeypatch, tmp_path):
+def test_chunkrt_home_expands_a_tilde(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     monkeypatch.setenv("CHUNKRT_HOME", "~/kept")
     assert catalogue.home() == tmp_path / "kept"
 
 
-def test_a_turn_that_was_stopped_before_its_answer_is_left_out(command, monkeypatch, tmp_path):
+def test_turn_stopped_before_its_answer_is_discarded(command, monkeypatch, tmp_path):
     asked = []
 
     def stream_answer(session, tokens, **_):
@@ -389,24 +395,24 @@ def test_a_turn_that_was_stopped_before_its_answer_is_left_out(command, monkeypa
     monkeypatch.setattr("chunkrt.tokenizer.Tokenizer.has_chat_template", True)
     finished = command("chat", GGUF, stdin="first\nsecond one\nthird\nfourth, the last\n")
     assert finished.status == 0
-    assert finished.err.count("[stopped; the turn is left out]") == 2
+    assert finished.err.count("[stopped; the turn is discarded]") == 2
     said = [len(str({"role": "user", "content": text})) for text in ("second one", "fourth, the last")]
     empty = len(str({"role": "assistant", "content": ""}))
     assert asked[1] == said[:1]
     assert asked[3] == [said[0], empty, said[1]]
 
 
-def test_where_subgraphs_cannot_be_written_is_told_before_they_are_made(command, monkeypatch):
+def test_unwritable_save_onnx_is_refused_before_any_work(command, monkeypatch):
     def fail(*arguments):
         raise AssertionError("it is planned first")
 
     monkeypatch.setattr("chunkrt.cli.plan.read_model", fail)
-    expect_one_line(command("plan", GGUF, "--save-onnx", GGUF / "parts"), f"{GGUF} is no folder")
+    expect_one_line(command("plan", GGUF, "--save-onnx", GGUF / "parts"), f"{GGUF} is not a folder")
 
 
 @pytest.mark.parametrize("module", ["click", "numpy", "chunkrt.cli", "chunkrt.cli.doctor", "chunkrt.errors"])
 def test_ctrl_c_during_an_import_exits_with_130(module):
-    """The interrupt comes while a module is imported, as it does in the first moments of a command."""
+    """The signal arrives while a module is imported, as at the start of a command."""
     program = (
         "import sys\n"
         "class Finder:\n"
@@ -421,8 +427,8 @@ def test_ctrl_c_during_an_import_exits_with_130(module):
     assert (finished.returncode, finished.stdout, finished.stderr.strip()) == (130, "", "interrupted")
 
 
-def test_the_command_is_imported_before_any_library():
-    """Else Ctrl-C in its first moments would end in a traceback."""
+def test_command_module_is_imported_before_any_library():
+    """Otherwise Ctrl-C at the start would print a traceback."""
     program = "import sys, chunkrt.__main__; print(sorted({'click', 'numpy', 'rich'} & set(sys.modules)))"
     finished = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert finished.stdout == "[]\n"

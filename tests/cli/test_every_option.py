@@ -1,4 +1,4 @@
-"""Every option of every command, with what nobody means: it is refused in one line, or it means something."""
+"""Tests of every option of every command with odd values: each is accepted, or refused in one line."""
 
 import importlib
 import shutil
@@ -13,7 +13,7 @@ from chunkrt.cli import COMMANDS
 
 GGUF = checkpoint("llama_biased_gguf")
 VALUES = ("many", "-1", "0", "nan", "inf", "1e400", str(10**20), "", "1,,2", "\u0663", "/dev/full/x", "folder", "empty")
-"""Those that are files are made where the command runs."""
+"""Odd values; files among them are created in the working directory."""
 SHORT = {
     "run": (GGUF, "-p", "a b", "-n", 1),
     "chat": ("chat_model", "-n", 1),
@@ -32,22 +32,22 @@ SHORT = {
     "cache": (),
     "doctor": (),
 }
-"""Arguments that make a command short; of the others a model does."""
+"""Arguments that make a command short; other commands only need a model."""
 WORK = {
     "bench": "chunkrt.cli.bench.measure",
     "profile": "chunkrt.cli.profile.measure_profile",
     "tune": "chunkrt.cli.tune.search",
     "serve": "chunkrt.server.listening.listen",
 }
-"""What is not done, as it is long."""
+"""Commands that take too long for this test."""
 
 
 class WouldWork(BaseException):
-    """Everything that was asked for was taken."""
+    """Return True if all options were accepted."""
 
 
 def options():
-    """(command and its subcommand, flag), for all that take a value."""
+    """Return (command and subcommand, flag) for all options with a value."""
     for name in COMMANDS:
         found = getattr(importlib.import_module(f"chunkrt.cli.{name}"), name)
         is_group = isinstance(found, click.Group)
@@ -63,7 +63,7 @@ CASES = list(options())
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where the command runs, with what it reads."""
+    """Create the working directory, with the files that commands read."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("a b c d e f g h " * 20)
     (tmp_path / "folder").mkdir()
@@ -73,7 +73,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.sampled(every=17)
 @pytest.mark.parametrize(("words", "flag"), CASES, ids=[f"{'-'.join(words)}{flag}" for words, flag in CASES])
-def test_a_value_is_refused_in_one_line_or_means_something(command, folder, monkeypatch, words, flag):
+def test_option_value_is_accepted_or_refused_in_one_line(command, folder, monkeypatch, words, flag):
     name = words[0]
     if name == "chat":
         write_chat_model(folder / "chat_model")

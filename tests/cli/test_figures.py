@@ -1,4 +1,4 @@
-"""`chunkrt bench`, `plan`, `models`, `doctor` and `pull`: what they print, and in which formats."""
+"""Tests of the output and formats of `chunkrt bench`, `plan`, `models`, `doctor` and `pull`."""
 
 import contextlib
 import csv
@@ -68,7 +68,7 @@ def test_bench_in_markdown(command):
     assert [row.split("|")[-4].strip() for row in rows] == ["pp8", "pp20", "tg3"]
 
 
-def test_a_wide_table_says_above_what_its_rows_share(command, tmp_path):
+def test_wide_bench_table_moves_common_columns_above(command, tmp_path):
     model = shutil.copy(GGUF, tmp_path / f"{'a_long_name_' * 4}.gguf")
     shown = command("bench", model, "-p", "8", "-n", "2", "-r", "1", "-t", "1,2")
     above, empty, head, rule, *rows = shown.out.splitlines()
@@ -86,10 +86,10 @@ LLAMA_BENCH = {
     **dict.fromkeys(("avg_ts", "stddev_ts"), float),
     **dict.fromkeys(("samples_ns", "samples_ts"), list),
 }
-"""Columns of its JSON that its readers take, compare-llama-bench.py among them, and their types."""
+"""Columns, with types, that readers of llama-bench's JSON use, e.g. compare-llama-bench.py."""
 
 
-def test_what_reads_llama_bench_reads_bench(command):
+def test_bench_json_has_columns_of_llama_bench(command):
     finished = command("bench", GGUF, "-p", "16-64+16", "-t", "1,2", "-r", 2, "-o", "json")
     assert (finished.status, finished.err) == (0, "")
     rows = json.loads(finished.out)
@@ -104,7 +104,7 @@ def test_what_reads_llama_bench_reads_bench(command):
         assert row["peak_memory_bytes"] > 1e6
 
 
-def test_bench_writes_what_a_database_takes(command):
+def test_bench_sql_is_valid(command):
     database = sqlite3.connect(":memory:")
     database.executescript(command(*BENCH, "-o", "sql").out)
     with contextlib.closing(database):
@@ -124,8 +124,8 @@ def test_bench_at_a_depth_and_of_both_kinds_at_once(command):
     ]
 
 
-def test_bench_of_a_depth_times_what_comes_after_it():
-    """Every timed run begins at the depth, and takes the test's own tokens."""
+def test_bench_depth_is_not_timed():
+    """Every timed run starts at the depth and runs the test's own tokens."""
     with chunkrt.load(GGUF) as engine:
         records = []
         measure(Case(n_prompt=8, n_gen=2, n_depth=20), engine, "m", 2, records)
@@ -146,7 +146,7 @@ def test_bench_of_several_models_and_of_a_text(command, tmp_path):
     ]
 
 
-def test_bench_takes_what_fits_where_nobody_says(command):
+def test_bench_default_lengths_fit_the_context(command):
     rows = json.loads(command("bench", GGUF, "-r", 1, "-o", "json").out)
     assert [row["test"] for row in rows] == ["pp127", "tg32"]
     rows = json.loads(command("bench", GGUF, "-r", 1, "-c", 16, "-o", "json").out)
@@ -156,21 +156,21 @@ def test_bench_takes_what_fits_where_nobody_says(command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("-p", "16-64+0"), "whose steps lead nowhere"),
-        (("-p", "1-9*1"), "whose steps lead nowhere"),
+        (("-p", "16-64+0"), "whose steps never reach the end"),
+        (("-p", "1-9*1"), "whose steps never reach the end"),
         (("-p", "64-16"), "ends before it begins; write 16-64"),
         (("-p", "1-1000000"), "more than 1000 numbers"),
-        (("-p", "16-"), "expected whole numbers with commas between"),
+        (("-p", "16-"), "expected whole numbers separated by commas"),
         (("-t", "0"), "--threads is '0', expected no number below 1"),
         (("-pg", "8"), "-pg is '8', expected two numbers"),
         (("-o", "rows.xml"), "-o is 'rows.xml', expected one of md, json"),
-        (("-o", "json", "--format", "csv"), "-o says json and --format csv"),
-        (("--parallel", "2", "-d", "8"), "--parallel goes without -pg, -d"),
+        (("-o", "json", "--format", "csv"), "-o is json and --format is csv"),
+        (("--parallel", "2", "-d", "8"), "--parallel excludes -pg, -d"),
         (("--prompt-file", "-"), "the prompt file is empty"),
         (("-d", "120", "-p", "20"), "140 tokens do not fit the context of 128"),
     ],
 )
-def test_what_bench_refuses(command, arguments, message):
+def test_bench_refuses_wrong_options(command, arguments, message):
     expect_one_line(command("bench", GGUF, *arguments), message)
 
 
@@ -192,7 +192,7 @@ def test_plan_in_json(command):
     assert attention["chunked_flops"] / attention["unchunked_flops"] == (1 + 8 / 64) / 2
 
 
-def test_plan_for_people(command):
+def test_plan_as_text(command):
     finished = command("plan", GGUF, "--chunk", 8)
     lines = finished.out.splitlines()
     assert lines[0].split()[:3] == ["subgraph", "on", "kind"]
@@ -206,22 +206,22 @@ def test_plan_for_people(command):
     assert "a chunk of 8 tokens moves" in finished.out
 
 
-def test_plan_shows_what_an_npu_converts(command):
+def test_plan_shows_converted_bytes(command):
     static, dynamic = (command("plan", GGUF, "--chunk", 8, "--scheme", name) for name in ("w8a16", "w8a8-dynamic"))
     found = json.loads(command("plan", GGUF, "--chunk", 8, "--scheme", "w8a16", "--json").out)
     converted = [subgraph["converted_bytes"] for subgraph in found["subgraphs"]]
     assert [num_bytes > 0 for num_bytes in converted] == [s["device"] == "npu" for s in found["subgraphs"]]
     entering = sum(subgraph["entering_bytes"] for subgraph in found["subgraphs"])
     assert (
-        f"an NPU converts {sum(converted) / 1e6:.2f} MB of float16 from and to float32 a chunk: "
+        f"an NPU converts {sum(converted) / 1e6:.2f} MB of float16 from and to float32 per chunk: "
         f"{entering / 1e6:.2f} MB enter it, {(sum(converted) - entering) / 1e6:.2f} MB leave it\n" in static.out
     )
     assert "converts" not in dynamic.out
 
 
-def test_plan_tells_how_many_linears_have_4_bits(command):
+def test_plan_counts_linear_layers_with_4_bits(command):
     found = command("plan", GGUF, "--scheme", "w4a8-dynamic")
-    assert found.out.endswith("weights of 8 linears have 4 bits, of 1 8 bits\n")
+    assert found.out.endswith("weights of 8 linear layers have 4 bits, of 1 8 bits\n")
     summary = json.loads(command("plan", GGUF, "--scheme", "w4a8-dynamic", "--json").out)
     assert summary["linears_by_weight_bits"] == {"4": 8, "8": 1, "32": 0}
     assert "have 4 bits" not in command("plan", GGUF).out
@@ -235,7 +235,7 @@ def test_plan_of_an_engine_directory(command, home):
 
 
 class _Npu(ReferenceBackend):
-    """The reference beside the CPU, which is what makes a backend an NPU."""
+    """A reference backend that is separate from the CPU, like an NPU."""
 
     name, concurrency = "tiny", 1
 
@@ -251,7 +251,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize(("arguments", "options"), LENGTHS, ids=[" ".join(map(str, a)) for a, _ in LENGTHS])
 def test_plan_shows_the_chunks_that_an_engine_has(command, monkeypatch, arguments, options):
-    """Also beside an NPU, for which another length is usual."""
+    """The length also holds with an NPU, whose default differs."""
     npu = SimpleNamespace(name="tiny", conflict="", load=lambda: lambda threads: _Npu())
     monkeypatch.setattr(backends.PLUGINS, "plugins", [npu])
     finished = command("plan", GGUF, *arguments, "--json")
@@ -260,7 +260,7 @@ def test_plan_shows_the_chunks_that_an_engine_has(command, monkeypatch, argument
         assert json.loads(finished.out)["chunk"] == engine.chunk_length
 
 
-def test_a_scheme_that_nobody_here_runs_is_refused_before_it_is_compiled(command, tmp_path, monkeypatch):
+def test_plan_refuses_a_scheme_without_a_backend(command, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     expect_one_line(command("run", GGUF, "-p", "x", "--scheme", "float"), "under the scheme 'float' this linear")
     assert not list(tmp_path.rglob("weights.safetensors"))
@@ -279,7 +279,7 @@ def test_an_engine_directory_is_simulated_under_its_own_scheme(command, tmp_path
     expect_one_line(other, f"was compiled under {scheme!r}, not 'w8a8'; compile it again")
 
 
-def test_plan_off_the_npu(command):
+def test_plan_without_npu(command):
     result = json.loads(command("plan", GGUF, "--npu", "off", "--json").out)
     assert [subgraph["device"] for subgraph in result["subgraphs"]] == ["cpu", "cpu"]
 
@@ -302,7 +302,7 @@ def test_plan_saves_every_subgraph_as_onnx(command, tmp_path, scheme):
     assert sorted(folder.iterdir()) == files
 
 
-def test_models_for_people_and_in_json(command):
+def test_models_as_text_and_json(command):
     finished = command("models")
     *table, terms = finished.out.splitlines()
     head, *rows = (line.split() for line in table)
@@ -315,7 +315,7 @@ def test_models_for_people_and_in_json(command):
     assert len(known) == len(rows)
 
 
-def test_a_pulled_model_is_said_to_be_there(command, tmp_path, monkeypatch):
+def test_models_lists_a_pulled_model(command, tmp_path, monkeypatch):
     (tmp_path / "toy.toml").write_text(
         'family = "llama"\nscheme = "float"\ncontext_length = 128\nlicence = "none"\n'
         f'[source]\nkind = "path"\npath = "{GGUF}"\n'
@@ -329,7 +329,7 @@ def test_a_pulled_model_is_said_to_be_there(command, tmp_path, monkeypatch):
         assert engine.scheme.name == "float"
 
 
-def test_doctor_for_people_and_in_json(command):
+def test_doctor_as_text_and_json(command):
     finished = command("doctor")
     assert (finished.status, finished.err) == (0, "")
     assert all(line.startswith(("ok  ", "lack", " " * 21)) for line in finished.out.splitlines())
@@ -341,7 +341,7 @@ def test_doctor_for_people_and_in_json(command):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], *([name, "--help"] for name in COMMANDS)])
-def test_help_is_data(command, arguments):
+def test_help_goes_to_stdout(command, arguments):
     finished = command(*arguments)
     assert (finished.status, finished.err) == (0, "")
     assert finished.out.startswith("Usage: chunkrt")

@@ -1,4 +1,4 @@
-"""docs/json.md: every command with --json has a schema there, and what it prints is valid under it."""
+"""Tests that docs/json.md has a schema for every --json, and that outputs are valid under it."""
 
 import importlib
 import json
@@ -49,7 +49,7 @@ WAYS = {
 
 @pytest.fixture
 def places(tmp_path, command, monkeypatch):
-    """Files that the commands take, and a catalogue with a model that is here."""
+    """Create input files, and a catalogue with a downloaded model."""
     monkeypatch.setenv("CHUNKRT_MODELS", str(tmp_path))
     (tmp_path / "mine.toml").write_text(
         'family = "llama"\nscheme = "float"\ncontext_length = 64\nlicence = "mit"\n'
@@ -62,7 +62,7 @@ def places(tmp_path, command, monkeypatch):
 
 
 def printed(command, name, places):
-    """The values that a command prints, in each of its ways."""
+    """Yield the values that a command prints, for each kind of output."""
     what, _, option = name.partition(" ")
     if what == "trace":
         assert command("run", GGUF, "-p", "hello", "-n", 2, "--trace", places["trace"]).status == 0
@@ -76,8 +76,8 @@ def printed(command, name, places):
 
 
 @pytest.mark.parametrize("name", sorted(WAYS))
-def test_what_is_printed_has_its_schema(command, name, places, tmp_path, monkeypatch):
-    if name == "models --remove":  # not the engines that other tests run
+def test_json_output_is_valid_under_its_schema(command, name, places, tmp_path, monkeypatch):
+    if name == "models --remove":  # exclude engines of other tests
         monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     for value in printed(command, name, places):
         jsonschema.validate(value, SCHEMAS[name], cls=jsonschema.Draft202012Validator)

@@ -1,4 +1,4 @@
-"""Attention on the NPU as the command line has it: what is shown, predicted, compiled and refused."""
+"""Tests of the command line with attention on the NPU: plan, predictions, compilation and errors."""
 
 import json
 
@@ -11,7 +11,7 @@ SHAPE = "qwen2.5-0.5b"
 
 @pytest.fixture
 def figures(command):
-    """What a command prints with --json."""
+    """Return the JSON output of a command."""
 
     def figures(*arguments):
         result = command(*arguments, "--json")
@@ -21,14 +21,14 @@ def figures(command):
     return figures
 
 
-def test_fit_takes_shapes_and_tells_what_the_cpu_keeps(figures):
+def test_fit_of_a_shape_counts_cpu_weights(figures):
     both = figures("fit", SHAPE, "--soc", "SM8650", "--scheme", "w4a16")
     alone = figures("fit", SHAPE, "--soc", "SM8650", "--scheme", "w4a16", "--weights", "npu-only")
     assert 0 < alone["cpu_weight_bytes"] < both["cpu_weight_bytes"]
     assert alone["npu_bytes"] == both["npu_bytes"]
 
 
-def test_llama_8b_fits_a_phone_of_16_gb_where_no_cpu_keeps_weights(figures):
+def test_llama_8b_fits_16_gb_with_npu_only_weights(figures):
     asked = ("fit", "llama-3.1-8b", "--soc", "SM8650", "--scheme", "w4a16", "--ram", "16", "--context", "4096")
     assert figures(*asked, "--weights", "npu-only")["fits"]
 
@@ -52,25 +52,28 @@ def test_simulate_attends_on_either_processor(figures):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("simulate", SHAPE, "--device", "sd8gen3", "-p", "2048", "--attention", "npu"), "--npu-window 512 sees"),
-        (("simulate", SHAPE, "--device", "sd8gen3", "--npu-window", "64"), "does nothing without --attention npu"),
-        (("fit", SHAPE, "--soc", "SM8650", "--npu-graph", "layers=2"), "does nothing without --attention npu"),
-        (("compile", checkpoint("llama_gqa"), "-o", "out", "--attention", "npu"), "does nothing without --soc"),
+        (
+            ("simulate", SHAPE, "--device", "sd8gen3", "-p", "2048", "--attention", "npu"),
+            "--npu-window 512; give a longer window",
+        ),
+        (("simulate", SHAPE, "--device", "sd8gen3", "--npu-window", "64"), "has no effect without --attention npu"),
+        (("fit", SHAPE, "--soc", "SM8650", "--npu-graph", "layers=2"), "has no effect without --attention npu"),
+        (("compile", checkpoint("llama_gqa"), "-o", "out", "--attention", "npu"), "has no effect without --soc"),
         (("run", checkpoint("llama_gqa"), "-p", "x", "--npu", "native", "--attention", "npu"), "--npu is native"),
         (("run", checkpoint("llama_gqa"), "-p", "x", "--npu", "qnn", "--npu-window", "9"), "without --attention npu"),
         (
             ("run", checkpoint("llama_gqa"), "-p", "x", "--npu", "qnn", "--weights", "npu-only", "--decode-on", "cpu"),
-            "--decode-on does nothing without --weights both",
+            "--decode-on has no effect without --weights both",
         ),
         (("fit", SHAPE, "--soc", "SM8650", "--attention", "npu", "--npu-window", "0"), "npu_window is '0'"),
     ],
 )
-def test_what_would_do_nothing_is_refused(command, arguments, message, tmp_path, monkeypatch):
+def test_npu_attention_options_without_effect_are_refused(command, arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expect_one_line(command(*arguments), message)
 
 
-def test_plan_shows_the_graph_and_what_crosses(figures):
+def test_plan_shows_the_attention_graph_and_crossing_bytes(figures):
     pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn is not installed")
     asked = ("plan", checkpoint("llama_gqa"), "--npu", "qnn", "--scheme", "w8a16")
     found = figures(*asked, "--attention", "npu", "--npu-window", "64")

@@ -1,4 +1,4 @@
-"""`chunkrt ops`, and --ops of the commands that run a model."""
+"""Tests of `chunkrt ops`, and of --ops in commands that run a model."""
 
 import json
 
@@ -22,7 +22,7 @@ def by_name(found):
     return {(row["operator"], row["role"]): row for row in found["operators"]}
 
 
-def test_every_operator_with_its_uses_and_where_it_comes_from(command):
+def test_ops_lists_uses_and_origin_of_operators(command):
     found = ops(command)
     rows = by_name(found)
     assert (found["scheme"], found["cpu"], found["npu"]) == ("w8a8-dynamic", "native", "native")
@@ -52,7 +52,7 @@ def test_every_operator_with_its_uses_and_where_it_comes_from(command):
     assert rows["sampler", "session"]["origin"] == "chunkrt.engine.sampling"
 
 
-def test_the_table_has_what_the_json_has(command):
+def test_ops_table_equals_json(command):
     rows = ops(command, "--ops", "none,+linear", "--ops", "-rope")["operators"]
     finished = command("ops", GGUF, "--ops", "none,+linear", "--ops", "-rope")
     header, *lines = finished.out.splitlines()
@@ -68,7 +68,7 @@ def test_the_table_has_what_the_json_has(command):
     assert places["add", "npu"] == ("reference", "switched off by --ops none")
 
 
-def test_an_npu_takes_its_role_without_being_opened(command):
+def test_ops_does_not_open_the_npu(command):
     rows = by_name(ops(command, "--npu", "qnn", "--ops=-silu_mul"))
     assert rows["linear", "npu"]["runs_on"] == "qnn"
     assert rows["logits", "cpu"]["runs_on"] == "native"
@@ -76,7 +76,7 @@ def test_an_npu_takes_its_role_without_being_opened(command):
     assert ("quantize", "npu") not in rows  # its grids are static
 
 
-def test_plugins_are_named_by_their_distribution(command, monkeypatch):
+def test_ops_names_the_distribution_of_a_plugin(command, monkeypatch):
     registry = registered_operators().copy()
     with registry.from_distribution("acme-ops"):
         registry.register("rms_norm", "toy")(lambda *inputs: inputs[0])
@@ -86,7 +86,7 @@ def test_plugins_are_named_by_their_distribution(command, monkeypatch):
     assert row["origin"] == f"acme-ops ({__name__})"
 
 
-def test_the_reference_alone_is_the_default_of_its_mode(command):
+def test_ops_defaults_to_none_for_npu_reference(command):
     rows = by_name(ops(command, "--npu", "reference"))
     assert rows["linear", "npu"]["reason"] == "off by default with npu 'reference'"
     assert by_name(ops(command, "--npu", "reference", "--ops", "all"))["linear", "npu"]["reason"] == "native form"
@@ -103,7 +103,7 @@ def test_the_reference_alone_is_the_default_of_its_mode(command):
     ],
 )
 @pytest.mark.parametrize("what", ["ops", "run"])
-def test_errors_are_one_line(command, what, arguments, message):
+def test_ops_errors_are_one_line(command, what, arguments, message):
     finished = command(what, GGUF, *(("-p", "hello") if what == "run" else ()), *arguments)
     assert (finished.status, finished.out) == (1, "")
     assert message in finished.err
@@ -116,14 +116,14 @@ def answer(command, model, *arguments):
     return finished.out
 
 
-def test_all_and_none_say_the_same(command):
+def test_ops_all_and_none_give_the_same_answer(command):
     expected = answer(command, GGUF, "--ops", "all")
     assert len(expected) > 5
     for switches in (["none"], ["none,+linear"], ["-rope", "-rms_norm"]):
         assert answer(command, GGUF, *(word for switch in switches for word in ("--ops", switch))) == expected
 
 
-def test_engine_directories_and_settings_files_take_switches(command, tmp_path):
+def test_ops_applies_to_engine_directories_and_settings_files(command, tmp_path):
     expected = answer(command, GGUF)
     folder, settings = tmp_path / "engine", tmp_path / "settings.toml"
     compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, folder, model="toy")

@@ -1,4 +1,4 @@
-"""`--plot` of bench, simulate and tune: what the pictures show, and what is refused before anything runs."""
+"""Tests of `--plot` in bench, simulate and tune: the plots and the errors."""
 
 import json
 import re
@@ -16,7 +16,7 @@ SHAPE, DEVICE = "qwen2.5-0.5b", ("--device", "8gen3")
 
 @pytest.fixture
 def readable(monkeypatch):
-    """SVG keeps texts as such, in place of outlines."""
+    """Keep texts of SVG files as text instead of outlines."""
     matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         yield
@@ -24,7 +24,7 @@ def readable(monkeypatch):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The panels that were drawn, each with its lines."""
+    """Collect the drawn panels with their lines."""
     panels = []
     monkeypatch.setattr(plots, "draw_panels", lambda found, path, title: panels.extend(found))
     return panels
@@ -34,7 +34,7 @@ def words(path):
     return set(re.findall(r">([^<>\n]+)</text>", path.read_text("utf-8")))
 
 
-def test_a_bench_is_a_panel_a_kind(command, drawn, tmp_path):
+def test_bench_plot_has_one_panel_per_kind(command, drawn, tmp_path):
     finished = command(
         "bench", GGUF, "-p", "8,16", "-n", 4, "-pg", "8,4", "-r", 2, "--json", "--plot", tmp_path / "a.svg"
     )
@@ -48,7 +48,7 @@ def test_a_bench_is_a_panel_a_kind(command, drawn, tmp_path):
     assert [point.x for point in decoded + both] == [4, 12]
 
 
-def test_a_bench_over_depths_has_a_line_a_length(command, drawn, tmp_path):
+def test_bench_plot_over_depths_has_one_line_per_length(command, drawn, tmp_path):
     command("bench", GGUF, "-p", "8,16", "-n", 0, "-d", "0,16", "-r", 1, "--plot", tmp_path / "a.svg")
     (panel,) = drawn
     assert panel.x_label == "tokens before"
@@ -56,13 +56,13 @@ def test_a_bench_over_depths_has_a_line_a_length(command, drawn, tmp_path):
     assert [name.rsplit(", ", 1)[1] for name in panel.lines] == ["8 tokens", "16 tokens"]
 
 
-def test_a_bench_of_many_is_over_sequences(command, drawn, tmp_path):
+def test_bench_plot_of_parallel_is_over_sequences(command, drawn, tmp_path):
     command("bench", GGUF, "-p", 8, "-n", 4, "--parallel", "1,2", "-r", 1, "--plot", tmp_path / "a.svg")
     assert [panel.y_label for panel in drawn] == ["prefill, tokens/s", "decode, tokens/s"]
     assert all([point.x for points in panel.lines.values() for point in points] == [1, 2] for panel in drawn)
 
 
-def test_a_picture_of_simulations(command, readable, tmp_path):
+def test_simulate_plot(command, readable, tmp_path):
     path = tmp_path / "a.svg"
     finished = command("simulate", SHAPE, *DEVICE, "-p", "64,128", "--chunk", "32,64", "--plot", path)
     assert (finished.status, finished.err) == (0, "")
@@ -72,7 +72,7 @@ def test_a_picture_of_simulations(command, readable, tmp_path):
     assert any(word.startswith(SHAPE) and "w8a16" in word for word in shown)
 
 
-def test_a_search_is_drawn_with_its_front(command, drawn, tmp_path):
+def test_tune_plot_has_the_pareto_front(command, drawn, tmp_path):
     options = ("-o", tmp_path / "t.toml", "-p", 32, "--chunk", 32, "--json")
     found = json.loads(command("tune", GGUF, *DEVICE, *options, "--plot", tmp_path / "a.svg").out)
     (panel,) = drawn
@@ -85,13 +85,13 @@ def test_a_search_is_drawn_with_its_front(command, drawn, tmp_path):
 
 
 @pytest.mark.parametrize(("ending", "head"), [("png", b"\x89PNG\r\n"), ("SVG", b"<?xml")])
-def test_panels_are_written_by_their_ending(readable, tmp_path, ending, head):
+def test_plot_format_follows_the_suffix(readable, tmp_path, ending, head):
     path = tmp_path / f"a.{ending}"
     draw_panels([Panel("x", "y", {"one": [Point(2, 1, 0.5), Point(1, 3)]})] * 2, path, "two")
     assert path.read_bytes().startswith(head)
 
 
-def test_what_cannot_be_drawn_is_told_before_anything_runs(command, tmp_path, monkeypatch):
+def test_plot_errors_are_reported_before_anything_runs(command, tmp_path, monkeypatch):
     commands = {
         "bench": ("bench", GGUF),
         "simulate": ("simulate", SHAPE, *DEVICE),
@@ -101,8 +101,8 @@ def test_what_cannot_be_drawn_is_told_before_anything_runs(command, tmp_path, mo
     monkeypatch.setattr("chunkrt.cli.simulate.simulate_prompt", lambda *_, **__: pytest.fail("it was simulated"))
     monkeypatch.setattr("chunkrt.cli.tune.search", lambda *_, **__: pytest.fail("it was searched"))
     served = (*commands["simulate"], "--arrivals", "poisson:1", "--prompt", "8", "--generate", "8")
-    cases = [(arguments, "a.jpg", "its name ends in none of .png, .svg") for arguments in commands.values()]
-    cases.append((served, "a.svg", "--plot draws prompts by themselves"))
+    cases = [(arguments, "a.jpg", "its name must end with one of .png, .svg") for arguments in commands.values()]
+    cases.append((served, "a.svg", "--plot draws single prompts"))
     for arguments, name, message in cases:
         finished = command(*arguments, "--plot", tmp_path / name)
         assert (finished.status, finished.out, finished.err.count("\n")) == (1, "", 1)

@@ -1,4 +1,4 @@
-"""`chunkrt profile`: it measures a small model, and the simulator takes what it wrote."""
+"""Tests of `chunkrt profile`: it measures a small model, and the simulator reads the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkrt.simulate import MeasuredProfile, read_profile
 GGUF = str(checkpoint("llama_biased_gguf"))
 
 
-def test_a_profile_is_written_and_simulated(command, tmp_path: Path) -> None:
+def test_profile_is_written_and_simulated(command, tmp_path: Path) -> None:
     path = tmp_path / "here.toml"
     finished = command("profile", GGUF, "-o", str(path), "-r", "1", "--chunk", "8", "--threads", "2")
     assert (finished.status, finished.out) == (0, "")
@@ -39,7 +39,7 @@ def test_a_profile_is_written_and_simulated(command, tmp_path: Path) -> None:
         (["-o", "here.toml", "--budgets", "0"], "--budgets is '0', expected numbers of at least 1"),
     ],
 )
-def test_a_wrong_command_is_one_line(command, tmp_path: Path, options: list[str], message: str) -> None:
+def test_profile_errors_are_one_line(command, tmp_path: Path, options: list[str], message: str) -> None:
     finished = command("profile", GGUF, *(str(tmp_path / o) if o.startswith("here") else o for o in options))
     assert finished.status == 1
     assert message in finished.err
@@ -47,7 +47,7 @@ def test_a_wrong_command_is_one_line(command, tmp_path: Path, options: list[str]
     assert not list(tmp_path.iterdir())
 
 
-def test_chunks_as_long_as_the_prompt_are_refused(command, tmp_path: Path) -> None:
+def test_profile_refuses_chunks_as_long_as_the_prompt(command, tmp_path: Path) -> None:
     finished = command("profile", GGUF, "-o", str(tmp_path / "here.toml"), "-r", "1", "--chunk", "128")
     assert finished.status == 1
     assert "chunks of 128 in 128 tokens" in finished.err

@@ -1,4 +1,4 @@
-"""The ways by which a prompt reaches `chunkrt run`: text, files, standard input, chats as JSON, many as JSON lines."""
+"""Tests of prompts of `chunkrt run`: text, files, standard input, chats as JSON, many prompts as JSON lines."""
 
 import json
 
@@ -13,7 +13,7 @@ GGUF = checkpoint("llama_biased_gguf")
 
 
 def answer(prompt, count=8, model=GGUF, parse_special=False):
-    """What the Python interface answers to a text as it is."""
+    """Return the Python interface's answer to a raw text."""
     with chunkrt.load(model) as engine:
         tokens = engine.tokenizer.encode(prompt, add_special=not parse_special, parse_special=parse_special)
         return engine.generate([tokens], max_new_tokens=count)[0]
@@ -21,7 +21,7 @@ def answer(prompt, count=8, model=GGUF, parse_special=False):
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
-    """An engine directory with a chat template of one letter a role."""
+    """Write an engine directory whose chat template marks each role with one letter."""
     return write_chat_model(tmp_path_factory.mktemp("chat") / "engine")
 
 
@@ -45,17 +45,17 @@ def chat_model(tmp_path_factory):
         (("-f", "{file}", "-f", "-", "-p", "end"), "in\n", "one\n\nin\n\nend"),
     ],
 )
-def test_a_prompt_comes_by_any_way(command, tmp_path, arguments, stdin, whole):
+def test_prompt_from_option_file_and_stdin(command, tmp_path, arguments, stdin, whole):
     paths = {"file": tmp_path / "one.txt", "other": tmp_path / "two.txt", "marked": tmp_path / "three.txt"}
     paths["file"].write_text("one\n")
     paths["other"].write_text("\ntwo")
-    paths["marked"].write_bytes(b"\xef\xbb\xbfthree\r\n")  # as Windows PowerShell writes
+    paths["marked"].write_bytes(b"\xef\xbb\xbfthree\r\n")  # written by Windows PowerShell
     given = [argument.format(**paths) for argument in arguments]
     finished = command("run", GGUF, "-n", 8, *given, stdin=stdin)
     assert finished.out == answer(whole) + "\n"
 
 
-def test_the_spellings_of_peers(command):
+def test_prompt_options_of_llama_cpp(command):
     usual = command(
         "run", GGUF, "-p", "hello", "-n", 8, "--temperature", 2, "--seed", 3, "--context", 64, "--threads", 1
     )
@@ -70,7 +70,7 @@ def test_the_spellings_of_peers(command):
         assert narrow.out == engine.generate("hello", max_new_tokens=8) + "\n"
 
 
-def test_messages_are_a_chat_and_the_prompt_its_next_turn(command, chat_model, tmp_path):
+def test_messages_are_followed_by_the_prompt(command, chat_model, tmp_path):
     path = tmp_path / "chat.json"
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     for written in (messages, {"messages": messages}):
@@ -82,14 +82,14 @@ def test_messages_are_a_chat_and_the_prompt_its_next_turn(command, chat_model, t
     assert finished.out == answer("u:hi;a:", model=chat_model, parse_special=True) + "\n"
 
 
-def test_the_beginning_of_an_answer_is_part_of_it(command, chat_model):
+def test_prefill_answer_is_part_of_the_answer(command, chat_model):
     expected = "Sure" + answer("u:hi;a:Sure", model=chat_model, parse_special=True)
     asked = ("run", chat_model, "-p", "hi", "-n", 8, "--prefill-answer", "Sure")
     assert command(*asked).out == expected + "\n"
     assert json.loads(command(*asked, "--json").out)["text"] == expected
 
 
-def test_many_prompts_are_answered_in_their_order(command, chat_model, tmp_path):
+def test_many_prompts_are_answered_in_order(command, chat_model, tmp_path):
     path = tmp_path / "prompts.jsonl"
     lines = [
         "hello",
@@ -105,7 +105,7 @@ def test_many_prompts_are_answered_in_their_order(command, chat_model, tmp_path)
     assert [row["text"] for row in rows] == [alone[0], alone[1], "Sure" + alone[2]]
     assert [(row["index"], row["id"]) for row in rows] == [(0, None), (1, "second"), (2, 3)]
     assert {(row["finish_reason"], row["new_tokens"]) for row in rows} == {("length", 8)}
-    path.write_text("\ufeff" + path.read_text())  # a byte order mark changes nothing
+    path.write_text("\ufeff" + path.read_text())  # a byte order mark is ignored
     assert command("run", chat_model, "--prompts", path, "-n", 8, "--chunk", 8).out == finished.out
     piped = command("run", chat_model, "--prompts", "-", "-n", 8, "--batcher", "sequential", stdin=path.read_text())
     assert piped.out == finished.out
@@ -116,8 +116,8 @@ def test_many_prompts_are_answered_in_their_order(command, chat_model, tmp_path)
     [
         ("", "holds no prompts"),
         ("{", "line 1: "),
-        ('"a"\n[1]', 'line 2: expected a text, or an object with "prompt" or "messages"'),
-        ('{"prompt": "a", "messages": []}', "one of them"),
+        ('"a"\n[1]', 'line 2: expected a text, or an object with either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'either "prompt" or "messages"'),
         ('{"prompt": " "}', "expected a text that is not empty"),
         ('{"prompt": "a", "temperature": 1}', "unknown key 'temperature'"),
         ('{"prompt": "a", "id": [1]}', '"id" is [1], expected a text or a whole number'),
@@ -125,7 +125,7 @@ def test_many_prompts_are_answered_in_their_order(command, chat_model, tmp_path)
         (json.dumps("a b " * 100), "prompt 1 has "),
     ],
 )
-def test_a_wrong_batch_is_one_line_before_anything_runs(command, tmp_path, text, message):
+def test_wrong_batch_is_refused_before_anything_runs(command, tmp_path, text, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     expect_one_line(command("run", GGUF, "--prompts", path), message)

@@ -1,4 +1,4 @@
-"""`chunkrt run` and `chunkrt chat`: the answer on stdout, everything else on stderr."""
+"""Tests of `chunkrt run` and `chunkrt chat`: the answer goes to stdout, everything else to stderr."""
 
 import json
 import os
@@ -16,7 +16,7 @@ GGUF = checkpoint("llama_biased_gguf")
 
 
 def answer(prompt, count):
-    """What the Python interface answers."""
+    """Return the answer of the Python interface."""
     with chunkrt.load(GGUF) as engine:
         session = engine.session()
         session.prefill(prompt)
@@ -25,11 +25,11 @@ def answer(prompt, count):
 
 @pytest.fixture
 def chat_model(tmp_path):
-    """An engine directory with a chat template of one letter a role."""
+    """Write an engine directory whose chat template marks each role with one letter."""
     return write_chat_model(tmp_path / "engine")
 
 
-def test_stdout_is_the_answer_and_stderr_the_figures(command):
+def test_run_prints_answer_to_stdout_and_figures_to_stderr(command):
     finished = command("run", GGUF, "-p", "hello", "-n", 12)
     assert finished.status == 0
     assert finished.out == answer("hello", 12) + "\n"
@@ -39,7 +39,7 @@ def test_stdout_is_the_answer_and_stderr_the_figures(command):
     assert figures.endswith("(length)]")
 
 
-def test_json_is_one_object(command):
+def test_run_json_is_one_object(command):
     finished = command("run", GGUF, "-p", "hello", "-n", 12, "--json")
     assert (finished.status, finished.err) == (0, "")
     result = json.loads(finished.out)
@@ -53,8 +53,8 @@ def test_json_is_one_object(command):
     assert result["load_s"] > 0
 
 
-def test_an_answer_ends_when_its_end_tokens_may(command):
-    """At such a temperature all tokens are alike, so that an end token comes early by some seed."""
+def test_ignore_eos_and_min_new_tokens_delay_the_end(command):
+    """At this temperature all tokens are equally likely, so some seed draws an end token early."""
     with chunkrt.load(GGUF) as engine:
         for seed in range(100):
             sampling = chunkrt.SamplingOptions(temperature=1e6, seed=seed)
@@ -80,21 +80,21 @@ def test_one_new_token_has_no_decode_rate(command):
 
 
 @pytest.mark.parametrize("how", ["file", "stdin"])
-def test_a_prompt_from_a_file(command, tmp_path, how):
+def test_run_reads_a_prompt_from_a_file(command, tmp_path, how):
     path = tmp_path / "prompt.txt"
     path.write_text("hello")
     file = path if how == "file" else "-"
     assert command("run", GGUF, "-f", file, "-n", 12, stdin="hello").out == answer("hello", 12) + "\n"
 
 
-def test_a_stop_string_ends_the_answer(command):
+def test_stop_string_ends_the_answer(command):
     text = answer("hello", 12)
     finished = command("run", GGUF, "-p", "hello", "-n", 12, "--stop", text[4:6])
     assert finished.out == text[: text.index(text[4:6])] + "\n"
     assert finished.err.endswith("(stop)]\n")
 
 
-def test_a_seed_fixes_the_answer(command):
+def test_seed_fixes_the_answer(command):
     options = ("--temperature", "1.2", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.01", "-n", 12)
     texts = [command("run", GGUF, "-p", "hello", *options, "--seed", seed).out for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
@@ -110,21 +110,21 @@ def test_a_seed_fixes_the_answer(command):
         ("--scheme", "w8a8-dynamic"),
     ],
 )
-def test_how_it_is_computed_does_not_change_the_answer(command, options):
+def test_execution_options_do_not_change_the_answer(command, options):
     assert command("run", GGUF, "-p", "hello", "-n", 12, *options).out == answer("hello", 12) + "\n"
 
 
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
-def test_float_runs_where_it_can(command, npu):
+def test_run_with_scheme_float(command, npu):
     finished = command("run", GGUF, "-p", "hello", "-n", 3, "--npu", npu, "--scheme", "float", "--json")
     assert json.loads(finished.out)["new_tokens"] == 3
 
 
-def test_an_engine_directory_is_a_model(command, chat_model):
+def test_run_of_an_engine_directory(command, chat_model):
     assert command("run", chat_model, "-p", "hello", "-n", 12, "--raw").out == answer("hello", 12) + "\n"
 
 
-def test_a_chat_template_makes_the_prompt(command, chat_model):
+def test_run_applies_the_chat_template(command, chat_model):
     finished = command("run", chat_model, "-p", "hi", "-n", 4, "--system", "Be brief.", "--json")
     prompt = "s:Be brief.;u:hi;a:"
     with chunkrt.load(chat_model) as engine:
@@ -144,7 +144,7 @@ def test_verbose_logs_go_to_stderr(tmp_path):
     assert "chunkrt.compile.compiler: compiled" in finished.stderr
 
 
-def test_a_conversation_keeps_what_was_said(command, chat_model):
+def test_chat_keeps_earlier_messages(command, chat_model):
     finished = command("chat", chat_model, "-n", 4, stdin="hi\n\nmore\n")
     assert finished.status == 0
     with chunkrt.load(chat_model) as engine:
@@ -167,30 +167,30 @@ def test_reset_exit_and_unknown_commands(command, chat_model):
     assert "unknown command /what" in finished.err
 
 
-def test_a_turn_that_does_not_fit_is_dropped_and_the_chat_goes_on(command, chat_model):
+def test_turn_beyond_the_context_is_discarded(command, chat_model):
     once = command("chat", chat_model, "-n", 4, stdin="hi\n").out
     finished = command("chat", chat_model, "-n", 4, stdin=f"{'long ' * 60}\nhi\n")
     assert finished.status == 0
     assert finished.out == once
     assert "has room for 128" in finished.err
-    assert "/reset begins anew" in finished.err
+    assert "/reset clears the conversation" in finished.err
 
 
-def test_a_conversation_that_outgrows_the_context_shifts_if_it_may(command, chat_model):
+def test_chat_with_context_shift_outgrows_the_context(command, chat_model):
     arguments = ("chat", chat_model, "--npu", "reference", "--context", 96, "--chunk", 8, "-n", 8)
     turns = "tell me more of it\n" * 8
     refused, shifted = command(*arguments, stdin=turns), command(*arguments, "--context-shift", stdin=turns)
     assert refused.status == shifted.status == 0
-    assert "/reset begins anew" in refused.err
-    assert "/reset begins anew" not in shifted.err
+    assert "/reset clears the conversation" in refused.err
+    assert "/reset clears the conversation" not in shifted.err
     assert shifted.err.count("decode 8 tokens") == 8
     prompts = [int(line.split()[1]) for line in shifted.err.splitlines() if line.startswith("[prompt ")]
     assert sum(prompts) > 2 * 96
-    assert max(prompts) < 96  # what was dropped is not prefilled again
+    assert max(prompts) < 96  # dropped tokens are not prefilled again
 
 
 def test_only_new_tokens_of_a_conversation_are_prefilled(command, chat_model):
-    """The second turn's prompt is its own text and what the tokens of the first answer did not cover."""
+    """The second turn prefills its own text, and tokens that the first answer did not run."""
     finished = command("chat", chat_model, "-n", 4, stdin="hi\nmore\n")
     first, second = (line for line in finished.err.splitlines() if line.startswith("[prompt "))
     count = [int(line.split()[1]) for line in (first, second)]
@@ -199,8 +199,8 @@ def test_only_new_tokens_of_a_conversation_are_prefilled(command, chat_model):
     assert count[1] <= len(new) + 4
 
 
-def test_a_chat_without_a_template_is_refused_before_anything_is_said(command):
-    expect_one_line(command("chat", GGUF, stdin=""), "no chat template; ask it with `chunkrt run`")
+def test_chat_refuses_a_model_without_a_template(command):
+    expect_one_line(command("chat", GGUF, stdin=""), "no chat template; use `chunkrt run`")
 
 
 def test_the_end_of_the_input_ends_the_chat(command, chat_model):
@@ -222,4 +222,4 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(command, chat_model, monkeypatc
     finished = command("chat", chat_model, "-n", 4, stdin="hi\n/reset\nhi\n")
     assert finished.status == 0
     assert finished.out == once
-    assert "[stopped; the turn is left out]" in finished.err
+    assert "[stopped; the turn is discarded]" in finished.err

@@ -1,4 +1,4 @@
-"""`chunkrt simulate --arrivals`: tables, JSON, traces, and what does not go together."""
+"""Tests of `chunkrt simulate --arrivals`: tables, JSON, traces and contradicting options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SERVER = ("simulate", "qwen2.5-0.5b", "--device", "sd8gen3")
 ASKED = ("--arrivals", "poisson:4", "--prompt", "uniform:10:60", "--generate", "3", "--requests", 6)
 
 
-def test_a_table_a_json_and_a_trace(command, tmp_path):
+def test_simulated_server_as_table_json_and_trace(command, tmp_path):
     path = tmp_path / "out.json"
     finished = command(*SERVER, *ASKED, "--chunk", 32, "--trace", path)
     assert (finished.status, finished.err) == (0, "")
@@ -38,7 +38,7 @@ def test_a_table_a_json_and_a_trace(command, tmp_path):
     assert "of the chunks held more than one of 6 sequences" in told.out
 
 
-def test_every_chunk_length_and_policy_has_a_row(command):
+def test_simulated_server_has_a_row_per_chunk_length_and_policy(command):
     finished = command(*SERVER, *ASKED, "--chunk", "32,64", "--policy", "in_order,look_ahead", "--sessions", 2)
     assert [line.split()[:2] for line in finished.out.splitlines()[3:-1]] == [
         ["32", "in_order"],
@@ -51,25 +51,25 @@ def test_every_chunk_length_and_policy_has_a_row(command):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--sessions", 3), "--sessions is for a server; say who asks (--arrivals poisson:1)"),
-        (("--decode-on", "cpu"), "--decode-on is for a server"),
+        (("--sessions", 3), "--sessions is for a simulated server; give --arrivals, e.g. poisson:1"),
+        (("--decode-on", "cpu"), "--decode-on is for a simulated server"),
         (("--arrivals", "closed"), "--arrivals needs --prompt"),
         (("--arrivals", "closed", "--prompt", 8), "--arrivals needs --generate"),
-        ((*ASKED, "-p", 64), "with --arrivals say --prompt"),
-        ((*ASKED, "--ranks", 2, "--link", "1GbE"), "a server of several ranks is not simulated"),
+        ((*ASKED, "-p", 64), "use --prompt with --arrivals"),
+        ((*ASKED, "--ranks", 2, "--link", "1GbE"), "a server with several ranks cannot be simulated"),
         ((*ASKED, "--arrivals", "now"), "arrivals are 'now', expected poisson:RATE"),
         ((*ASKED, "--generate", "x"), "generate is 'x', expected a number"),
-        ((*ASKED, "--prompt", 10**6), "exceed 32768, the model's context"),
+        ((*ASKED, "--prompt", 10**6), "exceed the model's context of 32768"),
         ((*ASKED, "--sessions", 0), "0 sessions, expected at least 1"),
         ((*ASKED, "--requests", 0), "0 requests, expected at least 1"),
         ((*ASKED, "--seed", -1), "the seed is -1"),
         ((*ASKED, "--batcher", "paked"), "packed"),
         ((*ASKED, "--in-flight", 0), "0 chunks in flight, expected 1 to 256"),
-        ((*ASKED, "--threads", 2), "leave the number of threads away"),
+        ((*ASKED, "--threads", 2), "omit the number of threads"),
         ((*ASKED, "--trace", "."), "it is a folder; name a file"),
-        ((*ASKED, "--trace", "a.json", "--chunk", "32,64"), "name one chunk length and one policy"),
+        ((*ASKED, "--trace", "a.json", "--chunk", "32,64"), "--trace needs one chunk length and one policy"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(command, options, message):
+def test_simulated_server_refuses_contradicting_options(command, options, message):
     chunk = () if "--chunk" in options else ("--chunk", 32)
     expect_one_line(command(*SERVER, *chunk, *options), message)

@@ -1,4 +1,4 @@
-"""Tables are whole in a pipe, and fold their last column in a narrow terminal."""
+"""Tests of tables, which are not wrapped in a pipe and wrap their last column in a narrow terminal."""
 
 import os
 import shutil
@@ -24,16 +24,16 @@ def printed(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("columns", [None, 200, 45])
-def test_a_table_is_whole_where_it_fits_and_in_a_pipe(printed, columns):
+def test_table_is_not_wrapped_if_it_fits_or_in_a_pipe(printed, columns):
     assert printed(columns) == WHOLE
 
 
-def test_the_last_column_folds_beside_the_others(printed):
+def test_last_column_wraps_in_a_narrow_terminal(printed):
     folded = "a       12  one two three four five six", "            seven"
     assert printed(40) == [WHOLE[0], *folded, WHOLE[2]]
 
 
-def test_without_room_beside_them_it_goes_below(printed):
+def test_last_column_goes_below_in_a_very_narrow_terminal(printed):
     lines = printed(20)
     assert lines == [WHOLE[0], "a       12", "    one two three", "    four five six", "    seven", WHOLE[2]]
     assert all(len(line) <= 20 for line in lines)

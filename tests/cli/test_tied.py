@@ -1,4 +1,4 @@
-"""A config that ties the head to the table although the checkpoint holds another head: every command takes both."""
+"""Tests of a config that ties the LM head although the checkpoint holds an untied head: commands use both."""
 
 import json
 
@@ -9,12 +9,12 @@ import chunkrt
 
 SIZES = {"attention_bias": False, "max_position_embeddings": 256}
 NUM_PARAMETERS = 61 * 36 * 2 + 36 + 2 * (2 * 36 + 36 * 10 * (4 + 2 + 2) + 40 * 36 + 3 * 36 * 52)
-"""The table and the head, the last norm, and two layers: norms, queries, keys and values, output, feed-forward."""
+"""Number of parameters: the table and the LM head, the last norm, and two layers."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The same tensors under a config that says the truth, and under a stale one; and an honest tie."""
+    """Write the same tensors under a correct config and a stale one, and a checkpoint with a true tie."""
     root = tmp_path_factory.mktemp("tied")
     honest, stale = (write_folder(root / name / "model", **SIZES, tie_word_embeddings=False) for name in ("a", "b"))
     config = json.loads((stale / "config.json").read_text())
@@ -41,7 +41,7 @@ def test_num_parameters_of_a_stale_tie_counts_head_and_table(folders):
     ],
     ids=" ".join,
 )
-def test_commands_say_the_same_of_a_stale_tie_as_of_none(folders, arguments, command):
+def test_commands_treat_a_stale_tie_as_untied(folders, arguments, command):
     honest, stale, _ = folders
     name, *options = arguments
     outputs = []

@@ -1,4 +1,4 @@
-"""`--trace` and `chunkrt trace`, from a run to a table and a picture."""
+"""Tests of `--trace` and `chunkrt trace`: the trace, the table and the timeline."""
 
 import json
 import sys
@@ -24,14 +24,14 @@ PROMPT = "hello trace " * 8
 
 @pytest.fixture
 def traced(command, tmp_path):
-    """The trace of a run of several chunks, and of decoding."""
+    """Trace a run of several chunks, and decoding."""
     path = tmp_path / "out.json"
     finished = command("run", GGUF, "-p", PROMPT, "-n", 4, "--chunk", 8, "--threads", 2, "--trace", path)
     assert finished.status == 0, finished.err
     return path
 
 
-def test_run_traces_the_prompt_and_every_step(traced):
+def test_run_traces_prefill_and_every_step(traced):
     trace = CheckedTrace(traced)
     assert trace.process == f"chunkrt {GGUF}"
     prefill, *decode = [name for _, _, name, _ in trace.slices["runs"]]
@@ -70,7 +70,7 @@ def test_the_table_and_the_json_sum_to_100(command, traced):
 
 
 class Page(HTMLParser):
-    """The names of a page's elements, and its links."""
+    """Return the names of a page's elements, and its links."""
 
     def __init__(self, text):
         super().__init__()
@@ -104,7 +104,7 @@ def test_timelines_without_matplotlib(command, traced, tmp_path, monkeypatch, en
 
 @pytest.fixture(scope="module")
 def shared():
-    """Runs of two sessions at the same time."""
+    """Return records of two concurrent sessions."""
     tokens = input_ids("llama_biased_gguf")[:40]
     return shared_records(GGUF, [tokens, tokens[:21]], npu="native", chunk_length=8, threads=1)
 
@@ -135,7 +135,7 @@ def test_shared_chunks_are_counted_once(command, shared, tmp_path):
     assert "of the chunks held more than one of 2 sequences" in finished.out
 
 
-def test_the_npus_padding_is_told(command, tmp_path):
+def test_trace_reports_padding_of_the_npu(command, tmp_path):
     record = virtual_record(npu_and_cpu(), num_chunks=2)  # 8 and 5 tokens
     chunks = [
         ChunkRecord(3, (SegmentRecord(0, 0, 8),)),
@@ -150,7 +150,7 @@ def test_the_npus_padding_is_told(command, tmp_path):
     ) in finished.out
 
 
-def test_the_timeline_of_shared_chunks_has_a_row_for_every_sequence(command, shared, tmp_path):
+def test_timeline_has_a_row_per_sequence(command, shared, tmp_path):
     shared = [record for record in shared if record.chunks]
     write_trace(tmp_path / "out.json", shared, "toy")
     assert command("trace", tmp_path / "out.json", "--plot", tmp_path / "out.svg").status == 0
@@ -160,11 +160,11 @@ def test_the_timeline_of_shared_chunks_has_a_row_for_every_sequence(command, sha
     assert f">sequence {longest.sequence}<" in text
 
 
-def test_what_cannot_be_drawn(command, traced, tmp_path):
-    expect_one_line(command("trace", traced, "--plot", tmp_path / "a.png"), "ends in none of .svg, .html")
+def test_trace_plot_refuses_wrong_files(command, traced, tmp_path):
+    expect_one_line(command("trace", traced, "--plot", tmp_path / "a.png"), "must end with one of .svg, .html")
     expect_one_line(command("trace", traced, "--plot", tmp_path / "missing" / "a.svg"), "No such file or directory")
     (tmp_path / "folder.svg").mkdir()
-    expect_one_line(command("trace", traced, "--plot", tmp_path / "folder.svg"), "it is no file; name one")
+    expect_one_line(command("trace", traced, "--plot", tmp_path / "folder.svg"), "it is not a file; name a file")
 
 
 def test_paths_of_traces_are_checked_before_anything_runs(command, tmp_path):
@@ -173,12 +173,12 @@ def test_paths_of_traces_are_checked_before_anything_runs(command, tmp_path):
         expect_one_line(command(*arguments, "--trace", tmp_path / "a" / "b.json"), "there is no folder")
 
 
-def test_no_trace_is_left_of_a_run_that_failed(command, tmp_path):
+def test_failed_run_leaves_no_trace(command, tmp_path):
     expect_one_line(command("run", GGUF, "-p", "x", "-n", 0, "--trace", tmp_path / "out.json"), "max_new_tokens is 0")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_are_no_traces(command, tmp_path):
+def test_trace_refuses_files_of_other_formats(command, tmp_path):
     expect_one_line(command("trace", tmp_path / "out.json"), "No such file or directory")
     expect_one_line(command("trace", tmp_path), "cannot read a trace from")
     expect_one_line(command("trace", GGUF), "it is not JSON")

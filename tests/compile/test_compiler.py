@@ -382,9 +382,7 @@ def of_another_model(path):
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, lambda path: path.write_bytes(b"")])
 def test_modified_file_is_reported(engine_folder, name, damage):
     damage(engine_folder / name)
-    with pytest.raises(
-        ModelError, match=rf"^\S+/{name} is not what was written when the model was compiled; compile it"
-    ):
+    with pytest.raises(ModelError, match=rf"^\S+/{name} has changed since the model was compiled; compile it"):
         logits(engine_folder)
 
 
@@ -417,7 +415,7 @@ def test_only_the_size_of_a_large_file_is_compared(engine_folder, monkeypatch):
     flip_a_bit(engine_folder / "weights.safetensors")
     read_manifest(engine_folder)
     truncate(engine_folder / "weights.safetensors")
-    with pytest.raises(ModelError, match=r"weights\.safetensors is not what was written"):
+    with pytest.raises(ModelError, match=r"weights\.safetensors has changed since"):
         read_manifest(engine_folder)
 
 
@@ -432,7 +430,7 @@ def test_only_the_size_of_a_large_file_is_compared(engine_folder, monkeypatch):
         ({"scheme": 8}, "is not an engine directory"),
         ({"scheme": {}}, "is not an engine directory"),
         ({"scheme": as_json(SCHEMES["float"]) | {"surprise": 1}}, "is not an engine directory .*surprise"),
-        ({"files": {}}, "plan.json is not what was written"),
+        ({"files": {}}, "plan.json has changed since"),
         ({"files": {"../plan.json": [1, ""]}}, "is not an engine directory .*values of the wrong kind"),
         ({"npu": [{"soc": "SM8650", "chunk_length": "32", "library": "2.7.0"}]}, r"Expected `int`.*chunk_length"),
         ({"npu": [{"soc": "SM8650"}]}, "is not an engine directory"),
@@ -449,7 +447,7 @@ def test_compiled_model_keeps_its_scheme_and_its_placement(engine_folder, tmp_pa
     with pytest.raises(ConfigError, match="was compiled under 'w8a8-dynamic', not 'float'"):
         chunkrt.load(engine_folder, scheme="float")
     (tmp_path / "placement.toml").write_text('lm_head = "npu"')
-    with pytest.raises(ConfigError, match="its placement is fixed; give the checkpoint"):
+    with pytest.raises(ConfigError, match="its placement is fixed; pass the checkpoint"):
         chunkrt.load(engine_folder, placement=tmp_path / "placement.toml")
 
 

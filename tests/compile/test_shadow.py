@@ -257,13 +257,13 @@ def test_schemes_from_options():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shadow": "all"}, r"'w8a8-dynamic' is not static and has no shadow"),
-        ({"scheme": "float", "shadow": "auto"}, r"'float' is not static and has no shadow"),
-        ({"budget": 0.1}, r"'w8a8-dynamic' is not static and has no budget"),
-        ({"outputs": "float"}, r"'w8a8-dynamic' is not static and has no outputs"),
-        ({"equalisation": 0.5}, r"'w8a8-dynamic' is not static and has no equalisation"),
-        ({"equalisation": 0}, r"'w8a8-dynamic' is not static and has no equalisation"),
-        ({"rotation": True}, r"'w8a8-dynamic' is not static and has no rotation"),
+        ({"shadow": "all"}, r"'w8a8-dynamic' is not static and does not use shadow"),
+        ({"scheme": "float", "shadow": "auto"}, r"'float' is not static and does not use shadow"),
+        ({"budget": 0.1}, r"'w8a8-dynamic' is not static and does not use budget"),
+        ({"outputs": "float"}, r"'w8a8-dynamic' is not static and does not use outputs"),
+        ({"equalisation": 0.5}, r"'w8a8-dynamic' is not static and does not use equalisation"),
+        ({"equalisation": 0}, r"'w8a8-dynamic' is not static and does not use equalisation"),
+        ({"rotation": True}, r"'w8a8-dynamic' is not static and does not use rotation"),
         ({"scheme": "w8a16", "shadow": "all"}, r"'w8a16' take 16 bits and need no shadow; use 'w8a8' or 'mixed'"),
         ({"scheme": "w4a16", "shadow": "auto"}, r"'w4a16' take 16 bits and need no shadow"),
         ({"scheme": "w8a16", "shadow": DOWN}, r"'w8a16' take 16 bits and need no shadow"),
@@ -334,7 +334,9 @@ def test_matching_patterns_are_accepted():
 def test_compiled_model_keeps_its_quantisation_options(tmp_path, options):
     compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, tmp_path / "engine", model="toy")
     (name,) = options
-    with pytest.raises(ConfigError, match=rf"engine is compiled and takes no {name} any more; give the checkpoint"):
+    with pytest.raises(
+        ConfigError, match=rf"engine is compiled and does not accept {name} any more; pass the checkpoint"
+    ):
         chunkrt.load(tmp_path / "engine", **options)
 
 
@@ -367,7 +369,7 @@ def test_calibration_of_another_model_is_refused_even_for_its_text(tmp_path):
     name = next(iter(ranges.column_peaks))
     wider = replace(ranges, column_peaks={**ranges.column_peaks, name: np.zeros(7, np.float32)})
     unknown = replace(ranges, column_peaks={n: peaks for n, peaks in ranges.column_peaks.items() if n != name})
-    for wrong, message in ((wider, "another model's: it knows 7 columns"), (unknown, "knows nothing of")):
+    for wrong, message in ((wider, "another model: it has 7 columns"), (unknown, "has no entry for")):
         wrong.save(tmp_path / "cal.npz")
         with pytest.raises(QuantizationError, match=message):
             chunkrt.load(GGUF, npu="native", scheme="w8a8", calibration=tmp_path / "cal.npz")
@@ -376,9 +378,9 @@ def test_calibration_of_another_model_is_refused_even_for_its_text(tmp_path):
 def test_simulator_refuses_shadows_without_costs():
     plan = plan_checkpoint(GGUF, {}, replace(SCHEMES["w8a8"], shadowed=("*",))).plan
     settings = {"prompt_length": 8, "chunk_length": 4, "policy": "in_order"}
-    with pytest.raises(ConfigError, match="does not know what shadows and mixed schemes cost"):
+    with pytest.raises(ConfigError, match="has no costs of shadows and mixed schemes"):
         simulate(plan, find_device("sd8gen3"), scheme="w8a8", **settings)
-    with pytest.raises(ConfigError, match="does not know what shadows and mixed schemes cost"):
+    with pytest.raises(ConfigError, match="has no costs of shadows and mixed schemes"):
         simulate(plan_checkpoint(GGUF, {}).plan, find_device("sd8gen3"), scheme="mixed", **settings)
 
 

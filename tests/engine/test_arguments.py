@@ -1,4 +1,4 @@
-"""Hostile arguments of the Python interface: every call raises an error of chunkrt's own, or takes the value."""
+"""Hostile arguments of the Python interface: every call raises one of chunkrt's own errors, or accepts the value."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HOSTILE = [
 
 
 def take(value: Any) -> None:
-    """Use up an iterator that a call returned, as far as two items."""
+    """Take up to two items from an iterator that a call returned."""
     if hasattr(value, "__next__"):
         for _ in zip(range(2), value, strict=False):
             pass
@@ -91,7 +91,7 @@ def session_calls(session: Any, value: Any) -> list[Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("index", range(len(HOSTILE)))
-def test_calls_raise_own_errors_alone(engine: Any, index: int) -> None:
+def test_calls_raise_only_chunkrt_errors(engine: Any, index: int) -> None:
     value = HOSTILE[index]
     with engine.session() as session:
         session.prefill([1, 2, 3])
@@ -101,7 +101,7 @@ def test_calls_raise_own_errors_alone(engine: Any, index: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [SamplingOptions, EngineOptions])
-def test_options_raise_own_errors_alone(kind: type) -> None:
+def test_options_raise_only_chunkrt_errors(kind: type) -> None:
     for name in kind.__dataclass_fields__:
         for value in HOSTILE:
             with contextlib.suppress(ChunkrtError):
@@ -109,12 +109,12 @@ def test_options_raise_own_errors_alone(kind: type) -> None:
 
 
 @pytest.mark.parametrize("name", ["\ud800", "nul\0", b"x", 5, None, ""])
-def test_save_refuses_what_is_no_path(engine: Any, name: Any) -> None:
+def test_save_rejects_values_that_are_not_paths(engine: Any, name: Any) -> None:
     with engine.session() as session, pytest.raises(ConfigError, match="path is"):
         session.save(name)
 
 
-def test_score_refuses_token_ids_that_are_no_whole_numbers(engine: Any) -> None:
+def test_score_rejects_token_ids_that_are_not_whole_numbers(engine: Any) -> None:
     with engine.session() as session:
         with pytest.raises(ConfigError, match=r"holds 1\.9"):
             session.score([1.9], [2.9])
@@ -131,7 +131,7 @@ def test_log_probabilities_are_checked_and_converted(engine: Any) -> None:
     assert len(piece.log_probabilities.top) == 3
 
 
-def test_sampling_options_take_numpy_numbers() -> None:
+def test_sampling_options_accept_numpy_numbers() -> None:
     options = SamplingOptions(
         seed=np.int64(1), temperature=np.float32(0.5), logit_bias={np.int64(3): 1.0}, top_k=np.int8(2)
     )
@@ -139,6 +139,6 @@ def test_sampling_options_take_numpy_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "nul\0", "\ud800"])
-def test_load_reports_a_name_that_no_file_can_have(name: str) -> None:
+def test_load_reports_an_impossible_file_name(name: str) -> None:
     with pytest.raises(ChunkrtError):
         chunkrt.load(name)

@@ -1,4 +1,4 @@
-"""Attention in bfloat16: near float32's, and as independent of chunks, of company and of where a prompt is cut."""
+"""bfloat16 attention: close to float32's, and independent of chunks, concurrent sequences and splits of a prompt."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def test_chunks_and_threads_change_no_bit(cache_dtype: str) -> None:
 
 @pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "mistral_window_95", "qwen2", "lfm2"])
-def test_it_is_near_float32(name: str) -> None:
+def test_bfloat16_attention_is_close_to_float32(name: str) -> None:
     tokens = (input_ids(name) * 8)[:95]
     exact, found = logits(tokens, name, attention_math="float32"), logits(tokens, name)
-    # Queries, keys, values and weights are each off by up to 2^-9, and the linears round what comes of it anew.
+    # Queries, keys, values and weights are each off by up to 2^-9, and the linears round the results once more.
     difference = np.sqrt(np.mean((found - exact) ** 2))
     assert 0 < difference <= np.sqrt(np.mean(exact**2)) / 20
 
 
-def test_tokens_one_by_one_and_raw_keys_take_it_too() -> None:
+def test_bfloat16_attention_supports_single_tokens_and_raw_keys() -> None:
     whole = logits()
     with load(context_shift=True) as engine:
         np.testing.assert_array_equal(
@@ -57,7 +57,7 @@ def test_tokens_one_by_one_and_raw_keys_take_it_too() -> None:
     np.testing.assert_array_equal(np.stack([row.reshape(-1) for row in rows]), whole[:20])
 
 
-def test_prompts_that_share_chunks_have_the_bits_of_each_alone() -> None:
+def test_prompts_that_share_chunks_have_the_same_bits_as_alone() -> None:
     prompts = [TOKENS[i : i + 40 + i] for i in range(4)]
     with load(chunk_length=32) as engine:
         alone = [engine.session().prefill(prompt).logits for prompt in prompts]
@@ -74,7 +74,7 @@ def test_prompts_that_share_chunks_have_the_bits_of_each_alone() -> None:
         np.testing.assert_array_equal(found, expected)
 
 
-def test_engines_of_either_are_told_apart() -> None:
+def test_engines_of_either_arithmetic_reject_each_others_sessions() -> None:
     with load() as one, load(attention_math="float32") as other:
         assert one.identity["attention"] == "bfloat16"
         assert one.identity != other.identity

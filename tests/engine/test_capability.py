@@ -1,4 +1,5 @@
-"""Placement by capability: what the NPU cannot compile goes to the CPU, says so once, and is refused where one asks."""
+"""Placement by capability: operators that the NPU cannot compile go to the CPU with one warning, or are an error if the
+NPU is required."""
 
 import re
 
@@ -17,7 +18,7 @@ from chunkrt.quant.scheme import find_scheme
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
-    """The NPU's table, whether or not its library is here."""
+    """The NPU's table, with or without its library."""
     monkeypatch.setattr(
         "chunkrt.engine.roles.asked_npu", lambda options: support.npu_support if options.npu == "qnn" else None
     )
@@ -31,10 +32,10 @@ def moved_from(plan, scheme, placement=None, **options):
     return plan_by_capability(plan, find_scheme(scheme), EngineOptions(npu="qnn", **options), placement or {})
 
 
-def test_linears_that_the_npu_lacks_go_to_the_cpu():
-    """LFM2's fixture has feed-forwards of 48 values, which blocks of 32 do not divide.
+def test_unsupported_linears_go_to_the_cpu():
+    """LFM2's fixture has feed-forwards of 48 values, which are not a multiple of 32.
 
-    Before, the whole model was refused: `check_runs` of the plan as it is says so still.
+    `check_runs` still rejects the unchanged plan.
     """
     plan, scheme = planned("lfm2"), find_scheme("w4a16")
     with pytest.raises(
@@ -53,17 +54,18 @@ def test_linears_that_the_npu_lacks_go_to_the_cpu():
     assert Plan.from_json(found.to_json()) == found
 
 
-def test_the_line_says_which_how_many_and_why():
+def test_warning_names_operators_counts_and_reasons():
     _, moved = moved_from(planned("lfm2"), "w4a16")
     line = told(moved)
     assert line.startswith(
-        f"the CPU runs what the NPU cannot: {len(moved)} linear (first {moved[0].node}: MatMul of u16 by s4"
+        f"the CPU runs operators that the NPU does not support: {len(moved)} linear "
+        f"(first {moved[0].node}: MatMul of u16 by s4"
     )
-    assert line.endswith("; --npu-strict refuses such a model")
+    assert line.endswith("; --npu-strict makes this an error")
     assert "\n" not in line
 
 
-def test_operators_that_the_npu_lacks_go_to_the_cpu(monkeypatch):
+def test_unsupported_operators_go_to_the_cpu(monkeypatch):
     plan = planned("llama_mha")
     monkeypatch.setattr(support, "OPERATORS", tuple(op for op in support.OPERATORS if op != "Sigmoid"))
     found, moved = moved_from(plan, "w8a16")
@@ -77,8 +79,8 @@ def test_operators_that_the_npu_lacks_go_to_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{"npu_strict": True}, {}])
-def test_what_stays_as_it_is(options):
-    """Strictly, everything; else what the NPU takes."""
+def test_plan_is_unchanged_if_supported_or_strict(options):
+    """With `npu_strict` everything stays; otherwise the operators that the NPU supports."""
     for name, scheme in [("lfm2", "w4a16")] if options else [("lfm2", "w8a16"), ("gemma3_scaled", "w8a16")]:
         plan = planned(name)
         found, moved = moved_from(plan, scheme, **options)
@@ -89,13 +91,13 @@ def test_what_stays_as_it_is(options):
             check_plan(plan, find_scheme("w4a16"), EngineOptions(npu="qnn", **options))
 
 
-def test_without_an_npu_nothing_moves():
+def test_plan_is_unchanged_without_an_npu():
     plan = planned("lfm2")
     found, _ = plan_by_capability(plan, find_scheme("w4a16"), EngineOptions(npu="native"), {})
     assert found is plan
 
 
-def test_a_scheme_that_the_npu_lacks_is_refused():
+def test_unsupported_scheme_is_rejected():
     plan = planned("lfm2")
     found, _ = moved_from(plan, "w8a8-dynamic")
     assert found is plan
@@ -111,15 +113,15 @@ def test_a_scheme_that_the_npu_lacks_is_refused():
         ("lfm2", "w4a16", {"": "cpu", "model.layers.2.feed_forward.down_proj": "npu"}, "model.layers.2.feed_forward"),
     ],
 )
-def test_what_is_placed_on_the_npu_by_name_is_refused_by_name(name, scheme, placement, node):
+def test_unsupported_node_placed_on_the_npu_is_rejected_by_name(name, scheme, placement, node):
     with pytest.raises(
         PartitionError, match="^qnn cannot run node " + re.escape(node) + r"\S*, which is placed on the NPU: "
     ):
         moved_from(planned(name, placement), scheme, placement)
 
 
-def test_strictly_an_npu_that_is_there_unasked_is_refused_too(monkeypatch):
-    """Without, the part that it cannot compile goes to the CPU."""
+def test_strict_auto_npu_is_rejected_too(monkeypatch):
+    """Without `npu_strict`, the part that it cannot compile goes to the CPU."""
     monkeypatch.setattr("chunkrt.engine.roles.asked_npu", lambda options: support.npu_support)
     plan, scheme = planned("lfm2"), find_scheme("w4a16")
     check_plan(plan, scheme, EngineOptions(npu="auto"))

@@ -18,8 +18,8 @@ TOKENS = np.random.default_rng(0).integers(0, 128, max(LENGTHS)).tolist()
 
 
 def run(npu, scheme, num_tokens, **options):
-    """Logits of all tokens, and how many chunks they took."""
-    # onnxrt rounds keys and values to float16 only when a chunk has passed, so there float16 depends on the chunks.
+    """Return the logits of all tokens, and the number of chunks."""
+    # onnxrt rounds keys and values to float16 only after a chunk, so float16 depends on the chunks there.
     options.setdefault("cache_dtype", "float32" if npu == "onnxrt" or scheme == "float" else "float16")
     with chunkrt.load(checkpoint(NAME), npu=npu, scheme=scheme, **options) as engine:
         result = engine.session().prefill(TOKENS[:num_tokens], logits="all")
@@ -27,10 +27,11 @@ def run(npu, scheme, num_tokens, **options):
 
 
 def assert_same_logits(found, expected, scheme):
-    """Float: every value within a float32 step a product of the longest sum, relative to the largest logit.
+    """Compare logits.
 
-    8-bit: where a value lies between two int8 steps, the last bit before decides, so that a few rows may differ by a
-    step's worth; the root mean square of all differences stays below one step in 127.
+    Float: every value is within a float32 step for each product of the longest sum, relative to the largest logit.
+    8-bit: if a value is between two int8 steps, the last bit before decides, so that a few rows may differ by about a
+    step; the root mean square of all differences stays below one step in 127.
     """
     if scheme == "float":
         np.testing.assert_allclose(found, expected, rtol=0, atol=LONGEST_SUM * 2.0**-23 * np.abs(expected).max())
@@ -40,7 +41,7 @@ def assert_same_logits(found, expected, scheme):
 
 @cache
 def run_whole(npu, scheme, num_tokens):
-    """Logits of all tokens, which one chunk takes."""
+    """Return the logits of all tokens, computed in one chunk."""
     logits, num_chunks = run(npu, scheme, num_tokens, chunk_length=CONTEXT)
     assert num_chunks == 1
     return logits
@@ -71,7 +72,7 @@ def test_policies_and_threads_change_no_bit(npu, scheme, threads):
 
 
 @pytest.mark.parametrize(("npu", "scheme"), BACKENDS)
-def test_a_prompt_in_two_prefills_is_one_prompt(npu, scheme):
+def test_prompt_in_two_prefills_equals_one_prompt(npu, scheme):
     expected, _ = run(npu, scheme, max(LENGTHS), cache_dtype="float32")
     with chunkrt.load(checkpoint(NAME), npu=npu, scheme=scheme, cache_dtype="float32") as engine:
         session = engine.session()
@@ -80,24 +81,24 @@ def test_a_prompt_in_two_prefills_is_one_prompt(npu, scheme):
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16"])
-def test_native_gives_the_logits_of_the_reference(cache_dtype):
+def test_native_equals_the_reference(cache_dtype):
     reference, _ = run("reference", "w8a8-dynamic", max(LENGTHS), cache_dtype=cache_dtype)
     native, _ = run("native", "w8a8-dynamic", max(LENGTHS), cache_dtype=cache_dtype)
     assert_same_logits(native, reference, "w8a8-dynamic")
 
 
-def test_caches_of_int8_change_no_bit_by_chunks_and_little_by_value():
+def test_int8_caches_change_no_bit_by_chunks_and_little_by_value():
     whole, _ = run("native", "w8a8-dynamic", max(LENGTHS), chunk_length=CONTEXT, cache_dtype="int8")
     for chunk_length in CHUNK_LENGTHS:
         found, _ = run("native", "w8a8-dynamic", max(LENGTHS), chunk_length=chunk_length, cache_dtype="int8")
         np.testing.assert_array_equal(found, whole)
     in_float, _ = run("native", "w8a8-dynamic", max(LENGTHS), cache_dtype="float32")
-    # Keys and values are off by up to 1/254 of their row's largest, and the linears round what comes of it anew.
+    # Keys and values are off by up to 1/254 of their row's largest, and the linears round the results once more.
     difference = np.sqrt(np.mean((whole - in_float) ** 2))
     assert 0 < difference <= np.sqrt(np.mean(in_float**2)) / 20
 
 
-def test_the_whole_decoder_on_the_cpu_gives_the_same_bits():
+def test_decoder_on_the_cpu_alone_gives_the_same_bits():
     partitioned, _ = run("native", "w8a8-dynamic", max(LENGTHS))
     whole, _ = run("off", "w8a8-dynamic", max(LENGTHS))
     np.testing.assert_array_equal(whole, partitioned)
@@ -108,7 +109,7 @@ ROUNDED = ("qwen3_next", "qwen3_next_experts", "qwen3_5")
 
 
 def chunked_and_split(name, num_prompts):
-    """Of random prompts: logits with chunks of 32, then with other chunks and in two parts."""
+    """Return the logits of random prompts with chunks of 32, then with other chunks and in two parts."""
     engines = {n: chunkrt.load(checkpoint(name), scheme="w8a8-dynamic", chunk_length=n) for n in (1, 8, 32, 33)}
     rng = np.random.default_rng(1)
     for _ in range(num_prompts):
@@ -127,7 +128,7 @@ FEW_OR_MANY = pytest.mark.parametrize("num_prompts", [3, pytest.param(12, marks=
 @pytest.mark.sampled(every=2, num_prompts=[3])
 @FEW_OR_MANY
 @pytest.mark.parametrize("name", [name for name in EXACT if name in NAMES])
-def test_on_native_chunks_change_no_bit(name, num_prompts):
+def test_chunks_change_no_bit_on_native(name, num_prompts):
     for expected, others in chunked_and_split(name, num_prompts):
         for found in others:
             np.testing.assert_array_equal(found, expected)
@@ -136,8 +137,8 @@ def test_on_native_chunks_change_no_bit(name, num_prompts):
 @FEW_OR_MANY
 @pytest.mark.sampled(name=["qwen3_next_experts"])
 @pytest.mark.parametrize("name", ROUNDED)
-def test_with_a_recurrence_chunks_change_little(name, num_prompts):
-    """3 % of the largest logit, as docs/architecture.md says: a rounding that int8 grids make larger."""
+def test_chunks_change_little_with_a_recurrence(name, num_prompts):
+    """The tolerance is 3 % of the largest logit, see docs/architecture.md: int8 grids amplify rounding."""
     for expected, others in chunked_and_split(name, num_prompts):
         for found in others:
             assert np.abs(found - expected).max() <= 0.03 * np.abs(expected).max()

@@ -1,4 +1,4 @@
-"""A context that shifts: which tokens stay, and that what stays is seen where it stands now."""
+"""A context that shifts: the remaining tokens, and attention to them at their new positions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CONTEXT, KEEP, CHUNK = 64, 4, 8
 TOKENS = np.random.default_rng(5).integers(0, 61, 300).tolist()
 GGUF = str(checkpoint("llama_biased_gguf"))
 TOLERANCE = 1e-4
-"""Float32 throughout: two layers of sums over at most 64 products and 64 keys."""
+"""Tolerance in float32: two layers of sums over at most 64 products and 64 keys."""
 
 
 def after_shifts(tokens: list[int], keep: int = KEEP) -> list[int]:
-    """The tokens that are left of a prompt that was taken as it fits."""
+    """Return the tokens that remain of a prompt that was processed in parts."""
     left: list[int] = []
     for token in tokens:
         if len(left) == CONTEXT:
@@ -33,7 +33,7 @@ def after_shifts(tokens: list[int], keep: int = KEEP) -> list[int]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random decoders: of one layer, where keys depend on their own token alone, of two, and with windows."""
+    """Random decoders: with one layer, where keys depend on their own token alone, with two, and with windows."""
     root = tmp_path_factory.mktemp("random")
     window = {"model_type": "mistral", "num_hidden_layers": 1, "max_position_embeddings": 512}
     return {
@@ -53,7 +53,7 @@ on_all_backends = pytest.mark.parametrize("npu", ["reference", "onnxrt", "native
 
 
 @on_all_backends
-def test_keys_rotated_when_used_give_what_keys_rotated_once_give(folders: dict[str, Path], npu: str) -> None:
+def test_keys_rotated_at_use_equal_keys_rotated_once(folders: dict[str, Path], npu: str) -> None:
     oracle = npu if npu == "native" else "onnxrt"
     with load(folders["two"], npu) as raw, load(folders["two"], oracle, context_shift=False) as rotated:
         found = raw.session().prefill(TOKENS[:CONTEXT], logits="all").logits
@@ -63,7 +63,7 @@ def test_keys_rotated_when_used_give_what_keys_rotated_once_give(folders: dict[s
 
 @on_all_backends
 @pytest.mark.parametrize("num_tokens", [CONTEXT + 1, CONTEXT + 30, CONTEXT + 31, 300])
-def test_after_a_shift_one_layer_sees_what_a_fresh_session_of_the_tokens_left_sees(
+def test_one_layer_after_a_shift_equals_a_fresh_session_of_the_remaining_tokens(
     folders: dict[str, Path], num_tokens: int, npu: str
 ) -> None:
     with load(folders["one"], npu) as engine:
@@ -84,7 +84,7 @@ def test_after_a_shift_one_layer_sees_what_a_fresh_session_of_the_tokens_left_se
 
 
 @on_all_backends
-def test_a_generation_goes_on_past_the_context(folders: dict[str, Path], npu: str) -> None:
+def test_generation_continues_past_the_context(folders: dict[str, Path], npu: str) -> None:
     with load(folders["one"], npu) as engine:
         session = engine.session()
         session.prefill(TOKENS[:50])
@@ -99,7 +99,7 @@ def test_a_generation_goes_on_past_the_context(folders: dict[str, Path], npu: st
 
 
 @on_all_backends
-def test_several_layers_shift_the_same_way_every_time_whatever_the_chunks(folders: dict[str, Path], npu: str) -> None:
+def test_several_layers_shift_equally_with_any_chunks(folders: dict[str, Path], npu: str) -> None:
     outcomes = []
     for chunk_length in (CHUNK, CHUNK, 5, 64):
         with load(folders["two"], npu, chunk_length=chunk_length) as engine:
@@ -123,7 +123,7 @@ def test_caches_of_every_type_shift(folders: dict[str, Path], cache_dtype: str) 
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_a_shift_moves_keys_and_values_and_computes_nothing(folders: dict[str, Path]) -> None:
+def test_shift_moves_keys_and_values_and_computes_nothing(folders: dict[str, Path]) -> None:
     with load(folders["two"], "reference") as engine:
         session = engine.session()
         session.prefill(TOKENS[:CONTEXT])
@@ -139,7 +139,7 @@ def test_a_shift_moves_keys_and_values_and_computes_nothing(folders: dict[str, P
 @on_all_backends
 @pytest.mark.parametrize("keep", [0, 1, 4])
 def test_rings_drop_positions(folders: dict[str, Path], keep: int, npu: str) -> None:
-    """Of a context four times a ring."""
+    """The prompt is a context of four times a ring."""
     with load(folders["narrow"], npu, context_length=256, context_keep=keep) as engine:
         session, run = engine.session(), list[int]()
         session.on_run = lambda record: run.append(record.num_tokens)
@@ -151,8 +151,8 @@ def test_rings_drop_positions(folders: dict[str, Path], keep: int, npu: str) -> 
 
 
 @on_all_backends
-def test_what_a_ring_has_lost_and_a_window_sees_is_run_again(folders: dict[str, Path], npu: str) -> None:
-    """With a window of 100 a row at 78, after a shift, sees the 4 tokens kept, which a ring of 128 has not any more."""
+def test_positions_lost_by_a_ring_and_seen_by_a_window_are_run_again(folders: dict[str, Path], npu: str) -> None:
+    """With a window of 100 a row at 78, after a shift, sees the 4 kept tokens, which a ring of 128 has lost."""
     with load(folders["wide"], npu, context_length=150) as engine:
         session, run = engine.session(), list[int]()
         session.on_run = lambda record: run.append(record.num_tokens)
@@ -163,7 +163,7 @@ def test_what_a_ring_has_lost_and_a_window_sees_is_run_again(folders: dict[str, 
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_rewinding_after_a_shift(folders: dict[str, Path]) -> None:
+def test_rewind_after_a_shift(folders: dict[str, Path]) -> None:
     with load(folders["one"], "reference") as engine:
         session = engine.session()
         session.prefill(TOKENS[:100])
@@ -177,7 +177,7 @@ def test_rewinding_after_a_shift(folders: dict[str, Path]) -> None:
         assert list(session.history) == TOKENS[:KEEP]
 
 
-def test_a_failure_between_shifts_leaves_the_session_as_it_was(
+def test_failure_between_shifts_leaves_the_session_unchanged(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load(folders["two"], "reference") as engine:
@@ -206,7 +206,7 @@ def test_a_failure_between_shifts_leaves_the_session_as_it_was(
         np.testing.assert_array_equal(session.prefill(TOKENS[60:200]).logits, fresh.prefill(TOKENS[60:200]).logits)
 
 
-def test_without_a_shift_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
+def test_prompt_that_does_not_fit_is_rejected_without_a_shift(folders: dict[str, Path]) -> None:
     with load(folders["one"], "reference", context_shift=False) as engine:
         session = engine.session()
         with pytest.raises(ConfigError, match=r"has room for 64; .* or let the context shift"):
@@ -218,9 +218,7 @@ def test_without_a_shift_what_does_not_fit_is_refused(folders: dict[str, Path]) 
 
 @pytest.mark.parametrize("at", [50, 64, 100, 150])
 @pytest.mark.parametrize("shared", [0, 3, 4, 30, 90, 140])
-def test_a_conversation_goes_on_where_it_parts_from_what_was_said(
-    folders: dict[str, Path], at: int, shared: int
-) -> None:
+def test_conversation_continues_from_the_shared_beginning(folders: dict[str, Path], at: int, shared: int) -> None:
     with load(folders["one"], "reference") as engine:
         session = engine.session()
         session.prefill(TOKENS[:at])
@@ -239,22 +237,22 @@ def test_a_conversation_goes_on_where_it_parts_from_what_was_said(
         ({"context_keep": -1}, "context_keep is -1, expected a whole number, 0 or more"),
         ({"context_keep": 1.5}, "context_keep is 1.5, expected a whole number, 0 or more"),
         ({"context_shift": "yes"}, "context_shift is 'yes', expected true or false"),
-        ({"context_keep": 63}, "context_keep is 63, but of a context of 64 two tokens at least have to move"),
+        ({"context_keep": 63}, "context_keep is 63, but in a context of 64 at least two tokens must move"),
     ],
 )
-def test_options_that_cannot_be_are_refused(folders: dict[str, Path], options: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_rejected(folders: dict[str, Path], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(folders["one"], "reference", **options)
 
 
-def test_the_smallest_context_that_shifts(folders: dict[str, Path]) -> None:
+def test_smallest_context_that_shifts(folders: dict[str, Path]) -> None:
     with load(folders["one"], "reference", context_keep=62) as engine:
         session = engine.session()
         session.prefill(TOKENS[:70])
         assert session.tokens == (*TOKENS[:62], *TOKENS[68:70])
 
 
-def test_run_takes_a_prompt_and_writes_an_answer_longer_than_the_context(command: Any, tmp_path: Path) -> None:
+def test_run_accepts_a_prompt_and_an_answer_longer_than_the_context(command: Any, tmp_path: Path) -> None:
     arguments = ["run", GGUF, "--npu", "reference", "--raw", "-p", "hello " * 30, "--context", "16", "--chunk", "4"]
     refused = command(*arguments)
     assert refused.status != 0

@@ -1,4 +1,4 @@
-"""`chunkrt compile`: an engine directory for devices that is whole or not there, and needs nothing but itself."""
+"""`chunkrt compile`: an engine directory for devices that is complete or absent, and self-contained."""
 
 import errno
 import hashlib
@@ -45,14 +45,14 @@ def compile_into(output, model=CHECKPOINT, socs=("SM8650",), chunk_lengths=(8,))
 
 
 def run(model, **options):
-    """The logits of the prompt on the emulated NPU, and how many contexts had to be compiled."""
+    """Return the logits of the prompt on the emulated NPU, and the number of contexts that had to be compiled."""
     with chunkrt.load(model, npu="qnn", **options) as engine:
         logits = engine.session().prefill(TOKENS, logits="all").logits
         return logits, getattr(engine.npu_backend, "num_compiled", None)
 
 
 def files_of(folder):
-    """The SHA-256 of every file below a folder that is not hidden, nor in a hidden folder, by path."""
+    """Return the SHA-256 of every file below a folder, except hidden files and folders, by path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = {path: path.relative_to(folder).parts for path in paths}
     return {
@@ -64,25 +64,25 @@ def files_of(folder):
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory):
-    """An engine directory for two SoCs and two chunk lengths, and what was said of it."""
+    """An engine directory for two SoCs and two chunk lengths, and its description."""
     output = tmp_path_factory.mktemp("deployed") / "output"
     return output, compile_into(output, socs=("SM8650", "SM8750"), chunk_lengths=(8, 32))
 
 
 @pytest.fixture
 def device(deployed, tmp_path, monkeypatch):
-    """A copy of it on another path, which may be damaged, where the cache is empty."""
+    """A copy of it at another path, which may be damaged, with an empty cache."""
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     return shutil.copytree(deployed[0], tmp_path / "copied" / "engine")
 
 
 @pytest.fixture
 def without_onnx(monkeypatch):
-    """As if onnx-ir was not installed."""
+    """Simulate a missing onnx-ir."""
     monkeypatch.setitem(sys.modules, "chunkrt.backends.qnn.model", None)
 
 
-def test_it_holds_these_files_and_no_others(deployed):
+def test_engine_directory_holds_exactly_these_files(deployed):
     output, written = deployed
     assert [path.name for path in output.parent.iterdir()] == ["output"]
     assert {path.name for path in output.iterdir()} == FILES | {"npu"}
@@ -101,7 +101,7 @@ def test_it_holds_these_files_and_no_others(deployed):
     }
 
 
-def test_the_manifest_tells_versions_hashes_and_targets(deployed):
+def test_manifest_contains_versions_hashes_and_targets(deployed):
     output, _ = deployed
     digests = files_of(output)
     assert json.loads((output / "engine.json").read_text()) == {
@@ -123,7 +123,7 @@ def test_the_manifest_tells_versions_hashes_and_targets(deployed):
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("soc", "chunk"), COMPILED_FOR)
-def test_it_gives_what_the_checkpoint_gives_and_compiles_nothing(device, tmp_path, soc, chunk):
+def test_engine_directory_equals_the_checkpoint_and_compiles_nothing(device, tmp_path, soc, chunk):
     found, num_compiled = run(device, soc=soc, chunk_length=chunk)
     assert num_compiled == 0
     assert not (tmp_path / "home").exists()
@@ -134,13 +134,13 @@ def test_it_gives_what_the_checkpoint_gives_and_compiles_nothing(device, tmp_pat
     np.testing.assert_array_equal(run(renamed, soc=soc, chunk_length=chunk)[0], expected)
 
 
-def test_it_runs_by_default_as_it_was_compiled(device):
+def test_default_options_are_those_of_the_compilation(device):
     with chunkrt.load(device, npu="qnn") as engine:
         assert (engine.npu_backend.soc.name, engine.chunk_length) == COMPILED_FOR[1] == ("SM8650", 32)
 
 
 @pytest.mark.parametrize(("lengths", "chosen"), [([], 32), ([8], 8), ([1, 32, 128], 32), ([1, 128, 64], 128)])
-def test_of_several_chunk_lengths_it_runs_the_usual_one_or_the_longest(deployed, lengths, chosen):
+def test_usual_or_longest_chunk_length_is_the_default(deployed, lengths, chosen):
     targets = [NpuTarget(soc="SM8650", chunk_length=length, library="") for length in lengths]
     assert compiled_chunk_length(replace(read_manifest(deployed[0]), npu=targets)) == chosen
 
@@ -167,21 +167,21 @@ except CompileError as error:
 
 
 def run_without_onnx(folder, tmp_path, **options):
-    """Another process, with another working folder, an empty cache, and nothing that only compiling needs."""
+    """Run in another process, with another working folder, an empty cache, and without the packages for compiling."""
     arguments = [str(folder), json.dumps(options), json.dumps(TOKENS)]
     environment = os.environ | {"CHUNKRT_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-P", "-c", WITHOUT_ONNX, *arguments]
     return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
 
 
-def test_it_runs_where_there_is_neither_onnx_nor_the_checkpoint(device, tmp_path):
+def test_engine_directory_runs_without_onnx_and_checkpoint(device, tmp_path):
     finished = run_without_onnx(device, tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout) == [run(device)[0].tobytes().hex(), 0]
     assert not (tmp_path / "home").exists()
 
 
-def test_without_onnx_what_is_missing_is_one_line(device, tmp_path):
+def test_missing_onnx_is_one_line(device, tmp_path):
     finished = run_without_onnx(device, tmp_path, chunk_length=48)
     assert finished.returncode == 1
     line = finished.stderr.splitlines()[-1]
@@ -190,7 +190,7 @@ def test_without_onnx_what_is_missing_is_one_line(device, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"chunk_length": 48}, {"soc": "SM8850"}])
-def test_what_it_was_not_compiled_for_is_compiled_into_the_cache(device, tmp_path, options, caplog):
+def test_missing_contexts_are_compiled_into_the_cache(device, tmp_path, options, caplog):
     before = files_of(device)
     _, num_compiled = run(device, **options)
     (told,) = [message for message in caplog.messages if "was compiled for" in message]
@@ -201,7 +201,7 @@ def test_what_it_was_not_compiled_for_is_compiled_into_the_cache(device, tmp_pat
     assert files_of(device) == before
 
 
-def test_an_engine_directory_keeps_how_attention_was_compiled(tmp_path, monkeypatch, caplog):
+def test_engine_directory_keeps_the_attention_options(tmp_path, monkeypatch, caplog):
     options = EngineOptions(npu="qnn", attention="npu", npu_window="8,16", npu_graph="layers=1", context_length=24)
     output = tmp_path / "output"
     compile_engine(str(CHECKPOINT), output, options, socs=["SM8650"], chunk_lengths=[8])
@@ -214,14 +214,15 @@ def test_an_engine_directory_keeps_how_attention_was_compiled(tmp_path, monkeypa
         assert engine.npu_backend.num_compiled > 0
     told = [message for message in caplog.messages if "compiled for" in message]
     assert told[0] == (
-        "attention was compiled for the NPU with npu_window 8,16, and 12 is asked for; what is missing is compiled"
+        "attention was compiled for the NPU with npu_window 8,16, and 12 is requested; "
+        "the missing contexts are compiled"
     )
     assert len(told) == 2
     with chunkrt.load(output, npu="native") as engine:
         assert engine.options.attention == "auto"
 
 
-def test_contexts_of_another_version_name_it(device, without_onnx, tmp_path):
+def test_contexts_of_another_version_are_reported(device, without_onnx, tmp_path):
     shutil.copytree(device, tmp_path / "other")
     manifest = tmp_path / "other" / "engine.json"
     data = json.loads(manifest.read_text())
@@ -235,7 +236,7 @@ def test_contexts_of_another_version_name_it(device, without_onnx, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"chunk_length": 48}, {"soc": "SM8850"}])
-def test_what_it_was_not_compiled_for_needs_onnx(device, without_onnx, options):
+def test_missing_contexts_need_onnx(device, without_onnx, options):
     with pytest.raises(CompileError, match=r"needs onnx-ir; pip install onnx-ir, or recompile the model$"):
         run(device, **options)
 
@@ -252,13 +253,13 @@ def flip_a_bit(path):
 
 @pytest.fixture(params=[truncate, flip_a_bit])
 def damaged_context(device, request):
-    """The folder of a context whose binary is damaged."""
+    """The folder of a context with a damaged binary."""
     (context,) = (device / "npu").glob("SM8650-w8a16-r32-static.1-*")
     request.param(context / "context_qnn.bin")
     return context
 
 
-def test_a_damaged_context_is_compiled_again_into_the_cache(device, damaged_context, deployed, caplog):
+def test_damaged_context_is_compiled_again_into_the_cache(device, damaged_context, deployed, caplog):
     before = files_of(device)
     logits, num_compiled = run(device)
     assert num_compiled == 1
@@ -269,12 +270,12 @@ def test_a_damaged_context_is_compiled_again_into_the_cache(device, damaged_cont
     assert files_of(device) == before
 
 
-def test_a_damaged_context_without_onnx_is_an_error(device, damaged_context, without_onnx):
+def test_damaged_context_without_onnx_is_an_error(device, damaged_context, without_onnx):
     with pytest.raises(CompileError, match=r"npu contains no usable context of static.1 for SM8650, chunks of 32"):
         run(device)
 
 
-def test_a_damaged_context_without_onnx_leaves_the_cpu(device, damaged_context, without_onnx, caplog):
+def test_damaged_context_without_onnx_falls_back_to_the_cpu(device, damaged_context, without_onnx, caplog):
     with chunkrt.load(device, npu="qnn", on_npu_failure="fallback") as engine:
         assert engine.npu_backend is engine.cpu_backend
         found = engine.session().prefill(TOKENS).logits
@@ -285,15 +286,15 @@ def test_a_damaged_context_without_onnx_leaves_the_cpu(device, damaged_context, 
 
 @pytest.mark.parametrize("name", sorted(FILES - {"engine.json"}))
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit])
-def test_a_damaged_file_is_reported(device, name, damage):
+def test_damaged_file_is_reported(device, name, damage):
     damage(device / name)
-    with pytest.raises(ModelError, match=f"{name} is not what was written when the model was compiled"):
+    with pytest.raises(ModelError, match=f"{name} has changed since the model was compiled"):
         run(device)
-    with pytest.raises(ModelError, match=f"{name} is not what was written when the model was compiled"):
+    with pytest.raises(ModelError, match=f"{name} has changed since the model was compiled"):
         compile_into(device.with_name("again"), device)
 
 
-def test_an_engine_directory_is_compiled_further_from_what_it_holds(device, tmp_path):
+def test_compile_extends_an_engine_directory(device, tmp_path):
     written = compile_into(tmp_path / "output", device, socs=("SM8750", "SM8850", "SM8750"))
     assert [(target["soc"], target["chunk_length"]) for target in written["npu"]] == [("SM8750", 8), ("SM8850", 8)]
     compiled = {path.name.partition("-")[0] for path in (tmp_path / "home" / "contexts").iterdir()}
@@ -302,32 +303,32 @@ def test_an_engine_directory_is_compiled_further_from_what_it_holds(device, tmp_
     assert [run(tmp_path / "output", soc=soc)[1] for soc in ("SM8750", "SM8850")] == [0, 0]
 
 
-def test_without_socs_it_is_for_the_cpu_alone(tmp_path):
+def test_compile_without_socs_is_for_the_cpu(tmp_path):
     written = compile_into(tmp_path / "output", socs=())
     assert (written["scheme"], written["npu"]) == ("w8a8-dynamic", [])
     assert {path.name for path in (tmp_path / "output").iterdir()} == FILES
 
 
 @pytest.mark.parametrize("make", ["mkdir", "touch"])
-def test_what_is_there_is_not_overwritten(tmp_path, make):
+def test_existing_output_is_not_overwritten(tmp_path, make):
     getattr(tmp_path / "output", make)()
     with pytest.raises(ConfigError, match="output exists already; choose another folder, or delete it"):
         compile_into(tmp_path / "output")
 
 
-def test_an_unknown_soc_lists_all(tmp_path):
+def test_unknown_soc_lists_all(tmp_path):
     with pytest.raises(ConfigError, match=f"unknown SoC 'SM9999'; .*there are: {', '.join(SOCS)}"):
         compile_into(tmp_path / "output", socs=("SM8650", "SM9999"))
     assert not any(tmp_path.iterdir())
 
 
-def test_a_chunk_longer_than_the_context_is_refused(tmp_path):
+def test_chunk_longer_than_the_context_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="chunk length 129 is longer than the model's context of 128"):
         compile_into(tmp_path / "output", chunk_lengths=(8, 129))
     assert not any(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -337,7 +338,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-def test_the_command_tells_what_it_wrote(command, tmp_path):
+def test_command_reports_its_output(command, tmp_path):
     arguments = ("compile", CHECKPOINT, "--soc", "8 Gen 3, sm8750", "--chunk", "8,32,8")
     finished = command(*arguments, "-o", tmp_path / "text")
     size = sum(path.stat().st_size for path in (tmp_path / "text").rglob("*") if path.is_file())
@@ -356,7 +357,7 @@ def test_the_command_tells_what_it_wrote(command, tmp_path):
     assert answers[0].out == answers[1].out != ""
 
 
-def test_vtcm_is_compiled_in(command, tmp_path, monkeypatch):
+def test_vtcm_setting_is_compiled_into_the_contexts(command, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     arguments = ("compile", CHECKPOINT, "-o", tmp_path / "output", "--soc", "SM8650", "--htp", "vtcm_mb=4")
     assert command(*arguments).status == 0
@@ -365,7 +366,7 @@ def test_vtcm_is_compiled_in(command, tmp_path, monkeypatch):
     assert run(tmp_path / "output")[1] == len(STATIC)
 
 
-def test_ctrl_c_leaves_no_output_and_the_next_call_goes_on(command, tmp_path, monkeypatch):
+def test_ctrl_c_leaves_no_output_and_the_next_call_continues(command, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     (tmp_path / "outputs").mkdir()
     open_session, compiled = backend.open_session, []
@@ -397,12 +398,12 @@ main()
 
 
 def compilation(place):
-    """The arguments of `chunkrt`."""
+    """Return the arguments of `chunkrt`."""
     return ["compile", str(CHECKPOINT), "-o", str(place / "output"), "--soc", "SM8650", "--chunk", "8"]
 
 
 def compile_here(command, monkeypatch, place):
-    """Compile, undisturbed."""
+    """Compile without interruption."""
     with monkeypatch.context() as patch:
         patch.setenv("CHUNKRT_HOME", str(place / "home"))
         assert command(*compilation(place)).status == 0
@@ -419,7 +420,7 @@ def start_compiling(place):
 
 
 def listing(place):
-    """What is to be seen in each folder."""
+    """Return the visible files of each folder."""
     folders = [place / "output", *(place / "output" / "npu").glob("*"), *(place / "home").glob("*/*")]
     return {
         str(folder.relative_to(place)): {path.name for path in folder.glob("[!.]*")}
@@ -429,7 +430,7 @@ def listing(place):
 
 
 @pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
-def test_killed_at_any_moment_it_leaves_nothing_that_loads_wrongly(command, tmp_path, monkeypatch, num_kills):
+def test_compile_killed_at_any_moment_leaves_nothing_that_loads_wrongly(command, tmp_path, monkeypatch, num_kills):
     began = time.monotonic()
     compile_here(command, monkeypatch, tmp_path / "clean")
     duration = time.monotonic() - began
@@ -440,12 +441,12 @@ def test_killed_at_any_moment_it_leaves_nothing_that_loads_wrongly(command, tmp_
     place, rng, num_started, num_killed = tmp_path / "killed", random.Random(20240607), 0, 0
     while num_killed < num_kills:
         num_started += 1
-        if num_killed % 2 == 0 or (place / "output").exists():  # else it goes on where the last one was killed
+        if num_killed % 2 == 0 or (place / "output").exists():  # otherwise it continues where the last one was killed
             shutil.rmtree(place, ignore_errors=True)
         process = start_compiling(place)
         try:
             process.communicate(timeout=duration * (num_killed + rng.random()) / num_kills)
-            duration *= 0.9  # it was through before it could be killed
+            duration *= 0.9  # it ended before it could be killed
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
@@ -455,7 +456,7 @@ def test_killed_at_any_moment_it_leaves_nothing_that_loads_wrongly(command, tmp_
             logits, num_compiled = run(place / "output")
             assert num_compiled == 0
             np.testing.assert_array_equal(logits, expected)
-        if listing(place):  # what it lacks is taken from the undisturbed run, so that nothing has to be compiled
+        if listing(place):  # missing files are copied from the uninterrupted run, so that nothing has to be compiled
             home = shutil.copytree(tmp_path / "clean" / "home", tmp_path / f"home-{num_started}")
             shutil.copytree(place / "home", home, dirs_exist_ok=True)
             monkeypatch.setenv("CHUNKRT_HOME", str(home))

@@ -1,4 +1,4 @@
-"""Two processes that compile into one folder, each with a cache of its own: the lock lies beside the folder."""
+"""Two processes that compile into one folder, each with its own cache: the lock file is next to the folder."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +12,8 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError
 
 
-def test_of_two_compilations_into_one_folder_the_second_is_told_that_it_is_there(tmp_path, monkeypatch):
-    """Before, it deleted what the first was writing."""
+def test_second_compilation_into_one_folder_is_an_error(tmp_path, monkeypatch):
+    """Earlier versions deleted the first one's files."""
     output = tmp_path / "out"
     writing, waiting = threading.Event(), threading.Event()
     monkeypatch.setattr(files, "_tell_of_waiting", lambda doing: waiting.set())

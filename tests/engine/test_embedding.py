@@ -1,4 +1,4 @@
-"""Hidden states are those of Hugging Face Transformers, and embeddings are made of them alone."""
+"""Hidden states are those of Hugging Face Transformers, and embeddings depend on them alone."""
 
 import threading
 from dataclasses import replace
@@ -21,11 +21,11 @@ NAMES = ("llama_mha", "llama_tied", "mistral_window_5", "qwen3", "gemma3_window_
 NAMES += ("qwen3_next", "qwen3_5")
 TEXTS = ["hello", "hello there, good day", "you", "hello there " * 5]
 TOLERANCE = 1e-4
-"""As of logits, which the head made of them by a sum."""
+"""Tolerance of logits, which are sums of the hidden states."""
 
 
 def transformers_hidden(name):
-    """What its head read: the only rows that make all of Transformers' logits, of which there are more than columns."""
+    """Return the input of Transformers' LM head: the only solution for its logits, which are more than the columns."""
     planned = plan_checkpoint(checkpoint(name), {})
     head = planned.plan.subgraphs[-1]
     (weight,) = (node.inputs[1] for node in head.nodes if node.op == "MatMul")
@@ -42,7 +42,7 @@ def unit(row):
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("backend", ["reference", "onnxrt"])
 @pytest.mark.parametrize("name", NAMES)
-def test_hidden_states_are_those_of_transformers(name, backend):
+def test_hidden_states_equal_those_of_transformers(name, backend):
     expected, tokens = transformers_hidden(name), input_ids(name)
     with chunkrt.load(checkpoint(name), scheme="float", npu=backend, chunk_length=8) as engine:
         result = engine.session().prefill(tokens, logits="hidden")
@@ -56,7 +56,7 @@ def test_hidden_states_are_those_of_transformers(name, backend):
 
 @pytest.mark.sampled(name=["llama_tied", "gemma3_window_5", "lfm2_biased"])
 @pytest.mark.parametrize("name", NAMES)
-def test_those_of_integers_mean_the_same(name):
+def test_hidden_states_of_integer_schemes_are_close(name):
     expected = transformers_hidden(name)
     with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, threads=2) as engine:
         hidden = engine.session().prefill(input_ids(name), logits="hidden").hidden
@@ -70,8 +70,8 @@ def test_those_of_integers_mean_the_same(name):
 
 
 @pytest.mark.parametrize("name", ["llama_biased_gguf", "gemma3_window_5"])
-def test_ranks_give_what_one_gives(name):
-    """The leader has them; the others compute what its sums need."""
+def test_hidden_states_on_ranks_equal_those_of_one_rank(name):
+    """The leader returns them; the others only compute their parts of the sums."""
     tokens = [input_ids(name)[:length] for length in (20, 9, 1)]
     with chunkrt.load(checkpoint(name), npu="reference", scheme="float", chunk_length=8) as engine:
         expected = engine.embed(tokens, pooling="mean")
@@ -80,7 +80,7 @@ def test_ranks_give_what_one_gives(name):
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_a_scheme_that_rotates_them_is_refused():
+def test_hidden_states_of_a_rotating_scheme_are_rejected():
     check_hidden(SCHEMES["w8a16"])
     with pytest.raises(ConfigError, match="rotates the residual stream"):
         check_hidden(replace(SCHEMES["w8a16"], is_rotated=True))
@@ -99,8 +99,8 @@ def alone(engine, text, pooling):
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_texts_that_share_chunks_get_the_bits_that_each_gets_alone(engine, pooling):
-    """Beside sequences that want logits of their rows in the same chunks."""
+def test_texts_that_share_chunks_get_the_same_bits_as_alone(engine, pooling):
+    """Other sequences request logits of their rows in the same chunks."""
     expected = np.stack([alone(engine, text, pooling) for text in TEXTS]).astype(np.float32)
     text = engine.generate("good day", max_new_tokens=40)
     together, said = [], []
@@ -119,11 +119,11 @@ def test_texts_that_share_chunks_get_the_bits_that_each_gets_alone(engine, pooli
     assert said == [[text] * 3]
 
 
-def test_one_text_is_one_vector(engine):
+def test_embed_of_one_text_is_one_vector(engine):
     assert np.array_equal(engine.embed(TEXTS[1], pooling="last"), engine.embed(TEXTS[1:2], pooling="last")[0])
 
 
-def test_a_session_goes_on_after_its_hidden_states(engine):
+def test_session_continues_after_its_hidden_states(engine):
     with engine.session() as session, engine.session() as other:
         first = session.prefill("hello", logits="hidden").hidden
         second = session.prefill(" there", logits="hidden").hidden
@@ -136,19 +136,20 @@ def test_a_session_goes_on_after_its_hidden_states(engine):
         assert [piece.token_id for piece in other.generate(max_new_tokens=6)] == pieces
 
 
-def test_a_trace_of_them_is_whole(engine):
+def test_trace_of_hidden_states_is_complete(engine):
     records = []
     with engine.session() as session:
         session.on_run = records.append
         session.prefill("hello there " * 5, logits="hidden")
     (record,) = records
-    assert max(event.task.subgraph for event in record.events) < len(record.pipeline.stages) - 1  # the head is spared
+    # the LM head does not run
+    assert max(event.task.subgraph for event in record.events) < len(record.pipeline.stages) - 1
     Replay(record)
 
 
-def test_what_makes_no_embedding_is_refused(engine):
+def test_embed_rejects_invalid_input(engine):
     for texts, pooling, message in (
-        ([], "last", "no text"),
+        ([], "last", "texts is empty"),
         ([[]], "mean", "empty"),
         (["hello " * 200], "last", "does not fit"),
         (["hello"], "first", "pooling"),
@@ -158,7 +159,8 @@ def test_what_makes_no_embedding_is_refused(engine):
     assert engine.stats().sessions == 0
 
 
-def test_an_emulated_npu_gives_what_it_gives_alone_and_means_the_same(tmp_path):
+@pytest.mark.exhaustive
+def test_emulated_npu_gives_the_same_bits_as_alone_and_close_embeddings(tmp_path):
     pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
     if not qnn.open_htp().is_emulated:
         pytest.skip("this machine has an NPU, and a compiler for that NPU alone")

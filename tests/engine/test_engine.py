@@ -1,4 +1,4 @@
-"""Loading a model: what is taken, what is refused, and what an engine does for several sessions."""
+"""Loading a model: accepted and rejected arguments, and the use of an engine by several sessions."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def engine():
         yield engine
 
 
-def test_defaults(engine):
+def test_load_defaults(engine):
     with chunkrt.load(CHECKPOINT) as engine:
         assert engine.options == EngineOptions()
         assert engine.chunk_length == 128
@@ -41,7 +41,7 @@ def test_defaults(engine):
 
 
 @pytest.mark.parametrize("path", [str(CHECKPOINT), CHECKPOINT, checkpoint("llama_mha"), str(checkpoint("llama_mha"))])
-def test_a_model_is_a_file_or_a_folder(path):
+def test_load_accepts_a_file_or_a_folder(path):
     with chunkrt.load(path) as engine:
         assert engine.plan.family == "llama"
         assert (engine.tokenizer is None) == Path(path).is_dir()
@@ -67,13 +67,13 @@ def test_a_model_is_a_file_or_a_folder(path):
         ({"placement": Path("nowhere.toml"), "npu": "off"}, "a placement and npu 'off' contradict each other"),
     ],
 )
-def test_wrong_options_are_refused(options, message):
+def test_wrong_options_are_rejected(options, message):
     with pytest.raises(ConfigError) as raised:
         chunkrt.load(CHECKPOINT, **options)
     assert message in str(raised.value)
 
 
-def test_an_npu_that_is_not_there_is_said_to_be_missing(monkeypatch):
+def test_missing_npu_is_reported(monkeypatch):
     monkeypatch.setattr(library, "PACKAGE", "a-package-that-nobody-has")
     monkeypatch.setattr(qnn, "open_htp", library.open_htp.__wrapped__)
     monkeypatch.setattr(compiler, "compile_checkpoint", lambda *_, **__: pytest.fail("compiled before it was said"))
@@ -81,7 +81,7 @@ def test_an_npu_that_is_not_there_is_said_to_be_missing(monkeypatch):
         chunkrt.load(CHECKPOINT, npu="qnn")
 
 
-def test_float_linears_are_refused_by_native_with_what_to_do():
+def test_native_rejects_float_linears_with_advice():
     with pytest.raises(
         PartitionError, match=r"native cannot run subgraph static.0 under scheme float \(node model"
     ) as e:
@@ -89,19 +89,19 @@ def test_float_linears_are_refused_by_native_with_what_to_do():
     assert "--npu onnxrt or --npu reference" in str(e.value)
 
 
-def test_a_name_that_is_no_model_offers_the_nearest():
+def test_unknown_model_name_offers_the_nearest():
     with pytest.raises(ConfigError, match="no model is called 'smollm2'; did you mean smollm2-135m-instruct"):
         chunkrt.load("smollm2")
 
 
 @pytest.mark.parametrize("path", ["nowhere/model", "model.gguf"])
-def test_a_path_to_nothing_is_not_taken_for_a_name(path):
+def test_missing_path_is_not_treated_as_a_name(path):
     with pytest.raises(ModelError, match=f"there is no file or folder {path}"):
         chunkrt.load(path)
 
 
-def test_sessions_do_not_see_each_other(engine):
-    """Interleaved prefills and generations give each session what it gives alone."""
+def test_interleaved_sessions_are_independent(engine):
+    """Interleaved prefills and generations give each session the same results as alone."""
     prompts = [TOKENS[:20], TOKENS[20:50], TOKENS[50:51]]
 
     def alone(prompt):
@@ -121,7 +121,7 @@ def test_sessions_do_not_see_each_other(engine):
     assert found == expected
 
 
-def test_sessions_in_threads_do_not_see_each_other(engine):
+def test_sessions_in_threads_are_independent(engine):
     prompts = [TOKENS[start : start + 30] for start in range(0, 40, 10)]
     expected = [engine.session().prefill(prompt, logits="all").logits for prompt in prompts]
     barrier = threading.Barrier(len(prompts))
@@ -136,7 +136,7 @@ def test_sessions_in_threads_do_not_see_each_other(engine):
                 np.testing.assert_array_equal(logits, alone)
 
 
-def test_a_shorter_context_is_a_smaller_state():
+def test_shorter_context_has_a_smaller_state():
     with chunkrt.load(CHECKPOINT, context_length=40) as short, chunkrt.load(CHECKPOINT) as long:
         assert short.session().context_length == 40
         np.testing.assert_array_equal(
@@ -144,7 +144,7 @@ def test_a_shorter_context_is_a_smaller_state():
         )
 
 
-def test_a_closed_engine_says_so():
+def test_closed_engine_raises_closed_error():
     engine = chunkrt.load(CHECKPOINT)
     session = engine.session()
     session.prefill(TOKENS[:3])
@@ -158,8 +158,9 @@ def test_a_closed_engine_says_so():
         session.generate()
 
 
-def test_closing_while_another_thread_prefills_ends_that_with_one_error(monkeypatch):
-    """Neither waits for all of the prompt: the first chunk that is through holds the others until it is closed."""
+def test_close_during_a_prefill_of_another_thread_raises_one_error_there(monkeypatch):
+    """Neither thread waits for the complete prompt: the first finished chunk holds the others until the engine is
+    closed."""
     begun, closing, done, errors = threading.Event(), threading.Event(), [], []
     close = TicketQueue.close
     monkeypatch.setattr(TicketQueue, "close", lambda self: (close(self), closing.set()))
@@ -188,36 +189,36 @@ def test_closing_while_another_thread_prefills_ends_that_with_one_error(monkeypa
         session.generate()
 
 
-def test_closing_twice_is_closing_once(engine):
+def test_close_twice_is_allowed(engine):
     engine.close()
     engine.close()
 
 
-def test_a_model_without_a_tokenizer_takes_token_ids_alone():
+def test_model_without_a_tokenizer_accepts_only_token_ids():
     with chunkrt.load(checkpoint("llama_mha")) as engine:
-        with pytest.raises(ModelError, match=r"has no tokenizer; put its tokenizer\.json beside its weights"):
+        with pytest.raises(ModelError, match=r"has no tokenizer; put its tokenizer\.json next to its weights"):
             engine.session().prefill("hello")
         session = engine.session()
         session.prefill([1, 2])
         assert [piece.text for piece in session.generate(max_new_tokens=2)] == ["", ""]
 
 
-def test_a_placement_file_moves_modules(tmp_path):
+def test_placement_file_moves_modules(tmp_path):
     path = tmp_path / "placement.toml"
     path.write_text('"model.layers.*.mlp.down_proj" = "cpu"\n')
     with chunkrt.load(CHECKPOINT, placement=path) as placed, chunkrt.load(CHECKPOINT) as usual:
         assert len(placed.plan.subgraphs) == len(usual.plan.subgraphs) + 4
         found, expected = (engine.session().prefill(TOKENS).logits for engine in (placed, usual))
-    # Sums of three, in another order: a few float32 steps.
+    # Sums of three terms in another order: a few float32 steps.
     np.testing.assert_allclose(found, expected, rtol=0, atol=16 * 2.0**-23 * np.abs(expected).max())
 
 
-def test_off_is_one_subgraph_and_the_head():
+def test_npu_off_is_one_subgraph_and_the_lm_head():
     with chunkrt.load(CHECKPOINT, npu="off") as engine:
         assert [(s.name, s.device) for s in engine.plan.subgraphs] == [("dynamic.0", "cpu"), ("head", "cpu")]
 
 
-def test_progress_tells_what_is_done(tmp_path, monkeypatch):
+def test_load_reports_progress(tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     told = []
     chunkrt.load(CHECKPOINT, progress=lambda *step: told.append(step)).close()
@@ -228,13 +229,13 @@ def test_progress_tells_what_is_done(tmp_path, monkeypatch):
     assert told == []
 
 
-def test_the_engine_is_a_class_of_its_own():
+def test_engine_is_a_public_class():
     with chunkrt.load(CHECKPOINT) as engine:
         assert isinstance(engine, Engine)
         assert engine.manifest.model == str(CHECKPOINT)
 
 
-def test_an_engine_directory_runs_where_there_is_no_onnx(tmp_path):
+def test_engine_directory_runs_without_onnx(tmp_path):
     model, options = str(checkpoint("llama_gqa")), EngineOptions(npu="native")
     compile_engine(model, tmp_path / "engine", options, socs=[], chunk_lengths=[])
     code = """

@@ -38,7 +38,7 @@ def test_merged_subgraphs_change_no_bit_of_logits_or_state(name, options):
             np.testing.assert_array_equal(array, parts.tensors[tensor], err_msg=tensor)
 
 
-def test_a_state_goes_from_one_executor_to_the_other_and_back():
+def test_state_moves_between_executors():
     tokens = input_ids("qwen3_next")
     with load("qwen3_next") as engine:
         whole, mixed = engine.session(), engine.session()
@@ -46,19 +46,19 @@ def test_a_state_goes_from_one_executor_to_the_other_and_back():
         rows = [mixed.prefill(tokens[:9], logits="all").logits]
         rows += [mixed.prefill([token]).logits[None] for token in tokens[9:14]]
         mixed.prefill([1, 2, 3])
-        mixed.rewind(14)  # to where a token's step ended, which the state kept
+        mixed.rewind(14)  # to the end of a token's step, which the state kept
         rows += [mixed.prefill(tokens[14:30], logits="all").logits]
         np.testing.assert_allclose(np.concatenate(rows), expected, rtol=0, atol=0.02 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("options", [{"ops": "-rms_norm"}, {"npu": "reference"}, {"npu": "onnxrt"}])
-def test_what_is_not_compiled_as_one_runs_in_the_executor_of_prompts(options):
+def test_unmerged_subgraphs_run_in_the_executor_of_prompts(options):
     with chunkrt.load(checkpoint("llama_gqa"), **{"npu": "native", **options}) as engine:
         lanes = engine._conductor.lanes
         assert lanes.tokens is lanes.prompts is lanes.few is lanes.many
 
 
-def test_a_trace_calls_merged_subgraphs_layers():
+def test_trace_calls_merged_subgraphs_layers():
     records = []
     with load("llama_gqa") as engine:
         session = engine.session()

@@ -1,4 +1,4 @@
-"""A process forked from an engine's is told so, at once, and ends: while other threads run, and when none does."""
+"""A process forked from an engine's gets an error at once, and ends: while other threads run, and without any."""
 
 import os
 import subprocess
@@ -63,7 +63,7 @@ print(session.position, flush=True)
         "session.fork()",
     ],
 )
-def test_a_forked_process_is_told(use, num_threads):
+def test_forked_process_gets_an_error(use, num_threads):
     program = textwrap.dedent(PROGRAM).replace("USE", use)
     command = [sys.executable, "-P", "-c", program, str(checkpoint("llama_gqa")), str(num_threads)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,5 @@
-"""A program without chunkrt runs what `compile --for-host` wrote: here in NumPy and ONNX Runtime, by docs/phones.md."""
+"""A program without chunkrt runs the output of `compile --for-host`: here in NumPy and ONNX Runtime, by
+docs/phones.md."""
 
 import json
 
@@ -26,7 +27,7 @@ CONTEXT, CHUNK, VOCABULARY = 96, 16, 48
 
 
 class Host:
-    """What docs/phones.md says, and nothing of chunkrt but the library's handle."""
+    """A host that follows docs/phones.md, and uses only the library's handle of chunkrt."""
 
     def __init__(self, folder, chunk_length):
         import onnxruntime as ort
@@ -65,7 +66,7 @@ class Host:
         return ort.InferenceSession(path, options)
 
     def run(self, tokens):
-        """Logits of all tokens, of which there are at most as many as a chunk has."""
+        """Return the logits of all tokens, at most as many as a chunk has."""
         values = {"input_ids": np.array(tokens, np.int64), "logit_rows": np.arange(len(tokens))}
         for graph, session in zip(self.target["graphs"], self.sessions, strict=True):
             feeds = {edge["name"]: self._enter(edge, values, len(tokens)) for edge in graph["inputs"]}
@@ -119,7 +120,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def calibrations(tmp_path_factory):
-    """Of a tiny checkpoint, on tokens of its own."""
+    """Calibration of a tiny checkpoint, on tokens of its own."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("CHUNKRT_HOME", str(home))
@@ -148,7 +149,7 @@ def tokens_of(count):
         *(pytest.param(name, {}, marks=pytest.mark.exhaustive) for name in ("gemma3_scaled", "qwen3")),
     ],
 )
-def test_a_host_gets_the_logits_that_chunkrt_gets(name, settings, calibrations, tmp_path):
+def test_host_gets_the_logits_of_chunkrt(name, settings, calibrations, tmp_path):
     options = {"npu": "qnn", "scheme": "w8a16", "context_length": CONTEXT}
     options |= {"attention": "npu", "npu_window": str(CONTEXT), **settings}
     folder = tmp_path / "engine"
@@ -164,16 +165,16 @@ def test_a_host_gets_the_logits_that_chunkrt_gets(name, settings, calibrations, 
     tables = [i for p in (folder / "host").glob("*.onnx") for i in onnx.load(p).graph.initializer if len(i.dims) == 2]
     assert onnx.TensorProto.FLOAT16 in {table.data_type for table in tables}
     found = np.concatenate([host.run(tokens[start : start + CHUNK]) for start in range(0, CONTEXT, CHUNK)])
-    # the same bits but for the head's norm, after which a value may fall to the other side of a 16-bit grid
+    # the same bits except for the LM head's norm, after which a value may fall to the other side of a 16-bit grid
     assert np.sqrt(np.mean((found - expected) ** 2)) < 2.0**-10 * np.sqrt(np.mean(expected**2))
     assert np.mean(found == expected) > 1 / 2
 
 
-def test_what_a_host_could_not_run_is_refused(command, calibrations, tmp_path, monkeypatch):
+def test_models_that_a_host_cannot_run_are_rejected(command, calibrations, tmp_path, monkeypatch):
     asked = ("compile", checkpoint("llama_gqa"), "-o", tmp_path / "engine", "--for-host")
-    expect_one_line(command(*asked), "--for-host does nothing without --soc")
+    expect_one_line(command(*asked), "--for-host has no effect without --soc")
     asked = (*asked, "--soc", "SM8650", "--scheme", "w8a16", "--calibration", calibrations("llama_gqa"))
-    expect_one_line(command(*asked), "runs graphs with all layers on the NPU, and dynamic.0 is none of these")
+    expect_one_line(command(*asked), "runs graphs with all layers on the NPU, and dynamic.0 is not one of these")
     short = ("--attention", "npu", "--npu-window", "32", "--context", "96")
     expect_one_line(command(*asked, *short), "a --context that is no longer than the longest --npu-window")
     monkeypatch.setattr(host, "LARGEST_GRAPH", 1000)

@@ -1,4 +1,4 @@
-"""Ctrl-C at any place of a session leaves it saying what its tokens say: its next answer is a fresh session's."""
+"""Ctrl-C at any point leaves a session consistent with its tokens: its next answer equals that of a fresh session."""
 
 import signal
 import sys
@@ -23,7 +23,7 @@ NEXT = [7, 11]
 
 @cache
 def load(name, context_shift=False, threads=1):
-    """With several threads, short chunks: a prompt is several, which workers share."""
+    """Load a model with several threads and short chunks: a prompt has several, which workers share."""
     options = {"context_length": CONTEXT, "context_shift": True} if context_shift else {}
     options |= {"chunk_length": 8 if threads == 1 else 2, "threads": threads}
     return chunkrt.load(checkpoint(name), npu="reference", scheme="float", **options)
@@ -76,7 +76,7 @@ def save(opened, tokens, path):
 
 
 def interrupted_at(act, loaded, name, at, path):
-    """Whether the interrupt came before the act had ended; then what the session says is checked."""
+    """Return True if the interrupt came before the act had ended, after checking the session's logits."""
     tokens = input_ids(name)
     opened = begin(loaded, tokens)
     try:
@@ -88,11 +88,11 @@ def interrupted_at(act, loaded, name, at, path):
     return False
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # an interrupt may fall between open and with
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # an interrupt may come between open and with
 @pytest.mark.parametrize("step", [307, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate, rewind, rewind_and_generate, fork, save])
-def test_an_interrupt_anywhere_leaves_a_session_that_says_what_its_tokens_say(act, name, step, tmp_path):
+def test_interrupt_at_any_point_leaves_the_session_consistent(act, name, step, tmp_path):
     loaded, at = load(name), 1
     while interrupted_at(act, loaded, name, at, tmp_path / "state.npz"):
         at += step
@@ -104,7 +104,7 @@ def test_an_interrupt_anywhere_leaves_a_session_that_says_what_its_tokens_say(ac
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
-def test_an_interrupt_anywhere_of_the_thread_that_waits_for_workers_does_so_too(act, name, first, step, tmp_path):
+def test_interrupt_at_any_point_of_a_waiting_thread_leaves_the_session_consistent(act, name, first, step, tmp_path):
     loaded, at = load(name, threads=2), first
     assert loaded._conductor.lanes.prompts.is_concurrent
     while interrupted_at(act, loaded, name, at, tmp_path):
@@ -118,8 +118,10 @@ def test_an_interrupt_anywhere_of_the_thread_that_waits_for_workers_does_so_too(
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
-def test_an_interrupt_anywhere_while_others_share_chunks_does_so_too(act, name, first, step, tmp_path, monkeypatch):
-    """And the others get what they get alone."""
+def test_interrupt_at_any_point_with_shared_chunks_leaves_the_session_consistent(
+    act, name, first, step, tmp_path, monkeypatch
+):
+    """The other sequences get the same results as alone."""
     loaded, tokens = load(name), input_ids(name)[:12]
     expected, found = fresh_logits(name, tuple(tokens[:-2])), []
     has_found, is_over = threading.Event(), threading.Event()
@@ -130,7 +132,7 @@ def test_an_interrupt_anywhere_while_others_share_chunks_does_so_too(act, name, 
                 found.append(opened.prefill([*tokens[:-2], *NEXT]).logits)
             has_found.set()
 
-    monkeypatch.setattr(loaded._conductor, "_others_ask", lambda: True)  # whether they meet is not left to chance
+    monkeypatch.setattr(loaded._conductor, "_others_ask", lambda: True)  # the two always meet
     shared = loaded.stats().shared_chunks
     other = threading.Thread(target=work)
     other.start()
@@ -153,8 +155,8 @@ def test_an_interrupt_anywhere_while_others_share_chunks_does_so_too(act, name, 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
-def test_an_interrupt_while_any_task_runs_does_so_too(act, name, threads, step, tmp_path, monkeypatch):
-    """Where the main thread is, waiting for the workers or computing the task itself, the signal finds it."""
+def test_interrupt_during_any_task_leaves_the_session_consistent(act, name, threads, step, tmp_path, monkeypatch):
+    """The signal reaches the main thread, which waits for the workers or computes the task itself."""
     tokens, compute, at, is_through = input_ids(name), Stream.compute, 1, False
     while not is_through:
         opened, tasks = begin(load(name, threads=threads), tokens), count(1)
@@ -168,7 +170,7 @@ def test_an_interrupt_while_any_task_runs_does_so_too(act, name, threads, step, 
         try:
             act(opened, tokens, tmp_path)
             if next(tasks) > at:
-                time.sleep(10)  # it is on its way
+                time.sleep(10)  # the signal has been sent
             is_through = True
         except KeyboardInterrupt:
             at += step
@@ -180,7 +182,7 @@ def test_an_interrupt_while_any_task_runs_does_so_too(act, name, threads, step, 
 @pytest.mark.parametrize("step", [53, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("change", ["reset", "load", "restore"])
-def test_a_state_whose_change_was_broken_off_is_the_one_before_or_the_one_after(name, change, step, tmp_path):
+def test_state_after_an_aborted_change_is_the_old_or_the_new_one(name, change, step, tmp_path):
     loaded, tokens, path = load(name), np.array(input_ids(name)), tmp_path / "state.npz"
 
     def state_of(count):
@@ -216,7 +218,7 @@ def test_a_state_whose_change_was_broken_off_is_the_one_before_or_the_one_after(
     assert at > step
 
 
-def test_what_a_listener_raises_leaves_tokens_and_state_together():
+def test_error_of_a_listener_keeps_tokens_and_state_consistent():
     tokens = input_ids("llama_gqa")
     opened = load("llama_gqa").session()
     opened.prefill(tokens[:4])
@@ -233,8 +235,8 @@ def test_what_a_listener_raises_leaves_tokens_and_state_together():
 
 
 @pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_an_interrupted_shift_leaves_tokens_that_are_run_again(step):
-    """A shifted state has seen what was dropped, so only one whose shift was broken off is a fresh one's."""
+def test_tokens_of_an_interrupted_shift_are_run_again(step):
+    """A shifted state has seen the dropped tokens, so only a state after an aborted shift equals a fresh one."""
     tokens, at, is_through = input_ids("llama_gqa"), 1, False
     whole = tuple(tokens[:CONTEXT])
     while not is_through:

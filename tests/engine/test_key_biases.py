@@ -1,4 +1,5 @@
-"""Caches of int8 of models with large biases on their keys, as Qwen2 has, against the model in NumPy and float64."""
+"""int8 caches of models with large biases on their keys, such as Qwen2, compared with the model in NumPy and
+float64."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ HIDDEN, INNER, VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD_DIM, THETA, EPSILON = 5
 CONTEXT = 512
 HALF = HEAD_DIM // 2
 SLOW = np.arange(HALF - 5, HALF)
-"""Pairs of channels that turn least: the biases lie in the first channels of these."""
+"""Pairs of channels that rotate slowest: the biases are in the first channels of these."""
 TOKENS = np.random.default_rng(3).integers(0, VOCABULARY, 384).tolist()
 
 
 def weights(bias: float) -> dict[str, np.ndarray]:
-    """A Qwen2 of random weights. Queries are small where keys have their biases, and heads attend to a few tokens."""
+    """Return a Qwen2 with random weights. Queries are small where keys have their biases, and heads attend to a few
+    tokens."""
     drawn = np.random.default_rng(1)
 
     def linear(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
@@ -88,7 +90,7 @@ def norm(x: np.ndarray) -> np.ndarray:
 
 
 def rope(x: np.ndarray) -> np.ndarray:
-    """x [T, heads, D]; rotate-half, as Hugging Face's Qwen2 has it."""
+    """Rotate x [T, heads, D]; rotate-half, as in Hugging Face's Qwen2."""
     angles = np.arange(len(x))[:, None, None] * THETA ** (-np.arange(HALF) / HALF)
     first, second = x[..., :HALF], x[..., HALF:]
     cos, sin = np.cos(angles), np.sin(angles)
@@ -96,7 +98,7 @@ def rope(x: np.ndarray) -> np.ndarray:
 
 
 def truth(tensors: Mapping[str, np.ndarray], tokens: list[int]) -> np.ndarray:
-    """Log probabilities [T, V] in float64."""
+    """Return log-probabilities [T, V] in float64."""
     w = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     x, count = w["model.embed_tokens.weight"][tokens], len(tokens)
     hidden = np.triu(np.full((count, count), -np.inf), 1)
@@ -120,7 +122,7 @@ def truth(tensors: Mapping[str, np.ndarray], tokens: list[int]) -> np.ndarray:
 
 
 def divergence(expected: np.ndarray, logits: np.ndarray | None) -> float:
-    """The mean KL of a model's answers from the truth."""
+    """Return the mean KL divergence of a model's answers from the truth."""
     assert logits is not None
     found = log_softmax(logits.astype(np.float64))
     return float((np.exp(expected) * (expected - found)).sum(axis=-1).mean())
@@ -128,7 +130,7 @@ def divergence(expected: np.ndarray, logits: np.ndarray | None) -> float:
 
 @pytest.fixture(scope="module", params=[0.0, 30.0, 300.0])
 def biased(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
-    """A model with such biases, and what it says in float64."""
+    """A model with such biases, and its log-probabilities in float64."""
     tensors = weights(request.param)
     return write_model(tmp_path_factory.mktemp("biased") / "model", tensors), truth(tensors, TOKENS)
 
@@ -138,7 +140,7 @@ def load(folder: Path, cache_dtype: str, **options: Any) -> Engine:
 
 
 @pytest.mark.parametrize("attention_math", ["float32", "bfloat16"])
-def test_caches_of_int8_are_as_near_as_those_of_float16(biased: tuple[Path, np.ndarray], attention_math: str) -> None:
+def test_int8_caches_are_as_close_as_float16_caches(biased: tuple[Path, np.ndarray], attention_math: str) -> None:
     folder, expected = biased
     found = {}
     for dtype in ("float16", "int8"):
@@ -150,12 +152,12 @@ def test_caches_of_int8_are_as_near_as_those_of_float16(biased: tuple[Path, np.n
 
 @pytest.fixture(scope="module")
 def largest(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
-    """The model with biases of 300, and what it says in float64."""
+    """The model with biases of 300, and its log-probabilities in float64."""
     tensors = weights(300.0)
     return write_model(tmp_path_factory.mktemp("largest") / "model", tensors), truth(tensors, TOKENS)
 
 
-def test_chunks_threads_and_company_change_no_bit(largest: tuple[Path, np.ndarray]) -> None:
+def test_chunks_threads_and_concurrent_sequences_change_no_bit(largest: tuple[Path, np.ndarray]) -> None:
     with load(largest[0], "int8", chunk_length=64) as engine, load(largest[0], "int8", chunk_length=7) as other:
         whole = engine.session().prefill(TOKENS[:150], logits="all").logits
         np.testing.assert_array_equal(other.session().prefill(TOKENS[:150], logits="all").logits, whole)
@@ -163,7 +165,7 @@ def test_chunks_threads_and_company_change_no_bit(largest: tuple[Path, np.ndarra
         assert engine.score(pairs) == [score for pair in pairs for score in other.score([pair])]
 
 
-def test_sessions_go_back_go_on_and_are_saved(largest: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+def test_sessions_rewind_continue_and_are_saved(largest: tuple[Path, np.ndarray], tmp_path: Path) -> None:
     with load(largest[0], "int8", chunk_length=32, prefix_cache="memory") as engine:
         session = engine.session()
         session.prefill(TOKENS[:100])
@@ -193,8 +195,9 @@ def test_ranks_leave_out_their_share_of_the_biases(largest: tuple[Path, np.ndarr
     assert found["int8"] - found["float16"] < 0.001
 
 
-def test_windows_and_shifts_keep_what_is_left(tmp_path: Path) -> None:
-    """Shift a decoder of one layer, whose keys depend on their own token alone: the rest is as if it had come alone."""
+def test_windows_and_shifts_keep_the_remaining_tokens(tmp_path: Path) -> None:
+    """Shift a decoder of one layer, whose keys depend on their own token alone: the rest equals a session of its
+    own."""
     tensors = {name: each for name, each in weights(300.0).items() if "layers.1." not in name}
     window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0}
     folder = write_model(tmp_path / "model", tensors, num_hidden_layers=1, **window)

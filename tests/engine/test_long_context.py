@@ -1,4 +1,4 @@
-"""Engines of models that claim long contexts: what is stored, what is made, and that no logit depends on either."""
+"""Engines of models that claim long contexts: stored and computed tables, which no logit depends on."""
 
 from math import cos, sin
 
@@ -13,10 +13,10 @@ from chunkrt.graph.rotary_tables import rotary_table
 from chunkrt.testing.decoder import CONFIG
 
 A_MILLION = 1_010_000
-"""The context of Qwen2.5-1M."""
+"""Context length of Qwen2.5-1M."""
 LONGROPE = "phi3_longrope_long"
 FROM = 64
-"""Tokens up to which that model takes the short factors of RoPE."""
+"""Number of tokens up to which that model uses the short factors of RoPE."""
 TOLERANCE = 1e-4
 """Tolerance of test_parity.py."""
 
@@ -39,7 +39,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("npu", ["reference", "onnxrt", "native"])
-def test_a_claimed_context_takes_no_space_and_changes_no_logit(folders, npu):
+def test_claimed_context_takes_no_space_and_changes_no_logit(folders, npu):
     """Tables of a million positions and 64 frequencies would have 517 MB."""
     sizes, logits = [], []
     for folder in folders:
@@ -50,7 +50,7 @@ def test_a_claimed_context_takes_no_space_and_changes_no_logit(folders, npu):
     np.testing.assert_array_equal(*logits)
 
 
-def test_a_context_beyond_the_claimed_one_is_refused(folders):
+def test_context_beyond_the_claimed_one_is_rejected(folders):
     with pytest.raises(ConfigError, match=f"{A_MILLION + 1}, but the model takes at most {A_MILLION}"):
         chunkrt.load(folders[1], npu="reference", context_length=A_MILLION + 1)
 
@@ -74,7 +74,7 @@ def test_tables_are_rounded_from_float64_at_every_position(function):
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_in_a_context_without_a_spare_position_are_those_of_transformers(name, npu):
+def test_logits_in_a_full_context_equal_those_of_transformers(name, npu):
     tokens = input_ids(name)
     with with_context(name, len(tokens), npu=npu) as engine:
         found = logits_of(engine, tokens)
@@ -83,8 +83,8 @@ def test_logits_in_a_context_without_a_spare_position_are_those_of_transformers(
 
 @pytest.mark.parametrize("num_tokens", [FROM - 1, FROM, FROM + 1])
 @pytest.mark.parametrize("context_length", [FROM, FROM + 1, 128])
-def test_longrope_takes_the_table_of_each_side_of_its_border_in_every_context(num_tokens, context_length):
-    """Compared with the whole tables, whose logits test_parity.py compares with Transformers on both sides."""
+def test_longrope_uses_the_right_table_on_both_sides_in_every_context(num_tokens, context_length):
+    """Compare with the complete tables, whose logits test_parity.py compares with Transformers on both sides."""
     if num_tokens > context_length:
         pytest.skip("so many tokens do not fit")
     tokens = input_ids(LONGROPE)[:num_tokens]
@@ -93,8 +93,8 @@ def test_longrope_takes_the_table_of_each_side_of_its_border_in_every_context(nu
 
 
 @pytest.mark.parametrize("num_tokens", [FROM - 1, FROM + 1])
-def test_a_session_of_longrope_moves_to_another_context(num_tokens, tmp_path):
-    """The row at which its tables begin is in the file, and is the same in every context."""
+def test_longrope_session_moves_to_another_context(num_tokens, tmp_path):
+    """The file contains the row at which its tables begin, which is the same in every context."""
     tokens = input_ids(LONGROPE)[: num_tokens + 1]
     with with_context(LONGROPE, FROM + 2) as engine:
         session = engine.session()

@@ -1,4 +1,4 @@
-"""Sessions that share chunks: every one's logits and state are, bit for bit, those of running alone."""
+"""Sessions that share chunks: logits and state of each are, bit for bit, the same as when it runs alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "llama_biased_gguf"
 
 @pytest.fixture(scope="module")
 def engines():
-    """By name and chunk length; each is loaded once."""
+    """Engines by name and chunk length, each loaded once."""
     loaded: dict[tuple[str, int], Engine] = {}
 
     def get(name: str, chunk_length: int) -> Engine:
@@ -41,7 +41,7 @@ def engines():
 
 @pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
-def test_random_interleavings(name, engines):
+def test_random_interleavings_change_no_bit(name, engines):
     for seed in range(3):
         engine = engines(name, LENGTHS[seed % 3])
         check_interleaving(engine, seed, input_ids(name))
@@ -51,7 +51,7 @@ def test_random_interleavings(name, engines):
 @pytest.mark.sampled(every=3, name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_interleavings_with_faults(name, engines):
-    """A failed task fails the sequences of its chunk, which are what they were before; the others go on."""
+    """A failed task fails the sequences of its chunk, whose states are restored; the others continue."""
     faults = Faults(every=7)
     check_interleaving(engines(name, 8), 4, input_ids(name), faults=faults)
     assert faults.num > 1
@@ -60,7 +60,7 @@ def test_random_interleavings_with_faults(name, engines):
 @pytest.mark.sampled(every=3, name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_interleavings_with_a_prefix_cache(name, engines):
-    """One too small for what they leave; alone they have none."""
+    """The cache is too small for all prompts; sessions alone have none."""
     with load_for_interleavings(checkpoint(name), 32, prefix_cache_memory=60_000) as cached:
         for seed in (5, 6):
             check_interleaving(cached, seed, input_ids(name), faults=Faults(every=31), plain=engines(name, 32))
@@ -94,7 +94,7 @@ def answers_alone(engine, prompts, **options):
 
 
 @pytest.mark.parametrize("most", [1, 2, 16])
-def test_many_prompts_are_answered_as_each_alone(engine, most):
+def test_many_prompts_are_answered_as_alone(engine, most):
     expected = answers_alone(engine, PROMPTS, max_new_tokens=9)
     assert engine.generate(PROMPTS, max_new_tokens=9, max_sessions=most) == expected
     pieces = list(engine.stream(PROMPTS, max_new_tokens=9, max_sessions=most))
@@ -103,15 +103,15 @@ def test_many_prompts_are_answered_as_each_alone(engine, most):
     assert {index for index, piece in pieces if piece.finish_reason} == set(range(len(PROMPTS)))
 
 
-def test_one_text_gives_one_answer(engine):
+def test_generate_of_one_text_gives_one_answer(engine):
     assert engine.generate("a b c", max_new_tokens=5) == answers_alone(engine, ["a b c"], max_new_tokens=5)[0]
     assert engine.generate([]) == []
     with pytest.raises(ConfigError, match="prompts is one text"):
         next(engine.stream("a b c"))
 
 
-def test_scores_are_those_of_all_logits_at_once(engine):
-    """By float64 from the logits of context and continuation in one prefill."""
+def test_scores_equal_those_of_all_logits_at_once(engine):
+    """Compute them in float64 from the logits of context and continuation in one prefill."""
     random = np.random.default_rng(0)
     ids = input_ids(NAME)
     pairs = [(ids[:n], [int(i) for i in random.choice(ids, k)]) for n, k in [(1, 1), (5, 3), (20, 1), (40, 9), (2, 30)]]
@@ -126,20 +126,20 @@ def test_scores_are_those_of_all_logits_at_once(engine):
     assert engine.score([("a b", " c")]) == [engine.session().score(*engine._encode_pair(("a b", " c")))]
 
 
-def test_a_prompt_that_is_wrong_ends_all_and_the_engine_goes_on(engine):
+def test_invalid_prompt_ends_all_and_the_engine_recovers(engine):
     with pytest.raises(ConfigError, match="outside the vocabulary"):
         engine.generate([*PROMPTS, [10**9]], max_new_tokens=5)
     for pieces in (engine.stream(PROMPTS, max_new_tokens=50), engine.stream(PROMPTS, max_new_tokens=50)):
         next(pieces)
         pieces.close()
     deadline = time.monotonic() + 60
-    while engine.stats().waiting_runs:  # what is abandoned goes once its chunk is through
+    while engine.stats().waiting_runs:  # an abandoned run ends with its chunk
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert engine.generate(PROMPTS[:2], max_new_tokens=4) == answers_alone(engine, PROMPTS[:2], max_new_tokens=4)
 
 
-def test_an_event_loop_answers_many_at_once(engine):
+def test_event_loop_answers_many_at_once(engine):
     async def answer(prompt):
         async with await engine.asession() as session:
             result = await session.aprefill(prompt)
@@ -152,7 +152,7 @@ def test_an_event_loop_answers_many_at_once(engine):
     assert asyncio.run(main()) == answers_alone(engine, PROMPTS, max_new_tokens=9)
 
 
-def test_a_task_that_is_cancelled_touches_nobody_else(engine):
+def test_cancelled_task_does_not_affect_others(engine):
     async def main():
         sessions = [await engine.asession() for _ in range(3)]
         long = asyncio.create_task(sessions[0].aprefill(input_ids(NAME) + PROMPTS[3]))
@@ -172,7 +172,7 @@ def test_a_task_that_is_cancelled_touches_nobody_else(engine):
         np.testing.assert_array_equal(here, there)
 
 
-def test_a_loop_that_is_closed_while_sequences_run_leaves_the_engine_whole(engine):
+def test_closed_event_loop_leaves_the_engine_usable(engine):
     session = engine.session()
 
     async def main():
@@ -185,7 +185,7 @@ def test_a_loop_that_is_closed_while_sequences_run_leaves_the_engine_whole(engin
     np.testing.assert_array_equal(session.prefill(PROMPTS[4]).logits, engine.session().prefill(PROMPTS[4]).logits)
 
 
-def test_one_session_in_two_threads_is_refused(engine):
+def test_session_in_two_threads_is_rejected(engine):
     session, refused, started = engine.session(), [], threading.Event()
     session.prefill(PROMPTS[2])
 
@@ -204,17 +204,17 @@ def test_one_session_in_two_threads_is_refused(engine):
     other.start()
     session.on_run = look
     session.prefill(PROMPTS[3])
-    assert refused == ["the session is in use by another thread or task; make one for each"]
+    assert refused == ["the session is in use by another thread or task; create one for each"]
 
 
-def test_one_session_in_two_tasks_is_refused(engine):
+def test_session_in_two_tasks_is_rejected(engine):
     async def main():
         session = await engine.asession()
         return await asyncio.gather(session.aprefill(PROMPTS[3]), session.aprefill([1]), return_exceptions=True)
 
     first, second = asyncio.run(main())
     assert first.num_tokens == len(PROMPTS[3])
-    assert str(second) == "the session is in use by another thread or task; make one for each"
+    assert str(second) == "the session is in use by another thread or task; create one for each"
 
 
 def test_caches_have_a_budget():
@@ -224,7 +224,9 @@ def test_caches_have_a_budget():
         first, second = engine.session(), engine.session()
         first.prefill(PROMPTS[1])
         for refused in (engine.session, first.fork):
-            with pytest.raises(BusyError, match=f"the caches of 2 sessions take all of the {2 * one} bytes"):
+            with pytest.raises(
+                BusyError, match=f"the caches of 2 sessions leave no room within their limit of {2 * one} bytes"
+            ):
                 refused()
         assert engine.stats().cache_bytes == 2 * one
         second.close()
@@ -251,8 +253,8 @@ def test_caches_have_a_budget():
         chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, cache_memory=one - 1)
 
 
-def test_room_without_a_limit_is_not_waited_for(engine):
-    """Nobody is refused since others come at the same time."""
+def test_room_without_a_limit_needs_no_wait(engine):
+    """No sequence is rejected because others come at the same time."""
     is_over = threading.Event()
 
     async def come():
@@ -271,8 +273,8 @@ def test_room_without_a_limit_is_not_waited_for(engine):
         coming.join()
 
 
-def test_who_closes_a_session_finds_room_for_the_next():
-    """Whoever computed its last run, or keeps what went wrong with it, does not hold its caches on."""
+def test_closed_session_leaves_room_for_the_next():
+    """Neither the thread that computed its last run nor an error in it keeps its caches alive."""
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as free:
         one = free.session()._sequence.state.num_bytes
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, cache_memory=2 * one) as engine:
@@ -311,7 +313,7 @@ def test_who_closes_a_session_finds_room_for_the_next():
             asyncio.run(main())
 
 
-def test_closing_an_engine_ends_the_wait_for_room():
+def test_close_ends_the_wait_for_room():
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as free:
         one = free.session()._sequence.state.num_bytes
     engine = chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, cache_memory=one)
@@ -335,7 +337,7 @@ def test_closing_an_engine_ends_the_wait_for_room():
     held.close()
 
 
-def test_a_session_in_use_goes_neither_back_nor_apart(engine):
+def test_session_in_use_cannot_be_rewound_or_forked(engine):
     async def main():
         session = await engine.asession()
         task = asyncio.create_task(session.aprefill(input_ids(NAME)))
@@ -356,13 +358,13 @@ def test_a_session_in_use_goes_neither_back_nor_apart(engine):
         (lambda engine: engine.generate(b"ab"), "prompts is of type bytes, expected a list"),
         (lambda engine: list(engine.stream(None)), "prompts is of type NoneType, expected a list"),
         (lambda engine: engine.score(5), "pairs is of type int, expected a list"),
-        (lambda engine: engine.score(("ab", "cd")), "a pair is 'ab', expected a context and what follows it"),
-        (lambda engine: engine.score([([1], [2], [3])]), "expected a context and what follows it"),
+        (lambda engine: engine.score(("ab", "cd")), "a pair is 'ab', expected a context and its continuation"),
+        (lambda engine: engine.score([([1], [2], [3])]), "expected a context and its continuation"),
         (lambda engine: engine.score([([1], [99999])]), "token id 99999 is outside the vocabulary"),
         (lambda engine: engine.score([([1], [-1])]), "token id -1 is outside the vocabulary"),
     ],
 )
-def test_odd_input_is_one_clear_line(engine, use, message):
+def test_invalid_input_is_one_clear_line(engine, use, message):
     with pytest.raises(ConfigError, match=message):
         use(engine)
 
@@ -374,7 +376,7 @@ def test_prompts_may_come_from_a_generator(engine):
     assert found == answers_alone(engine, PROMPTS[:3], max_new_tokens=3)
 
 
-def test_a_closed_engine_refuses_every_way_in(engine):
+def test_closed_engine_rejects_every_call(engine):
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as closed:
         session = closed.session()
     for use in (
@@ -391,7 +393,7 @@ def test_a_closed_engine_refuses_every_way_in(engine):
             use()
 
 
-def test_pairs_with_one_context_run_it_once_wherever_they_stand(engine, monkeypatch):
+def test_pairs_with_one_context_run_it_once_in_any_order(engine, monkeypatch):
     ran, run = [], engine._conductor.ticket
 
     def note(wanted, on_end):
@@ -407,8 +409,8 @@ def test_pairs_with_one_context_run_it_once_wherever_they_stand(engine, monkeypa
     assert scores == [engine.session().score(*pair) for pair in pairs]
 
 
-def test_contexts_that_begin_alike_run_their_beginning_once():
-    """Many at a time: the others wait until the first has given the prefix cache what they share."""
+def test_contexts_with_a_shared_beginning_run_it_once():
+    """Many at a time: the others wait until the first has put the shared part into the prefix cache."""
     shared = input_ids(NAME)[:48]
     pairs = [([*shared, *range(n, n + 9)], [ending, 7]) for n in range(5) for ending in (3, 4)]
     with chunkrt.load(checkpoint(NAME), npu="native", threads=2, prefix_cache="memory") as cached:
@@ -420,8 +422,8 @@ def test_contexts_that_begin_alike_run_their_beginning_once():
         assert scores == [cached.session().score(*pair) for pair in pairs]
 
 
-def test_contexts_wait_for_what_they_begin_with_once(monkeypatch):
-    """The second waits for the first; those after it find what all begin with in the prefix cache, and none waits."""
+def test_contexts_wait_for_their_shared_beginning_once(monkeypatch):
+    """The second waits for the first; those after it find the shared beginning in the prefix cache, and do not wait."""
     shared = input_ids(NAME)[:48]
     pairs = [([*shared, *range(n, n + 9)], [3, 7]) for n in range(6)]
     num_open, most_open = [0], [0]
@@ -443,7 +445,7 @@ def test_contexts_wait_for_what_they_begin_with_once(monkeypatch):
         assert cached.stats().cached_tokens == 5 * 48
 
 
-def test_scores_come_as_they_are_ready_each_once(engine):
+def test_scores_come_once_each_as_they_are_ready(engine):
     ids = input_ids(NAME)
     pairs = [(ids[: 5 + n % 3], [n, 2]) for n in range(9)]
     found = list(engine.scores(pairs, max_sessions=2))
@@ -451,7 +453,7 @@ def test_scores_come_as_they_are_ready_each_once(engine):
     assert dict(found) == dict(enumerate(engine.score(pairs)))
 
 
-def test_pairs_that_do_not_fit_are_told_before_anything_runs(engine, monkeypatch):
+def test_pairs_that_do_not_fit_are_rejected_before_anything_runs(engine, monkeypatch):
     monkeypatch.setattr(engine._conductor, "ticket", None)
     with pytest.raises(ConfigError, match="do not fit the context"):
         engine.score([([1], [2]), ([1] * 10**6, [2])])
@@ -474,8 +476,8 @@ print("over", flush=True)
 
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_a_process_may_end_while_others_run(num_threads, times):
-    """Its daemon threads are in a kernel or wait for their share when the interpreter goes."""
+def test_process_may_end_while_others_run(num_threads, times):
+    """Its daemon threads are in a kernel or wait for their share when the interpreter exits."""
     for _ in range(times):
         finished = subprocess.run(
             [sys.executable, "-P", "-c", AT_EXIT, str(checkpoint(NAME)), str(num_threads)],
@@ -486,15 +488,15 @@ def test_a_process_may_end_while_others_run(num_threads, times):
         assert (finished.returncode, finished.stdout) == (0, "over\n"), finished.stderr
 
 
-def test_room_in_the_caches_is_there_at_once(engine):
-    """Nothing holds a state once its session is closed: neither the conductor's thread nor what it has told."""
+def test_room_in_the_caches_is_free_at_once(engine):
+    """A closed session's state has no references left, neither from the conductor's thread nor from its messages."""
     for _ in range(8):
         assert len(engine.generate(PROMPTS[:3], max_new_tokens=2)) == 3
         gc.collect()
         assert engine.stats().sessions <= 1, "one is the module's own"
 
 
-def test_on_run_may_go_on_with_its_session(engine):
+def test_on_run_may_use_its_session(engine):
     session, expected = engine.session(), engine.session()
 
     def go_on(record):

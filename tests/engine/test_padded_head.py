@@ -1,4 +1,4 @@
-"""A model's head may have more rows than the vocabulary has tokens; the rest is padding, which is never drawn."""
+"""A model's LM head may have more rows than the vocabulary has tokens; the others are padding, which is never drawn."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ DRAWN = SamplingOptions(temperature=1.0, seed=5)
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """Half of the rows are padding, so a sampler that knew of none would draw such a row at every second token."""
+    """Half of the rows are padding, so a sampler that ignores padding would draw such a row at every second token."""
     folder = write_folder(tmp_path_factory.mktemp("padded") / "model", vocab_size=2 * NUM_TOKENS)
     TOKENIZER.save(folder)
     (folder / "text.json").unlink()
@@ -43,7 +43,7 @@ def test_generate_of_many_prompts_never_draws_padding(engine):
     assert len(answers) == 3
 
 
-def test_log_probabilities_are_those_of_the_whole_head(engine):
+def test_log_probabilities_are_those_of_the_complete_head(engine):
     with engine.session() as session:
         logits = session.prefill("hello").logits.astype(np.float64)
         piece = next(session.generate(max_new_tokens=1, log_probabilities=2 * NUM_TOKENS))

@@ -1,4 +1,4 @@
-"""Logits are those of Hugging Face Transformers, whatever the chunk length, and without chunks at all."""
+"""Logits equal those of Hugging Face Transformers, with any chunk length, and without chunks."""
 
 import json
 import shutil
@@ -15,9 +15,9 @@ from chunkrt.graph.decoders import FAMILIES
 from chunkrt.runtime.state import State
 
 TOLERANCE = 1e-4
-"""Float32 throughout: a few layers of sums over at most 96 products, on logits of up to about 7."""
+"""Tolerance in float32: a few layers of sums over at most 96 products, on logits of up to about 7."""
 SPLIT_TOLERANCE = 1e-5
-"""The same sums in another order, of the largest logit."""
+"""Tolerance for the same sums in another order, relative to the largest logit."""
 CHUNK_LENGTHS = (1, 8, 32, 64)
 LENGTHS = (1, 31, 32, 33, 95)
 ONE_CHUNK = 128
@@ -51,7 +51,7 @@ def test_every_family_has_fixtures():
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("chunk_length", CHUNK_LENGTHS)
 @pytest.mark.parametrize("name", NAMES)
-def test_chunked_logits_are_those_of_transformers(name, chunk_length):
+def test_chunked_logits_equal_those_of_transformers(name, chunk_length):
     with load(name, chunk_length=chunk_length) as engine:
         found = logits_of(engine, input_ids(name))
     np.testing.assert_allclose(found, expected_logits(name), rtol=0, atol=TOLERANCE)
@@ -59,7 +59,7 @@ def test_chunked_logits_are_those_of_transformers(name, chunk_length):
 
 @pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("name", NAMES)
-def test_so_are_those_of_a_backend_that_shares_no_code(name):
+def test_logits_of_an_independent_backend_equal_those_of_transformers(name):
     with load(name, npu="onnxrt", chunk_length=8) as engine:
         found = logits_of(engine, input_ids(name))
     np.testing.assert_allclose(found, expected_logits(name), rtol=0, atol=TOLERANCE)
@@ -67,8 +67,8 @@ def test_so_are_those_of_a_backend_that_shares_no_code(name):
 
 @pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_whole_decoder_as_one_onnx_model_gives_the_logits_of_transformers(name):
-    """In one call, with empty caches: no chunk, no executor, no kernel of ours."""
+def test_decoder_as_one_onnx_model_equals_transformers(name):
+    """It runs in one call, with empty caches, without chunks, executor or chunkrt's kernels."""
     tokens = np.array(input_ids(name), np.int64)
     with load(name, npu="onnxrt") as engine:
         decoder = OnnxRuntimeExecutable(engine.plan.subgraphs, engine.plan, engine.scheme, engine.weights)
@@ -89,7 +89,7 @@ def test_the_whole_decoder_as_one_onnx_model_gives_the_logits_of_transformers(na
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
 @pytest.mark.parametrize("chunk_length", CHUNK_LENGTHS)
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_a_prompt_of_any_length_is_what_it_is_in_one_chunk(name, chunk_length, npu):
+def test_prompt_of_any_length_equals_one_chunk(name, chunk_length, npu):
     with load(name, npu=npu, chunk_length=chunk_length) as engine:
         for num_tokens in LENGTHS:
             tokens = input_ids(name)[:num_tokens]
@@ -100,7 +100,7 @@ def test_a_prompt_of_any_length_is_what_it_is_in_one_chunk(name, chunk_length, n
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
 @pytest.mark.parametrize(("num_prefilled", "num_decoded"), [(1, 12), (31, 2), (33, 9)])
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_decoding_goes_on_where_a_prompt_ends(name, num_prefilled, num_decoded, npu):
+def test_decoding_continues_at_the_end_of_a_prompt(name, num_prefilled, num_decoded, npu):
     tokens = input_ids(name)[: num_prefilled + num_decoded]
     with load(name, npu=npu, chunk_length=8) as engine:
         session = engine.session()
@@ -109,8 +109,8 @@ def test_decoding_goes_on_where_a_prompt_ends(name, num_prefilled, num_decoded, 
     assert_same_but_for_order(np.array(found), in_one_chunk(name, len(tokens))[num_prefilled:])
 
 
-def test_a_prompt_takes_the_rotary_tables_of_its_whole_length():
-    """Of Phi-3's two: a first chunk alone does not know which."""
+def test_prompt_uses_the_rotary_tables_of_its_complete_length():
+    """Phi-3 has two tables, and the first chunk alone does not determine which."""
     tokens = input_ids(LONGROPE)
     with load(LONGROPE, chunk_length=32) as engine:
         assert engine.plan.long_context_from == 64
@@ -120,7 +120,7 @@ def test_a_prompt_takes_the_rotary_tables_of_its_whole_length():
     assert np.abs(long[:64] - short).max() > 0.01
 
 
-def test_a_context_that_outgrows_the_first_tables_takes_the_second():
+def test_context_that_outgrows_the_first_tables_uses_the_second():
     tokens = input_ids(LONGROPE)
     with load(LONGROPE, chunk_length=8) as engine:
         session = engine.session()
@@ -130,7 +130,7 @@ def test_a_context_that_outgrows_the_first_tables_takes_the_second():
     assert_same_but_for_order(found[2:], in_one_chunk(LONGROPE, 70)[64:])
 
 
-def test_the_last_logits_are_those_of_the_last_token():
+def test_last_logits_are_those_of_the_last_token():
     name = "llama_tied"
     with load(name) as engine:
         result = engine.session().prefill(input_ids(name))
@@ -138,8 +138,8 @@ def test_the_last_logits_are_those_of_the_last_token():
 
 
 @pytest.mark.parametrize("name", ["gelu_new", "gelu_fast"])
-def test_the_names_of_the_tanh_approximation_mean_the_same(name, tmp_path):
-    """Transformers' NewGELUActivation and FastGELUActivation compute what gelu_pytorch_tanh does."""
+def test_names_of_the_tanh_approximation_are_synonyms(name, tmp_path):
+    """Transformers' NewGELUActivation and FastGELUActivation compute the same as gelu_pytorch_tanh."""
     folder = shutil.copytree(checkpoint("gemma3_window_5"), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config.pop("hidden_act", None)

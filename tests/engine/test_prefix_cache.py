@@ -1,4 +1,4 @@
-"""The prefix cache: whatever was prefilled before, a session gets the bits that it gets from nothing."""
+"""The prefix cache: after any earlier prefills a session gets the same bits as without the cache."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from chunkrt.runtime.run import Run, RunResult
 
 CONTEXT = 120
 LENGTHS = (8, 32, 40)
-"""Of chunks."""
+"""Chunk lengths."""
 SMALL, LARGE = 200_000, 10**8
-"""Bytes: of the first, most is evicted before it is asked for."""
+"""Limits in bytes: with the first, most prefixes are evicted before they are needed."""
 CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE = "llama_gqa", "mistral_window_5", "lfm2", "qwen3_next"
 
 
@@ -35,7 +35,7 @@ def load(name: str, chunk_length: int, **options: object) -> Engine:
 
 
 class Prompts:
-    """A random tree of prompts: most begin as an earlier one does."""
+    """A random tree of prompts: most begin like an earlier one."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self.random, self._vocab_size = Random(seed), vocab_size
@@ -52,7 +52,8 @@ class Prompts:
 
 
 def follow_story(seed: int, cached: Engine, plain: Engine, prompts: list[list[int]]) -> int:
-    """The same calls on two engines, and the same bits; how many tokens the first took from its cache."""
+    """Make the same calls on two engines, compare the bits, and return the number of tokens from the first one's
+    cache."""
     random, num_cached = Random(seed), 0
     for prompt in prompts:
         with cached.session() as session, plain.session() as expected:
@@ -85,7 +86,7 @@ def follow_story(seed: int, cached: Engine, plain: Engine, prompts: list[list[in
 @pytest.mark.sampled(every=3, name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("limit", [SMALL, LARGE])
 @pytest.mark.parametrize("name", NAMES)
-def test_random_trees_of_prompts(name: str, limit: int) -> None:
+def test_random_trees_of_prompts_give_the_same_bits(name: str, limit: int) -> None:
     chunk_length = LENGTHS[NAMES.index(name) % 3]
     with (
         load(name, chunk_length, prefix_cache="memory", prefix_cache_memory=limit) as cached,
@@ -123,7 +124,8 @@ TIGHT = {
 
 
 def follow_stories_in_threads(cached: Engine, plain: Engine, prompts: Prompts, number: int, seed: int) -> None:
-    """Several at once on the first engine, whose sessions share chunks; on the other each call is computed alone."""
+    """Run several at once on the first engine, whose sessions share chunks; on the other each call is computed
+    alone."""
     stories = [[prompts.next() for _ in range(4)] for _ in range(number)]
     with ThreadPoolExecutor(number) as pool:
         ended = [pool.submit(follow_story, seed + i, cached, plain, story) for i, story in enumerate(stories)]
@@ -132,7 +134,7 @@ def follow_stories_in_threads(cached: Engine, plain: Engine, prompts: Prompts, n
 
 
 def follow_stories_on_disk(name: str, chunk_length: int, tight: str, folder: Path, rounds: int) -> None:
-    """Each round on an engine of its own, as another process would have it."""
+    """Run each round on an engine of its own, like another process."""
     memory, disk = TIGHT[tight]
     budgets = {"prefix_cache": folder, "prefix_cache_memory": memory, "prefix_cache_disk": disk}
     with load(name, chunk_length) as plain:
@@ -182,7 +184,7 @@ def test_more_random_trees_in_threads_with_tight_budgets(
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
 @pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE])
-def test_other_backends_hit_at_borders_of_chunks(name: str, npu: str) -> None:
+def test_other_backends_hit_at_chunk_boundaries(name: str, npu: str) -> None:
     options = {"npu": npu, "scheme": "float"}
     with load(name, 8, prefix_cache="memory", **options) as cached, load(name, 8, **options) as plain:
         prompts = Prompts(2, plain.plan.vocab_size)
@@ -195,8 +197,8 @@ def test_other_backends_hit_at_borders_of_chunks(name: str, npu: str) -> None:
 @pytest.mark.parametrize(
     ("decode_on", "tokens_differ"), [("cpu", True), pytest.param("npu", False, marks=pytest.mark.exhaustive)]
 )
-def test_on_an_emulated_npu(decode_on: str, tokens_differ: bool) -> None:
-    """Single tokens are rounded otherwise on the CPU: what they left in a state is not kept."""
+def test_prefix_cache_on_an_emulated_npu(decode_on: str, tokens_differ: bool) -> None:
+    """The CPU rounds single tokens differently, so the state after them is not kept."""
     pytest.importorskip("onnxruntime_qnn", reason="contexts are compiled by onnxruntime-qnn")
     options = {"npu": "qnn", "scheme": "w8a16", "decode_on": decode_on}
     name = "llama_biased_gguf"
@@ -216,7 +218,7 @@ def test_on_an_emulated_npu(decode_on: str, tokens_differ: bool) -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
-def test_types_of_caches(cache_dtype: str) -> None:
+def test_prefix_cache_with_types_of_caches(cache_dtype: str) -> None:
     with (
         load(WINDOW, 8, prefix_cache="memory", cache_dtype=cache_dtype) as cached,
         load(WINDOW, 8, cache_dtype=cache_dtype) as plain,
@@ -227,7 +229,7 @@ def test_types_of_caches(cache_dtype: str) -> None:
 
 @pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
-def test_sessions_in_threads_that_share_chunks(name: str) -> None:
+def test_prefix_cache_with_sessions_in_threads_that_share_chunks(name: str) -> None:
     with (
         load(name, 32, prefix_cache="memory", prefix_cache_memory=SMALL, threads=2) as cached,
         load(name, 32) as plain,
@@ -253,7 +255,7 @@ def test_sessions_in_threads_that_share_chunks(name: str) -> None:
         assert cached.stats().prefix_bytes <= SMALL
 
 
-def test_sessions_in_an_event_loop() -> None:
+def test_prefix_cache_with_sessions_in_an_event_loop() -> None:
     with load(CONVOLUTION, 32, prefix_cache="memory") as cached, load(CONVOLUTION, 32) as plain:
         prompts = Prompts(5, plain.plan.vocab_size)
         several = [prompts.next() for _ in range(8)]
@@ -270,8 +272,8 @@ def test_sessions_in_an_event_loop() -> None:
 
 
 @pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION])
-def test_a_turn_costs_its_new_tokens(name: str) -> None:
-    """Each turn in a session of its own, as a server has it: what was said before is not run again."""
+def test_turn_of_a_chat_runs_only_its_new_tokens(name: str) -> None:
+    """Each turn is in a session of its own, as in a server: earlier turns are not run again."""
     with load(name, 8, prefix_cache="memory") as engine:
         said: list[int] = []
         for turn in range(5):
@@ -283,16 +285,16 @@ def test_a_turn_costs_its_new_tokens(name: str) -> None:
                 said = list(session.tokens)
 
 
-def test_a_prompt_that_parts_from_another_has_others_begin_there() -> None:
-    """A recurrent state is not kept everywhere, but after the second prompt where it parted from the first."""
+def test_divergence_of_two_prompts_becomes_a_hit_for_the_third() -> None:
+    """A recurrent state is not kept everywhere, but after the second prompt at its divergence from the first."""
     with load(DELTA_RULE, 32, prefix_cache="memory") as engine:
         begin = [i % engine.plan.vocab_size for i in range(40)]
         ends = [[i + j for j in range(60)] for i in range(3)]
         assert [engine.session().prefill(begin + end).num_cached for end in ends] == [0, 0, 32]
 
 
-def test_a_context_that_shifts() -> None:
-    """What moved is no prefix any more; what is prefilled into a new session is."""
+def test_prefix_cache_with_a_context_that_shifts() -> None:
+    """Moved tokens are not a prefix any more; tokens that are prefilled into a new session are."""
     options = {"context_shift": True, "context_length": 40}
     with load(WINDOW, 8, prefix_cache="memory", **options) as cached, load(WINDOW, 8, **options) as plain:
         for number in (30, 60, 38, 90, 30):
@@ -304,7 +306,7 @@ def test_a_context_that_shifts() -> None:
 
 
 class Failing:
-    """Has an engine's runs fail from the n-th on."""
+    """Makes an engine's runs fail from the n-th on."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._run, self.runs_left = engine.run, 10**9
@@ -318,10 +320,10 @@ class Failing:
 
 
 @pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION])
-def test_a_prompt_that_fails_after_a_shift_takes_nothing_from_the_cache(
+def test_prompt_that_fails_after_a_shift_uses_nothing_from_the_cache(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the session held before is exact again, and kept when it is closed."""
+    """The earlier contents of the session are exact again, and kept when it is closed."""
     with load(name, 8, prefix_cache="memory", context_shift=True, context_length=40) as engine:
         failing, tokens = Failing(engine, monkeypatch), list(range(30))
         with engine.session() as session:
@@ -336,8 +338,8 @@ def test_a_prompt_that_fails_after_a_shift_takes_nothing_from_the_cache(
 
 @pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
-def test_contexts_that_shift_and_prompts_that_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a session holds after shifts is not exact, and does not become so where a later prompt fails."""
+def test_prefix_cache_with_shifts_and_failing_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contents of a session after shifts are not exact, and a failing prompt does not make them exact."""
     options, random = {"context_shift": True, "context_length": 40}, Random(7)
     with load(name, 8, prefix_cache="memory", **options) as cached, load(name, 8, **options) as plain:
         failing = Failing(cached, monkeypatch)
@@ -357,8 +359,8 @@ def test_contexts_that_shift_and_prompts_that_fail(name: str, monkeypatch: pytes
                 failing.runs_left = 10**9
 
 
-def test_a_prompt_that_is_too_long_for_the_cache_leaves_there_what_it_begins_with() -> None:
-    """Its own first tokens are kept as far as they fit, and nothing goes that it goes on from."""
+def test_prompt_too_long_for_the_cache_keeps_its_beginning_there() -> None:
+    """Its own first tokens are kept as far as they fit, and the prefix that it continues is not evicted."""
     with load(CACHES_ONLY, 8, prefix_cache="memory") as engine:
         engine.session().prefill(range(64))
         for_64 = engine.stats().prefix_bytes
@@ -372,8 +374,8 @@ def test_a_prompt_that_is_too_long_for_the_cache_leaves_there_what_it_begins_wit
             assert engine.stats().prefix_bytes <= limit
 
 
-def test_another_prompt_of_the_same_length_has_recurrent_tensors_of_its_own() -> None:
-    """They part within the tokens of one node."""
+def test_prompts_of_equal_length_have_separate_recurrent_tensors() -> None:
+    """They diverge within the tokens of one node."""
     with load(CONVOLUTION, 8, prefix_cache="memory") as engine:
         for first in (1, 2):
             prompt = [5, 5, 5, first, 7, 8]
@@ -381,7 +383,7 @@ def test_another_prompt_of_the_same_length_has_recurrent_tensors_of_its_own() ->
             assert engine.session().prefill([*prompt, 9, 9]).num_cached == len(prompt)
 
 
-def test_no_part_of_a_run_is_a_single_token_where_such_are_computed_elsewhere() -> None:
+def test_part_lengths_never_leave_a_single_token_that_is_computed_elsewhere() -> None:
     with load(CONVOLUTION, 8) as engine:
         prompt = list(range(20))
         state = engine.session()._sequence.state
@@ -397,8 +399,8 @@ def test_no_part_of_a_run_is_a_single_token_where_such_are_computed_elsewhere() 
 
 
 @pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE])
-def test_a_failed_prefill_leaves_the_session_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails after a hit, and where a run is parted in its second part."""
+def test_failed_prefill_leaves_the_session_unchanged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails after a hit, and in the second part of a split run."""
     with load(name, 8, prefix_cache="memory") as engine, load(name, 8) as plain:
         tokens = [(5 * i) % plain.plan.vocab_size for i in range(100)]
         engine.session().prefill(tokens[:64])
@@ -424,21 +426,21 @@ def test_a_failed_prefill_leaves_the_session_as_it_was(name: str, monkeypatch: p
         np.testing.assert_array_equal(found.logits, truth.logits)
 
 
-def test_switched_off_nothing_is_kept() -> None:
+def test_nothing_is_kept_when_switched_off() -> None:
     with load(CACHES_ONLY, 8, prefix_cache="off") as engine:
         assert [engine.session().prefill(range(1, 60)).num_cached for _ in range(2)] == [0, 0]
         assert engine.stats().prefix_bytes == 0
 
 
 @pytest.mark.parametrize("value", ["", 3, True])
-def test_what_is_no_place_is_refused(value: object) -> None:
+def test_invalid_place_is_rejected(value: object) -> None:
     with pytest.raises(ConfigError, match="prefix_cache is"):
         load(CACHES_ONLY, 8, prefix_cache=value)
 
 
 @pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION])
-def test_what_is_counted_is_what_is_held(name: str) -> None:
-    """And no more than the limit, which evicts all the time."""
+def test_counted_bytes_equal_held_bytes(name: str) -> None:
+    """The limit, which causes constant eviction, is never exceeded."""
     with load(name, 8, prefix_cache="memory", prefix_cache_memory=60_000) as engine:
         prompts, cache = Prompts(6, engine.plan.vocab_size), engine.prefix_cache
         assert cache is not None
@@ -453,7 +455,7 @@ def test_what_is_counted_is_what_is_held(name: str) -> None:
         assert most > 40_000
 
 
-def test_with_ranks_there_is_none_and_asking_for_one_is_an_error() -> None:
+def test_ranks_have_no_prefix_cache_and_reject_one() -> None:
     with load(CACHES_ONLY, 8) as engine:
         for place in ("memory", "disk", "/somewhere"):
             engine.options = replace(engine.options, prefix_cache=place)
@@ -465,8 +467,8 @@ def test_with_ranks_there_is_none_and_asking_for_one_is_an_error() -> None:
             assert open_cache(engine, exactness, has_ranks=True, is_npu_lost=bool) is None
 
 
-def test_an_npu_that_is_lost_ends_it() -> None:
-    """What it computed is not what the CPU computes from then on."""
+def test_lost_npu_disables_the_cache() -> None:
+    """Its results differ from those that the CPU computes from then on."""
     with load(CACHES_ONLY, 8, prefix_cache="memory") as engine:
         is_lost = [False]
         assert engine.prefix_cache is not None

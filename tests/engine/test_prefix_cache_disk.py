@@ -1,4 +1,4 @@
-"""The prefix cache on disk: what is found there is right, whatever happened to it, and never more than the budget."""
+"""The prefix cache on disk: hits are correct after any damage, and the budget always holds."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def truth(model: Path) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def filled_once(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all that can be there of the tokens: two files of 256 and one of 64."""
+    """A folder with all files of the tokens: two of 256 and one of 64."""
     folder = tmp_path_factory.mktemp("filled") / "cache"
     with load(model, prefix_cache=folder) as engine:
         engine.session().prefill(TOKENS)
@@ -75,7 +75,7 @@ def filled(filled_once: Path, tmp_path: Path) -> Path:
 
 
 class Lines(logging.Handler):
-    """What is told to the user."""
+    """Handler that collects messages to the user."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -94,7 +94,7 @@ def lines() -> Iterator[list[str]]:
 
 
 def cached_tokens(model: Path, cache: Path, truth: np.ndarray, **options: object) -> int:
-    """How many tokens a new engine has from the folder; its logits are right."""
+    """Return the number of tokens that a new engine gets from the folder, after checking its logits."""
     with load(model, prefix_cache=cache, **options) as engine:
         result = engine.session().prefill(TOKENS)
     np.testing.assert_array_equal(result.logits, truth)
@@ -103,16 +103,18 @@ def cached_tokens(model: Path, cache: Path, truth: np.ndarray, **options: object
 
 
 def second_file(cache: Path) -> Path:
-    """That of the tokens from 256 on, without which those after it are of no use."""
+    """Return the file of the tokens from 256 on, without which later files are useless."""
     return next(entry.path for entry in entries(cache) if read_header(entry.path).start == 256)
 
 
-def test_another_process_goes_on_from_there(model: Path, filled: Path, truth: np.ndarray, lines: list[str]) -> None:
+def test_another_process_continues_from_the_folder(
+    model: Path, filled: Path, truth: np.ndarray, lines: list[str]
+) -> None:
     assert cached_tokens(model, filled, truth) == 576
     assert lines == []
 
 
-def test_what_bits_depend_on_is_in_the_names(model: Path, filled: Path, truth: np.ndarray) -> None:
+def test_names_depend_on_everything_that_bits_depend_on(model: Path, filled: Path, truth: np.ndarray) -> None:
     for options in ({"cache_dtype": "float32"}, {"attention_math": "bfloat16"}):
         with load(model, prefix_cache=filled, **options) as engine:
             assert engine.session().prefill(TOKENS).num_cached == 0
@@ -121,7 +123,7 @@ def test_what_bits_depend_on_is_in_the_names(model: Path, filled: Path, truth: n
 
 @pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_kind_of_state(name: str, tmp_path: Path) -> None:
+def test_every_kind_of_state_is_restored(name: str, tmp_path: Path) -> None:
     options = {"context_length": 120, "chunk_length": 32}
     tokens = input_ids(name) * 8
     with load(checkpoint(name), **options) as plain:
@@ -133,7 +135,7 @@ def test_every_kind_of_state(name: str, tmp_path: Path) -> None:
         assert result.num_cached == num_cached
 
 
-def test_a_memory_smaller_than_what_is_on_disk(model: Path, filled: Path, truth: np.ndarray) -> None:
+def test_memory_smaller_than_the_disk(model: Path, filled: Path, truth: np.ndarray) -> None:
     assert cached_tokens(model, filled, truth, prefix_cache_memory=50_000) < 576
 
 
@@ -151,19 +153,19 @@ FIELDS = {
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("field", FIELDS)
-def test_a_flipped_byte_is_a_miss(model: Path, filled: Path, truth: np.ndarray, lines: list[str], field: str) -> None:
+def test_flipped_byte_is_a_miss(model: Path, filled: Path, truth: np.ndarray, lines: list[str], field: str) -> None:
     path = second_file(filled)
     data = bytearray(path.read_bytes())
     data[FIELDS[field]] ^= 0x10
     path.write_bytes(data)
     assert cached_tokens(model, filled, truth) <= 256
     assert len(lines) == 1
-    assert lines[0].startswith(f"{path} is of no use to the prefix cache (")
+    assert lines[0].startswith(f"the prefix cache cannot use {path} (")
     assert cached_tokens(model, filled, truth) == 576  # it has been written again
 
 
 def with_header(data: bytes, **changed: object) -> bytes:
-    """A file whose header says something else, and whose checksum is right."""
+    """Return a file with a changed header and a correct checksum."""
     length = int.from_bytes(data[12:16], "little")
     header = json.loads(data[16 : 16 + length])
     assert changed.keys() <= header.keys()
@@ -195,16 +197,16 @@ def with_header(data: bytes, **changed: object) -> bytes:
     ],
     ids=str,
 )
-def test_a_header_that_says_something_else_is_a_miss(
+def test_header_of_other_contents_is_a_miss(
     model: Path, filled: Path, truth: np.ndarray, lines: list[str], changed: dict[str, object]
 ) -> None:
-    """Its checksum is right: each field is looked at for itself."""
+    """Its checksum is correct: each field is checked by itself."""
     path = second_file(filled)
     path.write_bytes(with_header(path.read_bytes(), **changed))
     if changed:
         assert cached_tokens(model, filled, truth) <= 256
         assert len(lines) == 1
-        assert lines[0].startswith(f"{path} is of no use to the prefix cache (")
+        assert lines[0].startswith(f"the prefix cache cannot use {path} (")
     else:
         assert cached_tokens(model, filled, truth) == 576
 
@@ -223,9 +225,7 @@ def test_any_flipped_byte_is_a_miss(model: Path, filled: Path, truth: np.ndarray
 
 @pytest.mark.sampled(model=["window"])
 @pytest.mark.parametrize("length", [0, 5, 16, 300, 5000, -1])
-def test_a_file_that_is_cut_off_is_a_miss(
-    model: Path, filled: Path, truth: np.ndarray, lines: list[str], length: int
-) -> None:
+def test_truncated_file_is_a_miss(model: Path, filled: Path, truth: np.ndarray, lines: list[str], length: int) -> None:
     path = second_file(filled)
     path.write_bytes(path.read_bytes()[:length])
     assert cached_tokens(model, filled, truth) <= 256
@@ -240,7 +240,7 @@ def test_another_format_is_a_miss(
     assert ["it has format 1, not 2" in line for line in lines] == [True]
 
 
-def test_a_full_disk_costs_one_line(
+def test_full_disk_costs_one_line(
     model: Path, tmp_path: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(file: object, **_: object) -> None:
@@ -258,7 +258,7 @@ def test_a_full_disk_costs_one_line(
     ]
 
 
-def test_a_folder_that_cannot_be_written_costs_one_line(
+def test_unwritable_folder_costs_one_line(
     model: Path, filled: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*_: object, **__: object) -> None:
@@ -274,7 +274,7 @@ def test_a_folder_that_cannot_be_written_costs_one_line(
 @pytest.mark.parametrize(
     "error", [PermissionError(errno.EACCES, "Permission denied"), MemoryError(), folder.Timeout("lock")]
 )
-def test_what_failed_is_tried_again(
+def test_failed_write_is_tried_again(
     model: Path, tmp_path: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fails(*_: object, **__: object) -> None:
@@ -292,7 +292,7 @@ def test_what_failed_is_tried_again(
     assert cached_tokens(model, tmp_path, truth) == 576
 
 
-def test_a_file_that_cannot_be_read_now_is_left_alone(
+def test_temporarily_unreadable_file_is_kept(
     model: Path, filled: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*_: object) -> None:
@@ -307,7 +307,7 @@ def test_a_file_that_cannot_be_read_now_is_left_alone(
     assert cached_tokens(model, filled, truth) == 576
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_read_as_it_was(
+def test_file_replaced_during_reading_is_read_in_its_old_version(
     model: Path, filled: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = block_file._read_header
@@ -325,14 +325,14 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_as_it_was(
     assert lines == []
 
 
-def test_what_another_build_computed_is_not_taken(
+def test_results_of_another_build_are_not_used(
     model: Path, filled: Path, truth: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "native_digest", lambda: "other kernels")
     assert cached_tokens(model, filled, truth) == 0
 
 
-def test_a_thread_that_an_interrupt_kept_from_starting_starts_later(
+def test_writer_thread_starts_after_an_interrupted_start(
     model: Path, tmp_path: Path, truth: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(self: object) -> None:
@@ -348,7 +348,7 @@ def test_a_thread_that_an_interrupt_kept_from_starting_starts_later(
 
 
 def blocking(read: Callable[..., object], is_reading: Event, may_read: Event) -> Callable[..., object]:
-    """A disk that answers once it may."""
+    """Return a reader of a disk that answers once `may_read` is set."""
 
     def reads(*arguments: object) -> object:
         is_reading.set()
@@ -359,10 +359,10 @@ def blocking(read: Callable[..., object], is_reading: Event, may_read: Event) ->
 
 
 @pytest.mark.parametrize("act", ["prefill", "score", "generate"])
-def test_an_event_loop_goes_on_while_a_disk_is_read(
+def test_event_loop_continues_while_a_disk_is_read(
     model: Path, filled: Path, truth: np.ndarray, monkeypatch: pytest.MonkeyPatch, act: str
 ) -> None:
-    """The loop itself lets the disk answer: a look-up within the loop would wait for ever."""
+    """The loop itself releases the disk: a look-up within the loop would wait forever."""
     is_reading, may_read = Event(), Event()
     monkeypatch.setattr(disk, "read_block", blocking(disk.read_block, is_reading, may_read))
 
@@ -371,7 +371,7 @@ def test_an_event_loop_goes_on_while_a_disk_is_read(
 
     async def main(engine: Engine) -> None:
         async with await engine.asession() as session:
-            if act == "generate":  # what was taken from a session is computed again
+            if act == "generate":  # tokens that were taken from a session are computed again
                 session._sequence.tokens += TOKENS
             acts = {
                 "prefill": lambda: session.aprefill(TOKENS),
@@ -397,7 +397,7 @@ def test_an_event_loop_goes_on_while_a_disk_is_read(
         assert engine.stats().cached_tokens > 0
 
 
-def test_a_task_that_is_cancelled_while_a_disk_is_read_leaves_the_session_as_it_was(
+def test_task_cancelled_while_a_disk_is_read_leaves_the_session_unchanged(
     model: Path, filled: Path, truth: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_reading, may_read = Event(), Event()
@@ -422,7 +422,7 @@ def test_a_task_that_is_cancelled_while_a_disk_is_read_leaves_the_session_as_it_
         asyncio.run(main(engine))
 
 
-def test_what_was_queued_before_there_was_a_thread_is_written_at_the_end(
+def test_prefixes_queued_before_the_thread_started_are_written_at_the_end(
     model: Path, tmp_path: Path, truth: np.ndarray, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(self: object) -> None:
@@ -435,7 +435,7 @@ def test_what_was_queued_before_there_was_a_thread_is_written_at_the_end(
     assert cached_tokens(model, tmp_path, truth) == 576
 
 
-def test_what_waits_and_what_is_remembered_have_bounds(
+def test_waiting_bytes_and_remembered_names_are_bounded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write, writes = Event(), threading.Semaphore(0)
@@ -451,7 +451,7 @@ def test_what_waits_and_what_is_remembered_have_bounds(
     with load(model, prefix_cache=tmp_path) as engine:
         engine.session().prefill(TOKENS)
         writes.acquire()
-        engine.session().prefill(TOKENS[::-1])  # for which there is no room
+        engine.session().prefill(TOKENS[::-1])  # there is no room for it
         store = engine.prefix_cache._store
         assert store._queue.empty()
         may_write.set()
@@ -464,13 +464,13 @@ def test_what_waits_and_what_is_remembered_have_bounds(
     assert tuple(TOKENS[::-1][:32]) not in written
 
 
-def test_what_is_no_folder_is_refused(model: Path, tmp_path: Path) -> None:
+def test_prefix_cache_that_is_not_a_folder_is_rejected(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="which is no folder; give memory, disk, off or a folder"):
+    with pytest.raises(ConfigError, match="which is not a folder; choose memory, disk, off or a folder"):
         load(model, prefix_cache=tmp_path / "file")
 
 
-def test_the_budget_holds_and_what_was_used_last_stays(model: Path, tmp_path: Path) -> None:
+def test_budget_holds_and_recently_used_files_stay(model: Path, tmp_path: Path) -> None:
     random = Random(0)
     others = [[random.randrange(60) for _ in range(300)] for _ in range(6)]
     with load(model, prefix_cache=tmp_path, prefix_cache_disk=BUDGET) as engine:
@@ -483,7 +483,7 @@ def test_the_budget_holds_and_what_was_used_last_stays(model: Path, tmp_path: Pa
         assert engine.session().prefill(others[0]).num_cached == 0
 
 
-def test_other_files_in_the_folder_are_left_alone(model: Path, tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_ignored(model: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("x" * 2 * BUDGET)
     with load(model, prefix_cache=tmp_path, prefix_cache_disk=BUDGET) as engine:
         engine.session().prefill(TOKENS)
@@ -521,7 +521,7 @@ def start(model: Path, cache: Path, seed: int, rounds: int) -> subprocess.Popen[
 
 
 def assert_sound(model: Path, cache: Path) -> None:
-    """No more than the budget; nothing damaged; what is found gives the right logits."""
+    """Check that the budget holds, no file is damaged, and hits give the right logits."""
     assert sum(entry.num_bytes for entry in entries(cache)) <= BUDGET
     for begin in range(4):
         prompt = [(7 * i + begin) % 60 for i in range(520)]
@@ -535,7 +535,7 @@ def assert_sound(model: Path, cache: Path) -> None:
 @pytest.mark.sampled(model=["window"])
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
 @pytest.mark.parametrize("times", [1, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_killed_while_it_writes(model: Path, tmp_path: Path, lines: list[str], times: int) -> None:
+def test_process_killed_while_it_writes(model: Path, tmp_path: Path, lines: list[str], times: int) -> None:
     random, num_half_written, num_whole = Random(times), 0, 0
     for seed in range(times):
         with start(model, tmp_path, seed, 10**6) as process:

@@ -1,4 +1,5 @@
-"""Ctrl-C at any place of what uses the prefix cache: session and cache go on, with the bits of a fresh engine."""
+"""Ctrl-C at any point of code that uses the prefix cache: session and cache continue, with the bits of a fresh
+engine."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def close(session: Session) -> None:
 @pytest.mark.parametrize("step", [307, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [hit, evict, rewind, close])
-def test_an_interrupt_anywhere_leaves_session_and_cache_right(act: object, name: str, step: int) -> None:
+def test_interrupt_at_any_point_leaves_session_and_cache_consistent(act: object, name: str, step: int) -> None:
     engine, at, was_interrupted = load(name, "memory"), 1, True
     while was_interrupted:
         assert engine.prefix_cache is not None

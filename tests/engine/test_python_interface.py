@@ -1,4 +1,4 @@
-"""What a person meets in Python: signatures, texts, reprs, and docs/python.md, whose blocks are run."""
+"""The Python interface: signatures, texts, reprs, and the code blocks of docs/python.md."""
 
 import inspect
 import re
@@ -19,7 +19,7 @@ GGUF = checkpoint("llama_biased_gguf")
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
-def test_load_names_every_option_with_its_type():
+def test_load_signature_names_every_option_with_its_type():
     fields = EngineOptions.__dataclass_fields__
     hints = typing.get_type_hints(LoadOptions)
     assert hints == typing.get_type_hints(EngineOptions)
@@ -28,7 +28,7 @@ def test_load_names_every_option_with_its_type():
     assert {name: parameters[name].default for name in fields} == {n: f.default for n, f in fields.items()}
 
 
-def test_what_a_person_prints_is_short():
+def test_reprs_are_short():
     with chunkrt.load(GGUF) as engine, engine.session() as session:
         result = session.prefill("hello")
         assert repr(session) == "Session(7 of 128 tokens)"
@@ -43,8 +43,8 @@ def test_what_a_person_prints_is_short():
     assert repr(session) == "Session(closed)"
 
 
-def test_rewind_to_the_result_position_forgets_the_answer_alone():
-    """Also where the prefix cache supplied most of the prompt, so that few tokens were computed."""
+def test_rewind_to_the_result_position_forgets_only_the_answer():
+    """Also if the prefix cache supplied most of the prompt, so that few tokens were computed."""
     prompt = [(5 * i) % 40 for i in range(60)]
     with chunkrt.load(GGUF, prefix_cache="memory") as engine:
         for num_cached in (0, 59):
@@ -67,14 +67,14 @@ def test_pieces_and_tokens_have_a_plain_form():
             engine.chat([{"role": "user", "content": "hi"}])
 
 
-def test_a_plan_is_a_table_in_a_notebook():
+def test_plan_is_a_table_in_a_notebook():
     with chunkrt.load(GGUF) as engine:
         html = engine.plan._repr_html_()
         assert html.count("<tr>") == 1 + len(engine.plan.subgraphs)
         assert "<td>static.0</td><td>npu</td><td>static</td>" in html
 
 
-def test_the_record_of_a_run_is_a_table_in_a_notebook():
+def test_record_of_a_run_is_a_table_in_a_notebook():
     records = []
     with chunkrt.load(GGUF, chunk_length=4) as engine, engine.session() as session:
         session.on_run = records.append
@@ -87,8 +87,8 @@ def test_the_record_of_a_run_is_a_table_in_a_notebook():
 
 
 @pytest.mark.skipif(MODELS["smollm2-135m-instruct"] is None, reason="the model is not pulled")
-def test_the_blocks_of_the_page_run(capsys, tmp_path, monkeypatch):
-    """One after the other, in one namespace."""
+def test_code_blocks_of_the_page_run(capsys, tmp_path, monkeypatch):
+    """They run one after the other, in one namespace."""
     pulled = MODELS["smollm2-135m-instruct"]
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     place = tmp_path / "models" / "smollm2-135m-instruct" / pulled.name

@@ -1,4 +1,5 @@
-"""Whole decoders over ranks: the logits of several ranks are those of one; and what cannot be cut is refused."""
+"""Complete decoders over ranks: the logits of several ranks equal those of one, and layers that cannot be split are
+rejected."""
 
 import json
 from functools import cache
@@ -33,12 +34,12 @@ from chunkrt.runtime.tasks import Processor
 from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, RandomCheckpoint
 
 TOLERANCE = 1e-4
-"""From Transformers' logits of up to about 7: float32, a few layers of sums over at most 96 products."""
+"""Tolerance to Transformers' logits of up to about 7: float32, a few layers of sums over at most 96 products."""
 ORDER_TOLERANCE = 1e-5
-"""The same sums in another order, of the largest logit."""
+"""Tolerance for the same sums in another order, relative to the largest logit."""
 FOUR_FAMILIES = ("llama_biased", "qwen2", "gemma3_window_5", "phi3_window_5")
 CUT_IN_PART = {"lfm2", "qwen3_next", "qwen3_5_text"}
-"""Families of which every rank has some layers' mixers whole."""
+"""Families with mixers that are complete on every rank in some layers."""
 LLAMA = checkpoint("llama_gqa")
 REAL_NAME = "smollm2-135m-instruct"
 REAL_MODEL = pulled(find(REAL_NAME))
@@ -56,7 +57,7 @@ def assert_same_but_for_order(found, expected):
 
 
 def prefill_and_decode(name, communicator=None, **options):
-    """Logits [n, V]: all but the last 3 tokens in chunks of 8, and these one by one."""
+    """Return logits [n, V]: all but the last 3 tokens in chunks of 8, and these one by one."""
     tokens = input_ids(name)
     with load(name, communicator, chunk_length=8, **options) as engine:
         session = engine.session()
@@ -72,7 +73,7 @@ def of_one_rank(name):
 @pytest.mark.sampled(every=17)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_of_ranks_are_those_of_transformers(name, size):
+def test_logits_of_ranks_equal_those_of_transformers(name, size):
     found = on_ranks(size, lambda communicator: prefill_and_decode(name, communicator))
     np.testing.assert_allclose(found[0], expected_logits(name), rtol=0, atol=TOLERANCE)
     assert all(np.array_equal(logits, found[0]) for logits in found)
@@ -81,7 +82,7 @@ def test_logits_of_ranks_are_those_of_transformers(name, size):
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FOUR_FAMILIES)
-def test_logits_of_ranks_are_those_of_one_rank_under_every_policy(name, policy):
+def test_logits_of_ranks_equal_those_of_one_rank_under_every_policy(name, policy):
     options = {"policy": policy, "threads": 2, "chunks_in_flight": 3, "npu": "onnxrt"}
     found = on_ranks(2, lambda communicator: prefill_and_decode(name, communicator, **options))
     assert_same_but_for_order(found[0], of_one_rank(name))
@@ -89,8 +90,8 @@ def test_logits_of_ranks_are_those_of_one_rank_under_every_policy(name, policy):
 
 
 @pytest.mark.parametrize("npu", ["reference", pytest.param("onnxrt", marks=pytest.mark.exhaustive)])
-def test_ranks_take_switches_but_for_the_sums(npu):
-    """Sums over ranks stay on the link, whatever runs the others."""
+def test_switches_apply_to_ranks_except_for_the_sums(npu):
+    """Sums over ranks stay on the link, regardless of the other operators' runners."""
 
     def work(communicator, ops):
         with load(LLAMA, communicator, chunk_length=8, npu=npu, ops=ops) as engine:
@@ -110,7 +111,7 @@ def test_ranks_take_switches_but_for_the_sums(npu):
         on_ranks(2, lambda communicator: work(communicator, "-all_reduce"))
 
 
-def test_every_family_can_be_cut():
+def test_every_family_can_be_split():
     """The plan of every rank has the same subgraphs, and on one rank there are no sums."""
     families = set()
     for name in NAMES:
@@ -125,7 +126,7 @@ def test_every_family_can_be_cut():
     assert families == set(FAMILIES)
 
 
-def test_the_plan_of_one_of_two_ranks():
+def test_plan_of_one_of_two_ranks():
     plan = plan_checkpoint(LLAMA, {}, ranks=Ranks(1, 2)).plan
     names = [(s.name, s.device, s.is_static) for s in plan.subgraphs][:7]
     assert names == [
@@ -147,13 +148,13 @@ def test_the_plan_of_one_of_two_ranks():
     assert plan.from_json(plan.to_json()) == plan
 
 
-def test_a_decoder_on_the_cpu_alone_has_its_sums_on_the_link():
+def test_decoder_on_the_cpu_alone_has_its_sums_on_the_link():
     plan = plan_checkpoint(LLAMA, {"": "cpu"}, ranks=Ranks(0, 2)).plan
     assert {s.device for s in plan.subgraphs} == {"cpu", "link"}
 
 
 def executor_of(source, communicator, scheme, folder, backend_name):
-    """One rank's executor for a checkpoint that is not on disk, and what its scheme came to."""
+    """Return one rank's executor for a checkpoint that is not on disk, and the resulting scheme."""
     ranks = ranks_of(communicator)
     decoder = build_decoder(source, ranks)
     planned = Planned(source=source, decoder=decoder, plan=partition(trace(decoder), family="llama"))
@@ -197,8 +198,8 @@ def test_heads_that_ranks_do_not_divide_are_copied_or_padded(heads, kv_heads, si
 
 
 @pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a8-dynamic"])
-def test_quantised_ranks_are_as_near_the_float_decoder_as_one_rank(scheme, tmp_path):
-    """Scales are of a rank's own rows, blocks are the checkpoint's: nothing is lost that one rank keeps."""
+def test_quantised_ranks_are_as_close_to_the_float_decoder_as_one_rank(scheme, tmp_path):
+    """Scales are those of a rank's own rows, blocks are the checkpoint's: ranks lose no more than one rank."""
     source = BlockCheckpoint(
         {name: "Q4_1" for name in RandomCheckpoint(CONFIG_IN_BLOCKS).names() if "proj.weight" in name}
     )
@@ -210,7 +211,7 @@ def test_quantised_ranks_are_as_near_the_float_decoder_as_one_rank(scheme, tmp_p
     assert losses[1] < 1.25 * losses[0]
 
 
-def test_a_linear_whose_blocks_a_rank_would_cut_has_8_bits(tmp_path):
+def test_linear_has_8_bits_if_a_rank_would_split_its_blocks(tmp_path):
     """96 columns of down_proj are three blocks, which two ranks cannot share; those of o_proj are two."""
     names = ("self_attn.o_proj", "mlp.down_proj")
     types = {f"model.layers.{i}.{name}.weight": "Q4_1" for i in range(2) for name in names}
@@ -221,7 +222,7 @@ def test_a_linear_whose_blocks_a_rank_would_cut_has_8_bits(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "w4a16", "mixed"])
-def test_static_schemes_are_refused(scheme, tmp_path):
+def test_static_schemes_are_rejected(scheme, tmp_path):
     recipe = Recipe(scheme=find_scheme(scheme))
     with pytest.raises(ConfigError, match=f"^the scheme '{scheme}' is static, but partial sums of 2 ranks have no grid"):
         compile_checkpoint(LLAMA, recipe, {}, tmp_path / "engine", model="toy", ranks=Ranks(0, 2))
@@ -229,7 +230,7 @@ def test_static_schemes_are_refused(scheme, tmp_path):
         plan_checkpoint(LLAMA, {}, find_scheme(scheme), ranks=Ranks(0, 2))
 
 
-def test_an_engine_directory_is_for_one_rank_of_so_many(tmp_path):
+def test_engine_directory_belongs_to_one_rank_and_size(tmp_path):
     folder = tmp_path / "engine"
     recipe = Recipe(scheme=SCHEMES["float"])
     compile_checkpoint(LLAMA, recipe, {}, folder, model="toy", ranks=Ranks(1, 2))
@@ -241,14 +242,14 @@ def test_an_engine_directory_is_for_one_rank_of_so_many(tmp_path):
         load(folder, scheme=None)
 
 
-def test_ranks_compile_into_folders_of_their_own():
+def test_ranks_compile_into_separate_folders():
     folders = on_ranks(2, lambda communicator: load("llama_gqa", communicator).folder)
     assert len({*folders, load("llama_gqa").folder}) == 3
     assert [read_manifest(folder).ranks for folder in folders] == [Ranks(0, 2), Ranks(1, 2)]
 
 
 @pytest.mark.parametrize("name", ["reference", "onnxrt", "native"])
-def test_no_backend_but_the_link_sums_over_ranks(name):
+def test_only_the_link_sums_over_ranks(name):
     plan = plan_checkpoint(LLAMA, {}, ranks=Ranks(0, 2)).plan
     link = next(s for s in plan.subgraphs if s.device == "link")
     backend = make_backend(name, threads=1)
@@ -260,7 +261,7 @@ def test_no_backend_but_the_link_sums_over_ranks(name):
 PLAN_COMMAND = ("plan", LLAMA, "--scheme", "float", "--npu", "reference", "--chunk", "8")
 
 
-def test_the_command_line_shows_what_sums_move(command):
+def test_plan_command_shows_the_bytes_of_sums(command):
     hidden = plan_checkpoint(LLAMA, {}).plan.tensors["model.norm.output"].shape[1]
     shown = command(*PLAN_COMMAND, "--ranks", "2", "--rank", "1")
     assert (shown.status, shown.err) == (0, "")
@@ -274,7 +275,7 @@ def test_the_command_line_shows_what_sums_move(command):
     assert "link" not in command(*PLAN_COMMAND, "--ranks", "1").out
 
 
-def test_the_command_line_shows_what_sums(command, tmp_path):
+def test_ops_command_shows_the_operator_of_sums(command, tmp_path):
     compile_checkpoint(LLAMA, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, tmp_path, model="toy", ranks=Ranks(1, 2))
     for model in ((LLAMA, "--ranks", "2"), (tmp_path,)):
         shown = command("ops", *model, "--json", "--ops", "none")
@@ -283,7 +284,7 @@ def test_the_command_line_shows_what_sums(command, tmp_path):
         assert (row["runs_on"], row["origin"], row["uses"]) == ("link", "chunkrt.backends.link", 6)
 
 
-def test_subgraphs_are_saved_as_onnx_but_for_sums(command, tmp_path):
+def test_subgraphs_are_saved_as_onnx_except_for_sums(command, tmp_path):
     shown = command(*PLAN_COMMAND, "--ranks", "2", "--save-onnx", tmp_path)
     names = [s.name for s in plan_checkpoint(LLAMA, {}, ranks=Ranks(0, 2)).plan.subgraphs]
     files = [f"{i:02}_{name}.onnx" for i, name in enumerate(names) if "link" not in name]
@@ -302,7 +303,7 @@ def test_subgraphs_are_saved_as_onnx_but_for_sums(command, tmp_path):
         (("--ranks", "2", "--scheme", "mixed"), "the scheme 'mixed' is static"),
     ],
 )
-def test_what_the_command_line_refuses(arguments, message, command):
+def test_command_line_rejects_invalid_ranks(arguments, message, command):
     shown = command(*PLAN_COMMAND, *arguments)
     assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
     assert message in shown.err
@@ -311,7 +312,7 @@ def test_what_the_command_line_refuses(arguments, message, command):
 @needs_real_model
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a8-dynamic"])
-def test_smollm2_on_two_ranks_is_as_near_its_float_decoder_as_on_one(scheme):
+def test_smollm2_on_two_ranks_is_as_close_to_its_float_decoder_as_on_one(scheme):
     """Mean KL divergence in nats; 9 query and 3 key/value heads are padded to 12 and 4."""
 
     def log_probabilities(size, **options):

@@ -1,4 +1,4 @@
-"""Ranks that mpiexec starts: they answer as one does, and end together."""
+"""Ranks that mpiexec starts: they give the same answers as one rank, and end together."""
 
 import io
 import json
@@ -33,7 +33,7 @@ GGUF = checkpoint("llama_biased_gguf")
 BENCH = ("bench", LLAMA, "--npu", "reference", "--scheme", "float", "--chunk", "8", "-p", "64", "-n", "0", "-r")
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 HANGS = 120
-"""Seconds after which a launch that has not ended never will."""
+"""Seconds after which a launch counts as hanging."""
 
 needs_mpi = pytest.mark.skipif(
     MPIEXEC is None or find_spec("mpi4py") is None, reason="mpiexec or mpi4py is not installed: chunkrt[mpi]"
@@ -42,7 +42,8 @@ needs_mpi = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(home):
-    """What most launches load is there, and no rank imports what compiles it; those that load GGUF compile it."""
+    """Compile the model that most launches load, so that no rank imports the compiler; launches that load GGUF compile
+    it."""
     for name, size, options in (
         ("llama_gqa", 2, rank_program.FLOAT),
         ("llama_gqa", 2, {"npu": "native"}),
@@ -54,7 +55,7 @@ def compiled(home):
 
 
 def launch(size, *arguments, options=(), program=(PROGRAM,), **variables):
-    """Start ranks and wait for them; nothing of them may be left. Those of size 1 start without mpiexec."""
+    """Start ranks and wait for them; no process of them may be left. Those of size 1 start without mpiexec."""
     mark = uuid.uuid4().hex
     start = [] if size == 1 else [MPIEXEC, "-launcher", "fork", *options, "-n", str(size)]
     finished = subprocess.run(
@@ -71,7 +72,7 @@ def launch(size, *arguments, options=(), program=(PROGRAM,), **variables):
 
 
 def processes_of(mark):
-    """Those of a launch that still run."""
+    """Return the processes of a launch that still run."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -83,12 +84,12 @@ def processes_of(mark):
 
 
 def said(finished):
-    """The lines that chunkrt itself wrote on stderr."""
+    """Return the lines that chunkrt itself wrote on stderr."""
     return [line for line in finished.stderr.splitlines() if line.startswith("chunkrt: ")]
 
 
 def alone(what, *arguments):
-    """The JSON that a program of ranks prints where there is but one, in this process."""
+    """Return the JSON that a program of ranks prints with a single rank, in this process."""
     printed = io.StringIO()
     with redirect_stdout(printed):
         vars(rank_program)[what](*arguments)
@@ -96,7 +97,7 @@ def alone(what, *arguments):
 
 
 def result(finished):
-    """The JSON that rank 0 printed; nobody may have said anything else."""
+    """Return the JSON that rank 0 printed; there must be no other output."""
     assert (finished.returncode, finished.stderr) == (0, "")
     return json.loads(finished.stdout)
 
@@ -111,7 +112,7 @@ def result(finished):
         ({"PMI_RANK": "0"}, ALONE),
     ],
 )
-def test_a_launch_is_known_by_its_variables(monkeypatch, variables, expected):
+def test_launch_is_detected_by_its_variables(monkeypatch, variables, expected):
     for name in ("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delitem(sys.modules, "mpi4py", raising=False)  # others may have imported it
@@ -124,14 +125,14 @@ def test_a_launch_is_known_by_its_variables(monkeypatch, variables, expected):
 
 
 @pytest.mark.parametrize(("rank", "size"), [("one", "2"), ("2", "2")])
-def test_variables_that_make_no_sense_are_refused(monkeypatch, rank, size):
+def test_invalid_variables_are_rejected(monkeypatch, rank, size):
     monkeypatch.setenv("PMI_RANK", rank)
     monkeypatch.setenv("PMI_SIZE", size)
     with pytest.raises(ConfigError):
         launched_ranks()
 
 
-def test_a_mailbox_keeps_what_comes_early_and_drops_what_comes_late():
+def test_mailbox_keeps_early_messages_and_drops_late_ones():
     mailbox, early, late = Mailbox(), Envelope(Channel.SUM, 2), Envelope(Channel.SUM, 1)
     for source in (1, 2):
         mailbox.deliver(early, source, memoryview(b"x" * source))
@@ -175,19 +176,19 @@ def test_a_mailbox_keeps_what_comes_early_and_drops_what_comes_late():
         ("words.say('a'); words.prepare('b'); os.kill(os.getpid(), 9)", "a\n"),
     ],
 )
-def test_last_words_are_one_line_at_most(end, line):
+def test_last_words_are_at_most_one_line(end, line):
     folder = str(Path(last_words.__file__).parent)  # without the rest of chunkrt, which takes long to import
     program = f"import os, sys; sys.path.append({folder!r}); import last_words; words = last_words.LastWords(); {end}"
     finished = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=HANGS)
     assert finished.stderr == line
 
 
-@pytest.mark.exhaustive  # of two ranks the next test runs these sessions, and more
+@pytest.mark.exhaustive  # the next test runs these sessions, and more, for two ranks
 @needs_mpi
 @pytest.mark.parametrize(
     ("name", "sizes"), [("llama_gqa", (2,)), ("gemma3_window_5", (2,)), ("lfm2", (4,)), ("qwen3_next", (2,))]
 )
-def test_sessions_of_ranks_are_those_of_one(name, sizes, tmp_path):
+def test_sessions_of_ranks_equal_those_of_one_rank(name, sizes, tmp_path):
     expected = alone("sessions", checkpoint(name), tmp_path / "1.npz")
     for size in sizes:
         found = result(launch(size, "sessions", checkpoint(name), tmp_path / f"{size}.npz"))
@@ -195,15 +196,16 @@ def test_sessions_of_ranks_are_those_of_one(name, sizes, tmp_path):
 
 
 def check_sessions(found, expected, path, size):
-    """Of `sessions`; their state is in a file of each rank."""
+    """Check the results of `sessions`; their state is in a file of each rank."""
     assert found["tokens"] == expected["tokens"]
     np.testing.assert_allclose(found["logits"], expected["logits"], rtol=1e-4, atol=1e-4)
     names = sorted(written.name for written in path.parent.glob(f"{path.name}*"))
     assert names == [path.name, *(f"{path.name}.rank{rank}" for rank in range(1, size))]
 
 
+@pytest.mark.exhaustive
 @needs_mpi
-def test_a_program_may_have_initialised_mpi_and_do_all_of_it(tmp_path):
+def test_program_may_initialise_mpi_itself(tmp_path):
     """Sessions; a context that shifts on every rank; two engines at once."""
     begin = (
         f"from mpi4py import MPI; import sys; sys.path.insert(0, {str(PROGRAM.parent)!r}); from rank_program import *"
@@ -219,7 +221,7 @@ def test_a_program_may_have_initialised_mpi_and_do_all_of_it(tmp_path):
 
 
 @needs_mpi
-def test_the_command_line_answers_as_one_rank_does(command):
+def test_command_line_answers_like_one_rank(command):
     arguments = ("run", GGUF, "-p", "hello", "-n", "8", "--scheme", "float", "--npu", "reference")
     one, two = command(*arguments), launch(2, "-m", "chunkrt", *arguments, program=())
     assert (one.status, two.returncode, two.stdout) == (0, 0, one.out)
@@ -227,7 +229,7 @@ def test_the_command_line_answers_as_one_rank_does(command):
 
 
 @needs_mpi
-def test_a_run_that_fails_or_is_cancelled_leaves_all_ranks_as_they_were():
+def test_failed_or_cancelled_run_restores_all_ranks():
     finished = launch(2, "failing", LLAMA)
     assert finished.returncode == 0, finished.stderr
     lines = finished.stdout.splitlines()
@@ -242,23 +244,24 @@ def test_a_run_that_fails_or_is_cancelled_leaves_all_ranks_as_they_were():
 @pytest.mark.parametrize(
     ("size", "name", "number"), [(2, "lfm2", 1), pytest.param(4, "llama_gqa", 5, marks=pytest.mark.exhaustive)]
 )
-def test_sessions_share_chunks(size, name, number):
-    """Random interleavings in threads, and tasks of an event loop: bit for bit what each gets alone."""
+def test_sessions_share_chunks_on_mpi_ranks(size, name, number):
+    """Random interleavings in threads, and tasks of an event loop: the same bits as alone."""
     num_chunks, num_rows = result(launch(size, "shared", checkpoint(name), number))
     assert num_rows > num_chunks > 0
 
 
 @needs_mpi
-def test_a_sum_that_fails_on_another_rank_fails_the_sessions_of_its_chunk():
+def test_sum_that_fails_on_another_rank_fails_the_sessions_of_its_chunk():
     wrong, num_told, are_clear = result(launch(2, "failing_together", LLAMA))
     assert wrong == []
     assert 5 <= num_told <= 20
     assert are_clear
 
 
+@pytest.mark.exhaustive
 @needs_mpi
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_a_rank_that_dies_ends_many_sequences_with_one_line(size):
+def test_dead_rank_ends_many_sequences_with_one_line(size):
     options = ("--npu", "native", "--chunk", "8", "-p", "30", "-n", "60", "-r", "1")
     finished = launch(size, "signalled", "SIGKILL", "bench", LLAMA, "--parallel", "4", *options)
     assert finished.returncode != 0
@@ -270,7 +273,7 @@ def test_a_rank_that_dies_ends_many_sequences_with_one_line(size):
 @pytest.mark.parametrize(
     ("first", "step"), [(1, 251), *(pytest.param(first, 20, marks=pytest.mark.exhaustive) for first in range(1, 21))]
 )
-def test_an_interrupt_anywhere_leaves_all_ranks_with_what_the_tokens_say(first, step):
+def test_interrupt_at_any_point_leaves_all_ranks_consistent(first, step):
     num_interrupts, num_wrong = result(launch(2, "interrupts", LLAMA, first, step))
     assert num_interrupts > 10
     assert num_wrong == 0
@@ -280,7 +283,7 @@ def test_an_interrupt_anywhere_leaves_all_ranks_with_what_the_tokens_say(first, 
 @needs_mpi
 @pytest.mark.parametrize("options", [(), ("-disable-auto-cleanup",)], ids=["plain", "disable-auto-cleanup"])
 @pytest.mark.parametrize(("size", "name"), [(2, "SIGKILL"), (4, "SIGKILL"), (2, "SIGTERM")])
-def test_a_rank_that_dies_ends_all_with_one_line(options, size, name):
+def test_dead_rank_ends_all_with_one_line(options, size, name):
     finished = launch(size, "signalled", name, *BENCH, "1", options=options)
     assert finished.returncode != 0
     (line,) = said(finished)
@@ -291,30 +294,30 @@ def test_a_rank_that_dies_ends_all_with_one_line(options, size, name):
 @pytest.mark.sampled(every=2)
 @needs_mpi
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_that_falls_silent_ends_all_with_one_line(size):
+def test_silent_rank_ends_all_with_one_line(size):
     finished = launch(size, "silent", *BENCH, "1")
     assert finished.returncode != 0
     (line,) = said(finished)
-    assert "rank 1 was lost: nothing came from it" in line
+    assert "rank 1 was lost: no message came from it" in line
 
 
 @pytest.mark.exhaustive
 @needs_mpi
-def test_a_leader_that_falls_silent_ends_all_with_one_line():
+def test_silent_leader_ends_all_with_one_line():
     finished = launch(2, "silent_leader", *BENCH, "1")
     assert finished.returncode != 0
     assert said(finished) == [KILLED]
 
 
-@pytest.mark.sampled(size=[2])
+@pytest.mark.sampled(every=2, size=[2])
 @needs_mpi
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     ("how", "why"),
     [("breaks", "rank 1 failed: ValueError: made to fail"), ("leaves", "rank 1 ended before the leader did")],
 )
-def test_a_rank_that_ends_says_why(how, why, size):
-    """mpiexec kills the others at once: what rank 0 says has to be known before."""
+def test_rank_that_ends_reports_the_reason(how, why, size):
+    """mpiexec kills the others at once, so rank 0's message must be known before."""
     finished = launch(size, "ending", how, *BENCH, "1")
     assert finished.returncode != 0
     (line,) = said(finished)
@@ -322,7 +325,7 @@ def test_a_rank_that_ends_says_why(how, why, size):
 
 
 @needs_mpi
-def test_a_rank_that_dies_ends_one_that_waits_for_something_else():
+def test_dead_rank_ends_a_rank_that_waits_for_other_input():
     finished = launch(2, "waiting", LLAMA, options=("-disable-auto-cleanup",))
     assert finished.returncode != 0
     (line,) = said(finished)
@@ -330,7 +333,7 @@ def test_a_rank_that_dies_ends_one_that_waits_for_something_else():
 
 
 @needs_mpi
-def test_an_interrupt_ends_all_ranks():
+def test_interrupt_ends_all_ranks():
     finished = launch(2, "interrupted", *BENCH, "100000")
     assert finished.returncode == 130
     assert "interrupted" in finished.stderr
@@ -338,7 +341,7 @@ def test_an_interrupt_ends_all_ranks():
 
 
 @needs_mpi
-def test_ranks_have_to_be_started_alike():
+def test_ranks_must_be_started_with_the_same_arguments():
     rank = ("-m", "chunkrt", "run", GGUF, "-p")
     finished = launch(2, *rank, "this", ":", "-n", "1", sys.executable, *rank, "that", program=())
     assert finished.returncode != 0
@@ -347,6 +350,7 @@ def test_ranks_have_to_be_started_alike():
     assert "-p this" in line
 
 
+@pytest.mark.sampled(every=3)
 @needs_mpi
 @pytest.mark.parametrize(
     ("arguments", "status", "line"),
@@ -359,7 +363,7 @@ def test_ranks_have_to_be_started_alike():
         ),
     ],
 )
-def test_what_is_wrong_is_said_once(arguments, status, line):
+def test_errors_are_printed_once(arguments, status, line):
     finished = launch(2, "-m", "chunkrt", *arguments, program=())
     assert finished.returncode == status
     (only,) = said(finished)
@@ -372,12 +376,15 @@ def test_what_is_wrong_is_said_once(arguments, status, line):
     [
         pytest.param("0", "pass", "rank 0 uses the {} and rank 1 does not", marks=pytest.mark.exhaustive),
         pytest.param("1", "pass", "rank 1 uses the {} and rank 0 does not", marks=pytest.mark.exhaustive),
-        ("01", "int(os.environ['PMI_RANK']) and no_such_name", "rank 0 uses the {} and rank 1 does not"),
+        pytest.param(
+            *("01", "int(os.environ['PMI_RANK']) and no_such_name", "rank 0 uses the {} and rank 1 does not"),
+            marks=pytest.mark.exhaustive,
+        ),
         ("01", "pass", ""),
     ],
 )
-def test_a_plugin_that_one_rank_alone_has_is_named(ranks, register, uses, tmp_path):
-    """It computes its operators otherwise, perhaps; then ranks would go different ways."""
+def test_plugin_of_only_one_rank_is_named(ranks, register, uses, tmp_path):
+    """It may compute its operators differently, so that the ranks diverge."""
     info = tmp_path / "lone_operators-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lone-operators\nVersion: 1.0\n")
@@ -391,7 +398,7 @@ def test_a_plugin_that_one_rank_alone_has_is_named(ranks, register, uses, tmp_pa
 
 
 @needs_mpi
-def test_a_launch_without_mpi4py_says_what_to_install(tmp_path):
+def test_launch_without_mpi4py_names_the_missing_package(tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise ImportError('made to fail')\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     finished = launch(2, "command", "run", LLAMA, "-p", "x", PYTHONPATH=path)

@@ -1,4 +1,4 @@
-"""Sessions that share chunks on several ranks: everyone's bits are those of running alone on the same ranks."""
+"""Sessions that share chunks on several ranks: each has the same bits as when it runs alone on the same ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ranks(request):
 
 @pytest.fixture
 def sent(ranks, monkeypatch):
-    """How many messages of each kind the ranks send."""
+    """Count the messages of each kind that the ranks send."""
     counted = Counter()
     for communicator in ranks.communicators:
 
@@ -51,7 +51,7 @@ def sent(ranks, monkeypatch):
 
 
 def in_threads(*calls):
-    """What calls return that are made at once, or raise."""
+    """Make calls at the same time, and return the result or error of each."""
     found, together = [None] * len(calls), threading.Barrier(len(calls), timeout=HANGS)
 
     def target(index):
@@ -80,7 +80,7 @@ def answer(engine, prompt, num_tokens=9):
 @pytest.mark.parametrize(
     ("name", "size", "slots"), [(name, size, 2 if size == 2 else None) for name in NAMES for size in (2, 4)]
 )
-def test_random_interleavings(name, size, slots):
+def test_random_interleavings_on_ranks(name, size, slots):
     """`python tests/led_ranks.py 1000` tries that many."""
     length = LENGTHS[len(name) % 3]
     with led(name, size, chunk_length=length, chunks_in_flight=slots) as ranks:
@@ -110,8 +110,8 @@ def test_threads_share_chunks_on_all_ranks(ranks, sent, monkeypatch):
     assert sent[Channel.DONE] == len(run_lengths) * (len(ranks.communicators) - 1)
 
 
-def test_a_token_takes_two_messages_of_every_other_rank_beside_the_sums(ranks, sent):
-    """One says what to compute, and that the states before have advanced; the other that it is done."""
+def test_token_takes_two_messages_for_every_other_rank_in_addition_to_the_sums(ranks, sent):
+    """One contains the command, and the advance of the preceding states; the other reports that it is done."""
     others = len(ranks.communicators) - 1
     session = ranks.engine.session()
     session.prefill(PROMPTS[2])
@@ -124,7 +124,7 @@ def test_a_token_takes_two_messages_of_every_other_rank_beside_the_sums(ranks, s
         assert sent == {Channel.COMMAND: others, Channel.DONE: others}
 
 
-def test_a_lone_prompt_takes_as_few_messages_however_long_it_is(ranks, sent):
+def test_messages_of_a_single_prompt_do_not_depend_on_its_length(ranks, sent):
     session = ranks.engine.session()
     sent.clear()
     session.prefill(IDS[:60])
@@ -133,7 +133,7 @@ def test_a_lone_prompt_takes_as_few_messages_however_long_it_is(ranks, sent):
     assert sent[Channel.COMMAND] <= 3 * others
 
 
-def test_many_prompts_are_answered_and_scored_as_each_alone(ranks):
+def test_many_prompts_are_answered_and_scored_as_alone_on_ranks(ranks):
     engine = ranks.engine
     expected = [answer(engine, prompt) for prompt in PROMPTS]
     assert engine.generate(PROMPTS, max_new_tokens=9) == expected
@@ -178,8 +178,9 @@ def test_tasks_of_an_event_loop_share_chunks_and_are_cancelled(ranks):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_lone_prompt_gives_way_on_all_ranks(name):
-    """Its first sum of the third chunk waits until another has come: what no rank has begun by then is shared."""
+def test_single_prompt_gives_way_on_all_ranks(name):
+    """Its first sum of the third chunk waits until another prompt has come: chunks that no rank has begun by then are
+    shared."""
     ids = (input_ids(name) * 4)[:100]
     with led(name, 2, chunk_length=8, chunks_in_flight=2) as ranks:
         engine, is_there, kept = ranks.engine, threading.Event(), []
@@ -212,7 +213,7 @@ def test_a_lone_prompt_gives_way_on_all_ranks(name):
 
 
 def fail_at(engine, poison):
-    """Have an engine's last task with state fail, once it has written, on chunks that hold a token."""
+    """Make an engine's last task with state fail, after its writes, on chunks that hold a token."""
     lanes = engine._conductor.lanes
     for lane in {id(lane): lane for lane in (lanes.prompts, lanes.tokens, lanes.many, lanes.few)}.values():
         last = [subgraph for subgraph in lane.subgraphs if subgraph.subgraph.state][-1]
@@ -228,7 +229,7 @@ def fail_at(engine, poison):
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("name", STATES)
-def test_a_task_that_fails_on_a_rank_fails_the_sequences_of_its_chunk(name, failing):
+def test_failed_task_on_a_rank_fails_the_sequences_of_its_chunk(name, failing):
     ids = [token for token in input_ids(name) if token != input_ids(name)[-1]] * 3
     poison = input_ids(name)[-1]
     with led(name, 2, chunk_length=16) as ranks:
@@ -269,7 +270,7 @@ def test_a_task_that_fails_on_a_rank_fails_the_sequences_of_its_chunk(name, fail
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_lost_rank_ends_everybody(size):
+def test_lost_rank_ends_all_ranks(size):
     with led(NAME, size, chunk_length=8) as ranks:
         engine, has_begun = ranks.engine, threading.Barrier(5, timeout=HANGS)
         lost = ranks.communicators[-1]
@@ -301,7 +302,7 @@ def test_a_lost_rank_ends_everybody(size):
             engine.session().prefill(PROMPTS[0])
 
 
-def test_a_follower_that_is_out_of_step_ends_all():
+def test_follower_out_of_step_ends_all_ranks():
     with led(NAME, 2, chunk_length=8) as ranks:
         session = ranks.engine.session()
         session.prefill(PROMPTS[1])
@@ -311,7 +312,7 @@ def test_a_follower_that_is_out_of_step_ends_all():
             ranks.engine.run(Run(np.array([5]), session._sequence.state))
 
 
-def test_options_of_many_sequences(caplog):
+def test_options_of_many_sequences_apply_on_ranks(caplog):
     with led(NAME, 2, chunk_length=8, batcher="sequential") as ranks:
         engine, one = ranks.engine, ranks.engine.session()._sequence.state.num_bytes
         expected = [answer(engine, prompt) for prompt in PROMPTS]
@@ -321,7 +322,7 @@ def test_options_of_many_sequences(caplog):
     with led(NAME, 2, chunk_length=8, cache_memory=2 * one, queue=1) as ranks:
         engine = ranks.engine
         first, second = engine.session(), engine.session()
-        with pytest.raises(BusyError, match="the caches of 2 sessions take all"):
+        with pytest.raises(BusyError, match="the caches of 2 sessions leave no room"):
             engine.session()
 
         async def main():
@@ -355,8 +356,9 @@ def test_options_of_many_sequences(caplog):
         ({"context_length": 64}, "rank 1 has loaded another model than rank 0: its context length differ;"),
     ],
 )
-def test_ranks_that_would_compute_otherwise_are_refused(of_others, message):
-    """What a lone prompt withdraws is known without asking, since all have as many chunks in flight."""
+def test_ranks_with_other_executors_are_rejected(of_others, message):
+    """The chunks that a single prompt withdraws are known without a query, because all ranks have the same number in
+    flight."""
     with (
         pytest.raises(ConfigError, match=message),
         led(NAME, 2, of_others=of_others, chunk_length=8, chunks_in_flight=2),
@@ -364,20 +366,20 @@ def test_ranks_that_would_compute_otherwise_are_refused(of_others, message):
         pass
 
 
-def test_a_state_of_the_first_rank_alone_is_refused(ranks):
+def test_state_of_the_first_rank_alone_is_rejected(ranks):
     engine = ranks.engine
     state = State(engine.plan, engine.context_length, engine.cache_dtype, chunk_length=engine.chunk_length)
-    with pytest.raises(ConfigError, match="the state is this rank's alone; take that of a session"):
+    with pytest.raises(ConfigError, match="the state belongs to this rank alone; use the state of a session"):
         engine.run(Run(np.array([5]), state))
 
 
-def test_ranks_that_nobody_leads_take_one_run_at_a_time():
-    """Each has a caller of its own; they compute the same as long as all callers do the same, in one order."""
+def test_ranks_without_a_leader_take_one_run_at_a_time():
+    """Each has its own caller; they compute the same as long as all callers do the same, in one order."""
 
     def work(communicator):
         options = {"npu": "native", "chunk_length": 8, "threads": 1}
         with chunkrt.load(checkpoint(NAME), communicator=communicator, **options) as engine:
-            with pytest.raises(ConfigError, match="ranks that nobody leads take one run at a time"):
+            with pytest.raises(ConfigError, match="ranks without a leader take one run at a time"):
                 asyncio.run(engine.session().aprefill(PROMPTS[1]))
             with pytest.raises(ConfigError, match="outside the vocabulary"):
                 engine.generate([*PROMPTS[:2], [10**9]], max_new_tokens=2)

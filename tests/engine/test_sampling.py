@@ -1,4 +1,4 @@
-"""The sampler agrees with Hugging Face Transformers, and draws as often as its probabilities say."""
+"""The sampler agrees with Hugging Face Transformers, and draws tokens with their probabilities."""
 
 import json
 from math import inf, nan
@@ -15,10 +15,10 @@ from chunkrt.errors import BackendError, ConfigError
 
 REFERENCE = Path(__file__).parents[1] / "data" / "sampling_reference.npz"
 FLOAT32_STEPS = 64 * 2.0**-23
-"""Transformers computes in float32: 64 probabilities, each sum and quotient within a step or so."""
+"""Tolerance: Transformers computes in float32: 64 probabilities, each sum and quotient within a step or so."""
 
 
-def test_distribution_is_that_of_transformers():
+def test_distribution_equals_that_of_transformers():
     reference = np.load(REFERENCE)
     for case, (options, logits, history, expected) in enumerate(
         zip(*(reference[name] for name in ("options", "logits", "history", "probabilities")), strict=True)
@@ -31,7 +31,7 @@ def test_distribution_is_that_of_transformers():
         np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32_STEPS, err_msg=f"case {case}: {options}")
 
 
-def test_tokens_are_drawn_as_often_as_their_probability_says():
+def test_frequencies_of_drawn_tokens_match_their_probabilities():
     logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
     sampler = Sampler(SamplingOptions(temperature=1.0, seed=1))
     draws = 20_000
@@ -55,13 +55,13 @@ def test_greedy_takes_the_first_of_the_largest_logits():
     assert Sampler(GREEDY).next(np.array([1, 3, 3, 2], np.float32)) == 1
 
 
-def test_greedy_minds_the_repetition_penalty():
+def test_greedy_applies_the_repetition_penalty():
     logits = np.array([1.0, 3.0, 2.9], np.float32)
     assert Sampler(SamplingOptions(repetition_penalty=1.1)).next(logits, [1]) == 2
     np.testing.assert_array_equal(logits, np.array([1.0, 3.0, 2.9], np.float32))
 
 
-def test_a_tiny_temperature_is_greedy():
+def test_tiny_temperature_is_greedy():
     logits = np.array([-3e38, 3e38, 0], np.float32)
     assert Sampler(SamplingOptions(temperature=1e-300, seed=0)).next(logits) == 1
 
@@ -75,9 +75,7 @@ def test_a_tiny_temperature_is_greedy():
     penalty=st.floats(0.5, 2),
     data=st.data(),
 )
-def test_what_remains_is_a_distribution_that_holds_the_likeliest(
-    logits, temperature, top_k, top_p, min_p, penalty, data
-):
+def test_distribution_adds_up_to_1_and_holds_the_likeliest(logits, temperature, top_k, top_p, min_p, penalty, data):
     history = data.draw(st.lists(st.integers(0, len(logits) - 1), max_size=5))
     options = SamplingOptions(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty, seed=0
@@ -113,7 +111,7 @@ def test_what_remains_is_a_distribution_that_holds_the_likeliest(
         ("seed", -1, "at least 0, or None"),
     ],
 )
-def test_an_option_out_of_range_is_named(name, value, expected):
+def test_option_out_of_range_is_named(name, value, expected):
     with pytest.raises(ConfigError) as caught:
         SamplingOptions(**{name: value})
     message = str(caught.value)
@@ -135,26 +133,26 @@ def test_logits_of_another_shape_are_an_error(shape):
 
 
 @pytest.mark.parametrize("history", [[3], [-1]])
-def test_a_history_outside_the_vocabulary_is_an_error(history):
+def test_history_outside_the_vocabulary_is_an_error(history):
     with pytest.raises(ConfigError, match="expected 0 to 2"):
         Sampler(SamplingOptions(repetition_penalty=1.5)).next(np.zeros(3, np.float32), history)
 
 
-def test_top_p_of_zero_keeps_the_likeliest_alone():
+def test_top_p_of_zero_keeps_only_the_likeliest():
     """Transformers' `TopPLogitsWarper(0.0)` keeps at least one token."""
     options = SamplingOptions(temperature=1, top_p=0)
     token_ids, probabilities = Sampler(options).distribution(np.array([1, 3, 2], np.float32))
     assert (token_ids.tolist(), probabilities.tolist()) == ([1], [1.0])
 
 
-def test_excluded_tokens_have_no_chance_at_any_temperature():
+def test_excluded_tokens_have_probability_zero_at_any_temperature():
     logits = np.array([1, EXCLUDED, 2], np.float32)
     for temperature in (1.0, 1e38, 1e300):
         token_ids, _ = Sampler(SamplingOptions(temperature=temperature)).distribution(logits)
         assert token_ids.tolist() == [0, 2]
 
 
-def test_of_tokens_with_equal_probabilities_the_likelier_stays():
-    """Their logits differ by less than an exponential can tell."""
+def test_likelier_of_tokens_with_equal_probabilities_is_kept():
+    """Their logits differ by less than the resolution of an exponential."""
     token_ids, _ = Sampler(SamplingOptions(temperature=1, top_p=0.5)).distribution(np.array([0, 1e-29], np.float32))
     assert token_ids.tolist() == [1]

@@ -1,4 +1,4 @@
-"""What is told of the likeliest tokens."""
+"""Log-probabilities of given and of likeliest tokens."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from chunkrt.errors import ModelError
 from chunkrt.runtime.job import Job
 
 
-def test_scores_of_tokens_are_the_bits_of_the_logarithms_of_all():
+def test_score_tokens_equals_log_softmax_bit_for_bit():
     random = np.random.default_rng(0)
     logits = (9 * random.normal(size=(5, 3001))).astype(np.float32)
     tokens = np.array([0, 5, 3000, logits[3].argmax(), 7])
@@ -31,15 +31,15 @@ def test_logits_that_are_not_finite_are_an_error(act, value):
         act(logits)
 
 
-def test_prompts_that_begin_alike_for_half_their_length_stand_together_in_order():
+def test_by_beginning_groups_prompts_with_half_in_common():
     prompts = [[1, 2, 3, 4], [9], [1, 2, 3, 5, 6], [1], [9, 9], [1, 2, 8, 8, 8]]
     assert by_beginning(prompts) == [[3], [0, 2], [5], [1, 4]]
 
 
 @pytest.mark.parametrize("number", [0, 1, 5, 20, 50])
 @pytest.mark.parametrize("num_values", [1, 2, 7, 1000], ids="of {} different".format)
-def test_the_likeliest_are_those_of_a_stable_sort(num_values, number):
-    """Of equally likely ones the lower id comes first, where the last place is shared as well."""
+def test_likeliest_tokens_equal_those_of_a_stable_sort(num_values, number):
+    """The lower id of equally likely ones comes first, also if several share the last place."""
     logits = np.random.default_rng(number).integers(0, num_values, 50).astype(np.float32)
     found = log_softmax(logits[None])[0]
     expected = [(int(i), float(found[i])) for i in np.argsort(-found, kind="stable")[:number]]
@@ -49,8 +49,8 @@ def test_the_likeliest_are_those_of_a_stable_sort(num_values, number):
 
 
 @pytest.mark.parametrize("act", ["ascore", "atell"])
-def test_what_is_told_of_a_run_may_use_the_session_beside_the_event_loop_too(act):
-    """Steps that are taken in a thread are the task's."""
+def test_on_run_may_use_the_session_with_an_event_loop(act):
+    """Steps that run in a thread belong to the task."""
     told = []
 
     async def use(engine):
@@ -64,8 +64,8 @@ def test_what_is_told_of_a_run_may_use_the_session_beside_the_event_loop_too(act
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next", "phi3_longrope_short"])
-def test_texts_that_begin_alike_are_told_as_each_alone(name):
-    """One after the other in a session, whatever its state can go back to."""
+def test_texts_with_a_shared_beginning_have_the_same_results_as_alone(name):
+    """They run one after the other in a session, with states that can go back to different positions."""
     random = np.random.default_rng(0)
 
     async def tell(engine, texts, goes_on):
@@ -88,8 +88,8 @@ def test_texts_that_begin_alike_are_told_as_each_alone(name):
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next"])
-def test_what_is_told_to_have_been_run_before_is_not_run_again(name):
-    """Rings and recurrent state go back further than to where two texts part."""
+def test_shared_tokens_are_not_run_again(name):
+    """Rings and recurrent state go back further than the divergence of two texts."""
 
     async def tell(engine):
         told, counts, before = [], [engine.stats().shared_rows], ()
@@ -109,7 +109,7 @@ def test_what_is_told_to_have_been_run_before_is_not_run_again(name):
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next"])
-def test_a_context_has_no_logits_however_far_a_state_has_to_go_back(name, monkeypatch):
+def test_context_has_no_logits_for_any_rewind_of_the_state(name, monkeypatch):
     num_rows, make = [], Job.__init__
 
     def noted(job, *arguments, **options):
@@ -124,13 +124,13 @@ def test_a_context_has_no_logits_however_far_a_state_has_to_go_back(name, monkey
         with engine.session() as session:
             scores = [session.score(context, continuation) for continuation in continuations]
     assert 0 < max(num_rows) < 2 * 8
-    values = [score.log_probability for score in expected]  # whose sums are over other pieces
+    values = [score.log_probability for score in expected]  # their sums are over other pieces
     assert [score.log_probability for score in scores] == pytest.approx(values, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next"])
-def test_no_more_logits_are_held_than_a_piece_has(name, monkeypatch):
-    """However far a state has to go back before it goes on from what two texts begin with."""
+def test_held_logits_never_exceed_a_piece(name, monkeypatch):
+    """The state goes back to different positions before it continues from the shared beginning."""
     num_rows, make = [], Job.__init__
 
     def noted(job, *arguments, **options):

@@ -1,4 +1,4 @@
-"""Sessions: what goes in, what comes out, and what is left after an error."""
+"""Sessions: input, output, and the session after an error."""
 
 import threading
 
@@ -33,17 +33,17 @@ def generated(session, **options):
 
 
 def next_logits(session):
-    """The logits that the next token is drawn from, without drawing one."""
+    """Return the logits that the next token is drawn from, without drawing one."""
     fork = session.fork()
     return drive(fork._sequence.next_logits(), fork._engine.run)
 
 
-def test_prefill_tells_what_it_did(session):
+def test_prefill_result_describes_the_prefill(session):
     result = session.prefill(TOKENS[:20])
     assert (result.num_tokens, result.num_chunks) == (20, 3)
     assert result.logits.shape == (128,)
     assert result.seconds > 0
-    # Only the last chunk goes on after the last attention: its logits alone are wanted.
+    # Only the last chunk continues after the last attention, because only its logits are requested.
     assert len(result.events) == 3 * 5 + 2
     assert session.tokens == tuple(TOKENS[:20])
     assert (session.position, session.context_length) == (20, CONTEXT)
@@ -58,7 +58,7 @@ def test_logits_of_all_tokens_of_the_last_or_of_none(engine):
     assert none is None
 
 
-def test_a_prefill_without_logits_can_be_continued(engine):
+def test_prefill_without_logits_can_be_continued(engine):
     with_logits, without = engine.session(), engine.session()
     with_logits.prefill(TOKENS[:20])
     without.prefill(TOKENS[:20], logits="none")
@@ -66,7 +66,7 @@ def test_a_prefill_without_logits_can_be_continued(engine):
 
 
 def test_generation_is_greedy_by_the_logits(session):
-    """Each token is the likeliest after those before it, as a fresh prefill has it."""
+    """Each token is the likeliest after those before it, as in a fresh prefill."""
     session.prefill(TOKENS[:11])
     tokens = generated(session, max_new_tokens=6)
     for count in range(6):
@@ -76,7 +76,7 @@ def test_generation_is_greedy_by_the_logits(session):
     assert session.tokens == (*TOKENS[:11], *tokens)
 
 
-def test_generation_goes_on_over_calls(engine):
+def test_generation_continues_over_calls(engine):
     at_once, in_two = engine.session(), engine.session()
     at_once.prefill(TOKENS[:10])
     in_two.prefill(TOKENS[:10])
@@ -85,7 +85,7 @@ def test_generation_goes_on_over_calls(engine):
     assert in_two.tokens == at_once.tokens
 
 
-def test_a_generation_that_is_left_early_can_be_continued(engine):
+def test_generation_that_is_left_early_can_be_continued(engine):
     at_once, left = engine.session(), engine.session()
     at_once.prefill(TOKENS[:10])
     left.prefill(TOKENS[:10])
@@ -96,7 +96,7 @@ def test_a_generation_that_is_left_early_can_be_continued(engine):
     assert generated(left, max_new_tokens=4) == expected[2:]
 
 
-def test_a_prompt_after_a_generation_follows_it(engine):
+def test_prompt_after_a_generation_follows_it(engine):
     session, fresh = engine.session(), engine.session()
     session.prefill(TOKENS[:10])
     answer = generated(session, max_new_tokens=3)
@@ -105,7 +105,7 @@ def test_a_prompt_after_a_generation_follows_it(engine):
     np.testing.assert_array_equal(found.logits, expected.logits[-10:])
 
 
-def test_rewinding_forgets(engine):
+def test_rewind_forgets_tokens(engine):
     session = engine.session()
     session.prefill(TOKENS[:40])
     session.rewind(17)
@@ -115,7 +115,7 @@ def test_rewinding_forgets(engine):
     np.testing.assert_array_equal(found, expected[17:])
 
 
-def test_after_rewinding_generation_continues_from_there(engine):
+def test_generation_continues_after_a_rewind(engine):
     session, fresh = engine.session(), engine.session()
     session.prefill(TOKENS[:40])
     session.rewind(17)
@@ -123,7 +123,7 @@ def test_after_rewinding_generation_continues_from_there(engine):
     assert generated(session, max_new_tokens=5) == generated(fresh, max_new_tokens=5)
 
 
-def test_rewinding_into_a_generation(engine):
+def test_rewind_into_a_generation(engine):
     session = engine.session()
     session.prefill(TOKENS[:10])
     tokens = generated(session, max_new_tokens=6)
@@ -132,7 +132,7 @@ def test_rewinding_into_a_generation(engine):
     assert generated(session, max_new_tokens=3) == tokens[3:]
 
 
-def test_rewinding_to_where_it_is_changes_nothing(engine):
+def test_rewind_to_the_present_position_changes_nothing(engine):
     session = engine.session()
     session.prefill(TOKENS[:10])
     session.rewind(10)
@@ -142,14 +142,14 @@ def test_rewinding_to_where_it_is_changes_nothing(engine):
 
 
 @pytest.mark.parametrize("position", [-1, 11])
-def test_rewinding_elsewhere_is_refused(session, position):
+def test_rewind_to_other_positions_is_rejected(session, position):
     session.prefill(TOKENS[:10])
     with pytest.raises(ConfigError, match=f"cannot rewind to position {position}; the session is at 10"):
         session.rewind(position)
     assert session.position == 10
 
 
-def test_a_fork_goes_its_own_way(engine):
+def test_fork_is_independent(engine):
     session = engine.session()
     session.prefill(TOKENS[:20])
     fork = session.fork()
@@ -161,7 +161,7 @@ def test_a_fork_goes_its_own_way(engine):
     assert fork.tokens == (*TOKENS[:20], *TOKENS[30:40])
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_counts(session):
+def test_prompt_longer_than_the_context_is_rejected_with_counts(session):
     session.prefill(TOKENS[:60])
     before = next_logits(session)
     with pytest.raises(ConfigError, match="the prompt has 69 tokens, but the context of 128 has room for 68"):
@@ -170,7 +170,7 @@ def test_a_prompt_longer_than_the_context_is_refused_with_counts(session):
     np.testing.assert_array_equal(next_logits(session), before)
 
 
-def test_a_prompt_of_exactly_the_context_is_taken(session):
+def test_prompt_of_exactly_the_context_is_accepted(session):
     session.prefill((TOKENS * 2)[:CONTEXT])
     assert session.position == CONTEXT
     (piece,) = session.generate(max_new_tokens=5)
@@ -180,26 +180,26 @@ def test_a_prompt_of_exactly_the_context_is_taken(session):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "the prompt is empty; give at least one token"),
+        ([], "the prompt is empty; pass at least one token"),
         ([3, 128], "token id 128 is outside the vocabulary of 128"),
         ([3, -1], "token id -1 is outside the vocabulary of 128"),
         ([2**40], "token id 1099511627776 is outside"),
     ],
 )
-def test_a_prompt_that_cannot_be_is_refused_and_changes_nothing(session, prompt, message):
+def test_invalid_prompt_is_rejected_and_changes_nothing(session, prompt, message):
     session.prefill(TOKENS[:10])
     with pytest.raises(ConfigError, match=message):
         session.prefill(prompt)
     assert session.tokens == tuple(TOKENS[:10])
 
 
-def test_an_unknown_choice_of_logits_is_refused(session):
+def test_unknown_choice_of_logits_is_rejected(session):
     with pytest.raises(ConfigError, match="unknown choice of logits 'lst'; did you mean 'last'"):
         session.prefill(TOKENS[:10], logits="lst")
     assert session.position == 0
 
 
-def test_text_is_tokens_with_a_beginning(engine, session):
+def test_text_becomes_tokens_with_a_beginning(engine, session):
     session.prefill("hello")
     assert session.tokens == tuple(engine.tokenizer.encode("hello", add_special=True, parse_special=False))
     session.prefill("again")
@@ -207,7 +207,7 @@ def test_text_is_tokens_with_a_beginning(engine, session):
     assert session.tokens.count(1) == 1
 
 
-def test_pieces_are_the_text_of_the_tokens(engine, session):
+def test_pieces_concatenate_to_the_text_of_the_tokens(engine, session):
     session.prefill(TOKENS[:10])
     pieces = list(session.generate(max_new_tokens=20))
     tokens = [piece.token_id for piece in pieces]
@@ -223,7 +223,7 @@ def text_and_tokens(engine):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_a_stop_string_ends_the_text_before_it(engine, session, length):
+def test_stop_string_ends_the_text_before_it(engine, session, length):
     text, _ = text_and_tokens(engine)
     stop = text[6 : 6 + length]
     session.prefill(TOKENS[:10])
@@ -233,7 +233,7 @@ def test_a_stop_string_ends_the_text_before_it(engine, session, length):
     assert all(piece.finish_reason is None for piece in pieces[:-1])
 
 
-def test_a_stop_string_that_never_comes_holds_nothing_back_at_the_end(engine, session):
+def test_stop_string_that_never_comes_withholds_nothing_at_the_end(engine, session):
     text, _ = text_and_tokens(engine)
     session.prefill(TOKENS[:10])
     pieces = list(session.generate(max_new_tokens=20, stop=[text[-3:] + "?"]))
@@ -242,13 +242,13 @@ def test_a_stop_string_that_never_comes_holds_nothing_back_at_the_end(engine, se
 
 
 @pytest.mark.parametrize("stop", [[""], "text", [3]])
-def test_a_stop_string_that_cannot_be_is_refused(session, stop):
+def test_invalid_stop_string_is_rejected(session, stop):
     session.prefill(TOKENS[:10])
     with pytest.raises(ConfigError, match="stop strings"):
         session.generate(stop=stop)
 
 
-def test_an_end_token_stops_and_is_no_text(engine, monkeypatch):
+def test_end_token_stops_and_has_no_text(engine, monkeypatch):
     text, tokens = text_and_tokens(engine)
     end = tokens[7]
     first = tokens.index(end)
@@ -262,14 +262,14 @@ def test_an_end_token_stops_and_is_no_text(engine, monkeypatch):
     assert session.tokens[-1] == end
 
 
-def test_a_full_context_ends_the_generation(engine):
+def test_full_context_ends_the_generation(engine):
     with chunkrt.load(checkpoint(NAME), chunk_length=8, context_length=16) as small:
         session, large = small.session(), engine.session()
         session.prefill(TOKENS[:10])
         large.prefill(TOKENS[:10])
         pieces = list(session.generate(max_new_tokens=100))
         assert [piece.finish_reason for piece in pieces] == [None] * 6 + ["context"]
-        # The last token needs no place of its own: nothing is computed from it.
+        # The last token needs no place of its own, because it is not run.
         assert [piece.token_id for piece in pieces] == generated(large, max_new_tokens=7)
         assert session.position == 16
         with pytest.raises(ConfigError, match="the prompt has 1 tokens, but the context of 16 has room for 0"):
@@ -279,12 +279,12 @@ def test_a_full_context_ends_the_generation(engine):
 
 
 def test_generation_needs_a_prompt(session):
-    with pytest.raises(ConfigError, match="there is nothing to continue; call prefill first"):
+    with pytest.raises(ConfigError, match="the session has no tokens to continue; call prefill first"):
         session.generate()
 
 
 @pytest.mark.parametrize("count", [0, -1])
-def test_generation_of_nothing_is_refused_at_once(session, count):
+def test_generation_of_no_tokens_is_rejected_at_once(session, count):
     session.prefill(TOKENS[:10])
     with pytest.raises(ConfigError, match=f"max_new_tokens is {count}, expected at least 1"):
         session.generate(max_new_tokens=count)
@@ -300,7 +300,7 @@ def test_one_seed_gives_one_text(engine):
     assert drawn(1) != drawn(2)
 
 
-def test_logits_that_are_handed_out_stay_as_they_are(session):
+def test_returned_logits_do_not_change_later(session):
     logits = session.prefill(TOKENS[:10]).logits
     before = logits.copy()
     generated(session, max_new_tokens=3)
@@ -308,7 +308,7 @@ def test_logits_that_are_handed_out_stay_as_they_are(session):
     np.testing.assert_array_equal(logits, before)
 
 
-def test_a_closed_session_says_so(engine):
+def test_closed_session_raises_closed_error(engine):
     with engine.session() as session:
         session.prefill(TOKENS[:10])
     for use in (lambda: session.prefill([1]), session.generate, session.fork, lambda: session.rewind(0)):
@@ -317,7 +317,7 @@ def test_a_closed_session_says_so(engine):
     session.close()
 
 
-def test_a_session_closed_during_generation_stops_it(session):
+def test_close_during_generation_stops_it(session):
     session.prefill(TOKENS[:10])
     pieces = session.generate(max_new_tokens=10)
     next(pieces)
@@ -327,7 +327,7 @@ def test_a_session_closed_during_generation_stops_it(session):
 
 
 class Hook:
-    """Runs something before the first call of an executable that reaches it."""
+    """Run a function before the first call of an executable."""
 
     def __init__(self, engine, monkeypatch, action):
         subgraph = engine._conductor.lanes.prompts.subgraphs[3]
@@ -342,7 +342,7 @@ class Hook:
         monkeypatch.setattr(subgraph, "_compute", run)
 
 
-def test_cancelling_a_prefill_leaves_the_session_as_it_was(engine, session, monkeypatch):
+def test_cancelled_prefill_leaves_the_session_unchanged(engine, session, monkeypatch):
     session.prefill(TOKENS[:10])
     before = next_logits(session)
     Hook(engine, monkeypatch, session.cancel)
@@ -354,7 +354,7 @@ def test_cancelling_a_prefill_leaves_the_session_as_it_was(engine, session, monk
     np.testing.assert_array_equal(result.logits, engine.session().prefill(TOKENS[:60]).logits)
 
 
-def test_cancelling_from_another_thread(engine, session, monkeypatch):
+def test_cancel_from_another_thread_stops_the_session(engine, session, monkeypatch):
     running, cancelled = threading.Event(), threading.Event()
 
     def wait():
@@ -375,7 +375,7 @@ def test_cancelling_from_another_thread(engine, session, monkeypatch):
     assert session.position == 0
 
 
-def test_a_failure_in_a_subgraph_leaves_the_session_as_it_was(engine, session, monkeypatch):
+def test_failed_subgraph_leaves_the_session_unchanged(engine, session, monkeypatch):
     session.prefill(TOKENS[:10])
 
     def fail():
@@ -408,8 +408,8 @@ WRONG_PROMPTS += [np.array([1.0, 2.0]), np.ones((2, 2), int), [[1, 2]], [float("
 
 
 @pytest.mark.parametrize("prompt", WRONG_PROMPTS, ids=repr)
-def test_a_prompt_that_is_none_is_refused(session, prompt):
-    """Nothing is rounded, and bytes are no ids."""
+def test_prompt_of_another_type_is_rejected(session, prompt):
+    """Nothing is rounded, and bytes are not token ids."""
     session.prefill(TOKENS[:5])
     with pytest.raises(ConfigError, match="expected"):
         session.prefill(prompt)
@@ -419,7 +419,7 @@ def test_a_prompt_that_is_none_is_refused(session, prompt):
 @pytest.mark.parametrize(
     "prompt", [TOKENS[:9], tuple(TOKENS[:9]), np.array(TOKENS[:9]), np.array(TOKENS[:9], np.uint8)]
 )
-def test_ids_may_come_in_any_list(session, prompt):
+def test_token_ids_may_come_in_any_list(session, prompt):
     session.prefill(prompt)
     session.prefill(iter(TOKENS[:3]))
     assert session.tokens == (*TOKENS[:9], *TOKENS[:3])
@@ -434,32 +434,32 @@ WRONG_OPTIONS = [
 
 
 @pytest.mark.parametrize("options", WRONG_OPTIONS, ids=str)
-def test_options_of_a_generation_that_are_wrong(session, options):
+def test_invalid_generation_options_are_rejected(session, options):
     session.prefill(TOKENS[:5])
     (name,) = options
     with pytest.raises(ConfigError, match=name):
         session.generate(**options)
 
 
-def test_a_generation_takes_whole_numbers_of_numpy(session):
+def test_generation_accepts_numpy_integers(session):
     session.prefill(TOKENS[:5])
     assert len(generated(session, max_new_tokens=np.int64(2), stop=iter(["never"]))) <= 2
 
 
 @pytest.mark.parametrize("position", [*WRONG_NUMBERS, -1, 6])
-def test_positions_that_there_are_not(session, position):
+def test_invalid_positions_are_rejected(session, position):
     session.prefill(TOKENS[:5])
     with pytest.raises(ConfigError, match="position"):
         session.rewind(position)
 
 
 @pytest.mark.parametrize("logits", [None, True, [], 1])
-def test_logits_that_nobody_knows(session, logits):
+def test_unknown_logits_are_rejected(session, logits):
     with pytest.raises(ConfigError, match="logits is"):
         session.prefill(TOKENS, logits=logits)
 
 
-def test_other_arguments_that_are_wrong(engine, session):
+def test_other_invalid_arguments_are_rejected(engine, session):
     with pytest.raises(ConfigError, match="on_run is 3, expected a function"):
         session.on_run = 3
     with pytest.raises(ConfigError, match="run is 3, expected a Run"):
@@ -475,7 +475,7 @@ def test_other_arguments_that_are_wrong(engine, session):
     ("options", "number", "reason"),
     [({}, 1, "stop"), ({"ignore_eos": True}, 6, "length"), ({"min_new_tokens": 3}, 4, "stop")],
 )
-def test_end_tokens_come_when_they_may(engine, options, number, reason):
+def test_end_tokens_respect_ignore_eos_and_min_new_tokens(engine, options, number, reason):
     (end,) = engine.tokenizer.eos_ids
     sampling = SamplingOptions(logit_bias={end: 100}, **options)
     with engine.session() as session:
@@ -486,7 +486,7 @@ def test_end_tokens_come_when_they_may(engine, options, number, reason):
     assert answers[0].finish_reason == reason
 
 
-def test_fewer_tokens_than_the_fewest_are_refused(engine):
+def test_max_new_tokens_below_the_minimum_is_rejected(engine):
     with engine.session() as session:
         session.prefill("hello")
         with pytest.raises(ConfigError, match="min_new_tokens is 7, more than max_new_tokens"):

@@ -1,4 +1,4 @@
-"""A conversation on disk: another engine goes on with it bit for bit."""
+"""A conversation on disk: another engine continues it bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load(name: str = NAME, **options: object) -> Engine:
 
 @pytest.mark.sampled(name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize("name", NAMES)
-def test_another_engine_goes_on(name: str, tmp_path: Path) -> None:
+def test_another_engine_continues_the_conversation(name: str, tmp_path: Path) -> None:
     with load(name, chunk_length=32) as engine:
         session = engine.session()
         session.prefill(PROMPT)
@@ -43,7 +43,7 @@ def test_another_engine_goes_on(name: str, tmp_path: Path) -> None:
             assert session.position == len(PROMPT) + 5
             assert [piece.token_id for piece in session.generate(max_new_tokens=4)] == answer
             assert session.tokens == tokens
-            if "qwen3_next" not in name and "qwen3_5" not in name:  # whose chunks round
+            if "qwen3_next" not in name and "qwen3_5" not in name:  # the chunks of these models affect rounding
                 np.testing.assert_array_equal(session.prefill(PROMPT[:7]).logits, logits)
 
 
@@ -60,13 +60,13 @@ def after_no_logits(session: Session) -> None:
 
 
 def after_an_answer(session: Session) -> None:
-    """Whose last token was not run."""
+    """Leave the last token pending."""
     session.prefill(PROMPT)
     list(session.generate(max_new_tokens=3))
 
 
 def after_going_back(session: Session) -> None:
-    """As far as was asked, or further: the state is behind the tokens."""
+    """Go back to the requested position or further: the state is behind the tokens."""
     session.prefill(PROMPT)
     session.prefill(PROMPT[:20])
     session.rewind(37)
@@ -81,7 +81,7 @@ def after_shifts(session: Session) -> None:
     "act", [after_a_prompt, after_rows_of_all, after_no_logits, after_an_answer, after_going_back, after_shifts]
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_all_that_is_written_is_restored_with_any_chunk_length(
+def test_saved_session_is_restored_with_any_chunk_length(
     name: str, act: Callable[[Session], None], tmp_path: Path
 ) -> None:
     """Saved again, the file has the same numbers and arrays; so nothing in it depends on the chunk length."""
@@ -102,7 +102,7 @@ def test_all_that_is_written_is_restored_with_any_chunk_length(
                 for found, expected in ((again.tokens, said.tokens), (again.dropped, said.dropped)):
                     np.testing.assert_array_equal(found, expected)
                 assert (again.logits is None) == (logits is None)
-            assert engine.stats().prefix_bytes == 0  # how it was computed, nobody knows
+            assert engine.stats().prefix_bytes == 0  # it is unknown how it was computed
         with np.load(tmp_path / "said") as first, np.load(tmp_path / "again") as second:
             assert first.files == second.files
             for key in first.files:
@@ -110,8 +110,9 @@ def test_all_that_is_written_is_restored_with_any_chunk_length(
 
 
 @pytest.mark.parametrize("name", [NAME, "mistral_window_5", "lfm2", "qwen3_next"])
-def test_what_is_loaded_is_not_taken_for_exact_and_what_is_run_from_nothing_is(name: str, tmp_path: Path) -> None:
-    """A cache is given nothing of a file, nor of what follows it; once the session has gone back to nothing, all."""
+def test_loaded_sessions_are_not_exact_until_they_start_again(name: str, tmp_path: Path) -> None:
+    """The prefix cache gets nothing of a file or its continuation; once the session has gone back to the start, it gets
+    all."""
     with load(name, chunk_length=8) as engine, engine.session() as session:
         session.prefill(PROMPT)
         session.save(tmp_path / "said")
@@ -129,7 +130,7 @@ def test_what_is_loaded_is_not_taken_for_exact_and_what_is_run_from_nothing_is(n
             np.testing.assert_array_equal(found.logits, plain.session().prefill([*PROMPT, 1]).logits)
 
 
-def test_after_a_prefill_nothing_is_run_again(tmp_path: Path) -> None:
+def test_loaded_prefill_is_not_run_again(tmp_path: Path) -> None:
     with load("lfm2") as engine:
         session = engine.session()
         logits = session.prefill(PROMPT).logits
@@ -141,7 +142,7 @@ def test_after_a_prefill_nothing_is_run_again(tmp_path: Path) -> None:
         assert records == []
 
 
-def test_a_context_that_has_shifted(tmp_path: Path) -> None:
+def test_context_that_has_shifted_is_restored(tmp_path: Path) -> None:
     with load(context_shift=True, context_length=40) as engine:
         session = engine.session()
         session.prefill(PROMPT)
@@ -158,7 +159,7 @@ def test_a_context_that_has_shifted(tmp_path: Path) -> None:
         assert engine.load_session(tmp_path / "nothing").position == 0
 
 
-def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+def test_load_errors_are_one_line(tmp_path: Path) -> None:
     path = tmp_path / "said"
     with load() as engine:
         session = engine.session()
@@ -188,7 +189,7 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
             session.save(tmp_path / "no folder" / "said")
 
 
-def test_a_session_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_session_of_another_model_is_rejected(tmp_path: Path) -> None:
     with load("llama_rope_linear") as engine:
         session = engine.session()
         session.prefill(PROMPT)
@@ -205,7 +206,7 @@ def test_a_session_of_another_model_is_refused(tmp_path: Path) -> None:
         engine.load_session(tmp_path / "said")
 
 
-def test_a_session_of_another_calibration_is_refused(tmp_path: Path) -> None:
+def test_session_of_another_calibration_is_rejected(tmp_path: Path) -> None:
     """Equalisation scales columns of v by the calibration, and with them the values in the caches."""
     model = checkpoint(NAME)
     text = np.random.default_rng(3).integers(3, 40, 256)
@@ -225,11 +226,9 @@ def test_a_session_of_another_calibration_is_refused(tmp_path: Path) -> None:
         engine.load_session(tmp_path / "said")
 
 
-def test_a_session_of_other_weights_is_refused_however_few_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The digest by which ranks compare checkpoints samples large files; here it sees the header alone."""
-    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))  # else another test may have compiled it before
+def test_session_with_few_different_weights_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest by which ranks compare checkpoints samples large files; here it only covers the header."""
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))  # otherwise another test may have compiled it before
     monkeypatch.setattr(content, "SAMPLED_PIECES", 1)
     monkeypatch.setattr(content, "SAMPLED_PIECE_BYTES", 64)
     folder = shutil.copytree(checkpoint("llama_gqa"), tmp_path / "model")
@@ -248,7 +247,7 @@ def test_a_session_of_other_weights_is_refused_however_few_differ(
             engine.load_session(tmp_path / "said")
 
 
-def test_a_damaged_file_leaves_the_session_as_it_was(tmp_path: Path) -> None:
+def test_damaged_file_leaves_the_session_unchanged(tmp_path: Path) -> None:
     path, random = tmp_path / "said", Random(0)
     with load(chunk_length=8) as engine:
         session = engine.session()
@@ -264,7 +263,7 @@ def test_a_damaged_file_leaves_the_session_as_it_was(tmp_path: Path) -> None:
                 other.load(path)
             except ModelError:
                 assert other.tokens == tuple(PROMPT[:20])
-            else:  # a byte that says nothing, such as a date
+            else:  # a byte without meaning, such as a date
                 np.testing.assert_array_equal(other._sequence.logits, truth)
                 other.rewind(20)
         np.testing.assert_array_equal(other.prefill(PROMPT[20:]).logits, truth)

@@ -1,4 +1,4 @@
-"""Sessions over state that cannot go back to everywhere, and over rotary tables that depend on the prompt's length."""
+"""Sessions over state with limited rewinding, and over rotary tables that depend on the prompt's length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHUNK = 8
 
 
 class ToyEngine(SimpleNamespace):
-    """What a session asks of an engine, over the toy decoder. `fails`: whether the next run is to fail at its end."""
+    """Engine interface for a session, over the toy decoder. `fails`: True if the next run is to fail at its end."""
 
     def __init__(self, plan: Plan) -> None:
         policy = find_policy("sequential")
@@ -65,7 +65,7 @@ def next_logits(session: Session) -> np.ndarray[Any, Any]:
 
 
 def check(session: Session) -> None:
-    """The next token is drawn from what all the session's tokens give, run at once."""
+    """Check that the next token is drawn from the logits of all the session's tokens, run at once."""
     if session.tokens:
         truth = expected_logits(session._engine.plan, np.array(session.tokens, np.int64))
         np.testing.assert_array_equal(next_logits(session.fork()), truth[-1])
@@ -81,7 +81,7 @@ def check(session: Session) -> None:
     ),
     seed=st.integers(0, 100),
 )
-def test_a_session_says_what_its_tokens_say(
+def test_session_gives_the_logits_of_its_tokens(
     kinds: tuple[str, ...], long_context_from: int | None, operations: list[tuple[str, float]], seed: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -112,7 +112,7 @@ def test_a_session_says_what_its_tokens_say(
         check(session)
 
 
-def test_a_conversation_over_recurrent_state_runs_its_last_answer_again_and_no_more() -> None:
+def test_conversation_over_recurrent_state_runs_only_its_last_answer_again() -> None:
     engine = ToyEngine(make_plan(3, kinds=ALL_KINDS))
     session = engine.session()
     session.prefill(range(50))
@@ -124,7 +124,7 @@ def test_a_conversation_over_recurrent_state_runs_its_last_answer_again_and_no_m
     check(session)
 
 
-def test_another_answer_to_the_same_prompt_runs_none_of_it_again() -> None:
+def test_another_answer_to_the_same_prompt_runs_no_token_again() -> None:
     engine = ToyEngine(make_plan(3, kinds=ALL_KINDS))
     session = engine.session()
     session.prefill(range(50))
@@ -139,7 +139,7 @@ def test_another_answer_to_the_same_prompt_runs_none_of_it_again() -> None:
     check(session)
 
 
-def test_a_rewind_over_a_cache_runs_nothing_again() -> None:
+def test_rewind_over_a_cache_runs_nothing_again() -> None:
     engine = ToyEngine(make_plan(3))
     session = engine.session()
     session.prefill(range(50))
@@ -149,7 +149,7 @@ def test_a_rewind_over_a_cache_runs_nothing_again() -> None:
     assert engine.num_run == 3
 
 
-def test_tokens_run_again_where_the_rotary_tables_change_and_only_there() -> None:
+def test_tokens_are_run_again_only_if_the_rotary_tables_change() -> None:
     engine = ToyEngine(make_plan(2, long_context_from=30))
     session, run = engine.session(), []
     for count in (20, 10, 1, 5):
@@ -167,12 +167,12 @@ def test_tokens_run_again_where_the_rotary_tables_change_and_only_there() -> Non
 
 PROMPT = np.random.default_rng(3).integers(0, 61, 300).tolist()
 TOLERANCE = 1e-4
-"""Float32 throughout: a few layers of sums over at most 64 products and 300 keys."""
+"""Tolerance in float32: a few layers of sums over at most 64 products and 300 keys."""
 
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A random Mistral with a window, by the window; made once."""
+    """Random Mistral models with a window, by the window; each created once."""
     folders: dict[int, Any] = {}
 
     def make(window: int) -> Any:
@@ -191,8 +191,8 @@ on_all_backends = pytest.mark.parametrize("npu", ["reference", "onnxrt", "native
 @pytest.mark.sampled(every=4)
 @on_all_backends
 @pytest.mark.parametrize("window", [3, 8, 40, 300, 1000])
-def test_a_window_sees_the_same_in_chunks_and_at_once(windowed: Any, window: int, npu: str) -> None:
-    """Shorter than a chunk, as long, longer than a ring's least size, as long as the prompt, and longer."""
+def test_window_gives_the_same_logits_in_chunks_and_at_once(windowed: Any, window: int, npu: str) -> None:
+    """Windows shorter than a chunk, equal to it, longer than a ring's least size, as long as the prompt, and longer."""
     oracle = npu if npu == "native" else "onnxrt"
     with load_on(oracle, windowed(window), chunk_length=512) as engine:
         truth = engine.session().prefill(PROMPT, logits="all").logits
@@ -206,18 +206,18 @@ def test_a_window_sees_the_same_in_chunks_and_at_once(windowed: Any, window: int
 
 
 @on_all_backends
-def test_rewinding_and_forking_over_rings_changes_nothing(windowed: Any, npu: str) -> None:
+def test_rewind_and_fork_over_rings_change_nothing(windowed: Any, npu: str) -> None:
     with load_on(npu, windowed(8), chunk_length=8) as engine:
         session = engine.session()
         session.prefill(PROMPT[:200])
-        for position in (199, 180, 100):  # the last is beyond what rings hold
+        for position in (199, 180, 100):  # the last position exceeds the reach of rings
             session.rewind(position)
             found = session.fork().prefill(PROMPT[200:220]).logits
             expected = engine.session().prefill([*PROMPT[:position], *PROMPT[200:220]]).logits
             np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_the_memory_of_windows_does_not_grow_with_the_context(windowed: Any) -> None:
+def test_memory_of_windows_does_not_grow_with_the_context(windowed: Any) -> None:
     sizes = set()
     for context in (256, 4096):
         with load_on("reference", windowed(40), chunk_length=8, context_length=context) as engine:

@@ -1,4 +1,4 @@
-"""Settings files: what they change, what wins over them, and what is wrong with them."""
+"""Settings files: their effect, their precedence, and their errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bench(command, *options: object) -> dict[str, object]:
     return row
 
 
-def test_a_file_changes_what_the_engine_does_and_the_command_line_wins(command, write) -> None:
+def test_file_changes_the_engine_and_the_command_line_overrides_it(command, write) -> None:
     path = write('chunk_length = 8\npolicy = "in_order"\nthreads = 2\nscheme = "float"\nnpu = "reference"\n')
     told = {"backend": "reference", "scheme": "float", "chunk": 8, "policy": "in_order", "threads": 2}
     assert bench(command, "--settings", path).items() >= told.items()
@@ -46,7 +46,7 @@ def test_a_file_changes_what_the_engine_does_and_the_command_line_wins(command, 
     assert row.items() >= (told | changed).items()
 
 
-def test_what_no_option_says_comes_from_the_file_too(write) -> None:
+def test_settings_without_a_flag_come_from_the_file(write) -> None:
     path = write('chunk_length = 8\nchunks_in_flight = 2\ncache_dtype = "float32"\n[htp]\nvtcm_mb = 4\n')
     settings = read_settings(path)
     with chunkrt.load(GGUF, **settings) as engine:
@@ -55,14 +55,14 @@ def test_what_no_option_says_comes_from_the_file_too(write) -> None:
 
 
 @pytest.mark.parametrize("name", ["run", "chat"])
-def test_generation_takes_a_file(command, write, name: str) -> None:
+def test_generation_accepts_a_settings_file(command, write, name: str) -> None:
     path = write("context_length = 4\nchunk_length = 2\n")
     prompt = ["-p", "hello " * 10, "--raw"] if name == "run" else []
     finished = command(name, GGUF, *prompt, "--settings", path, stdin="hello " * 10 + "\n")
     assert "context of 4" in finished.err + finished.out or "no chat template" in finished.err
 
 
-def test_a_placement_table_makes_another_engine_folder(write) -> None:
+def test_placement_table_makes_another_engine_folder(write) -> None:
     natural = chunkrt.load(GGUF)
     placed = chunkrt.load(GGUF, **read_settings(write(PLACED)))
     same = chunkrt.load(GGUF, placement=DOWN_ON_CPU)
@@ -72,14 +72,14 @@ def test_a_placement_table_makes_another_engine_folder(write) -> None:
         assert read_manifest(placed.folder).placement == DOWN_ON_CPU
 
 
-def test_a_mapping_and_a_file_of_the_same_lines_are_one_placement(tmp_path: Path) -> None:
+def test_mapping_and_file_of_the_same_lines_are_one_placement(tmp_path: Path) -> None:
     path = tmp_path / "placement.toml"
     path.write_text('"model.layers.*.mlp.down_proj" = "cpu"\n')
     with chunkrt.load(GGUF, placement=path) as from_file, chunkrt.load(GGUF, placement=DOWN_ON_CPU) as from_mapping:
         assert from_file.folder == from_mapping.folder
 
 
-def test_compile_takes_a_file_and_what_it_wrote_runs_with_it(command, write, tmp_path: Path) -> None:
+def test_compile_accepts_a_settings_file_and_its_output_runs_with_it(command, write, tmp_path: Path) -> None:
     path = write('scheme = "w8a16"\nchunk_length = 8\npolicy = "in_order"\nchunks_in_flight = 3\n' + PLACED)
     folder = tmp_path / "engine"
     finished = command("compile", GGUF, "-o", folder, "--settings", path)
@@ -88,11 +88,11 @@ def test_compile_takes_a_file_and_what_it_wrote_runs_with_it(command, write, tmp
     assert any(s.device == "cpu" and any("down_proj" in w for w in s.weights) for s in read_plan(folder).subgraphs)
     with chunkrt.load(folder, **read_settings(path)) as engine:
         assert (engine.chunk_length, engine.options.policy) == (8, "in_order")
-    with pytest.raises(ConfigError, match="its placement is fixed; give the checkpoint"):
+    with pytest.raises(ConfigError, match="its placement is fixed; pass the checkpoint"):
         chunkrt.load(folder, placement={"lm_head": "npu"})
 
 
-def test_compile_lets_the_command_line_win(command, write, tmp_path: Path) -> None:
+def test_command_line_overrides_settings_in_compile(command, write, tmp_path: Path) -> None:
     folder = tmp_path / "engine"
     command("compile", GGUF, "-o", folder, "--settings", write('scheme = "float"'), "--scheme", "w8a8-dynamic")
     assert read_manifest(folder).scheme.name == "w8a8-dynamic"
@@ -125,7 +125,7 @@ def test_compile_lets_the_command_line_win(command, write, tmp_path: Path) -> No
         ("chunk_length", "cannot read the settings file"),
     ],
 )
-def test_a_file_that_is_wrong_is_one_line_that_names_it(command, write, text: str, message: str) -> None:
+def test_invalid_file_is_one_line_that_names_it(command, write, text: str, message: str) -> None:
     finished = command("run", GGUF, "-p", "hello", "--settings", write(text))
     assert (finished.status, finished.out) == (1, "")
     assert message in finished.err
@@ -133,22 +133,22 @@ def test_a_file_that_is_wrong_is_one_line_that_names_it(command, write, text: st
     assert finished.err.count("\n") == 1
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_settings_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the settings file .*nowhere.toml"):
         read_settings(tmp_path / "nowhere.toml")
 
 
-def test_a_placement_that_matches_no_module(command, write) -> None:
+def test_placement_without_a_matching_module_is_an_error(command, write) -> None:
     finished = command("run", GGUF, "-p", "hello", "--settings", write('[placement]\nlm_haed = "npu"'))
     assert finished.status == 1
     assert "did you mean 'lm_head'?" in finished.err
 
 
-def test_a_calibration_is_beside_the_file(write, tmp_path: Path) -> None:
+def test_calibration_is_relative_to_the_file(write, tmp_path: Path) -> None:
     assert read_settings(write('calibration = "grids.safetensors"'))["calibration"] == tmp_path / "grids.safetensors"
 
 
-def test_what_is_written_is_read_again(write) -> None:
+def test_written_settings_are_read_again(write) -> None:
     settings = {"scheme": "w8a16", "chunk_length": 64, "placement": {"model.layers.*.mlp": "cpu", "lm_head": "npu"}}
     text = settings_text(settings, ["Two lines\nbecome one."])
     assert text.splitlines()[0] == "# Two lines become one."

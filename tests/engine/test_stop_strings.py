@@ -1,4 +1,4 @@
-"""Stop strings end a text before them, however the text arrives, and lose none of it."""
+"""Stop strings end a text before them, for any pieces of the text, and lose none of it."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ stop_lists = st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=
 
 
 def stream(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
-    """All text that comes out, and whether it stopped."""
+    """Return all text that comes out, and True if it stopped."""
     watcher, out, stopped = StopStrings(stops), "", False
     for piece in pieces:
         text, stopped = watcher.push(piece)
@@ -21,7 +21,7 @@ def stream(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
 
 
 @given(stops=stop_lists, pieces=st.lists(letters, max_size=8))
-def test_the_text_ends_where_the_first_match_is_complete(stops, pieces):
+def test_text_ends_where_the_first_match_is_complete(stops, pieces):
     text = "".join(pieces)
     ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
     if not ends:
@@ -32,7 +32,7 @@ def test_the_text_ends_where_the_first_match_is_complete(stops, pieces):
 
 
 @given(stops=stop_lists, pieces=st.lists(letters, max_size=8))
-def test_no_more_is_held_back_than_may_become_a_stop_string(stops, pieces):
+def test_only_possible_stop_strings_are_withheld(stops, pieces):
     watcher, emitted, taken = StopStrings(stops), "", ""
     for piece in pieces:
         text, stopped = watcher.push(piece)
@@ -44,7 +44,7 @@ def test_no_more_is_held_back_than_may_become_a_stop_string(stops, pieces):
         assert held == "" or any(len(held) < len(stop) and stop.startswith(held) for stop in stops)
 
 
-def test_after_a_stop_nothing_comes():
+def test_no_text_comes_after_a_stop():
     watcher = StopStrings(["END"])
     assert watcher.push("one EN") == ("one ", False)
     assert watcher.push("D two") == ("", True)
@@ -53,6 +53,6 @@ def test_after_a_stop_nothing_comes():
 
 
 @pytest.mark.parametrize("stops", ["stop", ["a", ""], [1]])
-def test_stops_that_are_no_list_of_strings_are_an_error(stops):
+def test_stops_that_are_not_a_list_of_strings_are_an_error(stops):
     with pytest.raises(ConfigError, match="stop strings"):
         StopStrings(stops)

@@ -1,4 +1,4 @@
-"""Threads: there are as many as were asked for, on any number of cores, whoever plays the NPU."""
+"""Threads: their number is the requested one, on any number of cores, with any backend as the NPU."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TOKENS = input_ids("llama_biased_gguf")[:40]
 
 
 def threads_now() -> set[str]:
-    """Those of this process, whoever started them. One that has ended may be listed for a moment more."""
+    """Return the names of this process's threads. A thread that has ended may be listed for a moment more."""
     return {path.name for path in TASKS.iterdir()}
 
 
 @pytest.fixture
 def during_runs(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """Fills with the process's threads, as they are when a concurrent run has started its own and none has ended."""
+    """Lists of the process's threads at the time when a concurrent run has started its own and none has ended."""
     seen: list[set[str]] = []
     has_looked = threading.Event()
     make, start = Workers.__init__, Workers.start
@@ -57,8 +57,8 @@ def during_runs(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("threads", [1, 2, 4, 8])
 @pytest.mark.parametrize("npu", ["native", "onnxrt", "reference"])
-def test_an_engine_has_the_threads_it_was_asked_to_have(npu: str, threads: int, during_runs: list[set[str]]) -> None:
-    """Workers while a run lasts, and the native pool's helpers, which are one fewer, since a caller computes too."""
+def test_engine_has_the_requested_threads(npu: str, threads: int, during_runs: list[set[str]]) -> None:
+    """Workers during a run, and the native pool's helpers, which are one fewer, because a caller computes too."""
     chunkrt.load(GGUF, npu=npu, chunk_length=8, threads=1).session().prefill(TOKENS)  # imports its libraries
     gc.collect()  # pools that earlier tests have left
     before = threads_now()
@@ -73,7 +73,7 @@ def test_an_engine_has_the_threads_it_was_asked_to_have(npu: str, threads: int, 
             assert time.monotonic() < deadline, "a run has left threads behind"
 
 
-def test_sessions_for_an_npu_have_no_threads_of_onnx_runtimes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_for_an_npu_have_no_onnx_runtime_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default each would have as many as there are cores, and an engine has dozens of sessions."""
     pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
     if not qnn.open_htp().is_emulated:

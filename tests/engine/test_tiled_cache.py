@@ -1,4 +1,4 @@
-"""Caches of bfloat16: attention in bfloat16 finds the bits there that it makes of float32 ones, come what may."""
+"""bfloat16 caches: bfloat16 attention finds the same bits there that it makes of float32 ones, after any operations."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def load(name: str = "llama_gqa", cache_dtype: str | None = "bfloat16", **option
 
 
 def step(engine: Engine, other: Engine, session: Session, folder: Path, random: Random) -> tuple[Session, np.ndarray]:
-    """Something that a session may go through, then a prompt; the session with which to go on, and logits."""
+    """Perform a random operation on a session, then a prompt; return the session to continue with, and logits."""
     match random.choice(["prefill", "rewind", "fork", "save", "reset"]):
         case "rewind":
             session.rewind(random.randint(0, session.position))
         case "fork":
             fork = session.fork()
             if session.position + 3 <= session.context_length:
-                session.prefill([1, 2, 3], logits="none")  # leaves the fork as it is
+                session.prefill([1, 2, 3], logits="none")  # leaves the fork unchanged
             session = fork
         case "save":
             session.save(folder / "session")
@@ -55,7 +55,7 @@ def step(engine: Engine, other: Engine, session: Session, folder: Path, random: 
 
 
 def story(name: str, cache_dtype: str, folder: Path, seed: int) -> list[np.ndarray]:
-    """The logits of one story; of a file the reader may have another context and other chunks."""
+    """Return the logits of one story; the reader of a file may have another context and other chunks."""
     random, found = Random(seed), []
     with (
         load(name, cache_dtype) as engine,
@@ -71,7 +71,7 @@ def story(name: str, cache_dtype: str, folder: Path, seed: int) -> list[np.ndarr
 @pytest.mark.sampled(seed=(0, 1))
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", [*ONE_OF_EACH_STATE, "mistral_window_95"])
-def test_whatever_happens_the_bits_are_those_of_float32_caches(tmp_path: Path, name: str, seed: int) -> None:
+def test_bits_equal_those_of_float32_caches_after_any_operations(tmp_path: Path, name: str, seed: int) -> None:
     for number, (found, expected) in enumerate(
         zip(story(name, "bfloat16", tmp_path, seed), story(name, "float32", tmp_path, seed), strict=True)
     ):
@@ -79,7 +79,7 @@ def test_whatever_happens_the_bits_are_those_of_float32_caches(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5"])
-def test_a_prefix_that_was_kept_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_kept_prefix_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     random = Random(0)
     with load(name) as plain, load(name, prefix_cache=str(tmp_path / "kept"), chunk_length=32) as cached:
         begin = [random.randrange(plain.plan.vocab_size) for _ in range(90)]
@@ -92,7 +92,7 @@ def test_a_prefix_that_was_kept_gives_the_same_bits(name: str, tmp_path: Path) -
         assert num_cached > 150
 
 
-def test_a_prompt_that_is_broken_off_leaves_a_ring_as_it_was() -> None:
+def test_aborted_prompt_leaves_a_ring_unchanged() -> None:
     with load("gemma3_window_5", chunk_length=16) as engine:
         tokens = [number % 40 for number in range(100)]
         session, expected = engine.session(), engine.session()
@@ -104,7 +104,7 @@ def test_a_prompt_that_is_broken_off_leaves_a_ring_as_it_was() -> None:
         np.testing.assert_array_equal(session.prefill(tokens[70:]).logits, expected.prefill(tokens[70:]).logits)
 
 
-def test_it_is_the_default_of_attention_in_bfloat16() -> None:
+def test_bfloat16_caches_are_the_default_of_bfloat16_attention() -> None:
     with load(cache_dtype=None) as engine:
         assert engine.cache_dtype == "bfloat16"
         cache = next(iter(engine.make_state().tensors.values()))
@@ -120,12 +120,12 @@ def test_it_is_the_default_of_attention_in_bfloat16() -> None:
         ({"attention_math": "bfloat16", "context_shift": True}, "caches of bfloat16 do not shift"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(options: dict[str, object], message: str) -> None:
+def test_incompatible_options_are_rejected(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         chunkrt.load(checkpoint("llama_gqa"), cache_dtype="bfloat16", **options)
 
 
-def test_a_session_of_another_type_of_cache_is_refused(tmp_path: Path) -> None:
+def test_session_of_another_type_of_cache_is_rejected(tmp_path: Path) -> None:
     with load() as engine, load(cache_dtype="float16") as other:
         session = engine.session()
         session.prefill([1, 2, 3])

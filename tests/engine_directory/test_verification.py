@@ -17,7 +17,7 @@ from chunkrt.engine_directory.manifest import FAST_HASH, MANIFEST, PLAN, WEIGHTS
 from chunkrt.engine_directory.verification import Verification
 from chunkrt.errors import ConfigError, ModelError
 
-MESSAGE = r"weights\.safetensors is not what was written when the model was compiled; compile it again"
+MESSAGE = r"weights\.safetensors has changed since the model was compiled; compile it again"
 
 
 @pytest.fixture

@@ -176,7 +176,7 @@ def test_an_outlier_shows_and_its_shadow_takes_it():
 
 
 def test_a_scheme_that_rounds_nothing_is_refused():
-    with pytest.raises(ConfigError, match="the scheme 'float' quantises nothing, layers have no errors"):
+    with pytest.raises(ConfigError, match="the scheme 'float' quantises nothing, so layers have no errors"):
         Tiny(scheme="float").evaluate()
 
 
@@ -274,8 +274,11 @@ def test_wrong_options_are_told_before_anything_runs(command, text, tmp_path, mo
     cases = [
         (["--lambada", text, "--per-layer"], "--per-layer runs over a text; give --text FILE"),
         (["--text", text, "--plot", "a.png"], "--plot draws the errors of layers; give --per-layer"),
-        (["--text", text, "--per-layer", "--plot", "a.jpg"], "its name ends in none of .png, .svg"),
-        (["--text", text, "--per-layer", "--plot", tmp_path / "folder.png"], "folder.png: it is no file; name one"),
+        (["--text", text, "--per-layer", "--plot", "a.jpg"], "its name must end with one of .png, .svg"),
+        (
+            ["--text", text, "--per-layer", "--plot", tmp_path / "folder.png"],
+            "folder.png: it is not a file; name a file",
+        ),
     ]
     for arguments, message in cases:
         finished = command("eval", GGUF, *arguments)

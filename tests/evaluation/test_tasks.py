@@ -158,7 +158,7 @@ MALFORMED = [
     ("--hellaswag", {"ctx_a": "x"}, "line 2: 'activity_label' is missing, expected a text"),
     ("--hellaswag", {**GOOD, "endings": "abcd"}, "line 2: 'endings' is not a list of two texts or more"),
     ("--hellaswag", {**GOOD, "endings": ["a", 2]}, "line 2: 'endings' is not a list of two texts or more"),
-    ("--hellaswag", {**GOOD, "endings": ["a", "[b]"], "label": 0}, "line 2: an ending has no text but marks"),
+    ("--hellaswag", {**GOOD, "endings": ["a", "[b]"], "label": 0}, "line 2: an ending has no text except marks"),
     ("--hellaswag", {**GOOD, "label": 4}, "line 2: 'label' is 4, expected 0 to 3"),
     ("--hellaswag", {**GOOD, "label": True}, "line 2: 'label' is True, expected 0 to 3"),
     ("--hellaswag", {**GOOD, "label": ""}, "the test split has no labels, take the validation split"),

@@ -165,7 +165,7 @@ def test_windows_are_spread_evenly():
     assert [w[0] for w in spread(windows, 10)] == list(range(10))
     assert len(spread(windows, None)) == 10
     assert len(spread([[i, i] for i in range(100)], None)) == 16
-    with pytest.raises(ConfigError, match="11 windows were asked for, the text has 10"):
+    with pytest.raises(ConfigError, match="11 windows were requested, but the text has 10"):
         spread(windows, 11)
 
 
@@ -187,7 +187,7 @@ LINES = [
     (("--text", "story.txt", "--part", "0/2"), "the part is '0/2', expected K/N"),
     (("--text", "story.txt", "--windows", "0"), "--windows is '0', expected a number, at least 1, or all"),
     (("--text", "story.txt", "--windows", "many"), "--windows is 'many', expected a number"),
-    (("--text", "story.txt", "--windows", "9999"), "9999 windows were asked for"),
+    (("--text", "story.txt", "--windows", "9999"), "9999 windows were requested"),
     (("--text", "story.txt", "--window", "1"), "the window is 1, expected at least 2"),
     (("--text", "story.txt", "--window", "9999"), "--window is 9999, longer than the context of"),
     (("--text", "story.txt", "--cache-limit", "-1"), "--cache-limit is -1, expected GB, at least 0"),
@@ -243,9 +243,7 @@ def test_an_engine_directory_needs_to_be_told_its_base(command, text, tmp_path):
         1,
         "--json",
     )
-    expect_one_line(
-        command(*arguments), 1, "name the checkpoint that it was made from with --base-model (it was called"
-    )
+    expect_one_line(command(*arguments), 1, "give its original checkpoint with --base-model (it was called")
     alone = json.loads(command(*arguments, "--base", "none").out)["text"]
     beside = json.loads(command(*arguments, "--base-model", GGUF).out)["text"]
     itself = json.loads(command(*arguments, "--base", "w8a8-dynamic").out)["text"]

@@ -52,6 +52,7 @@ def test_import_computes_the_logits_of_the_original(family):
     assert_agrees(folder, (folder / "model.onnx").read_bytes())
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_quantised_weights_are_used_with_float_activations(dtype):
     """The reference is the original in floats, with weights that NumPy dequantised."""

@@ -1,4 +1,5 @@
-"""Affinity: what a list and "big" stand for, which CPUs threads really have, and what is left behind."""
+"""CPU affinity: the meaning of a list and of "big", the CPUs that threads really have, and the restored affinity of the
+caller."""
 
 from __future__ import annotations
 
@@ -33,28 +34,28 @@ Masks = Callable[[], dict[int, str]]
 
 
 def mask(thread: int | str) -> str:
-    """The CPUs that a thread may use, as Linux tells."""
+    """Return the CPUs that a thread may use, as Linux reports them."""
     lines = (TASKS / str(thread) / "status").read_text().splitlines()
     return next(line.split()[1] for line in lines if line.startswith("Cpus_allowed_list:"))
 
 
 @pytest.fixture(autouse=True)
 def caller() -> Iterator[None]:
-    """Whatever a test does, the thread that does it is as free afterwards as before."""
+    """Restore the affinity of the thread that runs a test."""
     yield
     assert os.sched_getaffinity(0) == MASK
 
 
 @pytest.fixture
 def new_masks() -> Masks:
-    """A function that gives the masks of the threads that there were not when the test began."""
+    """A function that returns the masks of the threads that have started since the test began."""
     before = {path.name for path in TASKS.iterdir()}
     return lambda: {int(path.name): mask(path.name) for path in TASKS.iterdir() if path.name not in before}
 
 
 @pytest.fixture
 def computing(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
-    """Fills with the masks of the threads that call native programs, as they are during the call."""
+    """A dictionary of the masks of the threads that call native programs, as they are during the call."""
     seen: dict[int, str] = {}
     run = NativeExecutable.run
 
@@ -73,7 +74,7 @@ def load(affinity: str, **options: object) -> chunkrt.Engine:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function that makes a machine of as many CPUs as it gets speeds, all of which this process may use."""
+    """A function that simulates a machine with one CPU for each speed, all of which this process may use."""
 
     def make(**speeds: list[int | None]) -> None:
         monkeypatch.setattr(affinity, "CPU_FOLDER", tmp_path)
@@ -103,14 +104,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     ],
     ids=["little, middle, prime", "alike", "capacity first", "efficient", "boost", "a gap", "nothing known", "zeros"],
 )
-def test_big_cores(machine, speeds, big) -> None:
+def test_big_cores_are_found_by_their_speed(machine, speeds, big) -> None:
     machine(**speeds)
     assert big_cores() == find_cpus("big") == big
     assert EngineOptions(affinity="big").num_threads == len(big)
     assert EngineOptions(affinity="big", threads=3).num_threads == 3
 
 
-def test_only_cpus_of_the_mask_are_big(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_big_cores_are_limited_to_the_mask(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(capacity=[300, 300, 1024])
     monkeypatch.setattr(os, "sched_getaffinity", lambda thread: {0, 1})
     assert big_cores() == {0, 1}
@@ -119,7 +120,7 @@ def test_only_cpus_of_the_mask_are_big(machine, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("text", "cpus"), [("0", {0}), ("0,2,4-7", {0, 2, 4, 5, 6, 7}), (" 3 , 1-1,1", {1, 3}), ("0-7", set(range(8)))]
 )
-def test_a_list_of_cpus(machine, text: str, cpus: set[int]) -> None:
+def test_find_cpus_parses_lists(machine, text: str, cpus: set[int]) -> None:
     machine(capacity=[1024] * 8)
     assert find_cpus(text) == cpus
     assert find_cpus(cpu_list(cpus)) == cpus
@@ -129,18 +130,18 @@ def test_a_list_of_cpus(machine, text: str, cpus: set[int]) -> None:
 @pytest.mark.parametrize(
     "text", ["", "0,", ",", "1-", "-1", "3-1", "0-1-2", "bigg", "0;1", "0x1", "1.0", "²", "10000", "0-99999999999"]
 )
-def test_text_that_is_no_affinity(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected none, big, or CPUs as in 0,2,4-7"):
+def test_find_cpus_rejects_other_text(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected none, big, or CPUs such as 0,2,4-7"):
         EngineOptions(affinity=text)
 
 
 @pytest.mark.parametrize("value", [0, None, True, ["0"]])
-def test_what_is_not_even_text(value: object) -> None:
+def test_affinity_of_another_type_is_rejected(value: object) -> None:
     with pytest.raises(ConfigError, match=r"affinity is .*, expected text"):
         EngineOptions(affinity=value)
 
 
-def test_cpus_that_are_not_there_or_not_ours(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_cpus_rejects_missing_or_masked_cpus(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(capacity=[1024] * 4)
     with pytest.raises(ConfigError, match=r"affinity is '2-4', but CPU 4 is not there; choose among 0-3"):
         find_cpus("2-4")
@@ -149,18 +150,18 @@ def test_cpus_that_are_not_there_or_not_ours(machine, monkeypatch: pytest.Monkey
         find_cpus("0-2")
 
 
-def test_a_system_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_affinity_is_rejected_on_systems_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delattr(os, "sched_setaffinity")
         patch.setattr("platform.system", lambda: "Darwin")
         assert find_cpus("none") is None
         for choice in ("big", "0"):
-            with pytest.raises(ConfigError, match=f"affinity is '{choice}', but Darwin has no affinity; leave it 'no"):
+            with pytest.raises(ConfigError, match=f"affinity is '{choice}', but Darwin has no affinity; use 'no"):
                 find_cpus(choice)
 
 
 @pytest.mark.parametrize(("affinity", "cpus"), [(str(LAST), {LAST}), ("big", find_cpus("big")), ("none", MASK)])
-def test_the_pools_threads_stay_on_their_cpus(affinity: str, cpus: set[int], new_masks: Masks) -> None:
+def test_pool_threads_stay_on_their_cpus(affinity: str, cpus: set[int], new_masks: Masks) -> None:
     with load(affinity, threads=4):
         assert list(new_masks().values()) == [cpu_list(cpus)] * 3
         assert os.sched_getaffinity(0) == MASK
@@ -174,7 +175,7 @@ def test_workers_stay_on_their_cpus(computing: dict[int, str]) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
-def test_a_caller_that_computes_is_pinned_while_it_does(computing: dict[int, str], num_tokens: int) -> None:
+def test_caller_is_pinned_only_while_it_computes(computing: dict[int, str], num_tokens: int) -> None:
     with load(str(FIRST), policy="sequential") as engine:
         assert engine.options.num_threads == 1
         engine.session().prefill(TOKENS[:num_tokens])
@@ -182,13 +183,13 @@ def test_a_caller_that_computes_is_pinned_while_it_does(computing: dict[int, str
         assert os.sched_getaffinity(0) == MASK
 
 
-def test_results_do_not_depend_on_it() -> None:
+def test_results_do_not_depend_on_affinity() -> None:
     with load("none", threads=2) as free, load(str(LAST), threads=2) as pinned, load("big") as big:
         logits = [engine.session().prefill(TOKENS, logits="all").logits for engine in (free, pinned, big)]
         assert logits[0].tobytes() == logits[1].tobytes() == logits[2].tobytes()
 
 
-def test_two_engines_have_cpus_of_their_own(computing: dict[int, str], new_masks: Masks) -> None:
+def test_engines_have_separate_cpus(computing: dict[int, str], new_masks: Masks) -> None:
     if len(MASK) < 2:
         pytest.skip("this process has one CPU; two engines cannot have different ones")
     options = {"threads": 2, "policy": "in_order"}
@@ -202,7 +203,7 @@ def test_two_engines_have_cpus_of_their_own(computing: dict[int, str], new_masks
 
 
 @pytest.mark.parametrize("policy", ["sequential", "in_order"])
-def test_a_failed_run_leaves_nobody_pinned(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_run_leaves_no_thread_pinned(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self, inputs, outputs) -> None:
         assert os.sched_getaffinity(0) == {LAST}
         raise ValueError("no")
@@ -213,7 +214,7 @@ def test_a_failed_run_leaves_nobody_pinned(policy: str, monkeypatch: pytest.Monk
     assert os.sched_getaffinity(0) == MASK
 
 
-def test_a_failed_load_leaves_nobody_pinned(monkeypatch: pytest.MonkeyPatch, new_masks: Masks) -> None:
+def test_failed_load_leaves_no_thread_pinned(monkeypatch: pytest.MonkeyPatch, new_masks: Masks) -> None:
     def fail(self, *_: object) -> None:
         assert os.sched_getaffinity(0) == {FIRST}
         raise ConfigError("no pool")
@@ -225,7 +226,7 @@ def test_a_failed_load_leaves_nobody_pinned(monkeypatch: pytest.MonkeyPatch, new
 
 
 @pytest.mark.parametrize("policy", ["sequential", "in_order"])
-def test_cpus_that_go_away_are_an_error_of_the_run(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_fails_when_its_cpus_are_removed(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if len(MASK) < 2:
         pytest.skip("this process has one CPU, which all of it is on already")
 
@@ -237,12 +238,14 @@ def test_cpus_that_go_away_are_an_error_of_the_run(policy: str, monkeypatch: pyt
         session = engine.session()
         with monkeypatch.context() as patch:
             patch.setattr(os, "sched_setaffinity", refuse)
-            with pytest.raises(ConfigError, match=f"cannot run on CPUs {LAST}: Invalid argument; load with others"):
+            with pytest.raises(
+                ConfigError, match=f"cannot run on CPUs {LAST}: Invalid argument; load the model with other CPUs"
+            ):
                 session.prefill(TOKENS)
         session.prefill(TOKENS)
 
 
-def test_a_body_that_fails_gives_the_cpus_back() -> None:
+def test_running_on_restores_the_cpus_after_an_error() -> None:
     def interrupted() -> None:
         with running_on({LAST}):
             assert os.sched_getaffinity(0) == {LAST}
@@ -253,7 +256,7 @@ def test_a_body_that_fails_gives_the_cpus_back() -> None:
     assert os.sched_getaffinity(0) == MASK
 
 
-def test_what_is_wrong_is_told_before_a_model_is_compiled(command, tmp_path: Path, monkeypatch) -> None:
+def test_load_rejects_an_affinity_before_compiling(command, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     finished = command("run", GGUF, "-p", "hello", "--scheme", "float", "--affinity", "9999")
     assert (finished.status, finished.out) == (1, "")
@@ -262,7 +265,7 @@ def test_what_is_wrong_is_told_before_a_model_is_compiled(command, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_the_mask_of_the_process_is_the_limit() -> None:
+def test_command_line_respects_the_process_mask() -> None:
     if len(MASK) < 2:
         pytest.skip("this process has one CPU; its mask cannot be narrower")
     call = (sys.executable, "-m", "chunkrt", "run", str(GGUF), "-p", "hello", "--affinity", f"{FIRST},{LAST}")
@@ -272,7 +275,7 @@ def test_the_mask_of_the_process_is_the_limit() -> None:
     assert f"CPU {LAST} is outside this process's mask; choose among {FIRST}\n" in finished.stderr
 
 
-def test_a_settings_file_and_the_command_line(command, tmp_path: Path) -> None:
+def test_affinity_is_set_by_settings_file_and_flag(command, tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text(f'affinity = "{LAST}"\n')
     assert read_settings(path) == {"affinity": str(LAST)}
@@ -285,7 +288,7 @@ def test_a_settings_file_and_the_command_line(command, tmp_path: Path) -> None:
     assert "settings.toml: affinity is '4-2', expected none, big" in finished.err
 
 
-def test_doctor_shows_the_big_cores(command, machine) -> None:
+def test_doctor_lists_the_big_cores(command, machine) -> None:
     machine(capacity=[300, 300, 1024, 1024])
     assert "ok big cores CPUs 2-3 of 0-3" in _lines(command("doctor").out)
     machine(capacity=[1024] * 3)
@@ -298,7 +301,7 @@ def _lines(text: str) -> list[str]:
 
 @pytest.fixture
 def cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Set the control groups that this process seems to be in: the text of /proc/self/cgroup, and files by path."""
+    """Set the simulated control groups of this process: the text of /proc/self/cgroup, and files by path."""
 
     def set_up(own: str, **files: str) -> None:
         root = tmp_path / "cgroup"
@@ -339,7 +342,7 @@ V1 = "5:cpu,cpuacct:/docker/c0ffee\n1:name=systemd:/docker/c0ffee\n"
         ("", {}, None),
     ],
 )
-def test_cpu_quota_is_the_least_of_the_control_groups(
+def test_cpu_quota_is_the_smallest_of_the_control_groups(
     own: str, files: dict[str, str], cores: float | None, cgroup: Callable[..., None]
 ) -> None:
     cgroup(own, **files)
@@ -352,7 +355,7 @@ def test_available_cores_are_bounded_by_the_quota(quota: str, cores: int, cgroup
     assert available_cores(range(8)) == cores
 
 
-def test_default_threads_obey_the_quota_and_given_threads_do_not(cgroup: Callable[..., None]) -> None:
+def test_quota_bounds_default_threads_but_not_explicit_threads(cgroup: Callable[..., None]) -> None:
     cgroup("0::/", **{"cpu.max": "100000 100000"})
     assert EngineOptions().num_threads == 1
     assert EngineOptions(threads=5).num_threads == 5

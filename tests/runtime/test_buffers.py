@@ -37,8 +37,8 @@ def test_allocations_are_aligned_and_zero(shape: list[int], dtype: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
-def test_memory_that_others_have_had_is_committed_where_it_is_written() -> None:
-    """Of arrays of a cache's size, as sessions come and go."""
+def test_reused_memory_is_committed_only_where_it_is_written() -> None:
+    """Arrays of a cache's size, as sessions are opened and closed."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * mmap.PAGESIZE
@@ -47,7 +47,7 @@ def test_memory_that_others_have_had_is_committed_where_it_is_written() -> None:
         return [aligned_zeros((3 * 2**20,), np.uint8) for _ in range(64)]
 
     larger = np.ones(16 * 2**20, np.uint8)
-    del larger  # glibc keeps what is smaller to itself from now on
+    del larger  # from now on glibc reuses smaller blocks itself
     before = resident()
     for _ in range(3):
         arrays = make()
@@ -61,10 +61,10 @@ def test_memory_that_others_have_had_is_committed_where_it_is_written() -> None:
 
 
 def alive_at_once(plan: Plan) -> set[frozenset[str]]:
-    """The pairs of values of which one may be written or wanted while the other is, by every order of the graph.
+    """Return the pairs of values that may be alive at the same time in some order of the graph.
 
-    Walks over what may have ended and what may run at any moment. A value is alive from the start of the subgraph that
-    writes it (graph inputs: always) until those that read it have ended.
+    Walk over all sets of ended subgraphs and possible next ones. A value is alive from the start of the subgraph that
+    writes it (graph inputs: always) until its readers have ended.
     """
     parts = plan.subgraphs
     writers = {name: i for i, part in enumerate(parts) for name in part.outputs}
@@ -97,12 +97,12 @@ def check_sharing(plan: Plan) -> None:
 
 @pytest.mark.parametrize("shadowed", [0, 1, 3])
 @pytest.mark.parametrize("layers", [1, 2, 30])
-def test_values_that_may_live_at_the_same_time_never_share(layers: int, shadowed: int) -> None:
+def test_values_alive_at_the_same_time_never_share_memory(layers: int, shadowed: int) -> None:
     check_sharing(make_plan(layers, shadowed=shadowed))
 
 
 @given(data=st.data())
-def test_values_of_any_graph_that_may_live_at_the_same_time_never_share(data: st.DataObject) -> None:
+def test_values_alive_at_the_same_time_never_share_memory_in_any_graph(data: st.DataObject) -> None:
     """Up to 6 subgraphs that read anything before them, or graph inputs; each writes one or two values."""
     plan = make_plan(1)
     known = ["input_ids", "position"]
@@ -116,8 +116,8 @@ def test_values_of_any_graph_that_may_live_at_the_same_time_never_share(data: st
     check_sharing(replace(plan, subgraphs=tuple(parts), tensors={**plan.tensors, **values}))
 
 
-def test_both_sides_of_a_fork_have_memory_of_their_own() -> None:
-    """By the order of the list, outliers.0 could take narrow.0's memory once linear.0 had read it."""
+def test_both_sides_of_a_fork_have_separate_memory() -> None:
+    """In list order, outliers.0 could reuse narrow.0's memory once linear.0 has read it."""
     plan = make_plan(1, shadowed=1)
     buffer_of = BufferLayout(plan, CHUNK).buffer_of
     assert len({buffer_of[f"{name}.0"] for name in ("residual", "narrow", "main", "outliers")}) == 4
@@ -154,13 +154,13 @@ def test_views_cut_rows_and_leave_each_segment_its_position() -> None:
 
 
 def segment(token_ids: list[int], position: int, logits: Logits = "last") -> Segment:
-    """All of a run."""
+    """Return all tokens of a run as a segment."""
     state = State(make_plan(), CONTEXT)
     state.advance(position)
     return Job(Run(np.array(token_ids, np.int64), state, logits=logits), state.plan).take(CHUNK)
 
 
-def test_room_for_shared_logits_is_kept_where_it_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_room_for_shared_logits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = ChunkBuffers(BufferLayout(make_plan(), CHUNK))
     monkeypatch.setattr("chunkrt.runtime.buffers.KEPT_LOGIT_BYTES", 2 * 4 * VOCABULARY)
     kept = buffers.logits(2)
@@ -171,7 +171,7 @@ def test_room_for_shared_logits_is_kept_where_it_is_small(monkeypatch: pytest.Mo
     assert np.shares_memory(kept, buffers.logits(2))
 
 
-def test_clearing_padding_leaves_tokens_and_the_position() -> None:
+def test_clear_padding_keeps_tokens_and_the_position() -> None:
     plan = make_plan()
     buffers = ChunkBuffers(BufferLayout(plan, CHUNK))
     whole = buffers.views(["qkv.0", "position"], slice(CHUNK))
@@ -196,20 +196,20 @@ def changed(plan: Plan, **changes: Any) -> Plan:
     return replace(plan, **changes)
 
 
-def test_a_value_that_is_read_before_it_is_written_is_refused() -> None:
+def test_layout_rejects_a_value_read_before_it_is_written() -> None:
     plan = make_plan()
     with pytest.raises(ModelError, match=r"static\.0 reads 'hidden\.embedding' before"):
         BufferLayout(changed(plan, subgraphs=plan.subgraphs[1:]), CHUNK)
 
 
-def test_a_value_without_rows_is_refused() -> None:
+def test_layout_rejects_a_value_without_rows() -> None:
     plan = make_plan()
     odd = Tensor(name="qkv.0", dtype="float32", shape=(WIDTH, "T"))
     with pytest.raises(ModelError, match=r"'qkv\.0' has shape \(4, 'T'\)"):
         BufferLayout(changed(plan, tensors={**plan.tensors, "qkv.0": odd}), CHUNK)
 
 
-def test_an_unknown_graph_input_is_refused() -> None:
+def test_layout_rejects_an_unknown_graph_input() -> None:
     plan = make_plan()
     odd = changed(
         plan,
@@ -217,5 +217,5 @@ def test_an_unknown_graph_input_is_refused() -> None:
         subgraphs=(subgraph("mask", "cpu", ["mask"], ["m"]), *plan.subgraphs),
         tensors={**plan.tensors, "mask": value("mask"), "m": value("m")},
     )
-    with pytest.raises(ModelError, match="input 'mask' is none of input_ids, position, rope_position, logit_rows"):
+    with pytest.raises(ModelError, match="input 'mask' is not one of input_ids, position, rope_position, logit_rows"):
         BufferLayout(odd, CHUNK)

@@ -1,4 +1,4 @@
-"""The conductor: whoever shares chunks gets what running alone gives, whatever happens to the others."""
+"""The conductor: sequences that share chunks get the same results as when they run alone, even if others fail."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def make_lanes(plan: Plan, kind: str = LANES[0], *, before: Hook | None = None, 
 
 
 class Haphazard:
-    """Takes what chance has it take."""
+    """Batcher that chooses at random."""
 
     name = "haphazard"
 
@@ -99,7 +99,7 @@ def make_conductor(plan: Plan, kind: str = LANES[0], *, batcher: Batcher | None 
 
 @dataclass
 class Story:
-    """What one sequence does: prompts, and tokens drawn after each; and what came of it."""
+    """One sequence: prompts, tokens drawn after each, and the results."""
 
     plan: Plan
     steps: Sequence[tuple[int, int, Logits]]
@@ -107,7 +107,7 @@ class Story:
     tokens: list[int] = field(default_factory=list)
 
     def tell(self, conductor: Conductor, state: State) -> None:
-        """Every prompt's and every drawn token's logits are those of all tokens at once."""
+        """Run the sequence. Check that the logits of every prompt and token are those of all tokens at once."""
         for num_tokens, num_drawn, logits in self.steps:
             prompt = tokens(num_tokens, self.start) % VOCABULARY
             self._run(conductor, state, prompt, logits)
@@ -126,7 +126,7 @@ class Story:
 
 
 def check_records(result: RunResult, num_tokens: int) -> None:
-    """Records tell of every token once, in order."""
+    """Check that records contain every token once, in order."""
     assert sum(record.num_tokens for record in result.records) == num_tokens
     position = result.records[0].position
     for record in result.records:
@@ -138,7 +138,7 @@ def check_records(result: RunResult, num_tokens: int) -> None:
 
 
 def in_threads(calls: Sequence[Callable[[], object]]) -> list[BaseException | None]:
-    """Make calls at the same time; what each raised."""
+    """Make calls at the same time, and return the error of each."""
     raised: list[BaseException | None] = [None] * len(calls)
 
     def target(index: int) -> None:
@@ -166,7 +166,7 @@ def stories(plan: Plan) -> st.SearchStrategy[list[Story]]:
 @pytest.mark.parametrize("kind", LANES)
 @settings(deadline=None, max_examples=settings().max_examples // 10)
 @given(data=st.data(), kinds=st.sampled_from(KINDS), batcher=st.sampled_from(["packed", "sequential", "haphazard"]))
-def test_sequences_that_share_chunks_get_what_they_get_alone(
+def test_sequences_that_share_chunks_get_the_results_of_running_alone(
     kind: str, data: st.DataObject, kinds: tuple[str, ...], batcher: str
 ) -> None:
     plan = make_plan(2, kinds=kinds)
@@ -181,7 +181,7 @@ def test_sequences_that_share_chunks_get_what_they_get_alone(
 
 
 def begun_together(conductor: Conductor, runs: Sequence[Run]) -> list[RunResult | BaseException]:
-    """Runs that are asked for before any is computed, and what came of each."""
+    """Begin all runs before any is computed, and return the result or error of each."""
     done = [threading.Event() for _ in runs]
     tickets = [conductor.ticket(run, event.set) for run, event in zip(runs, done, strict=True)]
     for ticket in tickets:
@@ -205,10 +205,11 @@ def begun_together(conductor: Conductor, runs: Sequence[Run]) -> list[RunResult 
     victim=st.integers(0, 7),
     kinds=st.sampled_from(KINDS),
 )
-def test_a_task_that_fails_fails_the_sequences_of_its_chunk_and_no_other(
+def test_failed_task_fails_only_the_sequences_of_its_chunk(
     kind: str, lengths: list[int], subgraph: str, victim: int, kinds: tuple[str, ...]
 ) -> None:
-    """A token of one sequence is poison. Who had a row beside it fails too, and states are what they were."""
+    """A token of one sequence makes its chunk fail. Sequences with rows in that chunk fail too, and all states are
+    restored."""
     plan, poison, is_poisonous = make_plan(2, kinds=kinds), 150, True
     victim %= len(lengths)
 
@@ -243,8 +244,8 @@ def test_a_task_that_fails_fails_the_sequences_of_its_chunk_and_no_other(
 
 
 @pytest.mark.parametrize("kind", LANES[:2])
-def test_a_long_lone_run_gives_way_to_another(kind: str) -> None:
-    """The second run, asked for during the first's first chunk, is through long before the first ends."""
+def test_long_single_run_gives_way_to_another(kind: str) -> None:
+    """The second run, started during the first's first chunk, is done long before the first."""
     plan, order = make_plan(), list[str]()
 
     def hold(name: str, tag: int, inputs: Any) -> None:
@@ -273,8 +274,8 @@ def test_a_long_lone_run_gives_way_to_another(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(LANES[1], "few"), (LANES[2], "many"), (LANES[4], "few")])
-def test_single_tokens_run_where_they_shall(kind: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone and together, beside a prompt too: their bits may depend on it."""
+def test_single_tokens_run_on_the_chosen_processor(kind: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, together, and with a prompt, because their bits may depend on it."""
     plan, where = make_plan(), dict[str, set[str]]()
     lanes = make_lanes(plan, kind)
 
@@ -309,7 +310,7 @@ def test_single_tokens_run_where_they_shall(kind: str, expected: str, monkeypatc
 
 @pytest.mark.parametrize("kind", LANES)
 def test_traces_of_sequences_that_share_chunks(kind: str, tmp_path: Path) -> None:
-    """Beside an NPU's stream, single tokens are computed by another thread at the same time."""
+    """While an NPU's stream runs, another thread computes single tokens at the same time."""
     plan = make_plan(layers=2)
     conductor = make_conductor(plan, kind)
     states = [State(plan, CONTEXT) for _ in range(4)]
@@ -337,7 +338,7 @@ def test_traces_of_sequences_that_share_chunks(kind: str, tmp_path: Path) -> Non
             assert sum(time.busy_ns.values()) + sum(time.idle_ns.values()) == time.total_ns
 
 
-def test_a_lone_run_stays_in_its_callers_thread() -> None:
+def test_single_run_stays_in_the_callers_thread() -> None:
     plan, threads = make_plan(), set[int]()
     lanes = make_lanes(plan, before=lambda *_: threads.add(threading.get_ident()), policy="sequential")
     conductor = Conductor(lanes, BATCHERS["packed"])
@@ -349,7 +350,7 @@ def test_a_lone_run_stays_in_its_callers_thread() -> None:
 
 
 @pytest.mark.parametrize("kind", LANES)
-def test_who_is_cancelled_goes_and_the_others_stay(kind: str) -> None:
+def test_cancelled_run_leaves_and_the_others_continue(kind: str) -> None:
     plan, cancel, reached = make_plan(kinds=("recurrent",)), threading.Event(), threading.Event()
 
     def hold(name: str, tag: int, inputs: Any) -> None:
@@ -381,8 +382,8 @@ def test_who_is_cancelled_goes_and_the_others_stay(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LANES)
-def test_what_is_abandoned_leaves_a_state_that_waits_for_it(kind: str) -> None:
-    """As a task of an event loop that is cancelled does: it goes at once, and the state is used right after."""
+def test_state_of_an_abandoned_run_waits_for_its_tasks(kind: str) -> None:
+    """Imitate a cancelled task of an event loop: the run ends at once, and the state is used right after."""
     plan = make_plan(kinds=("cache", "recurrent"))
     conductor = make_conductor(plan, kind)
     for length in (5, 40, 90):
@@ -397,7 +398,7 @@ def test_what_is_abandoned_leaves_a_state_that_waits_for_it(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LANES)
-def test_closing_ends_what_is_shared(kind: str) -> None:
+def test_close_ends_shared_runs(kind: str) -> None:
     plan, reached = make_plan(), threading.Event()
 
     def hold(name: str, tag: int, inputs: Any) -> None:
@@ -422,8 +423,8 @@ def test_closing_ends_what_is_shared(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LANES)
-def test_closing_ends_a_lone_run_at_the_next_chunk(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever closes does not wait for a long prompt of another thread, which is told why it ends."""
+def test_close_ends_a_single_run_at_the_next_chunk(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The closing thread does not wait for a long prompt of another thread, which gets ClosedError."""
     plan, reached, asked, last = make_plan(kinds=("recurrent",)), threading.Event(), threading.Event(), list[int]()
 
     def hold(name: str, tag: int, inputs: Any) -> None:
@@ -465,19 +466,19 @@ class _Faulty:
     [
         (ValueError("oh no"), "batcher 'faulty' failed: ValueError: oh no; choose another"),
         ([], "took nothing although 2 wait"),
-        ([(2, 1)], "took 1 tokens of sequence 2, which there are not"),
+        ([(2, 1)], "took 1 tokens of sequence 2, which do not exist"),
         ([(0, 0)], "took 0 tokens of sequence 0"),
         ([(0, 6), (1, 3)], "for a chunk of 8 rows"),
         ([(0, 1), (0, 1)], "for a chunk of 8 rows"),
         ([3], "batcher 'faulty' failed: TypeError"),
     ],
 )
-def test_a_batcher_that_errs_is_told_to_all_and_the_engine_goes_on(taken: object, message: str) -> None:
+def test_batcher_error_reaches_all_runs_and_the_engine_recovers(taken: object, message: str) -> None:
     plan = make_plan()
     conductor = make_conductor(plan, batcher=_Faulty(taken))
     states = [State(plan, CONTEXT, chunk_length=CHUNK) for _ in range(2)]
     tickets = [conductor.ticket(Run(tokens(9), state), lambda: None) for state in states]
-    with conductor._turn:  # both are there before the thread looks
+    with conductor._turn:  # both are queued before the thread looks
         for ticket in tickets:
             conductor.begin(ticket)
     for ticket, state in zip(tickets, states, strict=True):
@@ -485,12 +486,12 @@ def test_a_batcher_that_errs_is_told_to_all_and_the_engine_goes_on(taken: object
         with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
             ticket.result()
         assert state.position == 0
-    result = finish(lambda: conductor.run(Run(tokens(9), states[0])))  # alone it asks no batcher
+    result = finish(lambda: conductor.run(Run(tokens(9), states[0])))  # a single run does not use the batcher
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(9))[-1:])
 
 
-def test_an_interrupt_while_waiting_leaves_the_state_as_it_was() -> None:
-    """The main thread waits for its share; Ctrl-C reaches it, and the others go on."""
+def test_interrupt_of_a_waiting_caller_restores_the_state() -> None:
+    """Ctrl-C reaches the main thread while it waits for its share, and the others continue."""
     import signal
 
     plan, seen = make_plan(kinds=("recurrent",)), threading.Event()
@@ -525,7 +526,7 @@ class _OwnError(ConfigError):
         super().__init__(f"{what} ({code})")
 
 
-def test_an_error_of_a_plug_ins_own_kind_reaches_all_that_wait() -> None:
+def test_plugin_error_of_its_own_type_reaches_all_waiting_runs() -> None:
     plan = make_plan()
     conductor = make_conductor(plan, batcher=_Faulty(_OwnError(7, "no rows today")))
     tickets = [conductor.ticket(Run(tokens(9), State(plan, CONTEXT, chunk_length=CHUNK)), lambda: None) for _ in "ab"]
@@ -538,7 +539,7 @@ def test_an_error_of_a_plug_ins_own_kind_reaches_all_that_wait() -> None:
             ticket.result()
 
 
-def test_a_record_that_cannot_be_made_is_told_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_making_a_record_reaches_the_waiting_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan()
     conductor = make_conductor(plan)
     state = State(plan, CONTEXT, chunk_length=CHUNK)
@@ -556,8 +557,8 @@ def test_a_record_that_cannot_be_made_is_told_to_who_waits(monkeypatch: pytest.M
 
 
 class Inbox:
-    """A `SimpleQueue` whose `get` takes no timeout: before Python 3.13 it would wait for ever, now and then, if that
-    were over before it has begun to wait."""
+    """A `SimpleQueue` whose `get` takes no timeout: before Python 3.13 it could wait forever if the timeout had expired
+    before the wait began."""
 
     def __init__(self) -> None:
         queue: SimpleQueue[Any] = SimpleQueue()
@@ -568,10 +569,10 @@ class Inbox:
         return self._get()
 
 
-def test_waiting_for_those_who_may_come_back_ends_however_short_it_is() -> None:
+def test_queue_stops_waiting_for_returning_sequences_after_any_timeout() -> None:
     queue = TicketQueue()
     queue._inbox = Inbox()  # type: ignore[assignment]
-    queue._last_states = frozenset((-1, -2))  # of nobody
+    queue._last_states = frozenset((-1, -2))  # states of no sequence
     for count in range(3000):
         queue.wake()
         queue.wait()
@@ -580,7 +581,7 @@ def test_waiting_for_those_who_may_come_back_ends_however_short_it_is() -> None:
         assert perf_counter_ns() >= queue._linger_until_ns
 
 
-def test_a_message_ends_the_waiting_for_those_who_may_come_back() -> None:
+def test_message_ends_the_wait_for_returning_sequences() -> None:
     queue = TicketQueue()
     queue._last_states = frozenset((-1, -2))
     queue._linger_until_ns = perf_counter_ns() + 10**12

@@ -1,4 +1,4 @@
-"""The executor's contract as docs/architecture.md states it, point by point; the other runtime tests go deeper."""
+"""The executor's contract of docs/architecture.md, point by point; the other runtime tests go deeper."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_point_1_tasks_run_once_after_their_predecessor_and_state_takes_its_chun
         assert not plan.subgraphs[subgraph].state or chunk == 0 or spans[subgraph, chunk - 1][1] <= start  # type: ignore[index]
 
 
-def test_point_2_workers_that_have_nothing_to_do_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that spins would ask for tasks all the time that the first task takes."""
+def test_point_2_idle_workers_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that spins would claim tasks during the complete first task."""
     plan, workers = make_plan(), 4
     claim, lock, num_claims = Schedule.claim, Lock(), 0
 
@@ -99,7 +99,7 @@ def test_point_2_workers_that_have_nothing_to_do_sleep(monkeypatch: pytest.Monke
     assert num_claims <= workers + num_tasks * (1 + workers)
 
 
-def test_point_3_a_chunk_keeps_its_buffers_while_later_ones_go_on() -> None:
+def test_point_3_chunk_keeps_its_buffers_while_later_ones_run() -> None:
     plan = make_plan()
     others_went_on = Event()
 
@@ -119,8 +119,8 @@ def test_point_3_a_chunk_keeps_its_buffers_while_later_ones_go_on() -> None:
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(5 * CHUNK)))
 
 
-def test_point_3_what_one_side_of_a_fork_reads_stays_while_the_other_goes_on() -> None:
-    """shadow.0 is held until linear.0, all of chunk 1 up to its join and chunk 2's embedding have gone on."""
+def test_point_3_input_of_a_slow_side_of_a_fork_is_kept() -> None:
+    """shadow.0 is held until linear.0, chunk 1 up to its join and chunk 2's embedding are done."""
     plan = make_plan(shadowed=1)
     others_went_on, left = Event(), {("linear.0", 0), ("linear.0", CHUNK), ("embedding", 2 * CHUNK)}
 
@@ -143,9 +143,7 @@ def test_point_3_what_one_side_of_a_fork_reads_stays_while_the_other_goes_on() -
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_point_4_a_failed_or_cancelled_run_leaves_the_state_and_the_executor_as_they_were(
-    policy: str, is_cancelled: bool
-) -> None:
+def test_point_4_failed_or_cancelled_run_restores_the_state_and_the_executor(policy: str, is_cancelled: bool) -> None:
     plan, cancel, is_broken = make_plan(), Event(), True
 
     def stop(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
@@ -167,7 +165,9 @@ def test_point_4_a_failed_or_cancelled_run_leaves_the_state_and_the_executor_as_
 
 @pytest.mark.parametrize("shadowed", [0, 1, 3])
 @pytest.mark.parametrize("num_tokens", [1, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
-def test_point_5_as_many_chunks_as_needed_and_no_padding_in_state_or_logits(num_tokens: int, shadowed: int) -> None:
+def test_point_5_chunk_count_is_minimal_and_padding_reaches_neither_state_nor_logits(
+    num_tokens: int, shadowed: int
+) -> None:
     plan = make_plan(shadowed=shadowed)
     fixed = plan.static_subgraphs if shadowed < 3 else [s for s in plan.subgraphs if s.rows == "T" and not s.state]
     executor = make_executor(plan, fixed_lengths={s.name: CHUNK for s in fixed})
@@ -194,7 +194,7 @@ def test_point_6_results_do_not_depend_on_policy_threads_or_slots(shadowed: int)
                 np.testing.assert_array_equal(result.logits, truth, err_msg=f"{policy}, {workers}, {slots}")
 
 
-def test_point_7_subgraphs_are_compiled_once_whatever_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_point_7_subgraphs_are_compiled_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     compile_one = native.NativeBackend.compile
 
@@ -207,7 +207,7 @@ def test_point_7_subgraphs_are_compiled_once_whatever_the_prompts(monkeypatch: p
         for length in (1, 8, 9, 30):
             engine.session().prefill(input_ids(CHECKPOINT)[:length])
         parts = {subgraph.name for subgraph in engine.plan.subgraphs}
-        merged = {subgraph.name for subgraph in merged_on_cpu(engine.plan).subgraphs}  # of single tokens
+        merged = {subgraph.name for subgraph in merged_on_cpu(engine.plan).subgraphs}  # subgraphs for single tokens
         assert sorted(compiled) == sorted(parts | merged)
 
 

@@ -1,4 +1,4 @@
-"""Estimated durations: operations counted from the plan, lines learnt from events; and the ring's slots."""
+"""Estimated durations: operations counted from the plan, lines learnt from events; and the number of slots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATIC, DYNAMIC, HEAD = 0, 1, 2
 
 
 def make_counted_plan() -> Plan:
-    """A linear and an addition on the NPU, attention with 2 heads of 3, a head of 7 columns."""
+    """A linear and an addition on the NPU, attention with 2 heads of 3, an LM head of 7 columns."""
 
     def node(op: str, inputs: list[str], output: str) -> Node:
         is_ours = op == "CachedAttention"
@@ -60,14 +60,14 @@ def test_operations_are_counted_from_the_plan() -> None:
     assert flops[HEAD].tolist() == [1, 1, 2 * 6 * 7]
 
 
-def test_before_anything_was_measured_operations_take_their_device_s_time() -> None:
+def test_estimates_before_measurements_follow_the_devices_speed() -> None:
     costs = Costs(make_counted_plan())
     flops = costs.flops([32] * 100, [0] * 99 + [1], position=0)
     speeds = [[FLOPS_PER_NS["npu"]], [FLOPS_PER_NS["cpu"]], [FLOPS_PER_NS["cpu"]]]
     assert costs.durations(flops) == np.rint(flops / speeds).astype(int).tolist()
 
 
-def test_attention_is_learnt_as_a_line_over_the_position_and_linears_as_a_mean() -> None:
+def test_attention_is_learnt_as_a_line_and_linears_as_a_mean() -> None:
     costs = Costs(make_counted_plan())
     flops = costs.flops([8] * 4, [0] * 4, position=0)
     times = {(DYNAMIC, chunk): round(1000 + 2 * flops[DYNAMIC, chunk]) for chunk in range(3)}
@@ -76,10 +76,10 @@ def test_attention_is_learnt_as_a_line_over_the_position_and_linears_as_a_mean()
     static, dynamic, head = costs.durations(flops)
     assert static == [400] * 4
     assert dynamic == [round(1000 + 2 * flops[DYNAMIC, chunk]) for chunk in range(4)]
-    assert head == [0] * 4  # nothing was measured: a guess
+    assert head == [0] * 4  # not measured: a guess
 
 
-def test_later_runs_count_for_more() -> None:
+def test_later_runs_have_more_weight() -> None:
     costs = Costs(make_counted_plan())
     flops = costs.flops([8], [0], position=0)
     costs.learn(flops, events_of({(STATIC, 0): 1000}))
@@ -92,7 +92,7 @@ def test_later_runs_count_for_more() -> None:
     lengths=st.lists(st.integers(1, 64), min_size=8, max_size=8),
     position=st.integers(0, 10**6),
 )
-def test_whatever_was_measured_estimates_are_not_negative_and_grow_with_the_position(
+def test_estimates_are_never_negative_and_grow_with_the_position(
     times: list[int], lengths: list[int], position: int
 ) -> None:
     costs = Costs(make_counted_plan())
@@ -103,7 +103,7 @@ def test_whatever_was_measured_estimates_are_not_negative_and_grow_with_the_posi
     assert estimates == sorted(estimates)
 
 
-def test_an_executor_learns_from_prompts_of_several_chunks() -> None:
+def test_executor_learns_from_prompts_of_several_chunks() -> None:
     plan = make_plan()
     executor = Executor(
         plan, make_executables(plan), chunk_length=8, processors=npu_and_cpu(), policy=find_policy("critical_path")
@@ -130,13 +130,13 @@ def test_slots_are_bounded_by_memory_first() -> None:
     assert chunk_slots(plan, 8, npu_and_cpu(99), num_bytes=5 * slot) == 5
 
 
-def test_workers_of_one_processor_share_two_slots_each() -> None:
+def test_one_processor_gets_two_slots_for_each_worker() -> None:
     plan = make_plan()
     assert [chunk_slots(plan, 8, shared_cpu(workers)) for workers in (1, 2, 4)] == [2, 4, 8]
     assert chunk_slots(plan, 8, shared_cpu(4), num_bytes=3 * BufferLayout(plan, 8).num_bytes) == 3
 
 
-def test_an_executor_takes_as_many_slots_as_the_memory_has_room_for() -> None:
+def test_executor_takes_all_slots_that_fit_the_memory() -> None:
     plan = make_plan()
     executor = Executor(
         plan, make_executables(plan), chunk_length=8, processors=npu_and_cpu(), policy=find_policy("in_order")

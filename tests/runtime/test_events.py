@@ -1,4 +1,4 @@
-"""Busy figures."""
+"""Utilisation figures."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def event(subgraph: int, start: int, end: int) -> TaskEvent:
     return TaskEvent(Task(subgraph, 0), "any", 0, start, end)
 
 
-def test_shares_of_a_small_run() -> None:
+def test_utilisation_of_a_small_run() -> None:
     events = [event(CPU, 100, 110), event(NPU, 110, 150), event(CPU, 130, 170), event(CPU, 140, 160)]
     assert utilisation(events, stages_of(PLAN)) == Utilisation(npu_busy=40 / 70, cpu_busy=50 / 70, overlap=30 / 70)
 
 
-def test_tasks_that_touch_do_not_overlap() -> None:
+def test_utilisation_of_adjacent_tasks_has_no_overlap() -> None:
     events = [event(CPU, 0, 5), event(NPU, 5, 10)]
     assert utilisation(events, stages_of(PLAN)) == Utilisation(npu_busy=0.5, cpu_busy=0.5, overlap=0.0)
 
 
 @pytest.mark.parametrize("events", [[], [event(CPU, 3, 3)]])
-def test_nothing_is_zero(events: list[TaskEvent]) -> None:
+def test_utilisation_of_nothing_is_zero(events: list[TaskEvent]) -> None:
     assert utilisation(events, stages_of(PLAN)) == Utilisation(npu_busy=0.0, cpu_busy=0.0, overlap=0.0)
 
 
@@ -39,6 +39,6 @@ def test_nothing_is_zero(events: list[TaskEvent]) -> None:
     spans=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple), max_size=8),
     depth=st.integers(1, 3),
 )
-def test_covered_time_counts_moments(spans: list[tuple[int, int]], depth: int) -> None:
+def test_covered_ns_counts_time_at_a_depth(spans: list[tuple[int, int]], depth: int) -> None:
     moments = [sum(start <= t < end for start, end in spans) for t in range(30)]
     assert covered_ns(spans, depth=depth) == sum(count >= depth for count in moments)

@@ -1,4 +1,4 @@
-"""The executor's results: chunking, padding, logits, state, and what it refuses."""
+"""The executor's results: chunking, padding, logits, state, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_chunked_equals_unchunked(num_tokens: int, chunk_length: int, policy: st
 
 
 @pytest.mark.parametrize("policy", ["sequential", "in_order"])
-def test_a_run_gives_way_after_any_task_and_goes_on_later(policy: str) -> None:
-    """Also when no task of the chunks that have entered is left: nothing runs then, and nothing is ready."""
+def test_run_gives_way_after_any_task_and_continues_later(policy: str) -> None:
+    """Also if no task of the entered chunks is left: nothing runs then, and nothing is ready."""
     plan, token_ids = make_plan(), tokens(29)
     truth = expected_logits(plan, token_ids)
     executor = make_executor(plan, processors=shared_cpu(1), policy=find_policy(policy), chunks_in_flight=2)
@@ -91,7 +91,7 @@ def test_a_run_gives_way_after_any_task_and_goes_on_later(policy: str) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 24])
-def test_the_logits_asked_for_are_the_ones_computed(num_tokens: int) -> None:
+def test_executor_computes_only_the_requested_logits(num_tokens: int) -> None:
     plan = make_plan()
     truth = expected_logits(plan, tokens(num_tokens))
     executables = make_executables(plan)
@@ -106,7 +106,7 @@ def test_the_logits_asked_for_are_the_ones_computed(num_tokens: int) -> None:
     assert len(executables["head"].calls) == 1
 
 
-def test_a_prompt_continues_where_the_state_stands() -> None:
+def test_prompt_continues_at_the_states_position() -> None:
     plan = make_plan()
     truth = expected_logits(plan, tokens(40))
     executor, state = make_executor(plan), State(plan, CONTEXT)
@@ -125,8 +125,8 @@ ALL_KINDS = ("cache", "ring", "recurrent")
 
 @pytest.mark.parametrize("chunk_length", [1, 8, 32])
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_every_kind_of_state_goes_on_over_chunks_and_runs(kind: str, chunk_length: int) -> None:
-    """Past the 64 slots of a ring."""
+def test_every_kind_of_state_continues_over_chunks_and_runs(kind: str, chunk_length: int) -> None:
+    """The prompt exceeds the 64 slots of a ring."""
     plan = make_plan(kinds=(kind,))
     truth = expected_logits(plan, tokens(120))
     executor = make_executor(plan, chunk_length=chunk_length)
@@ -139,7 +139,7 @@ def test_every_kind_of_state_goes_on_over_chunks_and_runs(kind: str, chunk_lengt
 
 
 class _Stop(BaseException):
-    """As an interrupt is."""
+    """Error that is not an Exception, like an interrupt."""
 
 
 @given(
@@ -150,10 +150,11 @@ class _Stop(BaseException):
     error=st.sampled_from([ValueError, _Stop]),
     is_sequential=st.booleans(),
 )
-def test_after_a_failure_every_kind_of_state_is_what_it_was(
+def test_failure_restores_every_kind_of_state(
     num_before: int, num_tokens: int, failing: int, subgraph: str, error: type[BaseException], is_sequential: bool
 ) -> None:
-    """Bit for bit, however far the other subgraphs had come; and the same tokens then run as if nothing had been."""
+    """The state is restored bit for bit, however far the other subgraphs had come; and the same tokens then run
+    normally."""
     plan, fails = make_plan(3, kinds=ALL_KINDS), False
 
     def fail(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
@@ -174,14 +175,14 @@ def test_after_a_failure_every_kind_of_state_is_what_it_was(
         for name, array in before.items():
             seen = state.tensors[name]
             if name.startswith("cache") or (name.startswith("ring") and num_before < 64):
-                seen, array = seen[:, :num_before], array[:, :num_before]  # what lies beyond is never read
+                seen, array = seen[:, :num_before], array[:, :num_before]  # data beyond the position are never read
             np.testing.assert_array_equal(seen, array)
     fails = False
     result = finish(lambda: executor.run(Run(tokens(num_tokens, num_before), state, logits="all")))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_before + num_tokens))[num_before:])
 
 
-def test_a_cancelled_run_leaves_every_kind_of_state_as_it_was() -> None:
+def test_cancelled_run_restores_every_kind_of_state() -> None:
     plan, cancel = make_plan(3, kinds=ALL_KINDS), Event()
 
     def stop(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
@@ -201,7 +202,7 @@ def test_a_cancelled_run_leaves_every_kind_of_state_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20, 21, 60])
-def test_the_row_in_the_rotary_tables_is_the_position_and_the_states_offset(num_tokens: int) -> None:
+def test_rope_position_is_the_position_plus_the_states_offset(num_tokens: int) -> None:
     plan = make_plan(long_context_from=20)
     state = State(plan, CONTEXT)
     state.reset(plan.rope_offset(num_tokens))
@@ -210,7 +211,7 @@ def test_the_row_in_the_rotary_tables_is_the_position_and_the_states_offset(num_
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_tokens)))
 
 
-def test_two_states_share_an_executor() -> None:
+def test_executor_serves_two_states() -> None:
     plan = make_plan()
     truth = expected_logits(plan, tokens(30))
     executor, states = make_executor(plan), [State(plan, CONTEXT), State(plan, 40)]
@@ -222,10 +223,11 @@ def test_two_states_share_an_executor() -> None:
 
 
 def spy_on_padding(num_tokens: int, chunk_length: int, seen: list[str]) -> Hook:
-    """A hook that checks what a fixed-length executable is given: whole buffers, zeros where no token is."""
+    """Return a hook that checks the inputs of a fixed-length executable: complete buffers, with zeros in rows without
+    tokens."""
 
     def check(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-        if tag >= 100:  # the run before, which left its values in all buffers
+        if tag >= 100:  # the previous run, which left its values in all buffers
             return
         valid = min(chunk_length, num_tokens - tag)
         for array in inputs.values():
@@ -262,7 +264,7 @@ def test_padding_reaches_neither_state_nor_logits(num_tokens: int, logits: Logit
 @pytest.mark.parametrize("logits", ["last", "all"])
 @pytest.mark.parametrize("head_length", [1, 2, 8])
 @pytest.mark.parametrize("split_head", [False, True])
-def test_a_head_of_fixed_length_gets_its_rows_in_groups(
+def test_lm_head_of_fixed_length_gets_its_rows_in_groups(
     num_tokens: int, logits: Logits, head_length: int, split_head: bool
 ) -> None:
     plan = make_plan(split_head=split_head)
@@ -272,7 +274,7 @@ def test_a_head_of_fixed_length_gets_its_rows_in_groups(
 
     def check_padding(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
         nonlocal num_calls
-        if tag < 100:  # not the run before, which left its values in all buffers
+        if tag < 100:  # not the previous run, which left its values in all buffers
             assert len(inputs[source]) == length
             assert not inputs[source][num_tokens - tag :].any()
             num_calls += 1
@@ -332,7 +334,7 @@ def test_results_do_not_depend_on_threads_ring_or_policy(
             np.testing.assert_array_equal(one, other)
 
 
-def test_one_chunk_and_sequential_runs_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_chunk_and_sequential_runs_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a thread was started")
 
@@ -347,7 +349,7 @@ def test_one_chunk_and_sequential_runs_start_no_thread(monkeypatch: pytest.Monke
         pipelined.run(Run(tokens(9), State(plan, CONTEXT)))
 
 
-def test_a_lone_chunk_whose_tasks_suit_one_processor_or_a_lone_token_starts_no_thread(
+def test_single_chunk_for_one_processor_and_single_token_start_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
@@ -364,10 +366,10 @@ def test_a_lone_chunk_whose_tasks_suit_one_processor_or_a_lone_token_starts_no_t
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("logits", ["last", "all", "none"])
-def test_of_several_subgraphs_that_wait_for_nothing_the_first_fills_the_inputs(
+def test_first_of_several_independent_subgraphs_fills_the_inputs(
     logits: Logits, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what only the last static subgraph reads is left out where nobody wants logits."""
+    """Values that only the last static subgraph reads are not computed if no logits are requested."""
     plan, loaded, load = with_second_start(make_plan(), 5), [], ChunkBuffers.load
 
     def note(buffers: ChunkBuffers, segments: Sequence[Segment]) -> None:
@@ -387,7 +389,7 @@ def test_of_several_subgraphs_that_wait_for_nothing_the_first_fills_the_inputs(
     assert sorted(executables["embedding.again"].calls) == sorted(2 * starts)
 
 
-def test_events_say_who_ran_what_and_when() -> None:
+def test_events_contain_worker_task_and_time() -> None:
     plan = make_plan()
     result = finish(lambda: make_executor(plan).run(Run(tokens(30), State(plan, CONTEXT))))
     for event in result.record.events:
@@ -409,13 +411,13 @@ def test_events_say_who_ran_what_and_when() -> None:
         (tokens(4), {"logits": "lsat"}, "unknown choice of logits 'lsat'; did you mean 'last'"),
     ],
 )
-def test_bad_runs_are_refused(token_ids: Array, options: dict[str, Any], message: str) -> None:
+def test_bad_runs_are_rejected(token_ids: Array, options: dict[str, Any], message: str) -> None:
     plan = make_plan()
     with pytest.raises(ConfigError, match=message):
         make_executor(plan).run(Run(token_ids, State(plan, CONTEXT), **options))
 
 
-def test_a_prompt_longer_than_what_is_left_is_refused_with_the_counts() -> None:
+def test_prompt_that_exceeds_the_capacity_is_rejected_with_the_counts() -> None:
     plan = make_plan()
     executor, state = make_executor(plan), State(plan, 32)
     finish(lambda: executor.run(Run(tokens(20), state)))
@@ -425,7 +427,7 @@ def test_a_prompt_longer_than_what_is_left_is_refused_with_the_counts() -> None:
     assert state.position == 32
 
 
-def test_a_state_that_does_not_go_with_the_executor_is_refused() -> None:
+def test_state_of_another_kind_is_rejected() -> None:
     plan = make_plan(2)
     executor = make_executor(plan)
     with pytest.raises(ConfigError, match="the state belongs to another decoder"):
@@ -450,8 +452,8 @@ CPU = Processor(name="cpu", devices=frozenset({"cpu"}), workers=1)
         ({"chunk_length": 0}, {}, r"chunk length 0 is outside 1\.\.128"),
         ({"chunk_length": 129}, {}, r"chunk length 129 is outside 1\.\.128"),
         ({"chunks_in_flight": 0}, {}, "0 chunks in flight"),
-        ({"processors": []}, {}, "no processor runs 'cpu', which embedding needs; there are: none"),
-        ({"processors": [CPU]}, {}, "no processor runs 'npu', which static.0 needs; there are: cpu"),
+        ({"processors": []}, {}, "no processor runs 'cpu', which embedding needs; available devices: none"),
+        ({"processors": [CPU]}, {}, "no processor runs 'npu', which static.0 needs; available devices: cpu"),
         ({"processors": [CPU, NPU, CPU]}, {}, "two processors share a name"),
         ({"processors": npu_and_cpu(0)}, {}, "'cpu' has 0 workers"),
         ({}, {"static.1": 16}, "static.1 was compiled for 16 rows and cannot take chunks of 8"),
@@ -459,7 +461,7 @@ CPU = Processor(name="cpu", devices=frozenset({"cpu"}), workers=1)
         ({}, {"dynamic.0": 8}, "dynamic.0 keeps state and always takes 8 rows"),
     ],
 )
-def test_bad_arguments_are_refused(changes: dict[str, Any], fixed: dict[str, int], message: str) -> None:
+def test_bad_arguments_are_rejected(changes: dict[str, Any], fixed: dict[str, int], message: str) -> None:
     plan = make_plan()
     with pytest.raises(ConfigError, match=message):
         make_executor(plan, make_executables(plan, fixed_lengths=fixed), **changes)
@@ -475,7 +477,7 @@ def test_executables_must_match_the_plan() -> None:
         make_executor(plan, executables)
 
 
-def test_a_plan_whose_logits_do_not_come_last_is_refused() -> None:
+def test_plan_without_logits_at_its_end_is_rejected() -> None:
     plan = make_plan()
     without_head = replace(plan, subgraphs=plan.subgraphs[:-1])
     with pytest.raises(ModelError, match="last subgraph does not compute 'logits'"):

@@ -1,4 +1,4 @@
-"""Idle time by cause: lists of events made by hand whose causes are known, and properties of any run."""
+"""Idle time by cause: hand-made lists of events with known causes, and properties of any run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 
 PLAN = make_plan(layers=1)
 EMBEDDING, STATIC_0, DYNAMIC, STATIC_1, HEAD = range(5)
-"""Subgraphs of PLAN; the static ones are the NPU's."""
+"""Subgraphs of PLAN; the static ones belong to the NPU."""
 
 FORK = make_plan(layers=1, shadowed=1)
 """embedding, static.0, linear.0 and shadow.0 at once, join.0, dynamic.0, static.1, head."""
@@ -66,12 +66,12 @@ def make_record(
 
 
 def lines(record: RunRecord) -> list[str]:
-    """One line a gap: "start-end processor worker: cause"."""
+    """Return one line for each gap: "start-end processor worker: cause"."""
     gaps = sorted(idle_gaps(record), key=lambda gap: (gap.processor, gap.worker, gap.start_ns))
     return [f"{g.start_ns}-{g.end_ns} {g.processor} {g.worker}: {g.cause}" for g in gaps]
 
 
-def test_one_chunk_goes_back_and_forth() -> None:
+def test_single_chunk_alternates_between_processors() -> None:
     rows: list[Row] = [
         (EMBEDDING, 0, "cpu", 0, 2, 5),
         (STATIC_0, 0, "npu", 0, 6, 10),
@@ -83,7 +83,7 @@ def test_one_chunk_goes_back_and_forth() -> None:
         "0-2 cpu 0: overhead",  # it could have begun at once
         "5-10 cpu 0: linears",
         "17-20 cpu 0: linears",
-        "22-25 cpu 0: overhead",  # nothing is left to do, the run only has to end
+        "22-25 cpu 0: overhead",  # no task is left, only the run has to end
         "0-5 npu 0: start",
         "5-6 npu 0: overhead",
         "10-17 npu 0: attention",
@@ -92,7 +92,7 @@ def test_one_chunk_goes_back_and_forth() -> None:
     ]
 
 
-def test_attention_of_an_earlier_chunk_keeps_the_npu_waiting() -> None:
+def test_npu_waits_for_attention_of_an_earlier_chunk() -> None:
     """static.1 of chunk 1 waits for its own attention, whose turn comes only after chunk 0's."""
     rows: list[Row] = [
         (EMBEDDING, 0, "cpu", 0, 0, 1),
@@ -129,7 +129,7 @@ def test_a_worker_waits_for_its_chunks_turn() -> None:
     ]
 
 
-def test_a_chunk_waits_for_a_ring_slot() -> None:
+def test_chunk_waits_for_a_slot() -> None:
     rows: list[Row] = [
         (EMBEDDING, 0, "cpu", 0, 0, 1),
         (STATIC_0, 0, "npu", 0, 1, 5),
@@ -141,15 +141,15 @@ def test_a_chunk_waits_for_a_ring_slot() -> None:
         (HEAD, 1, "cpu", 0, 10, 11),
     ]
     record = make_record(rows, num_chunks=2, slots=1)
-    assert "5-6 npu 0: buffer" in lines(record)  # chunk 1 may not enter before chunk 0 is through
+    assert "5-6 npu 0: buffer" in lines(record)  # chunk 1 may not enter before chunk 0 is done
     assert "6-7 npu 0: embedding" in lines(record)
     assert "1-5 cpu 0: linears" in lines(record)
-    wider = make_record(rows, num_chunks=2, slots=2)  # now chunk 1 could have entered, and nobody let it
+    wider = make_record(rows, num_chunks=2, slots=2)  # now chunk 1 could have entered, and did not
     assert "1-5 cpu 0: overhead" in lines(wider)
     assert "5-7 npu 0: embedding" in lines(wider)
 
 
-def test_what_is_copied_keeps_its_task_waiting() -> None:
+def test_task_waits_for_a_copy() -> None:
     rows: list[Row] = [
         (EMBEDDING, 0, "cpu", 0, 0, 1),
         (STATIC_0, 0, "npu", 0, 3, 5),
@@ -163,7 +163,7 @@ def test_what_is_copied_keeps_its_task_waiting() -> None:
         (STATIC_1, 0, "copies", 0, 9, 11),
     ]
     assert lines(make_record(rows, copies=copies)) == [
-        "1-3 cpu 0: copy",  # static.0 waits for it, and so does what comes after
+        "1-3 cpu 0: copy",  # static.0 waits for it, and so do later tasks
         "3-5 cpu 0: linears",
         "5-8 cpu 0: copy",
         "9-11 cpu 0: copy",
@@ -191,8 +191,8 @@ def fork_rows(linear_end: int, shadow_end: int) -> list[Row]:
     ]
 
 
-def test_a_join_keeps_the_side_that_ended_first_waiting() -> None:
-    """For linears either way: a shadow is a part of a linear."""
+def test_first_side_of_a_fork_waits_for_the_other_at_the_join() -> None:
+    """The cause is linears in both cases: a shadow is a part of a linear."""
     around = ["1-2 cpu 0: linears", "0-1 npu 0: start"]
     assert lines(make_record(fork_rows(5, 9), plan=FORK)) == [
         around[0],
@@ -213,8 +213,8 @@ def test_a_join_keeps_the_side_that_ended_first_waiting() -> None:
     ]
 
 
-def test_of_two_sides_the_one_that_ends_last_is_waited_for() -> None:
-    """join waits for two ways: one through linears that end at 6, one through attention that ends at 9."""
+def test_join_waits_for_the_side_that_ends_last() -> None:
+    """The join waits for two paths: one through linears that end at 6, one through attention that ends at 9."""
     parts = [
         subgraph("start", "npu", ["input_ids"], ["a"]),
         subgraph("linear", "npu", ["a"], ["b"]),
@@ -241,21 +241,21 @@ def test_of_two_sides_the_one_that_ends_last_is_waited_for() -> None:
     ]
 
 
-def test_a_task_that_starts_before_one_side_of_its_fork_has_ended_is_refused() -> None:
+def test_task_that_starts_before_a_side_of_its_fork_ends_is_rejected() -> None:
     rows = fork_rows(5, 9)
     rows[4] = (4, 0, "npu", 0, 8, 10)
-    with pytest.raises(ConfigError, match=r"join\.0 of chunk 0 started 1 ns before it could"):
+    with pytest.raises(ConfigError, match=r"join\.0 of chunk 0 started 1 ns before it was ready"):
         idle_gaps(make_record(rows, plan=FORK))
     del rows[3]
-    with pytest.raises(ConfigError, match="chunk 0 has 7 of 8 tasks, with some left out"):
+    with pytest.raises(ConfigError, match="chunk 0 has 7 of 8 tasks, and some are missing"):
         idle_gaps(make_record(rows, plan=FORK))
 
 
-def test_a_policy_that_lets_a_worker_wait_is_named() -> None:
-    """`sequential` takes one task at a time: chunk 1 is ready all the while."""
+def test_wait_by_the_policy_is_overhead() -> None:
+    """`sequential` takes one task at a time: chunk 1 is ready during all of it."""
     record = virtual_record("sequential", npu_and_cpu(), 2, 8, lambda task: 10)
     (cpu,) = (time for time in where_time_went([record]) if time.name == "cpu")
-    assert cpu.idle_ns == {"overhead": 10, "linears": 20}  # static.0 of chunk 0; of chunk 1, which is alone by then
+    assert cpu.idle_ns == {"overhead": 10, "linears": 20}  # static.0 of chunk 0; then of chunk 1, which is alone
 
 
 def virtual_record(
@@ -274,7 +274,7 @@ def virtual_record(
 
 
 def check_cover(record: RunRecord) -> None:
-    """Tasks and gaps fill every worker's run exactly, and the figures sum to it."""
+    """Check that tasks and gaps fill every worker's run exactly, and that the figures add up to it."""
     pieces: dict[tuple[str, int], list[tuple[int, int]]] = {
         (processor.name, worker): [] for processor in record.pipeline.processors for worker in range(processor.workers)
     }
@@ -314,11 +314,11 @@ def test_every_moment_has_one_cause(data: st.DataObject) -> None:
     if record.pipeline.num_slots >= num_chunks:
         assert "buffer" not in causes
     if record.pipeline.policy == "in_order" and len(processors) == 1:
-        assert "overhead" not in causes  # it takes whatever is ready, at once
+        assert "overhead" not in causes  # it takes any ready task at once
 
 
 @pytest.mark.parametrize("plan", [PLAN, FORK])
-def test_in_order_never_leaves_a_ready_task_for_an_idle_worker(plan: Plan) -> None:
+def test_in_order_leaves_no_ready_task_to_an_idle_worker(plan: Plan) -> None:
     for processors in (npu_and_cpu(), npu_and_cpu(2), shared_cpu(2)):
         record = virtual_record(
             "in_order", processors, 6, 3, lambda task: 1 + (task.subgraph * 7 + task.chunk * 3) % 5, plan
@@ -329,7 +329,7 @@ def test_in_order_never_leaves_a_ready_task_for_an_idle_worker(plan: Plan) -> No
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("num_tokens", [1, 7, 40])
 @pytest.mark.parametrize("shadowed", [0, 2])
-def test_real_runs_are_explained_to_the_last_nanosecond(policy: str, num_tokens: int, shadowed: int) -> None:
+def test_gaps_explain_real_runs_completely(policy: str, num_tokens: int, shadowed: int) -> None:
     plan = make_plan(layers=2, shadowed=shadowed)
     executor = Executor(
         plan,
@@ -348,7 +348,7 @@ def test_real_runs_are_explained_to_the_last_nanosecond(policy: str, num_tokens:
 
 
 def test_runs_without_threads_have_one_worker() -> None:
-    """A lone chunk runs in the calling thread, so no worker sits idle beside it."""
+    """A single chunk runs in the calling thread, so there is no idle worker."""
     plan = make_plan(layers=2)
     executor = Executor(
         plan, make_executables(plan), chunk_length=8, processors=shared_cpu(4), policy=find_policy("in_order")
@@ -375,25 +375,25 @@ def changed(index: int, row: Row) -> list[Row]:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (changed(1, (STATIC_0, 0, "npu", 0, 0, 3)), "static.0 of chunk 0 started 1 ns before it could"),
+        (changed(1, (STATIC_0, 0, "npu", 0, 0, 3)), "static.0 of chunk 0 started 1 ns before it was ready"),
         (changed(1, (STATIC_0, 0, "cpu", 0, 1, 3)), "which no worker 0 of processor 'cpu' runs"),
         (changed(1, (STATIC_0, 0, "npu", 1, 1, 3)), "which no worker 1 of processor 'npu' runs"),
         (changed(1, (STATIC_0, 0, "tpu", 0, 1, 3)), "of processor 'tpu' runs"),
-        (changed(1, (STATIC_0, 0, "npu", 0, 3, 1)), "does not lie between"),
-        (changed(1, (STATIC_0, 1, "npu", 0, 1, 3)), "there is no task (1, 1)"),
-        (changed(1, (9, 0, "npu", 0, 1, 3)), "there is no task (9, 0)"),
+        (changed(1, (STATIC_0, 0, "npu", 0, 3, 1)), "is not between"),
+        (changed(1, (STATIC_0, 1, "npu", 0, 1, 3)), "task (1, 1) does not exist"),
+        (changed(1, (9, 0, "npu", 0, 1, 3)), "task (9, 0) does not exist"),
         (changed(1, (EMBEDDING, 0, "cpu", 0, 1, 3)), "a task has two events"),
         (SOUND[:2], "chunk 0 has 2 of 5 tasks"),
         (changed(4, (HEAD, 0, "cpu", 0, 4, 7)), "overlaps"),
     ],
 )
-def test_events_that_are_no_runs_are_refused(rows: list[Row], message: str) -> None:
-    with pytest.raises(ConfigError, match="the events are no run's") as raised:
+def test_events_that_contradict_the_rules_are_rejected(rows: list[Row], message: str) -> None:
+    with pytest.raises(ConfigError, match="the events are not those of a run") as raised:
         idle_gaps(make_record(rows, end=7))
     assert message in str(raised.value)
 
 
-def test_more_chunks_than_tasks_are_refused_before_they_take_memory() -> None:
+def test_more_chunks_than_tasks_are_rejected_before_they_take_memory() -> None:
     with pytest.raises(ConfigError, match="5 tasks for 100000000000 chunks"):
         idle_gaps(make_record(SOUND, num_chunks=10**11))
 

@@ -1,4 +1,4 @@
-"""How far the default policy is from the best schedule there is, which OR-tools' CP-SAT solver finds."""
+"""Distance of the default policy from the best schedule, which OR-tools' CP-SAT solver finds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ cp_model = pytest.importorskip(
 
 NUM_INSTANCES = 100
 SEARCH_LIMIT = 4.0
-"""CP-SAT's deterministic time for an instance; if it runs out, what is proven so far is the bound."""
+"""CP-SAT's deterministic time for an instance; if it runs out, the proven bound is used."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.exhaustive
 
 
 def random_instance(random: Random) -> Instance:
-    """Every task its own duration, or as in a decoder: linears as long as each other, attention growing."""
+    """Give every task its own duration, or those of a decoder: linears of equal length, attention growing."""
     if random.random() < 0.5:
         plan, num_chunks = make_plan(layers=random.randint(1, 6)), random.randint(2, 6)
     else:
@@ -84,9 +84,9 @@ def random_instance(random: Random) -> Instance:
 
 
 def optimum(instance: Instance) -> float:
-    """The shortest makespan by the published rules, as far as proven from below.
+    """Return the shortest makespan by the published rules, as far as proven from below.
 
-    Chunks may take the ring's slots in any order, so the bound also holds for schedules that ours cannot make.
+    Chunks may take the slots in any order, so the bound also holds for schedules that this executor cannot make.
     """
     model = cp_model.CpModel()
     subgraphs, num_chunks = instance.plan.subgraphs, instance.num_chunks
@@ -124,7 +124,7 @@ def optimum(instance: Instance) -> float:
     return float(solver.best_objective_bound)
 
 
-def test_the_default_is_within_3_percent_of_the_optimum_and_never_slower_than_in_order() -> None:
+def test_default_policy_is_within_3_percent_of_the_optimum_and_never_slower_than_in_order() -> None:
     random = Random(0)
     excess: dict[bool, list[float]] = {True: [], False: []}
     for number in range(NUM_INSTANCES):

@@ -1,4 +1,4 @@
-"""The policies on a virtual clock: exact orders of events on cases made by hand, and what they are worth."""
+"""The policies on a virtual clock: exact orders of events in hand-made cases, and their gain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_schedule(
     all_logits: bool = False,
     processors: Sequence[Processor] | None = None,
 ) -> Schedule:
-    """`durations` by subgraph name or by its kind, chunk by chunk."""
+    """Return a schedule with `durations` by subgraph name or kind, for each chunk."""
     table = [list(durations.get(s.name) or durations[s.name.partition(".")[0]]) for s in plan.subgraphs]
     num_chunks = len(table[0])
     return Schedule(
@@ -48,7 +48,8 @@ def make_schedule(
 
 
 def lines(schedule: Schedule, plan: Plan) -> list[str]:
-    """One line a task, "start-end processor subgraph/chunk", by start; the schedule's estimates come true."""
+    """Return one line for each task, "start-end processor subgraph/chunk", by start; the schedule's estimates are
+    exact."""
     events = sorted(run_on_virtual_clock(schedule, schedule.duration), key=lambda event: event.start_ns)
     return [
         f"{e.start_ns}-{e.end_ns} {e.processor} {plan.subgraphs[e.task.subgraph].name}/{e.task.chunk}" for e in events
@@ -87,7 +88,7 @@ OUT_OF_ORDER = [
 ]
 
 
-def test_in_order_takes_the_earliest_chunk_whatever_tasks_take() -> None:
+def test_in_order_takes_the_earliest_chunk_regardless_of_durations() -> None:
     plan = make_plan(layers=2)
     assert lines(make_schedule("in_order", plan, HEAVY_ATTENTION), plan) == [
         *HEAVY_ATTENTION_UP_TO_11,
@@ -111,13 +112,13 @@ def test_sequential_overlaps_nothing() -> None:
     assert spans[-1][1] == 3 * (1 + 1 + 1) + 2 * (4 + 5 + 6) + 1 + 4
 
 
-def test_out_of_order_prefers_what_gives_the_npu_most_to_do() -> None:
+def test_out_of_order_prefers_the_task_that_unlocks_most_npu_work() -> None:
     plan = make_plan(layers=2)
     assert lines(make_schedule("out_of_order", plan, HEAVY_ATTENTION), plan) == OUT_OF_ORDER
 
 
-def test_out_of_order_counts_what_the_npu_unlocks_for_itself_against_it() -> None:
-    """Two static subgraphs in a row: the first makes 7 ready for the NPU in chunk 0, 2 in chunk 1."""
+def test_out_of_order_subtracts_the_npus_own_tasks() -> None:
+    """With two consecutive static subgraphs, the first makes 7 ready for the NPU in chunk 0, 2 in chunk 1."""
     plan = make_plan(layers=1)
     row = [
         subgraph("first", "npu", ["input_ids"], ["hidden.0"]),
@@ -137,7 +138,7 @@ def test_out_of_order_counts_what_the_npu_unlocks_for_itself_against_it() -> Non
     assert [e.task for e in events if e.processor == "npu"] == [Task(0, 1), Task(1, 1), Task(0, 0), Task(1, 0)]
 
 
-def test_critical_path_prefers_what_most_work_waits_for() -> None:
+def test_critical_path_prefers_the_task_with_the_longest_path() -> None:
     plan = make_plan(layers=1)
     durations = {"embedding": [1] * 3, "static.0": [1] * 3, "dynamic": [1, 2, 3], "static.1": [3] * 3, "head": [1] * 3}
     up_to_6 = [
@@ -182,7 +183,7 @@ FORKING = {
     "dynamic": [1] * 3,
     "head": [1] * 3,
 }
-"""linear.0 and shadow.0 read what static.0 writes; join.0 reads both."""
+"""linear.0 and shadow.0 read the output of static.0; join.0 reads both."""
 
 FORKING_ORDERS = {
     "in_order": [
@@ -192,7 +193,7 @@ FORKING_ORDERS = {
         "2-4 npu linear.0/0",
         "2-5 cpu shadow.0/0",
         "4-5 npu static.0/1",
-        "5-6 npu join.0/0",  # of chunk 0; linear.0/1 is ready as well
+        "5-6 npu join.0/0",  # chunk 0's; linear.0/1 is ready as well
         "5-8 cpu shadow.0/1",
         "6-8 npu linear.0/1",
         "8-9 npu join.0/1",
@@ -261,7 +262,7 @@ def test_chunks_that_fork_and_join(policy: str) -> None:
     assert lines(make_schedule(policy, plan, FORKING), plan) == order
 
 
-def test_look_ahead_follows_whichever_policy_ends_first() -> None:
+def test_look_ahead_follows_the_policy_that_ends_first() -> None:
     plan = make_plan(layers=2)
     schedule = make_schedule("look_ahead", plan, HEAVY_ATTENTION)
     ends = {name: schedule.makespan(find_policy(name)) for name in ("critical_path", "out_of_order", "in_order")}
@@ -269,7 +270,7 @@ def test_look_ahead_follows_whichever_policy_ends_first() -> None:
     assert lines(schedule, plan) == OUT_OF_ORDER
 
 
-def test_look_ahead_goes_by_the_critical_path_in_long_runs() -> None:
+def test_look_ahead_uses_the_critical_path_in_long_runs() -> None:
     plan = make_plan(layers=8)
     durations = {"embedding": [1] * 16, "static": [200] * 16, "dynamic": range(50, 370, 20), "head": [40] * 16}
     schedule = make_schedule("look_ahead", plan, durations)
@@ -286,7 +287,7 @@ def test_look_ahead_goes_by_the_critical_path_in_long_runs() -> None:
     is_shared=st.booleans(),
     data=st.data(),
 )
-def test_look_ahead_is_never_slower_than_what_it_chooses_from(
+def test_look_ahead_is_never_slower_than_its_candidates(
     layers: int, shadowed: int, num_chunks: int, in_flight: int, workers: int, is_shared: bool, data: st.DataObject
 ) -> None:
     plan = make_plan(layers, shadowed=shadowed)
@@ -301,13 +302,13 @@ def test_look_ahead_is_never_slower_than_what_it_chooses_from(
     assert ends["look_ahead"] == min(ends[name] for name in others)
 
 
-def test_the_default_is_a_policy() -> None:
+def test_default_policy_exists() -> None:
     assert find_policy(DEFAULT_POLICY).is_concurrent
 
 
 @pytest.mark.parametrize("policy", CONCURRENT)
-def test_more_slots_gain_time_where_attention_grows(policy: str) -> None:
-    """16 chunks; the NPU has 25800 to do, the CPU 25720, most of it for late chunks: so the more chunks the better."""
+def test_more_slots_save_time_if_attention_grows(policy: str) -> None:
+    """In 16 chunks the NPU has work of 25800, the CPU of 25720, most of it for late chunks: more slots help."""
     plan = make_plan(layers=8)
     durations = {"embedding": [5] * 16, "static": [200] * 16, "dynamic": range(50, 370, 20), "head": [40] * 16}
     expected = {
@@ -321,8 +322,8 @@ def test_more_slots_gain_time_where_attention_grows(policy: str) -> None:
 
 
 @given(num_chunks=st.integers(1, 4), in_flight=st.integers(1, 4), data=st.data())
-def test_ranks_are_the_longest_paths(num_chunks: int, in_flight: int, data: st.DataObject) -> None:
-    """Against every path, walked over what every subgraph reads."""
+def test_upward_ranks_are_the_longest_paths(num_chunks: int, in_flight: int, data: st.DataObject) -> None:
+    """Compare with every path over the inputs of all subgraphs."""
     flags = data.draw(st.lists(st.booleans(), min_size=1, max_size=6))
     reads = [data.draw(st.sets(st.integers(0, i - 1))) if i else set() for i in range(len(flags))]
     times = st.lists(st.integers(0, 9), min_size=num_chunks, max_size=num_chunks)
@@ -352,8 +353,8 @@ def test_ranks_are_the_longest_paths(num_chunks: int, in_flight: int, data: st.D
 
 
 @given(policy=st.sampled_from(CONCURRENT), shadowed=st.integers(0, 3), seed=st.integers(0, 1000))
-def test_the_order_in_which_tasks_became_ready_does_not_matter(policy: str, shadowed: int, seed: int) -> None:
-    """A policy is a function of what is ready, not of a list; so threads that race cannot change the schedule."""
+def test_policy_does_not_depend_on_the_order_of_ready_tasks(policy: str, shadowed: int, seed: int) -> None:
+    """A policy is a function of the set of ready tasks, so that racing threads cannot change the schedule."""
     plan, random = make_plan(layers=2, shadowed=shadowed), Random(seed)
     schedule = make_schedule(policy, plan, FORKING | HEAVY_ATTENTION, processors=shared_cpu(1))
     (everyone,) = schedule.processors
@@ -367,6 +368,6 @@ def test_the_order_in_which_tasks_became_ready_does_not_matter(policy: str, shad
     assert schedule.is_finished
 
 
-def test_an_unknown_policy_is_answered_with_the_nearest() -> None:
+def test_unknown_policy_is_rejected_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="unknown policy 'inorder'; did you mean 'in_order'"):
         find_policy("inorder")

@@ -41,7 +41,7 @@ def test_random_graphs_give_the_same_bits_under_every_policy(batch: int) -> None
 
 
 def check_graph(seed: int) -> None:
-    """Random layers, devices, chunks, workers and slots; random durations, both as estimated and as they come."""
+    """Run a random graph: layers, devices, chunks, workers and slots, and durations, both estimated and real."""
     random = Random(seed)
     plan = random_plan(random)
     chunk_length = random.randint(1, 8)
@@ -76,8 +76,8 @@ def check_graph(seed: int) -> None:
 
 
 def random_plan(random: Random) -> Plan:
-    """A toy decoder, half of them with layers that fork and join, some with two subgraphs that wait for nothing; half
-    with their subgraphs on any device."""
+    """Return a toy decoder: half of them have layers that fork and join, some have two independent first subgraphs;
+    half have their subgraphs on random devices."""
     layers = random.randint(1, 5)
     shadowed = random.choice((0, 0, random.randint(1, layers + 1), layers + 1))
     plan = make_plan(layers, split_head=random.random() < 0.3, shadowed=shadowed)
@@ -91,7 +91,7 @@ def random_plan(random: Random) -> Plan:
 
 
 def in_another_order(plan: Plan, random: Random) -> Plan:
-    """The same graph; of subgraphs that do not read each other any may come first."""
+    """Return the same graph with independent subgraphs in random order."""
     left, ordered = list(plan.subgraphs), []
     while left:
         written = {name for part in left for name in part.outputs}

@@ -1,4 +1,4 @@
-"""Ranks in threads: sums over them, the executor that waits for the sums, and whole decoders cut over ranks."""
+"""Ranks in threads: sums over them, the executor that waits for the sums, and complete decoders split over ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 SIZES = (1, 2, 3, 4)
 PLAN = with_links(make_plan())
 LONG_SUM = 3
-"""A sum over ranks takes so many times as long as any other task, on the virtual clock."""
+"""Duration of a sum over ranks relative to other tasks, on the virtual clock."""
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -72,10 +72,10 @@ def test_every_rank_gets_the_sum_in_the_order_of_ranks(size: int) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.permutations(range(4)), st.permutations(range(4)), st.integers(1, 3))
-def test_ranks_may_come_to_sums_in_different_orders_and_again(
+def test_ranks_may_come_to_repeated_sums_in_different_orders(
     first: list[int], second: list[int], num_rounds: int
 ) -> None:
-    """Each key from a thread of its own, as workers do; a key is used again as soon as its sum is there."""
+    """Each key is used in a thread of its own, as in workers; a key is reused as soon as its sum is complete."""
 
     def work(communicator: Communicator) -> list[list[float]]:
         def sums(key: int) -> list[float]:
@@ -97,7 +97,7 @@ def test_ranks_may_come_to_sums_in_different_orders_and_again(
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What calls return that are made at once."""
+    """Make calls at the same time, and return their results."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(len(calls)) as pool:
@@ -143,7 +143,7 @@ def test_the_link_runs_sums_alone() -> None:
 def make_executor(
     communicator: Communicator | None, plan: Plan = PLAN, *, before: Any = None, after: Any = None, **changes: Any
 ) -> Executor:
-    """One rank's, with the toy's arithmetic and real sums."""
+    """Return one rank's executor, with the toy's arithmetic and real sums."""
     executables: dict[str, Executable] = dict(make_executables(plan, before=before, after=after))
     if communicator is not None:
         link = LinkBackend(communicator)
@@ -159,8 +159,8 @@ def make_executor(
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_tokens", [1, 8, 33, 95])
 @pytest.mark.parametrize("slots", [(1, 1), (3, 3), (2, 5)])
-def test_ranks_that_take_tasks_in_different_orders_agree(policy: str, num_tokens: int, slots: tuple[int, int]) -> None:
-    """Prefill and decode; one rank has an NPU beside its CPU, and perhaps more chunks in flight."""
+def test_ranks_with_different_task_orders_agree(policy: str, num_tokens: int, slots: tuple[int, int]) -> None:
+    """Prefill and decode; one rank has an NPU in addition to its CPU, and perhaps more chunks in flight."""
 
     def work(communicator: Communicator) -> list[Array]:
         executor = make_executor(
@@ -182,8 +182,8 @@ def test_ranks_that_take_tasks_in_different_orders_agree(policy: str, num_tokens
         np.testing.assert_array_equal(np.concatenate(found), expected)
 
 
-def test_while_one_chunk_waits_for_its_sum_the_next_is_computed() -> None:
-    """The only worker of the CPU goes on; the sum comes when it has."""
+def test_next_chunk_is_computed_while_one_waits_for_its_sum() -> None:
+    """The only worker of the CPU continues; the sum comes when it has."""
     has_gone_on = Event()
 
     class Slow:
@@ -195,7 +195,7 @@ def test_while_one_chunk_waits_for_its_sum_the_next_is_computed() -> None:
             out[...] = partial * NUM_RANKS
 
         def close(self) -> None:
-            """Nobody waits."""
+            """Do nothing: no thread waits."""
 
     def before(name: str, tag: int, inputs: object) -> None:
         if (name, tag) == ("dynamic.0", 8):
@@ -208,7 +208,7 @@ def test_while_one_chunk_waits_for_its_sum_the_next_is_computed() -> None:
 
 
 def run_virtually(plan: Plan, slots: int, policy: str = "in_order") -> tuple[Schedule, list[TaskEvent]]:
-    """Two chunks on one worker and the link."""
+    """Run two chunks on one worker and the link."""
     schedule = Schedule(
         plan,
         routes=plan.flow.routes(2, range(2)),
@@ -223,7 +223,7 @@ def run_virtually(plan: Plan, slots: int, policy: str = "in_order") -> tuple[Sch
 
 
 def lines(slots: int, policy: str = "in_order") -> list[str]:
-    """What runs when, of one layer."""
+    """Return the order of tasks, of one layer."""
     plan = with_links(make_plan(layers=1))
     _, events = run_virtually(plan, slots, policy)
     names = [f"{plan.subgraphs[event.task.subgraph].name}/{event.task.chunk}" for event in events]
@@ -250,7 +250,7 @@ def test_one_chunk_in_flight_waits_for_every_sum() -> None:
     assert lines(1) == CHUNK_BY_CHUNK
 
 
-def test_the_sum_of_one_chunk_hides_behind_the_next_chunk() -> None:
+def test_sum_of_one_chunk_overlaps_with_the_next_chunk() -> None:
     assert lines(2) == [
         "0-1 cpu embedding/0",
         "1-2 cpu static.0/0",
@@ -277,11 +277,11 @@ def test_sums_of_two_chunks_run_at_once() -> None:
 
 
 def test_sequential_finishes_a_chunk_before_the_next() -> None:
-    """As far as it can: it is asked by each processor in turn, and the link's comes first."""
+    """The order holds as far as possible: each processor claims in turn, and the link's comes first."""
     assert lines(2, "sequential") == CHUNK_BY_CHUNK
 
 
-def test_a_lost_rank_fails_the_run_and_leaves_the_state_as_it_was() -> None:
+def test_lost_rank_fails_the_run_and_restores_the_state() -> None:
     together = Barrier(NUM_RANKS)
 
     def work(communicator: Communicator) -> tuple[str, int, Array]:
@@ -303,8 +303,8 @@ def test_a_lost_rank_fails_the_run_and_leaves_the_state_as_it_was() -> None:
     assert [position for _, position, _ in finish(lambda: on_ranks(NUM_RANKS, work))] == [11, 11]
 
 
-def test_chunks_that_sequences_share_go_one_at_a_time_over_ranks() -> None:
-    """Beside an NPU those of one rank overlap; of several the followers compute one after the other."""
+def test_shared_chunks_run_one_at_a_time_over_ranks() -> None:
+    """With an NPU the chunks of one rank overlap; with several ranks the followers compute one after the other."""
 
     def overlaps(plan: Plan) -> bool:
         prompts = make_executor(None, plan, processors=npu_and_cpu(), policy=find_policy("look_ahead"))
@@ -322,7 +322,7 @@ def test_the_link_has_workers_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("slots", "waited"), [(1, 6), (2, 1)])
-def test_a_record_tells_how_long_the_cpu_waited_for_sums(slots: int, waited: int) -> None:
+def test_record_contains_the_cpus_wait_for_sums(slots: int, waited: int) -> None:
     plan = with_links(make_plan(layers=1))
     schedule, events = run_virtually(plan, slots)
     pipeline = Pipeline(
@@ -342,6 +342,6 @@ def test_a_record_tells_how_long_the_cpu_waited_for_sums(slots: int, waited: int
     assert cpu.idle_ns == {"sums": waited}
 
 
-def test_ranks_have_as_many_chunks_in_flight_whatever_their_workers() -> None:
+def test_chunks_in_flight_do_not_depend_on_a_ranks_workers() -> None:
     assert {chunk_slots(PLAN, 8, shared_cpu(workers)) for workers in (1, 4, 64)} == {16}
     assert chunk_slots(make_plan(), 8, shared_cpu(4)) == 8

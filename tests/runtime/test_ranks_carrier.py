@@ -1,4 +1,4 @@
-"""Messages that are carried by whoever waits for them, and interrupts that are held back meanwhile."""
+"""Messages that waiting threads carry themselves, and interrupts that are deferred meanwhile."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupt_waits_for_the_end_of_the_outermost_block(interrupts):
+def test_interrupts_defer_to_the_end_of_the_outermost_block(interrupts):
     steps = []
 
     def hold():
@@ -43,7 +43,7 @@ def test_an_interrupt_waits_for_the_end_of_the_outermost_block(interrupts):
         interrupt()
 
 
-def test_interrupts_cannot_be_held_with_a_handler_of_somebody_else(interrupts):
+def test_interrupts_cannot_be_held_with_a_foreign_handler(interrupts):
     assert interrupts.can_be_held
     signal.signal(signal.SIGINT, lambda number, frame: None)
     assert not interrupts.can_be_held
@@ -51,7 +51,7 @@ def test_interrupts_cannot_be_held_with_a_handler_of_somebody_else(interrupts):
     assert interrupts.can_be_held
 
 
-def test_a_mailbox_tells_whether_taking_would_wait():
+def test_mailbox_reports_if_take_would_wait():
     mailbox, envelope = Mailbox(), Envelope(Channel.SUM, 1)
     assert not mailbox.is_settled(envelope, (1, 2))
     mailbox.deliver(envelope, 1, memoryview(b"x"))
@@ -65,8 +65,8 @@ def test_a_mailbox_tells_whether_taking_would_wait():
     assert mailbox.is_settled(Envelope(Channel.REPLY, 2), (1,))
 
 
-def test_a_mailbox_keeps_the_order_of_what_is_about_the_same_thing():
-    """Ranks that nobody leads: one may have come to the next sum while another still has to take the last."""
+def test_mailbox_keeps_the_order_of_messages_on_one_subject():
+    """Without a leader, one rank may have come to the next sum while another still has to take the last."""
     mailbox, envelope = Mailbox(), Envelope(Channel.SUM)
     for source, payload in ((1, b"a"), (2, b"c"), (1, b"b"), (2, b"d")):
         mailbox.deliver(envelope, source, memoryview(payload))
@@ -76,7 +76,7 @@ def test_a_mailbox_keeps_the_order_of_what_is_about_the_same_thing():
 
 
 class Slow:
-    """A request that has ended when it is asked for the second time, or later the longer its message is."""
+    """A request that has ended when it is tested for the second time, or later if its message is longer."""
 
     def __init__(self, data):
         self.num_left = data.size // 8 + 1
@@ -87,7 +87,7 @@ class Slow:
 
 
 class Loop:
-    """A world of one rank, which gets what it sends."""
+    """A world of one rank, which receives its own messages."""
 
     def __init__(self):
         self.sent = []
@@ -109,7 +109,7 @@ class Loop:
         return SimpleNamespace(Irecv=receive)
 
 
-def test_messages_are_carried_by_whoever_asks_and_one_at_a_time():
+def test_any_thread_carries_messages_one_at_a_time():
     came, deeper = [], []
 
     def deliver(source, data):
@@ -127,8 +127,8 @@ def test_messages_are_carried_by_whoever_asks_and_one_at_a_time():
     assert carrier.is_done
 
 
-def test_messages_of_a_rank_come_in_the_order_in_which_it_sent_them():
-    """What withdraws chunks has to be there before the sums that come after it."""
+def test_messages_of_a_rank_arrive_in_sending_order():
+    """The message that withdraws chunks must arrive before the sums that come after it."""
     came = []
     carrier = Carrier(lambda source, data: came.append(bytes(data)))
     carrier.open(SimpleNamespace(BYTE=None, Status=SimpleNamespace), Loop())

@@ -1,6 +1,6 @@
-"""A lone prompt that gives way on several ranks: none has begun a chunk that the first one withdraws.
+"""A single prompt that gives way on several ranks: no rank has begun a chunk that the first one withdraws.
 
-All ranks have one policy, since they are started alike.
+All ranks have one policy, because they are started with the same arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from chunkrt.runtime.tasks import Processor, Task, with_link
 
 
 class Rank:
-    """One rank's schedule, driven by hand; of others `inbox` has what the first rank told, in order."""
+    """One rank's schedule, driven by hand; for ranks other than the first, `inbox` has the first rank's messages, in
+    order."""
 
     def __init__(self, plan: Plan, routes: Sequence[object], slots: int, processors: Sequence[Processor], policy: str):
         self.plan = plan
@@ -37,11 +38,11 @@ class Rank:
         self.running: list[tuple[Task, str]] = []
         self.inbox: deque[Task | int] = deque()
         self.given: set[Task] = set()
-        """Sums that the first rank has given its part to, as far as this one knows."""
+        """Sums to which the first rank has contributed, as far as this one knows."""
         self.kept: int | None = None
 
     def read(self, random: Random) -> None:
-        """Take some of what lies in the inbox."""
+        """Take some messages from the inbox."""
         for _ in range(random.randint(0, len(self.inbox))):
             message = self.inbox.popleft()
             if isinstance(message, Task):
@@ -50,12 +51,12 @@ class Rank:
                 self.kept = message
 
     def give_way(self) -> None:
-        """As a follower does before every claim."""
+        """Give way, as a follower does before every claim."""
         if self.kept is not None:
             assert self.schedule.withdraw(self.kept) == self.kept
 
     def claim(self, random: Random) -> Task | None:
-        """A task for some processor that has nothing to do; one thread alone asks for them in their order."""
+        """Claim a task for some idle processor; a single thread claims for all of them in their order."""
         processors = self.schedule.processors
         if self.is_concurrent:
             processors = random.sample(processors, len(processors))
@@ -67,7 +68,7 @@ class Rank:
         return None
 
     def complete(self, task: Task, name: str) -> None:
-        """A task has ended."""
+        """Complete a task."""
         self.running.remove((task, name))
         self.free[name] += 1
         self.schedule.complete(task)
@@ -81,7 +82,7 @@ class Rank:
     st.integers(1, 3),
     st.sampled_from(["last", "all", "none"]),
 )
-def test_no_rank_has_begun_what_the_first_withdraws(
+def test_withdrawn_chunks_have_not_begun_on_any_rank(
     seed: int, policy: str, slots: int, num_chunks: int, layers: int, logits: str
 ) -> None:
     random, plan = Random(seed), with_links(make_plan(layers=layers))
@@ -124,15 +125,15 @@ def test_no_rank_has_begun_what_the_first_withdraws(
 
 
 @pytest.mark.parametrize(("num_chunks", "left"), [(1, 1), (3, 3), (4, 3), (9, 3)])
-def test_as_many_chunks_stay_as_others_may_have_begun(num_chunks: int, left: int) -> None:
-    """Before the first sum, as many as there are slots."""
+def test_withdraw_keeps_the_chunks_that_others_may_have_begun(num_chunks: int, left: int) -> None:
+    """Before the first sum, as many chunks stay as there are slots."""
     plan = with_links(make_plan())
     rank = Rank(plan, plan.flow.routes(num_chunks, [num_chunks - 1]), 3, shared_cpu(1), "in_order")
     assert rank.schedule.withdraw() == left
 
 
-def test_without_sums_nothing_can_be_withdrawn() -> None:
-    """Of the one layer of this plan only state is wanted, which every rank makes by itself, as fast as it can."""
+def test_withdraw_without_sums_keeps_all_chunks() -> None:
+    """In this plan of one layer only state is requested, which every rank computes by itself, at its own speed."""
     plan = with_links(make_plan(layers=1))
     assert not plan.flow.sums.intersection(plan.flow.without_logits.subgraphs)
     rank = Rank(plan, plan.flow.routes(9, []), 1, shared_cpu(1), "in_order")

@@ -41,13 +41,13 @@ def make_schedule(
 
 
 def simulate(schedule: Schedule, duration: Callable[[Task], int] = lambda task: 1) -> list[Span]:
-    """What ran when, in the order of starts; what started together in the order in which it ended."""
+    """Return the tasks in the order of their starts; those with the same start in the order of their ends."""
     events = sorted(run_on_virtual_clock(schedule, duration), key=lambda event: event.start_ns)
     return [(e.start_ns, e.end_ns, e.processor, e.task) for e in events]
 
 
 def lines(plan: Plan, spans: Sequence[Span]) -> list[str]:
-    """One line a task: "start-end processor subgraph/chunk"."""
+    """Return one line for each task: "start-end processor subgraph/chunk"."""
     return [f"{s}-{e} {name} {plan.subgraphs[t.subgraph].name}/{t.chunk}" for s, e, name, t in spans]
 
 
@@ -107,13 +107,13 @@ def test_workers_of_both_roles_share_static_subgraphs() -> None:
     ]
 
 
-def test_one_slot_in_flight_admits_a_chunk_when_the_one_before_has_ended() -> None:
+def test_single_slot_admits_a_chunk_when_the_previous_one_has_ended() -> None:
     plan = make_plan(layers=1)
     sequential = simulate(make_schedule(plan, 3, policy="sequential"))
     assert simulate(make_schedule(plan, 3, in_flight=1)) == sequential
 
 
-def test_a_chunk_that_overtakes_frees_its_own_slot() -> None:
+def test_overtaking_chunk_frees_its_own_slot() -> None:
     plan = make_plan(layers=1)
     schedule = make_schedule(plan, 3, in_flight=2, all_logits=True, processors=shared_cpu(2))
     slow = Task(3, 0)
@@ -124,7 +124,7 @@ def test_a_chunk_that_overtakes_frees_its_own_slot() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
-def test_a_decoder_that_is_one_subgraph_takes_chunk_after_chunk(in_flight: int) -> None:
+def test_decoder_of_one_subgraph_takes_chunk_after_chunk(in_flight: int) -> None:
     whole = subgraph("whole", "cpu", ["input_ids"], ["hidden"], state=["cache"])
     head = subgraph("head", "cpu", ["hidden", "logit_rows"], ["logits"], rows="R")
     plan = replace(make_plan(), subgraphs=(whole, head))
@@ -139,7 +139,7 @@ def test_a_decoder_that_is_one_subgraph_takes_chunk_after_chunk(in_flight: int) 
     assert tasks == [(0, Task(0, 0)), (1, Task(0, 1)), (2, Task(0, 2)), (3, Task(1, 2))]
 
 
-def test_chunks_without_wanted_logits_end_at_the_last_state() -> None:
+def test_chunks_without_requested_logits_end_at_the_last_state() -> None:
     plan = make_plan(layers=2)
     last_state = 4
     spans = simulate(make_schedule(plan, 3))
@@ -147,7 +147,7 @@ def test_chunks_without_wanted_logits_end_at_the_last_state() -> None:
     assert per_chunk == [list(range(last_state + 1))] * 2 + [list(range(len(plan.subgraphs)))]
 
 
-def test_a_failure_stops_the_schedule_and_the_first_is_kept() -> None:
+def test_failure_stops_the_schedule_and_the_first_is_kept() -> None:
     schedule = make_schedule(make_plan(), 4)
     first, second = schedule.claim(shared_cpu(2)[0]), schedule.claim(shared_cpu(2)[0])
     assert (first, second) == (Task(0, 0), Task(0, 1))
@@ -160,7 +160,7 @@ def test_a_failure_stops_the_schedule_and_the_first_is_kept() -> None:
     assert not schedule.running
 
 
-def test_a_task_that_ends_after_the_schedule_was_cancelled_unlocks_nothing() -> None:
+def test_task_that_ends_after_cancelling_unlocks_nothing() -> None:
     schedule = make_schedule(make_plan(), 4)
     task = schedule.claim(shared_cpu(1)[0])
     assert task is not None
@@ -179,7 +179,7 @@ class _Refusing:
         return None
 
 
-def test_a_policy_that_waits_for_nothing_is_an_error_and_not_a_deadlock() -> None:
+def test_policy_that_waits_without_running_tasks_is_an_error() -> None:
     schedule = Schedule(
         make_plan(),
         routes=make_plan().flow.routes(1, ()),
@@ -210,7 +210,7 @@ class _Choosing:
         (lambda: 1 / 0, "'choosing' failed: ZeroDivisionError: division by zero"),
     ],
 )
-def test_what_a_policy_does_wrong_is_told_by_its_name(choose: Callable[[], object], message: str) -> None:
+def test_policy_errors_name_the_policy(choose: Callable[[], object], message: str) -> None:
     schedule = Schedule(
         make_plan(),
         routes=make_plan().flow.routes(1, ()),
@@ -224,7 +224,7 @@ def test_what_a_policy_does_wrong_is_told_by_its_name(choose: Callable[[], objec
 
 
 class _Adversary:
-    """Chooses by a drawn list, so that every order which the rules allow can come up."""
+    """Policy that follows a drawn list, so that every order that the rules allow can occur."""
 
     name = "adversary"
     is_concurrent = True
@@ -296,10 +296,10 @@ def test_every_task_runs_once_and_the_rules_hold(
     all_logits=st.booleans(),
     is_headless=st.booleans(),
 )
-def test_what_a_task_unlocks_is_what_its_end_adds(
+def test_unlocked_by_equals_the_tasks_that_complete_adds(
     choices: list[int], shadowed: int, in_flight: int, all_logits: bool, is_headless: bool
 ) -> None:
-    """Also where a chunk begins and ends with state, so that its end passes on both its turn and its slot."""
+    """Also if a chunk begins and ends with state, so that its end passes on both its turn and its slot."""
     plan = make_plan(2, shadowed=shadowed)
     if is_headless:
         first = replace(plan.subgraphs[0], state=("cache.0",))
@@ -333,7 +333,7 @@ def fork_lines(policy: str, num_chunks: int) -> list[str]:
     return lines(FORK, simulate(schedule, lambda task: times[task.subgraph]))
 
 
-def test_tasks_of_one_chunk_that_do_not_read_each_other_run_at_once() -> None:
+def test_independent_tasks_of_one_chunk_run_at_once() -> None:
     expected = [
         "0-1 cpu embedding/0",
         "1-2 npu static.0/0",
@@ -349,7 +349,7 @@ def test_tasks_of_one_chunk_that_do_not_read_each_other_run_at_once() -> None:
             assert fork_lines(policy, 1) == expected, policy
 
 
-def test_a_join_waits_for_whichever_comes_last() -> None:
+def test_join_waits_for_the_last_side() -> None:
     slow = [10 if part.name == "shadow.0" else 1 for part in FORK.subgraphs]
     spans = simulate(make_schedule(FORK, 1), lambda task: slow[task.subgraph])
     assert lines(FORK, spans)[2:5] == ["2-3 npu linear.0/0", "2-12 cpu shadow.0/0", "12-13 npu join.0/0"]
@@ -368,7 +368,7 @@ def test_sequential_runs_one_side_of_a_fork_after_the_other() -> None:
     ]
 
 
-def test_a_chunk_without_wanted_logits_leaves_out_what_no_state_reads() -> None:
+def test_chunk_without_requested_logits_omits_stateless_stages() -> None:
     aside = subgraph("aside", "cpu", ["narrow.0"], ["aside"])
     plan = replace(FORK, subgraphs=(*FORK.subgraphs[:3], aside, *FORK.subgraphs[3:]))
     passed = {task for *_, task in simulate(make_schedule(plan, 2))}
@@ -383,8 +383,8 @@ def test_a_chunk_without_wanted_logits_leaves_out_what_no_state_reads() -> None:
     }
 
 
-def test_devices_of_different_processors_are_handed_out_to_each() -> None:
-    """One processor runs both roles, the other the NPU's alone."""
+def test_devices_are_handed_out_to_their_processors() -> None:
+    """One processor runs both roles, the other only the NPU's."""
     both = Processor(name="both", devices=frozenset({"npu", "cpu"}), workers=1)
     npu = Processor(name="npu", devices=frozenset({"npu"}), workers=1)
     schedule = make_schedule(FORK, 2, processors=[both, npu])

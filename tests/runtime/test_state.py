@@ -1,4 +1,4 @@
-"""State: capacity, rewinding, forking, and files that are whole or refused."""
+"""State: capacity, rewinding, forking, and files that are complete or rejected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAN = make_plan()
 
 
 def filled(num_tokens: int, capacity: int = 32, dtype: CacheDtype = "float32", seed: int = 0) -> State:
-    """A state with noise everywhere, of which `num_tokens` positions count."""
+    """Return a state with noise everywhere, of which `num_tokens` positions count."""
     state = State(PLAN, capacity, dtype)
     random = np.random.default_rng(seed)
     for array in state.tensors.values():
@@ -43,7 +43,7 @@ def prefixes(state: State) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("dtype", "item_bytes"), [("float32", 4), ("float16", 2)])
-def test_caches_are_zero_aligned_and_of_the_asked_type(dtype: CacheDtype, item_bytes: int) -> None:
+def test_caches_are_zero_aligned_and_of_the_requested_type(dtype: CacheDtype, item_bytes: int) -> None:
     state = State(PLAN, 20, dtype)
     assert list(state.tensors) == ["cache.0", "cache.1"]
     for array in state.tensors.values():
@@ -76,7 +76,7 @@ AFTER_MUCH_WAS_FREED = """
 import ctypes
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: what is freed stays with the process
+for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: freed memory stays with the process
     assert libc.mallopt(parameter, 2**31 - 1)
 libc.free(libc.malloc(3 * 2**29))
 import test_state
@@ -84,8 +84,8 @@ test_state.test_memory_is_reserved_and_not_committed()
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is told to keep what is freed")
-def test_memory_is_not_what_the_process_has_freed() -> None:
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the test configures glibc to keep freed memory")
+def test_memory_is_not_taken_from_freed_blocks() -> None:
     command = [sys.executable, "-c", AFTER_MUCH_WAS_FREED]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     finished = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
@@ -93,7 +93,7 @@ def test_memory_is_not_what_the_process_has_freed() -> None:
 
 
 def committed_pages(array: NDArray[np.float32]) -> int:
-    """Those that lie in the array as a whole."""
+    """Return the number of committed pages completely inside the array."""
     first = -(-array.ctypes.data // mmap.PAGESIZE)
     count = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE - first
     found = (ctypes.c_ubyte * count)()
@@ -104,24 +104,24 @@ def committed_pages(array: NDArray[np.float32]) -> int:
 
 
 @pytest.mark.parametrize("capacity", [0, -1, CONTEXT + 1])
-def test_a_capacity_outside_the_context_is_refused(capacity: int) -> None:
-    with pytest.raises(ConfigError, match=f"{capacity} positions was asked for; the model takes 1 to {CONTEXT}"):
+def test_capacity_outside_the_context_is_rejected(capacity: int) -> None:
+    with pytest.raises(ConfigError, match=f"a state cannot hold {capacity} positions; the model takes 1 to {CONTEXT}"):
         State(PLAN, capacity)
 
 
-def test_another_dtype_is_refused() -> None:
+def test_unknown_dtype_is_rejected() -> None:
     with pytest.raises(ConfigError, match="caches cannot be 'float64'"):
         State(PLAN, 8, "float64")  # type: ignore[arg-type]
 
 
-def test_a_cache_of_another_form_is_refused() -> None:
+def test_cache_of_another_shape_is_rejected() -> None:
     odd = Tensor(name="cache.0", dtype="float32", shape=("P", 3), kind="state")
     plan = replace(PLAN, tensors={**PLAN.tensors, "cache.0": odd})
     with pytest.raises(ModelError, match=r"state 'cache.0' has shape \('P', 3\)"):
         State(plan, 8)
 
 
-def test_rewinding_goes_back_and_nowhere_else() -> None:
+def test_rewind_goes_back_and_rejects_other_positions() -> None:
     state = filled(10)
     state.rewind(10)
     state.rewind(4)
@@ -132,7 +132,7 @@ def test_rewinding_goes_back_and_nowhere_else() -> None:
     assert state.position == 4
 
 
-def test_advancing_stops_at_the_capacity() -> None:
+def test_advance_stops_at_the_capacity() -> None:
     state = filled(30)
     with pytest.raises(ConfigError, match="3 tokens do not fit at position 30 of a state of 32"):
         state.advance(3)
@@ -140,7 +140,7 @@ def test_advancing_stops_at_the_capacity() -> None:
     assert state.position == 32
 
 
-def test_a_fork_has_the_prefix_and_its_own_memory() -> None:
+def test_fork_has_the_prefix_and_its_own_memory() -> None:
     state = filled(10)
     fork = state.fork()
     assert (fork.position, fork.capacity, fork.dtype) == (10, 32, "float32")
@@ -152,7 +152,7 @@ def test_a_fork_has_the_prefix_and_its_own_memory() -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 32])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_file_brings_the_prefix_back(tmp_path: Path, num_tokens: int, dtype: CacheDtype) -> None:
+def test_load_restores_the_prefix(tmp_path: Path, num_tokens: int, dtype: CacheDtype) -> None:
     state = filled(num_tokens, dtype=dtype)
     state.save(tmp_path / "prefix.state")
     for capacity in (32, 64):
@@ -171,12 +171,12 @@ def test_a_saved_file_is_numpys_own_format(tmp_path: Path) -> None:
         np.testing.assert_array_equal(file["cache.1"], state.tensors["cache.1"][:, :5])
 
 
-def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_save_to_an_unwritable_path_fails(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot save the state to"):
         filled(5).save(tmp_path / "missing" / "file")
 
 
-def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "prefix"
     filled(5).save(path)
     whole = path.read_bytes()
@@ -198,7 +198,7 @@ def check_refused(state: State, path: Path, message: str) -> None:
     assert prefixes(state) == before
 
 
-def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "prefix"
     filled(20).save(path)
     check_refused(filled(3, capacity=16), path, "holds 20 positions; the state has room for 16")
@@ -213,7 +213,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     check_refused(filled(3), path, "not a zip file")
 
 
-def test_a_header_that_promises_more_than_the_file_holds(tmp_path: Path) -> None:
+def test_header_that_exceeds_the_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "prefix"
     filled(20).save(path)
     with zipfile.ZipFile(path) as archive:
@@ -226,7 +226,7 @@ def test_a_header_that_promises_more_than_the_file_holds(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 26, pytest.param(1 << 28, marks=pytest.mark.exhaustive)])
-def test_a_file_that_would_inflate_is_refused_before_it_does(tmp_path: Path, num_bytes: int) -> None:
+def test_file_that_would_inflate_is_rejected_first(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "prefix"
     filled(20).save(path)
     with zipfile.ZipFile(path) as archive:
@@ -242,12 +242,12 @@ def test_a_file_that_would_inflate_is_refused_before_it_does(tmp_path: Path, num
     assert peak < 1 << 22
 
 
-def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
+def test_duplicate_name_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "prefix"
     filled(20).save(path)
     with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
         archive.writestr("cache.1.npy", archive.read("cache.1.npy"))
-    check_refused(filled(3), path, "a name comes twice in it")
+    check_refused(filled(3), path, "a name occurs twice in it")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
     ],
     ids=["endless", "number", "fields", "types", "deep", "zeros"],
 )
-def test_a_header_that_is_none_is_refused(tmp_path: Path, header: bytes) -> None:
+def test_invalid_header_is_rejected(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "prefix"
     filled(20).save(path)
     with zipfile.ZipFile(path) as archive:
@@ -277,7 +277,7 @@ def test_a_header_that_is_none_is_refused(tmp_path: Path, header: bytes) -> None
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_damaged_files_are_refused_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
+def test_damaged_files_are_rejected_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "prefix"
     saved = filled(4)
     saved.save(path)

@@ -1,4 +1,4 @@
-"""Rings and recurrent tensors: their size, how far they go back, and that no way of moving a state changes a bit."""
+"""Rings and recurrent tensors: their size, their reach backwards, and exact bits after every way of moving a state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAN = make_plan(3, kinds=ALL_KINDS)
 RING_PLAN = make_plan(2, kinds=("cache", "ring"))
 CHUNK = 8
 SLOTS = 64
-"""Of a ring: window and chunk rounded up."""
+"""Number of slots of a ring: window and chunk rounded up."""
 
 
 def make_executor(plan: Plan) -> Executor:
@@ -33,7 +33,7 @@ def make_executor(plan: Plan) -> Executor:
 
 
 def make_state(plan: Plan = PLAN, num_tokens: int = 0) -> State:
-    """A state that has seen so many tokens."""
+    """Return a state that has seen `num_tokens` tokens."""
     state = State(plan, CONTEXT, chunk_length=CHUNK)
     if num_tokens:
         make_executor(plan).run(Run(tokens(num_tokens), state))
@@ -41,7 +41,7 @@ def make_state(plan: Plan = PLAN, num_tokens: int = 0) -> State:
 
 
 def logits_after(state: State, prefix: Sequence[int], new: Sequence[int]) -> np.ndarray:
-    """What a state that has seen the prefix says of new tokens, checked against all run at once."""
+    """Return the logits of new tokens after a prefix, checked against all tokens run at once."""
     result = make_executor(state.plan).run(Run(np.array(new, np.int64), state, logits="all"))
     truth = expected_logits(state.plan, np.array([*prefix, *new], np.int64))
     assert result.logits is not None
@@ -76,7 +76,7 @@ def test_a_ring_does_not_grow_with_the_context() -> None:
     assert State(plan, 2**20, chunk_length=CHUNK).position_bytes == 0
 
 
-def test_recurrent_tensors_are_float32_and_zero_whatever_the_caches_are() -> None:
+def test_recurrent_tensors_are_float32_and_zero_with_any_caches() -> None:
     state = State(PLAN, CONTEXT, "float16", chunk_length=CHUNK)
     assert state.tensors["recurrent.2"].dtype == np.float32
     assert not state.tensors["recurrent.2"].any()
@@ -84,12 +84,14 @@ def test_recurrent_tensors_are_float32_and_zero_whatever_the_caches_are() -> Non
 
 
 @pytest.mark.parametrize("chunk_length", [0, 21])
-def test_a_chunk_longer_than_the_capacity_is_refused(chunk_length: int) -> None:
-    with pytest.raises(ConfigError, match=f"a state for chunks of {chunk_length} was asked for; its capacity is 20"):
+def test_chunk_longer_than_the_capacity_is_rejected(chunk_length: int) -> None:
+    with pytest.raises(
+        ConfigError, match=f"a state for chunks of {chunk_length} has a capacity of 20; choose at most that"
+    ):
         State(PLAN, 20, chunk_length=chunk_length)
 
 
-def test_a_ring_without_a_window_is_refused() -> None:
+def test_ring_without_a_window_is_rejected() -> None:
     ring = Tensor(name="cache.0", dtype="float32", shape=(1, "W", 3), kind="state")
     plan = make_plan(1)
     with pytest.raises(ModelError, match=r"'cache\.0' is a ring, but no layer of the plan has a window"):
@@ -98,7 +100,7 @@ def test_a_ring_without_a_window_is_refused() -> None:
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("num_tokens", [1, 30, 64, 65, 100])
-def test_a_ring_goes_back_as_far_as_it_holds_what_a_window_sees(num_tokens: int) -> None:
+def test_ring_rewinds_as_far_as_it_holds_a_window(num_tokens: int) -> None:
     for position in range(num_tokens + 1):
         state = make_state(RING_PLAN, num_tokens)
         first = max(0, num_tokens - SLOTS)
@@ -107,16 +109,16 @@ def test_a_ring_goes_back_as_far_as_it_holds_what_a_window_sees(num_tokens: int)
         logits_after(state, range(state.position), range(100, 110))
 
 
-def test_what_was_overwritten_before_a_rewind_stays_lost() -> None:
+def test_positions_overwritten_before_a_rewind_stay_lost() -> None:
     state = make_state(RING_PLAN, 100)
     assert state.rewind(50) == 50
     logits_after(state, range(50), [1, 2, 3])
     assert state.rewind(41) == 41
-    assert state.rewind(40) == 40  # sees 36, the first of the 64 that were left
+    assert state.rewind(40) == 40  # sees 36, the first of the 64 remaining positions
     assert state.rewind(39) == 0
 
 
-def test_recurrent_tensors_go_back_to_what_was_kept_or_to_the_beginning() -> None:
+def test_recurrent_tensors_rewind_to_snapshots_or_the_beginning() -> None:
     state = make_state(PLAN)
     executor = make_executor(PLAN)
     for position in range(0, 100, 20):
@@ -133,7 +135,7 @@ def test_recurrent_tensors_go_back_to_what_was_kept_or_to_the_beginning() -> Non
     logits_after(state, [], range(50, 80))
 
 
-def test_a_snapshot_kept_of_tokens_that_were_forgotten_is_forgotten() -> None:
+def test_snapshot_of_forgotten_tokens_is_forgotten() -> None:
     state = make_state(PLAN, 40)
     state.keep_snapshot()
     assert state.rewind(30) == 0
@@ -141,14 +143,14 @@ def test_a_snapshot_kept_of_tokens_that_were_forgotten_is_forgotten() -> None:
     assert state.rewind(45) == 0
 
 
-def test_a_fresh_state_shows_nothing_of_what_it_held() -> None:
+def test_reset_state_shows_none_of_its_earlier_contents() -> None:
     state = make_state(PLAN, 100)
     state.reset()
     logits_after(state, [], range(60, 90))
 
 
 def test_decoding_keeps_one_slot_of_a_ring() -> None:
-    """What is kept in case a run fails is what it overwrites, no more."""
+    """The data kept for a failing run are only those that it overwrites."""
     for num_tokens, num_before, num_slots in ((1, 30, 0), (1, 63, 0), (1, 64, 1), (10, 60, 6), (20, 70, 20)):
         state = make_state(RING_PLAN, num_before)
         state.begin(num_tokens)
@@ -156,7 +158,7 @@ def test_decoding_keeps_one_slot_of_a_ring() -> None:
 
 
 @given(position=st.integers(0, 300), num_tokens=st.integers(1, 200))
-def test_what_a_run_overwrites_of_a_ring_comes_back_wherever_it_wraps(position: int, num_tokens: int) -> None:
+def test_overwritten_part_of_a_ring_is_restored_at_any_wrap(position: int, num_tokens: int) -> None:
     state = State(replace(RING_PLAN, context_length=512), 512, chunk_length=CHUNK)
     ring = state.tensors["ring.1"]
     ring[:] = np.arange(ring.size).reshape(ring.shape)
@@ -168,7 +170,7 @@ def test_what_a_run_overwrites_of_a_ring_comes_back_wherever_it_wraps(position: 
     np.testing.assert_array_equal(ring[:, np.arange(max(0, position - SLOTS), position) % SLOTS], held)
 
 
-def test_the_rotary_tables_go_with_a_snapshot_and_a_fork() -> None:
+def test_rotary_tables_follow_a_snapshot_and_a_fork() -> None:
     state = State(make_plan(long_context_from=20), CONTEXT)
     state.reset(CONTEXT)
     snapshot = state.snapshot()
@@ -178,7 +180,7 @@ def test_the_rotary_tables_go_with_a_snapshot_and_a_fork() -> None:
     assert state.rope_offset == CONTEXT
 
 
-def test_a_run_left_while_tasks_still_write_is_undone_when_they_have_ended() -> None:
+def test_run_left_with_writing_tasks_is_undone_after_they_end() -> None:
     state = make_state(PLAN, 70)
     before = state.tensors["recurrent.2"].copy()
 
@@ -196,7 +198,7 @@ def test_a_run_left_while_tasks_still_write_is_undone_when_they_have_ended() -> 
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3, 70, 128])
-def test_a_file_fits_another_chunk_length(tmp_path: Path, num_tokens: int) -> None:
+def test_file_fits_another_chunk_length(tmp_path: Path, num_tokens: int) -> None:
     saved = make_state(PLAN, num_tokens)
     saved.save(tmp_path / "state")
     for chunk_length in (CHUNK, 60, None):
@@ -209,9 +211,9 @@ def test_a_file_fits_another_chunk_length(tmp_path: Path, num_tokens: int) -> No
             logits_after(state, range(num_tokens), [7])
 
 
-def test_a_file_of_keys_before_rope_or_of_other_tables_is_refused(tmp_path: Path) -> None:
+def test_file_with_keys_before_rope_or_other_tables_is_rejected(tmp_path: Path) -> None:
     make_state(RING_PLAN, 20).save(tmp_path / "rotated")
-    with pytest.raises(ModelError, match="its keys were not cached before RoPE, as those of the state are"):
+    with pytest.raises(ModelError, match="its keys were not cached before RoPE, unlike those of the state"):
         make_state(RING_PLAN.with_raw_keys(), 3).load(tmp_path / "rotated")
     long = make_plan(long_context_from=20)
     state = State(long, CONTEXT)
@@ -224,14 +226,14 @@ def test_a_file_of_keys_before_rope_or_of_other_tables_is_refused(tmp_path: Path
         State(make_plan(), CONTEXT).load(tmp_path / "long")
 
 
-def test_a_snapshot_of_another_kind_of_state_is_refused() -> None:
+def test_snapshot_of_another_kind_of_state_is_rejected() -> None:
     snapshot = make_state(PLAN, 20).snapshot()
     for other in (State(PLAN, CONTEXT), State(PLAN, CONTEXT, "float16", chunk_length=CHUNK), make_state(RING_PLAN)):
-        with pytest.raises(ConfigError, match="the snapshot is of another kind of state"):
+        with pytest.raises(ConfigError, match="the snapshot does not fit this state"):
             other.restore(snapshot)
 
 
-def test_keys_after_rope_do_not_shift() -> None:
+def test_keys_after_rope_cannot_shift() -> None:
     with pytest.raises(ConfigError, match="keys are cached after RoPE and cannot move"):
         make_state(RING_PLAN, 20).shift(4, 8)
     with pytest.raises(ConfigError, match="cannot keep -1 positions and drop 8"):
@@ -239,8 +241,8 @@ def test_keys_after_rope_do_not_shift() -> None:
 
 
 @given(num_tokens=st.integers(1, CONTEXT), keep=st.integers(0, 20), drop=st.integers(0, 100))
-def test_a_shift_moves_what_is_left(num_tokens: int, keep: int, drop: int) -> None:
-    """Cached rows carry their tokens' tags, as it were: with one layer each is made of its own token alone."""
+def test_shift_moves_the_remaining_tokens(num_tokens: int, keep: int, drop: int) -> None:
+    """Cached rows carry tags of their tokens: with one layer each depends on its own token alone."""
     plan = make_plan(1, kinds=("ring",)).with_raw_keys()
     ring = make_state(plan, num_tokens)
     old = [*range(num_tokens)]
@@ -254,7 +256,7 @@ def test_a_shift_moves_what_is_left(num_tokens: int, keep: int, drop: int) -> No
         logits_after(ring, rest[:position], new)
 
 
-def test_recurrent_tensors_do_not_notice_a_shift() -> None:
+def test_recurrent_tensors_do_not_change_in_a_shift() -> None:
     plan = PLAN.with_raw_keys()
     state = make_state(plan, 20)
     state.keep_snapshot()
@@ -262,7 +264,7 @@ def test_recurrent_tensors_do_not_notice_a_shift() -> None:
     before = state.tensors["recurrent.2"].copy()
     assert state.shift(4, 10) == state.position == 30
     np.testing.assert_array_equal(state.tensors["recurrent.2"], before)
-    assert state.rewind(29) == 0  # what was kept was of other positions
+    assert state.rewind(29) == 0  # the kept snapshot was of other positions
 
 
 Operation = tuple[str, float]
@@ -282,10 +284,10 @@ Operation = tuple[str, float]
     ),
     seed=st.integers(0, 100),
 )
-def test_whatever_a_state_goes_through_it_says_what_its_tokens_say(
+def test_state_after_any_operations_gives_the_logits_of_its_tokens(
     tmp_path: Path, kinds: tuple[str, ...], operations: list[Operation], seed: int
 ) -> None:
-    """The model keeps the tokens alone, and runs them all at once."""
+    """The model keeps only the tokens, and runs them all at once."""
     plan, random = make_plan(3, kinds=kinds), np.random.default_rng(seed)
     executor, state = make_executor(plan), State(plan, CONTEXT, chunk_length=CHUNK)
     seen: list[int] = []
@@ -307,7 +309,7 @@ def test_whatever_a_state_goes_through_it_says_what_its_tokens_say(
         elif name == "fork":
             other = state.fork()
             if size:
-                executor.run(Run(random.integers(0, VOCABULARY, size), state))  # the fork does not notice
+                executor.run(Run(random.integers(0, VOCABULARY, size), state))  # the fork does not change
             state = other
         elif name == "snapshot":
             snapshot, in_snapshot = state.snapshot(), seen.copy()

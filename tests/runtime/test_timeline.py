@@ -1,4 +1,4 @@
-"""What a timeline shows: every task and every gap, at its time."""
+"""Contents of a timeline: every task and every gap, at its time."""
 
 import xml.etree.ElementTree as ElementTree
 from itertools import combinations, pairwise
@@ -80,13 +80,13 @@ def test_shares_fill_a_hundred_percent() -> None:
         assert row.bars[-1].end == pytest.approx(100)
 
 
-def test_every_kind_has_a_label_and_ink_that_can_be_read() -> None:
+def test_every_kind_has_a_label_and_readable_ink() -> None:
     assert COLOURS.keys() == LABELS.keys()
     assert (ink("linears"), ink("idle: start")) == ("#fff", "#000")
 
 
-def test_a_long_run_makes_no_large_file() -> None:
-    """Neighbours of a fraction of a pixel are drawn together."""
+def test_long_run_makes_a_small_file() -> None:
+    """Adjacent bars of a fraction of a pixel are drawn as one."""
     picture = make_picture(virtual_record(npu_and_cpu(2), num_chunks=600, slots=32))
     assert sum(len(row.bars) for row in picture.workers) > 3000
     text = to_svg(picture)
@@ -104,6 +104,6 @@ def test_names_are_escaped() -> None:
     to_html(strange).encode("utf-8")
 
 
-def test_a_run_of_no_time_is_drawn() -> None:
+def test_run_of_zero_duration_is_drawn() -> None:
     record = virtual_record(npu_and_cpu(), duration=0)
     assert ElementTree.fromstring(to_svg(make_picture(record))) is not None

@@ -1,4 +1,4 @@
-"""Traces: what viewers need, what comes back, and files that are none."""
+"""Traces: the fields that viewers need, exact round trips, and invalid files."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_arrows_lead_along_both_sides_of_a_fork(tmp_path):
     ways = [["static.0", "linear.0", "join.0", "dynamic.0"], ["static.0", "shadow.0", "join.0"]]
     expected = [[f"{stage} chunk {chunk}" for stage in way] for chunk in range(4) for way in ways]
     for chunk in range(4):
-        if chunk > 0:  # of chunk 0 it took no time
+        if chunk > 0:  # in chunk 0 it took no time
             expected[2 * chunk].insert(0, f"embedding chunk {chunk}")
     expected[-2] += ["static.1 chunk 3", "head chunk 3"]
     assert list(flows.values()) == expected
@@ -72,7 +72,7 @@ def test_arrows_lead_along_both_sides_of_a_fork(tmp_path):
     ]
 
 
-def test_a_trace_of_the_format_before_is_read_as_a_chain(tmp_path):
+def test_trace_of_the_previous_format_is_read_as_a_chain(tmp_path):
     path, record = tmp_path / "out.json", virtual_record(npu_and_cpu())
     write_trace(path, [record], "toy")
     data = json.loads(path.read_text("utf-8"))
@@ -124,7 +124,7 @@ def test_busy_samples_average_to_the_busy_share(tmp_path):
         assert sum(samples) / len(samples) == pytest.approx(busy, abs=0.1)
 
 
-def test_copies_have_a_track_where_there_are_any(tmp_path):
+def test_copies_have_a_track_if_there_are_any(tmp_path):
     record = virtual_record(npu_and_cpu(), num_chunks=1)
     first = next(event for event in record.events if event.task.subgraph == 2)
     copy = TaskEvent(first.task, "dma", 0, first.start_ns, first.start_ns)
@@ -136,7 +136,7 @@ def test_copies_have_a_track_where_there_are_any(tmp_path):
     assert [c.task for c in back.copies] == [copy.task]
 
 
-def test_spans_of_a_converting_npu_lie_within_its_tasks_and_come_back(tmp_path):
+def test_spans_of_a_converting_npu_are_within_its_tasks_and_round_trip(tmp_path):
     record = virtual_record(npu_and_cpu())
     npu, cpu = record.pipeline.processors
     processors = (replace(npu, num_computing=1), cpu)
@@ -169,7 +169,7 @@ def moved_to_zero(event, start_ns):
     return event._replace(start_ns=event.start_ns - start_ns, end_ns=event.end_ns - start_ns, passage=passage)
 
 
-def test_real_runs_come_back_as_they_were(tmp_path):
+def test_real_runs_round_trip(tmp_path):
     executor = Executor(
         PLAN, make_executables(PLAN), chunk_length=8, processors=npu_and_cpu(2), policy=find_policy("look_ahead")
     )
@@ -196,8 +196,8 @@ def test_any_name_survives(tmp_path):
 
 
 @pytest.mark.parametrize("num_chunks", [1_000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
-def test_a_huge_trace_is_written_piece_by_piece(tmp_path, num_chunks):
-    """The writer holds no more than a small part of the file, and the analysis goes through."""
+def test_huge_trace_is_written_piece_by_piece(tmp_path, num_chunks):
+    """The writer holds only a small part of the file, and the analysis succeeds."""
     record = virtual_record(npu_and_cpu(2), num_chunks=num_chunks, slots=32)
     path = tmp_path / "out.json"
     tracemalloc.start()
@@ -212,7 +212,7 @@ def test_a_huge_trace_is_written_piece_by_piece(tmp_path, num_chunks):
         assert sum(time.busy_ns.values()) + sum(time.idle_ns.values()) == time.total_ns
 
 
-def test_writing_replaces_the_file_whole_or_not_at_all(tmp_path):
+def test_write_trace_replaces_the_file_completely_or_not_at_all(tmp_path):
     path = tmp_path / "out.json"
     path.write_text("old")
     broken = replace(virtual_record(npu_and_cpu()), events=[TaskEvent(Task(0, 0), "nobody", 0, 0, 0)])
@@ -224,7 +224,7 @@ def test_writing_replaces_the_file_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_paths_that_take_no_trace(tmp_path):
+def test_unwritable_paths_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="it is a folder; name a file"):
         check_trace_path(tmp_path)
     with pytest.raises(ConfigError, match="there is no folder"):
@@ -235,7 +235,7 @@ def test_paths_that_take_no_trace(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_what_is_no_file_is_not_replaced(tmp_path):
+def test_write_trace_does_not_replace_a_device(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="it is no file; name a file"):
         check_trace_path(tmp_path / "pipe")
@@ -288,8 +288,8 @@ NO_TRACES = {
     "no tasks": (damaged(lambda data: data.update(traceEvents=[])), "run 0 has no tasks"),
     "unknown track": (set_event(tid=77), "is damaged"),
     "time not finite": (set_event(ts=float("nan")), "NaN is not JSON"),
-    "time too large": (set_event(ts=1e300), "is no time"),
-    "negative time": (set_event(dur=-5), "-5 is no time"),
+    "time too large": (set_event(ts=1e300), "is not a time"),
+    "negative time": (set_event(dur=-5), "-5 is not a time"),
     "passage beyond its task": (
         set_event(args={"run": 0, "subgraph": 0, "chunk": 0, "passage_ns": [0, 0, 1 << 60]}),
         "does not lie within it",
@@ -302,29 +302,32 @@ NO_TRACES = {
         set_event(args={"run": 0, "subgraph": 0, "chunk": 0, "passage_ns": [0, 0]}),
         "is damaged",
     ),
-    "time is a word": (set_event(ts="now"), "'now' is no time"),
+    "time is a word": (set_event(ts="now"), "'now' is not a time"),
     "run of no use": (set_event(args={"run": 5, "subgraph": 0, "chunk": 0}), "is damaged"),
-    "negative run": (set_event(args={"run": -1, "subgraph": 0, "chunk": 0}), "-1 is no whole number"),
-    "chunk is a share": (set_event(args={"run": 0, "subgraph": 0, "chunk": 0.5}), "0.5 is no whole number"),
+    "negative run": (set_event(args={"run": -1, "subgraph": 0, "chunk": 0}), "-1 is not a non-negative integer"),
+    "chunk is a share": (set_event(args={"run": 0, "subgraph": 0, "chunk": 0.5}), "0.5 is not a non-negative integer"),
     "tokens": (set_run(num_tokens=0), "run 0 has no tokens"),
-    "many tokens": (set_run(num_tokens=1 << 80), "is no whole number"),
+    "many tokens": (set_run(num_tokens=1 << 80), "is not a non-negative integer"),
     "pipeline": (set_run(pipeline=3), "is damaged"),
     "slots": (set_pipeline(num_slots=0), "0 chunks in flight, expected 1 to 256"),
-    "device": (set_pipeline(stages=[["a", "gpu", "linears", []]]), "'gpu' is no device"),
-    "work": (set_pipeline(stages=[["a", "cpu", True, []]]), "True is no work"),
+    "device": (set_pipeline(stages=[["a", "gpu", "linears", []]]), "'gpu' is not a device"),
+    "work": (set_pipeline(stages=[["a", "cpu", True, []]]), "True is not a kind of work"),
     "stage": (set_pipeline(stages=[7]), "is damaged"),
     "stage of another format": (set_pipeline(stages=[["a", "cpu", True]]), "is damaged"),
     "waits for itself": (set_pipeline(stages=[["a", "cpu", "linears", [0]]]), "stage 0 waits for [0], which do not"),
-    "waits for a word": (set_pipeline(stages=[["a", "cpu", "linears", "b"]]), "'b' is no whole number"),
-    "waits for what is not there": (set_pipeline(stages=[["a", "cpu", "linears", [-1]]]), "-1 is no whole number"),
+    "waits for a word": (set_pipeline(stages=[["a", "cpu", "linears", "b"]]), "'b' is not a non-negative integer"),
+    "waits for a missing stage": (
+        set_pipeline(stages=[["a", "cpu", "linears", [-1]]]),
+        "-1 is not a non-negative integer",
+    ),
     "workers": (set_pipeline(processors=[PROCESSOR | {"workers": 10**12}]), "has 1000000000000 workers"),
     "twins": (set_pipeline(processors=[PROCESSOR, PROCESSOR]), "is damaged"),
-    "policy": (set_pipeline(policy=[]), "[] is no name"),
+    "policy": (set_pipeline(policy=[]), "[] is not a name"),
 }
 
 
 @pytest.mark.parametrize("name", NO_TRACES)
-def test_a_file_that_is_no_trace_is_one_clear_line(tmp_path, name):
+def test_file_that_is_not_a_trace_is_one_clear_line(tmp_path, name):
     write, message = NO_TRACES[name]
     path = tmp_path / "out.json"
     write(path)
@@ -339,19 +342,19 @@ def test_a_file_that_is_no_trace_is_one_clear_line(tmp_path, name):
     ("write", "message"),
     [
         (set_run(num_tokens=10**15), "tasks for"),
-        (set_run(end_ns=3), "does not lie between"),
-        (set_pipeline(stages=[["only", "cpu", "attention", []]]), "there is no task"),
+        (set_run(end_ns=3), "is not between"),
+        (set_pipeline(stages=[["only", "cpu", "attention", []]]), "does not exist"),
         (set_pipeline(processors=[PROCESSOR]), "no worker 0 of processor 'npu' runs"),
-        (set_event(dur=1e9), "does not lie between"),
+        (set_event(dur=1e9), "is not between"),
     ],
 )
-def test_a_trace_that_contradicts_itself_is_one_clear_line(tmp_path, write, message):
+def test_trace_that_contradicts_itself_is_one_clear_line(tmp_path, write, message):
     write(tmp_path / "out.json")
     with pytest.raises(ConfigError, match="record the run again") as raised:
         where_time_went(read_trace(tmp_path / "out.json"))
     assert message in str(raised.value)
 
 
-def test_a_missing_file(tmp_path):
+def test_missing_trace_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         read_trace(tmp_path / "out.json")

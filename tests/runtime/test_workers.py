@@ -1,4 +1,4 @@
-"""Threads: order, ring safety, failures, cancelling and interrupts. Gates and events, never sleeps."""
+"""Threads: order, slot safety, failures, cancelling and interrupts. Tests use gates and events, never sleeps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHUNK = 8
 @pytest.fixture(autouse=True)
 def _no_thread_is_left_behind() -> Iterator[None]:
     yield
-    deadline = time.monotonic() + 10  # a thread that has done its work may have a few instructions left
+    deadline = time.monotonic() + 10  # a finished thread may have a few instructions left
     while (
         left := [t.name for t in threading.enumerate() if t.name.startswith("chunkrt")]
     ) and time.monotonic() < deadline:
@@ -133,7 +133,7 @@ def test_dynamic_subgraphs_take_the_chunks_in_order_one_at_a_time(workers: int) 
         assert own == [(chunk, what) for chunk in range(6) for what in ("start", "end")]
 
 
-def test_a_slow_reader_keeps_its_buffers() -> None:
+def test_slow_reader_keeps_its_buffers() -> None:
     plan = make_plan()
     others_went_on, went_on = Event(), []
 
@@ -160,7 +160,7 @@ FAILING = ["embedding", "static.0", "static.1", "dynamic.0", "dynamic.1", "stati
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("failing", FAILING)
-def test_a_failure_is_raised_once_with_its_task_and_the_executor_lives_on(failing: str, policy: str) -> None:
+def test_failure_is_raised_once_with_its_task_and_the_executor_recovers(failing: str, policy: str) -> None:
     plan = make_plan()
     last = 5 * CHUNK
     chunk_start = last if failing in ("static.2", "head") else 2 * CHUNK
@@ -184,7 +184,7 @@ def test_a_failure_is_raised_once_with_its_task_and_the_executor_lives_on(failin
     assert state.position == last + 1
 
 
-def test_a_failure_keeps_the_position_that_the_run_began_at() -> None:
+def test_failure_keeps_the_position_at_the_beginning_of_the_run() -> None:
     plan = make_plan()
 
     def fail(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
@@ -200,7 +200,7 @@ def test_a_failure_keeps_the_position_that_the_run_began_at() -> None:
     check_result(plan, result, 30)
 
 
-def test_a_failure_wakes_those_that_wait_and_waits_for_those_that_run() -> None:
+def test_failure_wakes_waiting_threads_and_waits_for_running_tasks() -> None:
     plan = make_plan()
     static_runs, has_failed, finished = Event(), Event(), []
 
@@ -220,7 +220,7 @@ def test_a_failure_wakes_those_that_wait_and_waits_for_those_that_run() -> None:
     assert finished == ["static.0"]
 
 
-def test_of_two_failures_the_first_is_raised() -> None:
+def test_first_of_two_failures_is_raised() -> None:
     plan = make_plan()
     both_run = threading.Barrier(2)
 
@@ -234,7 +234,7 @@ def test_of_two_failures_the_first_is_raised() -> None:
         finish(lambda: executor.run(Run(tokens(16), State(plan, CONTEXT))))
 
 
-def test_a_lost_device_stays_a_lost_device() -> None:
+def test_lost_device_error_keeps_its_type() -> None:
     plan = make_plan()
 
     def lose(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
@@ -245,7 +245,7 @@ def test_a_lost_device_stays_a_lost_device() -> None:
 
 
 @pytest.mark.parametrize("policy", ["sequential", "in_order"])
-def test_cancelling_from_another_thread(policy: str) -> None:
+def test_cancel_from_another_thread_ends_the_run(policy: str) -> None:
     plan = make_plan()
     cancel, is_running, was_cancelled = Event(), Event(), Event()
 
@@ -270,7 +270,7 @@ def test_cancelling_from_another_thread(policy: str) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
-def test_a_run_that_is_cancelled_before_it_starts_runs_nothing(num_tokens: int) -> None:
+def test_run_cancelled_before_its_start_runs_no_task(num_tokens: int) -> None:
     plan = make_plan()
     started = []
     cancel = Event()
@@ -314,7 +314,7 @@ def interrupts() -> Iterator[_Interrupts]:
 
 
 @pytest.mark.parametrize("num_tokens", [CHUNK, 40])
-def test_an_interrupt_reaches_the_caller_and_ends_the_threads(num_tokens: int, interrupts: _Interrupts) -> None:
+def test_interrupt_reaches_the_caller_and_ends_the_threads(num_tokens: int, interrupts: _Interrupts) -> None:
     plan = make_plan()
     is_interrupted = False
 
@@ -332,7 +332,7 @@ def test_an_interrupt_reaches_the_caller_and_ends_the_threads(num_tokens: int, i
     check_result(plan, executor.run(Run(tokens(num_tokens), state)), num_tokens)
 
 
-def test_after_a_second_interrupt_the_next_run_waits_for_what_still_runs(
+def test_run_after_a_second_interrupt_waits_for_running_tasks(
     interrupts: _Interrupts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan()
@@ -364,7 +364,7 @@ def test_after_a_second_interrupt_the_next_run_waits_for_what_still_runs(
 
 
 class _Stubborn:
-    """Runs chunk 0 and then chooses nothing."""
+    """Policy that runs chunk 0 and then chooses nothing."""
 
     name = "stubborn"
     is_concurrent = True
@@ -373,7 +373,7 @@ class _Stubborn:
         return next((task for task in ready if task.chunk == 0), None)
 
 
-def test_a_policy_that_would_deadlock_is_an_error() -> None:
+def test_policy_that_would_deadlock_is_an_error() -> None:
     plan = make_plan()
     executor, state = make_executor(plan, policy=_Stubborn()), State(plan, CONTEXT)
     with pytest.raises(ConfigError, match="policy 'stubborn' chose none"):

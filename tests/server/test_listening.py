@@ -103,6 +103,7 @@ def events_of(lines):
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_runs_is_finished_and_what_waits_refused(serve, number):
     refused = []
@@ -129,6 +130,7 @@ def test_what_runs_is_finished_and_what_waits_refused(serve, number):
     assert (status, err) == (0, "")
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("again", [False, True], ids=["the time is over", "a second signal"])
 def test_what_cannot_be_finished_is_told_so(serve, again):
     """Within the grace that was given, a part of a second, too; and without a traceback."""

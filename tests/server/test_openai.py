@@ -269,8 +269,8 @@ def test_tokens_and_back(served, engine):
         ({"max_tokens": 2.5}, "max_tokens", "got `float`"),
         ({"max_tokens": 1e30}, "max_tokens", "got `float`"),
         ({"seed": "1"}, "seed", "got `str`"),
-        ({"suffix": "end"}, "suffix", "fills no gaps"),
-        ({"best_of": 4}, "best_of", "ask for n"),
+        ({"suffix": "end"}, "suffix", "cannot fill gaps"),
+        ({"best_of": 4}, "best_of", "use n"),
         ({"n": 65}, "n", "<= 64"),
         ({"n": 17}, "n", "16 sequences run at a time"),
         ({"stop": [""]}, "stop", "empty"),
@@ -597,5 +597,5 @@ def test_health_reports_a_task_that_does_not_end(chat_folder, monkeypatch):
         found = httpx.get(f"{url}/health").json()
         held.set()
         thread.join()
-        assert (found["status"], "a task has been computed for" in found["detail"]) == ("stalled", True)
+        assert (found["status"], "a task has been running for" in found["detail"]) == ("stalled", True)
         assert httpx.get(f"{url}/health").status_code == 200

@@ -201,7 +201,7 @@ def test_alternatives_that_may_both_hold_are_refused_with_what_to_do(served):
     answer = ask(served[1], {"oneOf": [{"type": "integer"}, {"type": "number"}]})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == (
-        "response_format: oneOf is followed only if no value can satisfy two of its alternatives; use anyOf"
+        "response_format: oneOf is supported only if no value can satisfy two of its alternatives; use anyOf"
     )
 
 

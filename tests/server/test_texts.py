@@ -106,7 +106,7 @@ def test_embeddings_are_made_as_the_models_files_say(declared):
 
 
 def test_embeddings_of_a_model_that_names_no_pooling_need_one(engine):
-    with pytest.raises(ConfigError, match="give pooling='last' or 'mean'"):
+    with pytest.raises(ConfigError, match="pass pooling='last' or 'mean'"):
         engine.embed("hello")
 
 

@@ -153,9 +153,9 @@ def test_a_call_that_the_model_writes(client):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"tool_choice": "required"}, "the model chooses"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "the model chooses"),
-        ({"parallel_tool_calls": False}, "decides how many"),
+        ({"tool_choice": "required"}, "cannot force a call"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "cannot force a call"),
+        ({"parallel_tool_calls": False}, "cannot be limited"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools: expected"),
         ({"tools": [{"type": "other", "function": {"name": "f"}}]}, "tools: expected"),
     ],

@@ -49,7 +49,9 @@ def test_what_a_lognormal_distribution_has_beyond_the_context_is_cut_and_counted
     whole = drawn(prompt="lognormal:100:1", generate="30", context_length=1 << 40)
     assert load.num_cut == sum(request.prompt + request.generate > 200 for request in whole.requests) > 100
     assert drawn().num_cut == 0
-    with pytest.raises(ConfigError, match="a prompt of 180 tokens and 30 that follow exceed 200, the model's context"):
+    with pytest.raises(
+        ConfigError, match="a prompt of 180 and an answer of 30 tokens exceed the model's context of 200"
+    ):
         drawn(prompt="180", generate="30", context_length=200)
 
 

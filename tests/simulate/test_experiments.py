@@ -106,7 +106,7 @@ def test_bad_input_is_one_clear_line(change: dict[str, object], message: str) ->
 
 
 def test_an_unknown_model_is_told_the_shapes() -> None:
-    with pytest.raises(ConfigError, match="shapes are: gemma-2b"):
+    with pytest.raises(ConfigError, match="available shapes: gemma-2b"):
         chunkrt.experiment("gemma-3b", **POINT)
 
 

@@ -161,7 +161,7 @@ def test_what_is_too_large_is_named():
     found = fit(SEVEN_B, "w8a16", small, ram=10 * GB)
     assert found.problems == [
         f"static.1 takes {found.contexts[1].num_bytes / 1e6:.1f} MB of an NPU session's 199.2 MB",
-        f"it takes 33 NPU sessions of 199.2 MB, there are {MOST_SESSIONS}",
+        f"it takes 33 NPU sessions of 199.2 MB, but only {MOST_SESSIONS} are available",
         f"it takes {found.total_bytes / GB:.2f} GB of 6.00 GB usable RAM",
     ]
     assert find_remedy(SEVEN_B, SCHEMES["w8a16"], found) == ""

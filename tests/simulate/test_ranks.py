@@ -328,10 +328,10 @@ def test_what_is_no_link(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "ranks", "link", "message"),
     [
-        (share(0, 2), 2, None, "2 ranks need a link that joins them"),
-        (SHAPE.plan(), 1, LINK, "a link joins ranks, and there is one"),
+        (share(0, 2), 2, None, "2 ranks need a link; choose one"),
+        (SHAPE.plan(), 1, LINK, "a link needs several ranks, found 1"),
         (share(0, 2), 1, None, "the plan is one rank's share of a decoder"),
-        (SHAPE.plan(), 2, LINK, "that of a whole decoder, not one of 2 ranks' share"),
+        (SHAPE.plan(), 2, LINK, "that of a complete decoder, expected one of 2 ranks' share"),
         (SHAPE.plan(), 0, None, "0 ranks, expected 1 to 1024"),
     ],
 )
@@ -364,7 +364,7 @@ def test_static_schemes_and_measured_profiles_are_refused(device: DeviceProfile)
         conditions="none",
         budgets={1: ThreadsCost(threads=1, prompt_us=0.0, task_us=0.0, subgraphs={})},
     )
-    with pytest.raises(ConfigError, match="toy was measured on a whole decoder"):
+    with pytest.raises(ConfigError, match="toy was measured on a complete decoder"):
         simulate(share(0, 2), measured, scheme=SCHEME, **options)
 
 
@@ -407,5 +407,5 @@ def test_an_engine_directory_of_one_rank(one_of_two: Path) -> None:
 
 
 def test_grids_are_of_whole_decoders(one_of_two: Path) -> None:
-    with pytest.raises(ConfigError, match="is for rank 0 of 2, and grids are of whole decoders"):
+    with pytest.raises(ConfigError, match="is for rank 0 of 2, and grids take complete decoders"):
         plans_of(one_of_two, [{}], lambda what, done, total: None)

@@ -270,7 +270,7 @@ def test_a_measured_profile() -> None:
     found = simulate_serving(SMALL, profile, load, **OPTIONS)
     us = 100 + 6 * (10 + 2 * 8) + (10 + 2 * 2) + 2 * 0.5 * (6 + 15)  # 6 tasks of 8 rows, the head of two
     assert found.time_to_first_token_ms.p50 == pytest.approx(us / 1000)
-    with pytest.raises(ConfigError, match="without an NPU and does not know how to decode on the NPU"):
+    with pytest.raises(ConfigError, match="without an NPU, so it cannot predict decode on the NPU"):
         simulate_serving(SMALL, profile, load, **OPTIONS, decode_on="npu")
     with pytest.raises(ConfigError, match="leave --in-flight away"):
         simulate_serving(SMALL, profile, load, **OPTIONS, chunks_in_flight=2)

@@ -106,7 +106,7 @@ def test_conversion_beside_computing_saves_at_most_what_it_takes(plan: Plan, dev
 
 def test_a_measured_profile_does_not_know_what_conversion_takes(plan: Plan) -> None:
     with pytest.raises(
-        ConfigError, match="toy was measured, conversion included; it does not tell how long that takes"
+        ConfigError, match="toy was measured with conversion included and has no duration of conversion alone"
     ):
         simulate(
             plan,
@@ -186,7 +186,7 @@ def test_the_memory_of_windows_does_not_grow_with_a_prompt(plan: Plan, device: D
         ({"policy": "inorder"}, "did you mean 'in_order'"),
         ({"scheme": "w8a17"}, "did you mean 'w8a16'"),
         ({"chunks_in_flight": 0}, "0 chunks in flight"),
-        ({"threads": 2}, "leave the number of threads away"),
+        ({"threads": 2}, "omit the number of threads"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(plan: Plan, device: DeviceProfile, options: dict, message: str) -> None:
@@ -205,7 +205,7 @@ def test_a_profile_of_something_else_is_refused(plan: Plan) -> None:
     other = replace(SMALL, attention_bias=True, num_layers=1).plan()
     trimmed = measured(other)
     trimmed.budgets[1].subgraphs.pop("head")
-    with pytest.raises(ConfigError, match="knows no subgraph head"):
+    with pytest.raises(ConfigError, match="has no subgraph head"):
         simulate(other, trimmed, **good)
 
 

@@ -119,7 +119,7 @@ def test_a_memory_limit_is_kept(tuned: Tuned) -> None:
     within = tune(SMALL, "sd8gen3", prompt_lengths=PROMPTS, chunk_lengths=CHUNKS, memory_bytes=limit, workers=1)
     assert within.best.peak_memory_bytes <= limit
     assert within.best.time_ms >= tuned.best.time_ms
-    with pytest.raises(ConfigError, match=r"nothing stays within 0.001 MB, the least is \d"):
+    with pytest.raises(ConfigError, match=r"no choice stays within 0.001 MB, the smallest takes \d"):
         tune(SMALL, "sd8gen3", prompt_lengths=[64], chunk_lengths=[32], memory_bytes=1000, workers=1)
 
 
@@ -156,7 +156,7 @@ def test_every_partition_is_one_of_any_family(name: str) -> None:
     ("options", "message"),
     [
         ({"device": "sd8gen"}, "unknown device 'sd8gen'"),
-        ({"scheme": "float"}, "the NPU has no linears under the scheme 'float'"),
+        ({"scheme": "float"}, "the NPU runs no linear layers under the scheme 'float'"),
         ({"prompt_lengths": [513]}, "prompt_lengths: 513, expected a whole number of 1 to 512"),
         ({"prompt_lengths": []}, "prompt_lengths is empty"),
         ({"chunk_lengths": [0]}, "chunk_lengths: 0"),
@@ -207,7 +207,7 @@ def test_the_command_tells_everything_as_json(command, tmp_path: Path) -> None:
         (["--chunk", "1000"], "chunk_lengths: 1000, expected a whole number of 1 to 128"),
         (["--memory", "much"], "--memory is 'much', expected a size above 0 such as 2GB"),
         (["--memory", "0GB"], "--memory is '0GB'"),
-        (["--memory", "0.01MB", "--chunk", "32"], "nothing stays within 0.01 MB, the least is "),
+        (["--memory", "0.01MB", "--chunk", "32"], "no choice stays within 0.01 MB, the smallest takes "),
         (["--place", "nowhere.toml"], "cannot read the placement file"),
         (["--scheme", "w8a8-dynamic"], "use a static one"),
         (["--dask", "nonsense"], "found no Dask scheduler at 'nonsense'"),
@@ -240,8 +240,8 @@ def test_a_measured_profile_fixes_all_but_policy_and_chunks_in_flight(command, p
     ("options", "message"),
     [
         ({"scheme": "w8a16"}, "was measured with scheme w8a8-dynamic and chunks of 8, not w8a16"),
-        ({"chunk_lengths": [8, 32]}, "and chunks of 8, not 32; leave the chunk length away"),
-        ({"placements": MINE}, "its placement is fixed too, leave other placements away"),
+        ({"chunk_lengths": [8, 32]}, "and chunks of 8, not 32; omit the chunk length"),
+        ({"placements": MINE}, "its placement is fixed too, omit other placements"),
     ],
 )
 def test_a_measured_profile_says_what_it_does_not_know(profile: Path, options: dict[str, object], message: str) -> None:

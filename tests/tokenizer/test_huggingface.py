@@ -154,7 +154,7 @@ def test_a_decoder_of_another_kind_is_named(folder):
         ("tokenizer_config.json", "[" * 10**6, "tokenizer_config.json is not JSON"),
         ("tokenizer_config.json", '{"bos_token": "\\ud800"}', "expected text"),
         ("tokenizer_config.json", "[]", "holds list, expected an object"),
-        ("tokenizer_config.json", '{"bos_token": ""}', "names the token '', which tokenizer.json has not"),
+        ("tokenizer_config.json", '{"bos_token": ""}', "names the token '', which is missing in tokenizer.json"),
         ("tokenizer_config.json", '{"eos_token": 3}', "names the token 3"),
         ("tokenizer_config.json", '{"add_bos_token": true}', "declares none"),
         ("tokenizer_config.json", '{"add_bos_token": "yes"}', "add_bos_token"),

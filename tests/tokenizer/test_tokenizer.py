@@ -239,12 +239,12 @@ def test_settings_survive_json():
 @pytest.mark.parametrize(
     ("vocabulary", "options", "error", "message"),
     [
-        ("byte_level", {"model": "bert"}, UnsupportedModelError, "'bert' is not implemented; gpt2 and llama are"),
+        ("byte_level", {"model": "bert"}, UnsupportedModelError, "'bert' is not implemented; supported: gpt2, llama"),
         (
             "byte_level",
             {"pre": "novel"},
             UnsupportedModelError,
-            "'novel' is not implemented; there are: default, gpt-2",
+            "'novel' is not implemented; supported: default, gpt-2",
         ),
         ("byte_level", {"pre": ["smollm"]}, ModelError, "tokenizer.ggml.pre is of type list"),
         ("byte_level", {"tokens": None}, ModelError, "tokenizer.ggml.tokens is missing"),
@@ -252,7 +252,7 @@ def test_settings_survive_json():
         ("byte_level", {"token_type": [1]}, ModelError, "token_type has 1 entries for"),
         ("byte_level", {"merges": None}, ModelError, "tokenizer.ggml.merges is missing"),
         ("byte_level", {"merges": ["nowhere tobefound"]}, ModelError, "contradict each other"),
-        ("byte_level", {"bos_token_id": 10**6}, ModelError, "bos_token_id is 1000000, but there are"),
+        ("byte_level", {"bos_token_id": 10**6}, ModelError, "bos_token_id is 1000000, but the vocabulary has"),
         ("byte_level", {"eos_token_id": -1}, ModelError, "eos_token_id is -1"),
         ("byte_level", {"bos_token_id": None, "add_bos_token": True}, ModelError, "declares none"),
         ("sentence_piece", {"scores": [0.0]}, ModelError, "scores has 1 entries for"),

@@ -1,4 +1,4 @@
-"""CTranslate2. Its generator takes tokens as strings, and can only go on with what it generates."""
+"""CTranslate2. Its generator takes tokens as strings, and can only continue with its own generated tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Runner:
         )
 
     def reset(self, room: int) -> None:
-        """Every call of `generate_batch` starts from nothing."""
+        """Do nothing: every call of `generate_batch` starts from an empty context."""
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self._generate(tokens, 1)

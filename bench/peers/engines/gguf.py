@@ -1,4 +1,4 @@
-"""GGUF files by the gguf package, for where llama.cpp is not."""
+"""GGUF files from the gguf package, for environments without llama.cpp."""
 
 from __future__ import annotations
 

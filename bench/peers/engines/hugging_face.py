@@ -1,4 +1,4 @@
-"""A Hugging Face folder in float32, made from a GGUF file by transformers; several peers start from it."""
+"""A Hugging Face folder in float32, converted from a GGUF file by transformers; several runtimes start from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def convert(source: Path, target: Path, options: Mapping[str, Any]) -> None:
-    """Dequantise a GGUF file. There are no options."""
+    """Dequantise a GGUF file. It has no options."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""llama.cpp by way of llama-cpp-python's low-level bindings; it also makes the GGUF files that other peers read."""
+"""llama.cpp through llama-cpp-python's low-level bindings; it also makes the GGUF files for other runtimes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Runner:
     def prefill(self, tokens: Sequence[int]) -> None:
         array = (self.api.llama_token * len(tokens))(*tokens)
         if status := self.api.llama_decode(self.model.ctx, self.api.llama_batch_get_one(array, len(tokens))):
-            raise RuntimeError(f"llama_decode gave status {status} for {len(tokens)} tokens")
+            raise RuntimeError(f"llama_decode returned status {status} for {len(tokens)} tokens")
         self.api.llama_synchronize(self.model.ctx)
 
     def decode(self, tokens: Sequence[int]) -> None:

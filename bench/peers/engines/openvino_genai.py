@@ -27,7 +27,7 @@ class Runner:
         )
 
     def reset(self, room: int) -> None:
-        """Every call of `generate` starts from nothing."""
+        """Do nothing: every call of `generate` starts from an empty context."""
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self._generate(tokens, 1)

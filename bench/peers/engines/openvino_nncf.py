@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 CALIBRATION = Path(__file__).parents[3] / "docs" / "architecture.md"
-"""Its text is what ranges of activations are taken from: in so many samples, of so many tokens."""
+"""Its text provides the ranges of activations: number of samples, and their length in tokens."""
 NUM_SAMPLES, SAMPLE_TOKENS = 16, 128
 STAYS_FLOAT = ("Add", "Broadcast", "Concat", "Divide", "Gather", "Multiply", "Power", "ReduceMean")
 STAYS_FLOAT += ("ScaledDotProductAttention", "Subtract", "Swish")
-"""Operations that are no products of weights. With outputs for statistics among attention's, OpenVINO cannot run it."""
+"""Operations that are not products of weights. OpenVINO cannot run statistics outputs within attention."""
 
 
 def convert(source: Path, target: Path, options: Mapping[str, Any]) -> None:
-    """Quantise what OpenVINO GenAI makes of a GGUF file. There are no options."""
+    """Quantise OpenVINO GenAI's conversion of a GGUF file. It has no options."""
     import nncf
     import numpy as np
     import openvino
@@ -25,7 +25,7 @@ def convert(source: Path, target: Path, options: Mapping[str, Any]) -> None:
 
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         file = Path(folder) / source.name
-        shutil.copy(source, file)  # the model is written beside it
+        shutil.copy(source, file)  # the model is written next to it
         tokenizer = openvino_genai.LLMPipeline(str(file), "CPU", enable_save_ov_model=True).get_tokenizer()
         ids = tokenizer.encode(CALIBRATION.read_text("utf-8")).input_ids.data.reshape(-1)
 

@@ -1,1 +1,1 @@
-"""What was computed of the first tokens of a prompt, kept for the next that begins with them: in memory and on disk."""
+"""Computed states of the first tokens of prompts, kept in memory and on disk for later prompts that begin with them."""

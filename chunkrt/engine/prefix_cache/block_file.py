@@ -1,12 +1,13 @@
-"""A file of the prefix cache: up to 256 tokens, what states held of them, and what tells whether that is whole.
+"""A file of the prefix cache: up to 256 tokens, the contents of states for them, and data to verify that it is
+complete.
 
     8 bytes   CHKRTPFX
     4 + 4     the format, and the bytes of the header; little-endian
-    header    JSON: what it is of (`Header`)
-    arrays    of each 32 tokens caches and rings, then recurrent tensors by position, as they lie in memory
+    header    JSON: description of the contents (`Header`)
+    arrays    caches and rings of each 32 tokens, then recurrent tensors by position, in memory layout
     16 bytes  xxh3_128 of all before
 
-What a reader does not find as it expects it makes the file a damaged one; nothing is allocated before sizes agree.
+A file with unexpected contents is damaged; nothing is allocated before sizes agree.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _MOST_HEADER_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a file is of.
+    """Description of a file's contents.
 
-    model, scheme: for people. engine: a digest of all that its bits depend on. parent: the name of the file of the
-    tokens before. start: the position of the first of `tokens`. rings: of each 32 tokens, whether rings are there.
-    recurrent: the positions of recurrent tensors.
+    model, scheme: names for display. engine: a digest of everything that its bits depend on. parent: the name of the
+        file of the preceding tokens. start: the position of the first of `tokens`. rings: for each 32 tokens, True if
+        rings are stored. recurrent: the positions of recurrent tensors.
     """
 
     model: str
@@ -55,7 +56,7 @@ class Header:
 
 
 def write_block(file: BinaryIO, header: Header, addition: Addition) -> None:
-    """Write a file. Raises OSError if there is no room, or whatever else happens to disks."""
+    """Write a file. Raises OSError if there is no room, or another error of the disk."""
     digest = xxhash.xxh3_128()
     parts: Iterator[bytes | memoryview] = chain([_start(header)], map(_bytes, _arrays(addition)))
     for part in parts:
@@ -65,23 +66,23 @@ def write_block(file: BinaryIO, header: Header, addition: Addition) -> None:
 
 
 def block_bytes(header: Header, addition: Addition) -> int:
-    """What a file takes."""
+    """Return the size of a file."""
     return len(_start(header)) + sum(array.nbytes for array in _arrays(addition)) + _DIGEST_BYTES
 
 
 def read_header(path: Path) -> Header:
-    """What a file says that it is of. Raises OSError if it cannot be read, ValueError if it is damaged."""
+    """Read the header of a file. Raises OSError if it cannot be read, ValueError if it is damaged."""
     check_regular(path)
     with path.open("rb") as file:
         return _read_header(file)[0]
 
 
 def read_block(path: Path, forms: StateForms, expected: Header) -> Addition:
-    """What a file holds of the tokens that are expected, whatever rings and recurrent tensors there are.
+    """Read the contents of a file for the expected tokens, with all rings and recurrent tensors that it has.
 
     Raises:
-        OSError: it cannot be read, or is not there.
-        ValueError: it is damaged, or of something else.
+        OSError: it cannot be read, or does not exist.
+        ValueError: it is damaged, or has other contents.
     """
     check_regular(path)
     with path.open("rb", buffering=0) as file:
@@ -97,7 +98,7 @@ def read_block(path: Path, forms: StateForms, expected: Header) -> Addition:
             raise ValueError("its header contradicts itself")
         size = len(header.tokens) * forms.cache_bytes + sum(header.rings) * STEP * forms.ring_bytes
         size += len(positions) * forms.recurrent_bytes + len(start) + _DIGEST_BYTES
-        if (found := os.fstat(file.fileno()).st_size) != size:  # by now another file may have the name
+        if (found := os.fstat(file.fileno()).st_size) != size:  # by now the name may refer to another file
             raise ValueError(f"it has {found} bytes, not {size}")
         arrays = _empty(header, forms)
         digest = xxhash.xxh3_128(start)
@@ -119,7 +120,7 @@ def _read_header(file: BinaryIO) -> tuple[Header, bytes]:
     start = _read(file, _START.size)
     magic, version, length = _START.unpack(start)
     if magic != MAGIC:
-        raise ValueError("it is no file of the prefix cache")
+        raise ValueError("it is not a file of the prefix cache")
     if version != FORMAT:
         raise ValueError(f"it has format {version}, not {FORMAT}")
     if length > _MOST_HEADER_BYTES:
@@ -129,7 +130,7 @@ def _read_header(file: BinaryIO) -> tuple[Header, bytes]:
 
 
 def _empty(header: Header, forms: StateForms) -> Addition:
-    """Arrays for all that a file holds."""
+    """Allocate arrays for all contents of a file."""
 
     def empty(form: Form) -> Array:
         return form.empty(STEP)

@@ -1,10 +1,10 @@
-"""The prefix cache of an engine: what its sessions have computed, for those that begin with the same tokens.
+"""The prefix cache of an engine: results of its sessions, for those that begin with the same tokens.
 
-Exact: what a hit gives is bit for bit what a prefill from nothing would have made. `Exactness` says which states are
-such, and where a hit may end.
+The cache is exact: a hit gives the same bits as a prefill from the first token. `Exactness` defines which states are
+exact, and where a hit may end.
 
-Any thread may use it. The lock is held to walk the tree, never while anything is copied. What is evicted while somebody
-copies it lives until that is done.
+Any thread may use it. The lock is held to walk the tree, never during copies. A node that is evicted while another
+thread copies it lives until that is done.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from chunkrt.runtime.prefix import Prefix, StateForms
 from chunkrt.runtime.state import State
 
 LEAST_BETWEEN_CUTS = 512
-"""Tokens of a prompt after which rings and recurrent tensors are kept, at least: each cut has the processors wait."""
+"""Least number of tokens of a prompt between positions at which rings and recurrent tensors are kept: the processors
+wait at each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exactness:
-    """What the bits of an engine depend on.
+    """Conditions under which an engine computes equal bits.
 
-    step: chunks that begin at other positions than its multiples give other bits. tokens_differ: whether a run of one
-    token is computed elsewhere than those of several, and rounded otherwise.
+    step: chunks that begin at positions other than its multiples give other bits. tokens_differ: True if a run of one
+        token is computed elsewhere than those of several, and rounded differently.
     """
 
     step: int
@@ -36,30 +37,30 @@ class Exactness:
 
 
 class Store(Protocol):
-    """What keeps prefixes beyond memory."""
+    """Storage of prefixes outside memory."""
 
     def load(self, forms: StateForms, tokens: Sequence[int], root: Root, known: int) -> Iterator[Addition]:
-        """What there is of some tokens beyond the first that are known, part by part."""
+        """Yield the stored parts of some tokens after the first `known` ones."""
         ...
 
     def save(self, forms: StateForms, root: Root, nodes: Sequence[Node]) -> None:
-        """Have nodes written that follow one another from the first token on, some time."""
+        """Schedule the writing of consecutive nodes from the first token on."""
         ...
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining nodes."""
         ...
 
 
 class PrefixCache:
-    """What states held of the first tokens of prompts.
+    """Contents of states for the first tokens of prompts.
 
     Args:
-        exactness: of the engine.
-        chunk_length: of the engine.
-        limit: bytes that may be held.
-        store: what keeps it beyond this process.
-        is_lost: whether the NPU has failed, and what it computed is no more what would be computed.
+        exactness: the engine's exactness.
+        chunk_length: the engine's chunk length.
+        limit: largest number of bytes in memory.
+        store: storage outside this process, if any.
+        is_lost: returns True if the NPU has failed, so that its earlier results would not be computed again.
     """
 
     def __init__(
@@ -75,26 +76,26 @@ class PrefixCache:
         self.chunk_length = chunk_length
         self.limit = limit
         self.num_cached = 0
-        """Tokens that sessions were given, in place of running them."""
+        """Number of tokens that sessions got from the cache."""
         self._store = store
         self._is_lost = is_lost
         self._trees: dict[Root, PrefixTree] = {}
-        """Trees that hold something, by what their prefixes have in common."""
+        """Trees with contents, by the common properties of their prefixes."""
         self._lock = Lock()
         self._adding = Lock()
-        """Whoever adds has it, so that the limit holds while pieces are copied."""
+        """Lock of the thread that adds, so that the limit holds while pieces are copied."""
         self._clock = count(1)
         self._is_closed = False
 
     @property
     def num_bytes(self) -> int:
-        """That are held."""
+        """Bytes that the cache holds."""
         with self._lock:
             return sum(tree.num_bytes for tree in self._trees.values())
 
     def find(self, tokens: Sequence[int], state: State, limit: int, salt: str = "") -> Prefix | None:
-        """Return the longest prefix of some tokens, of `limit` tokens at most, that was kept under a salt and is longer
-        than the part which the state has seen."""
+        """Return the longest prefix of at most `limit` tokens that was kept under a salt and is longer than the part
+        that the state has seen."""
         if limit <= state.position or self._is_off():
             return None
         root, clock = Root(salt, state.rope_offset), next(self._clock)
@@ -107,7 +108,8 @@ class PrefixCache:
             return self._tree(root, state.forms).find(tokens, state.position, limit, clock)
 
     def add(self, tokens: Sequence[int], state: State, salt: str = "") -> None:
-        """Keep under a salt what a state holds of its first tokens; at its position it is exact if they are all."""
+        """Keep a state's contents for its first tokens under a salt; if they are all its tokens, they include recurrent
+        tensors."""
         if not tokens or self._is_off():
             return
         root, forms, clock = Root(salt, state.rope_offset), state.forms, next(self._clock)
@@ -137,7 +139,7 @@ class PrefixCache:
             with self._lock:
                 if self._is_closed:
                     return
-                self._trees[root] = tree = self._tree(root, forms)  # `clear` may have come between
+                self._trees[root] = tree = self._tree(root, forms)  # `clear` may have been called meanwhile
                 tree.add(tokens, Addition(pieces=pieces, recurrent=recurrent), clock)
             if self._store is not None:
                 with self._lock:
@@ -145,11 +147,11 @@ class PrefixCache:
                 self._store.save(forms, root, nodes)
 
     def part_lengths(self, tokens: Sequence[int], state: State, salt: str = "") -> list[int]:
-        """The run of the tokens that a state has not seen, parted where rings and recurrent tensors shall be kept.
+        """Split the run of the pending tokens at positions where rings and recurrent tensors should be kept.
 
-        That is at borders of its chunks, so that none is added: every so many tokens, where another prompt parted from
-        these tokens, and, of recurrent tensors, at the last one, for a prompt that is the same but for its end. What
-        caches hold can be kept afterwards.
+        These positions are chunk boundaries, so that no chunk is added: at regular intervals, where another prompt
+        diverged from these tokens, and, for recurrent tensors, at the last boundary, for a prompt that differs only at
+        its end. The contents of caches can be kept afterwards.
         """
         forms, chunk, num_tokens = state.forms, self.chunk_length, len(tokens) - state.position
         if not (forms.rings or forms.recurrent):
@@ -170,19 +172,19 @@ class PrefixCache:
         return [end - begin for begin, end in pairwise([*cuts, num_tokens])]
 
     def clear(self) -> None:
-        """Forget everything that is in memory."""
+        """Forget everything in memory."""
         with self._lock:
             self._trees = {}
 
     def close(self) -> None:
-        """Give and take nothing more; what is still to be written is."""
+        """Close the cache: it supplies and accepts nothing more, and writes the remaining nodes."""
         self._is_closed = True
         self.clear()
         if self._store is not None:
             self._store.close()
 
     def _load(self, store: Store, root: Root, forms: StateForms, tokens: Sequence[int], clock: int) -> None:
-        """Put into a tree what the store has of some tokens, as long as all of that fits."""
+        """Load the stored parts of some tokens into a tree, as long as they all fit."""
         with self._lock:
             known = self._tree(root, forms).matched(tokens) // STEP * STEP
         for addition in store.load(forms, tokens, root, known):
@@ -198,11 +200,11 @@ class PrefixCache:
         return self._is_closed or self._is_lost()
 
     def _tree(self, root: Root, forms: StateForms) -> PrefixTree:
-        """Return the tree of a root; an empty one, which the cache does not hold yet, if there is none."""
+        """Return the tree of a root; if there is none, an empty one that the cache does not hold yet."""
         tree = self._trees.get(root)
         return PrefixTree(forms, self.exactness.step) if tree is None else tree
 
     def _evict(self, limit: int, kept: Collection[Node] = ()) -> None:
-        """Remove the nodes that were used longest ago, as `evict` does, and trees that are empty by then."""
+        """Remove the least recently used nodes, like `evict`, and trees that are then empty."""
         evict(list(self._trees.values()), limit, kept)
         self._trees = {root: tree for root, tree in self._trees.items() if not tree.is_empty}

@@ -1,9 +1,9 @@
-"""What the prefix cache keeps on disk: files of up to 256 tokens, named by what they are of.
+"""Disk storage of the prefix cache: files of up to 256 tokens, named by their contents.
 
-A name is the SHA-256 of the name before it and of the tokens, and the first of what an engine's bits depend on: who
-finds a file under a name has found what another computed of the same tokens, by the same model, in the same way.
-Files are written in a thread of their own. A damaged one is a miss, told in one line, and removed. What cannot be read
-or written is told once, and the cache goes on in memory; the next prompt tries again.
+A name is the SHA-256 of the preceding file's name and of the tokens; the first file's name depends on everything that
+an engine's bits depend on. So a file with the right name was computed from the same tokens, by the same model, in the
+same way. Files are written in a thread of their own. A damaged file is a miss, is reported in one line, and is removed.
+Errors in reading or writing are reported once, and the cache continues in memory; the next prompt tries again.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from chunkrt.runtime.prefix import PrefixPiece, StateForms
 log = logging.getLogger(__name__)
 
 BLOCK = 8 * STEP
-"""Tokens of a file at most."""
+"""Largest number of tokens of a file."""
 MOST_WAITING_BYTES = 256 * 2**20
-"""What may wait to be written beside one prompt; of more prompts nothing is."""
+"""Largest number of bytes that may wait to be written, except for a single prompt; further prompts are not written."""
 MOST_NAMES = 1 << 14
-"""Files of which it is remembered what they hold."""
+"""Number of files whose contents are remembered."""
 
 
 class _Step(NamedTuple):
-    """What a node held when it was to be written."""
+    """Contents of a node at the time when its writing was requested."""
 
     tokens: tuple[int, ...]
     piece: PrefixPiece
@@ -47,7 +47,7 @@ class _Step(NamedTuple):
 
 
 class _Save(NamedTuple):
-    """Steps that follow one another from the first token on, to be written."""
+    """Consecutive steps from the first token on, to be written."""
 
     forms: StateForms
     root: Root
@@ -57,14 +57,14 @@ class _Save(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Whose files they are. `identity`: all that its bits depend on, for JSON."""
+    """Owner of the files. `identity`: everything that its bits depend on, for JSON."""
 
     model: str
     scheme: str
     identity: Mapping[str, object]
 
     def digest(self, forms: StateForms, root: Root) -> str:
-        """Hexadecimal SHA-256 of everything that the files depend on, the salt included."""
+        """Return the hexadecimal SHA-256 of everything that the files depend on, including the salt."""
         key = json.dumps([self.identity, forms.describe(), root.rope_offset, root.salt], sort_keys=True, default=list)
         return hashlib.sha256(key.encode()).hexdigest()
 
@@ -73,23 +73,23 @@ class DiskStore:
     """Files in a folder that other processes use as well.
 
     Args:
-        folder: where they lie; made when the first is written.
-        owner: whose they are.
+        folder: folder of the files; created when the first is written.
+        owner: owner of the files.
     """
 
     def __init__(self, folder: CacheFolder, owner: Owner) -> None:
         self._folder, self._owner = folder, owner
         self._written: dict[str, frozenset[object]] = {}
-        """By name, what was written or read: recurrent tensors and rings may come later than the rest."""
+        """Written or read contents by name: recurrent tensors and rings may be added later than the rest."""
         self._queue: SimpleQueue[_Save | None] = SimpleQueue()
         self._num_waiting_bytes = 0
         self._thread: Thread | None = None
         self._starting = Lock()
-        """Whoever starts the thread, counts what waits for it, or notes what is written, has it."""
+        """Lock for starting the thread, for the count of waiting bytes, and for the record of written contents."""
         self._told: set[str] = set()
 
     def load(self, forms: StateForms, tokens: Sequence[int], root: Root, known: int) -> Iterator[Addition]:
-        """What there is of some tokens beyond those that are known, a file at a time."""
+        """Yield the stored parts of some tokens after the first `known` ones, one file at a time."""
         engine = parent = self._owner.digest(forms, root)
         for start in range(0, len(tokens), BLOCK):
             whole = tuple(tokens[start : start + BLOCK])
@@ -106,7 +106,7 @@ class DiskStore:
             parent = chained(parent, whole)
 
     def save(self, forms: StateForms, root: Root, nodes: Sequence[Node]) -> None:
-        """Have nodes written that follow one another from the first token on, some time."""
+        """Schedule the writing of consecutive nodes from the first token on."""
         whole = [node for node in nodes if len(node.tokens) == STEP]
         if not whole:
             return
@@ -120,22 +120,22 @@ class DiskStore:
             self._have_written()
 
     def close(self) -> None:
-        """Wait until all is written."""
+        """Wait until everything is written."""
         with self._starting:
             if not self._queue.empty():
-                self._have_written()  # an interrupt may have come before there was a thread
+                self._have_written()  # an interrupt may have come before the thread started
             thread, self._thread = self._thread, None
         if thread is not None and thread.is_alive():
             self._queue.put(None)
             thread.join()
 
     def _have_written(self) -> None:
-        """See to it that there is a thread."""
+        """Start the thread unless it runs."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = Thread(target=self._write_all, name="chunkrt prefix cache", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError as error:  # there can be no more threads
+            except RuntimeError as error:  # no more threads can start
                 self._tell("write to", error)
 
     def _read(
@@ -150,12 +150,12 @@ class DiskStore:
             return None
         except (ValueError, msgspec.ValidationError) as error:
             what = str(error) or type(error).__name__
-            log.warning("%s is of no use to the prefix cache (%s); it is removed", path, " ".join(what.split()))
+            log.warning("the prefix cache cannot use %s (%s); the file is removed", path, " ".join(what.split()))
             with self._starting:
                 self._written.pop(name, None)
             _remove(path)
             return None
-        except OSError as error:  # which says nothing of the file: too many are open, say
+        except OSError as error:  # not an error of the file: for example, too many files are open
             self._tell("read from", error)
             return None
         self._folder.touch(name)
@@ -163,7 +163,7 @@ class DiskStore:
         return found
 
     def _tell(self, what: str, error: Exception) -> None:
-        """Tell the user of what does not work, once."""
+        """Report an error to the user, once."""
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         line = f"the prefix cache cannot {what} {self._folder.path} ({reason}); it goes on in memory"
         if line not in self._told:
@@ -171,8 +171,8 @@ class DiskStore:
             log.warning("%s", line)
 
     def _note(self, name: str, found: Addition) -> None:
-        """Remember what a file holds."""
-        with self._starting:  # others note, too
+        """Remember the contents of a file."""
+        with self._starting:  # other threads do the same
             self._written[name] = _parts(found)
             while len(self._written) > MOST_NAMES:
                 del self._written[next(iter(self._written))]
@@ -181,7 +181,7 @@ class DiskStore:
         while (save := self._queue.get()) is not None:
             try:
                 self._write(save.forms, save.root, save.steps)
-            except Exception as error:  # of this prompt nothing more is written; of the next perhaps
+            except Exception as error:  # the rest of this prompt is not written; the next may be
                 self._tell("write to", error)
             finally:
                 with self._starting:
@@ -200,7 +200,7 @@ class DiskStore:
                 header = self._header(engine, parent, first * STEP, tokens, rings, tuple(recurrent))
                 size = block_bytes(header, found)
                 if not self._folder.write(name, size, partial(write_block, header=header, addition=found)):
-                    return  # what comes after it would never be found
+                    return  # files after it would never be found
                 self._note(name, found)
             parent = name
 
@@ -226,12 +226,12 @@ class DiskStore:
 
 
 def chained(parent: str, tokens: Sequence[int]) -> str:
-    """The name of a file of some tokens behind another's."""
+    """Return the name of a file of some tokens after another file's."""
     return hashlib.sha256(parent.encode() + np.array(tokens, np.int64).tobytes()).hexdigest()
 
 
 def _parts(addition: Addition) -> frozenset[object]:
-    """What comes to a file later than the rest."""
+    """Return keys of the contents that a file may get later than the rest."""
     rings = [("rings", piece.start) for piece in addition.pieces if piece.rings is not None]
     return frozenset({None, *rings, *addition.recurrent})
 

@@ -1,7 +1,7 @@
-"""The prefix cache's folder: which files there are, how large they may be together, and who may write.
+"""The prefix cache's folder: its files, their total size, and the lock for writing.
 
-Any number of processes read at the same time. One at a time writes, and removes what was used longest ago, so that all
-files together never take more than the budget; what one that died has left half-written goes first.
+Any number of processes read at the same time. One at a time writes, and removes the least recently used files, so that
+all files together never exceed the budget; incomplete files of a process that died are removed first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SECONDS_TO_WAIT = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A file, its bytes, and when it was used last."""
+    """A file, its size in bytes, and the time of its last use."""
 
     path: Path
     num_bytes: int
@@ -33,7 +33,7 @@ class Entry:
 
 
 def entries(folder: Path) -> list[Entry]:
-    """The files of a prefix cache in a folder, whatever else is there; none if it is not there."""
+    """Return the files of a prefix cache in a folder, ignoring other files; none if the folder does not exist."""
     found = []
     with suppress(OSError), os.scandir(folder) as listed:
         for item in listed:
@@ -57,13 +57,13 @@ def clear(folder: Path) -> int:
 
 
 class CacheFolder:
-    """A folder that holds so many bytes at most."""
+    """A folder with a limit of its bytes."""
 
     def __init__(self, path: Path, budget: int) -> None:
         self.path, self.budget = path, budget
 
     def file(self, name: str) -> Path:
-        """Where a file lies, if it is there."""
+        """Return the path of a file, which may not exist."""
         return self.path / f"{name}{SUFFIX}"
 
     def touch(self, name: str) -> None:
@@ -72,7 +72,8 @@ class CacheFolder:
             os.utime(self.file(name))
 
     def write(self, name: str, num_bytes: int, write: Callable[[BinaryIO], object]) -> bool:
-        """Write a file of about so many bytes, aside first; whether there is room for it.
+        """Write a file of about `num_bytes` bytes under a temporary name, and rename it. Returns False if there is no
+        room.
 
         Raises:
             OSError: it cannot be written.
@@ -104,7 +105,7 @@ class CacheFolder:
 
 @contextmanager
 def _writer(folder: Path) -> Iterator[None]:
-    """Be the only one that writes. The system releases the lock of a process that dies. Raises OSError."""
+    """Hold the lock of the only writer. The system releases the lock of a process that dies. Raises OSError."""
     try:
         with FileLock(folder / _LOCK).acquire(timeout=SECONDS_TO_WAIT):
             yield

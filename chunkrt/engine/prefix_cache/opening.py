@@ -1,4 +1,4 @@
-"""From an engine's options to its prefix cache."""
+"""Creation of a prefix cache from an engine's options."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ DISK_BYTES = 8 * 2**30
 
 
 _UNIMPORTANT = ("context length", "chunk length", "executors", "tokenizer")
-"""Of an engine's identity: no bit of a state depends on it."""
+"""Parts of an engine's identity that do not affect the bits of a state."""
 
 
 def own_folder() -> Path:
-    """Where files lie unless another folder is named."""
+    """Return the default folder of the files."""
     return catalogue.home() / "prefixes"
 
 
 class CachedEngine(Protocol):
-    """What a cache takes of an engine."""
+    """Interface of an engine for its prefix cache."""
 
     options: EngineOptions
     manifest: Manifest
@@ -48,22 +48,22 @@ class CachedEngine(Protocol):
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """What is the same for the engines of all ranks."""
+        """Properties that are equal for the engines of all ranks."""
         ...
 
 
 def open_cache(
     engine: CachedEngine, exactness: Exactness, *, has_ranks: bool, is_npu_lost: Callable[[], bool]
 ) -> PrefixCache | None:
-    """The cache that an engine's options ask for; None if they ask for none.
+    """Open the cache that an engine's options request; None if they request none.
 
     Raises:
-        ConfigError: one is asked for with ranks, or its folder is none.
+        ConfigError: a cache is requested with ranks, or its folder is not a folder.
     """
     options = engine.options
     place = options.prefix_cache
     if has_ranks and place not in (None, "off"):
-        raise ConfigError(f"ranks have no prefix cache, and prefix_cache is {str(place)!r}; leave it away, or 'off'")
+        raise ConfigError(f"ranks have no prefix cache, but prefix_cache is {str(place)!r}; omit it, or choose 'off'")
     place = place or ("off" if has_ranks else engine_options.DEFAULT_PREFIX_CACHE)
     if place == "off":
         return None
@@ -71,19 +71,21 @@ def open_cache(
     if place != "memory":
         folder = own_folder() if place == "disk" else Path(place).expanduser()
         if not next(path for path in (folder, *folder.absolute().parents) if path.exists()).is_dir():
-            raise ConfigError(f"prefix_cache is {str(place)!r}, which is no folder; give memory, disk, off or a folder")
+            raise ConfigError(
+                f"prefix_cache is {str(place)!r}, which is not a folder; choose memory, disk, off or a folder"
+            )
         store = DiskStore(CacheFolder(folder, options.prefix_cache_disk or DISK_BYTES), _owner(engine, exactness))
     limit = options.prefix_cache_memory or default_bytes()
     return PrefixCache(exactness, engine.chunk_length, limit, store=store, is_lost=is_npu_lost)
 
 
 def _owner(engine: CachedEngine, exactness: Exactness) -> Owner:
-    """Whose the files are: all that the bits of a state depend on."""
+    """Return the owner of the files: everything that the bits of a state depend on."""
     options, manifest = engine.options, engine.manifest
     backends = engine.npu_backend.name, engine.cpu_backend.name
     has_htp = backends[0] == QNN
     identity = {
-        "chunkrt": [version("chunkrt"), native_digest()],  # that runs; another may have compiled
+        "chunkrt": [version("chunkrt"), native_digest()],  # the running version; the compiler's may differ
         **{name: value for name, value in engine.identity.items() if name not in _UNIMPORTANT},
         "files": [(name, digest) for name, (_, digest) in sorted(manifest.files.items()) if name in (PLAN, WEIGHTS)],
         "backends": backends,
@@ -98,21 +100,21 @@ def _owner(engine: CachedEngine, exactness: Exactness) -> Owner:
 
 
 def _on_npu(options: EngineOptions) -> list[object]:
-    """What its bits depend on."""
+    """Return the NPU's properties that its bits depend on."""
     attention = [options.attention, options.npu_windows, options.graph_layers]
     return [repr(options.htp), options.decodes_on, *attention]
 
 
 @cache
 def native_digest() -> str:
-    """Hexadecimal, of the compiled kernels."""
+    """Return the hexadecimal digest of the compiled kernels."""
     from chunkrt import _native
 
     return xxhash.xxh3_128_hexdigest(Path(_native.__file__).read_bytes())
 
 
 def default_bytes() -> int:
-    """An eighth of what is free, within bounds."""
+    """Return an eighth of the free memory, within bounds."""
     import psutil
 
     return min(psutil.virtual_memory().available // SHARE_OF_FREE, MOST_BYTES)

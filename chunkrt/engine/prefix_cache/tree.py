@@ -1,10 +1,10 @@
-"""A radix tree over tokens, in steps of 32: what states held of them, position by position.
+"""A radix tree over tokens, in steps of 32, with the contents of states for them, position by position.
 
-A node holds 32 tokens, or fewer where a prompt ended and nothing longer is known. Caches and rings can be cut anywhere,
-so a hit may end within a node; recurrent tensors are kept at some positions, and where a decoder has such a hit ends at
-one of these.
+A node holds 32 tokens, or fewer at the end of a prompt without a longer one. Caches and rings can be cut anywhere, so a
+hit may end within a node; recurrent tensors are kept at some positions, and a hit of a decoder with such tensors ends
+at one of these.
 
-Every change is one assignment, after which the tree is whole: an interrupt may fall anywhere.
+Every change is one assignment, after which the tree is consistent: an interrupt may come at any point.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from chunkrt.runtime.prefix import Prefix, PrefixPiece, StateForms
 from chunkrt.runtime.state_tensors import first_seen
 
 STEP = 32
-"""Tokens of a node."""
+"""Number of tokens of a node."""
 
 NODE_BYTES = 1024
-"""What a node takes beside its arrays, about."""
+"""Approximate size of a node without its arrays."""
 
 Tokens = tuple[int, ...]
 
 
 class Root(NamedTuple):
-    """The properties, beside tokens, that prefixes of one tree share.
+    """Properties, in addition to tokens, that the prefixes of one tree share.
 
     salt: a string that separates trust domains; prefixes of one salt are never found with another. rope_offset: the
-    first row of the rotary tables that the states use.
+        first row of the rotary tables that the states use.
     """
 
     salt: str
@@ -40,9 +40,9 @@ class Root(NamedTuple):
 
 
 class Node:
-    """Some tokens after those of `parent`, and what a state holds of them.
+    """Some tokens after those of `parent`, and a state's contents for them.
 
-    recurrent: by the position that they were taken at. used: when last, on the tree's clock.
+    recurrent: recurrent tensors by position. used: time of the last use, on the tree's clock.
     """
 
     __slots__ = ("children", "parent", "piece", "recurrent", "tokens", "used")
@@ -53,21 +53,21 @@ class Node:
         self.recurrent: dict[int, tuple[Array, ...]] = {}
 
     def begins(self, tokens: Tokens) -> bool:
-        """Whether all its tokens are the first of these."""
+        """Return True if all its tokens are the first of these."""
         return self.tokens == tokens[: len(self.tokens)]
 
     @property
     def num_bytes(self) -> int:
-        """That it holds, its children not counted."""
+        """Bytes of the node, without its children."""
         arrays = (*self.piece.caches, *(self.piece.rings or ()), *(a for kept in self.recurrent.values() for a in kept))
         return NODE_BYTES + sum(array.nbytes for array in arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Addition:
-    """Nodes that a tree lacks, in the order of their positions, or rings or recurrent tensors that it lacks of them.
+    """Nodes that a tree lacks, in the order of their positions, or missing rings or recurrent tensors of its nodes.
 
-    pieces: one without caches adds rings to a node that is there. recurrent: by position.
+    pieces: a piece without caches adds rings to an existing node. recurrent: recurrent tensors by position.
     """
 
     pieces: tuple[PrefixPiece, ...]
@@ -75,7 +75,7 @@ class Addition:
 
 
 class PrefixTree:
-    """Of states that are alike, with rotary tables from one row on. Not for several threads at once."""
+    """Tree for states with the same tensors and the same offset in the rotary tables. It is not thread-safe."""
 
     def __init__(self, forms: StateForms, step: int) -> None:
         self.forms = forms
@@ -83,11 +83,11 @@ class PrefixTree:
         """Hits end at multiples of it."""
         self._root = Node(None, (), PrefixPiece(0, 0, (), None), 0)
         self._num_bytes: int | None = 0
-        """None while something changes: an interrupt may leave it so."""
+        """None during a change; an interrupt may leave it so."""
 
     @property
     def num_bytes(self) -> int:
-        """That all nodes hold."""
+        """Bytes of all nodes."""
         if self._num_bytes is None:
             self._num_bytes = sum(node.num_bytes for node in self.nodes())
         return self._num_bytes
@@ -98,7 +98,7 @@ class PrefixTree:
         return not self._root.children
 
     def path(self, tokens: Sequence[int]) -> list[Node]:
-        """The nodes that hold the first of some tokens; of the last perhaps only some."""
+        """Return the nodes that hold the first of some tokens; of the last node perhaps only some."""
         found, node, position = list[Node](), self._root, 0
         while child := node.children.get(tuple(tokens[position : position + STEP])):
             found.append(child)
@@ -112,7 +112,7 @@ class PrefixTree:
         return found
 
     def find(self, tokens: Sequence[int], after: int, limit: int, clock: int) -> Prefix | None:
-        """The longest prefix of some tokens that ends beyond `after`, and at most at `limit`."""
+        """Return the longest prefix of some tokens that ends after `after`, and at most at `limit`."""
         path = self.path(tokens)
         for node in path:
             node.used = clock
@@ -133,7 +133,7 @@ class PrefixTree:
         return None
 
     def missing(self, tokens: Sequence[int], rings_first: int, clock: int) -> list[tuple[Tokens, int, bool]]:
-        """What a state of these tokens could add: of each step its tokens, its start, and whether caches are lacking.
+        """Return the steps that a state of these tokens could add: tokens, start, and True if caches are missing.
 
         Args:
             rings_first: the first position that its rings hold.
@@ -152,7 +152,7 @@ class PrefixTree:
         return found
 
     def matched(self, tokens: Sequence[int]) -> int:
-        """How many of the first of these tokens are known, whether a hit may end there or not."""
+        """Return how many of the first tokens are known, even if no hit may end there."""
         path = self.path(tokens)
         if not path:
             return 0
@@ -160,18 +160,18 @@ class PrefixTree:
         return start + shared(path[-1].tokens, tokens[start : start + STEP])
 
     def lacks_recurrent(self, tokens: Sequence[int]) -> bool:
-        """Whether recurrent tensors after these tokens would be new."""
+        """Return True if recurrent tensors after these tokens would be new."""
         if not self.forms.recurrent:
             return False
         return self.matched(tokens) < len(tokens) or len(tokens) not in self.path(tokens)[-1].recurrent
 
     def add(self, tokens: Sequence[int], addition: Addition, clock: int) -> None:
-        """Add what is not there by now; nothing behind a node that is gone."""
+        """Add the parts that are still missing, except those after a node that has been removed."""
         before, self._num_bytes = self.num_bytes, None
         self._num_bytes = before + self._add(tokens, addition, clock)
 
     def _add(self, tokens: Sequence[int], addition: Addition, clock: int) -> int:
-        """As `add`; the bytes that have come."""
+        """Add like `add`; return the number of bytes added."""
         pieces = {piece.start: piece for piece in addition.pieces}
         node, added = self._root, 0
         for start in range(0, len(tokens), STEP):
@@ -203,7 +203,7 @@ class PrefixTree:
         self._num_bytes = before - leaf.num_bytes
 
     def nodes(self) -> Iterator[Node]:
-        """All of them, a parent before its children."""
+        """Yield all nodes, a parent before its children."""
         waiting = [*self._root.children.values()]
         while waiting:
             node = waiting.pop()
@@ -211,7 +211,7 @@ class PrefixTree:
             waiting += node.children.values()
 
     def _grown(self, parent: Node, tokens: Tokens, piece: PrefixPiece, clock: int) -> Node:
-        """A new child, in place of those that hold only the first of its tokens."""
+        """Add a child, replacing those that hold only the first of its tokens."""
         node = Node(parent, tokens, piece, clock)
         shorter = [child for child in parent.children.values() if child.begins(tokens)]
         for child in shorter:
@@ -224,14 +224,15 @@ class PrefixTree:
         return node
 
     def _ends(self, node: Node, limit: int) -> list[int]:
-        """Where in a node a hit may end, the last first."""
+        """Return the positions in a node where a hit may end, the last first."""
         if self.forms.recurrent:
             return sorted((p for p in node.recurrent if p <= limit and not p % self._step), reverse=True)
         last = limit - limit % self._step
         return [last] if last > node.piece.start else []
 
     def _rings_from(self, path: Sequence[Node], position: int) -> int | None:
-        """From where on nodes hold all rings up to a position; None if a row there would see more."""
+        """Return the position from which nodes hold all rings up to another; None if a row there would see earlier
+        ones."""
         if not self.forms.rings:
             return 0
         first = position
@@ -244,7 +245,7 @@ class PrefixTree:
 
 
 def _beginning_with(node: Node, tokens: Tokens) -> Node | None:
-    """The child whose first tokens these are."""
+    """Return the child whose first tokens these are."""
     if found := node.children.get(tokens):
         return found
     if len(tokens) == STEP:
@@ -253,7 +254,7 @@ def _beginning_with(node: Node, tokens: Tokens) -> Node | None:
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of the first tokens are the same."""
+    """Return the length of the common beginning of two token sequences."""
     if one == other:
         return len(one)
     pairs = zip(one, other, strict=False)
@@ -261,9 +262,9 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def evict(trees: Sequence[PrefixTree], limit: int, kept: Collection[Node] = ()) -> None:
-    """Remove leaves, the least recently used first, but for those that are to be kept, if all take more than a limit.
+    """Remove leaves, the least recently used first, except those in `kept`, if all together exceed a limit.
 
-    A little more goes than has to, so that not every call looks for them.
+    It removes a little more than necessary, so that not every call has to search for leaves.
     """
     num_bytes = sum(tree.num_bytes for tree in trees)
     if num_bytes <= limit:

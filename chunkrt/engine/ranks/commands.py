@@ -1,7 +1,7 @@
-"""What the leader has its followers do.
+"""Commands from the leader to its followers.
 
-The leader is rank 0, which runs the program. What it does to an engine, a state or a snapshot, each follower does to
-its own: a command names the object by number, what to call, and the number that the result is kept under.
+The leader is rank 0, which runs the program. Each follower repeats the leader's calls on its own engines, states and
+snapshots: a command names the object by number, the method, and the number under which the result is kept.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from chunkrt.runtime.run import Logits
 
 
 class Reference(NamedTuple):
-    """Stands for an object of the follower's, among the arguments of a call."""
+    """Placeholder for an object of the follower among the arguments of a call."""
 
     number: int
 
 
 class RankPath(NamedTuple):
-    """Stands for a path of each rank's own: the leader's, with the rank at its end."""
+    """Placeholder for a path of each rank's own: the leader's, with the rank appended."""
 
     path: Path
 
     def of(self, rank: int) -> Path:
-        """The path of a follower."""
+        """Return the path of a follower."""
         return self.path.with_name(f"{self.path.name}.rank{rank}")
 
 
@@ -47,7 +47,8 @@ class Open:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Call a method. `result`: what its result is kept under, if at all. `has_reply`: whether it may fail."""
+    """Call a method. `result`: number under which the result is kept, or None. `has_reply`: True if the call may
+    fail."""
 
     target: int
     method: str
@@ -57,7 +58,8 @@ class Call:
 
 
 class Part(NamedTuple):
-    """Tokens of a run, which has `run_tokens`; `start` of them came before. `position`: of the first here."""
+    """Tokens of a run of `run_tokens` tokens, of which `start` came before. `position`: position of the first token
+    here."""
 
     state: int
     position: int
@@ -69,7 +71,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Compute what is left of one run, or a chunk that several share; `lane`: the name of the executor for it."""
+    """Compute the rest of one run, or a chunk that several share; `lane`: name of the executor."""
 
     engine: int
     lane: str
@@ -77,12 +79,12 @@ class Compute:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether nothing else is computed while a sum is waited for."""
+        """True if a rank computes only this while it waits for a sum."""
         return len(self.parts) > 1 or self.parts[0].token_ids.size == 1
 
 
 class Message(NamedTuple):
-    """A command. `before`: calls that came earlier and could wait for it. `forgotten`: objects that nobody needs any
+    """A command. `before`: earlier calls that were postponed until now. `forgotten`: objects that are not needed any
     more."""
 
     command: Open | Call | Compute
@@ -91,15 +93,15 @@ class Message(NamedTuple):
 
 
 def reply(value: object = None, error: BaseException | None = None) -> bytes:
-    """A reply as it is sent."""
+    """Serialise a reply."""
     return pickle.dumps((value, None if error is None else (type(error).__name__, str(error))))
 
 
 def read_reply(rank: int, payload: memoryview) -> Any:
-    """What a follower replied.
+    """Return the reply of a follower.
 
     Raises:
-        ChunkrtError: the error that it replied with, of the same kind, with the rank before its message.
+        ChunkrtError: the error in the reply, of the same type, with the rank before its message.
     """
     value, error = pickle.loads(payload)
     if error is None:

@@ -1,4 +1,4 @@
-"""A follower: does to its own engines, states and snapshots what the leader does to its."""
+"""A follower: repeats the leader's calls on its own engines, states and snapshots."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from chunkrt.runtime.schedule import Schedule
 
 
 class RankEngine(Protocol):
-    """What a follower takes of an engine; its other methods are called by name."""
+    """Interface of an engine for followers; its other methods are called by name."""
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """What is the same for the engines of all ranks."""
+        """Properties that are equal for the engines of all ranks."""
         ...
 
 
 class Follower:
-    """Serves the leader.
+    """Server of the leader's commands.
 
     Args:
-        communicator: reaches the other ranks.
+        communicator: connection to the other ranks.
         load: loads this rank's part of a model.
     """
 
@@ -41,7 +41,7 @@ class Follower:
         self._objects: dict[int, Any] = {}
 
     def serve(self) -> int:
-        """Do as the leader says until it ends. Returns the exit status; what went wrong, rank 0 tells."""
+        """Execute the leader's commands until it ends. Returns the exit status; rank 0 reports errors."""
         number = 0
         try:
             while True:
@@ -96,7 +96,7 @@ class Follower:
         return argument.of(self._communicator.rank) if isinstance(argument, RankPath) else argument
 
     def _compute(self, number: int, command: Compute) -> None:
-        """Compute this rank's part. The states advance when the leader says that its own have."""
+        """Compute this rank's part. The states advance when the leader reports that its own have."""
         communicator = self._communicator
         states = [self._objects[part.state] for part in command.parts]
         for part, state in zip(command.parts, states, strict=True):

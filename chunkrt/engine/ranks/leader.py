@@ -1,4 +1,4 @@
-"""The leader's side of ranks: every engine, state and run here has its like on each follower."""
+"""The leader's side of ranks: every engine, state and run here has a counterpart on each follower."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 
 
 class Leader:
-    """Sends commands. There is one a process; it numbers the commands and the objects of the followers."""
+    """Sender of commands, one for each process. It numbers the commands and the objects of the followers."""
 
     def __init__(self, communicator: MessageCommunicator) -> None:
         self.communicator = communicator
@@ -42,20 +42,20 @@ class Leader:
         self._forgotten: deque[int] = deque()
 
     def open(self, model: str, options: EngineOptions) -> EngineMirror:
-        """Have the followers load a model, while this process does."""
+        """Load a model on the followers, at the same time as in this process."""
         number = self.new_number()
         return EngineMirror(self, number, self.tell(Open(model=model, options=options, result=number)))
 
     def new_number(self) -> int:
-        """A number for an object; see `tell`."""
+        """Return a new number for an object; see `tell`."""
         with self._lock:
             self._num_objects += 1
             return self._num_objects
 
     def tell(self, command: Open | Call | Compute) -> int:
-        """Send a command to all followers, without waiting for anything. Returns its number."""
+        """Send a command to all followers without waiting. Returns its number."""
         with self.communicator.interrupts, self._lock:
-            forgotten = _emptied(self._forgotten)  # what waits may be about one of them, and is done before
+            forgotten = _emptied(self._forgotten)  # postponed calls may use a forgotten object, and come first
             message = Message(command, _emptied(self._waiting), forgotten)
             self._num_commands += 1
             number = self._num_commands
@@ -65,24 +65,24 @@ class Leader:
             return number
 
     def tell_later(self, call: Call) -> None:
-        """Send a call with the next command, before that."""
+        """Send a call together with the next command, and before it."""
         self._waiting.append(call)
 
     def call(self, target: int, method: str, *arguments: object, result: int | None = None) -> None:
-        """Have every follower call a method that cannot fail where it has not failed here."""
+        """Call a method on every follower that cannot fail if it has not failed here."""
         self.tell(Call(target=target, method=method, arguments=arguments, result=result))
 
     def ask(self, target: int, method: str, *arguments: object) -> None:
-        """Have every follower call a method, and wait for it. Raises what the first of them raised."""
+        """Call a method on every follower, and wait for it. Raises the error of the first that failed."""
         self.replies(self.tell(Call(target=target, method=method, arguments=arguments, has_reply=True)))
 
     def replies(self, number: int) -> Mapping[int, object]:
-        """What the followers replied to a command, by rank. Raises the error of the first that replied with one."""
+        """Return the followers' replies to a command, by rank. Raises the error of the first that replied with one."""
         payloads = self.communicator.take(Envelope(Channel.REPLY, number), self.communicator.others)
         return {rank: read_reply(rank, payloads[rank]) for rank in self.communicator.others}
 
     def forget_with(self, owner: object, number: int) -> None:
-        """Let the followers' object go when the one here does."""
+        """Release the followers' object together with the one here."""
         weakref.finalize(owner, self._forgotten.append, number)
 
 
@@ -92,12 +92,12 @@ def _emptied(queue: deque[Item]) -> tuple[Item, ...]:
 
 @cache
 def leader(communicator: MessageCommunicator) -> Leader:
-    """The process's one leader."""
+    """Return the process's only leader."""
     return Leader(communicator)
 
 
 class EngineMirror:
-    """The likes of an engine here on every follower; its conductor's `Followers`."""
+    """Counterparts of an engine on every follower; its conductor's `Followers`."""
 
     def __init__(self, leader: Leader, number: int, opening: int) -> None:
         self._leader, self._number, self._opening = leader, number, opening
@@ -107,7 +107,7 @@ class EngineMirror:
         """Wait until all followers have loaded the model.
 
         Raises:
-            ConfigError: one has another than this process, other plug-ins, or other executors.
+            ConfigError: one has another model, plug-ins or executors than this process.
             ChunkrtError: one could not load it.
         """
         for rank, theirs in self._leader.replies(self._opening).items():
@@ -117,7 +117,7 @@ class EngineMirror:
             if odd == ["executors"]:
                 raise ConfigError(
                     f"rank {rank} does not compute as rank 0 does: it has another NPU, or other chunks in flight; "
-                    "choose what all machines have (--npu, --in-flight)"
+                    "choose values that suit all machines (--npu, --in-flight)"
                 )
             if odd:
                 raise ConfigError(
@@ -126,16 +126,17 @@ class EngineMirror:
                 )
 
     def make_state(self, plan: Plan, capacity: int, dtype: CacheDtype, *, chunk_length: int) -> State:
-        """An empty state that has its like on every follower."""
+        """Return an empty state with a counterpart on every follower."""
         number = self._leader.new_number()
         state = MirroredState(self._leader, number, plan, capacity, dtype, chunk_length=chunk_length)
-        self._leader.call(self._number, "make_state", result=number)  # it goes there when that goes here, come what may
+        # in any case the counterparts are released together with it
+        self._leader.call(self._number, "make_state", result=number)
         return state
 
     def check(self, run: Run) -> None:
         """See `Followers.check`."""
         if not isinstance(run.state, MirroredState):
-            raise ConfigError("the state is this rank's alone; take that of a session")
+            raise ConfigError("the state belongs to this rank alone; use the state of a session")
 
     def compute(self, lane: str, segments: Sequence[Segment], work: Callable[[int], Result]) -> Result:
         """See `Followers.compute`."""
@@ -165,7 +166,7 @@ class EngineMirror:
 
 
 def _part(segment: Segment) -> Part:
-    """What followers are told of a segment."""
+    """Return the description of a segment for followers."""
     run = segment.job.run
     assert isinstance(run.state, MirroredState)
     return Part(
@@ -179,7 +180,7 @@ def _part(segment: Segment) -> Part:
 
 
 def _check_plugins(rank: int, ours: object, theirs: object) -> None:
-    """Raises ConfigError for the first plug-in that rank 0 or another has, or that works there, alone."""
+    """Raise ConfigError for the first plug-in that only one of rank 0 and another rank has or uses."""
     assert isinstance(ours, Sequence)
     assert isinstance(theirs, Sequence)
     for number, one, other in ((0, ours, theirs), (rank, theirs, ours)):
@@ -192,7 +193,7 @@ def _check_plugins(rank: int, ours: object, theirs: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MirroredSnapshot(Snapshot):
-    """A snapshot here, and the number of those of the followers."""
+    """A snapshot here, and the number of the followers' snapshots."""
 
     number: int
 
@@ -210,8 +211,8 @@ class MirroredState(State):
         leader.forget_with(self, number)
 
     def advance(self, num_tokens: int) -> None:
-        """See `State.advance`. The others do with the next command: nothing is sent for it. Where nothing tells them
-        to, a run has failed, which they undo when they use the state next."""
+        """See `State.advance`. The other ranks advance with the next command, so no message is sent. Without such a
+        command the run has failed, and they undo it at the next use of the state."""
         with self._leader.communicator.interrupts:
             super().advance(num_tokens)
             self._leader.tell_later(Call(target=self.number, method="advance", arguments=(num_tokens,)))
@@ -246,7 +247,7 @@ class MirroredState(State):
     def restore(self, snapshot: Snapshot) -> None:
         """See `State.restore`."""
         if not isinstance(snapshot, MirroredSnapshot):
-            raise ConfigError("the snapshot is this rank's alone; take one of a session's state")
+            raise ConfigError("the snapshot belongs to this rank alone; use a snapshot of a session's state")
         with self._mirrored("restore", Reference(snapshot.number)):
             super().restore(snapshot)
 
@@ -254,17 +255,17 @@ class MirroredState(State):
         """See `State.fork`."""
         number = self._leader.new_number()
         copy = MirroredState(self._leader, number, self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length)
-        self._copy_to(copy)  # which waits for what a run that was left still computes, here and on the others
+        self._copy_to(copy)  # waits for the tasks of an abandoned run, here and on the others
         self._leader.call(self.number, "fork", result=number)
         return copy
 
     def save(self, path: str | os.PathLike[str] | StateFile) -> None:
-        """See `State.save`. Each other rank writes its own file, with ".rank1" and so on at its name's end."""
+        """See `State.save`. Each other rank writes its own file, with ".rank1" and so on at the end of its name."""
         super().save(path)
         self._leader.ask(self.number, "save", RankPath(state_file(path).path))
 
     def load(self, path: str | os.PathLike[str] | StateFile) -> None:
-        """See `State.load`; the files are those that `save` wrote, with as many ranks."""
+        """See `State.load`; the files are those that `save` wrote with the same number of ranks."""
         before = self.snapshot()
         try:
             with self._mirrored(None):
@@ -276,7 +277,7 @@ class MirroredState(State):
 
     @contextmanager
     def _mirrored(self, method: str | None, *arguments: object) -> Iterator[None]:
-        """Have the followers do what the block does, if that goes well. What it calls in turn is not told of."""
+        """Repeat the block's change on the followers, if it succeeds. Changes that it calls in turn are not sent."""
         with self._leader.communicator.interrupts:
             is_outermost, self._is_changing = not self._is_changing, True
             try:

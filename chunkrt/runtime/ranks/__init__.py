@@ -1,1 +1,1 @@
-"""How ranks reach each other: threads of one process, or processes that mpiexec launched."""
+"""Connection between ranks: threads of one process, or processes that mpiexec launched."""

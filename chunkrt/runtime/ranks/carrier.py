@@ -1,7 +1,7 @@
-"""Carries messages: what goes out is given to MPI, and what has come is taken from it.
+"""Carrier of messages: passes outgoing messages to MPI, and takes incoming ones from it.
 
-MPI is called by one thread at a time. That is the transport's, or a thread that waits for a message and has nothing
-else to do: it saves the two changes of thread that a message takes otherwise.
+One thread at a time calls MPI: the transport's, or a thread that waits for a message and has no other work. The latter
+saves the two thread switches that a message otherwise takes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Bytes = NDArray[np.uint8]
 
 
 class Carrier:
-    """One rank's messages under way.
+    """One rank's messages in transit.
 
     Args:
-        deliver: given the rank that sent a message, and the message, in the thread that carried it.
+        deliver: called with the sending rank and the message, in the thread that carried it.
     """
 
     def __init__(self, deliver: Callable[[int, Bytes], None]) -> None:
@@ -31,33 +31,34 @@ class Carrier:
         self._sending: list[tuple[Any, Bytes]] = []
         self._receiving: list[tuple[Any, int, Bytes]] = []
         self._dropped: list[tuple[Any, Bytes]] = []
-        """MPI may still read these messages, so they stay."""
+        """Messages that MPI may still read, and which are therefore kept."""
 
     def open(self, mpi: Any, world: Any) -> None:
-        """Begin. `mpi`: mpi4py's module; `world`: a communicator of all ranks that nobody else uses."""
+        """Open the carrier. `mpi`: mpi4py's module; `world`: a communicator of all ranks without other users."""
         self._mpi, self._world, self._status = mpi, world, mpi.Status()
 
     @property
     def has_mail(self) -> bool:
-        """Whether something has not been given to MPI yet."""
+        """True if some messages have not been given to MPI yet."""
         return bool(self._outbox)
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was to be sent has left."""
+        """True if all messages have been sent."""
         return not (self._outbox or self._sending)
 
     def post(self, message: Bytes, to: Iterable[int]) -> None:
-        """Have a message sent by whoever carries next; it must not be changed after that."""
+        """Queue a message for the next thread that carries; it must not be changed after that."""
         self._outbox.extend((rank, message) for rank in to)
 
     def drop(self) -> None:
-        """Wait for nothing that was to be sent until now: whom it is for may be gone."""
+        """Do not wait for the messages queued until now: their receivers may be gone."""
         self._outbox.clear()
         self._dropped, self._sending = self._sending, []
 
     def carry(self, *, blocking: bool = True) -> bool:
-        """Send and take what there is; without `blocking` not if another thread does. Returns whether there was any."""
+        """Send and receive all messages; without `blocking` only if no other thread does. Returns True if there were
+        any."""
         if not self._calling.acquire(blocking):
             return False
         try:

@@ -1,8 +1,8 @@
-"""How a sum over ranks is exchanged: in one step or in two, and how many bytes a rank sends.
+"""Exchange of a sum over ranks in one step or in two, and the number of bytes that a rank sends.
 
-Short ones in one step: every rank sends all that it has to every other. Longer ones in two: every rank owns an even
-part of the sum; it gets that part from all others, adds up, and sends the result back to them (a reduce-scatter and an
-all-gather, by owner).
+Short sums take one step: every rank sends its complete part to every other. Longer ones take two: every rank owns an
+even part of the sum; it gets that part from all others, adds up, and sends the result back to them (a reduce-scatter
+and an all-gather, by owner).
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 AT_ONCE_BYTES = 16 * 1024
-"""Sums are sent whole to every rank if that takes at most about so many bytes more than parts: it is a step less."""
+"""Sums are sent complete to every rank if that takes at most about this many bytes more than parts: it saves a step."""
 
 
 class Exchange(NamedTuple):
-    """Of one sum. `steps`: messages that wait for one another. `sent_bytes`: that a rank sends; it gets as many."""
+    """Cost of one sum. `steps`: number of messages that depend on each other. `sent_bytes`: bytes that a rank sends; it
+    receives the same number."""
 
     steps: int
     sent_bytes: float
 
 
 def is_sent_whole(num_bytes: int, size: int) -> bool:
-    """Whether a sum of so many bytes over `size` ranks is exchanged in one step."""
+    """Return True if a sum of `num_bytes` over `size` ranks is exchanged in one step."""
     return num_bytes * (size - 2) <= AT_ONCE_BYTES
 
 
 def exchange_of(num_bytes: int, size: int) -> Exchange:
-    """What a sum of `num_bytes` over `size` ranks, 2 at least, takes."""
+    """Return the cost of a sum of `num_bytes` over `size` ranks, at least 2."""
     if is_sent_whole(num_bytes, size):
         return Exchange(1, float(num_bytes * (size - 1)))
     return Exchange(2, 2 * (size - 1) / size * num_bytes)

@@ -1,4 +1,4 @@
-"""Ctrl-C, held back while the main thread does what has to be done wholly or not at all: a message, say."""
+"""Ctrl-C, deferred while the main thread performs an indivisible action such as sending a message."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Self
 
 
 class Interrupts:
-    """SIGINT's handler, in the place of the one that is there, if made in the main thread.
+    """SIGINT handler that replaces the present one, if created in the main thread.
 
-    In a `with` block none reaches the main thread; one that came is acted on at the end. Blocks may be nested.
+    In a `with` block no interrupt reaches the main thread; an interrupt that came is handled at the end. Blocks may be
+    nested.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class Interrupts:
 
     @property
     def can_be_held(self) -> bool:
-        """Whether none reaches the thread that asks in a block; not if somebody has put another handler there."""
+        """True if no interrupt can reach the calling thread in a block; False if another handler has been installed."""
         return current_thread() is not main_thread() or signal.getsignal(signal.SIGINT) in (
             self._handle,
             signal.SIG_IGN,

@@ -1,11 +1,11 @@
-"""What rank 0 says at its end, even if it is killed.
+"""Last message of rank 0, printed even if it is killed.
 
-When a process of a launch dies, mpiexec kills the others on its machine at once, mostly before rank 0 can say why. So a
-shell waits beside it, in a session of its own that mpiexec does not reach. It is told what is known as soon as that is
-known, and prints the last of it when rank 0 has ended: so no line depends on who is quicker.
+When a process of a launch dies, mpiexec kills the others on its machine at once, mostly before rank 0 can report the
+reason. So a shell waits in a session of its own that mpiexec does not reach. It gets each message as soon as that is
+known, and prints the last one when rank 0 has ended: so no line depends on timing.
 
-A rank's stderr is a pipe to mpiexec, which reads it no more once it ends, so the line would often be lost. Where
-mpiexec is on this machine, and Linux shows its stderr, the shell writes there.
+A rank's stderr is a pipe to mpiexec, which stops reading it when it ends, so the line would often be lost. If mpiexec
+is on this machine, and Linux shows its stderr, the shell writes there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROXY = "hydra_pmi_proxy"
 
 
 class LastWords:
-    """One line on stderr at most. Needs a POSIX shell. Any thread may call it."""
+    """At most one line on stderr. Needs a POSIX shell. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -47,7 +47,7 @@ class LastWords:
             )
 
     def prepare(self, line: str) -> None:
-        """Have the line printed if the process ends without another word."""
+        """Set the line that is printed if the process ends without calling `say`."""
         with self._lock:
             if self._shell is not None:
                 assert self._shell.stdin is not None
@@ -56,7 +56,8 @@ class LastWords:
                     self._shell.stdin.flush()
 
     def say(self, line: str) -> None:
-        """Print the line, and wait until it is printed. Nothing more is said after it, nor after an empty one."""
+        """Print the line, and wait until it is printed. After this call, even with an empty line, no other line is
+        printed."""
         with self._lock:
             shell, self._shell = self._shell, None
         if shell is not None:
@@ -71,7 +72,7 @@ def _one_line(words: str) -> str:
 
 @contextmanager
 def _launcher_stderr() -> Iterator[int | None]:
-    """The stderr of the mpiexec that started this process, opened anew; None where that cannot be had."""
+    """Open the stderr of the mpiexec that started this process again; yield None if that is not possible."""
     opened = None
     with contextlib.suppress(OSError, psutil.Error):
         parents = psutil.Process().parents()

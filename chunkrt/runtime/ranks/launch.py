@@ -1,4 +1,4 @@
-"""How a process that mpiexec launched finds out, and meets the others."""
+"""Launch by mpiexec: a process finds its rank, and connects to the others."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _communicator: MpiCommunicator | None = None
 _last_words: LastWords | None = None
 
 _VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
-"""Of MPICH and of what follows it, and of Open MPI."""
+"""Environment variables of MPICH and its descendants, and of Open MPI."""
 
 
 def launched_ranks() -> Ranks:
-    """Which rank of how many this process was launched as; `ALONE` without mpiexec. MPI is not imported for it.
+    """Return this process's rank and the number of ranks; `ALONE` without mpiexec. MPI is not imported for it.
 
     Raises:
-        ConfigError: the variables make no sense.
+        ConfigError: the variables are not valid.
     """
     for rank, size in _VARIABLES:
         if rank in os.environ and size in os.environ:
@@ -42,13 +42,13 @@ def launched_ranks() -> Ranks:
 
 
 def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
-    """Meet the other ranks of this launch, the first time that it is called; None without mpiexec.
+    """Connect to the other ranks of this launch on the first call; return None without mpiexec.
 
     Args:
-        arguments: what this process was started with; the same on all ranks.
+        arguments: the arguments of this process; the same on all ranks.
 
     Raises:
-        ConfigError, DeviceLostError: as `MpiCommunicator`.
+        ConfigError, DeviceLostError: see `MpiCommunicator`.
     """
     global _communicator, _last_words
     if _communicator is None and not (ranks := launched_ranks()).are_alone:
@@ -56,7 +56,7 @@ def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
             raise ConfigError(f"mpiexec started {ranks.size} ranks, which need Linux or macOS; start without mpiexec")
         from chunkrt.runtime.ranks.mpi import MpiCommunicator
 
-        logging.getLogger("chunkrt.files").setLevel(logging.ERROR)  # ranks wait for each other's compiling
+        logging.getLogger("chunkrt.files").setLevel(logging.ERROR)  # ranks wait for each other's compilation
         if ranks.rank == 0 and _last_words is None:
             _last_words = LastWords()
             atexit.register(_last_words.say, "")
@@ -67,7 +67,7 @@ def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
 
 
 def say(line: str, *, is_verbose: bool = False) -> None:
-    """Print what went wrong on stderr; of several ranks the first speaks, or with `is_verbose` each."""
+    """Print an error on stderr; of several ranks only the first prints, or with `is_verbose` each."""
     if _last_words is not None:
         _last_words.say(line)
     elif is_verbose or launched_ranks().rank == 0:
@@ -75,7 +75,7 @@ def say(line: str, *, is_verbose: bool = False) -> None:
 
 
 def _foretell(why: str) -> None:
-    """What is printed if this process is killed before it speaks."""
+    """Set the line to print if this process is killed before it reports an error."""
     if _last_words is not None:
         _last_words.prepare(f"chunkrt: {why}")
 

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: for tests, and for whoever has no MPI."""
+"""Ranks that are threads of one process: for tests, and for use without MPI."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from chunkrt.runtime.ranks.messages import MessageCommunicator, as_bytes
 
 
 def local_communicators(size: int) -> list[LocalCommunicator]:
-    """One for each of `size` ranks that reach each other. Raises ConfigError as `Ranks` does."""
+    """Return a communicator for each of `size` connected ranks. Raises ConfigError like `Ranks`."""
     mailboxes = [Mailbox() for _ in range(size)]
     return [LocalCommunicator(Ranks(rank, size), mailboxes) for rank in range(size)]
 
 
 class LocalCommunicator(MessageCommunicator):
-    """One rank's end; see `Communicator`. Its messages are put into the other ranks' mailboxes."""
+    """One rank's end of the link; see `Communicator`. Its messages are put into the other ranks' mailboxes."""
 
     interrupts = nullcontext()
 

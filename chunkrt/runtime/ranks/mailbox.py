@@ -1,6 +1,6 @@
-"""A mailbox: messages of other ranks, kept by what they are about until somebody here wants them.
+"""A mailbox: messages of other ranks, kept by subject until a thread takes them.
 
-Ranks come to a sum in different orders, so a message may be there long before, or after, it is asked for.
+Ranks come to a sum in different orders, so a message may arrive long before or after it is requested.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from chunkrt.errors import BackendError, ChunkrtError
 
 
 class Channel(IntEnum):
-    """What a message is.
+    """Kind of a message.
 
-    BEAT: the rank lives. END: the leader has ended well. LOST: a rank ends, and why. ABORT: what is computed shall end,
-    and why. SUM: numbers to be added. COMMAND: what the leader had done. REPLY: what came of it. DONE: a rank's part is
-    computed. KEEP: how many chunks of a run stay.
+    BEAT: the rank lives. END: the leader has ended normally. LOST: a rank ends, and why. ABORT: a computation ends
+    early, and why. SUM: numbers to be added. COMMAND: work from the leader. REPLY: the result of that. DONE: a rank's
+    part is computed. KEEP: number of chunks of a run to keep.
     """
 
     BEAT = 0
@@ -35,11 +35,11 @@ class Channel(IntEnum):
 
 
 OF_WORK = (Channel.SUM, Channel.DONE, Channel.KEEP)
-"""Of something that ranks compute, a run or a chunk."""
+"""Channels of messages that belong to work that ranks compute, a run or a chunk."""
 
 
 class Envelope(NamedTuple):
-    """What a message is about. `number`: of the command. `subgraph`, `position`, `phase`: of the sum."""
+    """Subject of a message. `number`: number of the command. `subgraph`, `position`, `phase`: identify the sum."""
 
     channel: Channel
     number: int = 0
@@ -50,39 +50,39 @@ class Envelope(NamedTuple):
 
 @dataclass
 class _Box:
-    """Messages about one thing, by the rank that sent them, and how to wake who waits for more. Where work has no
-    number, the next sum may be about the same thing: then a rank's messages are kept in their order."""
+    """Messages on one subject, by the rank that sent them, and a condition that wakes threads that wait for more. If
+    work has no number, the next sum may have the same subject, so a rank's messages are kept in order."""
 
     arrived: Condition
     payloads: dict[int, deque[memoryview]] = field(default_factory=dict)
 
     def are_there(self, sources: Collection[int]) -> bool:
-        """Whether each of some ranks has sent one."""
+        """Return True if each of these ranks has sent a message."""
         return all(self.payloads.get(source) for source in sources)
 
 
 class Mailbox:
-    """Filled by one thread, emptied by any."""
+    """Mailbox that one thread fills and any thread empties."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._boxes: dict[Envelope, _Box] = {}
         self._under_way: set[int] = set()
         self._last = 0
-        """Of the work that has begun here, the last one's number."""
+        """Number of the last work that has begun here."""
         self._aborted: dict[int, str] = {}
-        """Why, by number; what is over is left out."""
+        """Reasons for aborted work, by number; work that is over has no entry."""
         self._failure: ChunkrtError | None = None
         self.was_failure_told = False
-        """Whether somebody has been given the failure."""
+        """True if a thread has received the failure."""
 
     @property
     def failure(self) -> ChunkrtError | None:
-        """Why nothing arrives any more."""
+        """Error because of which no further message arrives."""
         return self._failure
 
     def deliver(self, envelope: Envelope, source: int, payload: memoryview) -> None:
-        """Put a message in; one about work that is over is thrown away."""
+        """Put a message in; messages on work that is over are discarded."""
         if envelope.channel == Channel.ABORT:
             self.abort(envelope.number, bytes(payload).decode())
             return
@@ -94,17 +94,17 @@ class Mailbox:
             box.arrived.notify_all()
 
     def look(self, envelope: Envelope, source: int) -> memoryview | None:
-        """The first message about one thing from a rank, if there is one; it stays."""
+        """Return the first message on a subject from a rank without removing it, or None."""
         box = self._boxes.get(envelope)
         return box.payloads[source][0] if box is not None and box.are_there((source,)) else None
 
     def take(self, envelope: Envelope, sources: Collection[int]) -> Mapping[int, memoryview]:
-        """Wait for a message about one thing from each of some ranks, and take them out.
+        """Wait for a message on one subject from each of some ranks, and remove them.
 
         Raises:
             DeviceLostError: a rank was lost.
             ClosedError: the leader has ended.
-            BackendError: the work that it is about was aborted, or is over.
+            BackendError: the work of the subject was aborted, or is over.
         """
         with self._lock:
             box = self._box(envelope)
@@ -118,14 +118,14 @@ class Mailbox:
                     if envelope.channel in OF_WORK and self.is_aborted(envelope.number):
                         raise BackendError(self._aborted[envelope.number])
                     if self._is_over(envelope):
-                        raise BackendError("what it is a part of is over")
+                        raise BackendError("the message belongs to work that is over")
                     box.arrived.wait()
             finally:
                 if not any(box.payloads.values()):
                     self._boxes.pop(envelope, None)
 
     def is_settled(self, envelope: Envelope, sources: Collection[int]) -> bool:
-        """Whether `take` would return at once, or raise."""
+        """Return True if `take` would return at once, or raise."""
         box = self._boxes.get(envelope)
         return (
             (box is not None and box.are_there(sources))
@@ -134,13 +134,13 @@ class Mailbox:
         )
 
     def begin(self, number: int) -> None:
-        """Work begins. Its number is beyond those of earlier work, which may still be under way."""
+        """Begin work. Its number is greater than those of earlier work, which may still be in progress."""
         with self._lock:
             self._under_way.add(number)
             self._last = number
 
     def end(self, number: int) -> None:
-        """Work is over: what is left of it goes, and so does what still comes."""
+        """End work: its remaining messages are removed, and later ones are discarded."""
         with self._lock:
             self._under_way.discard(number)
             self._aborted.pop(number, None)
@@ -149,18 +149,18 @@ class Mailbox:
                 del self._boxes[envelope]
 
     def abort(self, number: int, why: str) -> None:
-        """Whoever waits for something of work, now or later, is told why it never comes. The first reason stays."""
+        """Abort work: threads that wait for its messages, now or later, get the reason. The first reason is kept."""
         with self._lock:
             if (number in self._under_way or number > self._last) and number not in self._aborted:
                 self._aborted[number] = why
                 self._wake_all()
 
     def is_aborted(self, number: int) -> bool:
-        """Whether work was aborted, here or elsewhere."""
+        """Return True if work was aborted, here or elsewhere."""
         return number in self._aborted
 
     def fail(self, error: ChunkrtError) -> bool:
-        """Whoever waits, now or later, is given the error. Returns whether it is the first."""
+        """Raise the error in all threads that wait, now or later. Returns True if it is the first."""
         with self._lock:
             if self._failure is not None:
                 return False

@@ -1,4 +1,4 @@
-"""Ranks that reach each other by messages, whatever carries these: sums, and what ends what is under way."""
+"""Ranks that exchange messages, regardless of the transport: sums, and the end of work in progress."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox
 
 
 class MessageCommunicator(ABC):
-    """One rank's end; see `Communicator`.
+    """One rank's end of the link; see `Communicator`.
 
-    What the leading rank has all compute has a number, under which one rank may abort it for all.
+    Work that the leading rank starts on all ranks has a number, under which one rank may abort it for all.
     """
 
     interrupts: AbstractContextManager[object]
-    """In a block of it none reaches the main thread."""
+    """Context manager; in its block no interrupt reaches the main thread."""
 
     def __init__(self, ranks: Ranks, mailbox: Mailbox) -> None:
         self.rank, self.size = ranks.rank, ranks.size
@@ -31,7 +31,8 @@ class MessageCommunicator(ABC):
 
     @abstractmethod
     def share_of(self, cpus: Collection[int]) -> int:
-        """How many threads this rank gets, of some CPUs that it may use; ranks of one machine share those they have."""
+        """Return the number of threads for this rank on some CPUs that it may use; ranks of one machine share their
+        CPUs."""
 
     @abstractmethod
     def send(self, envelope: Envelope, payload: bytes | Float32 = b"", *, to: Sequence[int] | None = None) -> None:
@@ -39,7 +40,7 @@ class MessageCommunicator(ABC):
 
     @abstractmethod
     def leave(self, why: str) -> None:
-        """End this rank, and tell the others why; they end too."""
+        """End this rank, and report the reason to the others; they end too."""
 
     @abstractmethod
     def close(self) -> None:
@@ -50,28 +51,29 @@ class MessageCommunicator(ABC):
         return self._mailbox.take(envelope, sources)
 
     def look(self, envelope: Envelope, source: int) -> memoryview | None:
-        """A message that has come from a rank, if one has; it stays."""
+        """Return a message that has come from a rank without removing it, or None."""
         return self._mailbox.look(envelope, source)
 
     def begin(self, number: int, *, is_urgent: bool) -> None:
-        """Something begins. `is_urgent`: nothing else is computed while a sum of it is waited for."""
+        """Begin work. `is_urgent`: True if this rank computes only this work while it waits for one of its sums."""
         self._mailbox.begin(number)
 
     def end(self, number: int) -> None:
-        """It is over here, done or not: whoever still waits for something of it gets BackendError."""
+        """End work here, done or not: threads that still wait for its messages get BackendError."""
         self._mailbox.end(number)
 
     def abort(self, number: int, why: str) -> None:
-        """End it on every rank: whoever waits for something of it gets BackendError."""
+        """Abort work on every rank: threads that wait for its messages get BackendError."""
         self._mailbox.abort(number, why)
         self.send(Envelope(Channel.ABORT, number), why.encode())
 
     def is_aborted(self, number: int) -> bool:
-        """Whether it was aborted, here or elsewhere."""
+        """Return True if work was aborted, here or elsewhere."""
         return self._mailbox.is_aborted(number)
 
     def all_reduce(self, partial: Float32, out: Float32, *, key: Key) -> None:
-        """See `Communicator.all_reduce`. Raises BackendError also if what the sum is of was aborted."""
+        """Add up an array over all ranks; see `Communicator.all_reduce`. Raises BackendError also if the work was
+        aborted."""
         subgraph, position, number = Key(*key)
         values = np.ascontiguousarray(partial).reshape(-1)
         envelope = Envelope(Channel.SUM, number, subgraph, position)
@@ -87,14 +89,14 @@ class MessageCommunicator(ABC):
         out[...] = total.reshape(out.shape)
 
     def _add(self, envelope: Envelope, for_ranks: Sequence[Float32]) -> Float32:
-        """Give each rank what is for it, and add up what all have for this one, in the order of ranks."""
+        """Send each rank its part, and add up all parts for this one, in the order of ranks."""
         mine = for_ranks[self.rank]
         for rank in self.others:
             self.send(envelope, for_ranks[rank], to=[rank])
         received = self._take_floats(envelope)
         if sizes := {values.size for values in received.values()} - {mine.size}:
             raise BackendError(
-                f"ranks give sums of different shapes: {mine.size} and {min(sizes)} numbers; they run different prompts"
+                f"ranks send sums of different shapes: {mine.size} and {min(sizes)} numbers; they run different prompts"
             )
         total = received.get(0, mine).copy()
         for rank in range(1, self.size):
@@ -107,5 +109,5 @@ class MessageCommunicator(ABC):
 
 
 def as_bytes(payload: bytes | Float32) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """A payload, not copied."""
+    """Return a payload as bytes, without a copy."""
     return np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload.reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Ranks that are processes, launched by mpiexec: their communicator, and how they meet."""
+"""Ranks that are processes, launched by mpiexec: their communicator."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from chunkrt.runtime.ranks.transport import MpiTransport, Peer
 
 
 class MpiCommunicator(MessageCommunicator):
-    """One rank's end; see `Communicator`. It lives as long as the process.
+    """One rank's end of the link; see `Communicator`. It lives as long as the process.
 
-    What one rank aborts ends on all; the ranks can go on with the next. A lost rank ends all of them.
+    Work that one rank aborts ends on all ranks, which can go on with the next. A lost rank ends all of them.
 
     Args:
-        ranks: what mpiexec said; at least 2.
-        version, arguments: have to be the same on all ranks.
-        foretell: told why the launch ends, before any other rank is; what mpiexec then kills cannot tell any more.
-        end: ends the process, if a rank is lost and nobody notices; told why.
+        ranks: rank and number of ranks from mpiexec; at least 2.
+        version, arguments: must be the same on all ranks.
+        foretell: called with the reason why the launch ends, before any other rank gets it; a process that mpiexec then
+            kills cannot report it any more.
+        end: ends the process, if a rank is lost and no thread notices; called with the reason.
 
     Raises:
-        ConfigError: MPI is not installed, is another than mpiexec's, or a rank was started with something else.
-        DeviceLostError: a rank did not come.
+        ConfigError: MPI is not installed, is not mpiexec's, or a rank was started with other arguments.
+        DeviceLostError: a rank did not connect.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class MpiCommunicator(MessageCommunicator):
         )
         self._transport = MpiTransport(ranks, self._me, self._mailbox, foretell=foretell, end=end)
         self._is_urgent = False
-        """Whether nothing else is computed while a sum is waited for."""
+        """True if this rank computes only the current work while it waits for a sum."""
         self._handle_signals()
         self._transport.connect()
-        self._handle_signals()  # MPI has handlers of its own
+        self._handle_signals()  # MPI installs its own handlers
         self.interrupts = Interrupts()
         self._transport.let_others_carry(self.interrupts)
         self._has_cpu_each = self._share_of(self._me.cpus) >= 1
@@ -73,7 +74,7 @@ class MpiCommunicator(MessageCommunicator):
 
     def send(self, envelope: Envelope, payload: bytes | Float32 = b"", *, to: Sequence[int] | None = None) -> None:
         """See `MessageCommunicator.send`."""
-        will_hurry = self._is_urgent and envelope.channel == Channel.SUM  # what follows is `take`
+        will_hurry = self._is_urgent and envelope.channel == Channel.SUM  # `take` follows
         self._transport.send(envelope, as_bytes(payload), self.others if to is None else to, will_hurry=will_hurry)
 
     def take(self, envelope: Envelope, sources: Collection[int]) -> Mapping[int, memoryview]:
@@ -105,11 +106,12 @@ class MpiCommunicator(MessageCommunicator):
             if hasattr(signal, "SIGUSR1"):  # mpiexec sends it when a process of the launch has died
                 signal.signal(signal.SIGUSR1, lambda number, frame: self._transport.check())
             if self.rank:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader tells of interrupts
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader forwards interrupts
 
 
 def _machine() -> tuple[str, ...]:
-    """What is equal for processes that see each other's process ids: host, boot, and on Linux the namespace."""
+    """Return a value that is equal for processes that see each other's process ids: host, boot, and on Linux the
+    namespace."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     return (
         platform.node(),

@@ -1,16 +1,16 @@
-"""The thread that looks after MPI: messages out and in, beats, and what happens when a rank is lost.
+"""The thread that drives MPI: outgoing and incoming messages, beats, and the handling of lost ranks.
 
-MPI's own waiting would keep a core busy, so this thread only asks whether something has come, and sleeps between: for a
-twentieth of the time that nothing has come, so that a message waits little longer than it had to. Whoever waits and has
-nothing else to do may ask by itself for a moment (`MpiTransport.hurry`); this thread then sleeps.
+MPI's own waiting would keep a core busy, so this thread polls for messages, and sleeps in between for a twentieth of
+the time without messages, so that a message waits only little longer than necessary. A waiting thread without other
+work may poll by itself for a moment (`MpiTransport.hurry`); this thread then sleeps.
 
-A rank is lost when its process is gone, where that can be seen, or when nothing has come from it for `LOST_S`; each
-sends a beat every second. MPI cannot go on without one, so the launch ends: whoever waits for a message gets
-DeviceLostError. A process in which nobody notices, or that goes on after the leader has ended, is ended here.
+A rank is lost when its process is gone, if that is visible, or when no message has come from it for `LOST_S`; each rank
+sends a beat every second. MPI cannot go on without one, so the launch ends: threads that wait for a message get
+DeviceLostError. A process in which no thread notices, or that goes on after the leader has ended, is ended here.
 
-mpiexec kills all ranks when one ends, so the order matters. The leader has its last words ready before it tells anybody
-or ends a silent rank. A follower that cannot go on tells the leader why, and leaves when the leader has answered, or is
-lost itself. What ranks were started with is compared before any of them may leave.
+mpiexec kills all ranks when one ends, so the order matters. The leader prepares its last words before it notifies any
+rank or ends a silent rank. A follower that cannot go on sends the reason to the leader, and leaves when the leader has
+answered, or is lost itself. The ranks' arguments are compared before any of them may leave.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from chunkrt.runtime.ranks.interrupts import Interrupts
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox
 
 CONNECT_S = 60.0
-"""All ranks have to come within it."""
+"""Seconds within which all ranks must connect."""
 LOOK_S = 0.1
-"""How often it is looked whether they have."""
+"""Seconds between checks whether they have."""
 BEAT_S = 1.0
 LOST_S = 5.0
 GRACE_S = 2.0
-"""How long somebody has to notice that the launch is over, before the process is ended."""
+"""Seconds that threads have to notice the end of the launch, before the process is ended."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 5e-3
 HURRY_S = 200e-6
-"""How long a thread that waits asks for messages by itself, before it sleeps."""
+"""Seconds that a waiting thread polls for messages by itself, before it sleeps."""
 HEADER_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What a rank tells the others of itself when they meet.
+    """Data that a rank sends to the others when they connect.
 
-    `machine`: equal for those that see each other's process ids. `arguments`: what it was started with.
+    `machine`: equal for ranks that see each other's process ids. `arguments`: the process's arguments.
     """
 
     pid: int
@@ -62,14 +62,14 @@ class Peer:
 
 
 class MpiTransport:
-    """Carries messages between mailboxes. It lives as long as the process.
+    """Transport of messages between mailboxes. It lives as long as the process.
 
     Args:
-        ranks: what mpiexec said; at least 2.
-        me: told to all others.
-        mailbox: where messages and failures go.
-        foretell: told why the launch ends, before anybody else is.
-        end: ends the process; told why.
+        ranks: rank and number of ranks from mpiexec; at least 2.
+        me: this rank's data, which are sent to all others.
+        mailbox: receives messages and failures.
+        foretell: called with the reason why the launch ends, before any other rank gets it.
+        end: ends the process; called with the reason.
     """
 
     def __init__(
@@ -89,49 +89,51 @@ class MpiTransport:
         self._end = end
         self._carrier = Carrier(self._deliver)
         self._interrupts: Interrupts | None = None
-        """Held back while another thread than the transport's carries; until they can be, none does."""
+        """Defers interrupts while a thread other than the transport's carries; without it no other thread carries."""
         self._wake = Condition(Lock())
         self._is_hurried = False
-        """Whether a thread that waits carries."""
+        """True if a waiting thread carries."""
         self._last_news = 0.0
-        """When something last came or went."""
+        """Time of the last message, sent or received."""
         self._is_closing = False
         self._is_check_due = False
         self._is_over = False
         self._losing = Lock()
         self._why_lost = ""
         self._latest_answer = 0.0
-        """How long others are waited for once `_why_lost` is known: a follower waits for the leader's answer."""
+        """Time until which others are waited for once `_why_lost` is set: a follower waits for the leader's answer."""
         self._heard: dict[int, float] = {}
-        """When something last came from each."""
+        """Time of the last message from each rank."""
         self._met = Event()
         self._thread = Thread(target=self._work, name="chunkrt-mpi", daemon=True)
         self.peers: Sequence[Peer] = ()
-        """By rank, once connected."""
+        """Data of the ranks, by rank, once connected."""
 
     def connect(self) -> None:
         """Start, and wait for the other ranks.
 
         Raises:
-            ConfigError: MPI cannot be loaded, is another than mpiexec's, or a rank was started with something else.
-            DeviceLostError: a rank did not come.
+            ConfigError: MPI cannot be loaded, is not mpiexec's, or a rank was started with other arguments.
+            DeviceLostError: a rank did not connect.
         """
         self._thread.start()
         latest = time.monotonic() + CONNECT_S
         while not self._met.wait(LOOK_S):
             if self._is_check_due:
-                self._mailbox.fail(DeviceLostError("a rank ended before all were there; start all ranks again"))
+                self._mailbox.fail(DeviceLostError("a rank ended before all had connected; start all ranks again"))
                 break
             if time.monotonic() > latest:
                 self._mailbox.fail(
-                    DeviceLostError(f"not all {self._ranks.size} ranks were there after {CONNECT_S:.0f} s; start again")
+                    DeviceLostError(
+                        f"not all {self._ranks.size} ranks connected within {CONNECT_S:.0f} s; start all ranks again"
+                    )
                 )
                 break
         if self._mailbox.failure is not None:
             raise self._mailbox.failure
 
     def send(self, envelope: Envelope, payload: Bytes, to: Sequence[int], *, will_hurry: bool = False) -> None:
-        """Send a copy of a payload; returns at once. `will_hurry`: the calling thread goes on with `hurry`."""
+        """Send a copy of a payload; returns at once. `will_hurry`: the calling thread calls `hurry` next."""
         message = np.zeros(HEADER_BYTES + payload.size, np.uint8)
         message[: 8 * len(envelope)] = np.array(envelope, np.int64).view(np.uint8)
         message[HEADER_BYTES:] = payload
@@ -140,7 +142,7 @@ class MpiTransport:
             self._wake_up()
 
     def let_others_carry(self, interrupts: Interrupts) -> None:
-        """From now on threads may hurry, with interrupts held back meanwhile."""
+        """Let threads call `hurry` from now on, with interrupts deferred meanwhile."""
         self._interrupts = interrupts
 
     def hurry(self, has_come: Callable[[], bool]) -> None:
@@ -154,14 +156,14 @@ class MpiTransport:
                         if self._carrier.carry(blocking=False):
                             self._last_news = time.monotonic()
                     if not has_come():
-                        time.sleep(0)  # for whoever else wants this processor
+                        time.sleep(0)  # let other threads use this processor
             finally:
                 self._is_hurried = False
         if not has_come() or self._carrier.has_mail:
             self._wake_up()
 
     def check(self) -> None:
-        """Look soon whether all ranks live. For a signal's handler: it takes no lock."""
+        """Request an early check whether all ranks live. For a signal's handler: it takes no lock."""
         self._is_check_due = True
 
     def give_up(self, why: str) -> None:
@@ -170,7 +172,7 @@ class MpiTransport:
             self._lose(why)
 
     def close(self) -> None:
-        """Send what is to be sent, and leave MPI; wait for it a few seconds at most."""
+        """Send the remaining messages, and leave MPI; wait for it a few seconds at most."""
         self._is_closing = True
         self._wake_up()
         self._thread.join(LOST_S)
@@ -190,7 +192,7 @@ class MpiTransport:
         try:
             self._carry()
         except Exception as error:
-            self._look_for_lost()  # which is why MPI fails, mostly
+            self._look_for_lost()  # a lost rank is the usual reason why MPI fails
             self._lose(f"MPI failed: {error}")
             self._fail()
         with self._wake:
@@ -201,7 +203,8 @@ class MpiTransport:
             self._end(str(self._mailbox.failure))
 
     def _initialize(self) -> ctypes.CDLL:
-        """Load MPI and meet the others. Through ctypes, for mpi4py would keep the GIL while it waits for them."""
+        """Load MPI and connect to the others, through ctypes, because mpi4py would hold the GIL while it waits for
+        them."""
         try:
             import mpi4py
 
@@ -217,19 +220,19 @@ class MpiTransport:
             library.MPI_Init_thread(None, None, MPI.THREAD_SERIALIZED, ctypes.byref(ctypes.c_int()))
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise ConfigError(
-                "MPI was initialized for one thread, and chunkrt calls it from another; ask for MPI.THREAD_SERIALIZED, "
+                "MPI was initialized for one thread, and chunkrt calls it from another; request MPI.THREAD_SERIALIZED, "
                 "or let chunkrt initialize it"
             )
         world = MPI.COMM_WORLD
         if (world.rank, world.size) != (self._ranks.rank, self._ranks.size):
             raise ConfigError(
-                f"mpiexec started {self._ranks}, but for MPI it is {Ranks(world.rank, world.size)}; "
+                f"mpiexec started {self._ranks}, but MPI reports {Ranks(world.rank, world.size)}; "
                 f"use the mpiexec of {MPI.Get_library_version().splitlines()[0]}"
             )
         self.peers = [pickle.loads(peer) for peer in world.allgather(pickle.dumps(self._me))]
         if odd := _difference(self.peers):
             self._foretell(odd)
-            world.Barrier()  # so that nobody leaves before the leader has its last words ready
+            world.Barrier()  # no rank leaves before the leader has prepared its last words
             library.MPI_Finalize()
             raise ConfigError(odd)
         self._carrier.open(MPI, world.Dup())
@@ -244,7 +247,7 @@ class MpiTransport:
             if self._carrier.carry():
                 self._last_news = time.monotonic()
             now = time.monotonic()
-            if now - last_round > BEAT_S:  # this process was stopped, or the machine slept; so perhaps did the others
+            if now - last_round > BEAT_S:  # this process was stopped, or the machine slept; perhaps the others did too
                 self._heard = dict.fromkeys(self._others, now)
             last_round = now
             if now - last_beat >= BEAT_S or self._is_check_due:
@@ -259,7 +262,7 @@ class MpiTransport:
                     self._wake.wait(pause)
 
     def _deliver(self, source: int, data: Bytes) -> None:
-        """Put a message where it belongs."""
+        """Deliver a message to the mailbox, or handle it."""
         self._heard[source] = time.monotonic()
         channel, *about = data[: 8 * len(Envelope._fields)].view(np.int64).tolist()
         envelope, payload = Envelope(Channel(channel), *about), data[HEADER_BYTES:].data
@@ -268,7 +271,7 @@ class MpiTransport:
             self._is_over = True
         elif envelope.channel == Channel.LOST:
             self._lose(bytes(payload).decode())
-            if source == 0:  # the leader knows
+            if source == 0:  # the leader has been notified
                 self._fail()
         elif envelope.channel != Channel.BEAT:
             self._mailbox.deliver(envelope, source, payload)
@@ -281,13 +284,13 @@ class MpiTransport:
             if is_near and not _lives(peer.pid):
                 self._lose(f"rank {rank} was lost: its process {peer.pid} has ended", lost=rank)
             elif now - self._heard.get(rank, now) > LOST_S:
-                self._lose(f"rank {rank} was lost: nothing came from it for {LOST_S:.0f} s", lost=rank)
+                self._lose(f"rank {rank} was lost: no message came from it for {LOST_S:.0f} s", lost=rank)
                 if is_near and 0 in (rank, self._ranks.rank):  # mpiexec would wait for it
                     with contextlib.suppress(psutil.Error):
                         psutil.Process(peer.pid).kill()
 
     def _lose(self, why: str, *, lost: int | None = None) -> None:
-        """The launch ends: tell the leader why, or if this is the leader, everybody."""
+        """End the launch: report the reason to the leader, or to all ranks if this is the leader."""
         with self._losing:
             if not self._why_lost:
                 self._why_lost, self._latest_answer = why, time.monotonic() + LOST_S
@@ -299,7 +302,7 @@ class MpiTransport:
             self._fail()
 
     def _fail(self) -> None:
-        """Whoever waits for a message gets DeviceLostError."""
+        """Raise DeviceLostError in all threads that wait for a message."""
         self._mailbox.fail(DeviceLostError(f"{self._why_lost}; start all ranks again"))
         self._is_over = True
 
@@ -313,7 +316,7 @@ class MpiTransport:
 
 
 def _difference(peers: Sequence[Peer]) -> str:
-    """Which rank was started with something else than rank 0; empty if none was."""
+    """Describe the first rank with another version or other arguments than rank 0; empty if there is none."""
     first = peers[0]
     for rank, peer in enumerate(peers):
         if peer.version != first.version:
@@ -321,7 +324,7 @@ def _difference(peers: Sequence[Peer]) -> str:
         if peer.arguments != first.arguments:
             return (
                 f"rank {rank} was started with {' '.join(peer.arguments)!r}, rank 0 with "
-                f"{' '.join(first.arguments)!r}; start all ranks alike"
+                f"{' '.join(first.arguments)!r}; start all ranks with the same arguments"
             )
     return ""
 

@@ -1,1 +1,1 @@
-"""What a run did: its trace, where the time went, pictures of it."""
+"""Traces of runs: files, breakdowns of the time, and pictures."""

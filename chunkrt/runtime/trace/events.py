@@ -1,10 +1,10 @@
 """Traces: the records of runs as Chrome trace events, which Perfetto's viewer opens.
 
-One track a worker, one for copies where there are any, and one with the runs, or where runs share chunks one with those
-of each sequence. A task is a complete event ("X") named by its subgraph and chunk, of a shared chunk also by whose rows
-these are; flow events ("s", "t", "f") lead along every chunk, and where tasks fork a second one along the other way
-until it joins; counters ("C") hold the busy share of each processor and the memory of chunks and caches. Within the
-slice of a task whose values an NPU has converted lie those of its spans.
+There is one track for each worker, one for copies if there are any, and one for the runs, or one for each sequence's
+runs if runs share chunks. A task is a complete event ("X") named by its subgraph and chunk, and for a shared chunk by
+the sequences of its rows. Flow events ("s", "t", "f") lead along every chunk; if tasks fork, a second flow leads along
+the other branch until it joins. Counters ("C") hold the busy share of each processor and the memory of chunks and
+caches. The slice of a task whose values an NPU has converted contains the slices of its spans.
 Times are microseconds since the first run's start, with three decimals.
 
 Source: Trace Event Format, Google, the Chromium project.
@@ -29,25 +29,25 @@ Lanes = Mapping[int, tuple[int, str]]
 """Track id and name by sequence."""
 
 PROCESS = 1
-"""The process that all tracks belong to."""
+"""Process that all tracks belong to."""
 
 RUNS_TRACK, FIRST_WORKER_TRACK = 1, 2
 COPIES = "copies"
 SPAN = "span"
-"""The category of slices within a task's: what of its time was what."""
+"""Category of the slices within a task's, which are the parts of its time."""
 TRUNCATION_GUARD_US = 1e-4
-"""Added to all times: viewers cut them to whole nanoseconds, and not every nanosecond is a float. If 8.413 times 1000
-came out as 8412.999, tasks that touch would overlap."""
+"""Offset added to all times: viewers truncate them to nanoseconds, and not every nanosecond is a float. If 8.413 times
+1000 became 8412.999, tasks that touch would overlap."""
 
 TASKS_PER_BUSY_SAMPLE, MOST_BUSY_SAMPLES = 16, 128
 
 
 def trace_events(records: Sequence[RunRecord], title: str) -> Iterator[Event]:
-    """The events of a trace.
+    """Yield the events of a trace.
 
     Args:
-        records: of runs, at least one, on one clock.
-        title: of the process, such as the model's name.
+        records: records of runs on one clock, at least one.
+        title: title of the process, such as the model's name.
     """
     tracks, sets = tracks_of(records), _sets(records)
     lanes = _lanes(records, FIRST_WORKER_TRACK + len(tracks))
@@ -65,7 +65,7 @@ def trace_events(records: Sequence[RunRecord], title: str) -> Iterator[Event]:
 
 
 def tracks_of(records: Sequence[RunRecord]) -> Tracks:
-    """The tracks of a trace, NPUs first; the track of copies is worker 0 of a processor of the name COPIES."""
+    """Return the tracks of a trace, NPUs first; the track of copies is worker 0 of a processor with the name COPIES."""
     names: dict[tuple[str, int, int], str] = {}
     sets = _sets(records)
     for record in sorted(records, key=lambda record: -sum(p.workers for p in record.pipeline.processors)):
@@ -79,8 +79,8 @@ def tracks_of(records: Sequence[RunRecord]) -> Tracks:
 
 
 def _sets(records: Sequence[RunRecord]) -> dict[int, int]:
-    """By its identity, the set of tracks of every pipeline for shared chunks: while some go through an NPU, others are
-    computed on the CPU alone, by workers that would have the same names."""
+    """Return the set of tracks of every pipeline for shared chunks, by the pipeline's identity: some use an NPU, and
+    others the CPU alone, with workers that would have the same names."""
     shared = {id(record.pipeline): record.pipeline for record in records if record.chunks}
     in_order = sorted(shared, key=lambda pipeline: -sum(p.workers for p in shared[pipeline].processors))
     return {pipeline: number for number, pipeline in enumerate(in_order)}
@@ -91,7 +91,7 @@ def _suffix(set_number: int) -> str:
 
 
 def _lanes(records: Sequence[RunRecord], first: int) -> Lanes:
-    """Where runs share chunks, and so overlap: a track for those of each sequence."""
+    """Return a track for the runs of each sequence if runs share chunks, and so overlap."""
     if not any(record.chunks for record in records):
         return {}
     sequences = sorted({record.sequence for record in records})
@@ -107,12 +107,12 @@ def _metadata(tracks: Iterable[tuple[int, str]], title: str) -> Iterator[Event]:
 
 
 class _Drawn:
-    """One run's part of a trace; or that of chunks that runs shared.
+    """One run's part of a trace, or the part of chunks that runs shared.
 
     Args:
-        record: of the run, or joint.
-        source: for the arguments of tasks: the run by its place, or of shared chunks the pipeline by its number.
-        set_number: the set of tracks that its workers have.
+        record: record of the run, or joint record of shared chunks.
+        source: argument of the tasks: the run's index, or for shared chunks the pipeline's number.
+        set_number: number of the set of tracks that its workers have.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class _Drawn:
         self._numbers = chunk_numbers(record)
 
     def run(self, track: int) -> Event:
-        """The run as a whole."""
+        """Return the event of the complete run."""
         record = self._record
         args = self._source | {"tokens": record.num_tokens, "position": record.position}
         if record.num_cached:
@@ -144,7 +144,7 @@ class _Drawn:
         return self._slice(track, record.name, "run", record.start_ns, record.end_ns, args)
 
     def events(self) -> Iterator[Event]:
-        """Tasks, copies, arrows and counters."""
+        """Yield tasks, copies, arrows and counters."""
         record = self._record
         for event in record.events:
             track = self._tracks[event.processor, event.worker]
@@ -184,13 +184,14 @@ class _Drawn:
         }
 
     def _flows(self) -> Iterator[Event]:
-        """Arrows from every task of a chunk to those that wait for it; their points lie in the middle of the tasks."""
+        """Yield arrows from every task of a chunk to those that wait for it; their points are in the middle of the
+        tasks."""
         chunks: dict[int, dict[int, TaskEvent]] = defaultdict(dict)
         for event in self._record.events:
             chunks[event.task.chunk][event.task.subgraph] = event
         for chunk, tasks in sorted(chunks.items()):
             for path in self._paths(sorted(tasks)):
-                # nothing can be bound to a task that took no time
+                # no arrow can be attached to a task of zero duration
                 events = [tasks[index] for index in path if tasks[index].end_ns > tasks[index].start_ns]
                 if len(events) < 2:
                     continue
@@ -203,10 +204,10 @@ class _Drawn:
                     yield {"ph": phase, **flow, **place, **({"bp": "e"} if phase != "s" else {})}
 
     def _paths(self, subgraphs: Sequence[int]) -> list[list[int]]:
-        """Paths that together lead once from every subgraph to each that waits for it."""
+        """Return paths that together lead once from every subgraph to each that waits for it."""
         paths: list[list[int]] = []
         ends: dict[int, list[int]] = {}
-        """The path that goes on from a subgraph."""
+        """Path that ends at a subgraph."""
         for index in subgraphs:
             for source in self._record.pipeline.stages[index].waits_for:
                 path = ends.pop(source, None)
@@ -218,7 +219,7 @@ class _Drawn:
         return paths
 
     def _busy_shares(self) -> Iterator[Event]:
-        """The busy share of each processor's workers, over equal pieces of the run."""
+        """Yield the busy share of each processor's workers, over equal parts of the run."""
         record = self._record
         num_samples = max(1, min(MOST_BUSY_SAMPLES, len(record.events) // TASKS_PER_BUSY_SAMPLE))
         step = max(1, -(-(record.end_ns - record.start_ns) // num_samples))
@@ -236,7 +237,7 @@ class _Drawn:
             yield self._counter("busy %", record.end_ns, {name: 0})
 
     def _memory(self) -> Iterator[Event]:
-        """Chunk slots from the first to the last task of their chunk, and the caches' filled bytes."""
+        """Yield the number of chunk slots in use, and the memory of slots and of filled caches."""
         record = self._record
         starts: dict[int, int] = {}
         ends: dict[int, int] = {}

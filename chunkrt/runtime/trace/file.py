@@ -1,7 +1,7 @@
-"""Trace files: Chrome's JSON with the records of the runs in it, so that what was written can be analysed again.
+"""Trace files: Chrome's JSON with the records of the runs in it, so that a written trace can be analysed again.
 
-The pipelines and runs stand under "otherData", which viewers leave alone; tasks and copies are read from the events.
-A chunk that several runs shared is written once.
+The pipelines and runs are stored under "otherData", which viewers ignore; tasks and copies are read from the events. A
+chunk that several runs shared is written once.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from chunkrt.runtime.trace.events import COPIES, FIRST_WORKER_TRACK, SPAN, trace
 from chunkrt.runtime.trace.shared import pipeline_numbers
 
 FORMAT, CHAINS = "chunkrt trace 2", "chunkrt trace 1"
-"""The format, and the one before it, in which a stage does not say what it waits for: the one before."""
+"""The format, and its predecessor, in which a stage has no `waits_for` and waits for the stage before it."""
 MOST_WORKERS = 4096
 LARGEST = 1 << 62
 
 
 def check_trace_path(path: Path) -> None:
-    """Refuse a path that no trace can be written to; called before anything runs.
+    """Reject a path that no trace can be written to; called before anything runs.
 
     Raises:
-        ConfigError: something else than a file is there, or the folder is missing or may not be written to.
+        ConfigError: the path is not a file, or the folder is missing or not writable.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(
@@ -46,12 +46,12 @@ def check_trace_path(path: Path) -> None:
 
 
 def write_trace(path: Path, records: Sequence[RunRecord], title: str) -> None:
-    """Write the records of some runs, beside `path` first and then renamed.
+    """Write the records of some runs to a temporary file next to `path`, and rename it.
 
     Args:
-        path: of the file; one that exists is replaced.
-        records: of runs on one clock, at least one.
-        title: such as the model's name.
+        path: path of the file; an existing file is replaced.
+        records: records of runs on one clock, at least one.
+        title: title such as the model's name.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -65,17 +65,17 @@ def write_trace(path: Path, records: Sequence[RunRecord], title: str) -> None:
 
 
 def read_trace(path: Path) -> list[RunRecord]:
-    """Read what `write_trace` wrote, in the order in which it was given.
+    """Read the records that `write_trace` wrote, in the same order.
 
     Raises:
-        ConfigError: the file is missing, damaged, or some other program's.
+        ConfigError: the file is missing, damaged, or another program's.
     """
     try:
         data = read_json(path)
     except OSError as error:
         raise ConfigError(f"cannot read a trace from {path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no trace, for it is not JSON: {error}; {_HINT}") from error
+        raise ConfigError(f"{path} is not a trace, because it is not JSON: {error}; {_HINT}") from error
     about = data.get("otherData") if isinstance(data, dict) else None
     if not isinstance(about, dict) or about.get("format") not in (FORMAT, CHAINS):
         raise ConfigError(f"{path} is JSON, but not of the format {FORMAT!r}; {_HINT}")
@@ -151,7 +151,7 @@ def _passage(args: Mapping[str, Any], start_ns: int, end_ns: int) -> Passage | N
 
 
 def _run(index: int, data: dict[str, Any], pipelines: Sequence[Pipeline]) -> RunRecord:
-    """All that is told of a run beside its events."""
+    """Return the record of a run without its events."""
     pipeline = pipelines[_whole(data["pipeline"])]
     chunks = tuple(_chunk(chunk, pipeline) for chunk in data.get("chunks", ()))
     run = RunRecord(
@@ -192,7 +192,7 @@ def _chunk(data: Any, pipeline: Pipeline) -> ChunkRecord:
 
 
 Places = Mapping[tuple[int, int], Sequence[tuple[int, int]]]
-"""Of shared chunks, by pipeline and number: the runs that have rows there, each with the chunk's place in it."""
+"""Runs that have rows in a shared chunk, each with the chunk's index in the run; by pipeline and chunk number."""
 
 
 def _places(runs: Sequence[RunRecord], pipelines: Sequence[int]) -> Places:
@@ -201,18 +201,18 @@ def _places(runs: Sequence[RunRecord], pipelines: Sequence[int]) -> Places:
     for index, (run, pipeline) in enumerate(zip(runs, pipelines, strict=True)):
         for place, chunk in enumerate(run.chunks):
             if chunks.setdefault((pipeline, chunk.number), chunk) != chunk:
-                raise ValueError(f"two runs tell otherwise of chunk {chunk.number}")
+                raise ValueError(f"two runs have different descriptions of chunk {chunk.number}")
             places.setdefault((pipeline, chunk.number), []).append((index, place))
     return places
 
 
 def _places_of(args: dict[str, Any], runs: Sequence[RunRecord], places: Places) -> Sequence[tuple[int, int]]:
-    """The runs that an event belongs to, each with the place of its chunk there."""
+    """Return the runs that an event belongs to, each with the index of its chunk there."""
     chunk = _whole(args["chunk"])
     if "run" in args:
         run = _whole(args["run"])
         if runs[run].chunks:
-            raise ValueError(f"a task is told of as run {run}'s own, which shared its chunks")
+            raise ValueError(f"a task belongs to run {run} alone, but that run shared its chunks")
         return [(run, chunk)]
     key = _whole(args["pipeline"]), chunk
     if key not in places:
@@ -240,7 +240,7 @@ def _pipeline(data: dict[str, Any], read_stage: Callable[..., Stage]) -> Pipelin
 
 def _stage(index: int, name: Any, device: Any, work: Any, waits_for: Any) -> Stage:
     if work not in WORKS:
-        raise ValueError(f"{work!r} is no work")
+        raise ValueError(f"{work!r} is not a kind of work")
     if any(_whole(source) >= index for source in waits_for):
         raise ValueError(f"stage {index} waits for {waits_for}, which do not all come before it")
     return Stage(_text(name), _device(device), work, tuple(waits_for))
@@ -268,26 +268,26 @@ def _processor(data: dict[str, Any]) -> Processor:
 
 def _device(value: Any) -> Device:
     if value not in get_args(Device):
-        raise ValueError(f"{value!r} is no device")
+        raise ValueError(f"{value!r} is not a device")
     device: Device = value
     return device
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no name")
+        raise ValueError(f"{value!r} is not a name")
     return value
 
 
 def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < LARGEST:
-        raise ValueError(f"{value!r} is no whole number from 0 on")
+        raise ValueError(f"{value!r} is not a non-negative integer")
     return int(value)
 
 
 def _nanoseconds(value: Any) -> int:
-    """Of a number of microseconds."""
+    """Return a number of microseconds in nanoseconds."""
     if type(value) not in (int, float) or not 0 <= value < LARGEST:
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     nanoseconds: int = round(value * 1000)
     return nanoseconds

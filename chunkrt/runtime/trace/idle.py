@@ -1,8 +1,8 @@
-"""Why workers were idle: every gap between the tasks of a run, by what it was a wait for.
+"""Causes of idle time: every gap between the tasks of a worker, by the reason for the wait.
 
-Pure: from a record alone, of a run or a simulation. Time is cut at every start and end of a task, so that between two
-cuts nothing changes, and each idle worker's piece has one cause: what its next task was waiting for. The pieces and the
-tasks of a worker fill its run exactly.
+This is a pure function of a record, from a run or a simulation. Time is cut at every start and end of a task, so that
+nothing changes between two cuts, and each idle worker's piece has one cause: the reason why its next task waited. The
+pieces and the tasks of a worker fill its run exactly.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Cause = Literal[
 CAUSES: Mapping[Cause, str] = {
     "start": "start of the pipeline",
     "attention": "waiting for attention",
-    "linears": "waiting for linears",
-    "layers": "waiting for whole layers",
-    "embedding": "waiting for embedding or head",
+    "linears": "waiting for linear layers",
+    "layers": "waiting for complete layers",
+    "embedding": "waiting for embedding or LM head",
     "sums": "waiting for other ranks",
     "order": "waiting for the order of chunks",
     "buffer": "waiting for a buffer",
@@ -47,14 +47,14 @@ CAUSES: Mapping[Cause, str] = {
     "drain": "drain of the pipeline",
     "overhead": "policy and overhead",
 }
-"""What each cause means.
+"""Descriptions of the causes.
 
-start, drain: before a worker's first task and after its last. attention, linears, layers, embedding, sums: the next
-task waits for such a task of its chunk, which runs, or is ready and has no worker; or attention of an earlier chunk
-comes first.
-Of several it is the one on the way that ends last. order: the next task has state and is not its chunk's turn. buffer:
-its chunk has no chunk slot yet. chunk: runs share chunks, and the next task's had not been formed. copy: what it reads
-is being copied. overhead: the worker could have run a task and did not: the policy's choice, waking up, bookkeeping.
+start, drain: the time before a worker's first task and after its last. attention, linears, layers, embedding, sums: the
+    next task waits for such a task of its chunk, which runs, or is ready and has no worker; or attention of an earlier
+    chunk comes first. Of several such tasks it is the one in progress that ends last. order: the next task has state
+    and it is not its chunk's turn. buffer: its chunk has no chunk slot yet. chunk: runs share chunks, and the next
+    task's chunk had not been formed. copy: its input is being copied. overhead: the worker could have run a task and
+    did not: the policy's choice, waking up, bookkeeping.
 """
 
 
@@ -70,10 +70,10 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorTime:
-    """Where the time of one processor went: `total_ns` is wall time times workers, and the sum of `busy_ns` and
+    """Breakdown of the time of one processor: `total_ns` is wall time times workers, and the sum of `busy_ns` and
     `idle_ns`.
 
-    span_ns: of what it was busy with, on an NPU that converts: what of it was what; else empty.
+    span_ns: parts of the busy time of an NPU that converts values; otherwise empty.
     """
 
     name: str
@@ -85,19 +85,20 @@ class ProcessorTime:
 
 
 def idle_gaps(record: RunRecord) -> list[Gap]:
-    """Every idle piece of every worker, by time; pieces of one cause that touch are one.
+    """Return every idle piece of every worker, by time; adjacent pieces with the same cause are one.
 
     Raises:
-        ConfigError: the events contradict the schedule's rules, so that they are no run's.
+        ConfigError: the events contradict the schedule's rules, so they are not those of a run.
     """
     return _Sweep(Replay(record)).gaps()
 
 
 def where_time_went(records: Sequence[RunRecord]) -> list[ProcessorTime]:
-    """The time of every processor over some runs; of shared chunks, that in which at least one was in flight.
+    """Return the breakdown of every processor's time over some runs; of shared chunks, the time with at least one in
+    flight.
 
     Args:
-        records: of one pipeline, or of pipelines with the same processors.
+        records: records of one pipeline, or of pipelines with the same processors.
 
     Raises:
         ConfigError: the events contradict the schedule's rules.
@@ -106,7 +107,8 @@ def where_time_went(records: Sequence[RunRecord]) -> list[ProcessorTime]:
 
 
 def times_of(records: Sequence[RunRecord]) -> list[ProcessorTime]:
-    """As `where_time_went`, of records in which no task is told twice, from the beginning of each to its end."""
+    """Return the breakdown of `where_time_went` for records without duplicate tasks, from the start of each to its
+    end."""
     processors = {processor.name: processor for record in records for processor in record.pipeline.processors}
     times = []
     gaps = [gap for record in records for gap in idle_gaps(record)]
@@ -150,7 +152,7 @@ class _Sweep:
         self._upcoming = {worker: list(reversed(events)) for worker, events in replay.workers.items()}
         self._unready = sorted(self._record.events, key=lambda event: -replay.ready[event.task])
         self._waiting: dict[Task, int] = {}
-        """The tasks that are ready and have not started, with their starts."""
+        """Ready tasks that have not started, with their start times."""
 
     def gaps(self) -> list[Gap]:
         record = self._record
@@ -158,7 +160,7 @@ class _Sweep:
         cuts = {record.start_ns, record.end_ns, *(e.start_ns for e in events), *(e.end_ns for e in events)}
         gaps: list[Gap] = []
         last: dict[Worker, int] = {}
-        """The index of every worker's latest gap."""
+        """Index of every worker's latest gap."""
         for start, end in pairwise(sorted(cuts)):
             self._advance(start)
             for worker, cause in self._causes(start):
@@ -171,7 +173,7 @@ class _Sweep:
         return gaps
 
     def _advance(self, now: int) -> None:
-        """Take in everything up to a moment."""
+        """Advance to a time."""
         while self._unready and self._replay.ready[self._unready[-1].task] <= now:
             event = self._unready.pop()
             self._waiting[event.task] = event.start_ns
@@ -181,7 +183,7 @@ class _Sweep:
                 upcoming.pop()
 
     def _causes(self, now: int) -> Iterable[tuple[Worker, Cause]]:
-        """The cause of every worker that is idle from now on."""
+        """Yield the cause for every worker that is idle from now on."""
         idle = {
             worker: upcoming[-1] if upcoming else None
             for worker, upcoming in self._upcoming.items()
@@ -191,7 +193,7 @@ class _Sweep:
             return
         claimed = {event.task for event in idle.values() if event is not None}
         free = {name: 0 for name, _ in idle}
-        """Ready tasks that none of the idle workers takes next, and any of a processor's could."""
+        """Number of ready tasks, by processor, that a worker of it could run and that no idle worker takes next."""
         for task in self._waiting:
             if task not in claimed:
                 for name in free:
@@ -223,7 +225,8 @@ class _Sweep:
         return "copy"
 
     def _holdup(self, task: Task, now: int) -> Task:
-        """What a task waits for in the end: of what it waits for the one that ends last, and so on from that."""
+        """Return the task that a task ultimately waits for: the one of its sources that ends last, and so on from
+        that."""
         while sources := [event for event in self._replay.sources(task) if event.end_ns > now]:
             task = max(sources, key=lambda event: event.end_ns).task
         return task

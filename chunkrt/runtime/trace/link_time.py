@@ -1,7 +1,7 @@
-"""The link's time: how long sums over ranks were under way, and how much of that the other processors hid.
+"""The link's time: the duration of sums over ranks, and the part of it that overlaps with other work.
 
-A sum is under way from the moment when this rank has its part to the moment when it has the whole. That holds the time
-in which it waits for ranks that are behind; one rank's events cannot tell the two apart.
+A sum is in progress from the moment when this rank has its part to the moment when it has the total. That includes the
+time in which it waits for slower ranks; one rank's events cannot distinguish the two.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from chunkrt.runtime.trace.utilisation import covered_ns
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTime:
-    """Nanoseconds of some runs. `busy_ns`: at least one sum was under way. `hidden_ns`: of these, while at least one
-    other task ran, so that the sum cost nothing. `num_sums`: how many there were."""
+    """Times of some runs in nanoseconds. `busy_ns`: at least one sum was in progress. `hidden_ns`: the part of it
+    during which at least one other task ran, so that the sum cost nothing. `num_sums`: number of sums."""
 
     busy_ns: int
     hidden_ns: int
@@ -25,12 +25,12 @@ class LinkTime:
 
     @property
     def hidden(self) -> float:
-        """The share that was hidden, 0 to 1; of no time, all was."""
+        """Hidden share of the time, 0 to 1; 1 if there was none."""
         return self.hidden_ns / self.busy_ns if self.busy_ns else 1.0
 
 
 def link_time(records: Sequence[RunRecord]) -> LinkTime | None:
-    """The link's time over some runs; None if they have no sums over ranks."""
+    """Return the link's time over some runs; None if they have no sums over ranks."""
     busy_ns = hidden_ns = num_sums = 0
     for record in joined(records):
         spans: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
@@ -45,7 +45,7 @@ def link_time(records: Sequence[RunRecord]) -> LinkTime | None:
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same time, in spans that do not overlap."""
+    """Merge spans into spans that do not overlap."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:

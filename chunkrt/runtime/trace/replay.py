@@ -1,9 +1,9 @@
-"""A finished run, replayed by the schedule's rules: when every task became ready, and what it waited for before.
+"""A finished run, replayed by the schedule's rules: the times at which tasks became ready, and their reasons to wait.
 
 The rules are those of `Schedule`: a task waits for the tasks of its chunk whose values it reads; with state also for
-the chunk before it, or where several sequences share chunks for the last one of each that it has rows of; every chunk
-for a chunk slot; and any task for what is copied for it. When a shared chunk was formed nobody has written down: its
-first task tells.
+the chunk before it, or if several sequences share chunks for the last chunk of each of its sequences; every chunk for a
+chunk slot; and any task for the copies that it needs. The time at which a shared chunk was formed is not recorded; the
+start of its first task stands for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.tasks import Task, TaskEvent
 
 Worker = tuple[str, int]
-"""A processor's name, and one of its workers."""
+"""A processor's name, and the index of one of its workers."""
 
 
 class Replay:
@@ -26,7 +26,7 @@ class Replay:
         record: the run.
 
     Raises:
-        ConfigError: the events contradict the schedule's rules or one another, so that they are no run's.
+        ConfigError: the events contradict the schedule's rules or one another, so they are not those of a run.
     """
 
     def __init__(self, record: RunRecord) -> None:
@@ -38,7 +38,7 @@ class Replay:
             for processor in record.pipeline.processors
             for worker in range(processor.workers)
         }
-        """Every worker's events, by time."""
+        """Events of every worker, by time."""
         self._check_tasks()
         self._assign()
         starts, ends = [record.end_ns] * record.num_chunks, [record.start_ns] * record.num_chunks
@@ -56,33 +56,33 @@ class Replay:
         for copy in record.copies:
             self._copied[copy.task] = max(self._copied[copy.task], copy.end_ns)
         self.ready = {task: self._ready(task) for task in self.event_of}
-        """When every task could have started."""
+        """Earliest possible start of every task."""
         for task, event in self.event_of.items():
             if event.start_ns < self.ready[task]:
                 raise _contradiction(
-                    f"{self.name(task)} started {self.ready[task] - event.start_ns} ns before it could"
+                    f"{self.name(task)} started {self.ready[task] - event.start_ns} ns before it was ready"
                 )
 
     def name(self, task: Task) -> str:
-        """What a person calls a task."""
+        """Return the display name of a task."""
         return f"{self._stages[task.subgraph].name} of chunk {task.chunk}"
 
     def sources(self, task: Task) -> list[TaskEvent]:
-        """The events of the tasks of its chunk that a task waits for."""
+        """Return the events of the tasks of its chunk that a task waits for."""
         return [self.event_of[Task(index, task.chunk)] for index in self._stages[task.subgraph].waits_for]
 
     def turn(self, task: Task) -> int:
-        """When the chunks before it had passed, for a stage with state; otherwise the run's start."""
+        """Return the time when the chunks before it had passed, for a stage with state; otherwise the run's start."""
         before = self._before[task.chunk] if self._stages[task.subgraph].has_state else ()
         ends = [self.event_of[Task(task.subgraph, chunk)].end_ns for chunk in before]
         return max(ends, default=self.record.start_ns)
 
     def entry(self, task: Task) -> int:
-        """When there was a chunk slot for the chunk."""
+        """Return the time when a chunk slot was free for the chunk."""
         return self._slot_times[task.chunk]
 
     def formed(self, task: Task) -> int:
-        """When the chunk had been formed."""
+        """Return the time when the chunk had been formed."""
         return self._formed[task.chunk]
 
     def _ready(self, task: Task) -> int:
@@ -90,9 +90,9 @@ class Replay:
         return max(times + [source.end_ns for source in self.sources(task)])
 
     def _chunks_before(self) -> list[tuple[int, ...]]:
-        """For every chunk those that pass before it where state is: the last ones with rows of its sequences.
+        """Return for every chunk those that precede it at stages with state: the last ones with rows of its sequences.
 
-        Shared chunks are numbered in whichever order; they come in that in which they reach state first.
+        Shared chunks are numbered in any order; their sequence is the order in which they reach state first.
         """
         record = self.record
         if not record.chunks:
@@ -111,7 +111,7 @@ class Replay:
         return before
 
     def _check_tasks(self) -> None:
-        """Every chunk passed through everything, or through what state or hidden states are made of."""
+        """Check that every chunk passed through all stages, or through those that state or hidden states depend on."""
         record, stages = self.record, self._stages
         if len(self.event_of) < len(record.events):
             raise _contradiction("a task has two events")
@@ -120,21 +120,21 @@ class Replay:
         passed: list[list[int]] = [[] for _ in range(record.num_chunks)]
         for task in sorted(self.event_of):
             if not (0 <= task.subgraph < len(stages) and 0 <= task.chunk < len(passed)):
-                raise _contradiction(f"there is no task {tuple(task)}; {len(stages)} stages, {len(passed)} chunks")
+                raise _contradiction(f"task {tuple(task)} does not exist; {len(stages)} stages, {len(passed)} chunks")
             passed[task.chunk].append(task.subgraph)
         flow = record.pipeline.flow
         routes = [list(route.subgraphs) for route in (flow.with_logits, flow.without_logits, flow.with_hidden)]
         for chunk, subgraphs in enumerate(passed):
             if subgraphs not in routes:
-                raise _contradiction(f"chunk {chunk} has {len(subgraphs)} of {len(stages)} tasks, with some left out")
+                raise _contradiction(f"chunk {chunk} has {len(subgraphs)} of {len(stages)} tasks, and some are missing")
 
     def _assign(self) -> None:
-        """Give every worker its events."""
+        """Assign the events to their workers."""
         record = self.record
         devices = {processor.name: processor.devices for processor in record.pipeline.processors}
         for event in (*record.events, *record.copies):
             if not record.start_ns <= event.start_ns <= event.end_ns <= record.end_ns:
-                raise _contradiction(f"{self.name(event.task)} does not lie between the run's start and its end")
+                raise _contradiction(f"{self.name(event.task)} is not between the run's start and its end")
         for copy in record.copies:
             if copy.task not in self.event_of:
                 raise _contradiction(f"something was copied for a task that never ran: {tuple(copy.task)}")
@@ -154,4 +154,4 @@ class Replay:
 
 
 def _contradiction(what: str) -> ConfigError:
-    return ConfigError(f"the events are no run's: {what}; record the run again")
+    return ConfigError(f"the events are not those of a run: {what}; record the run again")

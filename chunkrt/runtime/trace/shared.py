@@ -1,7 +1,7 @@
-"""Runs that shared chunks: what the workers did, every chunk once, whosever rows it held.
+"""Runs that shared chunks: the work of the workers with every chunk once, regardless of the sequences in it.
 
-Each such run's record has the tasks of all its chunks, so that a chunk of three sequences is told of three times.
-Whoever draws or adds up what workers did goes by the records that are made here.
+Each such run's record has the tasks of all its chunks, so a chunk of three sequences appears three times. Code that
+draws or adds up the workers' activity uses the records that this module makes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from chunkrt.runtime.record import ChunkRecord, Pipeline, RunRecord
 from chunkrt.runtime.tasks import Task, TaskEvent
 
 MOST_NAMED = 4
-"""Sequences that are named one by one."""
+"""Largest number of sequences that are named individually."""
 
 
 class SharedChunk(NamedTuple):
-    """A chunk that several runs shared, and what its tasks and copies took."""
+    """A chunk that several runs shared, with the events of its tasks and copies."""
 
     record: ChunkRecord
     events: Sequence[TaskEvent]
@@ -26,21 +26,21 @@ class SharedChunk(NamedTuple):
 
     @property
     def start_ns(self) -> int:
-        """Of its first task."""
+        """Start of its first task."""
         return min(event.start_ns for event in (*self.events, *self.copies))
 
     @property
     def end_ns(self) -> int:
-        """Of its last task."""
+        """End of its last task."""
         return max(event.end_ns for event in self.events)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """How full shared chunks were.
+    """Fill of shared chunks.
 
-    rows_per_chunk: on average. packed: the share of the chunks that held more than one sequence. padding: of the rows
-    that an NPU computed the share that held no token; None where no NPU took part.
+    rows_per_chunk: mean number. packed: share of the chunks that held more than one sequence. padding: share of the
+        rows computed on an NPU that held no token; None without an NPU.
     """
 
     sequences: int
@@ -52,9 +52,9 @@ class Packing:
 
 
 def joined(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """What the workers did in some runs, every task once.
+    """Return records of the workers' activity in some runs, with every task once.
 
-    Runs with chunks of their own stay as they are. Of those that shared chunks there is one record for every time in
+    Runs with chunks of their own stay unchanged. Runs that shared chunks are replaced by one record for every period in
     which at least one chunk of a pipeline was in flight.
     """
     found = [record for record in records if not record.chunks]
@@ -72,8 +72,8 @@ def joined(records: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def with_others(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord:
-    """What the workers did while a run was computed: all chunks of its pipeline that lie within its time, those of
-    others too. A run with chunks of its own is that already."""
+    """Return a record of the workers' activity during a run: all chunks of its pipeline within its time, including
+    those of other runs. A run with chunks of its own is returned unchanged."""
     for pipeline, position_bytes, chunks in _by_pipeline(records):
         if pipeline is record.pipeline:
             within = [c for c in chunks if c.start_ns <= record.end_ns and c.end_ns >= record.start_ns]
@@ -82,7 +82,7 @@ def with_others(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord:
 
 
 def packing(records: Sequence[RunRecord]) -> Packing | None:
-    """How full the shared chunks of some runs were, each counted once; None if they shared none."""
+    """Return the fill of the shared chunks of some runs, each counted once; None if they shared none."""
     sequences: set[int] = set()
     num_chunks = num_rows = num_packed = num_on_npu = num_padded = 0
     for pipeline, _, chunks in _by_pipeline(records):
@@ -108,12 +108,12 @@ def packing(records: Sequence[RunRecord]) -> Packing | None:
 
 
 def chunk_numbers(record: RunRecord) -> list[int]:
-    """What the chunks of a record are called: shared ones by their number, a run's own by their place."""
+    """Return the display numbers of a record's chunks: the number of a shared chunk, the index of a run's own."""
     return [chunk.number for chunk in record.chunks] or list(range(record.num_chunks))
 
 
 def rows_of(chunk: ChunkRecord) -> dict[str, str]:
-    """Whose rows lie where in a chunk, in words: by sequence, in the order in which they lie."""
+    """Describe the rows of a chunk: by sequence, in the order of the rows."""
     found, row = {}, 0
     for sequence, position, num_tokens in chunk.segments:
         rows = f"row {row}" if num_tokens == 1 else f"rows {row} to {row + num_tokens - 1}"
@@ -123,7 +123,7 @@ def rows_of(chunk: ChunkRecord) -> dict[str, str]:
 
 
 def sequence_names(chunks: Iterable[ChunkRecord]) -> str:
-    """Whose rows some chunks hold, in a few words."""
+    """Name the sequences of some chunks briefly."""
     sequences = sorted({segment.sequence for chunk in chunks for segment in chunk.segments})
     if len(sequences) > MOST_NAMED:
         return f"{len(sequences)} sequences"
@@ -131,12 +131,12 @@ def sequence_names(chunks: Iterable[ChunkRecord]) -> str:
 
 
 def pipeline_numbers(records: Iterable[RunRecord]) -> dict[int, int]:
-    """A number for every pipeline, by its identity: of two like ones each has its own chunks."""
+    """Number the pipelines by identity: two equal pipelines have different chunks."""
     return {identity: number for number, identity in enumerate(dict.fromkeys(id(r.pipeline) for r in records))}
 
 
 def _by_pipeline(records: Iterable[RunRecord]) -> list[tuple[Pipeline, int, list[SharedChunk]]]:
-    """The shared chunks of every pipeline, and the bytes that its caches hold for each position."""
+    """Return the shared chunks of every pipeline, and the bytes that its caches hold for each position."""
     found: dict[int, tuple[Pipeline, int, dict[int, SharedChunk]]] = {}
     for record in records:
         if not record.chunks:
@@ -157,7 +157,7 @@ def _by_chunk(record: RunRecord, events: Iterable[TaskEvent]) -> list[list[TaskE
 
 
 def _joint(pipeline: Pipeline, position_bytes: int, chunks: Sequence[SharedChunk]) -> RunRecord:
-    """One record of some chunks, in the order of their numbers."""
+    """Return one record of some chunks, in the order of their numbers."""
     chunks = sorted(chunks, key=lambda chunk: chunk.record.number)
     return RunRecord(
         pipeline=pipeline,

@@ -1,4 +1,4 @@
-"""A run's record as a table for notebooks: where the time of each processor went."""
+"""A run's record as a table for notebooks: a breakdown of the time of each processor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def record_html(record: RunRecord) -> str:
-    """A column for each processor; a row for each kind of work, and for each cause of idleness, in percent."""
+    """Return a table with a column for each processor, and a row for each kind of work and each cause of idleness, in
+    percent."""
     from chunkrt.runtime.record import WORKS
 
     times = times_of([record])

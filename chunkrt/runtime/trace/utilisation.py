@@ -1,4 +1,4 @@
-"""How busy the processors were in a run."""
+"""Utilisation of the processors in a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Utilisation:
 
 
 def utilisation(events: Sequence[TaskEvent], stages: Sequence[Stage]) -> Utilisation:
-    """How busy the roles were during runs of one pipeline; all zero if nothing ran or no time passed."""
+    """Return how busy the roles were during runs of one pipeline; all zero if nothing ran or no time passed."""
     spans = [(event.start_ns, event.end_ns) for event in events]
     wall_ns = max((end for _, end in spans), default=0) - min((start for start, _ in spans), default=0)
 
@@ -40,7 +40,7 @@ def utilisation(events: Sequence[TaskEvent], stages: Sequence[Stage]) -> Utilisa
 
 
 def covered_ns(spans: Sequence[tuple[int, int]], *, depth: int) -> int:
-    """Time during which at least `depth` of the (start, end) spans are open."""
+    """Return the time during which at least `depth` of the (start, end) spans are open."""
     changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
     covered = num_open = previous = 0
     for time, change in changes:

@@ -1,5 +1,5 @@
-// attention in bfloat16 with AMX: TDPBF16PS multiplies 16 rows by 16 columns, 32 deep. What lies around the
-// products is AVX-512's where the processor has it, else AVX2's, as where tile instructions are emulated.
+// attention in bfloat16 with AMX: TDPBF16PS multiplies 16 rows by 16 columns, 32 deep. The operations around
+// the products use AVX-512 if the processor has it, else AVX2, e.g. where tile instructions are emulated.
 #include "kernels/attention/tiles.h"
 #include "kernels/list.h"
 #include "kernels/tiles_amx.h"

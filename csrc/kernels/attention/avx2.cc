@@ -69,7 +69,7 @@ void dequantize(const std::byte* row, std::size_t head_dim, const float* bias, f
   }
 }
 
-// Rows become columns.
+// Transposes 8 rows.
 void transpose_registers(__m256 (&rows)[8]) {
   __m256 pairs[8], quads[8];
   for (std::size_t i = 0; i < 8; i += 2) {
@@ -162,7 +162,7 @@ void score(const KeyBlock& block, const float* queries, std::size_t key, float (
   }
 }
 
-// Scores become weights, and 0 beside those that are seen, to the nearest multiples of 16; rescale receives a
+// Converts scores to weights, with 0 for invisible keys up to the nearest multiples of 16; rescale receives a
 // of attention.h.
 template <std::size_t N>
 void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale) {
@@ -195,8 +195,8 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
   }
 }
 
-// outs[q][d .. d + V * 8 - 1] of N queries. A key that only the later queries see is theirs alone: nothing of
-// it, not even times zero, touches the others.
+// outs[q][d .. d + V * 8 - 1] of N queries. A key that only the later queries see is theirs alone: it does
+// not touch the others, not even times zero.
 template <std::size_t N, std::size_t V>
 void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
                 const float* rescale, std::size_t d) {
@@ -276,7 +276,7 @@ constexpr AttentionOperations kOperations = {.rope = rope,
                                              .attend_tile = kAttendTile,
                                              .queries_per_tile = kQueriesPerTile};
 
-// The nearest bfloat16, in the upper half of each lane; the lower half is left as it comes.
+// The nearest bfloat16, in the upper half of each lane; the lower half is unspecified.
 __m256i to_bfloat(__m256 values) {
   const __m256i bits = _mm256_castps_si256(values);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -287,7 +287,7 @@ __m256i to_bfloat(__m256 values) {
       _mm256_blendv_ps(_mm256_castsi256_ps(nearest), _mm256_castsi256_ps(quiet), is_nan));
 }
 
-// The upper halves of sixteen lanes, side by side.
+// Packs the upper halves of sixteen lanes.
 __m256i upper_halves(__m256i low, __m256i high) {
   const __m256i halves = _mm256_packus_epi32(_mm256_srli_epi32(low, 16), _mm256_srli_epi32(high, 16));
   return _mm256_permute4x64_epi64(halves, _MM_SHUFFLE(3, 1, 2, 0));
@@ -338,7 +338,7 @@ bool pack_values(const float* values, std::size_t stride, std::size_t columns, s
   return _mm256_testz_si256(_mm256_cmpgt_epi32(largest, infinity), magnitude) != 0;
 }
 
-// The new maximum of a row of which something is seen; what is not becomes -inf.
+// The new maximum of a row with visible keys; scores of invisible keys become -inf.
 float find_maximum(float* scores, std::size_t first, std::size_t visible, float maximum) {
   for (std::size_t key = 0; key < first; ++key) scores[key] = -INFINITY;
   for (std::size_t key = visible; key < kKeysPerBlock; ++key) scores[key] = -INFINITY;

@@ -1,4 +1,4 @@
-// attention with AVX-512: a tile of 6 queries by 32 keys, then by 32 columns; masks take care of the ends.
+// attention with AVX-512: a tile of 6 queries by 32 keys, then by 32 columns; masks handle the remainders.
 #include <immintrin.h>
 #include <math.h>
 
@@ -136,7 +136,7 @@ void score(const KeyBlock& block, const float* queries, std::size_t key, float (
   }
 }
 
-// Scores become weights; rescale receives a of attention.h.
+// Converts scores to weights; rescale receives a of attention.h.
 template <std::size_t N>
 void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale) {
   float differences[kLanes] = {};
@@ -166,8 +166,8 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
   }
 }
 
-// outs[q][d .. d + V * 16 - 1] of N queries, the last 16 of them where `lanes` says. A key that only the
-// later queries see is theirs alone: nothing of it, not even times zero, touches the others.
+// outs[q][d .. d + V * 16 - 1] of N queries, the last 16 of them masked by `lanes`. A key that only the later
+// queries see is theirs alone: it does not touch the others, not even times zero.
 template <std::size_t N, std::size_t V>
 void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
                 const float* rescale, std::size_t d, __mmask16 lanes) {
@@ -243,7 +243,7 @@ constexpr AttentionOperations kOperations = {.rope = rope,
                                              .attend_tile = kAttendTile,
                                              .queries_per_tile = kQueriesPerTile};
 
-// The nearest bfloat16, in the upper half of each lane; the lower half is left as it comes.
+// The nearest bfloat16, in the upper half of each lane; the lower half is unspecified.
 __m512i to_bfloat(__m512 values) {
   const __m512i bits = _mm512_castps_si512(values);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -262,7 +262,7 @@ void round_to_bfloat(const float* values, std::uint16_t* out, std::size_t count)
   }
 }
 
-// A row's scores of a block, -inf where a key is not seen.
+// A row's scores of a block, -inf for invisible keys.
 class SeenScores {
  public:
   SeenScores(const float* scores, std::size_t first, std::size_t visible)
@@ -335,7 +335,7 @@ void weigh_rows(const ScoredRows& rows) {
 }  // namespace
 
 TileOperations tile_operations_avx512vnni() {
-  TileOperations operations = tile_operations_avx2();  // packs blocks of other caches
+  TileOperations operations = tile_operations_avx2();  // packs blocks of the other caches
   operations.rope = rope;
   operations.widen = widen_f32_f16_avx512vnni;
   operations.dequantize = dequantize;

@@ -1,4 +1,5 @@
-// The blocked loops of attention; compiled without flags, since all that is hot is behind `operations`.
+// The blocked loops of attention; compiled without special flags, because all hot code is behind
+// `operations`.
 #include "kernels/attention/blocked.h"
 
 #include <algorithm>
@@ -9,8 +10,8 @@
 namespace chunkrt {
 namespace {
 
-// `count` neighbouring rows of a cache as float32, with what they are short of: the cache itself, or a copy
-// in `buffer`.
+// `count` adjacent rows of a cache as float32, plus the bias that it omits: the cache itself, or a copy in
+// `buffer`.
 const float* widened(const AttentionArgs& args, const void* cache, std::size_t offset, std::size_t count,
                      const float* bias, float* buffer, const AttentionOperations& operations) {
   const auto* rows = static_cast<const std::byte*>(cache) + offset;
@@ -44,8 +45,8 @@ void store(const AttentionArgs& args, void* cache, std::size_t offset, const flo
   }
 }
 
-// The raw keys of the positions from `start` on, roped from the first that a query sees: in `roped`, which
-// may be `keys`.
+// The raw keys of the positions from `start` on, roped from the first visible one on: in `roped`, which may
+// be `keys`.
 void rope_keys(const AttentionArgs& args, const float* keys, std::size_t start, std::size_t first,
                std::size_t end, float* roped, const AttentionOperations& operations) {
   for (std::size_t key = std::max(start, first); key < end; ++key) {

@@ -13,13 +13,13 @@ inline constexpr std::size_t kMaxQueriesPerTile = 6;
 
 // A block of keys and their values, the same for all queries of an item.
 struct KeyBlock {
-  const float* keys;    // [head_dim, kKeysPerBlock]: transposed, so that neighbouring keys fill a vector
+  const float* keys;    // [head_dim, kKeysPerBlock]: transposed, so that adjacent keys fill a vector
   const float* values;  // [keys, head_dim]
   std::size_t head_dim;
 };
 
-// Neighbouring queries that go through a key block together: each sees its keys from `first` to before
-// `visible`, one or more. Rows ascend, so `visible` ascends.
+// Adjacent queries that go through a key block together: each sees its keys from `first` to before `visible`,
+// one or more. Rows ascend, so `visible` ascends.
 struct QueryTile {
   const float* queries;        // [tile, head_dim], roped and scaled
   float* const* outs;          // [tile] pointers to [head_dim]
@@ -31,7 +31,7 @@ struct QueryTile {
 
 using AttendTileFunction = void(const KeyBlock& block, const QueryTile& tile);
 
-// What an instruction set provides.
+// Operations that an instruction set provides.
 struct AttentionOperations {
   // Ropes one head and multiplies it by `scale`.
   void (*rope)(const float* input, const float* cos, const float* sin, std::size_t head_dim,
@@ -42,8 +42,7 @@ struct AttentionOperations {
   WidenFunction* widen;
   QuantizeFunction* quantize;
   DequantizeFunction* dequantize;
-  // keys [num_keys, head_dim] to [head_dim, kKeysPerBlock]; columns from num_keys on are left or filled
-  // freely.
+  // keys [num_keys, head_dim] to [head_dim, kKeysPerBlock]; columns from num_keys on have any content.
   void (*transpose)(const float* keys, std::size_t num_keys, std::size_t head_dim, float* out);
   // [i]: for a tile of i + 1 queries, up to queries_per_tile.
   AttendTileFunction* const* attend_tile;

@@ -1,4 +1,4 @@
-// Stores to a cache of int8, the layout of attention.h.
+// Stores to an int8 cache, in the layout of attention.h.
 #include "kernels/attention/int8_cache.h"
 
 #include <cstring>
@@ -12,7 +12,7 @@ void store_int8(const float* values, std::size_t head_dim, QuantizeFunction* qua
   const std::size_t num_groups = int8_groups(head_dim), num_whole = head_dim / kInt8Group;
   auto* const integers = reinterpret_cast<std::int8_t*>(scratch);
   float* const scales = scratch + (head_dim + 3) / 4;
-  auto* const sums = reinterpret_cast<std::int32_t*>(scales + num_groups);  // which nobody wants
+  auto* const sums = reinterpret_cast<std::int32_t*>(scales + num_groups);  // discarded
   quantize({.input = values,
             .values = integers,
             .scales = scales,

@@ -1,4 +1,4 @@
-// A cache of int8: how a row of head_dim values gets there and back (attention.h).
+// An int8 cache: conversion of a row of head_dim values to and from it (attention.h).
 #pragma once
 
 #include <cstddef>

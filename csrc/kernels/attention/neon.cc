@@ -116,7 +116,7 @@ float horizontal_sum(const float32x4_t (&sums)[kVectors]) {
   return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 }
 
-// sums[q][v] += factors[q][Lane] * vectors[v], the vectors being neighbours in memory.
+// sums[q][v] += factors[q][Lane] * vectors[v], with adjacent vectors in memory.
 template <std::size_t N, std::size_t V, int Lane>
 void add_products(float32x4_t (&sums)[N][V], const float32x4_t (&factors)[N], const float* vectors) {
   for (std::size_t v = 0; v < V; ++v) {
@@ -160,7 +160,7 @@ void score(const KeyBlock& block, const float* queries, std::size_t key, float (
   }
 }
 
-// Scores become weights, and 0 beside those that are seen, to the nearest multiples of 16; rescale receives a
+// Converts scores to weights, with 0 for invisible keys up to the nearest multiples of 16; rescale receives a
 // of attention.h.
 template <std::size_t N>
 void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale) {
@@ -194,8 +194,8 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
   }
 }
 
-// outs[q][d .. d + V * 4 - 1] of N queries. A key that only the later queries see is theirs alone: nothing of
-// it, not even times zero, touches the others.
+// outs[q][d .. d + V * 4 - 1] of N queries. A key that only the later queries see is theirs alone: it does
+// not touch the others, not even times zero.
 template <std::size_t N, std::size_t V>
 void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
                 const float* rescale, std::size_t d) {

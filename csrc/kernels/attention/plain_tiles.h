@@ -1,5 +1,5 @@
 // The tile operations of kernels/attention/tiles.h in plain loops, for processors without such instructions.
-// Included by one file for each instruction set; nothing here is seen outside of it.
+// Included by one file for each instruction set; nothing here is visible outside of it.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ class PlainTiles {
     }
   }
 
-  // The first of each pair in one row, the second in another.
+  // The first elements of all pairs in one row, the second ones in another.
   template <std::size_t Tile>
   void load(const std::uint16_t* values, std::size_t stride) {
     auto& operand = operands_[Tile - kFirstOperand];
@@ -40,7 +40,7 @@ class PlainTiles {
     }
   }
 
-  // Products of two bfloat16 are exact. As TDPBF16PS does, firsts and seconds are summed apart at first.
+  // Products of two bfloat16 are exact. As in TDPBF16PS, first and second elements are summed separately.
   template <std::size_t Sum, std::size_t Left, std::size_t Right>
   void multiply() {
     const auto& left = operands_[Left - kFirstOperand];

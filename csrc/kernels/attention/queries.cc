@@ -1,4 +1,4 @@
-// How the queries of one call are numbered and found.
+// Numbering of the queries of one call.
 #include "kernels/attention/queries.h"
 
 #include <algorithm>

@@ -40,7 +40,7 @@ std::uint16_t narrow(float value) {
   if (magnitude > 0x7f800000u) return static_cast<std::uint16_t>(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
   if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // 65520 and more
   if (magnitude <
-      0x38800000u) {  // below 2^-14: a subnormal counts in steps of 2^-24, as 0.5f does in its own
+      0x38800000u) {  // below 2^-14: subnormals are multiples of 2^-24, the unit in the last place of 0.5f
     const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
     return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u));
   }

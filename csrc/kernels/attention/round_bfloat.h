@@ -1,5 +1,5 @@
 // float32 to bfloat16 in a loop that compilers vectorise. Included by one file for each instruction set;
-// nothing here is seen outside of it.
+// nothing here is visible outside of it.
 #pragma once
 
 #include <bit>
@@ -9,7 +9,7 @@
 namespace chunkrt {
 namespace {
 
-// The nearest bfloat16, even of two.
+// The nearest bfloat16, ties to even.
 inline std::uint16_t to_bfloat(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t nearest = bits + 0x7fffu + (bits >> 16 & 1u), quiet = bits | 0x400000u;

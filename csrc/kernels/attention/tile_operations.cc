@@ -1,4 +1,4 @@
-// How large operands of attention by tiles are, and which operations lie around them here.
+// Operand sizes of attention by tiles, and the choice of the other operations on this processor.
 #include "kernels/attention/tile_operations.h"
 
 #include "kernels/isa.h"

@@ -1,5 +1,5 @@
-// What lies around the tiles of attention in bfloat16: how its operands lie in scratch, and the operations
-// that are no products of tiles, which an instruction set provides.
+// Attention in bfloat16 apart from the products of tiles: the layout of operands in scratch, and the other
+// operations, which an instruction set provides.
 //
 // A bfloat16 is the upper half of a float32's bits, kept as uint16.
 #pragma once
@@ -17,11 +17,11 @@ inline constexpr std::size_t kValuesPerTile = 512;  // bfloat16
 inline constexpr std::size_t kRowsAtOnce = 2 * kRowsPerTile;
 static_assert(kQueriesPerTileItem % kRowsAtOnce == 0 && kKeysPerBlock % kDepthPerTile == 0);
 
-// How an item's operands lie in scratch, one after another, each a multiple of 64 bytes.
+// Layout of an item's operands in scratch, one after another, each a multiple of 64 bytes.
 struct TileSizes {
-  std::size_t depth;    // of the scores' products: head_dim to whole tiles
-  std::size_t columns;  // of the output: head_dim to whole tiles
-  // In floats, of which one holds two bfloat16.
+  std::size_t depth;    // depth of the scores' products: head_dim rounded up to tiles
+  std::size_t columns;  // columns of the output: head_dim rounded up to tiles
+  // In floats; each holds two bfloat16.
   std::size_t queries;  // bfloat16 [queries, depth]
   std::size_t keys;     // bfloat16 [4, depth / 2, 16 keys, 2]
   std::size_t values;   // bfloat16 [columns / 16, 32, 16 columns, 2 keys]
@@ -33,15 +33,15 @@ struct TileSizes {
 
 TileSizes tile_sizes(std::size_t head_dim);
 
-// Rows of scores on their way to weights.
+// Rows of scores that are converted to weights.
 struct ScoredRows {
-  float* scores;               // [rows, kKeysPerBlock]; those that are not seen may hold anything, and change
-  std::uint16_t* weights;      // [rows, kKeysPerBlock]: bfloat16, 0 where a key is not seen
-  float* outs;                 // [rows, columns]: o of attention.h, multiplied by a
-  float* maxima;               // [rows]: m
-  float* sums;                 // [rows]: l
+  float* scores;           // [rows, kKeysPerBlock]; scores of invisible keys are unspecified and overwritten
+  std::uint16_t* weights;  // [rows, kKeysPerBlock]: bfloat16, 0 for invisible keys
+  float* outs;             // [rows, columns]: o of attention.h, multiplied by a
+  float* maxima;           // [rows]: m
+  float* sums;             // [rows]: l
   const std::size_t* first;    // [rows]: a row sees the block's keys from `first`
-  const std::size_t* visible;  // to before `visible`; if that is no more, it is left as it is
+  const std::size_t* visible;  // to before `visible`; if the range is empty, the row is unchanged
   std::size_t num_rows;
   std::size_t columns;
 };
@@ -56,16 +56,16 @@ struct TileOperations {
   // 16 keys [16, depth] to bfloat16 [depth / 2, 16 keys, 2]: tiles, one after another.
   void (*pack_keys)(const float* keys, std::size_t depth, std::uint16_t* out);
   // 16 rows of values, `stride` floats apart, to a quarter of the tiles of each 16 columns, bfloat16 [8, 16
-  // columns, 2 keys]. Whether all are finite, once rounded.
+  // columns, 2 keys]. Returns true if all are finite after rounding.
   bool (*pack_values)(const float* values, std::size_t stride, std::size_t columns, std::uint16_t* out);
   void (*weigh)(const ScoredRows& rows);
 };
 
 #if defined(__x86_64__) || defined(_M_X64)
 const TileOperations& tile_operations_avx2();
-TileOperations tile_operations_avx512vnni();  // which give the same bits
+TileOperations tile_operations_avx512vnni();  // both give the same bits
 
-// The best that this processor has.
+// The fastest operations that this processor supports.
 const TileOperations& tile_operations();
 #endif
 

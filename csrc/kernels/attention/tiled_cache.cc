@@ -1,4 +1,4 @@
-// Stores to a cache of bfloat16, the layout of attention.h.
+// Stores to a bfloat16 cache, in the layout of attention.h.
 #include "kernels/attention/tiled_cache.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// A cache of bfloat16, whose blocks lie as tiles (attention.h): how a position gets there.
+// A bfloat16 cache, whose blocks are stored in tile layout (attention.h): storing of a position.
 #pragma once
 
 #include "kernels/attention/queries.h"
@@ -11,8 +11,8 @@ using RoundFunction = void(const float* values, std::uint16_t* out, std::size_t 
 // The block of a position in a cache.
 std::uint16_t* tiled_block(const AttentionArgs& args, void* cache, std::size_t kv_head, std::size_t position);
 
-// Puts a key, roped, and a value of one head to their position. Threads may do so at once for others, though
-// neighbours share lines of memory. `rounded`: room for tiled_depth(head_dim).
+// Stores a roped key and a value of one head at their position. Threads may store other positions at the same
+// time, although adjacent positions share cache lines. `rounded`: room for tiled_depth(head_dim).
 void store_tiled(const AttentionArgs& args, std::size_t kv_head, std::size_t position, const float* key,
                  const float* value, RoundFunction* round, std::uint16_t* rounded);
 

@@ -1,23 +1,23 @@
 // attention in bfloat16 by matrix tiles: the loops, written once over a few operations on eight tiles.
 //
 // A tile is 16 rows of 64 bytes. A left one holds 32 bfloat16 of 16 queries, or 16 queries' weights of 32
-// keys. A right one holds 16 pairs of what is multiplied with these, [16 pairs, 16 columns, 2]: of the
-// dimensions of 16 keys, or of the keys of 16 dimensions of values. Their product, 16 x 16 sums in float32,
-// is added to a third.
+// keys. A right one holds 16 pairs of the other factor, [16 pairs, 16 columns, 2]: of the dimensions of 16
+// keys, or of the keys of 16 dimensions of values. Their product, 16 x 16 sums in float32, is added to a
+// third.
 //
-// `Tiles` provides configure(rows): the tiles of sums and the left ones get so many rows; and, on a tile
-// named by its number, zero, load_sums, load, multiply and store. For processors it is AmxBfloatTiles
-// (kernels/tiles_amx.h), where there are none PlainTiles.
+// `Tiles` provides configure(rows): sets the rows of sum tiles and left tiles; and, on a tile named by its
+// number, zero, load_sums, load, multiply and store. It is AmxBfloatTiles (kernels/tiles_amx.h), or
+// PlainTiles on processors without tiles.
 //
-// All queries go through tiles, few as they may be, so that a row's bits are the same in a chunk and alone.
-// A bfloat16 cache holds what is multiplied. Of another cache each item rounds and packs every block: for few
-// queries most of the time, the whole takes about what float32 takes with AVX2 (4,600 cycles a block for
-// three queries of 64 dimensions). To spread it over more, an item has kQueriesPerTileItem. Of such an item's
-// time, packing float16 caches is then 13 % with 64 dimensions and 21 % with 128 (with half the queries 23
-// and 34 %), softmax 77 and 63 %, tiles 10 and 17 %: the vector parts as Zen 3 takes them, a product of tiles
-// counted as 16 cycles.
+// All queries go through tiles, even a few, so that a row's bits are the same in a chunk and alone. A
+// bfloat16 cache holds the factors directly. From other caches each item rounds and packs every block: for
+// few queries that is most of the time, and the total is about that of float32 with AVX2 (4,600 cycles a
+// block for three queries of 64 dimensions). To amortise it, an item has kQueriesPerTileItem. Of such an
+// item's time, packing float16 caches is then 13 % with 64 dimensions and 21 % with 128 (with half the
+// queries 23 and 34 %), softmax 77 and 63 %, tiles 10 and 17 %: the vector parts as measured on Zen 3, a
+// product of tiles counted as 16 cycles.
 //
-// Included by one file for each instruction set; nothing here is seen outside of it.
+// Included by one file for each instruction set; nothing here is visible outside of it.
 #pragma once
 
 #include <math.h>
@@ -33,7 +33,7 @@ namespace {
 
 std::size_t smaller(std::size_t left, std::size_t right) { return left < right ? left : right; }
 
-// How far `key` is past `start`, `most` at most.
+// Distance of `key` from `start`, at most `most`.
 std::size_t distance(std::size_t start, std::size_t key, std::size_t most) {
   return key > start ? smaller(key - start, most) : 0;
 }
@@ -83,7 +83,7 @@ void accumulate_block(Tiles& tiles, const std::uint16_t* weights, std::size_t we
   }
 }
 
-// An item's operands in scratch, and what all of its blocks share.
+// An item's operands in scratch, and the data that all of its blocks share.
 template <typename Tiles>
 class TileItem {
  public:
@@ -150,13 +150,13 @@ class TileItem {
       float* const out = find_query(args_, item_.kv_head, item_.first_query + i).out;
       const float* const sums = outs_ + i * sizes_.columns;
       const float inverse = 1.0f / sums_[i];
-      // A zero is a positive one: how many blocks others of its tile see must not show in its sign.
+      // Zeros are positive: the sign must not depend on the number of blocks that other rows of the tile see.
       for (std::size_t d = 0; d < args_.head_dim; ++d) out[d] = sums[d] * inverse + 0.0f;
     }
   }
 
-  // 16 rows of a cache from the key `start` on in float32, [16, depth]: the cache itself or a copy. Those
-  // before `begin` and from `end` on are zeros, whatever lies in the cache.
+  // 16 rows of a cache from the key `start` on in float32, [16, depth]: the cache itself or a copy. Rows
+  // before `begin` and from `end` on are zeros, regardless of the cache.
   const float* sixteen_rows(const void* cache, std::size_t start, std::size_t begin, std::size_t end,
                             bool are_raw) {
     const std::size_t head_dim = args_.head_dim, depth = sizes_.depth;
@@ -179,7 +179,7 @@ class TileItem {
     return rows_;
   }
 
-  // One row of a cache, with what it is short of.
+  // One row of a cache, plus the bias that it omits.
   void widen(const std::byte* stored, const float* bias, float* row) {
     switch (args_.cache_type) {
       case CacheType::float32:
@@ -189,14 +189,14 @@ class TileItem {
         operations_.widen(reinterpret_cast<const std::uint16_t*>(stored), row, args_.head_dim);
         return;
       case CacheType::bfloat16:
-        return;  // its blocks are packed
+        return;  // its blocks are in tile layout
       case CacheType::int8:
         operations_.dequantize(stored, args_.head_dim, bias, row);
     }
   }
 
-  // Keys and values for all rows. A bfloat16 cache has them as they are to be, but for values that some row
-  // does not see.
+  // Packs keys and values for all rows. A bfloat16 cache has them in tile layout, except for values that some
+  // row does not see.
   void take_block(std::size_t start) {
     if (args_.cache_type != CacheType::bfloat16) {
       pack_keys(start);
@@ -206,7 +206,7 @@ class TileItem {
     block_keys_ = tiled_block(args_, args_.key_cache, item_.kv_head, start);
     if (first_keys_[item_.num_queries - 1] <= start && start + kKeysPerBlock <= end_keys_[0]) {
       block_values_ = tiled_block(args_, args_.value_cache, item_.kv_head, start);
-      are_finite_ = true;  // or each row's own concern
+      are_finite_ = true;  // or irrelevant, because all rows see all values
     } else {
       block_values_ = values_;
       are_finite_ = pack_values(start, first_key_, end_key_);
@@ -221,7 +221,8 @@ class TileItem {
     }
   }
 
-  // The values of the keys in [begin, end), and zeros for the block's others. Whether all are finite.
+  // Packs the values of the keys in [begin, end), with zeros for the block's others. Returns true if all are
+  // finite.
   bool pack_values(std::size_t start, std::size_t begin, std::size_t end) {
     if (args_.cache_type == CacheType::bfloat16) {
       return copy_values(tiled_block(args_, args_.value_cache, item_.kv_head, start),
@@ -235,18 +236,18 @@ class TileItem {
     return are_finite;
   }
 
-  // As pack_values, of a block that is packed; its keys from `begin` to before `end`.
+  // Like pack_values, for a packed block; its keys from `begin` to before `end`.
   bool copy_values(const std::uint16_t* packed, std::size_t begin, std::size_t end) {
     const auto bits_of = [=](std::size_t key) { return begin <= key && key < end ? 0xffffu : 0u; };
     std::uint32_t not_finite = 0;
-    for (std::size_t line = 0; line < sizes_.columns * 2; ++line) {  // of 16 columns, two keys
+    for (std::size_t line = 0; line < sizes_.columns * 2; ++line) {  // 16 columns, two keys
       const std::size_t key = line % (kKeysPerBlock / 2) * 2;
       const std::uint32_t seen = bits_of(key) | bits_of(key + 1) << 16;
       std::uint32_t pairs[kRowsPerTile];
       std::memcpy(pairs, packed + line * kDepthPerTile, sizeof(pairs));
       for (std::uint32_t& pair : pairs) {
         pair &= seen;
-        // An exponent of ones carries into its sign's bit.
+        // An exponent of ones carries into the sign bit.
         not_finite |= ((pair & 0x7f80u) + 0x80u) | ((pair >> 16 & 0x7f80u) + 0x80u);
       }
       std::memcpy(values_ + line * kDepthPerTile, pairs, sizeof(pairs));
@@ -254,7 +255,7 @@ class TileItem {
     return (not_finite & 0x8000u) == 0;
   }
 
-  // A block's part of Down tiles of queries from the row-th on.
+  // Processes one block for Down tiles of queries from the row-th on.
   template <std::size_t Down>
   void attend_rows(std::size_t start, std::size_t row) {
     const std::size_t num_rows = smaller(Down * kRowsPerTile, item_.num_queries - row);
@@ -288,8 +289,8 @@ class TileItem {
     }
   }
 
-  // Some value is not finite, and a weight of 0 does not keep it from a row that does not see it: so each row
-  // has the values packed that it sees.
+  // Some value is not finite, and a weight of 0 does not keep it from a row that does not see it. So the
+  // visible values are packed for each row separately.
   void accumulate_row_by_row(std::size_t start, const std::size_t* first, const std::size_t* visible,
                              std::size_t num_rows, float* outs) {
     for (std::size_t i = 0; i < num_rows; ++i) {
@@ -308,14 +309,14 @@ class TileItem {
   const AttendItem item_;
   const TileOperations& operations_;
   const TileSizes sizes_;
-  const std::size_t row_bytes_;  // of the caches
+  const std::size_t row_bytes_;  // row of the caches
   std::uint16_t *queries_, *keys_, *values_, *weights_;
   const std::uint16_t *block_keys_,
-      *block_values_;  // of the block in work: keys_ and values_, or the cache's
+      *block_values_;  // for the current block: keys_ and values_, or the cache's
   float *outs_, *rows_, *scores_;
   float maxima_[kQueriesPerTileItem], sums_[kQueriesPerTileItem];
   std::size_t first_keys_[kQueriesPerTileItem], end_keys_[kQueriesPerTileItem];
-  std::size_t first_key_, end_key_;  // of the item
+  std::size_t first_key_, end_key_;  // for the item
   bool are_finite_;                  // the block's values
 };
 

@@ -1,5 +1,6 @@
 // block_gemm with AMX: TDPBSSD multiplies a block of 16 rows by 16 columns, 32 k deep, and adds up exactly;
-// AVX-512 scales the sums, in the order of block_gemm.h. A few rows are left to VNNI: the same bits.
+// AVX-512 scales the sums, in the order of block_gemm.h. A few rows are computed with VNNI, with the same
+// bits.
 #include "kernels/block_gemm/tiles.h"
 #include "kernels/list.h"
 #include "kernels/store_avx512.h"
@@ -50,7 +51,7 @@ class Values {
   }
 
   void store(const BlockGemmArgs& args, std::size_t row, std::size_t num_rows, std::size_t block) const {
-    // A copy, since registers have no index.
+    // A copy, because registers cannot be indexed.
     alignas(kLineBytes) float rows[kTileRows][kBlockColumns];
 #pragma GCC unroll 16
     for (std::size_t m = 0; m < kTileRows; ++m) _mm512_store_ps(rows[m], of_[m]);

@@ -1,5 +1,5 @@
 // block_gemm with AVX2: vpmaddubsw takes the 4-bit weights as its unsigned side and the activations as its
-// signed one, and adds neighbouring products in int16.
+// signed one, and adds adjacent products in int16.
 //
 // No int16 can overflow: a pair of products is at most 2 * 15 * 127 = 3810 in magnitude, and the 8 pairs of a
 // block of 32 k that meet in one int16 at most 30480 < 32767. So a block's pairs are added in int16, and only
@@ -14,7 +14,7 @@
 namespace chunkrt {
 namespace {
 
-// With 4 rows the values and the sums of the block at hand fill 8 of the 16 registers; weights, two products
+// With 4 rows the values and the sums of the current block fill 8 of the 16 registers; weights, two products
 // and two constants take 6 more.
 constexpr std::size_t kTileRows = 4;
 constexpr std::size_t kTileColumns = 8;
@@ -28,7 +28,7 @@ struct Values {
   __m256 of[kTileRows];
 };
 
-// Four neighbouring k of one row, in each lane.
+// Four adjacent k of one row, in each lane.
 __m256i broadcast(const std::int8_t* source) {
   std::int32_t quad;
   std::memcpy(&quad, source, sizeof(quad));
@@ -58,7 +58,7 @@ template <std::size_t Rows>
     __m256i sums[Rows];  // int16: two of each column
 #pragma GCC unroll 4
     for (std::size_t m = 0; m < Rows; ++m) sums[m] = _mm256_setzero_si256();
-    // Unrolled, GCC would reorder the additions and keep all products of the block until their end.
+    // If it is unrolled, GCC reorders the additions and keeps all products of the block until their end.
 #pragma GCC unroll 1
     for (std::size_t group = 0; group < kGroups; ++group, left += kDepthPerGroup) {
       const std::uint8_t* source = right + group * kGroupBytes;
@@ -91,7 +91,7 @@ template <std::size_t Rows>
 void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t column) {
   const std::size_t block = column / kBlockColumns * args.depth_blocks;
   const std::size_t tile = column % kBlockColumns / kTileColumns;
-  // While a panel is in use its first tile, the only one to wait for memory, fetches the next one.
+  // While a panel is in use, its first tile, which alone waits for memory, prefetches the next one.
   const std::size_t blocks_ahead = row == 0 && tile == 0 ? args.depth_blocks : 0;
   Values values;
   accumulate<Rows>(args, row, args.right + block * kBlockBytes + tile * kTileBytesPerGroup,
@@ -99,8 +99,8 @@ void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t column
   for (std::size_t m = 0; m < Rows; ++m) store_columns(args, row + m, column, values.of[m], nullptr);
 }
 
-// One row is multiplied by so many blocks of columns at once, which share its broadcasts. Blocks that follow
-// each other in memory are done one after the other, so that they are one stream for the prefetchers.
+// One row is multiplied by this many blocks of columns at once, which share its broadcasts. Contiguous blocks
+// are processed in order, so that they are one stream for the prefetchers.
 constexpr std::size_t kRowBlocks = 3;
 
 // The only row times the columns of `block` and of the blocks that follow it at a distance.

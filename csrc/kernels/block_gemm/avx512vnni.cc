@@ -1,5 +1,5 @@
 // block_gemm with AVX-512 VNNI: vpdpbusd takes the 4-bit weights as its unsigned side and the activations as
-// its signed one, so that a block of 32 k costs 8 of them for 16 columns of a row, and nothing to correct.
+// its signed one, so that a block of 32 k costs 8 of them for 16 columns of a row, without a correction.
 #include <immintrin.h>
 
 #include <cstring>
@@ -10,7 +10,7 @@
 namespace chunkrt {
 namespace {
 
-// The values of a tile and the sums of its block at hand fill 24 of the 32 registers: an activation is used 3
+// The values of a tile and the sums of its current block fill 24 of the 32 registers: an activation is used 3
 // times, a weight 4 times.
 constexpr std::size_t kTileRows = 4;
 constexpr std::size_t kTileBlocks = 3;
@@ -25,7 +25,7 @@ struct Values {
 
 std::size_t ceil_divide(std::size_t value, std::size_t divisor) { return (value + divisor - 1) / divisor; }
 
-// Four neighbouring k of one row, in each lane.
+// Four adjacent k of one row, in each lane.
 __m512i broadcast(const std::int8_t* source) {
   std::int32_t quad;
   std::memcpy(&quad, source, sizeof(quad));
@@ -47,8 +47,8 @@ template <std::size_t Rows, std::size_t Blocks>
   }
 }
 
-// Asks for lines of the next panel while this one is in use: each of its tiles for its share of them, a few
-// at each block of depth.
+// Prefetches lines of the next panel while this one is in use: each tile fetches its share, a few at each
+// block of depth.
 class Prefetcher {
  public:
   Prefetcher(const void* next_panel, std::size_t lines_per_block, std::size_t tile, std::size_t num_tiles,
@@ -162,7 +162,7 @@ void compute_panel(const BlockGemmArgs& args, std::size_t block) {
 void block_gemm_f32_s8row_u4block_avx512vnni(const BlockGemmArgs& args, std::size_t block_begin,
                                              std::size_t block_end) {
   std::size_t block = block_begin;
-  // With few rows the weights' way from memory takes longest, and one stream of them comes faster than three.
+  // With few rows, loading the weights from memory takes longest, and one stream is faster than three.
   if (args.rows < kTileRows) {
     for (; block < block_end; ++block) compute_panel<1>(args, block);
   }

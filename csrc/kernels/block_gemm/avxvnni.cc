@@ -1,6 +1,6 @@
 // block_gemm with AVX-VNNI: the 256-bit vpdpbusd takes the 4-bit weights as its unsigned side and the
-// activations as its signed one, so that a block of 32 k costs 8 of them for 8 columns of a row, and nothing
-// to correct.
+// activations as its signed one, so that a block of 32 k costs 8 of them for 8 columns of a row, without a
+// correction.
 #include <immintrin.h>
 
 #include <cstring>
@@ -11,7 +11,7 @@
 namespace chunkrt {
 namespace {
 
-// With 3 rows the values of 16 columns and the sums of their block at hand fill 12 of the 16 registers; two
+// With 3 rows the values of 16 columns and the sums of their current block fill 12 of the 16 registers; two
 // of weights, an activation and a constant take the rest.
 constexpr std::size_t kTileRows = 3;
 constexpr std::size_t kVectorColumns = 8;
@@ -25,7 +25,7 @@ struct Values {
   __m256 of[kTileRows][kVectors];
 };
 
-// Four neighbouring k of one row, in each lane.
+// Four adjacent k of one row, in each lane.
 __m256i broadcast(const std::int8_t* source) {
   std::int32_t quad;
   std::memcpy(&quad, source, sizeof(quad));
@@ -63,7 +63,7 @@ template <std::size_t Rows>
   const std::uint8_t* right_end = right + args.depth_blocks * kBlockBytes;
   const std::uint16_t* right_scales = args.right_scales + block * args.depth_blocks * kScalesPerBlock;
   const __m256i low_half = _mm256_set1_epi8(15);
-  // While a panel is in use its first tile, the only one to wait for memory, fetches the next one.
+  // While a panel is in use, its first tile, which alone waits for memory, prefetches the next one.
   const std::size_t blocks_ahead = row == 0 ? args.depth_blocks : 0;
 
   __m256 values[Rows][kVectors];

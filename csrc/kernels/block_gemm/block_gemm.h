@@ -1,8 +1,8 @@
 // block_gemm: int8 rows of activations times a 4-bit weight in blocks, each with a float16 scale and minimum.
 //
-// The weight is what GGUF calls Q4_1 (and Q4_0, whose minimum is -8 * scale): along the depth, blocks of 32
+// The weight has GGUF's format Q4_1 (or Q4_0, whose minimum is -8 * scale): along the depth, blocks of 32
 //   right[k, n] ~ q[k, n] * scale[b, n] + minimum[b, n],  q in 0..15, b = k / 32
-// and the product, with b ascending from 0 and value = 0 at first:
+// and the product, with b ascending from 0 and value = 0 initially:
 //   value = fma(float(sum_{k in b} left[m, k] * q[k, n]), scale[b, n], value)
 //   value = fma(float(sum_{k in b} left[m, k]), minimum[b, n], value)
 //   out[m, n] = ((value * left_scales[m]) + bias[n]) + residual[m, n]
@@ -25,8 +25,8 @@ struct BlockGemmArgs {
   const std::int8_t* left;        // int8 [rows, depth_blocks * 32], row-major; in [-127, 127]
   const float* left_scales;       // float32 [rows]
   const std::int32_t* left_sums;  // int32 [rows, depth_blocks]: the sum of each block of each row of `left`
-  // uint8 [ceil(N / 16), depth_blocks, 4, 16, 4]: at [n / 16, k / 32, k % 32 / 8, n % 16, k % 4] stands q[k,
-  // n], in the low half of the byte where k % 8 < 4, else in the high half. Zeros past N. See
+  // uint8 [ceil(N / 16), depth_blocks, 4, 16, 4]: at [n / 16, k / 32, k % 32 / 8, n % 16, k % 4] is q[k, n],
+  // in the low half of the byte where k % 8 < 4, else in the high half. Zeros past N. See
   // chunkrt/engine_directory/packing.py.
   const std::uint8_t* right;
   // float16 [ceil(N / 16), depth_blocks, 2, 16]: the scales of 16 columns, then their minima. Zeros past N.
@@ -39,21 +39,21 @@ struct BlockGemmArgs {
   std::size_t depth_blocks;     // K / 32
   std::size_t residual_stride;  // in elements
   std::size_t out_stride;       // in elements
-  // The rows and their blocks' sums as kernels/gemm/arranged.h has them: NEON with i8mm reads these alone.
+  // The rows and their blocks' sums in the layout of kernels/gemm/arranged.h; NEON with i8mm reads only
+  // these.
   const std::int8_t* arranged = nullptr;
-  // float32 [tile_scratch_floats(depth_blocks)], aligned to 64 bytes, this call's alone: the implementation
-  // for matrix tiles needs it, the others do not.
+  // float32 [tile_scratch_floats(depth_blocks)], aligned to 64 bytes, exclusive to this call; only the
+  // implementation for matrix tiles needs it.
   float* scratch = nullptr;
 };
 
-// What matrix tiles read of a weight: a panel of a few blocks of 16 columns, its integers as int8 and its
-// scales and minima in float32. It is unpacked once for all rows, and small enough for the second-level
-// cache.
+// Part of a weight that matrix tiles read: a panel of a few blocks of 16 columns, its integers as int8 and
+// its scales and minima in float32. It is unpacked once for all rows, and fits the second-level cache.
 inline constexpr std::size_t kTileBlockBytes = 2 * kBlockBytes + 2 * kBlockColumns * sizeof(float);
 inline constexpr std::size_t kMostTilePanelBytes = 512 * 1024;
 inline constexpr std::size_t kMostTilePanelBlocks = 4;
 
-// The blocks of columns that a panel has.
+// Blocks of columns in a panel.
 constexpr std::size_t tile_panel_blocks(std::size_t depth_blocks) {
   const std::size_t fit = kMostTilePanelBytes / (kTileBlockBytes * (depth_blocks > 0 ? depth_blocks : 1));
   return fit < 1 ? 1 : fit < kMostTilePanelBlocks ? fit : kMostTilePanelBlocks;

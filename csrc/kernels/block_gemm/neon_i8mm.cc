@@ -1,7 +1,7 @@
 // block_gemm with NEON's smmla: 8 k of 2 rows times 8 k of 2 columns into a 2 x 2 square of sums.
 //
 // A register of packed weights holds 8 k of 4 columns, 4 k in the low halves of its bytes and 4 in the high
-// ones: one zip of the halves puts the 8 k of 2 columns together. Rows come in pairs, as arranged.h has them.
+// ones: one zip of the halves joins the 8 k of 2 columns. Rows come in pairs, in the layout of arranged.h.
 #include <arm_neon.h>
 #include <string.h>
 
@@ -33,7 +33,7 @@ void unpack(const std::uint8_t* packed_columns, int8x16_t* pairs) {
   pairs[1] = vreinterpretq_s8_u32(vzip2q_u32(low, high));
 }
 
-// Two pairs of float16, each twice: as the squares of two pairs of columns have them.
+// Two pairs of float16, each twice, to match the squares of two pairs of columns.
 void load_halves_twice(const std::uint16_t* source, float32x4_t* pairs) {
   const float32x4_t values = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(source)));
   pairs[0] = vcombine_f32(vget_low_f32(values), vget_low_f32(values));

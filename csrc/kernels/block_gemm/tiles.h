@@ -1,21 +1,21 @@
 // block_gemm by matrix tiles: the loops, written once over a few operations on tiles and on values.
 //
 // A panel of a few blocks of columns is unpacked into scratch, once for all rows: each block of depth as a
-// right tile of int8, [8, 16 columns, 4], beside its scales and minima in float32. 16 rows at a time are
-// multiplied by it: 32 k of them are a left tile, as they lie, and its product with a right one is 16 x 16
-// sums in int32. These pass through memory, a few blocks of depth ahead of where they are scaled and added
+// right tile of int8, [8, 16 columns, 4], with its scales and minima in float32. 16 rows at a time are
+// multiplied by it: 32 k of them are a left tile, without rearrangement, and its product with a right one is
+// 16 x 16 sums in int32. These pass through memory, a few blocks of depth before they are scaled and added
 // up: to 16 x 16 values, in float32, which stay in registers over the whole depth.
 //
-// `Tiles` is as kernels/gemm/tiles.h has it; left tiles are 32 bytes wide. `Values` are the values of 16 rows
-// by 16 columns, 0 at first, with what else is made of vectors:
+// For `Tiles` see kernels/gemm/tiles.h; left tiles are 32 bytes wide. `Values` are the values of 16 rows by
+// 16 columns, initially 0, with the other vector operations:
 //   unpack(packed, out)               a block [4, 16, 4] of 4-bit integers to int8 [8, 16, 4]
 //   widen_scales(scales, out)         float16 [2, 16] to float32
 //   widen_sums(sums, stride, num_rows, out)   int32, one a row, to float32 [16]: zeros past num_rows
 //   add(sums, left_sums, scales)      a block of depth: int32 [16, 16], float32 [16], float32 [2, 16]
 //   store(args, row, num_rows, block) the end of block_gemm
-// For processors they are in amx.cc, for tests on any processor in plain loops.
+// They are in amx.cc, and for tests on any processor in plain loops.
 //
-// Included by one file for each instruction set; nothing here is seen outside of it.
+// Included by one file for each instruction set; nothing here is visible outside of it.
 #pragma once
 
 #include <atomic>
@@ -30,19 +30,19 @@ constexpr std::size_t kLineBytes = 64;
 constexpr std::size_t kUnpackedBytes = 2 * kBlockBytes;
 constexpr std::size_t kScalesPerBlock = 2 * kBlockColumns;
 
-// Fewer rows than these are left to another kernel: a panel is not worth unpacking for them.
+// Fewer rows than these are computed by another kernel: unpacking a panel is not worthwhile for them.
 constexpr std::size_t kFewestRows = kTileRows / 2;
 
 constexpr std::size_t kSumTile = 0;
 
-// By so many blocks of depth are products ahead: what a tile stores cannot be loaded at once.
+// Products are ahead by this many blocks of depth: the result of a tile store cannot be loaded immediately.
 constexpr std::size_t kBlocksAhead = 3;
 using TileSums = std::int32_t[kTileRows][kBlockColumns];
 using SumsAhead = TileSums[kBlocksAhead + 1];
 
 std::size_t smaller(std::size_t left, std::size_t right) { return left < right ? left : right; }
 
-// The blocks [begin, begin + num_blocks) of columns, unpacked, and the sums of the rows at hand.
+// The blocks [begin, begin + num_blocks) of columns, unpacked, and the sums of the current rows.
 struct TilePanel {
   std::int8_t* weights;  // int8 [num_blocks, depth_blocks, 8, 16, 4]
   float* scales;         // float32 [num_blocks, depth_blocks, 2, 16]
@@ -68,7 +68,8 @@ TilePanel unpack_panel(const BlockGemmArgs& args, std::size_t begin, std::size_t
   return panel;
 }
 
-// While a panel is in use the next one is fetched: each of its tiles of rows asks for its share of the lines.
+// While a panel is in use the next one is prefetched: each of its tiles of rows fetches its share of the
+// lines.
 struct Ahead {
   Ahead(const BlockGemmArgs& args, const TilePanel& panel, std::size_t row, std::size_t block) {
     constexpr std::size_t kLines = kBlockBytes / kLineBytes;
@@ -91,10 +92,10 @@ struct Ahead {
 
   const std::uint8_t* weights;
   const std::uint16_t* scales;
-  std::size_t lines;  // of a block of depth
+  std::size_t lines;  // for one block of depth
 };
 
-// The values of 16 rows, or fewer, by the block-th block of a panel.
+// The values of up to 16 rows, by the block-th block of a panel.
 template <typename Tiles, typename Values>
 void multiply_block(Tiles& tiles, const BlockGemmArgs& args, const TilePanel& panel, std::size_t row,
                     std::size_t num_rows, std::size_t block, SumsAhead& sums) {
@@ -123,7 +124,7 @@ void multiply_block(Tiles& tiles, const BlockGemmArgs& args, const TilePanel& pa
   values.store(args, row, num_rows, panel.begin + block);
 }
 
-// All blocks of a panel for rows [row, end): whole tiles of them, or fewer than one has.
+// All blocks of a panel for rows [row, end): complete tiles of them, or fewer rows than one tile.
 template <typename Tiles, typename Values>
 void multiply_rows(Tiles& tiles, const BlockGemmArgs& args, const TilePanel& panel, std::size_t row,
                    std::size_t end, SumsAhead& sums) {
@@ -140,14 +141,14 @@ void multiply_rows(Tiles& tiles, const BlockGemmArgs& args, const TilePanel& pan
   }
 }
 
-// The blocks [block_begin, block_end) of all rows, which are `few_rows`'s if they are few.
+// The blocks [block_begin, block_end) of all rows; a few rows go to `few_rows`.
 template <typename Tiles, typename Values>
 void multiply_by_tiles(const BlockGemmArgs& args, std::size_t block_begin, std::size_t block_end,
                        BlockGemmFunction* few_rows) {
   if (args.rows < kFewestRows) return few_rows(args, block_begin, block_end);
   const std::size_t panel_blocks = tile_panel_blocks(args.depth_blocks);
   const std::size_t whole = args.rows / kTileRows * kTileRows;
-  // Of a tile with fewer rows the others' sums are added too, and not stored.
+  // A tile with fewer rows adds the sums of the others, too, but does not store them.
   alignas(kLineBytes) SumsAhead sums = {};
   Tiles tiles;
   for (std::size_t block = block_begin; block < block_end; block += panel_blocks) {

@@ -1,4 +1,4 @@
-// elementwise: operations on contiguous float32 arrays of `count` elements. The same bits on every
+// elementwise: operations on contiguous float32 arrays of `count` elements, with the same bits on every
 // instruction set.
 //
 // exp(x) here is 2^n * p(r), n = round_half_to_even(x * log2(e)), r = fma(n, -kLn2Low, fma(n, -kLn2High, x))
@@ -42,13 +42,13 @@ inline constexpr float kLog1pCoefficients[5] = {0x1.555558p-1f, 0x1.9996d6p-2f, 
 // out = left + right, out = left * right; silu_mul: out = (left * sigmoid(left)) * right, gelu_mul: out =
 // gelu(left) * right. out may be left or right.
 using BinaryFunction = void(const float* left, const float* right, float* out, std::size_t count);
-// out = sigmoid(input) and so on; out may be input.
+// out = sigmoid(input), and likewise for the others; out may be input.
 using UnaryFunction = void(const float* input, float* out, std::size_t count);
 // out = q * step, q = round_half_to_even(input / step) in [-levels, levels], with a step for each element;
 // quotient and product are rounded to float32. Infinities saturate, a NaN stays a NaN. out may be input.
 using RoundToGridFunction = void(const float* input, const float* steps, float levels, float* out,
                                  std::size_t count);
-// out = input, IEEE 754 binary16 (as uint16) to float32: exact; infinities and quiet NaNs stay what they are.
+// out = input, IEEE 754 binary16 (as uint16) to float32: exact; infinities and quiet NaNs are kept.
 using WidenFunction = void(const std::uint16_t* input, float* out, std::size_t count);
 
 }  // namespace chunkrt

@@ -24,7 +24,7 @@ void store(float* out, std::size_t count, float32x4_t x) {
 }
 
 float32x4_t exponential(float32x4_t x) {
-  // min and max give a NaN if either operand is one.
+  // min and max return a NaN if either operand is one.
   x = vmaxq_f32(vdupq_n_f32(-kExpLimit), vminq_f32(vdupq_n_f32(kExpLimit), x));
   const float32x4_t n = vrndnq_f32(vmulq_n_f32(x, kLog2E));
   float32x4_t r = vfmsq_f32(x, n, vdupq_n_f32(kLn2High));
@@ -140,7 +140,7 @@ void round_to_grid_f32_f32_f32_neon(const float* input, const float* steps, floa
   for (std::size_t i = 0; i < count; i += kLanes) {
     const float32x4_t step = load(steps + i, count - i);
     const float32x4_t q = vrndnq_f32(vdivq_f32(load(input + i, count - i), step));
-    // min and max give a NaN if either operand is one.
+    // min and max return a NaN if either operand is one.
     const float32x4_t bounded = vmaxq_f32(least, vminq_f32(most, q));
     store(out + i, count - i, vmulq_f32(bounded, step));
   }

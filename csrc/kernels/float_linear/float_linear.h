@@ -9,7 +9,7 @@
 
 namespace chunkrt {
 
-inline constexpr std::size_t kFloatLinearColumns = 16;  // of an item
+inline constexpr std::size_t kFloatLinearColumns = 16;  // columns in an item
 
 struct FloatLinearArgs {
   const float* left;    // float32 [rows, depth]

@@ -1,5 +1,5 @@
 // float_linear for processors with vectors: plain loops that compilers turn into the vector code of the
-// including file's instruction set. Included by one file for each; nothing here is seen outside of it.
+// including file's instruction set. Included by one file for each; nothing here is visible outside of it.
 #pragma once
 
 #include <math.h>
@@ -9,7 +9,7 @@
 namespace chunkrt {
 namespace {
 
-// Whole items of Rows neighbouring rows: the sums stay in registers.
+// Complete items of Rows adjacent rows: the sums stay in registers.
 template <std::size_t Rows>
 void multiply_tile(const FloatLinearArgs& args, std::size_t row, std::size_t column) {
   float sums[Rows][kFloatLinearColumns] = {};

@@ -1,5 +1,5 @@
 // gemm with AMX: TDPBSSD multiplies 16 rows by 16 columns, 64 k deep, signed by signed, and adds up exactly.
-// A few rows are left to VNNI: the same bits.
+// A few rows are computed with VNNI, with the same bits.
 #include "kernels/gemm/tiles.h"
 #include "kernels/list.h"
 #include "kernels/store_avx512.h"

@@ -1,11 +1,12 @@
-// Rows of `left` as the implementation of gemm or block_gemm for one instruction set likes to read them:
-// arranged once, read for all columns.
+// Layouts of the rows of `left` for the implementation of gemm or block_gemm on one instruction set: rows are
+// arranged once and read for all columns.
 //
-// AVX2, gemm: each row parted, see parted.h.
+// AVX2, gemm: each row is split, see parted.h.
 //
 // NEON with i8mm: two rows as one of pairs, 8 k of the first and then 8 k of the second, which smmla takes
-// for its 2 x 2 tiles; the depth is padded with zeros to whole pairs. Beside an odd last row is anything. For
-// block_gemm each 32 k are followed by their sums in float32, of the first row twice and of the second twice.
+// for its 2 x 2 tiles; the depth is padded with zeros to complete pairs. The partner of an odd last row is
+// unspecified. For block_gemm each 32 k are followed by their sums in float32, twice for the first row and
+// twice for the second.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +22,8 @@ ArrangeRowsFunction part_rows_avx2, pair_rows_neon_i8mm, pair_block_rows_neon_i8
 
 struct RowArrangement {
   ArrangeRowsFunction* arrange;
-  std::size_t (*row_bytes)(std::size_t groups);  // rows follow each other
-  std::size_t rows_together;                     // the first of a call is the first of so many
+  std::size_t (*row_bytes)(std::size_t groups);  // rows are contiguous
+  std::size_t rows_together;                     // row_begin is a multiple of this
 };
 
 constexpr std::size_t paired_row_bytes(std::size_t groups) { return (groups + 1) / 2 * 8; }

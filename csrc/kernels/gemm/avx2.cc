@@ -1,9 +1,9 @@
-// gemm with AVX2: vpmaddubsw multiplies unsigned by signed bytes, and adds neighbours in int16.
+// gemm with AVX2: vpmaddubsw multiplies unsigned by signed bytes, and adds adjacent products in int16.
 //
 // The weights become the unsigned side (w + 128, a flip of the top bit), so that nothing has to be prepared
 // when they are mapped; starting each sum at -128 * sum_k left[m, k] takes the offset back out. Sums wrap
-// modulo 2^32 on the way, which leaves the exact result. Activations are parted, so that nothing saturates;
-// rows that are not are multiplied with both sides widened.
+// modulo 2^32 in between, but the result is exact. Activations are split, so that nothing saturates; unsplit
+// rows are multiplied with both sides widened.
 #include <immintrin.h>
 
 #include <bit>
@@ -23,7 +23,7 @@ constexpr std::size_t kVectors = kGemmColumnsPerBlock / kVectorColumns;
 // The sums of 5 rows of a block take 10 of the 16 registers, two groups of its weights 4.
 constexpr std::size_t kTileRows = 5;
 
-// Blocks of columns that a single row, which waits for memory alone, is multiplied by at once.
+// Blocks of columns that a single row, which is bound by memory, is multiplied by at once.
 constexpr std::size_t kRowBlocks = 6;
 
 constexpr int kLargestSum = 128;
@@ -50,7 +50,7 @@ __m256i load(const std::int8_t* values) {
 }
 
 struct Sides {
-  __m256i above, below;  // int16: the sums of what is above 0, and of the magnitudes of what is below
+  __m256i above, below;  // int16: the sums of positive values, and of the magnitudes of negative ones
 };
 
 Sides pairs_of(__m256i values) {
@@ -70,14 +70,14 @@ __m256i are_too_large(Sides sums) {
   return _mm256_cmpgt_epi16(_mm256_max_epi16(sums.above, sums.below), _mm256_set1_epi16(kLargestSum));
 }
 
-// What fits of pairs, if they are added to nothing else.
+// The part of pairs that fits, if they are added to nothing.
 __m256i fitting_pairs(__m256i values, Sides pairs) {
   const __m256i kept =
       _mm256_max_epi8(_mm256_min_epi8(values, _mm256_set1_epi8(kKeptOfPair)), _mm256_set1_epi8(-kKeptOfPair));
   return _mm256_blendv_epi8(values, kept, are_too_large(pairs));
 }
 
-// What fits of fours: where one is too large, its second pair alone.
+// The part of fours that fits: if one is too large, only its second pair.
 __m256i fitting_fours(__m256i values) {
   const Sides pairs = pairs_of(values);
   const __m256i second =
@@ -85,7 +85,7 @@ __m256i fitting_fours(__m256i values) {
   return _mm256_blendv_epi8(values, second, are_too_large(fours_of(pairs)));
 }
 
-// Appends what is in `rest`, groups from `group` on. Returns how many there are then, or kNotParted.
+// Appends the non-zero values of `rest`, groups from `group` on. Returns the new number, or kNotParted.
 std::int32_t append_excess(__m256i rest, std::size_t group, std::size_t most, GemmExcess* excess,
                            std::int32_t count) {
   const __m256i zero = _mm256_setzero_si256();
@@ -204,8 +204,8 @@ void accumulate_excess(const PartedRow& row, const std::int8_t* right, __m256i (
   }
 }
 
-// As accumulate, of one row and blocks that are `stride` bytes apart. Weights that are used once are waited
-// for, and blocks that are read side by side are as many streams for the prefetchers.
+// Like accumulate, for one row and blocks that are `stride` bytes apart. Weights that are used once are bound
+// by memory, and blocks that are read side by side are as many streams for the prefetchers.
 template <std::size_t Blocks>
 [[gnu::noinline]] void accumulate_row(const std::int8_t* left, const std::int8_t* right, std::size_t stride,
                                       std::size_t groups, __m256i (&total)[Blocks][kVectors]) {
@@ -255,7 +255,7 @@ void store_block(const GemmArgs& args, std::size_t row, std::size_t block, const
   }
 }
 
-// Computes one parted row of Blocks blocks.
+// Computes one split row of Blocks blocks.
 template <std::size_t Blocks>
 void compute_row(const GemmArgs& args, std::size_t row, const PartedRow& parts, std::size_t block) {
   const std::size_t stride = args.groups * kGemmBytesPerGroup;
@@ -272,7 +272,7 @@ void compute_row(const GemmArgs& args, std::size_t row, const PartedRow& parts, 
   }
 }
 
-// Computes Rows rows of blocks, unless one of them is not parted: then it returns false.
+// Computes Rows rows of blocks; returns false if one of them is not split.
 template <std::size_t Rows>
 bool compute_tile(const GemmArgs& args, std::size_t row, std::size_t block, std::size_t end) {
   PartedRow parts[Rows];
@@ -318,7 +318,7 @@ void gemm_f32_s8row_s8col_avx2(const GemmArgs& args, std::size_t block_begin, st
     const std::size_t end = smaller(block + kPanelBlocks, block_end);
     for (std::size_t row = 0; row < args.rows;) {
       const std::size_t num_tiles = (args.rows - row + kTileRows - 1) / kTileRows;
-      std::size_t num_rows = (args.rows - row + num_tiles - 1) / num_tiles;  // as even as can be
+      std::size_t num_rows = (args.rows - row + num_tiles - 1) / num_tiles;  // as even as possible
       if (args.arranged == nullptr || !kComputeTile[num_rows - 1](args, row, block, end)) {
         num_rows = smaller(widened::kTileRows, args.rows - row);
         widened::multiply(args, row, num_rows, block, end - block);

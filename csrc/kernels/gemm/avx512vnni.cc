@@ -2,7 +2,7 @@
 //
 // The weights become the unsigned side (w + 128, a flip of the top bit), so that nothing has to be prepared
 // when they are mapped; starting each sum at -128 * sum_k left[m, k] takes the offset back out. Sums wrap
-// modulo 2^32 on the way, which leaves the exact result.
+// modulo 2^32 in between, but the result is exact.
 #include <immintrin.h>
 
 #include <cstring>
@@ -17,7 +17,7 @@ namespace {
 constexpr std::size_t kTileRows = 8;
 constexpr std::size_t kTileBlocks = 3;
 
-// A single row takes this many sums of each column, and has its weights fetched this far ahead.
+// A single row uses this many partial sums of each column, and prefetches its weights this far ahead.
 constexpr std::size_t kChains = 4;
 constexpr std::size_t kBytesAhead = 8192;
 
@@ -36,7 +36,7 @@ template <std::size_t Rows, std::size_t Blocks>
   const std::int8_t* right_end = right + block_bytes;
   const __m512i flip = _mm512_set1_epi8(-128);
 
-  // While a panel is in use the next one is fetched: each of its tiles asks for its share of cache lines.
+  // While a panel is in use the next one is prefetched: each of its tiles fetches its share of cache lines.
   const std::size_t num_tiles = (args.rows + kTileRows - 1) / kTileRows;
   const std::size_t lines_per_group = (kTileBlocks + num_tiles - 1) / num_tiles;
   const std::size_t first_block = row / kTileRows * lines_per_group % kTileBlocks;
@@ -76,8 +76,8 @@ template <std::size_t Rows, std::size_t Blocks>
   }
 }
 
-// The sums of the only row, for one block. For a decoded token the weights' way from memory takes longest:
-// one stream of them comes faster than three, and sums of every fourth group do not wait for each other.
+// The sums of the only row, for one block. For a decoded token, loading the weights from memory takes
+// longest: one stream is faster than three, and sums of every fourth group do not wait for each other.
 __m512i accumulate_row(const GemmArgs& args, std::size_t block) {
   const std::int8_t* right = args.right + block * args.groups * kGemmBytesPerGroup;
   const __m512i flip = _mm512_set1_epi8(-128);

@@ -2,8 +2,8 @@
 //
 // vpdpbusd multiplies unsigned by signed bytes, four k at a time, without saturation. The weights become the
 // unsigned side (w + 128, a flip of the top bit), so that nothing has to be prepared when they are mapped;
-// starting each sum at -128 * sum_k left[m, k] takes the offset back out. Sums wrap modulo 2^32 on the way,
-// which leaves the exact result.
+// starting each sum at -128 * sum_k left[m, k] takes the offset back out. Sums wrap modulo 2^32 in between,
+// but the result is exact.
 #include <immintrin.h>
 
 #include <cstring>

@@ -18,7 +18,7 @@ inline constexpr std::size_t kGemmColumnsPerBlock = 16;
 inline constexpr std::size_t kGemmDepthPerGroup = 4;
 inline constexpr std::size_t kGemmBytesPerGroup = kGemmColumnsPerBlock * kGemmDepthPerGroup;
 
-// Largest K whose sum cannot leave int32 for any int8 operands: 128 * 128 * K < 2^31.
+// Largest K whose sum fits int32 for any int8 operands: 128 * 128 * K < 2^31.
 inline constexpr std::size_t kGemmMaxDepth = 131071;
 
 struct GemmArgs {
@@ -36,7 +36,7 @@ struct GemmArgs {
   std::size_t groups;           // ceil(K / 4)
   std::size_t residual_stride;  // in elements
   std::size_t out_stride;       // in elements
-  // The rows of `left` as arranged.h has them for this instruction set, or nullptr, which is slower.
+  // The rows of `left` in the layout of arranged.h for this instruction set, or nullptr, which is slower.
   const std::int8_t* arranged = nullptr;
 };
 

@@ -1,8 +1,8 @@
 // gemm with NEON's smmla: 8 k of 2 rows times 8 k of 2 columns into a 2 x 2 tile of sums.
 //
-// The packed weights keep 4 k of a column together, so the 8 k of two columns come from two neighbouring
-// k-groups by one zip. Rows are arranged in pairs; where they are not, each pair is put together on its way.
-// An odd last row is computed twice or beside anything, an odd last group against zeros.
+// The packed weights keep 4 k of a column together, so the 8 k of two columns come from two adjacent k-groups
+// by one zip. Rows are arranged in pairs; if they are not, each pair is joined on loading. An odd last row is
+// paired with itself or with unspecified data, an odd last group with zeros.
 #include <arm_neon.h>
 #include <string.h>
 
@@ -21,7 +21,7 @@ constexpr std::size_t kMostColumnPairs = 4;
 constexpr std::size_t column_pairs(std::size_t row_pairs) { return row_pairs <= 4 ? kMostColumnPairs : 2; }
 constexpr std::size_t kPairDepth = 2 * kGemmDepthPerGroup;
 
-// Pairs of columns, 8 k each, of four columns in two neighbouring groups.
+// Pairs of columns, 8 k each, of four columns in two adjacent groups.
 void zip_groups(int8x16_t first, int8x16_t second, int8x16_t* pairs) {
   const uint32x4_t a = vreinterpretq_u32_s8(first), b = vreinterpretq_u32_s8(second);
   pairs[0] = vreinterpretq_s8_u32(vzip1q_u32(a, b));
@@ -34,7 +34,7 @@ int8x8_t load_last_group(const std::int8_t* source) {
   return vreinterpret_s8_u32(vset_lane_u32(quad, vdup_n_u32(0), 0));
 }
 
-// Pairs of rows as arranged.h has them.
+// Pairs of rows in the layout of arranged.h.
 template <std::size_t RowPairs>
 class PairedRows {
  public:
@@ -49,7 +49,7 @@ class PairedRows {
   const std::int8_t* pairs_[RowPairs];
 };
 
-// Rows as they are.
+// Rows without arrangement.
 template <std::size_t RowPairs>
 class LooseRows {
  public:
@@ -133,7 +133,7 @@ void compute_rows(const GemmArgs& args, std::size_t row, std::size_t block) {
   }
 }
 
-// The last rows of a block, fewer than TileRowPairs pairs or as many.
+// The last rows of a block, at most TileRowPairs pairs.
 template <std::size_t TileRowPairs, template <std::size_t> typename Rows>
 void compute_last_rows(const GemmArgs& args, std::size_t row, std::size_t block) {
   if constexpr (TileRowPairs > 0) {

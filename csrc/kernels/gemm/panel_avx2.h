@@ -1,4 +1,4 @@
-// What gemm's two ways with AVX2 have in common; nothing here is seen outside of avx2.cc.
+// Common parts of gemm's two methods with AVX2; nothing here is visible outside of avx2.cc.
 #pragma once
 
 #include "kernels/gemm/gemm.h"
@@ -7,8 +7,8 @@
 namespace chunkrt {
 namespace {
 
-// A panel keeps the sums of so many blocks, over one depth chunk after the other, so that what is made of
-// activations needs room for one chunk only, which stays in the first-level cache.
+// A panel keeps the sums of this many blocks over consecutive depth chunks, so that converted activations
+// need room for only one chunk, which stays in the first-level cache.
 constexpr std::size_t kPanelBlocks = 6;
 constexpr std::size_t kChunkGroups = 256;
 constexpr std::size_t kChunkDepth = kChunkGroups * kGemmDepthPerGroup;

@@ -1,14 +1,15 @@
 // gemm by matrix tiles: the loops, written once over a few operations on eight tiles.
 //
-// A tile is 16 rows of 64 bytes. A left one holds 64 k of 16 rows of activations, as they lie. A right one is
-// 16 groups of a packed block, as they lie. Their product, 16 x 16 sums in int32, is added to a third.
+// A tile is 16 rows of 64 bytes. A left one holds 64 k of 16 rows of activations, without rearrangement. A
+// right one is 16 groups of a packed block, likewise. Their product, 16 x 16 sums in int32, is added to a
+// third.
 //
-// `Tiles` provides configure(rows): the tiles of sums and of activations get so many rows, 16 or fewer, and
-// all are zeroed; and, on a tile named by its number, zero, load, multiply and store. Its destructor gives
-// the tiles back. `store` takes a block's 16 sums of one row. For processors it is AmxTiles
-// (kernels/tiles_amx.h), for tests on any processor a portable twin.
+// `Tiles` provides configure(rows): sets the rows of sum and activation tiles, 16 or fewer, and zeroes all
+// tiles; and, on a tile named by its number, zero, load, multiply and store. Its destructor releases the
+// tiles. `store` takes a block's 16 sums of one row. It is AmxTiles (kernels/tiles_amx.h), and for tests on
+// any processor a portable twin.
 //
-// Included by one file for each instruction set; nothing here is seen outside of it.
+// Included by one file for each instruction set; nothing here is visible outside of it.
 #pragma once
 
 #include <atomic>
@@ -22,16 +23,16 @@ namespace {
 
 constexpr std::size_t kTileGroups = kTileBytes / kGemmDepthPerGroup;
 
-// A product of tiles takes as long for one row as for 16: fewer rows than these are left to another kernel.
+// A product of tiles takes the same time for one row and for 16: fewer rows than these go to another kernel.
 constexpr std::size_t kFewestRows = kTileRows / 2;
 
 static_assert(kGemmBytesPerGroup == kTileBytes && kGemmColumnsPerBlock == kTileRows);
 
 using TileSums = std::int32_t[kTilesDown * kTileRows][kTilesAcross * kGemmColumnsPerBlock];
 
-// The last groups of a depth that is no multiple of a tile's: copies that have a whole tile, since a load
-// past the end of the weights might touch memory that is not there. Beyond the depth activations are zero,
-// so that what weights are taken for does not matter.
+// The last groups of a depth that is not a multiple of a tile's: copies padded to a complete tile, because a
+// load past the end of the weights might touch unmapped memory. Activations past the depth are zero, so the
+// values of the padding do not matter.
 struct DepthEnd {
   alignas(kTileBytes) std::int8_t left[kTilesDown][kTileRows][kTileBytes];
   alignas(kTileBytes) std::int8_t right[kTilesAcross][kTileGroups][kGemmBytesPerGroup];
@@ -46,7 +47,7 @@ void multiply_tiles(Tiles& tiles, const GemmArgs& args, std::size_t row, std::si
   const std::int8_t* left = args.left + row * depth;
   const std::int8_t* right = args.right + block * block_bytes;
 
-  // While a panel is in use the next one is fetched: each of its tiles asks for its share of cache lines.
+  // While a panel is in use the next one is prefetched: each of its tiles fetches its share of cache lines.
   const std::size_t num_pieces = (args.rows + Down * kTileRows - 1) / (Down * kTileRows);
   const std::size_t lines = (Across * kTileGroups + num_pieces - 1) / num_pieces;
   const std::int8_t* ahead = right + Across * block_bytes + row / (Down * kTileRows) * lines * kTileBytes;
@@ -92,7 +93,7 @@ void multiply_rows(Tiles& tiles, const GemmArgs& args, std::size_t row, std::siz
   }
 }
 
-// Across blocks of rows [row, end): whole tiles, or fewer rows than one has, as configured.
+// Across blocks of rows [row, end): complete tiles, or fewer rows than one tile, as configured.
 template <std::size_t Across, typename Tiles, typename Store>
 void multiply_panel(Tiles& tiles, const GemmArgs& args, std::size_t row, std::size_t end, std::size_t block,
                     const Store& store) {
@@ -103,7 +104,8 @@ void multiply_panel(Tiles& tiles, const GemmArgs& args, std::size_t row, std::si
   if (row < end) multiply_rows<1, Across>(tiles, args, row, end - row, block, store);
 }
 
-// The blocks [block_begin, block_end) of rows [row, end): whole tiles of them, or fewer than one has.
+// The blocks [block_begin, block_end) of rows [row, end): complete tiles of them, or fewer rows than one
+// tile.
 template <typename Tiles, typename Store>
 void multiply_blocks(Tiles& tiles, const GemmArgs& args, std::size_t row, std::size_t end,
                      std::size_t block_begin, std::size_t block_end, const Store& store) {
@@ -126,8 +128,8 @@ GemmArgs rows_from(GemmArgs args, std::size_t row) {
   return args;
 }
 
-// The blocks [block_begin, block_end) of all rows: first all tiles that have 16 rows, then the last rows,
-// which are `few_rows`'s if they are few.
+// The blocks [block_begin, block_end) of all rows: first all tiles that have 16 rows, then the last rows; a
+// few rows go to `few_rows`.
 template <typename Tiles, typename Store>
 void multiply_by_tiles(const GemmArgs& args, std::size_t block_begin, std::size_t block_end,
                        const Store& store, GemmFunction* few_rows) {

@@ -1,6 +1,6 @@
 // gemm with AVX2 for rows of any values: both sides are widened to int16 for vpmaddwd, whose int32 sums are
-// exact. Activations are widened once for a panel of columns, weights on their way into registers. Nothing
-// here is seen outside of avx2.cc.
+// exact. Activations are widened once for a panel of columns, weights on loading. Nothing here is visible
+// outside of avx2.cc.
 #pragma once
 
 #include <immintrin.h>
@@ -22,7 +22,7 @@ constexpr std::size_t kTilesPerBlock = kGemmColumnsPerBlock / kTileColumns;
 constexpr std::size_t kPanelTiles = kPanelBlocks * kTilesPerBlock;
 
 struct Sums {
-  __m256i of[kTileRows][2];  // each int32 is the sum over one pair of k; a column's two pairs are neighbours
+  __m256i of[kTileRows][2];  // each int32 is the sum over one pair of k; a column's two pairs are adjacent
 };
 
 struct Panel {
@@ -100,7 +100,7 @@ void compute_panel(const GemmArgs& args, std::size_t row, std::size_t block, std
   }
 }
 
-// So many rows and blocks at once, at most.
+// Most rows and blocks at a time.
 void multiply(const GemmArgs& args, std::size_t row, std::size_t num_rows, std::size_t block,
               std::size_t num_blocks) {
   constexpr void (*kComputePanel[])(const GemmArgs&, std::size_t, std::size_t, std::size_t) = {

@@ -17,12 +17,12 @@
 //   S <- P[n - 1] S + sum over j of (G[n - 1, j] k[j]) D[j]^T,   n rows
 // For one row that is the single step: it reads S twice and writes it once.
 //
-// Numerics: float32; products and sums are rounded apart, and every sum is one chain in the order of its
-// index. Decays are multiplied, not exponentials of differences taken, so that a decay after a far stronger
+// Numerics: float32; products and sums are rounded separately, and every sum is one chain in the order of its
+// index. Decays are multiplied, instead of exponentials of differences, so that a decay after a far stronger
 // one keeps all its digits. So the convolution has the same bits on every instruction set and for every split
-// into calls. The delta rule has the same bits on every instruction set but the reference, whatever heads a
-// call computes; split into other calls it differs by rounding. A NaN or an infinity in a row reaches that
-// row's outputs and, through the states, the rows after it, never those before.
+// into calls. The delta rule has the same bits on every instruction set except the reference, for any split
+// of heads; split into calls of other rows it differs by rounding. A NaN or an infinity in a row affects that
+// row's outputs and, through the states, later rows, but never earlier ones.
 #pragma once
 
 #include <cstddef>
@@ -54,16 +54,16 @@ struct DeltaRuleArgs {
   std::size_t num_v_heads;  // a multiple of num_k_heads
   std::size_t k_dim;
   std::size_t v_dim;  // any; a multiple of 64 is fastest
-  float scale;        // of q
+  float scale;        // for q
 };
 
 inline constexpr std::size_t kChannelsPerItem = 64;
-inline constexpr std::size_t kDeltaRows = 32;  // that the chunk form takes at once, at most
+inline constexpr std::size_t kDeltaRows = 32;  // Most rows that the chunk form takes at once.
 
-// How many items a convolution splits into. The delta rule's items are the v heads.
+// Number of items of a convolution. The delta rule's items are the v heads.
 std::size_t convolution_items(std::size_t channels);
 
-// Floats of scratch that one call needs; threads that run at once need one each. Nothing is allocated.
+// Floats of scratch for one call; concurrent calls need one each. Nothing is allocated.
 std::size_t convolution_scratch_floats(std::size_t taps);
 std::size_t delta_rule_scratch_floats(std::size_t k_dim, std::size_t v_dim);
 

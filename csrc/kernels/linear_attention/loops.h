@@ -1,6 +1,6 @@
 // linear_attention for processors with vectors: plain loops that compilers turn into the vector code of the
-// including file's instruction set. Included by one file for each; nothing here is seen outside of it, and
-// nothing is called that could be shared with another.
+// including file's instruction set. Included by one file for each; nothing here is visible outside of it, and
+// it calls no function that could be shared with another.
 #pragma once
 
 #include "kernels/linear_attention/linear_attention.h"
@@ -63,7 +63,7 @@ void convolve(const ConvolutionArgs& args, std::size_t begin, std::size_t end, f
   }
 }
 
-// out = scale * out + left @ right; row-major, neighbouring rows `stride` apart.
+// out = scale * out + left @ right; row-major, adjacent rows `stride` apart.
 struct Product {
   const float* left;  // [rows, depth]
   std::size_t left_stride;

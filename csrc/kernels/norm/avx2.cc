@@ -1,4 +1,4 @@
-// norm with AVX2: two registers of partial sums stand for the sixteen lanes.
+// norm with AVX2: two registers of partial sums hold the sixteen lanes.
 #include <immintrin.h>
 
 #include "kernels/lanes_avx2.h"

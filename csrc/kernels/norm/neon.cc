@@ -1,4 +1,4 @@
-// norm with NEON: four registers of partial sums stand for the sixteen lanes.
+// norm with NEON: four registers of partial sums hold the sixteen lanes.
 #include <arm_neon.h>
 
 #include "kernels/norm/norm.h"

@@ -1,4 +1,4 @@
-// Listing an outlier: rare, and the same for every instruction set.
+// Listing of an outlier: a rare case, common to all instruction sets.
 #pragma once
 
 #include "kernels/outliers/outliers.h"

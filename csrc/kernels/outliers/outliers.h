@@ -2,7 +2,7 @@
 // keep a fine grid; their products with the weight are added in float32.
 //
 //   limit = 8 * (|x[0]| + ... + |x[width - 1]|) / width, the product first, which is exact
-//   outliers: those with |x[k]| > limit: fewer than width / 8, since they make up the sum
+//   outliers: those with |x[k]| > limit; fewer than width / 8, since the sum includes them
 //   rest = x, with 0 where an outlier was
 //
 //   e = 0, then e = fma(x[k], float(weight[k, n]), e) over the outliers k of row m, ascending
@@ -14,7 +14,7 @@
 // The sum has 64 partial sums, number i adding |x[i]|, |x[i + 64]|, ..., which are then folded: i += i + 32
 // for i < 32, i += i + 16, and so on. A fused multiply-add rounds once, everything else rounds each
 // operation. So every instruction set and every split gives the same bits. A row whose sum is not finite has
-// no outliers, and is left as it is to the quantisation.
+// no outliers, and is passed unchanged to the quantisation.
 //
 // Source of the idea: Dettmers et al., LLM.int8() (2022), section 3.2, which fixes the channels beforehand.
 #pragma once
@@ -26,7 +26,7 @@ namespace chunkrt {
 
 inline constexpr float kOutlierRatio = 8.0f;
 
-// More than a row can have, whatever rounding does to its sum.
+// An upper bound for a row, including rounding errors of its sum.
 constexpr std::size_t most_outliers(std::size_t width) { return width / 7 + 1; }
 
 struct RowOutliers {
@@ -47,12 +47,12 @@ using TakeOutliersFunction = void(const TakeOutliersArgs& args, std::size_t row_
 
 struct AddOutliersArgs {
   RowOutliers outliers;
-  const std::int8_t* packed;  // the weight, as kernels/gemm/gemm.h has it
+  const std::int8_t* packed;  // the weight in the layout of kernels/gemm/gemm.h
   const float* scales;        // float32 [columns]
   float* out;                 // float32 [rows, columns]
   std::size_t rows;
   std::size_t columns;
-  std::size_t groups;  // of 4 channels
+  std::size_t groups;  // 4 channels each
 };
 
 // Adds the outliers' products to the columns of blocks [block_begin, block_end).
@@ -60,12 +60,12 @@ using AddOutliersFunction = void(const AddOutliersArgs& args, std::size_t block_
 
 struct AddBlockOutliersArgs {
   RowOutliers outliers;
-  const std::uint8_t* right;          // the weight, as kernels/block_gemm/block_gemm.h has it
+  const std::uint8_t* right;          // the weight in the layout of kernels/block_gemm/block_gemm.h
   const std::uint16_t* right_scales;  // as there
   float* out;                         // float32 [rows, columns]
   std::size_t rows;
   std::size_t columns;
-  std::size_t depth_blocks;  // of 32 channels
+  std::size_t depth_blocks;  // 32 channels each
 };
 
 using AddBlockOutliersFunction = void(const AddBlockOutliersArgs& args, std::size_t block_begin,

@@ -42,7 +42,7 @@ void quantize_row(const QuantizeArgs& args, std::size_t row) {
   const float nan = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(kNanBits)));
   __m512i sums = _mm512_setzero_si512();
   std::size_t i = 0;
-  for (; i + kLanes <= args.width; i += kLanes) {  // stores with a mask are many times slower
+  for (; i + kLanes <= args.width; i += kLanes) {  // masked stores are many times slower
     const __m512 x = _mm512_loadu_ps(input + i);
     const __m512i rounded = round(_mm512_maskz_mul_ps(kept, x, inverse));
     sums = _mm512_add_epi32(sums, rounded);

@@ -55,7 +55,7 @@ void quantize_row(const QuantizeArgs& args, std::size_t row) {
   args.scales[row] = scale;
 }
 
-// What two registers of integers are in int8; they fit.
+// Narrows two registers of integers to int8; they fit.
 int8x8_t narrow(int32x4_t first, int32x4_t second) {
   return vmovn_s16(vcombine_s16(vmovn_s32(first), vmovn_s32(second)));
 }
@@ -65,7 +65,7 @@ struct Digits {
 };
 
 Digits digits_on_grid(float32x4_t x, float step, std::int32_t levels) {
-  // The conversion rounds half to even, saturates, and makes 0 of a NaN.
+  // The conversion rounds half to even, saturates, and converts NaN to 0.
   const int32x4_t rounded = vcvtnq_s32_f32(vdivq_f32(x, vdupq_n_f32(step)));
   const int32x4_t q = vmaxq_s32(vdupq_n_s32(-levels), vminq_s32(vdupq_n_s32(levels), rounded));
   const int32x4_t high = vshrq_n_s32(vaddq_s32(q, vdupq_n_s32(128)), 8);

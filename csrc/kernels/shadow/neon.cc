@@ -24,7 +24,7 @@ void store(float* out, std::size_t count, float32x4_t x) {
   for (std::size_t i = 0; i < count; ++i) out[i] = values[i];
 }
 
-// The outliers of the channels from `begin` on, of which there are at least 1; as many as there are lanes.
+// The outliers of the channels from `begin` on, of which at least 1 exists; as many as there are lanes.
 std::int32_t find_in_lanes(const FindOutliersArgs& args, std::size_t begin) {
   const OutlierLists& lists = args.lists;
   const std::size_t rest = args.width - begin, lanes = rest < kLanes ? rest : kLanes;
@@ -35,7 +35,7 @@ std::int32_t find_in_lanes(const FindOutliersArgs& args, std::size_t begin) {
   std::int32_t total = 0;
   for (std::size_t row = 0; row < args.num_rows; ++row) {
     const float32x4_t x = load(args.input + row * args.width + begin, lanes);
-    const uint32x4_t is_inside = vcaltq_f32(vdivq_f32(x, step), threshold);  // of magnitudes; not of a NaN
+    const uint32x4_t is_inside = vcaltq_f32(vdivq_f32(x, step), threshold);  // for magnitudes; false for NaN
     if (vminvq_u32(is_inside) != 0) continue;
     float remainders[kLanes];
     std::uint32_t inside[kLanes];
@@ -69,7 +69,7 @@ void find_outliers_f32_f32_neon(const FindOutliersArgs& args, std::size_t block_
 
 void dequantize_row_f32_s8col_neon(const DequantizeRowArgs& args, std::size_t block_begin,
                                    std::size_t block_end) {
-  // The wanted byte of every column goes to the top, and comes down with its sign.
+  // The wanted byte of every column is shifted to the top, and back with its sign.
   const int32x4_t to_top = vdupq_n_s32(24 - 8 * static_cast<int>(args.channel % kGemmDepthPerGroup));
   const std::int8_t* group =
       args.packed + (block_begin * args.groups + args.channel / kGemmDepthPerGroup) * kGemmBytesPerGroup;

@@ -1,14 +1,13 @@
-// shadow: what the inputs of a linear lose where its grid of 8 bits saturates, times the weight.
+// shadow: the part of a linear's inputs that exceeds its quantisation range of 8 bits, times the weight.
 //
 //   q = round_half_to_even(x / step),  r = x - clip(q, -127, 127) * step where |q| > 127, else 0
 //   y[t, n] = sum over k, ascending, of r[t, k] * (float(weight[k, n]) * scales[n])
 //
 // Every operation rounds once to float32, and sums start at +0; so the same bits on every instruction set,
-// and leaving out those k where r is 0 changes none. |q| > 127 is |x / step| >= 127.5, the quotient rounded
-// first.
+// and omitting the k with r = 0 changes none. |q| > 127 is |x / step| >= 127.5, the quotient rounded first.
 //
-// A NaN is an outlier too, with r = NaN, and an infinity has an infinite r or NaN: their rows of y hold
-// nothing that is finite.
+// A NaN is an outlier, too, with r = NaN, and an infinity has an infinite r or NaN: all values of their rows
+// of y are non-finite.
 //
 // Three kernels: find_outliers lists the r that are not 0, channel by channel (a channel is a column of x, a
 // k); dequantize_row makes the weight's row of one channel; add_outer_product adds a channel's products to y.
@@ -21,13 +20,14 @@ namespace chunkrt {
 
 inline constexpr std::size_t kShadowChannelsPerBlock = 16;
 inline constexpr float kShadowLevels = 127.0f;
-inline constexpr float kShadowThreshold = 127.5f;  // the least |x / step| that rounds to more than the levels
+// the smallest |x / step| that rounds to more than the levels
+inline constexpr float kShadowThreshold = 127.5f;
 
 // The outliers of a chunk. Channel k has the first counts[k] places of its row of `rows` and `remainders`.
 struct OutlierLists {
   std::int32_t* block_counts;  // int32 [ceil(width / 16)]: outliers in 16 channels
-  std::int32_t* counts;        // int32 [width]: outliers in one
-  std::int32_t* rows;          // int32 [width, num_rows]: the rows that they are in, ascending
+  std::int32_t* counts;        // int32 [width]: outliers in each channel
+  std::int32_t* rows;          // int32 [width, num_rows]: their rows, ascending
   float* remainders;           // float32 [width, num_rows]: their r
 };
 
@@ -44,7 +44,7 @@ using FindOutliersFunction = void(const FindOutliersArgs& args, std::size_t bloc
                                   std::size_t block_end);
 
 struct DequantizeRowArgs {
-  const std::int8_t* packed;  // int8, as kernels/gemm/gemm.h has it
+  const std::int8_t* packed;  // int8, in the layout of kernels/gemm/gemm.h
   const float* scales;        // float32 [columns]
   float* out;                 // float32: columns of blocks [block_begin, block_end), none past `columns`
   std::size_t channel;
@@ -66,7 +66,7 @@ struct AddOuterProductArgs {
   std::size_t out_stride;  // in elements
 };
 
-// out[rows[i], n] += left[i] * right[n]; product and sum round apart.
+// out[rows[i], n] += left[i] * right[n]; product and sum are rounded separately.
 using AddOuterProductFunction = void(const AddOuterProductArgs& args);
 
 }  // namespace chunkrt

@@ -1,5 +1,5 @@
-// unpack with AVX2: there is no product of bytes, but one of 16 bits makes two, since q * multiplier is at
-// most 15 * 16 = 240 and nothing is carried from the lower byte. What the zero of q adds to it is taken off
+// unpack with AVX2: it has no product of bytes, but one of 16 bits computes two of them, since q * multiplier
+// is at most 15 * 16 = 240 and the lower byte does not carry. The contribution of q's zero is subtracted
 // afterwards.
 #include <immintrin.h>
 
@@ -8,7 +8,7 @@
 namespace chunkrt {
 namespace {
 
-// Of the 8 columns of a register.
+// Multipliers of the 8 columns of a register.
 struct Multipliers {
   __m256i words;  // uint16: each column's twice
   __m256i zeros;  // uint8: 8 * the column's, four times

@@ -1,5 +1,5 @@
-// unpack: a weight of 4-bit integers, with a whole multiplier for each block, as the int8 products that gemm
-// takes.
+// unpack: a weight of 4-bit integers, with an integer multiplier for each block, as the int8 products that
+// gemm takes.
 //
 //   out[k, n] = (q[k, n] - 8) * multipliers[k / 32, n],  q in 1..15, multipliers in 1..16
 //
@@ -12,18 +12,18 @@
 
 namespace chunkrt {
 
-inline constexpr std::size_t kUnpackDepth = 32;       // of a block
-inline constexpr std::size_t kUnpackColumns = 16;     // that lie side by side
+inline constexpr std::size_t kUnpackDepth = 32;       // k in a block
+inline constexpr std::size_t kUnpackColumns = 16;     // adjacent columns
 inline constexpr std::size_t kUnpackGroupBytes = 64;  // four k of them; packed, two such groups
-inline constexpr std::size_t kUnpackGroups = 8;       // in a block
+inline constexpr std::size_t kUnpackGroups = 8;       // groups in a block
 inline constexpr std::size_t kUnpackBlockBytes = kUnpackDepth * kUnpackColumns / 2;
-inline constexpr std::int32_t kUnpackZero = 8;  // the q that stands for 0
+inline constexpr std::int32_t kUnpackZero = 8;  // the q of 0
 
 struct UnpackArgs {
-  // uint8 [ceil(N / 16), ceil(K / 32), 4, 16, 4]: q, as block_gemm.h has it.
+  // uint8 [ceil(N / 16), ceil(K / 32), 4, 16, 4]: q, in the layout of block_gemm.h.
   const std::uint8_t* packed;
   const std::uint8_t* multipliers;  // uint8 [ceil(N / 16), ceil(K / 32), 16]; zeros past N
-  std::int8_t* out;    // int8 [block_end - block_begin, groups, 16, 4], as gemm.h has its right side
+  std::int8_t* out;    // int8 [block_end - block_begin, groups, 16, 4], as the right side of gemm.h
   std::size_t groups;  // ceil(K / 4)
 };
 

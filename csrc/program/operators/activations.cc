@@ -119,7 +119,7 @@ const Outliers& outliers_of(ProgramBuilder& builder, ValueId input) {
 const std::vector<Digit>& digits_of(ProgramBuilder& builder, ValueId input, std::size_t num_digits,
                                     std::optional<float> step) {
   require(num_digits == 1 || (num_digits == 2 && step),
-          "linear: activations take 1 digit, or on a grid 2, not " + std::to_string(num_digits));
+          "linear: expected 1 digit of activations, or up to 2 on a grid, got " + std::to_string(num_digits));
   auto& made = builder.notes<Activations>().digits;
   const auto key = std::tuple(input, num_digits, step);
   if (const auto found = made.find(key); found != made.end()) return found->second;
@@ -163,7 +163,7 @@ std::vector<Digit> arranged_digits(const std::optional<RowArrangement>& arrangem
     const Shape shape = builder.value(digit.values).shape;
     const std::size_t groups = shape.back().size / kGemmDepthPerGroup;
     const std::size_t per_row = shape.size() == 3 ? shape[1].size : 1;
-    // Whole pairs, if rows come in pairs.
+    // Complete pairs, if rows come in pairs.
     const std::size_t most_rows = round_up(builder.max_rows() * per_row, arrangement->rows_together);
     const ValueId arranged =
         builder.temporary(Dtype::int8, {fixed(most_rows), fixed(arrangement->row_bytes(groups))});
@@ -190,7 +190,7 @@ void require_addends(const ProgramBuilder& builder, std::optional<ValueId> bias,
   if (!residual) return;
   require(
       builder.rows_of(*residual, linear + "'s residual") == rows && builder.width_of(*residual) == columns,
-      linear + ": the residual's shape is not the result's");
+      linear + ": the residual's shape differs from the result's");
 }
 
 }  // namespace chunkrt

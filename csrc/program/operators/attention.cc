@@ -1,4 +1,4 @@
-// attention: its operands, what every run must fulfil, and its two phases.
+// attention: its operands, the checks of every run, and its two phases.
 #include <algorithm>
 #include <stdexcept>
 
@@ -32,19 +32,20 @@ bool fits(std::int64_t first, std::size_t rows, std::size_t limit) {
   return first >= 0 && rows <= limit && static_cast<std::size_t>(first) <= limit - rows;
 }
 
-// A ring may begin anew only where a block of keys does, and may not overwrite what a row of the chunk sees.
+// A ring may wrap only at the start of a key block, and must not overwrite positions that a row of the chunk
+// sees.
 void check_ring(const std::string& name, std::int64_t first, std::size_t rows, std::size_t slots,
                 std::size_t window) {
   if (first < 0) throw std::out_of_range(misfit(name, rows, first) + "positions count from 0");
   if (fits(first, rows, slots)) return;
   if (slots % kKeysPerBlock != 0) {
     throw std::out_of_range(misfit(name, rows, first) + "a ring of " + std::to_string(slots) +
-                            " slots cannot begin anew, as that is no multiple of " +
+                            " slots cannot wrap, because their number is not a multiple of " +
                             std::to_string(kKeysPerBlock));
   }
   if (rows > slots || window > slots - rows + 1) {
     throw std::out_of_range(misfit(name, rows, first) + "rows that see " + std::to_string(window) +
-                            " positions need a ring of window + rows - 1 slots, it has " +
+                            " positions need a ring of window + rows - 1 slots, found " +
                             std::to_string(slots));
   }
 }
@@ -57,7 +58,7 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
   const std::size_t num_heads = shape.num_heads, num_kv_heads = shape.num_kv_heads, head_dim = shape.head_dim;
   const std::size_t most_heads = head_dim > 0 ? builder.width_of(qkv) / head_dim : 0;
   require(num_heads <= most_heads && num_kv_heads <= most_heads,
-          "attention: more heads than qkv has room for: " + std::to_string(num_heads) + " and " +
+          "attention: more heads than the columns of qkv hold: " + std::to_string(num_heads) + " and " +
               std::to_string(num_kv_heads) + " of " + std::to_string(head_dim) + " columns");
   require(num_kv_heads > 0 && head_dim > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
           "attention: expected the number of heads to be a multiple of that of kv heads, got " +
@@ -94,7 +95,7 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
   const std::size_t context = table_shape[0].size;
   if (qkv_bias) {
     builder.require_constant(*qkv_bias, Dtype::float32, {fixed(qkv_width)}, "attention's qkv_bias");
-    require(shape.has_raw_keys, "attention: only raw keys can leave out a bias");
+    require(shape.has_raw_keys, "attention: only raw keys can omit a bias");
   }
 
   builder.add_check(

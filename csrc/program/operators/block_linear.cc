@@ -1,5 +1,4 @@
-// block_linear: activations to int8 rows, as linear makes them, and their product with a weight in 4-bit
-// blocks.
+// block_linear: activations to int8 rows, as in linear, and their product with a weight in 4-bit blocks.
 #include <algorithm>
 #include <iterator>
 #include <map>
@@ -17,7 +16,7 @@ struct BlockSums {
   std::map<ValueId, ValueId> of_digit;  // by the digit's values
 };
 
-// int32 [rows, width / 32]: the sums of the blocks of a digit's rows, made once.
+// int32 [rows, width / 32]: the sums of the blocks of a digit's rows, computed once.
 ValueId block_sums_of(ProgramBuilder& builder, Symbol rows, const Digit& digit) {
   auto& made = builder.notes<BlockSums>().of_digit;
   if (const auto found = made.find(digit.values); found != made.end()) return found->second;
@@ -43,7 +42,7 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
                      std::size_t columns, std::optional<ValueId> bias, std::optional<ValueId> residual) {
   const Symbol symbol = builder.rows_of(input, "block_linear's input");
   const std::size_t depth = builder.width_of(input);
-  require(depth % kBlockDepth == 0, "block_linear: expected inputs in whole blocks of " +
+  require(depth % kBlockDepth == 0, "block_linear: expected inputs in complete blocks of " +
                                         std::to_string(kBlockDepth) + ", got " + std::to_string(depth) +
                                         " inputs");
   require(columns > 0, "block_linear: expected at least 1 column, got 0");
@@ -62,7 +61,7 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
   std::vector<Digit> digits = digits_of(builder, input, 1, {});
   const KernelRow<BlockGemmFunction>& kernel = select_kernel(block_gemm_f32_s8row_u4block);
   const std::optional<RowArrangement> arrangement = row_arrangement(kernel);
-  // Arranged rows hold the sums of their blocks.
+  // Arranged rows include the sums of their blocks.
   if (!arrangement) digits.front().sums = block_sums_of(builder, symbol, digits.front());
   digits = arranged_digits(arrangement, builder, symbol, std::move(digits));
   if (kernel.isa == Isa::amx) builder.need_scratch(tile_scratch_floats(depth_blocks));

@@ -1,4 +1,4 @@
-// The operators that go element by element.
+// Element-wise operators.
 #include <span>
 #include <vector>
 
@@ -9,7 +9,8 @@
 namespace chunkrt {
 namespace {
 
-constexpr std::size_t kMostLevels = std::size_t{1} << 23;  // up to here float32 has every integer and half
+// up to here float32 represents every integer and half
+constexpr std::size_t kMostLevels = std::size_t{1} << 23;
 
 ValueId binary(ProgramBuilder& builder, ValueId left, ValueId right, const char* what,
                BinaryFunction* kernel) {

@@ -1,4 +1,4 @@
-// gather and columns: rows and columns picked out of what is there.
+// gather and columns: selection of rows and columns.
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -58,7 +58,7 @@ ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices) {
   };
   if (is_constant) {
     builder.add_row_step(symbol, "gather", {table, indices, out}, std::move(pick));
-  } else {  // other rows of the table may still be in the making: a loop of its own
+  } else {  // other rows of the table may still be computed in the last loop: a loop of its own
     builder.add_loop([symbol](const Frame& frame) { return frame.size_of(symbol); }, 1, "gather",
                      {table, indices, out}, std::move(pick));
   }

@@ -11,8 +11,8 @@
 namespace chunkrt {
 namespace {
 
-// What a panel of unpacked weights may take, if it has more than one block: with the activations beside it,
-// it stays in the second-level cache.
+// Size limit of a panel of unpacked weights with more than one block: together with the activations it stays
+// in the second-level cache.
 constexpr std::size_t kUnpackedPanelBytes = 256 * 1024;
 
 std::size_t blocks_per_unpacked_panel(const KernelRow<GemmFunction>& kernel, std::size_t groups) {
@@ -20,7 +20,7 @@ std::size_t blocks_per_unpacked_panel(const KernelRow<GemmFunction>& kernel, std
   return std::clamp<std::size_t>(kUnpackedPanelBytes / block_bytes, 1, blocks_per_panel(kernel));
 }
 
-// As multiply_panels, of a weight that `packed` tells of; `unpacked` has room for one panel.
+// Like multiply_panels, with the weight described by `packed`; `unpacked` has room for one panel.
 void unpack_and_multiply(const KernelRow<GemmFunction>& kernel, UnpackFunction* unpack, const GemmArgs& args,
                          const UnpackArgs& packed, const Frame& frame, const std::vector<Digit>& digits,
                          std::size_t begin, std::size_t end, std::int8_t* unpacked) {
@@ -58,7 +58,7 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
   builder.require_constant(scales, Dtype::float32, {fixed(columns)}, "linear's scales");
   const KernelRow<GemmFunction>& kernel = select_kernel(gemm_f32_s8row_s8col);
   if (multipliers) {
-    require(input_step.has_value(), "linear: 4-bit weights with multipliers take an input on a grid");
+    require(input_step.has_value(), "linear: 4-bit weights with multipliers require an input on a grid");
     const std::size_t depth_blocks = ceil_divide(depth, kUnpackDepth);
     builder.require_constant(packed, Dtype::uint8,
                              {fixed(blocks), fixed(depth_blocks), fixed(kUnpackGroups / 2),

@@ -1,5 +1,5 @@
 // The operators: functions that append one to a program. Values are float32 [T, width] or [R, width],
-// constants as each says. Every function throws std::invalid_argument for operands that do not fit.
+// constants as documented for each. Every function throws std::invalid_argument for operands that do not fit.
 #pragma once
 
 #include <cstddef>
@@ -39,14 +39,14 @@ ValueId silu_mul(ProgramBuilder& builder, ValueId input);
 ValueId gelu_mul(ProgramBuilder& builder, ValueId input);
 
 // input @ weight, activations quantised to int8 a row: see kernels/quantize and kernels/gemm. packed int8
-// [ceil(N / 16), ceil(K / 4), 16, 4], scales float32 [N], bias float32 [N], residual a value [rows, N].
-// The few large values of a row are left out of that and multiplied in float32: see kernels/outliers.
-// With an input step (finite, above 0) the activations of all rows are on its grid instead, as integers q
-// of 8 bits or, in two digits, 16: the result is float(q @ weight) * (input_step * scales), without bias or
-// residual. Each operation rounds once; q @ weight does so where each digit's part of it is within 2^24.
-// With multipliers uint8 [ceil(N / 16), ceil(K / 32), 16], on a grid alone, the weight is their products with
-// 4-bit integers, packed uint8 [ceil(N / 16), ceil(K / 32), 4, 16, 4]: see kernels/unpack/unpack.h. The
-// result's bits are those of these products packed as int8.
+// [ceil(N / 16), ceil(K / 4), 16, 4], scales float32 [N], bias float32 [N], residual a value [rows, N]. The
+// few large values of a row are excluded and multiplied in float32: see kernels/outliers. With an input step
+// (finite, above 0) the activations of all rows are on its grid instead, as integers q of 8 bits or, in two
+// digits, 16: the result is float(q @ weight) * (input_step * scales), without bias or residual. Each
+// operation rounds once, q @ weight only if each digit's part of it is within 2^24. With multipliers uint8
+// [ceil(N / 16), ceil(K / 32), 16], only on a grid, the weight is their products with 4-bit integers, packed
+// uint8 [ceil(N / 16), ceil(K / 32), 4, 16, 4]: see kernels/unpack/unpack.h. The result's bits are those of
+// these products packed as int8.
 ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId scales,
                std::optional<ValueId> bias, std::optional<ValueId> residual, std::size_t num_digits,
                std::optional<float> input_step = {}, std::optional<ValueId> multipliers = {});
@@ -58,17 +58,17 @@ ValueId float_linear(ProgramBuilder& builder, ValueId input, ValueId weight);
 // bias and residual are as in linear.
 ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId block_scales,
                      std::size_t columns, std::optional<ValueId> bias, std::optional<ValueId> residual);
-// What saturation takes from a linear of one digit on the grid of `input_step`, times its weight: see
-// kernels/shadow/shadow.h. Beside that linear's operands, hot_channels int32 [H], ascending: rows of the
-// weight that the program keeps in float32. Others are dequantised in every run that finds outliers in
+// The part of the input that exceeds the range of a linear of one digit with `input_step`, times its weight:
+// see kernels/shadow/shadow.h. Operands are that linear's and hot_channels int32 [H], ascending: rows of the
+// weight that the program keeps in float32. Other rows are dequantised in every run that finds outliers in
 // their channel.
 ValueId shadow_linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId scales,
                       float input_step, ValueId hot_channels);
 // The sum of the feed-forwards that a router picks for each row, the experts of its top_k largest
-// router_logits [rows, E] (of equals the first), weighted by the softmax over all of these; with
-// norm_topk_prob the weights of the picked are divided by their sum. Weights as in linear, with an axis [E]
-// before: gate_up with scales [E, 2 * I], columns gate | up, and down with scales [E, width]. Rows are
-// quantised as linear does without an input step, before each product.
+// router_logits [rows, E] (ties to the first), weighted by the softmax over all of these; with norm_topk_prob
+// the weights of the picked experts are divided by their sum. Weights as in linear, with an axis [E] before:
+// gate_up with scales [E, 2 * I], columns gate | up, and down with scales [E, width]. Rows are quantised as
+// linear does without an input step, before each product.
 ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_logits, ValueId gate_up,
                        ValueId gate_up_scales, ValueId down, ValueId down_scales, std::size_t top_k,
                        bool norm_topk_prob);
@@ -86,8 +86,8 @@ struct AttentionShape {
 // See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], position and
 // table_row int64 [1] (inputs, or one for both), cos and sin constant float32 [context, rotary_dim / 2],
 // caches states [num_kv_heads, P, head_dim], or with a window [num_kv_heads, W, head_dim]: rings. With raw
-// keys `qkv_bias` may be a constant [columns of qkv] that is in each row of qkv: its part for the keys is
-// what int8 caches leave out.
+// keys `qkv_bias` may be a constant [columns of qkv] that each row of qkv contains: its part for the keys is
+// omitted by int8 caches.
 ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
                   ValueId sin, ValueId key_cache, ValueId value_cache, const AttentionShape& shape,
                   std::optional<ValueId> qkv_bias = std::nullopt);
@@ -98,7 +98,7 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
 ValueId short_conv(ProgramBuilder& builder, ValueId bcx, ValueId conv_weight,
                    std::optional<ValueId> conv_bias, ValueId conv_state);
 
-// Of q | k | v: num_k_heads heads of head_k_dim in q and in k, num_v_heads of head_v_dim in v.
+// Heads in q | k | v: num_k_heads heads of head_k_dim in q and in k, num_v_heads of head_v_dim in v.
 struct DeltaRuleShape {
   std::size_t num_k_heads;
   std::size_t num_v_heads;  // a multiple of num_k_heads

@@ -1,4 +1,4 @@
-// What the linears share: blocks, and the order in which digits meet them.
+// Common parts of the linears: blocks, and the order in which digits use them.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,10 @@
 
 namespace chunkrt {
 
-// Blocks of columns that one call of a kernel gets, and of which a piece has a multiple. So few that the
+// Number of column blocks of one call of a kernel; pieces are multiples of it. It is small enough that the
 // second digit, or the outliers, find a panel's weights and results in the cache. Tiles come in pairs; AVX2's
-// gemm may have to widen the activations for each panel; of the others the widest likes three best.
+// gemm may have to widen the activations for each panel; the widest of the other kernels is fastest with
+// three.
 template <typename Function>
 std::size_t blocks_per_panel(const KernelRow<Function>& kernel) {
   return kernel.isa == Isa::amx ? 4 : kernel.isa == Isa::avx2 ? 6 : 3;

@@ -1,8 +1,9 @@
-// routed_experts: rows go to the few experts that a router picks for them, and come back as a weighted sum.
+// routed_experts: rows go to the few experts that a router picks for them, and are combined to a weighted
+// sum.
 //
-// A slot is a row on its way through one expert. Slots of an expert are adjacent, so that an expert's weights
-// are multiplied with all of its rows at once; a row's results are added in ascending order of experts, so
-// that nothing depends on which rows came along.
+// A slot is a row assigned to one expert. Slots of an expert are adjacent, so that an expert's weights are
+// multiplied by all of its rows at once. A row's results are added in ascending order of experts, so that
+// they do not depend on the other rows of the chunk.
 #include <algorithm>
 #include <limits>
 #include <utility>
@@ -15,8 +16,8 @@
 namespace chunkrt {
 namespace {
 
-// What becomes of the rows that a router sends to experts. `weights` and `slots` are [rows, top_k], `rows` is
-// by slot, `begins` has the first slot of each expert and the end of the last.
+// The assignment of rows to experts. `weights` and `slots` are [rows, top_k], `rows` is by slot, `begins` has
+// the first slot of each expert and the end of the last.
 struct Routing {
   Symbol symbol;
   std::size_t num_experts;
@@ -27,7 +28,7 @@ struct Routing {
   ValueId rows;
 };
 
-// What is multiplied: int8 rows, and what was too large for them.
+// The factors: int8 rows, and their outliers.
 struct SlotRows {
   Digit digit;
   Outliers outliers;
@@ -35,7 +36,7 @@ struct SlotRows {
 
 using RowOfSlot = std::function<const float*(const Frame& frame, std::size_t slot, float* scratch)>;
 
-// The top_k largest, of equals the first, in ascending order of experts.
+// The top_k largest, ties to the first, in ascending order of experts.
 void pick(const float* logits, std::size_t num_experts, std::int32_t* picked, std::size_t top_k) {
   std::size_t count = 0;  // so far, the largest first
   for (std::size_t expert = 0; expert < num_experts; ++expert) {
@@ -48,7 +49,7 @@ void pick(const float* logits, std::size_t num_experts, std::int32_t* picked, st
   std::sort(picked, picked + top_k);
 }
 
-// The softmax over all experts at those that are picked; `scores` has room for all.
+// The softmax over all experts, at the picked ones; `scores` has room for all.
 void weigh(const float* logits, std::size_t num_experts, const std::int32_t* picked, std::size_t top_k,
            bool norm_topk_prob, UnaryFunction* exp, float* scores, float* weights) {
   const float largest = *std::max_element(logits, logits + num_experts);
@@ -87,7 +88,7 @@ Routing route(ProgramBuilder& builder, ValueId router_logits, std::size_t top_k,
   require(top_k >= 1 && top_k <= num_experts, "routed_experts: " + std::to_string(top_k) + " of " +
                                                   std::to_string(num_experts) + " experts cannot be picked");
   require(builder.max_rows() <= std::numeric_limits<std::int32_t>::max() / top_k,
-          "routed_experts: " + std::to_string(builder.max_rows()) + " rows are too many to be counted");
+          "routed_experts: " + std::to_string(builder.max_rows()) + " rows exceed the range of slot numbers");
   const Shape of_slots = {rows_dimension(symbol), fixed(top_k)};
   const Routing routing = {.symbol = symbol,
                            .num_experts = num_experts,
@@ -119,7 +120,7 @@ Routing route(ProgramBuilder& builder, ValueId router_logits, std::size_t top_k,
   return routing;
 }
 
-// `row_of` gives the float row of a slot, and may build it in the scratch that it is handed.
+// `row_of` returns the float row of a slot, and may build it in the scratch that it receives.
 SlotRows quantize_slots(ProgramBuilder& builder, const Routing& routing, std::size_t width,
                         std::vector<ValueId> uses, const std::string& making_name, RowOfSlot row_of) {
   const std::size_t padded = padded_depth(width);
@@ -180,7 +181,7 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
   std::vector<ValueId> uses = digit.uses();
   uses.insert(uses.end(), {left.outliers.counts, left.outliers.channels, left.outliers.values, routing.begins,
                            packed, scales, out});
-  // A piece is some columns of all experts: it is as much work whatever the router picks.
+  // A piece is some columns of all experts: its work does not depend on the router.
   builder.add_loop(
       [blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), "routed_experts", uses,
       [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
@@ -236,7 +237,7 @@ ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_l
   const Symbol symbol = builder.rows_of(hidden, "routed_experts' input");
   const std::size_t width = builder.width_of(hidden);
   require(builder.rows_of(router_logits, "routed_experts' router logits") == symbol,
-          "routed_experts: the router logits have other rows than the input");
+          "routed_experts: the router logits differ from the input in their rows");
   for (const ValueId scales : {gate_up_scales, down_scales}) {
     require(builder.value(scales).shape.size() == 2,
             "routed_experts: expected scales float32 [E, N], got " +

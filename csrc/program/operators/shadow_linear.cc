@@ -1,4 +1,4 @@
-// shadow_linear: what saturation takes from a linear on a grid of 8 bits.
+// shadow_linear: the part of the input that exceeds the range of a linear on an 8-bit grid, times its weight.
 #include <algorithm>
 #include <span>
 #include <utility>
@@ -10,7 +10,7 @@
 namespace chunkrt {
 namespace {
 
-// So many that a call of a kernel is small beside its work.
+// Large enough that the call overhead of a kernel is small.
 constexpr std::size_t kChannelBlocksPerPiece = 4;
 constexpr std::size_t kColumnBlocksPerPiece = 8;
 
@@ -19,7 +19,7 @@ struct ShadowKernels {
   AddOuterProductFunction* add_outer_product;
 };
 
-// Columns of the weight, and its hot rows as they are in float32.
+// Columns of the weight, and its hot rows in float32.
 struct ShadowWeight {
   DequantizeRowArgs packed;  // `out` has room for one row
   std::span<const std::int32_t> hot_channels;

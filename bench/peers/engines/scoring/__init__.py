@@ -1,10 +1,10 @@
-"""One file a runtime: how it scores what follows contexts.
+"""One file for each runtime: scoring of continuations after contexts.
 
-def versions() -> dict[str, str]: the packages that matter, by name
+def versions() -> dict[str, str]: the relevant packages, by name
 
 class Runner:
-    settings: str  # what a reader must know to judge the figures
+    settings: str  # information that a reader needs to judge the figures
     def __init__(self, model: Path, threads: int, context_length: int, options): ...
     def score(self, pairs) -> tuple[list[float], int, int]: the log-probability of each continuation after its context,
-        both token ids; the rows that were computed for them, tokens each; and those with the padding beside them.
+        both token ids; the number of rows computed, one for each token; and the number including padding.
 """

@@ -14,7 +14,7 @@ Pairs = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 SCORED_BY = {
     "together": "Engine.score",
-    "item by item": "Session.score in one session, which runs the context of neighbours once",
+    "item by item": "Session.score in one session, which runs the common context of consecutive pairs once",
     "pair by pair": "Session.score, every pair in a session of its own",
 }
 
@@ -61,6 +61,6 @@ class Runner:
         self.num_padded += self._with_padding(record.num_tokens, record.num_chunks)
 
     def _with_padding(self, num_rows: int, num_chunks: int) -> int:
-        """On the CPU alone chunks are as long as there are rows; an NPU takes one length."""
+        """Count padded rows. On the CPU alone chunks are as long as their rows; an NPU has one length."""
         engine = self.engine
         return num_rows if engine.npu_backend is engine.cpu_backend else num_chunks * engine.chunk_length

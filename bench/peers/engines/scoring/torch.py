@@ -1,6 +1,6 @@
-"""PyTorch: transformers in float32, in batches of pairs of about one length, padded on the right. Options: batch.
+"""PyTorch: transformers in float32, in batches of pairs of similar length, padded on the right. Options: batch.
 
-The head runs over the rows that are scored and no others, which is more than lm-evaluation-harness spares it.
+The LM head runs only over scored rows, which saves more than lm-evaluation-harness does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Runner:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
         self.settings = (
             f"float32, sdpa attention, batches of {self.batch} pairs sorted by length and padded on the right, "
-            "the head over scored rows alone"
+            "the LM head only over scored rows"
         )
 
     def score(self, pairs: Pairs) -> tuple[list[float], int, int]:

@@ -1,10 +1,10 @@
-"""One file a runtime: how it answers many prompts that come at their own times.
+"""One file for each runtime: answers to many prompts that arrive at their own times.
 
-def versions() -> dict[str, str]: the packages that matter, by name
+def versions() -> dict[str, str]: the relevant packages, by name
 
 class Runner:
-    settings: str  # what a reader must know to judge the figures
+    settings: str  # information that a reader needs to judge the figures
     def __init__(self, model: Path, threads: int, context_length: int, options): ...
-    def serve(self, prompts, arrivals, new_tokens: int) -> list[Answer]: greedy tokens for each prompt, so many
-        whatever they are. arrivals: seconds after the call, ascending, at which each prompt is there.
+    def serve(self, prompts, arrivals, new_tokens: int) -> list[Answer]: new_tokens greedy tokens for each prompt,
+        end tokens included. arrivals: seconds after the call, ascending, at which each prompt arrives.
 """

@@ -1,4 +1,4 @@
-"""What all servers share: a clock that starts with the first prompt, and the times at which tokens were there."""
+"""Common parts of all servers: a clock that starts with the first prompt, and the times of tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 class Clock:
-    """Seconds since it was made."""
+    """Seconds since its construction."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
@@ -17,23 +17,23 @@ class Clock:
         return time.perf_counter() - self._begin
 
     def wait_until(self, seconds: float) -> None:
-        """Sleep as long as that is to come."""
+        """Sleep until a time, unless it has passed."""
         time.sleep(max(seconds - self(), 0.0))
 
 
 @dataclass
 class Answer:
-    """Tokens, and when each was there, in seconds of the clock."""
+    """Tokens, and the time of each, in seconds of the clock."""
 
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
     def add(self, token: int, seconds: float) -> None:
-        """Note a token."""
+        """Record a token."""
         self.tokens.append(token)
         self.times.append(seconds)
 
 
 def num_arrived(arrivals: Sequence[float], seconds: float) -> int:
-    """How many are there by then."""
+    """Return how many have arrived by a time."""
     return sum(arrival <= seconds for arrival in arrivals)

@@ -1,4 +1,4 @@
-"""CTranslate2's batch generation: those that have come are a batch, and those that come later wait for its end."""
+"""CTranslate2's batch generation: all waiting prompts form a batch, and later prompts wait for its end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Runner(ctranslate2.Runner):
     def __init__(self, model: Path, threads: int, context_length: int, options: Mapping[str, Any]) -> None:
         super().__init__(model, threads, context_length, options)
         self.settings = (
-            f"compute type {self.generator.compute_type}; generate_batch() of all that have come by then, "
-            "which whoever comes later waits for"
+            f"compute type {self.generator.compute_type}; generate_batch() of all waiting prompts; "
+            "later prompts wait for its end"
         )
 
     def serve(self, prompts: Sequence[Sequence[int]], arrivals: Sequence[float], new_tokens: int) -> list[Answer]:

@@ -1,7 +1,7 @@
-"""llama.cpp by its low-level bindings, batched as its server does it: a step takes one token of every sequence that
-generates, and fills up with prompts, in the order in which they came.
+"""llama.cpp through its low-level bindings, batched like its server: a step takes one token of every sequence that
+generates, and fills up with prompts, in order of arrival.
 
-Options: num_sequences, the most that there are at a time.
+Options: num_sequences, their largest number at a time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ BATCH = 2048
 """Tokens of one step at most, the server's own default."""
 
 CELLS = 256
-"""A sequence's part of the cache is a multiple of so many positions."""
+"""A sequence's part of the cache is a multiple of this many positions."""
 
 
 class Row(NamedTuple):
-    """A token in a step. `has_logits`: whether the next one is chosen after it."""
+    """A token in a step. `has_logits`: the next token is chosen after it."""
 
     sequence: int
     position: int
@@ -35,21 +35,21 @@ class Row(NamedTuple):
 
 @dataclass
 class Taken:
-    """A prompt that has come, how many tokens of it and of its answer have been taken, and the answer."""
+    """An arrived prompt, the number of its tokens and of its answer's that have been taken, and the answer."""
 
     prompt: Sequence[int]
     num_taken: int = 0
     answer: Answer = field(default_factory=Answer)
 
     def rows(self, index: int, most: int) -> list[Row]:
-        """Its next tokens, at most so many."""
+        """Return its next tokens, at most `most`."""
         tokens = [*self.prompt, *self.answer.tokens]
         taken = range(self.num_taken, min(len(tokens), self.num_taken + most))
         return [Row(index, position, tokens[position], position + 1 == len(tokens)) for position in taken]
 
 
 def next_rows(sequences: Sequence[Taken], new_tokens: int) -> list[Row]:
-    """What a step takes of those that have come."""
+    """Return the tokens of a step from the arrived prompts."""
     open_ones = [(i, s) for i, s in enumerate(sequences) if len(s.answer.tokens) < new_tokens]
     rows: list[Row] = []
     for index, sequence in sorted(open_ones, key=lambda one: not one[1].answer.tokens):
@@ -101,7 +101,7 @@ class Runner:
             batch.token[i], batch.pos[i], batch.logits[i] = row.token, row.position, row.has_logits
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, row.sequence
         if status := self.api.llama_decode(self.context, batch):
-            raise RuntimeError(f"llama_decode gave status {status} for {len(rows)} tokens")
+            raise RuntimeError(f"llama_decode returned status {status} for {len(rows)} tokens")
 
     def _choose(self, rows: Sequence[Row], sequences: Sequence[Taken], clock: Clock) -> None:
         chosen = {row.sequence: self._most_likely(i) for i, row in enumerate(rows) if row.has_logits}

@@ -1,6 +1,6 @@
-"""llama.cpp by llama-cpp-python's `Llama`, with its own prefix caches, used as its `create_completion` uses them.
+"""llama.cpp through llama-cpp-python's `Llama`, with its own prefix caches, used like in its `create_completion`.
 
-Between two prompts the context is emptied, so that what is found is the cache's.
+The context is emptied between two prompts, so that any hit is the cache's.
 Options: cache, one of none, ram, disk.
 """
 
@@ -41,7 +41,7 @@ class Runner:
         self.model.reset()
         answer, clock = Answer(), Clock()
         if self.cache is not None:
-            with suppress(KeyError):  # nothing begins as it does
+            with suppress(KeyError):  # the cache has no common prefix
                 self.model.load_state(self.cache[prompt])
         for token in self.model.generate(prompt, temp=0.0):
             answer.add(int(token), clock())

@@ -28,7 +28,7 @@ class Runner:
         self.settings = (
             "ContinuousBatchingPipeline, add_request() between step()s, its own scheduler settings "
             f"({scheduler.max_num_batched_tokens} tokens a step, dynamic_split_fuse {scheduler.dynamic_split_fuse}, "
-            f"enable_prefix_caching {scheduler.enable_prefix_caching}, cache as large as it gets), "
+            f"enable_prefix_caching {scheduler.enable_prefix_caching}, unlimited cache), "
             + ", ".join(f"{key} {value}" for key, value in properties.items())
         )
 

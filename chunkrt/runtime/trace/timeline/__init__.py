@@ -1,4 +1,4 @@
-"""Timelines of runs as pictures that can be read at a glance."""
+"""Timelines of runs as pictures."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["FORMATS", "draw"]
 
 
 def draw(record: RunRecord, path: Path) -> None:
-    """Draw the timeline of a run, beside `path` first and then renamed.
+    """Draw the timeline of a run into a temporary file next to `path`, and rename it.
 
     Args:
         record: the run; a real one, or a simulator's.
-        path: its ending is the format: .svg or .html.
+        path: its suffix selects the format: .svg or .html.
 
     Raises:
         ConfigError: an unknown format, the file cannot be written, or the events contradict the schedule's rules.
     """
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"cannot draw {path}: its name ends in none of {', '.join(FORMATS)}")
+        raise ConfigError(f"cannot draw {path}: its name must end with one of {', '.join(FORMATS)}")
     if path.exists() and not path.is_file():
-        raise ConfigError(f"cannot draw {path}: it is no file; name one")
+        raise ConfigError(f"cannot draw {path}: it is not a file; name a file")
     picture = make_picture(record)
     try:
-        path.parent.stat()  # a folder that is not there is not made
+        path.parent.stat()  # do not create a missing folder
         with written_aside(path) as aside:
             aside.write_text(to_svg(picture) if path.suffix.lower() == ".svg" else to_html(picture), "utf-8")
     except OSError as error:

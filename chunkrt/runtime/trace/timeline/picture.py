@@ -1,9 +1,9 @@
-"""What a timeline shows, whoever draws it: rows of bars.
+"""Contents of a timeline, independent of the output format: rows of bars.
 
-Three panels. The workers: what each runs, and why it is idle; the link's are one row, since all that they do is wait
-for sums. The chunks: the same tasks by chunk, which shows how
-chunks overtake; those of one chunk that run at once share its row's height. The shares: each processor's time, added
-up. Where several sequences share chunks there is a fourth: a row for each, with the chunks that hold rows of it.
+There are three panels. The workers: the tasks of each, and the causes of its idle time; the link's workers are one row,
+because they only wait for sums. The chunks: the same tasks by chunk, which shows how chunks overtake; tasks of one
+chunk that run at once share its row's height. The shares: the total time of each processor. If several sequences share
+chunks there is a fourth panel: a row for each sequence, with the chunks that hold rows of it.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ COLOURS: Mapping[str, str] = {
     "idle: drain": "#bdbdbd",
     "idle: overhead": "#4d4d4d",
 }
-"""By kind; most are Okabe and Ito's, which colour-blind people can tell apart."""
+"""Colours by kind, mostly Okabe and Ito's, which colour-blind people can distinguish."""
 
 LABELS: Mapping[str, str] = {
     "linears": "linears",
     "attention": "attention",
-    "layers": "linears and attention as one",
-    "embedding": "embedding, head",
+    "layers": "linear layers and attention together",
+    "embedding": "embedding, LM head",
     "sums": "sums over ranks",
-    "bare sums": "sums with nothing beside them",
+    "bare sums": "sums without overlapping work",
     "copy": "copy",
-    "rows": "chunk with several rows of it",
-    "row": "chunk with one row of it",
+    "rows": "chunk with several rows of the sequence",
+    "row": "chunk with one row of the sequence",
     **{IDLE + cause: IDLE + meaning for cause, meaning in CAUSES.items()},
 }
 
@@ -83,8 +83,8 @@ class Row(NamedTuple):
 class Picture:
     """A timeline.
 
-    milliseconds: of the run, and the width of `workers`, `chunks` and `sequences`; `shares` are 100 wide. sequences:
-    none for a run whose chunks were its own.
+    milliseconds: duration of the run, and the width of `workers`, `chunks` and `sequences`; `shares` are 100 wide.
+        sequences: empty for a run with chunks of its own.
     """
 
     title: str
@@ -96,14 +96,14 @@ class Picture:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds that occur, in the order of the colours."""
+        """Kinds that occur, in the order of the colours."""
         rows = (*self.workers, *self.shares, *self.sequences)
         found = {bar.kind for row in rows for bar in row.bars}
         return [kind for kind in COLOURS if kind in found]
 
 
 def make_picture(record: RunRecord) -> Picture:
-    """The timeline of a run; of one that shared its chunks, as `with_others` makes it.
+    """Return the timeline of a run; a run that shared its chunks is passed as `with_others` returns it.
 
     Raises:
         ConfigError: the events contradict the schedule's rules.
@@ -158,7 +158,7 @@ def _name(record: RunRecord) -> str:
 
 
 def _sequences(record: RunRecord, chunks: Sequence[Sequence[Bar]]) -> list[Row]:
-    """A row for every sequence: the chunks, from their first task to their last, that hold rows of it."""
+    """Return a row for every sequence: the chunks with rows of it, from their first task to their last."""
     rows: dict[int, list[Bar]] = {}
     for shared, tasks in zip(record.chunks, chunks, strict=bool(record.chunks)):
         start, end = min(bar.start for bar in tasks), max(bar.end for bar in tasks)
@@ -169,11 +169,11 @@ def _sequences(record: RunRecord, chunks: Sequence[Sequence[Bar]]) -> list[Row]:
 
 
 def in_lanes(bars: Sequence[Bar]) -> list[Bar]:
-    """Bars by their starts, in lanes wherever they overlap."""
+    """Sort bars by their starts, and put overlapping bars into separate lanes."""
     found: list[Bar] = []
     crowd: list[Bar] = []
     ends: list[float] = []
-    """Of the lanes of `crowd`: bars that overlap, or are joined by others that do."""
+    """End of each lane of `crowd`, a group of bars that overlap directly or through others."""
 
     def part() -> None:
         found.extend(bar._replace(lanes=len(ends)) for bar in crowd)
@@ -216,6 +216,6 @@ def _shares(record: RunRecord) -> list[Row]:
 
 
 def ink(kind: str) -> str:
-    """The colour of text that can be read on a kind's colour."""
+    """Return a text colour that is readable on a kind's colour."""
     red, green, blue = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
     return "#000" if 299 * red + 587 * green + 114 * blue > 140_000 else "#fff"

@@ -1,7 +1,7 @@
-"""A timeline as SVG, alone or in an HTML page. Nothing but text: no script, no fonts, no links.
+"""A timeline as SVG, alone or in an HTML page. The output is plain text: no script, no fonts, no links.
 
-Bars tell what they are when the pointer rests on them. Neighbours of one kind that are too narrow to be told apart are
-drawn as one, so that long runs make no large files.
+Bars show their description when the pointer rests on them. Adjacent bars of one kind that are too narrow to be
+distinguished are drawn as one, so that long runs do not make large files.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ PLOT = WIDTH - LEFT - RIGHT
 WORKER_HEIGHT, SHARE_HEIGHT, GAP = 34, 26, 6
 CHUNKS_HEIGHT, MOST_CHUNK_HEIGHT = 360, 18
 NARROW = 0.25
-"""Pixels: what is nearer together or narrower cannot be seen."""
+"""Pixels below which distances and widths are not visible."""
 
 
 def to_svg(picture: Picture) -> str:
-    """The timeline as an SVG document."""
+    """Return the timeline as an SVG document."""
     parts: list[str] = [_text(LEFT, 22, picture.title, "title")]
     y = 40.0
     for row in picture.workers:
@@ -54,7 +54,7 @@ def to_svg(picture: Picture) -> str:
 
 
 def to_html(picture: Picture) -> str:
-    """The timeline as a page of its own."""
+    """Return the timeline as an HTML page."""
     return (
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{_clean(picture.title)}</title>\n'
         f'<body style="margin:1em auto;max-width:{WIDTH}px">\n{to_svg(picture)}</body>\n</html>\n'
@@ -76,7 +76,7 @@ def _row(row: Row, y: float, height: float, width: float) -> Iterator[str]:
 
 
 def _visible(bars: Sequence[Bar], narrow: float) -> Iterator[Bar]:
-    """The bars, with narrow ones joined to their neighbour of the same kind and lane."""
+    """Yield the bars, with narrow ones joined to adjacent bars of the same kind and lane."""
     waiting: Bar | None = None
     for bar in bars:
         is_like = waiting is not None and waiting[2:3] + waiting[4:] == bar[2:3] + bar[4:]
@@ -126,5 +126,5 @@ def _text(x: float, y: float, text: str, style: str = "") -> str:
 
 
 def _clean(text: str) -> str:
-    """Escaped, without the control characters that XML forbids."""
+    """Return escaped text, without the control characters that XML forbids."""
     return escape("".join(c if c >= " " and not "\ud800" <= c <= "\udfff" else "\ufffd" for c in text))
