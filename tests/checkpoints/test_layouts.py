@@ -178,7 +178,7 @@ def test_checkpoint_without_head_yields_hidden_states_only(tmp_path, caplog, nam
             lambda: engine.generate([ids]),
             lambda: engine.score([(ids[:2], ids[2:4])]),
         ):
-            with pytest.raises(ModelError, match="has no head"):
+            with pytest.raises(ModelError, match="has no LM head"):
                 refused()
         assert session.position == len(ids)
     with pytest.raises(UnsupportedModelError, match="m has no LM head"):

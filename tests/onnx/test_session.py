@@ -173,7 +173,7 @@ def test_static_subgraphs_from_the_command_line(tmp_path, command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing is to be written; name a file with -o, or a folder with --static-subgraphs"),
+        ([], "nothing to write; name a file with -o, or a folder with --static-subgraphs"),
         (["-o", "decoder.bin"], "expected a name that ends with .onnx"),
         (["-o", "there.onnx"], "there.onnx exists already"),
         (["-o", "d.onnx", "--window", "99", "--context", "50"], "--window is 99 and --sequence 50"),
