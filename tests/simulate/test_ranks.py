@@ -239,7 +239,7 @@ def test_traces_and_pictures_show_the_link(record: RunRecord, tmp_path: Path) ->
     assert rows["sums, hidden by other work"] == rows["sums, not hidden"] == ["-", "23.5", "%"]
     assert rows["idle: waiting for other ranks"] == ["23.5", "%", "-"]
     assert rows["idle: no sum in progress"] == ["-", "52.9", "%"]
-    assert "2 sums over ranks were under way for 0.0 ms; other work hid 50.0% of that" in told
+    assert "2 sums over ranks were in progress for 0.0 ms; other work hid 50.0% of that" in told
     as_json = CliRunner().invoke(cli, ["trace", str(path), "--json"], catch_exceptions=False).output
     assert json.loads(as_json)["groups"][0]["link"] == {"busy_ns": 40, "hidden_ns": 20, "num_sums": 2, "hidden": 0.5}
     picture = make_picture(record)
