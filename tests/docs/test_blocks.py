@@ -1,8 +1,9 @@
 """Tests of the code blocks in documents: each is executed, and its output is the text block that follows it.
 
 Blocks of Python and shell commands are executed in the order of the page, in a new folder. A comment
-`<!-- not run: REASON -->` before a block excludes it, and `<!-- slow -->` leaves it to the exhaustive tests. In the
-expected output, "..." stands for any text, and differences in white space are ignored.
+`<!-- not run: REASON -->` before a block excludes it, `<!-- excerpt of FILE -->` marks a part of a file, and
+`<!-- slow -->` leaves a block to the exhaustive tests. In the expected output, "..." stands for any text, and differences
+in white space are ignored.
 """
 
 import doctest
@@ -44,8 +45,8 @@ class Block:
 
     @property
     def is_executed(self) -> bool:
-        """True for Python and shell commands, unless the comment says otherwise."""
-        return self.language in ("python", "sh") and not self.note.startswith("not run: ")
+        """True for Python and shell commands, unless the comment excludes them."""
+        return self.language in ("python", "sh") and not self.note.startswith(("not run: ", "excerpt of "))
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -155,9 +156,11 @@ def test_page_blocks_name_a_language_and_parse(page):
     for block in blocks_of(page):
         assert block.language in LANGUAGES, f"{page}, line {block.line}: {block.language!r}"
         assert not block.note.startswith("not run:") or len(block.note) > len("not run: "), f"{page}, line {block.line}"
+        if block.note.startswith("excerpt of "):
+            assert block.text.strip() in (ROOT / block.note.removeprefix("excerpt of ")).read_text(encoding="utf-8")
         if block.language == "toml":
             tomllib.loads(block.text)
         elif block.language == "json":
             json.loads(block.text)
-        elif block.language == "python":
+        elif block.language == "python" and not block.note.startswith("excerpt of "):
             compile(block.text, page, "exec")
