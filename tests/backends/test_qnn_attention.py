@@ -567,8 +567,8 @@ def test_sequences_decode_on_the_only_executor(load):
 
 def test_options_for_qualcomms_npu_are_reported_without_one(load, caplog):
     with caplog.at_level(logging.WARNING), load("llama_gqa", npu="auto", attention="npu", weights="npu-only"):
-        assert "--attention npu has no effect, because the CPU serves as the NPU" in caplog.text
-        assert "--weights npu-only has no effect" in caplog.text
+        assert "`attention='npu'` has no effect, because the CPU serves as the NPU" in caplog.text
+        assert "`weights='npu-only'` has no effect" in caplog.text
 
 
 def test_int8_caches_are_refused_with_attention_on_the_npu(load):
@@ -609,7 +609,7 @@ def test_far_plan_without_the_npu_continues_after_the_near_plan(load):
 
 @pytest.mark.exhaustive
 def test_switched_off_operator_is_named(load):
-    with pytest.raises(ConfigError, match=r"runs silu_mul .*omit --attention npu"):
+    with pytest.raises(ConfigError, match=r"runs silu_mul .*omit `attention='npu'`"):
         load("llama_gqa", attention="npu", ops="-silu_mul")
 
 

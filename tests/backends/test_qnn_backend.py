@@ -361,7 +361,7 @@ def test_column_that_exceeds_float16_is_not_compiled(backend, decoder):
             backend.compile(subgraph, decoder.plan, CHUNK, W8A16, store)
             continue
         with pytest.raises(
-            CompileError, match=f"outputs of {down_proj} reach 65600 and exceed .* float16.*--npu native"
+            CompileError, match=f"outputs of {down_proj} reach 65600 and exceed .* float16.*`npu='native'`"
         ):
             backend.compile(subgraph, decoder.plan, CHUNK, W8A16, store)
 
