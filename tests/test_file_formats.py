@@ -104,5 +104,5 @@ def test_a_switch_of_a_config_is_true_or_false(key, value, tmp_path):
 
 def test_chunks_in_flight_have_a_limit():
     for number in (0, 257, 10**9):
-        with pytest.raises(ConfigError, match=r"chunks_in_flight is 0|chunks in flight, expected 1 to 256"):
+        with pytest.raises(ConfigError, match=r"`chunks_in_flight` is 0|chunks in flight, expected 1 to 256"):
             chunkrt.load(checkpoint("llama_gqa"), chunks_in_flight=number)

@@ -222,7 +222,7 @@ def test_a_backend_is_a_choice_of_npu(cli):
         "chunkrt-tiny-plugins; it is skipped"
     ]
     assert finished[2].count(TAKEN) == 1
-    _, shown, _ = cli("run", "--help")
+    _, shown, _ = cli("run", "--help-all")
     assert "tiny_npu" in shown
     assert "latest_chunk" in shown
 

@@ -96,7 +96,7 @@ def test_machine_without_the_device_reports_the_missing_part(monkeypatch, tmp_pa
     monkeypatch.setattr(library.sys, "platform", "linux")
     monkeypatch.setattr(ort, "register_execution_provider_library", lambda name, path: None)
     monkeypatch.setattr(ort, "get_ep_devices", list)
-    with pytest.raises(BackendUnavailableError, match=r"driver, which provides /dev/fastrpc-cdsp; .*'native'`$"):
+    with pytest.raises(BackendUnavailableError, match=r"driver, which provides /dev/fastrpc-cdsp; .*native'`$"):
         library.open_htp.__wrapped__()
     (tmp_path / "adsp").touch()
     monkeypatch.setattr(library, "LINUX_NPU_DEVICES", ("cdsp", str(tmp_path / "adsp")))

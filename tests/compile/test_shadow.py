@@ -305,7 +305,7 @@ def test_invalid_options_are_reported_in_one_line(options, message):
 def test_shadow_for_an_unknown_linear_offers_the_nearest(shadow, nearest):
     """It fails before anything is calibrated. The LM head has 16 bits, and no shadow."""
     with pytest.raises(
-        ConfigError, match=r"^unknown linear of 8 bits '.*'; .*`chunkrt plan` lists linear layers"
+        ConfigError, match=r"^unknown 8-bit linear layer '.*'; .*`chunkrt plan` lists linear layers"
     ) as raised:
         chunkrt.load(GGUF, npu="native", scheme="w8a8", shadow=shadow)
     assert nearest is None or f"did you mean {nearest!r}?" in str(raised.value)
@@ -315,7 +315,7 @@ def test_matching_patterns_are_accepted():
     plan = random_decoder([]).plan
     for patterns in ((), ("*",), (DOWN,), ("*.o_proj.weight", "model.layers.1.*")):
         check_shadowed(plan, replace(SHADOWED, shadowed=patterns))
-    with pytest.raises(ConfigError, match="unknown linear of 8 bits"):
+    with pytest.raises(ConfigError, match="unknown 8-bit linear layer"):
         check_shadowed(plan, replace(SHADOWED, wide=("*",)))
 
 
