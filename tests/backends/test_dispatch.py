@@ -206,7 +206,7 @@ def test_operator_without_implementation_is_refused_by_node(decoder, registry):
         PartitionError, match=r"no implementation of RMSNormalization can run: native has no form: .* 'rms_norm'"
     ) as refused:
         all_choices(decoder, found, "native")
-    assert "--ops" not in str(refused.value)  # it is on
+    assert "switch it on" not in str(refused.value)  # it is on
 
 
 def test_native_still_refuses_float_linears(decoder, registry):
