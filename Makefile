@@ -70,13 +70,14 @@ tests-ready: $(VENV)/.wheel $(VENV)/.test
 	@$(MAKE) --no-print-directory $(VENV)/.compiled
 	@$(BIN)/chunkrt pull $(MODEL) >/dev/null || echo "tests of the real model will be skipped" >&2
 
-lint: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## check style and types of all code
+lint: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## check style, types and English of all code
 	$(BIN)/ruff check --extend-exclude build .
 	$(BIN)/ruff format --check --extend-exclude build .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/validate-pyproject pyproject.toml
 	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
+	$(BIN)/python tests/prose/lint.py
 
 parity: $(VENV)/.package $(VENV)/.test build/parity/.installed ## compare with Hugging Face Transformers (torch: large)
 	$(PARITY_BIN)/python tests/parity/make_fixtures.py --check
