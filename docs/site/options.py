@@ -17,7 +17,7 @@ from chunkrt.cli.generation import SAMPLING
 from chunkrt.engine.declaration import Declaration
 from chunkrt.engine.options import DECLARED
 
-DEFAULT = re.compile(r"\s*\[default: (.*)\]$")
+DEFAULT = re.compile(r"\s*\[default: (.*?)\]")
 
 HEADER = """# All options
 
@@ -48,7 +48,7 @@ def page() -> str:
 def _engine_options() -> Iterator[str]:
     for group in GROUPS:
         rows = [
-            _row(f"`{declared.flag}{_values(declared)}`", name, declared.help, default)
+            _row(f"`{declared.flag}`", name, declared.help + _values(declared), default)
             for name, (_, default, declared) in DECLARED.items()
             if declared.group == group and declared.flag
         ]
@@ -58,9 +58,8 @@ def _engine_options() -> Iterator[str]:
 
 
 def _values(declared: Declaration) -> str:
-    if declared.metavar:
-        return f" {declared.metavar}"
-    return f" {'|'.join(declared.choices())}" if declared.choices else ""
+    values = (declared.metavar or "").split("|") if declared.metavar else declared.choices() if declared.choices else ()
+    return f" Values: {', '.join(f'`{value}`' for value in values)}." if values else ""
 
 
 def _table(options: Iterable[click.Option], field: str = "") -> str:

@@ -51,7 +51,7 @@ SUBJECT_LENGTH = 72
 SUBJECTS_SINCE = "2026-11-25T22:30:00+00:00"
 
 _PHRASES = {
-    re.compile(rf'(?<![\w/`.-])(?:{pattern})(?![\w/=`-]|":)', re.IGNORECASE): hint for pattern, hint in PHRASES.items()
+    re.compile(rf"(?<![\w/`.-])(?:{pattern})(?![\w/=`\"-])", re.IGNORECASE): hint for pattern, hint in PHRASES.items()
 }
 _SUFFIXES = {".py", ".cc", ".h", ".md", ".toml", ".sh", ".cmake", ".yml"}
 _NAMES = {"CMakeLists.txt", "Makefile", "run"}
