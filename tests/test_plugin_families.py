@@ -147,7 +147,7 @@ def namesake(layer, hidden):
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (narrow, r"operator RMSNormalization 'output': it norms \['T', \d+\] by \[\d+\]"),
+        (narrow, r"operator RMSNormalization 'output': it normalises \['T', \d+\] with \[\d+\]"),
         (uneven, r"operator Split 'a': it splits \d+ columns in 5 along axis -1"),
         (unknown, r"KeyError: 'hidden'"),
         (namesake, r"operator MatMul 'output': chunkrt has its own MatMul; rename that of mine"),

@@ -318,7 +318,7 @@ assert np.abs(native - beside).max() < 1e-2 * np.abs(native).max()
 try:
     chunkrt.load(sys.argv[1], npu="tiny", cache_dtype="int8")
 except ConfigError as error:
-    assert str(error) == "tiny has no caches of int8; choose float32 or float16, or another npu", error
+    assert str(error) == "tiny does not support int8 caches; choose float32 or float16, or another npu", error
 else:
     raise AssertionError("int8 caches that no backend has")
 """

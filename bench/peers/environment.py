@@ -44,7 +44,7 @@ def make_environment(folder: Path, tell: Callable[[str], None], packages: Mappin
     command = [sys.executable, "-m", "venv", str(folder)]
     made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if made.returncode:
-        raise ContenderError(f"cannot create an environment in {folder}:  {' '.join(made.stdout.split())[:300]}")
+        raise ContenderError(f"cannot create an environment in {folder}: {' '.join(made.stdout.split())[:300]}")
 
     def install(*what: str) -> bool:
         with log.open("a", encoding="utf-8") as output:

@@ -25,7 +25,7 @@ class Key(NamedTuple):
 
 
 def ranks_of(communicator: Communicator | None) -> Ranks:
-    """Rank of a communicator; ALONE without one."""
+    """Return the rank of a communicator; ALONE without one."""
     return ALONE if communicator is None else Ranks(communicator.rank, communicator.size)
 
 

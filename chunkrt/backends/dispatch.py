@@ -222,7 +222,7 @@ class Dispatcher:
         if lack := self._why_not_called(reference, use):
             what = qualified(use.node.domain, use.node.op)
             is_off = self._why_off(use.operator) != ""
-            remedy = f"switch it on with --ops +{use.operator}, or install" if is_off else "install"
+            remedy = f"switch it on with `ops='+{use.operator}'`, or install" if is_off else "install"
             raise PartitionError(
                 f"node {use.node.name!r}: no implementation of {what} can run: {reason}, and {lack}; {remedy} a "
                 "package that provides it"
@@ -269,7 +269,7 @@ class Dispatcher:
         """Return why an operator that is on cannot use its backend's form because of its parts; empty if it can."""
         for part in self.part_names(operator):
             if part in self._switches.off:
-                return f"its part {part} is switched off by --ops -{part}"
+                return f"its part {part} is switched off by `ops='-{part}'`"
             if plugin := self._registry.find_plugin(part, REFERENCE):
                 return f"plug-in {plugin.provider} has its part {part}"
         return ""

@@ -54,7 +54,7 @@ def prepare_weight(implementation: Implementation, name: str, weight: Any) -> An
     except Exception as error:  # a plug-in's function may raise any exception
         raise CompileError(
             f"{implementation.origin} cannot prepare {name} for {implementation.operator!r}: {type(error).__name__}: "
-            f"{error}; repair it or use --ops=-{implementation.operator}"
+            f"{error}; repair it or use `ops='-{implementation.operator}'`"
         ) from error
 
 

@@ -74,10 +74,10 @@ class Switches:
             default: "all" or "none", used if the switches name neither.
         """
         if operator in self.off:
-            return f"switched off by --ops -{operator}"
+            return f"switched off by `ops='-{operator}'`"
         if operator in self.on or (self.base or default) == ALL:
             return ""
-        return "switched off by --ops none" if self.base else "off by default with npu 'reference'"
+        return "switched off by `ops='none'`" if self.base else "off by default with `npu='reference'`"
 
     def names(self, operator: str) -> bool:
         """Return whether a switch names an operator."""

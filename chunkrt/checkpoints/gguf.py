@@ -103,7 +103,7 @@ class GgufSource:
         self.architecture, self.config, self._tensors = architecture.model_type, config, tensors
 
     def names(self) -> Sequence[str]:
-        """Names of all tensors, in the order of the file's table."""
+        """Return the names of all tensors, in the order of the file's table."""
         return list(self._tensors)
 
     def info(self, name: str) -> TensorInfo:

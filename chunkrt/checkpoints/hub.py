@@ -99,8 +99,7 @@ def fetch_model(model: HubModel) -> Path:
             f"there is no file or folder {model}; to fetch it from the Hugging Face hub: pip install 'chunkrt[hub]'"
         ) from error
     try:
-        # if no connection is possible, the client requests the list of files repeatedly and logs each try; silence this
-        # call
+        # Without a connection, snapshot_download would request this list repeatedly and log each failure.
         siblings = HfApi().model_info(model.repository, revision=model.revision).siblings
         patterns = _wanted(model, [sibling.rfilename for sibling in siblings or ()])
         snapshot_download(model.repository, revision=model.revision, allow_patterns=patterns, ignore_patterns=None)

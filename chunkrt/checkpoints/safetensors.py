@@ -80,7 +80,7 @@ class SafetensorsSource:
                 del self._tensors[name]
 
     def names(self) -> Sequence[str]:
-        """Names of all tensors, in the order of the headers."""
+        """Return the names of all tensors, in the order of the headers."""
         return list(self._tensors)
 
     def info(self, name: str) -> TensorInfo:

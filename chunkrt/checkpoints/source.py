@@ -90,7 +90,7 @@ class TensorSource(Protocol):
     """Hugging Face's config.json keys; a GGUF's metadata is translated into them."""
 
     def names(self) -> Sequence[str]:
-        """Names of all tensors of the checkpoint, in file order."""
+        """Return the names of all tensors of the checkpoint, in file order."""
         ...
 
     def info(self, name: str) -> TensorInfo:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import click
 
+from chunkrt.cli.flags import FlagFormatter, in_flags
 from chunkrt.cli.peers import INSTEAD
 from chunkrt.engine.loading import follow
 from chunkrt.errors import ChunkrtError
@@ -96,7 +97,9 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8")  # most Windows code pages lack characters of answers
     is_verbose = any(a == "--verbose" or (a[:1] == "-" and a[1:2] == "v" and set(a[1:]) == {"v"}) for a in sys.argv)
-    logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, format="%(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(FlagFormatter("%(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, handlers=[handler])
     try:
         if (launch := connect(sys.argv[1:])) is not None and launch.rank > 0:
             logging.getLogger().setLevel(logging.INFO if is_verbose else logging.ERROR)
@@ -146,5 +149,5 @@ def _give_up_output() -> None:
 def _report(message: str, is_verbose: bool, status: int) -> None:
     if is_verbose:
         traceback.print_exc()
-    say(f"chunkrt: {' '.join(message.split())}", is_verbose=is_verbose)
+    say(f"chunkrt: {' '.join(in_flags(message).split())}", is_verbose=is_verbose)
     sys.exit(status)

@@ -287,7 +287,7 @@ class _Search:
         """Return the least count, 0 to `most`, whose scheme was measured to be within the budget, by bisection."""
         low, high = -1, most
         if (least := self._measure(scheme_at(most)).kl) > self._budget:
-            remedy = "use --scheme mixed" if self._search == "shadow" else "raise the budget"
+            remedy = "use `scheme='mixed'`" if self._search == "shadow" else "raise the budget"
             raise QuantizationError(
                 f"the most careful choice still has a mean KL divergence of {least:.4g} on the calibration text, above "
                 f"the budget of {self._budget:g}; {remedy}"

@@ -52,7 +52,7 @@ class CacheMemory:
         if (state := self._at_once(make)) is None:
             raise BusyError(
                 f"the caches of {self.num_states} sessions leave no room within their limit of {self.limit} bytes "
-                "(cache_memory); close a session, or raise the limit"
+                "(`cache_memory`); close a session, or raise the limit"
             )
         return state
 
@@ -68,7 +68,7 @@ class CacheMemory:
         with self._lock:
             if len(self._waiting) >= self.most_waiting:
                 raise BusyError(
-                    f"{len(self._waiting)} sequences wait for room in the caches already (queue); try again later"
+                    f"{len(self._waiting)} sequences wait for room in the caches already (`queue`); try again later"
                 )
             self._waiting.append(look)
         look()

@@ -108,7 +108,8 @@ def told(moved: Sequence[Moved]) -> str:
     """Describe in one line how many of each operator go to the CPU, the first of them, and the reason."""
     groups = [list(group) for _, group in groupby(sorted(moved, key=lambda m: m.operator), key=lambda m: m.operator)]
     parts = [f"{len(group)} {group[0].operator} (first {group[0].node}: {group[0].reason})" for group in groups]
-    return f"the CPU runs operators that the NPU does not support: {'; '.join(parts)}; --npu-strict makes this an error"
+    what = "; ".join(parts)
+    return f"the CPU runs operators that the NPU does not support: {what}; `npu_strict=True` makes this an error"
 
 
 def _near(plan: Plan, options: EngineOptions, npu: str) -> set[str]:

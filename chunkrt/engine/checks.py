@@ -60,5 +60,5 @@ def check_cache_memory(limit: int, needed: int, context_length: int) -> None:
     if needed > limit:
         raise ConfigError(
             f"cache_memory is {limit} bytes, but the caches of one session with a context of {context_length} take "
-            f"{needed}; raise the limit (--cache-memory), or choose a shorter context (--context)"
+            f"{needed}; raise the limit (`cache_memory`), or choose a shorter context (`context_length`)"
         )

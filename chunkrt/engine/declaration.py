@@ -54,9 +54,9 @@ class Declaration:
         """Raise ConfigError unless this value is allowed; a whole number is at least 1 unless `must` says otherwise."""
         accepts, expected = self.must or _KINDS.get(kind, (lambda value: True, ""))
         if not accepts(value):
-            raise ConfigError(f"{name} is {value!r}, expected {expected}")
+            raise ConfigError(f"`{name}` is {value!r}, expected {expected}")
         if kind == "int" and value < 1 and not self.must:
-            raise ConfigError(f"{name} is {value}, expected at least 1")
+            raise ConfigError(f"`{name}` is {value}, expected at least 1")
         if self.noun and self.choices and value not in self.choices():
             raise unknown_name(self.noun, value, self.choices())
         self.check(value)

@@ -20,7 +20,7 @@ def check_hidden(scheme: Scheme) -> None:
     if scheme.is_rotated:
         raise ConfigError(
             f"the scheme {scheme.name!r} rotates the residual stream, so its hidden states are not the model's; "
-            "choose another (--scheme)"
+            "choose another (`scheme`)"
         )
 
 
@@ -37,8 +37,6 @@ def pooled(hidden: Float32, pooling: Pooling) -> Float32:
     row = hidden[-1].astype(np.float64) if pooling == "last" else hidden.mean(axis=0, dtype=np.float64)
     length = np.linalg.norm(row)
     if not np.isfinite(length) or not length:
-        raise ModelError(
-            "the model computed hidden states of length zero or not finite; check the checkpoint for damage"
-        )
+        raise ModelError("the model's hidden states are zero or not finite; check the checkpoint for damage")
     unit: Float32 = (row / length).astype(np.float32)
     return unit

@@ -253,7 +253,7 @@ class Engine(ManyPrompts):
         except MemoryError as error:
             raise OutOfMemoryError(
                 f"there is too little memory for a context of {self.context_length} ({error}); choose a shorter one "
-                "(--context)"
+                "(`context_length`)"
             ) from error
 
     @property
@@ -352,7 +352,7 @@ class Engine(ManyPrompts):
         if os.getpid() != self._process_id:
             raise ClosedError(
                 "the engine belongs to the process that this one was forked from; load the model here, or start "
-                "processes by 'spawn'"
+                "processes with 'spawn'"
             )
         if self.is_closed:
             raise ClosedError(CLOSED)

@@ -147,7 +147,7 @@ class ExecutorBuilder:
         made = []
         for near in near_plans(self.plan, self.placement, self.options, context_length, self.chunk_length):
             if self.link is not None:
-                raise ConfigError("with ranks attention runs on the CPU; omit --attention npu")
+                raise ConfigError("with ranks attention runs on the CPU; omit `attention='npu'`")
             dispatcher = self.dispatcher.for_plan(near.plan)
             self._check_whole(near.plan)
             own = {
@@ -225,7 +225,7 @@ class ExecutorBuilder:
                 if runner.function is not None:
                     raise ConfigError(
                         f"with attention on the NPU all operators of its graphs run there, but {runner.runs_on} runs "
-                        f"{use.operator} ({runner.reason}); omit --attention npu, or let the NPU run it"
+                        f"{use.operator} ({runner.reason}); omit `attention='npu'`, or let the NPU run it"
                     )
 
     def _compile_or_fall_back(self, on_cpu: Mapping[str, Executable], health: NpuHealth) -> dict[str, Executable]:

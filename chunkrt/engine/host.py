@@ -68,8 +68,8 @@ def check_host(plan: Plan, context_length: int) -> None:
     left = [s.name for s in plan.subgraphs if (s.state if s.device == "cpu" else s.rows == "R")]
     if left:
         raise ConfigError(
-            f"a host of your own runs graphs with all layers on the NPU, and {left[0]} is not one of these; give "
-            "--attention npu, and a --context that is no longer than the longest --npu-window"
+            f"a program without chunkrt needs all layers on the NPU, but {left[0]} is not there; choose "
+            "`attention='npu'`, and a `context_length` that is no longer than the longest `npu_window`"
         )
     if convolutions := [node.name for s in plan.subgraphs for node in s.nodes if is_convolution(node)]:
         raise ConfigError(
@@ -78,8 +78,8 @@ def check_host(plan: Plan, context_length: int) -> None:
         )
     if plan.rope_offset(context_length):
         raise ConfigError(
-            f"the rotary tables of this model change after {plan.long_context_from} tokens; give a host of your own a "
-            "--context up to there"
+            f"the rotary tables of this model change after {plan.long_context_from} tokens; choose a "
+            "`context_length` up to that length"
         )
 
 

@@ -13,7 +13,7 @@ def choose_context_length(plan: Plan, options: EngineOptions) -> int:
     length."""
     wanted = options.context_length or plan.context_length
     if wanted > plan.context_length:
-        raise ConfigError(f"context_length is {wanted}, but the model takes at most {plan.context_length}")
+        raise ConfigError(f"`context_length` is {wanted}, but the model takes at most {plan.context_length}")
     return wanted
 
 
@@ -35,7 +35,7 @@ def choose_chunk_length(
     wanted = options.chunk_length or (compiled_chunk_length(manifest) if manifest else DEFAULT_CHUNK_LENGTH)
     if wanted > context_length:
         raise ConfigError(
-            f"chunk_length is {wanted}, longer than the context of {context_length}; choose a shorter one"
+            f"`chunk_length` is {wanted}, longer than the context of {context_length}; choose a shorter one"
         )
     return wanted
 

@@ -52,12 +52,12 @@ def near_plans(
         for found in (attention_nodes(plan), convolution_nodes(plan))
     )
     if options.attention == "npu" and not (names or convolutions):
-        raise ConfigError("the NPU cannot compute any attention of this model; omit --attention npu")
+        raise ConfigError("the NPU cannot compute any attention of this model; omit `attention='npu'`")
     if names and options.cache_dtype == "int8":
         raise ConfigError("attention on the NPU does not support int8 caches; choose float16, or attention 'cpu'")
     if names and options.attention_math != "float32":
         raise ConfigError(
-            f"attention_math {options.attention_math!r} is for attention on the CPU only; choose float32, or "
+            f"`attention_math={options.attention_math!r}` is for attention on the CPU only; choose float32, or "
             "attention 'cpu'"
         )
     slots, fits = plan.slots(context_length, chunk_length), _fits(plan, options.graph_layers)

@@ -53,7 +53,7 @@ def _check_npu(name: str) -> None:
 
 def _check_threads(number: int) -> None:
     if number > MOST_THREADS:
-        raise ConfigError(f"threads is {number}, expected at most {MOST_THREADS}")
+        raise ConfigError(f"`threads` is {number}, expected at most {MOST_THREADS}")
 
 
 MOST_DIGITS = 18
@@ -328,9 +328,9 @@ class EngineOptions:
     )
     cache_dtype: CacheDtype | None = declared_option(
         "--cache-type",
-        "Data type of the KV cache: float32, float16, int8 or bfloat16 (the command line also accepts f32, f16, q8_0 and "
-        "bf16). int8 (native only) has one scale per 32 values; bfloat16 is for --attention-math bfloat16 only, where it "
-        "is the default.  [default: float16 on native, else float32]",
+        "Data type of the KV cache: float32, float16, int8 or bfloat16 (the command line also accepts f32, f16, q8_0 "
+        "and bf16). int8 (native only) has one scale per 32 values; bfloat16 is for --attention-math bfloat16 only, "
+        "where it is the default.  [default: float16 on native, else float32]",
         group="Context and memory",
         choices=lambda: CACHE_DTYPES,
         noun="type of the cache",
@@ -342,32 +342,30 @@ class EngineOptions:
             if value is not None or default is not None:
                 declared.require(name, kind, value)
         if self.npu == "off" and self.placement is not None:
-            raise ConfigError("a placement and npu 'off' contradict each other; give one of them")
+            raise ConfigError("`placement` and `npu='off'` contradict each other; give one of them")
         if self.cache_dtype == "int8" and self.npu in BACKENDS and self.npu != "native":
-            raise ConfigError(f"npu {self.npu!r} has no caches of int8; choose float32 or float16, or another npu")
+            raise ConfigError(f"`npu={self.npu!r}` has no int8 caches; choose float32 or float16, or another `npu`")
         if self.cache_dtype == "bfloat16":
             if self.attention_math != "bfloat16":
-                raise ConfigError(
-                    "caches of bfloat16 are for attention in bfloat16; choose attention_math 'bfloat16' too"
-                )
+                raise ConfigError("bfloat16 caches need attention in bfloat16; set `attention_math='bfloat16'`, too")
             if self.context_shift:
-                raise ConfigError("caches of bfloat16 do not shift; choose float16, or leave context_shift away")
+                raise ConfigError("bfloat16 caches cannot shift; choose float16, or omit `context_shift`")
         if self.attention_math == "bfloat16" and self.npu in BACKENDS and self.npu != "native":
-            raise ConfigError(f"npu {self.npu!r} has no attention in bfloat16; choose float32, or another npu")
+            raise ConfigError(f"`npu={self.npu!r}` has no attention in bfloat16; choose float32, or another `npu`")
 
         self._check_npu_only()
         if self.attention == "npu":
             if self.npu not in ("auto", "qnn"):
-                raise ConfigError(f"attention 'npu' and npu {self.npu!r} contradict each other; try npu 'qnn'")
+                raise ConfigError(f"`attention='npu'` and `npu={self.npu!r}` contradict each other; try `npu='qnn'`")
             if self.context_shift:
-                raise ConfigError("the NPU cannot attend to keys of a context that shifts; choose attention 'cpu'")
+                raise ConfigError("the NPU cannot attend to keys of a context that shifts; choose `attention='cpu'`")
 
     def _check_npu_only(self) -> None:
         if self.weights == "npu-only":
             if self.npu not in ("auto", "qnn"):
-                raise ConfigError(f"weights 'npu-only' and npu {self.npu!r} contradict each other; try npu 'qnn'")
+                raise ConfigError(f"`weights='npu-only'` and `npu={self.npu!r}` contradict each other; try `npu='qnn'`")
             if self.on_npu_failure == "fallback":
-                raise ConfigError("with weights 'npu-only' nobody takes over from the NPU; leave on_npu_failure away")
+                raise ConfigError("with `weights='npu-only'` the CPU cannot take over; omit `on_npu_failure`")
 
     @property
     def npu_windows(self) -> tuple[int, ...]:

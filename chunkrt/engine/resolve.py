@@ -101,7 +101,7 @@ def find_recipe(model: str, options: EngineOptions, progress: Progress) -> tuple
     recipe = choose_recipe(options, default_scheme)
     scheme = recipe.scheme
     if options.calibration and not scheme.is_static:
-        raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; omit --calibration")
+        raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; omit `calibration`")
     npu = asked_npu(options)
     if npu and options.npu != "auto" and (reason := linear_refusal(npu, scheme)):
         raise PartitionError(f"{options.npu} does not support linear layers under the scheme {scheme.name!r}: {reason}")
@@ -119,7 +119,7 @@ def choose_recipe(options: EngineOptions, default: str) -> Recipe:
     if not scheme.is_static:
         for name in STATIC_OPTIONS:
             if _is_given(getattr(options, name)):
-                raise ConfigError(f"the scheme {scheme.name!r} is not static and does not use {name}; omit it")
+                raise ConfigError(f"the scheme {scheme.name!r} is not static and does not use `{name}`; omit it")
         return Recipe(scheme=scheme)
     in_float = replace(scheme, float_outputs=("*",))
     is_w8a8_in_float = scheme.name == "w8a8" and not (npu and linear_refusal(npu, in_float))
@@ -131,7 +131,7 @@ def choose_recipe(options: EngineOptions, default: str) -> Recipe:
     search: Search | None = None
     if scheme.name == MIXED:
         if options.shadow is not None:
-            raise ConfigError("the scheme 'mixed' chooses shadows by itself; omit --shadow, or use 'w8a8'")
+            raise ConfigError("the scheme 'mixed' chooses shadows by itself; omit `shadow`, or use 'w8a8'")
         search = "mixed"
     elif options.shadow == "auto":
         search = "shadow"
@@ -143,7 +143,7 @@ def choose_recipe(options: EngineOptions, default: str) -> Recipe:
             f"linear layers of the scheme {scheme.name!r} take 16 bits and need no shadow; use 'w8a8' or 'mixed'"
         )
     if search is None and options.budget is not None:
-        raise ConfigError("a budget is for --shadow auto and for --scheme mixed; omit it")
+        raise ConfigError("`budget` is for `shadow='auto'` and `scheme='mixed'`; omit it")
     return Recipe(scheme=scheme, search=search, budget=search and (options.budget or DEFAULT_BUDGETS[search]))
 
 
@@ -174,9 +174,9 @@ def check_compiled(folder: Path, options: EngineOptions, ranks: Ranks = ALONE) -
         manifest.placement.items()
     )
     if options.npu == "off" or not is_placed:
-        raise ConfigError(f"{folder} is compiled, its placement is fixed; pass the checkpoint to place it again")
+        raise ConfigError(f"{folder} is compiled, so its placement is fixed; pass the checkpoint to place it again")
     if options.calibration is not None:
-        raise ConfigError(f"{folder} is compiled, its grids are fixed; pass the checkpoint to calibrate it again")
+        raise ConfigError(f"{folder} is compiled, so its grids are fixed; pass the checkpoint to calibrate it again")
 
 
 def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:

@@ -53,10 +53,11 @@ def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> t
         _mind_settings(options)
     if options.cache_dtype not in (None, *cpu.cache_dtypes):
         raise ConfigError(
-            f"{cpu.name} has no caches of {options.cache_dtype}; choose {' or '.join(cpu.cache_dtypes)}, or another npu"
+            f"{cpu.name} does not support {options.cache_dtype} caches; choose "
+            f"{' or '.join(cpu.cache_dtypes)}, or another npu"
         )
     if math != "float32" and cpu.name != "native":
-        raise ConfigError(f"{cpu.name} has no attention in {math}; choose float32, or another npu")
+        raise ConfigError(f"{cpu.name} does not support {math} attention; choose float32, or another npu")
     return npu, cpu
 
 
@@ -193,7 +194,9 @@ def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBac
         _mind_settings(options)
         return None
     if options.npu == "auto" and not manifest.scheme.is_static:
-        log.warning("the NPU does not run the scheme %s, so the CPU runs it; try --scheme w8a16", manifest.scheme.name)
+        log.warning(
+            "the NPU does not run the scheme %s, so the CPU runs it; try `scheme='w8a16'`", manifest.scheme.name
+        )
         return None
     try:
         soc = choose_soc(options.soc, manifest)
@@ -220,12 +223,12 @@ def _mind_settings(options: EngineOptions) -> None:
     """Warn about settings that only Qualcomm's NPU uses."""
     what = "another backend" if options.npu not in NPU_CHOICES else "the CPU"
     given = {
-        f"--soc {options.soc}": options.soc is not None,
-        "--attention npu": options.attention == "npu",
-        "--weights npu-only": options.weights == "npu-only",
+        f"`soc={options.soc!r}`": options.soc is not None,
+        "`attention='npu'`": options.attention == "npu",
+        "`weights='npu-only'`": options.weights == "npu-only",
     }
     for setting in (setting for setting, is_given in given.items() if is_given):
-        log.warning("%s has no effect, because %s serves as the NPU; try --npu qnn", setting, what)
+        log.warning("%s has no effect, because %s serves as the NPU; try `npu='qnn'`", setting, what)
 
 
 def choose_soc(name: str | None, manifest: Manifest | None = None) -> Soc:

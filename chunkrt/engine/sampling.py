@@ -210,7 +210,7 @@ class PluginSampler:
             raise self._error(f"failed: {type(error).__name__}: {error}") from error
 
     def _error(self, what: str) -> BackendError:
-        return BackendError(f"the sampler of {self._origin} {what}; switch it off with --ops=-sampler")
+        return BackendError(f"the sampler of {self._origin} {what}; switch it off with `ops='-sampler'`")
 
 
 class StopStrings:
@@ -277,7 +277,7 @@ def _penalised(
         first = int(np.argmin(finite))
         raise BackendError(
             f"{logits.size - np.count_nonzero(finite)} of {logits.size} logits are not finite (token {first} "
-            f"has {logits[first]}), so no token can be chosen; run the prompt with --npu reference "
+            f"has {logits[first]}), so no token can be chosen; run the prompt with `npu='reference'` "
             "(npu='reference' in Python) to distinguish a faulty backend from faulty weights"
         )
     if penalty == 1 or len(history) == 0:

@@ -213,7 +213,7 @@ def log_softmax(logits: Float16 | Float32) -> Float64:
 def check_finite(logits: Float16 | Float32) -> None:
     """Raise ModelError if a logit is not finite."""
     if not (np.isfinite(logits.min()) and np.isfinite(logits.max())):  # both are NaN if one value is
-        raise ModelError("the model computed logits that are not finite; check the checkpoint for damage")
+        raise ModelError("the model's logits are not finite; check the checkpoint for damage")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,10 +134,10 @@ class TokenSequence:
             result = yield from self._extend_in_parts(new, logits)
         else:
             length, most = self._engine.context_length, self._engine.plan.context_length
-            longer = f" choose a context of up to {most} (--context)," if length < most else ""
+            longer = f" choose a context of up to {most} (`context_length`)," if length < most else ""
             raise ConfigError(
                 f"the prompt has {len(new)} tokens, but the context of {length} has room for {self._room}; shorten the "
-                f"prompt,{longer} or let the context shift (--context-shift)"
+                f"prompt,{longer} or let the context shift (`context_shift`)"
             )
         self.state.keep_snapshot()
         self._after_prompt = None if self.logits is None else (len(self.tokens), self.logits)

@@ -96,7 +96,7 @@ class SessionFile(StateFile):
         if len(dropped) and found["context_keep"] != self._context_keep:
             raise ModelError(
                 f"{self.path} has a context that was shifted with context_keep {found['context_keep']}, not "
-                f"{self._context_keep}; load the model with that"
+                f"{self._context_keep}; load the model with that value"
             )
         if any(((ids < 0) | (ids >= self._vocab_size)).any() for ids in (tokens, dropped)):
             raise ModelError(f"{self.path} holds tokens outside the vocabulary of {self._vocab_size}; prefill again")
@@ -111,8 +111,8 @@ class SessionFile(StateFile):
     def _check(self, archive: ZipFile) -> None:
         if (read_array(archive, _MODEL, self._model) != self._model).any():
             raise ModelError(
-                f"{self.path} is a session of another model, scheme or calibration, or of attention in another "
-                "arithmetic; load the model that it was saved with, or prefill again"
+                f"{self.path} is a session of another model, scheme or calibration, or of another arithmetic "
+                "of attention; load the model that it was saved with, or prefill again"
             )
 
     def _forms(self, numbers: Numbers) -> dict[str, Array]:

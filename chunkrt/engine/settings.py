@@ -26,12 +26,12 @@ from chunkrt.files import read_toml
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The fields of `EngineOptions` that a settings file gives: `chunkrt.load(model, **read_settings(path))`.
+    """Return the fields of `EngineOptions` in a settings file, for `chunkrt.load(model, **read_settings(path))`.
 
-    A calibration is looked for from the file's own folder.
+    The path of a calibration is relative to the folder of the file.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown, or a value makes no sense.
+        ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
     """
     try:
         settings = read_toml(path)
@@ -53,12 +53,12 @@ def read_settings(path: Path) -> dict[str, Any]:
             settings["calibration"] = path.parent / settings["calibration"]
         EngineOptions(**settings)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {str(error).replace('`', '')}") from error
     return settings
 
 
 def settings_text(settings: Mapping[str, str | int | Mapping[str, str]], comments: Sequence[str]) -> str:
-    """A settings file's text: comments, then fields of `EngineOptions`, tables last."""
+    """Return the text of a settings file: comments, then fields of `EngineOptions`, tables last."""
     plain = {key: value for key, value in settings.items() if not isinstance(value, Mapping)}
     tables = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
     lines = [f"# {' '.join(comment.split())}" for comment in comments]

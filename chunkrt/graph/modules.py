@@ -72,7 +72,7 @@ class Parameter:
 
     @property
     def keeps_blocks(self) -> bool:
-        """Return True if `load_blocks` returns a checkpoint's blocks when its tensors have them."""
+        """True if `load_blocks` returns a checkpoint's blocks when its tensors have them."""
         return False
 
     def stored_as(self, source: TensorSource) -> set[str]:

@@ -122,7 +122,10 @@ def _product(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
 
 def _norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     value, weight = _matrix(inputs[0]), inputs[1]
-    require(weight == value[1:] and attributes.get("axis", -1) in (-1, 1), f"it norms {list(value)} by {list(weight)}")
+    require(
+        weight == value[1:] and attributes.get("axis", -1) in (-1, 1),
+        f"it normalises {list(value)} with {list(weight)}",
+    )
     return value
 
 
@@ -136,7 +139,7 @@ def _split(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
 
 def _head_norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     value, (heads, columns) = _matrix(inputs[0]), _matrix(inputs[1])
-    require(int(heads) * int(columns) <= int(value[1]), f"it norms {heads} heads of {columns} in {list(value)}")
+    require(int(heads) * int(columns) <= int(value[1]), f"it normalises {heads} heads of {columns} in {list(value)}")
     return value
 
 
@@ -162,11 +165,13 @@ def _linear_attention(attributes: Attributes, inputs: Sequence[Any]) -> Shape:
     variant = find_variant(attributes["attn_type"])
     heads, key_dim, value_dim = (attributes[name] for name in ("num_v_heads", "head_k_dim", "head_v_dim"))
     require(min(heads, value_dim) > 0, f"its sizes are {dict(attributes)}")
-    require(len(weight) == 3 and weight[1] == 1 and weight[2] > 1, f"its convolution has weights {list(weight)}")
+    require(len(weight) == 3 and weight[1] == 1 and weight[2] > 1, f"the weights of its convolution are {list(weight)}")
     channels = weight[0]
-    require(_matrix(qkv)[1] == variant.columns_per_channel * channels, f"{channels} channels take {list(qkv)}")
-    require(bias in (None, (channels,)), f"its convolution has biases {bias}")
-    require(state == (channels, weight[2] - 1), f"its convolution keeps {list(state)}")
+    require(
+        _matrix(qkv)[1] == variant.columns_per_channel * channels, f"its input for {channels} channels is {list(qkv)}"
+    )
+    require(bias in (None, (channels,)), f"the biases of its convolution are {bias}")
+    require(state == (channels, weight[2] - 1), f"the state of its convolution is {list(state)}")
     if variant.is_recurrent:
         steps = (qkv[0], heads)
         key_heads = attributes["num_k_heads"]

@@ -101,7 +101,7 @@ class Planned:
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """Return all parameters of the decoder, by plan name."""
+        """All parameters of the decoder, by plan name."""
         return {parameter.name: parameter for parameter in self.decoder.parameters()}
 
     @property

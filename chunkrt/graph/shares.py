@@ -106,12 +106,12 @@ class HeadShare:
 
     @property
     def q_columns(self) -> Share:
-        """Return the rank's share of all query heads' columns."""
+        """The rank's share of all query heads' columns."""
         return self.query.spread(self.head_dim)
 
     @property
     def kv_columns(self) -> Share:
-        """Return the rank's share of all key heads' columns, or of all value heads'."""
+        """The rank's share of all key heads' columns, or of all value heads'."""
         return self.key.spread(self.head_dim)
 
 

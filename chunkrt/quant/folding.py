@@ -66,7 +66,7 @@ class Folding:
         )
 
     def digest(self) -> str:
-        """SHA-256 of the complete folding, in hexadecimal."""
+        """Return the SHA-256 of the complete folding, in hexadecimal."""
         found = hashlib.sha256()
         for name, array in sorted(self.arrays().items()):
             found.update(f"{name} {array.dtype} {array.shape}".encode())

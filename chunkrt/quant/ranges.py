@@ -66,7 +66,7 @@ class Range:
 
     @property
     def limit(self) -> float:
-        """Return the limit of a grid for these values, a float32; 0 if all were zero."""
+        """Limit of a grid for these values, a float32; 0 if all were zero."""
         if self._counts is None or self._method == "absmax" or self.largest == 0:
             return float(self.largest)
         if self._method == "percentile":
@@ -82,7 +82,7 @@ class Range:
 
 
 def _least_square_error(counts: NDArray[np.int64], largest: float) -> float:
-    """Return the square error of each candidate; values are assumed to be evenly distributed within their bin."""
+    """Return the candidate with the least square error, assuming values evenly distributed within their bin."""
     first = np.searchsorted(EDGES, largest * NEGLIGIBLE)
     last = int(counts.nonzero()[0][-1]) + 1
     edges = EDGES[first : last + 1]

@@ -47,13 +47,13 @@ def find_cpus(affinity: str) -> frozenset[int] | None:
         return None
     check_affinity(affinity)
     if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError(f"affinity is {affinity!r}, but {platform.system()} has no affinity; use 'none'")
+        raise ConfigError(f"`affinity` is {affinity!r}, but {platform.system()} has no affinity; use 'none'")
     if affinity == BIG:
         return big_cores()
     cpus, allowed = _parse(affinity), os.sched_getaffinity(0)
     for cpu in sorted(cpus - allowed):
-        problem = "outside this process's mask" if (CPU_FOLDER / f"cpu{cpu}").is_dir() else "not there"
-        raise ConfigError(f"affinity is {affinity!r}, but CPU {cpu} is {problem}; choose among {cpu_list(allowed)}")
+        problem = "outside this process's mask" if (CPU_FOLDER / f"cpu{cpu}").is_dir() else "not present"
+        raise ConfigError(f"`affinity` is {affinity!r}, but CPU {cpu} is {problem}; choose among {cpu_list(allowed)}")
     return cpus
 
 
@@ -175,6 +175,6 @@ def _parse(text: str) -> frozenset[int]:
         match = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
-            raise ConfigError(f"affinity is {text!r}, expected none, big, or CPUs such as 0,2,4-7")
+            raise ConfigError(f"`affinity` is {text!r}, expected none, big, or CPUs such as 0,2,4-7")
         cpus.update(range(first, last + 1))
     return frozenset(cpus)

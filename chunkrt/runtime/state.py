@@ -56,7 +56,7 @@ class State:
         if dtype not in CACHE_DTYPES:
             raise ConfigError(f"caches cannot be {dtype!r}; choose one of: {', '.join(CACHE_DTYPES)}")
         if chunk_length is not None and not 1 <= chunk_length <= capacity:
-            raise ConfigError(f"a state for chunks of {chunk_length} has a capacity of {capacity}; choose at most that")
+            raise ConfigError(f"chunk length {chunk_length} is outside 1..{capacity}, the capacity of the state")
         self.plan = plan
         self.serial = next(_serials)
         """Number that identifies the sequence in traces."""

@@ -350,7 +350,7 @@ def test_int8_caches_require_native_attention():
 def test_bfloat16_requires_native_attention():
     run_model("llama_gqa", "-rms_norm", attention_math="bfloat16")
     for ops in ("none", "-cached_attention", "-rope"):
-        with pytest.raises(ConfigError, match=r"attention in bfloat16 is .* and reference runs cached_attention"):
+        with pytest.raises(ConfigError, match=r"bfloat16 attention is .* but reference runs cached_attention"):
             run_model("llama_gqa", ops, attention_math="bfloat16")
 
 

@@ -213,8 +213,15 @@ def test_reference_agrees(window: int, op: str) -> None:
         ("CachedAttention", 0, 64, 62, 62, "'position': 3 rows from 62 on do not fit: the cache holds 64 positions"),
         ("CachedAttention", 0, 64, -1, 0, "'position': 3 rows from -1 on do not fit"),
         ("CachedAttention", 9, 64, -1, 0, "'position': 3 rows from -1 on do not fit: positions count from 0"),
-        ("CachedAttention", 9, 70, 69, 0, "a ring of 70 slots cannot wrap, because their number is not a multiple of 64"),
-        ("CachedAttention", 63, 64, 62, 62, r"rows that see 63 positions need a ring of window \+ rows - 1 slots, found"),
+        (
+            "CachedAttention",
+            9,
+            70,
+            69,
+            0,
+            "a ring of 70 slots cannot wrap, because their number is not a multiple of 64",
+        ),
+        ("CachedAttention", 63, 64, 62, 62, r"see 63 positions need a ring of window \+ rows - 1 slots, found"),
         (
             "CachedAttention",
             0,

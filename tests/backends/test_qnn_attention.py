@@ -609,7 +609,7 @@ def test_far_plan_without_the_npu_continues_after_the_near_plan(load):
 
 @pytest.mark.exhaustive
 def test_switched_off_operator_is_named(load):
-    with pytest.raises(ConfigError, match=r"runs silu_mul .*leave --attention npu away"):
+    with pytest.raises(ConfigError, match=r"runs silu_mul .*omit --attention npu"):
         load("llama_gqa", attention="npu", ops="-silu_mul")
 
 

@@ -1,4 +1,6 @@
-"""The pure parts of `bench/peers.py`: rounds, ratios, tables, choices, and a process that fails. No peer is needed."""
+"""The pure parts of `bench/peers.py`: rounds, ratios, tables, choices, and a failing process. No other runtime is
+needed.
+"""
 
 import json
 import subprocess
@@ -13,7 +15,7 @@ from click.testing import CliRunner
 
 
 class Fake:
-    """Answers with prepared seconds, and writes down what it was asked."""
+    """Answers with prepared seconds, and records its requests."""
 
     def __init__(self, name, asked, seconds, fails_at=()):
         self.name, self.asked, self.seconds, self.fails_at = name, asked, iter(seconds), fails_at
@@ -55,7 +57,7 @@ def test_the_first_round_does_not_count_and_ratios_are_taken_within_a_round():
     assert results.spread("pp8", "ours") == (4.0, 2.0, 8.0)
 
 
-def test_who_fails_is_named_and_not_asked_again_in_that_test():
+def test_failing_contender_is_reported_and_skipped_afterwards():
     asked = []
     contenders = {"ours": Fake("ours", asked, [1.0] * 9), "theirs": Fake("theirs", asked, [1.0] * 9, fails_at=(8,))}
     results, _ = measured(contenders, ["pp8", "pp4"])
@@ -67,8 +69,8 @@ def test_who_fails_is_named_and_not_asked_again_in_that_test():
     assert sum(name == "theirs" and len(tokens) == 8 for name, _, tokens in asked) == 1
 
 
-def test_what_is_left_beside_busy_processes_is_told_by_test_and_none_outlives_its_sample():
-    """A contender counts the processes that are there while it is asked."""
+def test_busy_processes_run_only_during_their_test_and_shares_are_reported():
+    """A contender counts the processes that exist during its request."""
     seen = []
 
     class Counting(Fake):
@@ -85,12 +87,12 @@ def test_what_is_left_beside_busy_processes_is_told_by_test_and_none_outlives_it
 
 
 @pytest.mark.parametrize("text", ["pp512", "tg64", "pp1", "pp512+2", "tg32+1"])
-def test_names_of_tests(text):
+def test_parse_reads_names(text):
     assert str(peers("rounds").Test.parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "pp", "pp0", "pp-4", "xx5", "pp1.5", "pp²", "pp8+", "pp8+x"])
-def test_names_that_are_no_tests(text):
+def test_parse_refuses_malformed_names(text):
     with pytest.raises(ValueError, match="expected pp or tg and a number"):
         peers("rounds").Test.parse(text)
 
@@ -110,7 +112,7 @@ def report():
     )
 
 
-def test_the_table():
+def test_report_markdown_has_tables_and_failures():
     lines = peers("report").to_markdown(report()).splitlines()
     assert "- threads: 2" in lines
     assert "| pp8 | ours | 24.00 (16.00 - 32.00) | 1.00 (1.00 - 1.00) |" in lines
@@ -163,8 +165,8 @@ def test_a_choice_of_peers_keeps_chunkrt_and_gives_it_its_options():
         (["openvino-genai"], [f"OpenVINO GenAI {t}, {a}" for t in ("Q8_0", "Q4_0", "F16") for a in ("paged", "plain")]),
     ],
 )
-def test_packages_are_those_of_the_chosen_peers_and_of_what_makes_their_files(kinds, takes_llama_cpp):
-    """OpenVINO reads files that llama.cpp makes, NNCF's form among them."""
+def test_packages_are_those_of_chosen_contenders_and_their_converters(kinds, takes_llama_cpp):
+    """OpenVINO reads files that llama.cpp makes, including NNCF's form."""
     data = peers("contenders")
     packages = data.packages_for(peers("command").choose(kinds, {}))
     nncf = ["OpenVINO GenAI W8A8 by NNCF, paged"] if kinds == ["openvino-genai"] else []
@@ -181,7 +183,7 @@ def test_every_package_of_the_requirements_is_taken_by_a_peer_and_the_other_way_
 
 
 @pytest.mark.parametrize(("package", "says_why"), [("gguf", False), ("llama-cpp-python", True)])
-def test_what_is_installed_is_one_line_beforehand_and_only_what_lacks(tmp_path, monkeypatch, package, says_why):
+def test_environment_reports_and_installs_only_missing_packages(tmp_path, monkeypatch, package, says_why):
     environment, told, installed = peers("environment"), [], []
 
     def pretended(command, **options):
@@ -224,7 +226,7 @@ def test_a_wrong_interpreter_is_one_line_before_anything_else(python, reason):
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_a_report_that_cannot_be_written_is_told_before_anything_else(tmp_path, option):
+def test_report_file_is_checked_before_measuring(tmp_path, option):
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "report"
     finished = CliRunner().invoke(peers("command").peers, ["no-such-model", option, str(path)])
@@ -260,7 +262,7 @@ def contender_process(tmp_path, kind="chunkrt", **options):
     return peers("process").ContenderProcess(contender, **{"python": sys.executable, **sizes, **options})
 
 
-def test_a_contender_imports_what_is_installed_and_nothing_of_the_working_folder(tmp_path, monkeypatch):
+def test_contender_imports_installed_packages_and_not_the_working_folder(tmp_path, monkeypatch):
     (tmp_path / "chunkrt").mkdir()
     (tmp_path / "chunkrt" / "__init__.py").write_text("raise ImportError('a source folder, without a native module')")
     monkeypatch.chdir(tmp_path)
@@ -271,7 +273,7 @@ def test_a_contender_imports_what_is_installed_and_nothing_of_the_working_folder
 
 @pytest.fixture
 def busy(tmp_path, monkeypatch):
-    """An interpreter that is busy for minutes whatever it is told, and the processes that were started."""
+    """An interpreter that is busy for minutes on any input, and the processes that were started."""
     path, started, popen = tmp_path / "busy", [], subprocess.Popen
 
     def start(*arguments, **options):
@@ -306,7 +308,7 @@ def test_ctrl_c_ends_the_contender_that_starts_and_those_that_run(tmp_path, monk
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands for an interpreter")
-def test_ctrl_c_while_a_contender_is_asked_ends_it_at_once(tmp_path, busy):
+def test_ctrl_c_during_a_request_kills_the_contender(tmp_path, busy):
     python, started = busy
     with pytest.raises(KeyboardInterrupt), contender_process(tmp_path, python=python):
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""`bench/prefix_cache.py` beside peers: who is asked what in a conversation, and what is made of it."""
+"""`bench/prefix_cache.py` with other runtimes: order of requests in a conversation, and figures."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from bench_modules import BENCH, peers
 
 
 class Fake:
-    """Answers with its own token after so many seconds for each token of the prompt."""
+    """Answers with its own token, and takes a fixed time for each token of the prompt."""
 
     def __init__(self, token, fails_at=None):
         self.token, self.fails_at, self.prompts = token, fails_at, []
@@ -19,7 +19,7 @@ class Fake:
         return [{"tokens": [self.token] * new_tokens, "times": [float(len(prompts[0])), 1e9]}]
 
 
-def test_all_are_told_the_same_and_hear_their_own_answers():
+def test_conversation_gives_all_contenders_the_same_turns_and_their_own_answers():
     first, second, failing = Fake(1000), Fake(2000), Fake(3000, fails_at=4)
     times, failures = peers("conversation").measure_conversation(
         {"first": first, "second": second, "failing": failing},

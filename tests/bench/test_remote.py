@@ -1,4 +1,4 @@
-"""`bench/serving.py --url`: figures from the times of tokens, and a server that is asked over HTTP."""
+"""`bench/serving.py --url`: figures from the times of tokens, and a server that is measured over HTTP."""
 
 import json
 
@@ -65,7 +65,7 @@ def test_a_server_is_measured(remote, engine, tmp_path):
     assert done.output.count(f"| {url}/v1 | ") == 2
 
 
-def test_what_is_refused_is_told(remote, engine):
+def test_remote_reports_refused_requests(remote, engine):
     with serving(engine) as (_, url):
         options = ["--requests", "2", "--rate", "50", "-p", "400", "-n", "3"]
         done = CliRunner().invoke(remote.remote, ["--url", f"{url}/v1", *options])

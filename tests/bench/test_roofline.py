@@ -1,4 +1,4 @@
-"""bench/roofline.py: multiply-adds counted by hand and of a real run, and shares worked out from made-up samples."""
+"""bench/roofline.py: multiply-adds counted by hand and in a real run, and shares from made-up samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from roofline_work import Bounds, Peaks, Spread, Work, attainable, step_bounds, 
 
 ONE_DIGIT, TWO_DIGITS = SCHEMES["w8a8-dynamic"], SCHEMES["w8a16"]
 QKV, O_PROJ, GATE_UP, DOWN, HEAD = 64 * 128, 64 * 64, 64 * 192, 96 * 64, 64 * 100
-"""Of SMALL: multiply-adds of each linear for one row."""
+"""Multiply-adds of each linear of SMALL for one row."""
 
 SMALL = Shape(
     source="made up",
@@ -48,7 +48,7 @@ def plan() -> Plan:
 
 
 def tasks_of(plan: Plan, num_chunks: int) -> list[Task]:
-    """All but what follows the last attention in chunks before the last."""
+    """Return all tasks except those after the last attention in chunks before the last."""
     last_with_state = max(index for index, subgraph in enumerate(plan.subgraphs) if subgraph.state)
     return [
         Task(subgraph, chunk)
@@ -154,8 +154,9 @@ def test_a_spread_is_the_median_between_the_extremes() -> None:
 
 
 class FakeProbe:
-    """Answers as the program does. Its first loop does 100 G a second on each thread and its second 200 G, every other
-    time half as fast; a read of 64 KiB takes a microsecond, and a call of any kernel a millisecond."""
+    """Answers like the program. Its first loop reaches 100 G a second on each thread and its second 200 G, every other
+    time half as fast; a read of 64 KiB takes a microsecond, and a call of any kernel a millisecond.
+    """
 
     def __init__(self) -> None:
         self.num_asked: dict[str, int] = {}
@@ -203,7 +204,7 @@ def test_a_kernels_rate_is_a_share_of_the_peak(machine: Machine, line: str, leve
     assert row["share_of_peak"] == pytest.approx(2 * macs / 1e-3 / 400e9)
 
 
-def test_what_has_no_peak_has_no_share(machine: Machine) -> None:
+def test_share_is_none_without_a_peak(machine: Machine) -> None:
     case = next(case for case in machine.cases if case.kernel == "attention")
     row = machine.kernel_row(case, 1)
     assert (row["share_of_peak"], row["share_of_roofline"]) == (None, None)
@@ -227,13 +228,13 @@ def test_all_tables_are_as_wide_as_their_heads(machine: Machine) -> None:
     }
     tables = [table.splitlines() for table in "\n".join(markdown(report)).split("\n\n")[1:]]
     assert len(tables) == 3
-    assert len(tables[0]) == 3  # of the two mixes the faster
+    assert len(tables[0]) == 3  # the faster of the two mixes
     assert len(tables[2]) == 2 + len(machine.cases)
     for table in tables:
         assert {line.count("|") for line in table} == {table[0].count("|")}
 
 
-def test_a_fresh_process_is_of_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fresh_process_uses_the_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "chunkrt").mkdir()
     (tmp_path / "chunkrt" / "__init__.py").write_text("raise ImportError('a source folder, without a native module')")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,6 @@
-"""`bench/scoring.py`: items, rounds and figures; and chunkrt's own three ways on a tiny model. No peer is needed."""
+"""`bench/scoring.py`: items, rounds and figures; and chunkrt's three methods on a tiny model. No other runtime is
+needed.
+"""
 
 import json
 import sys
@@ -15,7 +17,7 @@ GGUF = checkpoint("llama_biased_gguf")
 
 
 class Fake:
-    """Takes so many seconds an item, computes every row, and likes longer endings `better`."""
+    """Takes a fixed time for an item, computes every row, and prefers longer endings by `better`."""
 
     def __init__(self, seconds, better=1.0, fails_at=None):
         self.seconds, self.better, self.fails_at, self.asked = seconds, better, fails_at, []
@@ -61,7 +63,7 @@ def test_the_least_rows_are_the_beginnings_that_differ():
     assert least_rows([([1, 2], [3, 4]), ([1, 2, 3], [4, 5]), ([9, 2], [3])]) == 4 + 2
 
 
-def test_rounds_take_turns_after_a_warm_up_and_who_fails_is_asked_no_more():
+def test_rounds_take_turns_after_a_warm_up_and_skip_failed_contenders():
     contenders = {"ours": Fake(0.5), "theirs": Fake(1.0, better=-1.0), "none": Fake(1.0, fails_at=1)}
     pauses, rounds = [], [[item(1, 2, 3, 4)], [item(4, 3, 2, 1), item(1, 2, 3, 4)]]
     found = peers("scoring").measure_scoring(contenders, rounds, [item(1, 1, 1, 1)], pauses.append)
@@ -75,7 +77,7 @@ def test_rounds_take_turns_after_a_warm_up_and_who_fails_is_asked_no_more():
     assert "- none failed: no memory" in table
 
 
-def test_three_ways_of_chunkrt_say_the_same_and_differ_in_rows(tmp_path, short_items):
+def test_chunkrts_three_methods_agree_and_differ_in_rows(tmp_path, short_items):
     scoring, process = peers("scoring"), peers("process")
     items = scoring.items_of(np.random.default_rng(1).integers(0, 100, 300).tolist(), 3, np.random.default_rng(0))
     pairs = [pair for pairs in items for pair in pairs]
@@ -117,7 +119,7 @@ def test_the_command(tmp_path, short_items):
         ("long " * 900, ["--way", "sideways"], "'sideways' is not one of"),
     ],
 )
-def test_what_cannot_be_measured_is_told_in_a_line(tmp_path, text, more, said):
+def test_scoring_reports_invalid_input_in_one_line(tmp_path, text, more, said):
     (tmp_path / "text.txt").write_text(text, "utf-8")
     arguments = [str(GGUF), "--text", str(tmp_path / "text.txt"), "--no-peer", "--peers-dir", str(tmp_path), *more]
     ended = CliRunner().invoke(peers("scoring").scoring, arguments)

@@ -1,4 +1,6 @@
-"""`bench/serving.py`: rounds, arrivals and figures; and chunkrt's own server on a tiny model. No peer is needed."""
+"""`bench/serving.py`: rounds, arrivals and figures; and chunkrt's own server on a tiny model. No other runtime is
+needed.
+"""
 
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ GGUF = checkpoint("llama_biased_gguf")
 
 
 class Fake:
-    """Answers a token every `gap` seconds after each arrival, and writes down what it was asked."""
+    """Answers a token every `gap` seconds after each arrival, and records its requests."""
 
     def __init__(self, name, asked, gap=0.5, first_token=7, fails=False):
         self.name, self.asked, self.gap, self.first_token, self.fails = name, asked, gap, first_token, fails
@@ -88,7 +90,7 @@ def test_figures_by_hand():
     assert found == pytest.approx([(18 + 6) / 6, 6 / 6, 1.5, 1.95, 1.25, 2.425])
 
 
-def test_ratios_within_a_round_and_who_fails():
+def test_results_have_ratios_within_a_round_and_failures():
     asked = []
     contenders = {
         "ours": Fake("ours", asked, gap=0.5),
@@ -131,7 +133,7 @@ def test_an_answer_that_is_short_is_an_error():
 
 
 class FakeLlama:
-    """llama.cpp's functions, of a model whose next token is the sum of all before modulo 50; it checks what it gets."""
+    """llama.cpp's functions, for a model whose next token is the sum of all before modulo 50; checks its arguments."""
 
     def __init__(self):
         self.seen = {}
@@ -219,7 +221,7 @@ def test_servers_are_consistent_data():
         (("-n", "1"), "Invalid value for '-n'"),
     ],
 )
-def test_wrong_values_are_told_before_anything_else(arguments, message):
+def test_serving_refuses_wrong_values_before_measuring(arguments, message):
     finished = CliRunner().invoke(peers("serving").serving, ["no-such-model", *arguments])
     assert finished.exit_code == 2
     assert message in finished.output.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""The catalogue's files: what is shipped is sound, what is wrong is named."""
+"""The catalogue's files: shipped ones are valid, and errors in others are named."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_every_shipped_entry_is_complete(name):
     assert isinstance(entry.source, WheelSource | HubSource)
 
 
-def test_a_wheel_source_may_join_several_wheels(folder):
+def test_wheel_source_may_join_several_wheels(folder):
     second = PART.replace('"d"', '"e"')
     (folder / "mine.toml").write_text(f"{HEAD}{WHEEL}{PART}{second}")
     source = find("mine").source
@@ -41,7 +41,7 @@ def test_a_wheel_source_may_join_several_wheels(folder):
     assert (source.file, source.bytes, source.sha256) == ("m.gguf", 4, SHA256)
 
 
-def test_a_hub_source(folder):
+def test_hub_source(folder):
     (folder / "mine.toml").write_text(f"expected_perplexity = 12.5\nterms = 'https://example.org'\n{HEAD}{HUB}")
     assert find("mine").source == HubSource(repository="o/r", revision="abc")
     assert find("mine").expected_perplexity == 12.5
@@ -52,7 +52,7 @@ def test_a_hub_source(folder):
     ("written", "meant"),
     [("weights/m.gguf", "{folder}/weights/m.gguf"), ("{folder}/m", "{folder}/m"), ("~/m", "{home}/m")],
 )
-def test_a_path_is_relative_to_the_entrys_folder(folder, written, meant):
+def test_path_is_relative_to_the_entrys_folder(folder, written, meant):
     places = {"folder": folder.as_posix(), "home": Path.home().as_posix()}
     (folder / "mine.toml").write_text(f'{HEAD}[source]\nkind = "path"\npath = "{written.format(**places)}"\n')
     source = find("mine").source
@@ -60,7 +60,7 @@ def test_a_path_is_relative_to_the_entrys_folder(folder, written, meant):
     assert Path(source.path) == Path(meant.format(**places))
 
 
-def test_an_entry_of_the_user_replaces_a_shipped_one(folder):
+def test_user_entry_replaces_a_shipped_one(folder):
     shipped = next(iter(entries()))
     (folder / f"{shipped}.toml").write_text(HEAD + HUB)
     assert find(shipped).licence == "mit"
@@ -88,14 +88,14 @@ def test_an_entry_of_the_user_replaces_a_shipped_one(folder):
         (f"{HEAD}{WHEEL.replace(SHA256, 'ABC')}{PART}", "sha256 is 'ABC', expected 64"),
     ],
 )
-def test_a_wrong_entry_is_a_config_error(folder, text, message):
+def test_invalid_entry_is_a_config_error(folder, text, message):
     (folder / "mine.toml").write_text(text)
     pattern = message if ".*" in message else re.escape(message)
     with pytest.raises(ConfigError, match=pattern):
         find("mine")
 
 
-def test_an_unknown_name_offers_the_nearest(folder):
+def test_unknown_name_offers_the_nearest(folder):
     (folder / "mine-135m.toml").write_text(HEAD + HUB)
     with pytest.raises(ConfigError, match=r"'mine-136m'; did you mean mine-135m\? `chunkrt models` lists all"):
         find("mine-136m")
@@ -105,7 +105,7 @@ def test_an_unknown_name_offers_the_nearest(folder):
         find("zzz")
 
 
-def test_a_catalogue_folder_that_is_not_there_is_a_config_error(monkeypatch, tmp_path):
+def test_missing_catalogue_folder_is_a_config_error(monkeypatch, tmp_path):
     monkeypatch.setenv("CHUNKRT_MODELS", str(tmp_path / "absent"))
     with pytest.raises(ConfigError, match="not a folder"):
         entries()

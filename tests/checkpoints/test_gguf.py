@@ -38,7 +38,7 @@ TOKENS = ["<s>", "é", "\u2581the", "x" * 300, *(f"t{i}" for i in range(VOCAB - 
 
 
 def metadata_writer(path, *, arch="llama", **changes):
-    """A writer with the metadata of a small llama; `changes` override keys (None leaves one out)."""
+    """Return a writer with the metadata of a small llama; `changes` override keys (None omits one)."""
     writer = gguf.GGUFWriter(path, arch)
     values = {
         "block_count": LAYERS,
@@ -87,7 +87,7 @@ def write_model(path, extra=(), **changes):
 
 
 def permute(weights, num_heads):
-    """What llama.cpp's convert_hf_to_gguf.py does to q and k."""
+    """Permute q and k as llama.cpp's convert_hf_to_gguf.py does."""
     return (
         weights.reshape(num_heads, 2, weights.shape[0] // num_heads // 2, *weights.shape[1:])
         .swapaxes(1, 2)
@@ -126,7 +126,7 @@ def test_names_shapes_and_values_are_hugging_faces(tmp_path):
         ("k_proj.weight", "attn_k.weight", KV_HEADS),
     ],
 )
-def test_rows_permuted_for_interleaved_rope_come_back_in_order(tmp_path, name, stored_name, num_heads):
+def test_rows_permuted_for_interleaved_rope_are_restored(tmp_path, name, stored_name, num_heads):
     wanted = random_tensor(LAYER_SHAPES[stored_name], seed=5)
     path = write_model(tmp_path / "m.gguf", {f"blk.0.{stored_name}": permute(wanted, num_heads)})
     np.testing.assert_array_equal(GgufSource(path).read(f"model.layers.0.self_attn.{name}"), wanted)
@@ -160,11 +160,11 @@ BIASES = {
     for layer in range(LAYERS)
     for name, size in (("k", KV_HEADS * HEAD_DIM), ("v", KV_HEADS * HEAD_DIM), ("output", HIDDEN))
 }
-"""With these the small model is a whole one."""
+"""Tensors that complete the small model."""
 
 
 @pytest.mark.parametrize("length", [4_194_304, 2**24])
-def test_contexts_of_up_to_2_to_the_24_are_believed(tmp_path, length):
+def test_contexts_of_up_to_2_to_the_24_are_accepted(tmp_path, length):
     source = GgufSource(write_model(tmp_path / "model.gguf", BIASES, context_length=length))
     assert plan_decoder(source, build_decoder(source), {}).plan.context_length == length
     longer = write_model(tmp_path / "longer.gguf", BIASES, context_length=2**24 + 1)
@@ -172,7 +172,7 @@ def test_contexts_of_up_to_2_to_the_24_are_believed(tmp_path, length):
         GgufSource(longer)
 
 
-def test_num_parameters_of_a_file_with_a_head_of_its_own_counts_it(tmp_path):
+def test_num_parameters_of_a_file_with_an_untied_head_counts_it(tmp_path):
     found = []
     for name, extra in (("tied", {}), ("untied", {"output.weight": random_tensor((VOCAB, HIDDEN))})):
         source = GgufSource(write_model(tmp_path / f"{name}.gguf", BIASES | extra))
@@ -245,7 +245,7 @@ def test_every_block_type_is_read_or_refused_by_name(tmp_path, block_type):
         np.testing.assert_array_equal(source.read(name), expected)
 
 
-def test_an_unknown_tensor_is_named(tmp_path):
+def test_unknown_tensor_is_named(tmp_path):
     with pytest.raises(ModelError, match="no tensor nothing"):
         GgufSource(write_model(tmp_path / "m.gguf")).read("nothing.weight")
 
@@ -262,7 +262,7 @@ def test_an_unknown_tensor_is_named(tmp_path):
         ({}, {"blk.0.token_embd.weight": np.ones((4, HIDDEN), np.float32)}, "blk.0.token_embd.weight"),
     ],
 )
-def test_what_is_not_implemented_is_named(tmp_path, changes, extra, message):
+def test_unsupported_feature_is_named(tmp_path, changes, extra, message):
     with pytest.raises(UnsupportedModelError, match=message):
         GgufSource(write_model(tmp_path / "m.gguf", extra, **changes))
 
@@ -348,14 +348,14 @@ STRING, ARRAY, UINT32 = 8, 9, 4
         (header(), "architecture None is not implemented"),
     ],
 )
-def test_a_hostile_header_is_a_model_error_at_once(tmp_path, data, message):
+def test_hostile_header_is_a_model_error_at_once(tmp_path, data, message):
     path = tmp_path / "hostile.gguf"
     path.write_bytes(data)
     with pytest.raises(ModelError, match=message):
         GgufSource(path)
 
 
-def test_a_missing_and_an_empty_file_are_model_errors(tmp_path):
+def test_missing_and_empty_files_are_model_errors(tmp_path):
     (tmp_path / "empty.gguf").touch()
     with pytest.raises(ModelError, match="empty"):
         GgufSource(tmp_path / "empty.gguf")
@@ -373,7 +373,7 @@ def test_one_part_of_a_split_file_is_refused(tmp_path):
 
 
 def split_model(folder, *, counts=(3, 3, 3), numbers=(0, 1, 2), is_doubled=False):
-    """A small llama in three parts, as llama-gguf-split writes them; the last part has the last layer's norms."""
+    """Write a small llama in three parts, as llama-gguf-split does; the last part has the last layer's norms."""
     folder.mkdir(exist_ok=True)
     tensors = list(model_tensors().items())
     cuts = [tensors[:3], tensors[3:10], tensors[9 if is_doubled else 10 :]]
@@ -389,7 +389,7 @@ def split_model(folder, *, counts=(3, 3, 3), numbers=(0, 1, 2), is_doubled=False
     return paths
 
 
-def test_the_parts_of_a_split_file_are_one(tmp_path):
+def test_parts_of_a_split_file_are_joined(tmp_path):
     whole = GgufSource(write_model(tmp_path / "m.gguf"))
     paths = split_model(tmp_path / "parts")
     for path in paths:
@@ -411,12 +411,12 @@ def test_the_parts_of_a_split_file_are_one(tmp_path):
         ({"is_doubled": True}, "which an earlier part has too"),
     ],
 )
-def test_parts_that_are_not_of_one_file_are_refused(tmp_path, changes, message):
+def test_parts_of_different_files_are_refused(tmp_path, changes, message):
     with pytest.raises(ModelError, match=message):
         GgufSource(split_model(tmp_path, **changes)[0])
 
 
-def test_a_missing_part_is_named(tmp_path):
+def test_missing_part_is_named(tmp_path):
     paths = split_model(tmp_path)
     paths[2].unlink()
     with pytest.raises(ModelError, match=r"cannot read \S+m-00003-of-00003\.gguf"):
@@ -425,13 +425,13 @@ def test_a_missing_part_is_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A sound file's content, as a view so that a failing example is not printed in full."""
+    """Return an intact file's content, as a view so that a failing example is not printed in full."""
     return memoryview(write_model(tmp_path_factory.mktemp("sound") / "m.gguf").read_bytes())
 
 
 @pytest.fixture(scope="module")
 def header_bytes(tmp_path_factory):
-    """How much of it is header."""
+    """Return the size of its header."""
     return gguf.GGUFReader(write_model(tmp_path_factory.mktemp("sound") / "m.gguf")).data_offset
 
 
@@ -445,7 +445,7 @@ def read_everything(path: Path) -> None:
 
 @given(kept=st.floats(0, 1, exclude_max=True))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_truncated_file_is_a_model_error(tmp_path, sound, kept):
+def test_truncated_file_is_a_model_error(tmp_path, sound, kept):
     path = tmp_path / "m.gguf"
     path.write_bytes(sound[: int(kept * len(sound))])
     with pytest.raises(ModelError):
@@ -474,7 +474,7 @@ def test_flipped_bytes_give_values_or_a_model_error_and_bounded_memory(tmp_path,
 
 
 def write_quantized(path, kind, change=lambda stored: stored):
-    """The model with its linears in `kind`; `change` gets the stored bytes of every linear."""
+    """Write the model with its linears in `kind`; `change` modifies the stored bytes of every linear."""
     writer = metadata_writer(path)
     for name, values in model_tensors().items():
         if values.ndim == 2 and name.startswith("blk."):
@@ -486,8 +486,8 @@ def write_quantized(path, kind, change=lambda stored: stored):
 
 
 @pytest.mark.parametrize("kind", [BlockType.Q4_0, BlockType.Q4_1])
-def test_blocks_are_the_values_that_gguf_makes_of_them(tmp_path, kind):
-    """Rows of q and k come back in Hugging Face's order, with their scales."""
+def test_blocks_equal_the_gguf_packages_values(tmp_path, kind):
+    """Rows of q and k are returned in Hugging Face's order, with their scales."""
     source = GgufSource(write_quantized(tmp_path / "m.gguf", kind))
     for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj"):
         tensor = f"model.layers.1.{name}.weight"

@@ -1,4 +1,4 @@
-"""Metadata of GGUF architectures beside llama: what is no key, what is a tensor in place of a key, what is missing."""
+"""Metadata of GGUF architectures other than llama: values without keys, tensors in place of keys, and missing keys."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ FACTORS = {f"rope_factors_{length}.weight": (48,) for length in ("long", "short"
 
 
 def config_of(architecture, num_layers=4, tensors=None, **changes):
-    """Of a header alone; the values of tensors are 2."""
+    """Return the config of a header alone; the values of tensors are 2."""
     keys = {**COMMON, "block_count": num_layers, **changes}
     metadata = {f"{architecture}.{key}": value for key, value in keys.items() if value is not None}
     metadata["general.architecture"] = architecture
@@ -33,12 +33,12 @@ def config_of(architecture, num_layers=4, tensors=None, **changes):
 
 
 @pytest.mark.parametrize(("num_layers", "scalar"), [(26, 128), (62, 168)])
-def test_the_scale_of_gemma_3_follows_from_its_size(num_layers, scalar):
-    """27B has its own: hidden_size / num_attention_heads."""
+def test_scale_of_gemma_3_follows_from_its_size(num_layers, scalar):
+    """27B has a different one: hidden_size / num_attention_heads."""
     assert config_of("gemma3", num_layers)["query_pre_attn_scalar"] == scalar
 
 
-def test_gemma_3_without_a_window_has_global_layers_alone():
+def test_gemma_3_without_a_window_has_only_global_layers():
     assert config_of("gemma3")["layer_types"] == ["full_attention"] * 4
     windowed = config_of("gemma3", **{"attention.sliding_window": 512, "rope.freq_base_swa": 5e3})
     assert "layer_types" not in windowed
@@ -77,7 +77,7 @@ def test_factors_come_in_pairs(tensors, message):
         ("qwen3", "final_logit_softcapping"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(architecture, key):
+def test_unsupported_feature_is_refused_by_name(architecture, key):
     with pytest.raises(UnsupportedModelError, match=rf"{architecture}.{key} = 8 is not implemented"):
         config_of(architecture, **{key: 8})
 
@@ -92,7 +92,7 @@ LINEAR = {
 
 
 @pytest.mark.parametrize("architecture", ["gemma3", "lfm2", "phi3", "qwen2", "qwen3", "qwen3next", "qwen35"])
-def test_a_header_that_claims_more_layers_than_tensors_is_refused(architecture):
+def test_header_that_claims_more_layers_than_tensors_is_refused(architecture):
     changes = LINEAR | {"shortconv.l_cache": 3}
     with pytest.raises(ModelError, match=r"block_count = 4000000, but the file has \d+ tensors"):
         config_of(architecture, 4_000_000, **changes)
@@ -101,7 +101,7 @@ def test_a_header_that_claims_more_layers_than_tensors_is_refused(architecture):
 
 
 @pytest.mark.parametrize("changes", [{"ssm.state_size": 2**24}, {"ssm.inner_size": 2**24, "ssm.group_count": 4}])
-def test_linear_attention_wider_than_any_is_refused_before_anything_is_made(changes):
+def test_linear_attention_that_is_too_wide_is_refused_before_arrays_are_made(changes):
     architecture = find_architecture("qwen35")
     config = config_of("qwen35", **LINEAR | changes)
     with pytest.raises(ModelError, match="columns; expected at most 16777216"):
@@ -109,7 +109,7 @@ def test_linear_attention_wider_than_any_is_refused_before_anything_is_made(chan
 
 
 def name_of(architecture, name, *shape):
-    """Of a tensor, in Hugging Face's words."""
+    """Return a tensor's name in Hugging Face's vocabulary."""
     tensor = GgufTensor(name=name, shape=shape, type=GGMLQuantizationType.F32, start=0, num_bytes=0)
     return translate_name(find_architecture(architecture), config_of(architecture), tensor)[0]
 

@@ -1,4 +1,4 @@
-"""Layouts of GGUF tensors: rows and columns come back to Hugging Face's order, whole blocks of 4 bits too."""
+"""Layouts of GGUF tensors: rows and columns are restored to Hugging Face's order, also complete blocks of 4 bits."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def blocks(num_rows, num_columns):
     return BlockTensor(integers=integers, scales=scales, minima=minima)
 
 
-def test_value_heads_of_one_key_head_come_together():
+def test_value_heads_of_one_key_head_are_grouped():
     layouts = tiled_value_heads(CONFIG)
     stored = np.array([100 * key_head + share for key_head, share in TILED], np.float32)
     expected = [100 * key_head + share for key_head, share in GROUPED]
@@ -46,20 +46,20 @@ def test_value_heads_of_one_key_head_come_together():
 
 
 @pytest.mark.parametrize("module", ["ssm_out", "attn_gate"])
-def test_blocks_move_as_their_values_do(module):
+def test_blocks_move_with_their_values(module):
     layout = tiled_value_heads(CONFIG)[module]
     stored = blocks(3, 192) if module == "ssm_out" else blocks(192, 64)
     restored = layout.restore_blocks(stored)
     np.testing.assert_array_equal(restored.dequantise(), layout.restore(stored.dequantise()))
 
 
-def test_columns_that_tear_blocks_apart_are_refused():
+def test_orders_that_split_blocks_are_refused():
     layout = tiled_value_heads(CONFIG | {"linear_value_head_dim": 16})["ssm_out"]
     with pytest.raises(QuantizationError, match="order of its columns splits blocks of 32"):
         layout.restore_blocks(blocks(2, 96))
 
 
-def test_what_is_not_as_long_as_its_order_is_refused():
+def test_axis_of_another_length_than_its_order_is_refused():
     with pytest.raises(ModelError, match=r"it is \[5, 2\], and axis 0 should have the length 6"):
         Layout(rows=np.arange(6)).shape((5, 2))
     with pytest.raises(ModelError, match=r"it is \[\], and axis -1 should have the length 6"):

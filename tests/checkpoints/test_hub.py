@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: the client's cache as it lies on disk, and a hub that is a server of this process."""
+"""Models of the Hugging Face hub: the client's cache on disk, and a hub that is a server of this process."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def hub_home(tmp_path, monkeypatch):
 
 
 def put(folder, repository, files, *, revision="main", commit=COMMIT):
-    """Files in the layout of the client's cache: links to blobs."""
+    """Write files in the layout of the client's cache: links to blobs."""
     place = folder / f"models--{repository.replace('/', '--')}"
     snapshot = place / "snapshots" / commit
     for name, content in files.items():
@@ -55,11 +55,11 @@ def put(folder, repository, files, *, revision="main", commit=COMMIT):
         *((text, None) for text in ("name", "a/b/c", "./a", "../a", "/a/b", "a/", "a/..", "a/b.gguf", "a/b@../x")),
     ],
 )
-def test_ids_are_told_from_paths(text, expected):
+def test_ids_are_distinguished_from_paths(text, expected):
     assert parse_hub_id(text) == expected
 
 
-def test_a_quantisation_chooses_among_files():
+def test_quantisation_selects_a_file():
     names = [
         "m-IQ4_K_M.gguf",
         "m-Q4_K_M.gguf",
@@ -76,7 +76,7 @@ def test_a_quantisation_chooses_among_files():
         choose_gguf(names, "Q4", "m")
 
 
-def test_what_the_cache_holds_is_found_without_network_and_client(hub_home, monkeypatch):
+def test_cached_model_is_found_without_network_and_client(hub_home, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     content = GGUF.read_bytes()
     snapshot = put(hub_home, "org/name", {"m-Q4_0.gguf": content, "m-Q8_0.gguf": content})
@@ -91,7 +91,7 @@ def test_what_the_cache_holds_is_found_without_network_and_client(hub_home, monk
             find_checkpoint(absent, no_progress)
 
 
-def test_half_of_a_model_is_not_there(hub_home):
+def test_incomplete_model_is_not_found(hub_home):
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     files = {"config.json": b"{}", "model.safetensors.index.json": json.dumps(index).encode(), "one.safetensors": b"1"}
     put(hub_home, "org/shards", files)
@@ -103,7 +103,7 @@ def test_half_of_a_model_is_not_there(hub_home):
     assert cached_model(HubModel(repository="org/shards")).name == COMMIT
 
 
-def test_a_folder_of_one_gguf_file_stands_for_it(tmp_path):
+def test_folder_of_one_gguf_file_is_that_file(tmp_path):
     shutil.copy(GGUF, tmp_path / "m.gguf")
     assert find_checkpoint(str(tmp_path), no_progress)[0] == tmp_path / "m.gguf"
     (tmp_path / "link").symlink_to(tmp_path / "m.gguf")
@@ -113,7 +113,7 @@ def test_a_folder_of_one_gguf_file_stands_for_it(tmp_path):
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """The few addresses of the hub that its client asks for."""
+    """The few addresses of the hub that its client requests."""
 
     files: dict[str, bytes] = {}  # noqa: RUF012
     asked: list[str] = []  # noqa: RUF012
@@ -158,7 +158,7 @@ class _Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch, hub_home):
-    """A hub with one repository; yields what it serves and what it was asked for."""
+    """Serve a hub with one repository; yields its files and the requested paths."""
     client = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     thread = Thread(target=server.serve_forever)
@@ -177,7 +177,7 @@ def hub(monkeypatch, hub_home):
     server.server_close()
 
 
-def test_a_quantisation_is_fetched_and_no_other(hub):
+def test_only_the_requested_quantisation_is_fetched(hub):
     hub.files = {"m-Q4_0.gguf": GGUF.read_bytes(), "m-Q8_0.gguf": b"x", "README.md": b"x"}
     path, _ = find_checkpoint("org/name:Q4_0", no_progress)
     assert path.read_bytes() == GGUF.read_bytes()
@@ -187,7 +187,7 @@ def test_a_quantisation_is_fetched_and_no_other(hub):
     assert hub.asked == []
 
 
-def test_a_repository_of_safetensors_is_fetched_without_what_is_not_read(hub):
+def test_safetensors_repository_is_fetched_without_unread_files(hub):
     source = checkpoint("llama_mha")
     hub.files = {p.name: p.read_bytes() for p in source.iterdir() if p.is_file()}
     hub.files |= {"pytorch_model.bin": b"x", "onnx/model.onnx": b"x", "onnx/config.json": b"{}"}
@@ -200,7 +200,7 @@ def test_a_repository_of_safetensors_is_fetched_without_what_is_not_read(hub):
     assert (path / "additional_chat_templates" / "tool_use.jinja").read_bytes() == b"x"
 
 
-def test_what_the_hub_does_not_have_is_one_line(hub):
+def test_missing_model_of_the_hub_is_one_line(hub):
     with pytest.raises(
         ModelError, match=r"no file or folder org/absent, and the Hugging Face hub .* lists known models"
     ) as raised:
@@ -211,7 +211,7 @@ def test_what_the_hub_does_not_have_is_one_line(hub):
         find_checkpoint("org/name", no_progress)
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line_without_the_clients_logs(monkeypatch, caplog, capfd):
+def test_unreachable_hub_is_one_line_without_the_clients_logs(monkeypatch, caplog, capfd):
     client = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"

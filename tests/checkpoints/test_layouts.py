@@ -26,7 +26,7 @@ OTHER_HALVES = {
 
 
 def write(folder, name, rename=lambda tensor: tensor, more=(), config=lambda config: config):
-    """A fixture whose tensors have other names, with more tensors and another config."""
+    """Write a fixture whose tensors have other names, with additional tensors and another config."""
     shutil.copytree(checkpoint(name), folder)
     tensors = {rename(n): value for n, value in load_file(folder / "model.safetensors").items()}
     save_file(tensors | dict(more), folder / "model.safetensors")
@@ -45,7 +45,7 @@ def expect_logits(path, name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_load_takes_tensors_without_the_models_prefix(tmp_path, name):
-    """`AutoModel.save_pretrained` writes them so; here the head is beside them."""
+    """`AutoModel.save_pretrained` writes them so; here the LM head is stored with them."""
     expect_logits(write(tmp_path / "m", name, lambda tensor: tensor.removeprefix("model.")), name)
 
 
@@ -80,14 +80,14 @@ def test_load_reads_the_text_half_of_a_composite_checkpoint(tmp_path, caplog, na
     expect_logits(folder, name)
 
 
-def test_support_takes_keys_that_a_published_gemma_leaves_out(tmp_path):
+def test_support_takes_keys_that_a_published_gemma_omits(tmp_path):
     """Gemma 3 4B's config leaves the vocabulary and the heads to Transformers' `Gemma3TextConfig`."""
     given = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 1}
     folder = write(tmp_path / "m", "gemma3_window_5", config=lambda c: {"model_type": "gemma3", "text_config": given})
     assert check_support(folder).tensors.misfits[0].endswith("expected [262208, 2560]")
 
 
-def test_load_refuses_a_composite_whose_text_half_is_not_implemented(tmp_path):
+def test_load_refuses_a_composite_with_an_unsupported_text_half(tmp_path):
     """Ministral 3 scales queries by position, which no family here does."""
     text = {"model_type": "ministral3"}
     folder = write(tmp_path / "m", "llama_gqa", config=lambda c: {"model_type": "mistral3", "text_config": text})
@@ -111,7 +111,7 @@ def test_load_reads_a_tied_table_under_the_heads_name(tmp_path, name, prefix):
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
-def test_load_leaves_multi_token_prediction_out_and_says_so(tmp_path, name, caplog):
+def test_load_ignores_multi_token_prediction_with_one_line(tmp_path, name, caplog):
     more = {"mtp.fc.weight": np.ones((2, 2), np.float32), "mtp.layers.0.mlp.gate.weight": np.ones(2, np.float32)}
     expect_logits(write(tmp_path / "m", name, more=more), name)
     said = "m: one token at a time is predicted; ignoring 2 tensors of multi-token prediction: mtp.*"
@@ -119,7 +119,7 @@ def test_load_leaves_multi_token_prediction_out_and_says_so(tmp_path, name, capl
 
 
 def write_predicting_gguf(path, name, nextn):
-    """A GGUF fixture with one layer more, as llama.cpp's converter writes Qwen's multi-token prediction."""
+    """Write a GGUF fixture with one more layer, as llama.cpp's converter writes Qwen's multi-token prediction."""
     reader = gguf.GGUFReader(checkpoint(name))
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(path, architecture)
@@ -142,13 +142,11 @@ def write_predicting_gguf(path, name, nextn):
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_gguf", "qwen3_next_gguf"])
-def test_load_leaves_the_layers_of_a_gguf_out_that_predict_several_tokens(tmp_path, name, caplog):
+def test_load_ignores_multi_token_prediction_layers_of_a_gguf(tmp_path, name, caplog):
     path = write_predicting_gguf(tmp_path / "m.gguf", name, 1)
     check_support(path)
     (said,) = caplog.messages
-    assert said.startswith(
-        "m.gguf: one token at a time is predicted; ignoring 3 tensors of multi-token prediction: "
-    )
+    assert said.startswith("m.gguf: one token at a time is predicted; ignoring 3 tensors of multi-token prediction: ")
     expect_logits(path, name)
 
 
@@ -159,8 +157,8 @@ def test_load_refuses_a_gguf_that_has_no_other_layers(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "mistral_window_5", "qwen3_5", "qwen3_next_experts"])
-def test_a_checkpoint_without_head_gives_hidden_states_alone(tmp_path, caplog, name):
-    """`AutoModel.save_pretrained` writes no head; hidden states times the head that it had are the logits."""
+def test_checkpoint_without_head_yields_hidden_states_only(tmp_path, caplog, name):
+    """`AutoModel.save_pretrained` writes no LM head; hidden states times the original one are the logits."""
     folder = write(tmp_path / "m", name, lambda tensor: tensor.removeprefix("model."))
     tensors = load_file(folder / "model.safetensors")
     head = tensors.pop("lm_head.weight")
@@ -180,7 +178,7 @@ def test_a_checkpoint_without_head_gives_hidden_states_alone(tmp_path, caplog, n
             lambda: engine.generate([ids]),
             lambda: engine.score([(ids[:2], ids[2:4])]),
         ):
-            with pytest.raises(ModelError, match="has no head"):
+            with pytest.raises(ModelError, match="has no LM head"):
                 refused()
         assert session.position == len(ids)
     with pytest.raises(UnsupportedModelError, match="m has no LM head"):
@@ -188,7 +186,7 @@ def test_a_checkpoint_without_head_gives_hidden_states_alone(tmp_path, caplog, n
 
 
 @pytest.mark.parametrize("section", ["text_config", None])
-def test_a_tie_that_is_neither_true_nor_false_is_refused(tmp_path, section):
+def test_tie_that_is_neither_true_nor_false_is_refused(tmp_path, section):
     def change(config):
         config = composite_config("gemma3")(config)
         (config[section] if section else config)["tie_word_embeddings"] = "no"
@@ -199,7 +197,7 @@ def test_a_tie_that_is_neither_true_nor_false_is_refused(tmp_path, section):
         check_support(folder)
 
 
-def test_a_folder_with_an_adapter_alone_says_so(tmp_path):
+def test_folder_with_only_an_adapter_is_reported(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match="holds only an adapter; merge it"):
         check_support(tmp_path)

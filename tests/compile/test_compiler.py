@@ -1,4 +1,4 @@
-"""Compiling: whole or not at all, once, and what comes out needs nothing else."""
+"""Compilation: complete or absent, once, and the result is self-contained."""
 
 import errno
 import hashlib
@@ -46,7 +46,7 @@ def compile_into(folder, **options):
 
 
 def as_json(scheme):
-    """A scheme as a manifest tells it."""
+    """Return a scheme as in a manifest."""
     return json.loads(json.dumps(asdict(scheme)))
 
 
@@ -57,12 +57,12 @@ def logits(model, **options):
 
 @pytest.fixture
 def engine_folder(tmp_path):
-    """A compiled engine directory that may be damaged."""
+    """Return a compiled engine directory that may be damaged."""
     compile_into(tmp_path / "engine")
     return tmp_path / "engine"
 
 
-def test_an_engine_directory_holds_these_files_and_no_others(engine_folder):
+def test_engine_directory_holds_these_files_and_no_others(engine_folder):
     assert {path.name for path in engine_folder.iterdir()} == FILES
     assert json.loads((engine_folder / "engine.json").read_text()) == {
         "format": FORMAT,
@@ -90,7 +90,7 @@ def test_progress_counts_weights(tmp_path):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
-def test_an_interruption_leaves_nothing(tmp_path, error):
+def test_interruption_leaves_no_files(tmp_path, error):
     def interrupt(what, done, total):
         if done == 3:
             assert any(tmp_path.iterdir())
@@ -101,7 +101,7 @@ def test_an_interruption_leaves_nothing(tmp_path, error):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_weight_that_cannot_be_quantised_leaves_nothing(tmp_path, monkeypatch):
+def test_weight_that_cannot_be_quantised_leaves_no_files(tmp_path, monkeypatch):
     def refuse(*_, name):
         raise QuantizationError(f"{name} is not finite")
 
@@ -111,7 +111,7 @@ def test_a_weight_that_cannot_be_quantised_leaves_nothing(tmp_path, monkeypatch)
     assert not any(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+def test_full_disk_is_one_line_and_leaves_no_files(tmp_path, monkeypatch):
     def full(self, array):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -121,13 +121,13 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="cannot write the engine directory"):
         compile_into(tmp_path / "file" / "engine")
 
 
-def test_a_tensor_of_the_wrong_shape_leaves_nothing(tmp_path):
+def test_tensor_of_the_wrong_shape_leaves_no_files(tmp_path):
     folder = shutil.copytree(checkpoint("llama_mha"), tmp_path / "checkpoint")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 65}))
@@ -136,7 +136,7 @@ def test_a_tensor_of_the_wrong_shape_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_of_two_threads_one_compiles_and_the_other_waits(tmp_path, monkeypatch):
+def test_second_thread_waits_for_the_compilation(tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
     compiling, waiting, compiled = threading.Event(), threading.Event(), []
@@ -168,7 +168,7 @@ with chunkrt.load(sys.argv[1], progress=wait) as engine:
 """
 
 
-def test_of_two_processes_one_compiles_and_the_other_waits(tmp_path):
+def test_second_process_waits_for_the_compilation(tmp_path):
     environment = os.environ | {"CHUNKRT_HOME": str(tmp_path)}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, "-P", "-c", COMPILE, str(CHECKPOINT)]
@@ -185,7 +185,7 @@ def test_of_two_processes_one_compiles_and_the_other_waits(tmp_path):
     assert {path.name for path in engine.iterdir()} == FILES
 
 
-def test_what_a_process_left_that_died_goes_with_the_next_compilation(tmp_path, monkeypatch):
+def test_leftovers_of_a_dead_process_are_removed_by_the_next_compilation(tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     engines = tmp_path / "engines"
     (engines / ".another-model.part").mkdir(parents=True)
@@ -196,7 +196,7 @@ def test_what_a_process_left_that_died_goes_with_the_next_compilation(tmp_path, 
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_a_damaged_engine_in_the_cache_is_compiled_again(tmp_path, monkeypatch, caplog, name):
+def test_damaged_engine_in_the_cache_is_recompiled(tmp_path, monkeypatch, caplog, name):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     expected = logits(CHECKPOINT)
     (engine,) = (tmp_path / "engines").iterdir()
@@ -210,14 +210,14 @@ def test_a_damaged_engine_in_the_cache_is_compiled_again(tmp_path, monkeypatch, 
     assert len(caplog.records) == 1
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+def test_unwritable_cache(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "file" / "home"))
     with pytest.raises(ModelError, match=r"^cannot write \S+/engines: Not a directory; set CHUNKRT_HOME to move it$"):
         logits(CHECKPOINT)
 
 
-def test_an_engine_directory_runs_anywhere_without_its_checkpoint(engine_folder, tmp_path):
+def test_engine_directory_runs_anywhere_without_its_checkpoint(engine_folder, tmp_path):
     before = logits(engine_folder)
     moved = tmp_path / "elsewhere" / "renamed"
     moved.parent.mkdir()
@@ -226,7 +226,7 @@ def test_an_engine_directory_runs_anywhere_without_its_checkpoint(engine_folder,
     np.testing.assert_array_equal(logits(CHECKPOINT), before)
 
 
-def test_a_second_load_compiles_nothing(tmp_path, monkeypatch):
+def test_second_load_compiles_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
     expected = logits(path)
@@ -250,13 +250,13 @@ print(*sorted(loaded & {"onnx", "onnx_ir", "onnxruntime", "gguf", "safetensors",
 """
 
 
-def test_a_cache_hit_imports_nothing_of_the_compile_half():
+def test_cache_hit_imports_nothing_of_the_compile_half():
     logits(CHECKPOINT)
     run = subprocess.run([sys.executable, "-P", "-c", HIT, str(CHECKPOINT)], capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
 
 
-def test_what_is_compiled_depends_on_files_in_the_folders_of_texts(tmp_path):
+def test_key_depends_on_text_files_in_the_folder(tmp_path):
     path = Path(shutil.copytree(checkpoint("llama_mha"), tmp_path / "model"))
 
     def folder():
@@ -270,7 +270,7 @@ def test_what_is_compiled_depends_on_files_in_the_folders_of_texts(tmp_path):
     assert len(set(found)) == 3
 
 
-def test_what_is_compiled_depends_on_files_scheme_and_placement(tmp_path):
+def test_key_depends_on_files_scheme_and_placement(tmp_path):
     path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
 
     static = SCHEMES["w8a8"]
@@ -311,8 +311,8 @@ def test_what_is_compiled_depends_on_files_scheme_and_placement(tmp_path):
 
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["as read", "as kept"])
-def test_a_checkpoint_is_known_by_its_content(tmp_path, monkeypatch, is_kept):
-    """Moved, renamed, touched or linked to it has the key that it had; one byte makes another, whatever its time."""
+def test_checkpoint_is_identified_by_its_content(tmp_path, monkeypatch, is_kept):
+    """A moved, renamed, touched or linked one keeps its key; one changed byte makes another, regardless of its time."""
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(content, "SETTLED_SECONDS", -1e9 if is_kept else 1e9)
     path = tmp_path / "model.gguf"
@@ -335,7 +335,7 @@ def test_a_checkpoint_is_known_by_its_content(tmp_path, monkeypatch, is_kept):
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"file": 1}', '{"file": {}, "digest": "x"}'])
-def test_a_damaged_digest_is_made_anew(tmp_path, monkeypatch, damaged):
+def test_damaged_digest_is_rebuilt(tmp_path, monkeypatch, damaged):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(content, "SETTLED_SECONDS", -1e9)
     path = tmp_path / "model.gguf"
@@ -348,7 +348,7 @@ def test_a_damaged_digest_is_made_anew(tmp_path, monkeypatch, damaged):
     assert kept.read_text() == whole
 
 
-def test_an_engine_is_found_whatever_its_checkpoint_is_called_now(tmp_path):
+def test_engine_is_found_after_its_checkpoint_is_renamed(tmp_path):
     path = shutil.copy(CHECKPOINT, tmp_path / "before.gguf")
     made = cached_folder(tmp_path / "engines", Path(path), recipe=W8A8, placement={})
     made.mkdir(parents=True)
@@ -356,7 +356,7 @@ def test_an_engine_is_found_whatever_its_checkpoint_is_called_now(tmp_path):
     assert cached_folder(tmp_path / "engines", other, recipe=W8A8, placement={}) == made
 
 
-def test_one_file_is_not_an_engine_directory(tmp_path):
+def test_single_file_is_not_an_engine_directory(tmp_path):
     assert not is_engine_directory(tmp_path)
     (tmp_path / "plan.json").write_text("{}")
     assert not is_engine_directory(tmp_path)
@@ -380,14 +380,14 @@ def of_another_model(path):
 
 @pytest.mark.parametrize("name", sorted(FILES - {"engine.json"}))
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, lambda path: path.write_bytes(b"")])
-def test_a_file_that_is_not_what_was_written_is_reported(engine_folder, name, damage):
+def test_modified_file_is_reported(engine_folder, name, damage):
     damage(engine_folder / name)
     with pytest.raises(ModelError, match=rf"^\S+/{name} has changed since the model was compiled; compile it"):
         logits(engine_folder)
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff", b"[1]", b"{}", b"null", b"[" * 100_000])
-def test_a_damaged_manifest_is_reported(engine_folder, text):
+def test_damaged_manifest_is_reported(engine_folder, text):
     (engine_folder / "engine.json").write_bytes(text)
     with pytest.raises(ModelError, match=r"is not an engine directory \(.*\); compile the model again") as raised:
         logits(engine_folder)
@@ -395,22 +395,22 @@ def test_a_damaged_manifest_is_reported(engine_folder, text):
 
 
 @pytest.mark.parametrize("name", sorted(FILES - {"engine.json"}))
-def test_a_file_that_is_not_there_is_reported(engine_folder, name):
+def test_missing_file_is_reported(engine_folder, name):
     (engine_folder / name).unlink()
     with pytest.raises(ModelError, match=f"{name} cannot be read .*compile the model again"):
         logits(engine_folder)
 
 
 @pytest.mark.parametrize("name", ["plan.json", "weights.safetensors"])
-def test_a_file_of_another_model_is_reported_though_the_manifest_knows_it(engine_folder, name):
+def test_file_of_another_model_is_reported_even_if_the_manifest_lists_it(engine_folder, name):
     of_another_model(engine_folder / name)
     write_manifest(engine_folder, model="toy", scheme=W8A8.scheme)
     with pytest.raises(ModelError, match="the stored weights do not belong to the plan"):
         logits(engine_folder)
 
 
-def test_of_a_large_file_the_size_is_compared(engine_folder, monkeypatch):
-    """Hashing gigabytes whenever a model is loaded would take longer than loading it."""
+def test_only_the_size_of_a_large_file_is_compared(engine_folder, monkeypatch):
+    """Hashing gigabytes at every load would take longer than loading the model."""
     monkeypatch.setattr(engine_directory, "HASHED_WHEN_READ", 1000)
     flip_a_bit(engine_folder / "weights.safetensors")
     read_manifest(engine_folder)
@@ -436,14 +436,14 @@ def test_of_a_large_file_the_size_is_compared(engine_folder, monkeypatch):
         ({"npu": [{"soc": "SM8650"}]}, "is not an engine directory"),
     ],
 )
-def test_a_manifest_that_says_something_else_is_reported(engine_folder, changes, message):
+def test_contradictory_manifest_is_reported(engine_folder, changes, message):
     path = engine_folder / "engine.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ModelError, match=message):
         logits(engine_folder)
 
 
-def test_a_compiled_model_keeps_its_scheme_and_its_placement(engine_folder, tmp_path):
+def test_compiled_model_keeps_its_scheme_and_its_placement(engine_folder, tmp_path):
     with pytest.raises(ConfigError, match="was compiled under 'w8a8-dynamic', not 'float'"):
         chunkrt.load(engine_folder, scheme="float")
     (tmp_path / "placement.toml").write_text('lm_head = "npu"')
@@ -452,7 +452,7 @@ def test_a_compiled_model_keeps_its_scheme_and_its_placement(engine_folder, tmp_
 
 
 def test_another_checkpoint_has_another_digest(tmp_path):
-    """One byte in a piece that is read, one of the size, or another name; the place of the files does not count."""
+    """A sampled byte, a byte of the size, or another name changes it; the location of the files does not."""
     paths = [tmp_path / name / "model.gguf" for name in ("one", "same", "odd_byte", "longer")]
     data = bytes(range(256)) * 2000
     contents = [data, data, data[:-1] + b"\x00", data + b"\x00"]

@@ -1,4 +1,4 @@
-"""The searches for schemes: on losses that are known beforehand, and what the cache keeps of them."""
+"""The searches for schemes: on losses that are known beforehand, and the cache of their results."""
 
 import dataclasses
 import json
@@ -34,9 +34,9 @@ DEPTH = 320
 
 
 class AdditiveLosses:
-    """Losses that add up, in whole millionths of a nat. `linears`: name -> (in 8 bits, shadowed, columns).
+    """Losses that add up, in integer millionths of a nat. `linears`: name -> (in 8 bits, shadowed, columns).
 
-    A linear in 16 bits loses in_16_bits, and with 4-bit weights what with_4_bits says of it or, if nothing, a nat.
+    A linear in 16 bits loses in_16_bits, and with 4-bit weights its value in with_4_bits or, without one, a nat.
     """
 
     def __init__(self, linears, in_16_bits=0, with_4_bits=None, depth=DEPTH):
@@ -87,8 +87,8 @@ def fours(choice):
     return [linear.weight for linear in choice.linears if linear.weight_bits == 4]
 
 
-def test_the_fewest_shadows():
-    """All of 7000: d and b gain most, 3500 and 1900; then a, 90; then c, 50."""
+def test_search_uses_the_fewest_shadows():
+    """The total is 7000: d and b gain most, 3500 and 1900; then a, 90; then c, 50."""
     for budget, expected in ((7e-3, []), (3.5e-3, ["b"]), (3.499e-3, ["b", "d"]), (1.55e-3, ["a", "b", "d"])):
         choice = choose(AdditiveLosses(FOUR), W8A8, "shadow", budget)
         assert shadows(choice) == expected
@@ -96,15 +96,15 @@ def test_the_fewest_shadows():
         assert choice.loss.kl <= choice.budget == budget
 
 
-def test_a_shadow_that_makes_it_worse_is_never_taken():
+def test_shadow_that_increases_the_loss_is_never_used():
     losses = AdditiveLosses({"a": (1000, 200, 1), "b": (1000, 1200, 1)})
     choice = choose(losses, W8A8, "shadow", 1.2e-3)
     assert shadows(choice) == ["a"]
     assert all(not scheme.is_shadowed("b") for scheme in losses.wholes)
 
 
-def test_the_most_in_8_bits_then_the_fewest_shadows():
-    """With shadows where they gain: c 850 / 10 columns, b 500 / 20, d 100 / 40, a 10 / 30. All shadows: 1460."""
+def test_search_maximises_8_bits_then_minimises_shadows():
+    """Shadows are used where they gain: c 850 / 10 columns, b 500 / 20, d 100 / 40, a 10 / 30. All shadows: 1460."""
     choice = choose(AdditiveLosses(FOUR), W8A8, "mixed", 0.7e-3)
     assert (wides(choice), shadows(choice)) == (["c"], ["b", "d"])  # 610 with a's, 700 without
     assert choice.scheme == replace(W8A8, wide=("head", "c"), shadowed=("b", "d"))
@@ -114,8 +114,8 @@ def test_the_most_in_8_bits_then_the_fewest_shadows():
     assert choice.scheme == W8A8
 
 
-def test_what_stays_in_16_bits_has_4_bit_weights_where_the_budget_lets_it():
-    """b and c stay in 16 bits, 110 with shadows for d alone and a's 100: 90 are left. By the column b loses less."""
+def test_16_bit_linears_have_4_bit_weights_within_the_budget():
+    """b and c stay in 16 bits, 110 with shadows for d alone and a's 100: 90 are left. Per column b loses less."""
     for depth, b, c, expected in ((320, 40, 60, ["b"]), (320, 40, 50, ["b", "c"]), (320, 95, 90, []), (300, 0, 0, [])):
         losses = AdditiveLosses(FOUR, with_4_bits={"b": b, "c": c}, depth=depth)
         choice = choose(losses, W8A8, "mixed", 0.29e-3)
@@ -133,7 +133,7 @@ def test_what_stays_in_16_bits_has_4_bit_weights_where_the_budget_lets_it():
     budget=st.integers(100, 30_000),
     search=st.sampled_from(["shadow", "mixed"]),
 )
-def test_on_losses_that_add_up_bisection_finds_what_counting_finds(linears, budget, search):
+def test_bisection_equals_counting_on_additive_losses(linears, budget, search):
     with_4_bits = {f"w{index:02}": figures[3] for index, figures in enumerate(linears)}
     linears = {f"w{index:02}": figures[:3] for index, figures in enumerate(linears)}
     losses = AdditiveLosses(linears, in_16_bits=1, with_4_bits=with_4_bits)
@@ -174,8 +174,8 @@ def test_on_losses_that_add_up_bisection_finds_what_counting_finds(linears, budg
 
 
 @given(seed=st.integers(0, 10_000), search=st.sampled_from(["shadow", "mixed"]), number=st.integers(1, 40))
-def test_whatever_wholes_lose_the_chosen_one_was_measured_within_the_budget(seed, search, number):
-    """Losses of wholes that go up and down along the order; only the most careful one is sure to be within."""
+def test_chosen_scheme_was_measured_within_the_budget(seed, search, number):
+    """Losses of complete schemes go up and down along the order; only the most careful one is certain to be within."""
 
     class Erratic(AdditiveLosses):
         def of(self, scheme, only=None):
@@ -197,7 +197,7 @@ def test_whatever_wholes_lose_the_chosen_one_was_measured_within_the_budget(seed
 
 
 @pytest.mark.parametrize("search", ["shadow", "mixed"])
-def test_the_work_is_bounded_and_no_scheme_is_measured_twice(search):
+def test_work_is_bounded_and_no_scheme_is_measured_twice(search):
     number, told = 120, []
     losses = AdditiveLosses({f"w{index:03}": (1000 + index, 10, 5) for index in range(number)}, in_16_bits=1)
     choose(losses, W8A8, search, 0.02 if search == "shadow" else 3e-4, progress=lambda *counts: told.append(counts))
@@ -210,7 +210,7 @@ def test_the_work_is_bounded_and_no_scheme_is_measured_twice(search):
 
 
 @pytest.mark.parametrize(("search", "remedy"), [("shadow", "use --scheme mixed"), ("mixed", "raise the budget")])
-def test_a_budget_that_nothing_meets(search, remedy):
+def test_unattainable_budget(search, remedy):
     losses = AdditiveLosses({"a": (900, 800, 3), "b": (900, 700, 3)}, in_16_bits=400)
     least = {"shadow": 0.0015, "mixed": 0.0008}[search]
     with pytest.raises(QuantizationError) as caught:
@@ -227,7 +227,7 @@ def test_equals_are_taken_in_the_plans_order():
     assert choose(AdditiveLosses(linears), W8A8, "mixed", 2e-4).scheme.wide == ("head", "z", "m")
 
 
-def test_what_loses_next_to_nothing_is_not_tried_with_a_shadow():
+def test_negligible_loss_is_not_measured_with_a_shadow():
     losses = AdditiveLosses({"a": (50, 0, 4), "b": (2000, 10, 4)})
     choice = choose(losses, W8A8, "shadow", 2e-3)
     assert [linear.kl_shadowed for linear in choice.linears] == [None, 1e-5]
@@ -254,7 +254,7 @@ def test_every_figure_of_a_choice():
     assert [linear.weight for linear in choice.linears] == ["a", "b", "c", "d"]
     shares = [point.share_in_8_bits for point in choice.frontier]
     assert shares == sorted(shares, reverse=True)
-    assert (shares[0], shares[-1]) == (pytest.approx(100 / 107), 0)  # the head is never in 8 bits
+    assert (shares[0], shares[-1]) == (pytest.approx(100 / 107), 0)  # the LM head is never in 8 bits
     point, tried = (next(p for p in choice.frontier if (p.num_shadows, p.num_with_4_bits) == (2, n)) for n in (0, 1))
     assert (point.share_in_8_bits, point.kl) == (pytest.approx(90 / 107), pytest.approx(7e-4))
     assert tried.kl > choice.budget
@@ -284,7 +284,7 @@ def calibration_of(planned, token_ids=TEXT, **settings):
     return cached_calibration(planned, GGUF, model="tiny", token_ids=token_ids, **settings)[0]
 
 
-def test_a_choice_is_made_once(home, planned, monkeypatch, caplog):
+def test_choice_is_made_once(home, planned, monkeypatch, caplog):
     calibration, told = calibration_of(planned), []
     made, path = cached_choice(planned, GGUF, RECIPE, calibration, progress=lambda done, total: told.append(done))
     assert told
@@ -301,7 +301,7 @@ def test_a_choice_is_made_once(home, planned, monkeypatch, caplog):
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("damage", ["", "[]", "{}", '{"scheme": []}', "half", "\udcff"], ids=ascii)
-def test_a_damaged_choice_is_made_again(home, planned, caplog, damage):
+def test_damaged_choice_is_made_again(home, planned, caplog, damage):
     calibration = calibration_of(planned)
     made, path = cached_choice(planned, GGUF, RECIPE, calibration)
     content = path.read_bytes()
@@ -332,8 +332,8 @@ def test_other_recipes_and_other_texts_have_other_files(home, planned, monkeypat
 
 
 @given(size=st.integers(4, 9000), context_length=st.integers(8, 1024))
-def test_a_search_measures_on_text_that_made_no_grid(size, context_length):
-    """Tokens are numbered, so that each tells where it stood."""
+def test_search_measures_on_text_that_made_no_grid(size, context_length):
+    """Tokens are numbered, so that each shows its position."""
     kept, windows = held_out(np.arange(size), context_length)
     seen = np.concatenate(windows)
     assert not np.intersect1d(kept, seen).size
@@ -347,13 +347,15 @@ def test_a_search_measures_on_text_that_made_no_grid(size, context_length):
     assert kept.size >= size // 2 - 1
 
 
-def test_a_long_text_gives_an_eighth_of_its_windows():
+def test_long_text_holds_out_an_eighth_of_its_windows():
     kept, windows = held_out(np.arange(16 * WINDOW_LENGTH), 4096)
     assert kept.size == 14 * WINDOW_LENGTH
     held = [window * WINDOW_LENGTH + half for window in (7, 15) for half in (0, SEARCH_WINDOW_LENGTH)]
     assert [window[0] for window in windows] == held
 
 
-def test_a_text_too_short_to_search_on_is_told(home, planned):
-    with pytest.raises(ConfigError, match="the calibration text has 3 tokens, but a search for schemes needs at least 4"):
+def test_text_too_short_for_a_search_is_an_error(home, planned):
+    with pytest.raises(
+        ConfigError, match="the calibration text has 3 tokens, but a search for schemes needs at least 4"
+    ):
         cached_choice(planned, GGUF, RECIPE, calibration_of(planned, TEXT[:3]))

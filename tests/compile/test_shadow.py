@@ -1,4 +1,4 @@
-"""Linears with shadows in the plan: how they are cut out, what waits for what, and which options ask for them."""
+"""Linears with shadows in the plan: their subgraphs, the dependencies, and the options that request them."""
 
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
@@ -48,7 +48,7 @@ def plan_of(pattern, placement=None, **changes):
 
 
 def rows(plan):
-    """Name, device, operators and what it waits for, of every subgraph."""
+    """Return name, device, operators and dependencies of every subgraph."""
     names = [subgraph.name for subgraph in plan.subgraphs]
     return [
         (s.name, s.device, " ".join(node.op for node in s.nodes), [names[i] for i in plan.flow.waits_for[index]])
@@ -60,7 +60,7 @@ def ops(plan):
     return [node.op for subgraph in plan.subgraphs for node in subgraph.nodes]
 
 
-def test_a_shadow_and_its_linear_wait_for_the_same_subgraph_and_meet_in_a_sum():
+def test_shadow_and_its_linear_wait_for_the_same_subgraph_and_meet_in_a_sum():
     plan = plan_of(DOWN)
     assert rows(plan)[3:] == [
         ("static.1", "npu", "MatMul Add Add RMSNormalization MatMul Split Sigmoid Mul Mul", ["dynamic.0"]),
@@ -81,7 +81,7 @@ def test_a_shadow_and_its_linear_wait_for_the_same_subgraph_and_meet_in_a_sum():
     assert not plan.flow.is_chain
 
 
-def test_a_bias_is_added_once_to_the_sum():
+def test_bias_is_added_once_to_the_sum():
     plan = plan_of(QKV)
     assert rows(plan)[1:5] == [
         ("static.0", "npu", "RMSNormalization", ["embedding"]),
@@ -96,7 +96,7 @@ def test_a_bias_is_added_once_to_the_sum():
     assert biased.outputs == (f"{LAYER}.self_attn.qkv_proj.output",)
 
 
-def test_a_linear_on_the_cpu_has_its_sum_there():
+def test_linear_on_the_cpu_has_its_sum_there():
     plan = plan_of(DOWN, {f"{LAYER}.mlp.down_proj": "cpu"})
     assert rows(plan)[4:8] == [
         ("static.2", "cpu", "MatMul", ["static.1"]),
@@ -106,7 +106,7 @@ def test_a_linear_on_the_cpu_has_its_sum_there():
     ]
 
 
-def test_with_everything_on_the_cpu_a_shadow_still_is_a_task_of_its_own():
+def test_shadow_is_a_separate_task_on_the_cpu():
     plan = plan_of(DOWN, ALL_ON_CPU)
     assert [(name, device) for name, device, _, _ in rows(plan)] == [
         (name, "cpu") for name in ("dynamic.0", "static.0", "shadow.0", "static.1", "head")
@@ -114,7 +114,7 @@ def test_with_everything_on_the_cpu_a_shadow_still_is_a_task_of_its_own():
     assert [waits for *_, waits in rows(plan)][1:4] == [["dynamic.0"], ["dynamic.0"], ["static.0", "shadow.0"]]
 
 
-def test_a_shadow_placed_by_nobody_is_on_the_cpu_where_the_decoder_is_on_the_npu():
+def test_shadow_without_placement_is_on_the_cpu_if_the_decoder_is_on_the_npu():
     plan = plan_of(DOWN, {"model.layers.*.mlp*": "npu"})
     assert {s.name: s.device for s in plan.subgraphs}["shadow.0"] == "cpu"
 
@@ -134,20 +134,20 @@ def test_every_linear_of_every_layer_can_have_one(layers):
     }  # fmt: skip
 
 
-def test_without_shadows_nothing_is_cut():
+def test_plan_without_shadows_is_unchanged():
     decoder = build_decoder(RandomCheckpoint(CONFIG))
     graph = trace(decoder)
     cut_shadowed(graph, SCHEMES["w8a8"].is_shadowed)
     assert partition(graph, family="llama") == random_decoder([]).plan
 
 
-def test_a_plan_with_shadows_is_read_as_it_was_written():
+def test_plan_with_shadows_round_trips_through_json():
     plan = plan_of("model.layers.*", num_hidden_layers=2)
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_in_float_a_cut_decoder_whose_shadows_are_zero_is_the_decoder():
-    """Names and order are right, or this runs on other values."""
+def test_float_decoder_with_zero_shadows_equals_the_decoder():
+    """A wrong name or order would run on other values."""
     decoder = random_decoder([SCHEMES["float"]])
     logits = {}
     for name, plan in (("whole", decoder.plan), ("cut", cut_plan())):
@@ -175,7 +175,7 @@ def cut_plan():
     return random_decoder([SHADOWED]).plans[SHADOWED.name]
 
 
-def test_one_onnx_model_of_the_whole_decoder_has_both_halves_share_a_weight():
+def test_both_halves_share_a_weight_in_one_onnx_model():
     decoder = random_decoder([SHADOWED])
     plan, weights = decoder.plans[SHADOWED.name], decoder.weights[SHADOWED.name]
     model = to_onnx(plan, plan.subgraphs, name="decoder")
@@ -200,8 +200,8 @@ def test_one_onnx_model_of_the_whole_decoder_has_both_halves_share_a_weight():
     assert np.isfinite(logits).all()
 
 
-def test_shadows_take_over_where_the_calibration_says(tmp_path):
-    """Compiled: hot channels and grids of the calibration, beside the weights they belong to."""
+def test_shadows_start_at_the_calibrated_limits(tmp_path):
+    """A compiled model has the calibration's hot channels and grids with the weights that they belong to."""
     path = tmp_path / "ranges.npz"
     planned = plan_checkpoint(GGUF, {})
     weights = weights_digest(planned.source)
@@ -232,7 +232,7 @@ def recipe(default="w8a8-dynamic", **options):
     return choose_recipe(EngineOptions(**{"npu": "native"} | options), default)
 
 
-def test_what_options_make_of_schemes():
+def test_schemes_from_options():
     w8a8, floats = SCHEMES["w8a8"], replace(SCHEMES["w8a8"], float_outputs=("*",))
     assert recipe() == Recipe(scheme=SCHEMES["w8a8-dynamic"])
     assert recipe(npu="qnn") == Recipe(scheme=SCHEMES["w8a16"])
@@ -285,7 +285,7 @@ def test_what_options_make_of_schemes():
         ({"scheme": "mixd"}, r"unknown scheme 'mixd'; did you mean 'mixed'"),
     ],
 )
-def test_options_that_make_no_sense_are_told_in_one_line(options, message):
+def test_invalid_options_are_reported_in_one_line(options, message):
     with pytest.raises(ConfigError, match=message) as raised:
         recipe(**options)
     assert "\n" not in str(raised.value)
@@ -302,14 +302,14 @@ def test_options_that_make_no_sense_are_told_in_one_line(options, message):
         (f"{DOWN},", None),
     ],
 )
-def test_a_shadow_for_a_linear_that_is_not_there_offers_the_nearest(shadow, nearest):
-    """Before anything is calibrated. The head has 16 bits, and no shadow."""
+def test_shadow_for_an_unknown_linear_offers_the_nearest(shadow, nearest):
+    """It fails before anything is calibrated. The LM head has 16 bits, and no shadow."""
     with pytest.raises(ConfigError, match=r"^unknown linear of 8 bits '.*'; .*`chunkrt plan` lists linears") as raised:
         chunkrt.load(GGUF, npu="native", scheme="w8a8", shadow=shadow)
     assert nearest is None or f"did you mean {nearest!r}?" in str(raised.value)
 
 
-def test_patterns_that_match_are_taken():
+def test_matching_patterns_are_accepted():
     plan = random_decoder([]).plan
     for patterns in ((), ("*",), (DOWN,), ("*.o_proj.weight", "model.layers.1.*")):
         check_shadowed(plan, replace(SHADOWED, shadowed=patterns))
@@ -331,7 +331,7 @@ def test_patterns_that_match_are_taken():
     ],
     ids=str,
 )
-def test_a_compiled_model_keeps_how_it_was_quantised(tmp_path, options):
+def test_compiled_model_keeps_its_quantisation_options(tmp_path, options):
     compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, tmp_path / "engine", model="toy")
     (name,) = options
     with pytest.raises(
@@ -340,7 +340,7 @@ def test_a_compiled_model_keeps_how_it_was_quantised(tmp_path, options):
         chunkrt.load(tmp_path / "engine", **options)
 
 
-def test_a_compiled_model_says_how_it_was_quantised():
+def test_compiled_model_reports_its_quantisation():
     options = {"npu": "native", "scheme": "w8a8", "shadow": f"{DOWN},*.o_proj.weight", "equalisation": 0.25}
     with chunkrt.load(GGUF, **options) as engine:
         expected = engine.session().prefill(TOKENS).logits
@@ -362,8 +362,8 @@ def test_two_lists_of_shadows_are_two_engines_and_one_is_compiled_once(monkeypat
     assert [folder(shadow) for shadow in ("all", "none", DOWN, O_PROJ)] == folders
 
 
-def test_a_calibration_of_another_model_is_refused_even_for_its_text(tmp_path):
-    """Equalisation is made anew from a calibration's tokens; another model's mean something else."""
+def test_calibration_of_another_model_is_refused_even_for_its_text(tmp_path):
+    """Equalisation recalibrates on a calibration's tokens, which stand for different text in another model."""
     planned = plan_checkpoint(GGUF, {})
     ranges, _ = cached_calibration(planned, GGUF, model="toy")
     name = next(iter(ranges.column_peaks))
@@ -375,7 +375,7 @@ def test_a_calibration_of_another_model_is_refused_even_for_its_text(tmp_path):
             chunkrt.load(GGUF, npu="native", scheme="w8a8", calibration=tmp_path / "cal.npz")
 
 
-def test_the_simulator_refuses_what_it_has_no_costs_for():
+def test_simulator_refuses_shadows_without_costs():
     plan = plan_checkpoint(GGUF, {}, replace(SCHEMES["w8a8"], shadowed=("*",))).plan
     settings = {"prompt_length": 8, "chunk_length": 4, "policy": "in_order"}
     with pytest.raises(ConfigError, match="has no costs of shadows and mixed schemes"):
@@ -384,7 +384,7 @@ def test_the_simulator_refuses_what_it_has_no_costs_for():
         simulate(plan_checkpoint(GGUF, {}).plan, find_device("sd8gen3"), scheme="mixed", **settings)
 
 
-def test_rows_that_shadows_keep_count_as_memory():
+def test_rows_kept_by_shadows_count_as_memory():
     plan = plan_checkpoint(GGUF, {}).plan
     shadowed = replace(SCHEMES["w8a8"], shadowed=(DOWN,))
     with_shadow, without = weight_bytes(plan, shadowed), weight_bytes(plan, SCHEMES["w8a8"])

@@ -1,7 +1,7 @@
-"""What outliers cost with a shadow and without, on every CPU backend; and that nothing else changes a bit.
+"""Cost of outliers with and without a shadow, on every CPU backend; no other bit changes.
 
-A synthetic model looks tokens up in a table and multiplies them by one linear, whose weights are multiples of a scale,
-so that only activations are rounded. It is calibrated, quantised and cut as any decoder is.
+A synthetic model looks up tokens in a table and multiplies them by one linear, whose weights are multiples of a scale,
+so that only activations are rounded. It is calibrated, quantised and cut like any decoder.
 """
 
 from dataclasses import replace
@@ -48,12 +48,12 @@ class OneLinear(Module):
 
 
 def as_stored(values):
-    """Tables are stored in float16."""
+    """Round values as in tables, which are stored in float16."""
     return values.astype(np.float16).astype(np.float32)
 
 
 def drawn(seed):
-    """A table that float16 holds, and a weight that int8 holds with a scale for each column."""
+    """Return a table that float16 holds, and a weight that int8 holds with a scale for each column."""
     rng = np.random.default_rng(seed)
     table = as_stored(rng.standard_normal((NUM_TOKENS, DEPTH)))
     integers = rng.integers(-127, 128, (DEPTH, COLUMNS))
@@ -62,7 +62,7 @@ def drawn(seed):
 
 
 def error(backend, scheme, table, weight, folder):
-    """By the root mean square, of every token's row against exact products."""
+    """Return the error of every token's row against exact products (root mean square)."""
     arrays, tokens = {TABLE: table, WEIGHT: weight}, np.arange(NUM_TOKENS)
     decoder = OneLinear().named()
     natural = replace(partition(trace(decoder), family="synthetic"), vocab_size=NUM_TOKENS, context_length=NUM_TOKENS)
@@ -89,8 +89,8 @@ def error(backend, scheme, table, weight, folder):
 @outputs
 @pytest.mark.parametrize("tokens", [slice(None), slice(3, 4), slice(0, None, 16)], ids=["all", "one", "some"])
 @pytest.mark.parametrize("channel", [0, 100, DEPTH - 1])
-def test_a_channel_a_thousand_times_larger_costs_less_than_twice_the_error(backend, scheme, tokens, channel, tmp_path):
-    """Without a shadow the same channel costs ten times, and where it is large in every token much more."""
+def test_channel_a_thousand_times_larger_less_than_doubles_the_error(backend, scheme, tokens, channel, tmp_path):
+    """Without a shadow the same channel costs ten times as much, and far more if it is large in every token."""
     table, weight = drawn(seed=channel)
     shadowed = replace(scheme, shadowed=("*",))
     before = error(backend, scheme, table, weight, tmp_path)
@@ -103,8 +103,8 @@ def test_a_channel_a_thousand_times_larger_costs_less_than_twice_the_error(backe
 @backends
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=settings().max_examples // 6, deadline=None)
-def test_channels_and_tokens_anywhere(backend, data, seed, tmp_path_factory):
-    """As many as the shadow is for: half a hundredth of the values."""
+def test_channels_and_tokens_at_any_place(backend, data, seed, tmp_path_factory):
+    """Their number is the shadow's share: half a hundredth of the values."""
     table, weight = drawn(seed)
     scheme, shadowed = GRID, replace(GRID, shadowed=("*",))
     folder = tmp_path_factory.mktemp("outliers", numbered=True)
@@ -125,7 +125,8 @@ THRESHOLDS = [sign * steps for sign in (1, -1) for steps in (126.5, 127.0, 127.5
 
 
 def linear_with_shadow(depth, columns, seed=0):
-    """Both halves and their sum in one subgraph; steps and scales are powers of 2. And the weight, float64."""
+    """Return both halves and their sum in one subgraph, with powers of 2 as steps and scales; and the weight,
+    float64."""
     names = [tensor(name, "T", columns) for name in ("main", "shadow", "y")]
     tensors = [tensor("x", "T", depth), tensor("w", depth, columns, kind="weight"), *names]
     scheme = replace(FLOAT, shadowed=("*",))
@@ -148,7 +149,7 @@ def run(backend, case, x):
 
 
 def check_error(backend, case, x):
-    """Never more than half a step of each input, as without outliers; and what float32 sums round off."""
+    """Check the error: at most half a step of each input, as without outliers, plus float32's rounding of sums."""
     found, weight = run(backend, case, x), case[-1]
     x = x.astype(np.float64)
     is_beyond = np.abs(np.rint(x / STEP)) > 127
@@ -173,7 +174,7 @@ elements = (
 @backends
 @given(data=st.data(), seed=st.integers(0, 100))
 @settings(max_examples=40, deadline=None)
-def test_what_lies_beyond_the_grid_is_not_rounded_at_all(backend, data, seed):
+def test_excess_over_the_grid_is_not_rounded(backend, data, seed):
     depth, columns, num_rows = (data.draw(st.sampled_from(sizes)) for sizes in ([1, 5, 33, 70], [1, 17], [1, 2, 33]))
     x = np.random.default_rng(seed).standard_normal((num_rows, depth)).astype(np.float32)
     places = st.tuples(st.integers(0, num_rows - 1), st.integers(0, depth - 1))
@@ -185,8 +186,9 @@ def test_what_lies_beyond_the_grid_is_not_rounded_at_all(backend, data, seed):
 @backends
 @pytest.mark.parametrize("steps", THRESHOLDS)
 @pytest.mark.parametrize("to", [None, 0, np.inf], ids=["at", "below", "above"])
-def test_around_the_threshold_both_halves_agree_where_the_grid_ends(backend, steps, to):
-    """One that the main half clips and the shadow forgets, or that both count, is off by a step and not by half."""
+def test_both_halves_agree_on_the_threshold(backend, steps, to):
+    """A value that the main half clips and the shadow skips, or that both count, has an error of one step instead of
+    half."""
     value = np.float32(steps * STEP)
     if to is not None:
         value = np.nextafter(value, np.float32(np.copysign(to, value)))
@@ -207,7 +209,7 @@ def test_every_channel_an_outlier(backend, signs, factor):
 
 
 @backends
-def test_a_chunk_of_zeros_gives_zeros(backend):
+def test_chunk_of_zeros_gives_zeros(backend):
     assert (run(backend, linear_with_shadow(70, 41), np.zeros((33, 70), np.float32)) == 0).all()
     x = np.zeros((33, 70), np.float32)
     x[5, 6] = 1000
@@ -221,7 +223,7 @@ NAME, CHUNK, PROMPT = "llama_gqa", 8, np.random.default_rng(0).integers(0, 128, 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """An engine in which every linear but the head has a shadow."""
+    """Return an engine in which every linear except the LM head has a shadow."""
     path = tmp_path_factory.mktemp("ranges") / "ranges.npz"
     planned = plan_checkpoint(checkpoint(NAME), {})
     tokens = np.random.default_rng(1).integers(0, 128, 128)
@@ -256,8 +258,8 @@ def test_chunks_change_no_bit(model, expected, chunk_length):
     np.testing.assert_array_equal(logits(model, chunk_length=chunk_length), expected)
 
 
-def test_one_by_one_and_all_at_once_are_the_same(model, expected):
-    """Decode takes the tokens alone; prefill in chunks."""
+def test_single_tokens_and_prefill_are_the_same(model, expected):
+    """Decode takes the tokens one by one; prefill in chunks."""
     with chunkrt.load(npu="native", chunk_length=CHUNK, **model) as engine:
         session = engine.session()
         found = [session.prefill([token]).logits for token in PROMPT]
@@ -266,6 +268,6 @@ def test_one_by_one_and_all_at_once_are_the_same(model, expected):
 
 @pytest.mark.parametrize("backend", ["reference", "onnxrt"])
 def test_backends_agree(model, backend):
-    """Values between two steps may fall to either side; see `check_backend`."""
+    """Values between two steps may round to either side; see `check_backend`."""
     found, native = logits(model, npu=backend), logits(model, cache_dtype="float32")
     assert np.sqrt(np.mean((found - native) ** 2)) <= np.sqrt(np.mean(native**2)) / 32

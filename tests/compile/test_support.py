@@ -1,4 +1,4 @@
-"""`chunkrt support`: what is there is what the backends take, and what is missing is named, whatever the file is."""
+"""`chunkrt support`: the report agrees with the backends, and names missing parts, for any file."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def write_mamba(folder):
 
 
 def altered(tmp_path, name, tensors=lambda tensors: None, **config):
-    """A copy of a fixture with another config, and with its tensors changed in place."""
+    """Return a copy of a fixture with another config, and with its tensors changed in place."""
     folder = tmp_path / "model"
     shutil.copytree(checkpoint(name), folder)
     given = json.loads((folder / "config.json").read_text()) | config
@@ -104,8 +104,8 @@ def refused(report):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fixtures_have_all_that_backends_take(name):
-    """Nothing is missing but operators that a backend refuses when it is asked for whole subgraphs."""
+def test_fixtures_are_supported_as_by_the_backends(name):
+    """The only missing operators are those that a backend refuses for complete subgraphs."""
     path = checkpoint(name)
     report, plan = check_support(path), plan_checkpoint(path, {}).plan
     assert report.model_type == plan.family
@@ -139,13 +139,13 @@ def test_fixtures_have_all_that_backends_take(name):
         ("qwen3_next_experts", {"num_experts": r"\d of \d"}),
     ],
 )
-def test_features_that_are_there_are_told(name, expected):
+def test_supported_features_are_reported(name, expected):
     found = features(check_support(checkpoint(name)))
     for key, pattern in expected.items():
         assert re.fullmatch(pattern, found[key]), found
 
 
-def test_an_unknown_gguf_architecture(tmp_path, command):
+def test_unknown_gguf_architecture(tmp_path, command):
     tensors = {"token_embd.weight": np.zeros((8, 32), np.float32), "blk.0.ssm_thing.weight": np.zeros(32, np.float32)}
     path = write_gguf(tmp_path / "m.gguf", "lama", tensors=tensors)
     report = check_support(path)
@@ -160,7 +160,7 @@ def test_an_unknown_gguf_architecture(tmp_path, command):
     assert "architecture lama: not known\nknown, nearest first: llama, " in finished.out
 
 
-def test_an_unknown_hugging_face_folder(tmp_path, command):
+def test_unknown_hugging_face_folder(tmp_path, command):
     folder = write_mamba(tmp_path / "mamba")
     report = check_support(folder)
     assert (report.format, report.architecture, report.module) == ("safetensors", "mamba", "")
@@ -190,7 +190,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path, command):
     assert "missing: a part that reads model.extra.weight\n" in finished.out
 
 
-def test_a_gguf_tensor_beside_the_mapping_is_named(tmp_path):
+def test_gguf_tensor_outside_the_mapping_is_named(tmp_path):
     tensors = LLAMA_TENSORS | {"blk.0.attn_sinks": np.zeros(2, np.float32)}
     report = check_support(write_gguf(tmp_path / "m.gguf", tensors=tensors))
     assert report.tensors.unread == ["blk.0.attn_sinks"]
@@ -198,7 +198,7 @@ def test_a_gguf_tensor_beside_the_mapping_is_named(tmp_path):
     assert report.gaps == ["a part that reads blk.0.attn_sinks"]
 
 
-def test_a_type_that_is_not_dequantised_is_named(tmp_path):
+def test_type_that_cannot_be_dequantised_is_named(tmp_path):
     tensors = LLAMA_TENSORS | {"blk.0.attn_q.weight": np.zeros((HIDDEN, HIDDEN), np.int32)}
     report = check_support(write_gguf(tmp_path / "m.gguf", tensors=tensors))
     assert report.tensors.types == {"F32": len(tensors) - 1, "I32": 1}
@@ -206,7 +206,7 @@ def test_a_type_that_is_not_dequantised_is_named(tmp_path):
     assert report.gaps == ["dequantisation of I32"]
 
 
-def test_a_quantised_folder_is_named(tmp_path):
+def test_quantised_folder_is_named(tmp_path):
     def change(tensors):
         name = "model.layers.0.self_attn.q_proj.weight"
         tensors[name] = tensors[name].astype(np.uint8)
@@ -223,7 +223,7 @@ def test_a_quantised_folder_is_named(tmp_path):
         ({"model": "bert"}, "tokenizer bert"),
     ],
 )
-def test_an_unknown_tokenizer_is_named(tmp_path, metadata, gap):
+def test_unknown_tokenizer_is_named(tmp_path, metadata, gap):
     report = check_support(write_gguf(tmp_path / "m.gguf", **metadata))
     assert report.gaps == [gap]
     assert "is not implemented" in report.tokenizer.reason
@@ -237,7 +237,7 @@ def test_all_refused_keys_of_a_gguf_are_named_at_once(tmp_path):
     assert report.operators
 
 
-def test_a_gguf_whose_config_cannot_be_told_is_not_whole(tmp_path):
+def test_gguf_without_a_valid_config_is_incomplete(tmp_path):
     factors = {f"rope_factors_{kind}.weight": np.ones(HIDDEN // HEADS // 2, np.int32) for kind in ("long", "short")}
     report = check_support(write_gguf(tmp_path / "m.gguf", "phi3", tensors=LLAMA_TENSORS | factors))
     assert report.module
@@ -256,8 +256,8 @@ def test_a_gguf_whose_config_cannot_be_told_is_not_whole(tmp_path):
         ("gemma3_window_5", {"layer_types": ["chunked_attention"] * 6}, {"layer_types"}),
     ],
 )
-def test_features_that_are_not_implemented_are_named(tmp_path, command, name, config, names):
-    """All of them, and the rest is looked at as if they were not asked for."""
+def test_unsupported_features_are_named(tmp_path, command, name, config, names):
+    """All of them are named, and the rest is checked as if the config did not have them."""
     folder = altered(tmp_path, name, **config)
     report = check_support(folder)
     assert set(refused(report)) == names
@@ -267,7 +267,7 @@ def test_features_that_are_not_implemented_are_named(tmp_path, command, name, co
     assert command("support", folder).status == 3
 
 
-def test_a_backend_that_lacks_an_operator_is_named():
+def test_backend_that_lacks_an_operator_is_named():
     report = check_support(checkpoint("llama_gqa"), backends=[ReferenceBackend(), WithoutSplit()])
     (split,) = (operator for operator in report.operators if operator.refusals["fake"])
     assert split.name == "Split"
@@ -275,7 +275,7 @@ def test_a_backend_that_lacks_an_operator_is_named():
     assert report.gaps == ["Split on fake"]
 
 
-def test_an_operator_that_a_plug_in_has_is_not_missing(monkeypatch):
+def test_operator_that_a_plug_in_has_is_not_missing(monkeypatch):
     registry = registered_operators().copy()
     with registry.from_distribution("toy"):
         registry.register("split", "fake")(lambda x: x)
@@ -285,7 +285,7 @@ def test_an_operator_that_a_plug_in_has_is_not_missing(monkeypatch):
 
 
 @pytest.mark.parametrize("tables", [{}, {"tokens": ["a"] * VOCAB}])
-def test_a_tokenizer_without_its_tables_is_refused_as_at_a_load(tmp_path, tables):
+def test_tokenizer_without_its_tables_is_refused_as_at_a_load(tmp_path, tables):
     path = write_gguf(tmp_path / "m.gguf", model="gpt2", pre="default", **tables)
     with pytest.raises(ModelError) as at_load:
         Tokenizer.from_source(open_checkpoint(path))
@@ -293,7 +293,7 @@ def test_a_tokenizer_without_its_tables_is_refused_as_at_a_load(tmp_path, tables
         check_support(path)
 
 
-def test_subgraphs_that_the_npu_cannot_take_are_named(monkeypatch, command):
+def test_subgraphs_that_the_npu_refuses_are_named(monkeypatch, command):
     monkeypatch.setattr("chunkrt.backends.qnn.support.OPERATORS", ("Add", "MatMul", "Mul", "RMSNormalization", "Split"))
     report = check_support(checkpoint("gemma3_window_5"))
     assert [subgraph.name for subgraph in report.refused_subgraphs] == [f"static.{i}" for i in range(1, 7)]
@@ -304,7 +304,7 @@ def test_subgraphs_that_the_npu_cannot_take_are_named(monkeypatch, command):
     assert "not for the NPU" in finished.out
 
 
-def test_a_backend_that_is_not_here_is_held_against_nobody(monkeypatch, command):
+def test_unavailable_backend_does_not_count_as_missing(monkeypatch, command):
     def make(name, *, threads):
         if name == "native":
             raise BackendUnavailableError("not built")
@@ -316,7 +316,7 @@ def test_a_backend_that_is_not_here_is_held_against_nobody(monkeypatch, command)
     assert "native was not asked: not built" in command("support", checkpoint("llama_gqa")).out
 
 
-def test_json_has_all_of_it(command, tmp_path):
+def test_json_has_the_complete_report(command, tmp_path):
     finished = command("support", checkpoint("lfm2"), "--json")
     assert finished.status == 0
     found = json.loads(finished.out)
@@ -339,7 +339,7 @@ def test_no_weight_is_read(monkeypatch):
     assert check_support(checkpoint("llama_gqa")).operators
 
 
-def test_what_is_damaged_is_one_line(tmp_path, command):
+def test_damaged_file_is_one_line(tmp_path, command):
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "text.gguf").write_text("not a model")
@@ -371,7 +371,7 @@ def test_what_is_damaged_is_one_line(tmp_path, command):
     ],
 )
 @pytest.mark.parametrize("value", [-1, 2**31, 2**62, 10**30, 0.5, inf, "x", "", [1], ["x"], {}, {"a": {}}, True])
-def test_a_hostile_config_is_told_or_refused_at_once(tmp_path, name, key, value):
+def test_hostile_config_is_reported_or_refused_at_once(tmp_path, name, key, value):
     folder = altered(tmp_path, name, **{key: value})
     with suppress(ModelError):
         assert check_support(folder, backends=[ReferenceBackend()]).model_type

@@ -1,4 +1,4 @@
-"""What a trial loses: against engines of the reference backend, and against a run written by hand."""
+"""Loss of a trial: compared with engines of the reference backend, and with a run written by hand."""
 
 from types import SimpleNamespace
 
@@ -44,7 +44,8 @@ class Tiny:
         return self.calibration.folding.apply(name, self.planned.load(name))
 
     def load_as_stored(self, name):
-        """With embeddings in float16, as an engine stores them: less than that moves values to other levels."""
+        """Return weights with float16 embeddings, as in an engine; even this difference moves values to other
+        levels."""
         weight = self.load(name)
         return weight.astype(np.float16).astype(np.float32) if "embed_tokens" in name else weight
 
@@ -52,7 +53,7 @@ class Tiny:
         return Losses(self.plan, self.load, self.calibration, windows)
 
     def run(self, tokens, linear=lambda node, x, weight: x @ weight):
-        """Logits [T, V], node after node, with linears computed as told."""
+        """Compute logits [T, V], node after node, with linears computed by `linear`."""
         values = {"input_ids": tokens, "position": np.zeros(1, np.int64), "logit_rows": np.arange(len(tokens))}
         for subgraph in self.plan.subgraphs:
             values |= {name: self.load(name) for name in subgraph.weights}
@@ -66,7 +67,7 @@ class Tiny:
 
 
 def loss_of(pairs):
-    """Mean KL and ratio of perplexities of (float logits, logits, tokens), in float64 and by the formula."""
+    """Return mean KL and ratio of perplexities of (float logits, logits, tokens), in float64 and by the formula."""
     kl, surprise = [], []
     for base, logits, tokens in pairs:
         log_p, log_q = (
@@ -90,7 +91,7 @@ def loss_of(pairs):
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_a_trial_loses_what_an_engine_loses(options):
+def test_trial_has_the_loss_of_an_engine(options):
     with chunkrt.load(GGUF, npu="reference", **options) as engine:
         scheme = engine.scheme
         found = [engine.session().prefill(tokens, logits="all").logits for tokens in WINDOWS]
@@ -104,8 +105,8 @@ def test_a_trial_loses_what_an_engine_loses(options):
 
 
 @pytest.mark.parametrize("chosen", [[QKV], [DOWN], [DOWN, "lm_head.weight"], ["lm_head.weight"]], ids=str)
-def test_linears_that_were_not_chosen_stay_in_float(chosen):
-    """The formula of a grid, by hand, in a run that begins at the beginning."""
+def test_unselected_linears_stay_in_float(chosen):
+    """The grid's formula is computed by hand, in a complete run."""
     tiny = Tiny(W8A8)
 
     def linear(node, x, weight):
@@ -125,7 +126,7 @@ def test_linears_that_were_not_chosen_stay_in_float(chosen):
     assert trial.perplexity_ratio == pytest.approx(expected.perplexity_ratio, abs=0.01 * np.sqrt(expected.kl))
 
 
-def test_beginning_at_the_first_change_is_a_whole_run():
+def test_run_from_the_first_change_equals_a_complete_run():
     tiny = Tiny(W8A8)
     losses, whole = tiny.losses(), tiny.losses()
     whole._home = dict.fromkeys(whole._home, 0)
@@ -134,7 +135,7 @@ def test_beginning_at_the_first_change_is_a_whole_run():
     assert losses._home["lm_head.weight"] > losses._home[DOWN] > losses._home[QKV] > 0
 
 
-def test_nothing_changed_is_nothing_lost():
+def test_unchanged_scheme_has_no_loss():
     losses = Tiny(W8A8).losses()
     assert losses.of(W8A8, []) == Loss(kl=0.0, perplexity_ratio=1.0)
     losses.of(W8A8)
@@ -142,7 +143,7 @@ def test_nothing_changed_is_nothing_lost():
 
 
 def test_tiny_divergences_are_not_lost_in_rounding(monkeypatch):
-    """Logits that differ in the last bits of float32: the KL is far below what p log(p / q) in float32 can tell."""
+    """Logits differ in the last bits of float32: the KL is far below the resolution of p log(p / q) in float32."""
     tiny, tokens = Tiny(W8A8), WINDOWS[0]
     base = tiny.run(tokens)[: len(tokens) - 1 : LOSS_EVERY]
     moved = (base * np.float32(1 + 1e-4)).astype(np.float32)
@@ -159,7 +160,7 @@ def test_tiny_divergences_are_not_lost_in_rounding(monkeypatch):
 
 
 def test_windows_run_on_one_thread_each(monkeypatch):
-    """So that what is measured does not depend on the cores, nor on what else runs on them."""
+    """Results then depend neither on the cores nor on other load."""
     losses, seen = Tiny(W8A8).losses(), []
     real = losses_module.run_subgraph
 
@@ -174,14 +175,14 @@ def test_windows_run_on_one_thread_each(monkeypatch):
     assert [pool["num_threads"] for pool in threadpool_info()] == before
 
 
-def test_logits_that_are_not_finite_are_told():
+def test_non_finite_logits_are_an_error():
     losses = Tiny(W8A8).losses()
     losses._windows = [SimpleNamespace(loss=lambda first, run: (np.array([0.1, np.nan]), np.zeros(2)))]
     with pytest.raises(QuantizationError, match="logits under the scheme 'w8a8' are not finite"):
         losses.of(W8A8, [QKV])
 
 
-def test_reach_is_told_in_steps_of_the_grid_beside_a_shadow():
+def test_reach_is_in_steps_of_the_grid_with_a_shadow():
     tiny = Tiny(W8A8)
     losses, node = tiny.losses(), linear_nodes(tiny.plan)[DOWN]
     shadowed = Scheme(name="w8a8", weight_bits=8, activations="static", shadowed=("*",))
@@ -200,10 +201,10 @@ def test_multiply_adds_are_sizes_of_weights():
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name != "float"])
 @pytest.mark.parametrize("weight", [QKV, DOWN, "lm_head.weight"])
-def test_rounded_linears_are_the_reference_operators(name, weight):
-    """Bit for bit where sums of integers stay below 2^24, else within a step of the output's grid.
+def test_rounded_linears_equal_the_reference_operators(name, weight):
+    """They are equal bit for bit if sums of integers stay below 2^24, otherwise within a step of the output's grid.
 
-    What rounds in another order is near: rows with outliers to 2^-22, blocks to 2^-16.
+    Results with another order of rounding are near: rows with outliers to 2^-22, blocks to 2^-16.
     """
     scheme = find_scheme(name)
     tiny = Tiny(scheme)
@@ -233,7 +234,7 @@ def test_rounded_linears_are_the_reference_operators(name, weight):
     assert (np.abs(found - truth.multiply(x)) <= np.multiply(1.001, error)).all()
 
 
-def test_a_shadow_adds_what_is_beyond_the_grid():
+def test_shadow_adds_the_excess_over_the_grid():
     tiny = Tiny(W8A8)
     scheme = Scheme(name="w8a8", weight_bits=8, activations="static", shadowed=("*",), float_outputs=("*",))
     node, weight = linear_nodes(tiny.plan)[DOWN], tiny.load(DOWN)
@@ -245,6 +246,6 @@ def test_a_shadow_adds_what_is_beyond_the_grid():
     rounded = np.rint(x.astype(np.float64) / step) * step
     beyond = np.abs(x) > limit * 1.01
     expected = np.where(beyond, x, rounded) @ weight.astype(np.float64)
-    # Weights are off by half a step of theirs at most.
+    # The error of a weight is at most half a step.
     allowed = np.abs(x).sum(axis=1, keepdims=True) * np.abs(weight).max(axis=0) / 127 * 0.51
     assert (np.abs(found - expected) <= allowed).all()

@@ -70,5 +70,5 @@ def test_forked_process_gets_an_error(use, num_threads):
     assert finished.returncode == 0, finished.stderr
     *told, last = finished.stdout.splitlines()
     assert len(told) == 5
-    assert all("start processes by 'spawn'" in line for line in told)
+    assert all("start processes with 'spawn'" in line for line in told)
     assert last == "4"

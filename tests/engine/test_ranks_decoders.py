@@ -224,7 +224,9 @@ def test_linear_has_8_bits_if_a_rank_would_split_its_blocks(tmp_path):
 @pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "w4a16", "mixed"])
 def test_static_schemes_are_rejected(scheme, tmp_path):
     recipe = Recipe(scheme=find_scheme(scheme))
-    with pytest.raises(ConfigError, match=f"^the scheme '{scheme}' is static, but partial sums of 2 ranks have no grid"):
+    with pytest.raises(
+        ConfigError, match=f"^the scheme '{scheme}' is static, but partial sums of 2 ranks have no grid"
+    ):
         compile_checkpoint(LLAMA, recipe, {}, tmp_path / "engine", model="toy", ranks=Ranks(0, 2))
     with pytest.raises(ConfigError, match=f"^the scheme '{scheme}' is static"):
         plan_checkpoint(LLAMA, {}, find_scheme(scheme), ranks=Ranks(0, 2))

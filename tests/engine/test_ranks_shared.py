@@ -351,9 +351,9 @@ def test_options_of_many_sequences_apply_on_ranks(caplog):
     [
         (
             {"chunks_in_flight": 3},
-            "rank 1 does not compute as rank 0 does: it has another NPU, or other chunks in flight;",
+            "rank 1 computes differently from rank 0: it has another NPU, or other chunks in flight;",
         ),
-        ({"context_length": 64}, "rank 1 has loaded another model than rank 0: its context length differ;"),
+        ({"context_length": 64}, "rank 1 has loaded a different model from rank 0's: its context length differ;"),
     ],
 )
 def test_ranks_with_other_executors_are_rejected(of_others, message):

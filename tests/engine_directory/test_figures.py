@@ -1,4 +1,4 @@
-"""What a plan costs, counted again by hand."""
+"""Costs of a plan, counted independently."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_an_npu_converts_all_that_it_takes_and_gives():
 
 
 def test_bytes_of_weights_under_static_schemes():
-    columns = HIDDEN, 2 * INNER, HIDDEN, QKV  # of o_proj, gate_up_proj, down_proj, the next qkv_proj
+    columns = HIDDEN, 2 * INNER, HIDDEN, QKV  # input edges of o_proj, gate_up_proj, down_proj, the next qkv_proj
     depths = ATTENDED, HIDDEN, INNER, HIDDEN
     packed = sum(-(-n // 16) * 16 * -(-k // 4) * 4 for k, n in zip(depths, columns, strict=True))
     norms_and_biases = 4 * (2 * HIDDEN + HIDDEN + QKV)  # o_proj and qkv_proj have biases

@@ -1,4 +1,4 @@
-"""A damaged store is reported, whatever the damage; it never gives arrays that are not there."""
+"""A damaged store is reported for any damage; it never returns missing arrays."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def stored(tmp_path):
 
 
 def with_header(path, change):
-    """Rewrite the header; what `change` returns, or else what it changed in place."""
+    """Rewrite the header with the result of `change`, or with its change in place."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -41,7 +41,7 @@ def with_header(path, change):
     return path
 
 
-def test_what_was_written_is_read(stored):
+def test_store_returns_written_arrays(stored):
     store = WeightStore.open(stored)
     store.check(ENTRIES)
     np.testing.assert_array_equal(store.array("table"), np.arange(15, dtype=np.float16).reshape(5, 3))
@@ -83,7 +83,7 @@ def test_a_truncated_store_is_damaged(tmp_path_factory, size):
         lambda header: header.update(table=[]),
     ],
 )
-def test_a_header_that_makes_no_sense_is_damage(stored, damage):
+def test_store_refuses_invalid_headers(stored, damage):
     with pytest.raises(ModelError, match=r"weights.safetensors is damaged \(.+\); delete its folder and compile"):
         WeightStore.open(with_header(stored, damage))
 
@@ -94,7 +94,7 @@ def test_a_header_of_an_impossible_length(stored):
         WeightStore.open(stored)
 
 
-def test_a_store_that_is_not_there(tmp_path):
+def test_store_refuses_a_missing_file(tmp_path):
     with pytest.raises(ModelError, match=r"is damaged \(.*No such file"):
         WeightStore.open(tmp_path / "weights")
 
@@ -108,14 +108,14 @@ def test_a_store_that_is_not_there(tmp_path):
         (lambda header: header["__metadata__"].update(linear="[4, 20]"), r"linear is"),
     ],
 )
-def test_a_store_of_something_else_is_noticed(stored, damage, message):
+def test_store_refuses_arrays_of_another_plan(stored, damage, message):
     store = WeightStore.open(with_header(stored, damage))
     with pytest.raises(ModelError, match=message):
         store.check(ENTRIES)
 
 
 def resident_bytes(path):
-    """Of a mapped file, what lies in memory of this process."""
+    """Return the resident bytes of a mapped file in this process."""
     mapping, found = "", 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -127,7 +127,7 @@ def resident_bytes(path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell what lies in memory")
-def test_pages_are_given_back_and_read_again(tmp_path):
+def test_store_releases_pages_and_reads_them_again(tmp_path):
     path, size = tmp_path / "weights.safetensors", 2**23
     values = np.arange(size, dtype=np.int8)
     with path.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Weights that are too large to be hashed before a model is loaded: no run uses them before they have proved whole."""
+"""Weights that are too large to be hashed before a model is loaded: no run uses them before they are verified."""
 
 import json
 import shutil
@@ -64,7 +64,7 @@ def test_no_run_uses_a_byte_that_was_flipped(folder, is_fast, seed):
                 session.prefill([1, 2, 3])
 
 
-def test_what_is_written_large_is_recorded_by_the_fast_hash(tmp_path, monkeypatch):
+def test_large_files_are_recorded_with_the_fast_hash(tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     monkeypatch.setattr(manifest, "HASHED_WHEN_READ", 1000)
     with chunkrt.load(checkpoint("llama_gqa"), scheme="float", npu="reference") as engine:
@@ -83,7 +83,7 @@ def test_digests_are_those_of_the_functions(tmp_path):
     assert manifest.digest(tmp_path / "file", "") == fingerprint(tmp_path / "file")[1]
 
 
-def test_closing_does_not_wait_for_what_is_left(folder, monkeypatch):
+def test_closing_does_not_wait_for_the_verification(folder, monkeypatch):
     begun = []
 
     def slow(path, algorithm, is_stopped):
@@ -98,7 +98,7 @@ def test_closing_does_not_wait_for_what_is_left(folder, monkeypatch):
     assert begun
 
 
-def test_a_load_that_fails_ends_it(folder, monkeypatch):
+def test_failed_load_stops_the_verification(folder, monkeypatch):
     ended = []
 
     def slow(path, algorithm, is_stopped):
@@ -114,8 +114,8 @@ def test_a_load_that_fails_ends_it(folder, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a thread cannot be sent a signal")
-def test_who_was_interrupted_waits_again(folder, monkeypatch):
-    """Whichever thread gets the signal. And is told what is wrong, rather than that all is well."""
+def test_verification_wait_can_be_repeated_after_an_interrupt(folder, monkeypatch):
+    """This holds for any thread that gets the signal: the wait reports the real error instead of success."""
     here, goes_on = threading.get_ident(), threading.Event()
 
     def held(path, algorithm, is_stopped):
@@ -134,7 +134,7 @@ def test_who_was_interrupted_waits_again(folder, monkeypatch):
         verified.wait()
 
 
-def test_what_the_thread_did_not_foresee_is_told(folder, monkeypatch):
+def test_verification_raises_unexpected_errors_of_its_thread(folder, monkeypatch):
     def fail(*_):
         raise MemoryError("no room for a piece")
 

@@ -42,7 +42,7 @@ def test_every_weight_is_the_nearest_of_255_steps(weight):
 
 
 def test_integers_follow_exact_arithmetic():
-    """Fractions round half to even; no weight here lies closer to a tie than float32 can tell."""
+    """Fractions round half to even; no weight here is closer to a tie than float32's resolution."""
     rng = np.random.default_rng(0)
     weight = rng.integers(-1000, 1001, (40, 24)).astype(np.float32)
     quantized, _ = quantize_weight(weight)
@@ -68,7 +68,7 @@ def test_a_column_of_zeros_has_scale_zero():
     assert scale[0] == 0
 
 
-def test_columns_do_not_know_of_each_other():
+def test_columns_are_quantised_independently():
     weight = np.random.default_rng(0).standard_normal((8, 2500)).astype(np.float32)
     quantized, scale = quantize_weight(weight)
     for column in (0, 1023, 1024, 2499):
@@ -112,13 +112,13 @@ def test_write_weights_refuses_a_value_that_is_not_finite(tmp_path, name, scheme
 
 
 @given(st.tuples(SIDES, SIDES).flatmap(lambda shape: arrays(np.int8, shape)))
-def test_unpacking_gives_back_what_was_packed(weight):
+def test_unpack_inverts_pack(weight):
     packed = pack(weight)
     assert packed.shape == packed_shape(*weight.shape)
     np.testing.assert_array_equal(unpack(packed, *weight.shape), weight)
 
 
-def test_the_packed_layout_is_what_it_says():
+def test_packed_layout_matches_its_documentation():
     weight = np.arange(1, 7 * 18 + 1, dtype=np.int8).reshape(7, 18)
     packed = pack(weight)
     assert packed.shape == (2, 2, 16, 4)
@@ -127,7 +127,7 @@ def test_the_packed_layout_is_what_it_says():
         assert packed[n // 16, k // 4, n % 16, k % 4] == expected
 
 
-def test_the_store_gives_back_what_the_decoder_has():
+def test_store_returns_the_decoders_weights():
     source = RandomCheckpoint()
     decoder = random_decoder(list(SCHEMES.values()))
     qkv = np.vstack([source.read(f"model.layers.0.self_attn.{n}_proj.weight") for n in "qkv"]).T
@@ -146,7 +146,7 @@ def test_the_store_gives_back_what_the_decoder_has():
     )
 
 
-def test_what_is_quantised_and_what_is_a_table():
+def test_stored_weights_separate_linears_and_tables():
     plan = random_decoder([W8A8]).plan
     assert embedding_tables(plan) == {"model.embed_tokens.weight"}
     layers = {
@@ -190,7 +190,7 @@ def test_a_store_is_safetensors(tmp_path):
     assert store.num_bytes == sum(array.nbytes for array in arrays_.values())
 
 
-def test_what_a_weight_cannot_be_loaded_from_comes_through(tmp_path):
+def test_write_weights_propagates_errors_of_load(tmp_path):
     plan = random_decoder([W8A8]).plan
 
     def load(name):

@@ -1,4 +1,4 @@
-"""`chunkrt eval --per-layer`: every figure against runs written by hand, the picture, and what is refused."""
+"""`chunkrt eval --per-layer`: every figure against independent computations, the picture, and refused options."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
 class Tiny:
-    """The checkpoint, and what its engine is compiled under."""
+    """The checkpoint, and the settings of its engine."""
 
     def __init__(self, **options):
         with chunkrt.load(GGUF, npu="reference", **options) as engine:
@@ -56,7 +56,7 @@ class Tiny:
         return grids_of(linear_nodes(self.plan)[name], self.scheme, self.calibration, scale)
 
     def multiply(self, name, x):
-        """As the reference backend computes it."""
+        """Computes nodes like the reference backend."""
         if self.scheme.has_blocks(name):
             return BlockWeight(quantize_to_blocks(self.load(name))).multiply(x)
         quantize = quantize_weight_in_blocks if self.scheme.weight_bits_of(name) == 4 else quantize_weight
@@ -69,7 +69,7 @@ class Tiny:
         return weight.multiply(x) + (weight.multiply_excess(x) if self.scheme.is_shadowed(name) else 0)
 
     def values(self, tokens, *, is_rounded=False):
-        """Everything that a window makes the decoder compute, [T, N] each, by name."""
+        """Return every value of the decoder for a window, [T, N] each, by name."""
         values = {
             "input_ids": np.array(tokens),
             "position": np.zeros(1, np.int64),
@@ -90,7 +90,9 @@ class Tiny:
 
 
 def relative(pairs):
-    """Root mean square of the differences by that of what was expected, over all windows together."""
+    """Return the root mean square of the differences, relative to that of the expected values, over all windows
+    together.
+    """
     found, expected = (np.concatenate([array.ravel() for array in arrays]) for arrays in zip(*pairs, strict=True))
     return np.linalg.norm(np.float64(found) - expected) / np.linalg.norm(np.float64(expected))
 
@@ -138,14 +140,14 @@ def test_every_figure_by_hand(options):
         assert layer.error == pytest.approx(relative(pairs), rel=0.02)
 
 
-def test_kinds_and_layers_are_told_from_names():
+def test_linear_kind_and_layer_follow_from_the_name():
     run = Tiny(scheme="w8a8").evaluate()
     expected = [(kind, layer) for layer in (0, 1) for kind in KINDS]
     assert [(linear.kind, linear.layer) for linear in run.linears] == [*expected, ("lm_head", None)]
 
 
 def test_without_its_shadow_a_linear_has_the_grid_that_it_would_have_then():
-    """The error of the same linear under the same scheme without shadows."""
+    """The figures equal those of the same linear under the same scheme without shadows."""
     shadowed, plain = Tiny(scheme="w8a8", shadow="all"), Tiny(scheme="w8a8")
     without = {linear.weight: linear.error for linear in plain.evaluate().linears}
     for linear in shadowed.evaluate().linears:
@@ -153,7 +155,7 @@ def test_without_its_shadow_a_linear_has_the_grid_that_it_would_have_then():
 
 
 def test_an_outlier_shows_and_its_shadow_takes_it():
-    """One channel of the feed-forward a thousand times as large; grids know nothing of it."""
+    """One channel of the feed-forward is a thousand times as large; the calibration does not cover it."""
     seen = {}
     for shadow in ("none", "*.down_proj.weight"):
         tiny = Tiny(scheme="w8a8", shadow=shadow, equalisation="off")
@@ -180,7 +182,7 @@ def test_a_scheme_that_rounds_nothing_is_refused():
         Tiny(scheme="float").evaluate()
 
 
-def test_progress_is_told_by_subgraph():
+def test_progress_is_reported_by_subgraph():
     told, tiny = [], Tiny(scheme="w8a16")
     tiny.evaluate(progress=lambda done, total: told.append((done, total)))
     number = len(tiny.plan.subgraphs)
@@ -226,13 +228,13 @@ def test_json_has_it_all_and_the_table_the_worst(command, text):
     assert lines[-1].split() == " ".join(cells).split()
 
 
-def test_a_long_table_says_what_it_leaves_out():
+def test_long_table_reports_omitted_linears():
     run = Tiny(scheme="w8a8").evaluate()
     many = type(run)(windows=1, tokens=8, layers=run.layers, linears=[*run.linears] * 3)
     assert f"  ... and {27 - NUM_SHOWN} more; --json has all" in list(many.lines())
 
 
-def test_without_it_there_is_nothing_of_layers(command, text):
+def test_report_has_no_layers_without_per_layer(command, text):
     finished = command("eval", GGUF, "--text", text, "--npu", "reference", "--window", 32, "--base", "none", "--json")
     assert json.loads(finished.out)["layers"] is None
 
@@ -251,8 +253,8 @@ def test_the_picture_is_drawn(command, text, tmp_path, ending, head):
     assert [p.name for p in tmp_path.iterdir() if p.suffix != ".txt"] == [path.name]
 
 
-def test_what_a_picture_shows(tmp_path, monkeypatch):
-    """Its texts, which SVG keeps as such when told so."""
+def test_picture_has_labels_and_legend(tmp_path, monkeypatch):
+    """Texts of the picture, which SVG keeps as text when configured so."""
     matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     run = Tiny(scheme="w8a8", shadow="*.down_proj.weight").evaluate()
     with matplotlib.rc_context({"svg.fonttype": "none"}):
@@ -268,7 +270,7 @@ def test_what_a_picture_shows(tmp_path, monkeypatch):
     assert ">has a shadow<" not in drawn
 
 
-def test_wrong_options_are_told_before_anything_runs(command, text, tmp_path, monkeypatch):
+def test_wrong_options_are_refused_before_the_evaluation(command, text, tmp_path, monkeypatch):
     monkeypatch.setattr("chunkrt.cli.eval.open_engine", lambda *_: pytest.fail("a model was loaded"))
     (tmp_path / "folder.png").mkdir()
     cases = [

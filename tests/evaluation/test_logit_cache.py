@@ -1,4 +1,4 @@
-"""The base's logits on disk: the same figures with and without them, within the limit, and never damaged ones."""
+"""The base's logits on disk: same figures with and without them, within the limit, and no damaged entries."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ def engine():
 
 
 def evaluate(engine, *, windows=WINDOWS, cache_limit=10**6, scheme="float"):
-    """The comparison, and how many windows were read, computed and not kept."""
+    """Return the comparison, and the numbers of windows read, computed and not kept."""
     options = base_options(scheme)
     with Base(
         str(checkpoint(NAME)), options, windows, cache_limit=cache_limit, progress=lambda what, done, total: None
@@ -49,7 +49,7 @@ def test_the_second_time_nothing_is_computed(engine, monkeypatch):
 
 def test_without_a_cache_the_figures_are_the_same(engine, folder):
     kept, _ = evaluate(engine)
-    assert evaluate(engine, cache_limit=0) == (kept, (3, 0, 0))  # what is there is used
+    assert evaluate(engine, cache_limit=0) == (kept, (3, 0, 0))  # existing entries are used
     for path in folder.iterdir():
         path.unlink()
     assert evaluate(engine, cache_limit=0) == (kept, (0, 3, 3))
@@ -63,7 +63,7 @@ def test_another_scheme_and_other_tokens_are_other_entries(engine):
     assert evaluate(engine, windows=[WINDOWS[1]])[1] == (1, 0, 0)
 
 
-def test_what_does_not_fit_is_computed_every_time(engine, folder):
+def test_windows_that_do_not_fit_are_computed_every_time(engine, folder):
     evaluate(engine, windows=WINDOWS[:1])
     (entry,) = folder.glob("*.npz")
     limit = int(2.5 * entry.stat().st_size)

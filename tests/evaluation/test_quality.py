@@ -1,4 +1,4 @@
-"""What quantisation costs on a real model: SmolLM2-135M-Instruct, native integers against ONNX Runtime in float32."""
+"""Cost of quantisation on a real model: SmolLM2-135M-Instruct, native integers against ONNX Runtime in float32."""
 
 import json
 import tempfile
@@ -37,7 +37,7 @@ def native_in_blocks():
 
 @pytest.fixture(scope="module")
 def oracle():
-    """In a cache that goes when the tests are done: the float weights take half a gigabyte."""
+    """Load in a temporary cache: the float weights take half a gigabyte."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         patch.setenv("CHUNKRT_HOME", folder)
         with chunkrt.load(MODEL, npu="onnxrt", scheme="float", chunk_length=128) as engine:
@@ -46,7 +46,7 @@ def oracle():
 
 
 def perplexity(logits, tokens):
-    """Of tokens 1.. given all before; logits float32 [T, V]."""
+    """Return surprisals of tokens 1.. given all before; logits float32 [T, V]."""
     shifted = logits[:-1].astype(np.float64)
     shifted -= shifted.max(axis=1, keepdims=True)
     chosen = shifted[np.arange(len(tokens) - 1), tokens[1:]]
@@ -79,11 +79,11 @@ def test_the_capital_of_france(command):
 
 @pytest.mark.exhaustive
 def test_the_quantised_model_takes_a_quarter_of_the_bytes(native, oracle):
-    """Linears in int8, the table in float16."""
+    """Linears are int8, the table is float16."""
     assert native.weights.num_bytes < 0.31 * oracle.weights.num_bytes
 
 
 @pytest.mark.exhaustive
 def test_blocks_of_4_bits_take_less(native, native_in_blocks):
-    """The layers' linears 5 bits a weight where they took 8; head and table as before."""
+    """The layers' linears take 5 bits a weight instead of 8; LM head and table are unchanged."""
     assert native_in_blocks.weights.num_bytes < 0.8 * native.weights.num_bytes

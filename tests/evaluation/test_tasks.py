@@ -1,4 +1,4 @@
-"""Tasks: scores against whole prompts in plain NumPy, prompts as lm-evaluation-harness makes them, malformed lines."""
+"""Tasks: scores against complete prompts in plain NumPy, prompts as in lm-evaluation-harness, malformed lines."""
 
 import json
 from math import sqrt
@@ -51,7 +51,7 @@ def engine():
 
 
 def log_probability(engine, context, continuation):
-    """Of the continuation, the whole prompt run at once; and whether it is greedy."""
+    """Return the continuation's log-probability, from one run of the complete prompt, and whether it is greedy."""
     whole = engine.session().prefill([*context, *continuation], logits="all").logits.astype(np.float64)
     rows = whole[len(context) - 1 : -1]
     log_p = rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
@@ -122,7 +122,7 @@ def test_lambada_against_numpy(engine, write):
     assert found.accuracy.value == np.mean([is_greedy for _, is_greedy in expected])
 
 
-def test_spaces_at_the_end_of_a_context_belong_to_what_follows(engine):
+def test_spaces_at_the_end_of_a_context_move_to_the_continuation(engine):
     assert encode_pair(engine.tokenizer, "the cat ", "saw") == encode_pair(engine.tokenizer, "the cat", " saw")
 
 
@@ -177,7 +177,7 @@ def test_malformed_lines(command, write, option, line, message):
     assert message in error
 
 
-def test_files_that_are_none(command, write, tmp_path):
+def test_unreadable_task_files_are_refused(command, write, tmp_path):
     assert "cannot read the task from nowhere" in command("eval", GGUF, "--lambada", "nowhere").err
     assert "has no items; expected a JSON object on every line" in command("eval", GGUF, "--lambada", write([""])).err
     assert "is not UTF-8" in command("eval", GGUF, "--lambada", GGUF).err

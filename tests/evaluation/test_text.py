@@ -1,4 +1,4 @@
-"""`chunkrt eval --text`: its figures against plain NumPy and Transformers' own logits, its windows, what it refuses."""
+"""`chunkrt eval --text`: figures against plain NumPy and Transformers' logits, windows, and refused input."""
 
 import json
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from chunkrt.evaluation.windows import Part, cut_windows, spread
 
 GGUF, FOLDER = checkpoint("llama_biased_gguf"), checkpoint("llama_gqa")
 FLOAT16_KL = 5e-6
-"""Nats: what float16 does to the divergence of a token here, at most."""
+"""Nats: the largest effect of float16 on the divergence of a token here."""
 STORY = "Es war einmal eine kleine Geschichte, die niemand zu Ende erzählte. " * 20
 
 
@@ -88,7 +88,7 @@ def test_every_figure_against_numpy(command, text):
     assert (found["base"]["scheme"], found["base"]["backend"], found["base"]["computed"]) == ("float", "onnxrt", 2)
 
 
-def test_the_same_to_read(command, text):
+def test_report_as_text_has_the_same_figures(command, text):
     arguments = ("eval", GGUF, "--text", text, "--npu", "native", "--window", 64, "--windows", 2)
     figures = json.loads(command(*arguments, "--json").out)["text"]["figures"]
     out = command(*arguments).out
@@ -125,7 +125,7 @@ def test_pieces_cover_a_window(num_tokens, vocab_size, chunk_length):
 
 
 def test_divergence_of_extreme_logits():
-    """The likeliest by far in one, impossible in the other; float32's exponentials would overflow and underflow."""
+    """A token is likeliest in one and impossible in the other; float32 exponentials would overflow and underflow."""
     base, model = np.array([[1000, 0, 0]], np.float32), np.array([[0, 1000, 0]], np.float32)
     assert divergences(base, model) == pytest.approx([1000])
     assert divergences(base, base) == [0]
@@ -200,7 +200,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), LINES)
-def test_what_cannot_be_done(command, arguments, message, text, monkeypatch):
+def test_wrong_command_is_refused_in_one_line(command, arguments, message, text, monkeypatch):
     monkeypatch.chdir(text.parent)
     (text.parent / "empty.txt").write_text("")
     window = () if "--window" in arguments else ("--window", 64)
@@ -220,7 +220,7 @@ def test_a_base_with_other_tokens():
         evaluate_text(engine, [[1, 2]], SimpleNamespace(vocab_size=7, model="other"))
 
 
-def test_a_base_that_is_no_scheme(command, text):
+def test_unknown_base_scheme_is_refused(command, text):
     expect_one_line(command("eval", GGUF, "--text", text, "--base", "float64"), 2, "'float64' is not one of")
 
 
@@ -228,7 +228,7 @@ def test_a_model_without_a_tokenizer(command, text):
     expect_one_line(command("eval", FOLDER, "--text", text, "--window", 64), 1, "has no tokenizer")
 
 
-def test_an_engine_directory_needs_to_be_told_its_base(command, text, tmp_path):
+def test_engine_directory_needs_a_base_model(command, text, tmp_path):
     assert command("compile", GGUF, "-o", tmp_path / "engine", "--scheme", "w8a8-dynamic").status == 0
     arguments = (
         "eval",

@@ -1,9 +1,8 @@
-"""Fuzzing: `python tests/fuzz/campaign.py MINUTES [FORMAT ...]` mutates files for so long and counts what happens.
+"""Fuzzing: `python tests/fuzz/campaign.py MINUTES [FORMAT ...]` mutates files for that time and counts the outcomes.
 
-Each format has a process of its own, a few at a time. An execution must end within 10 seconds of CPU time (a busy
-machine may have the processor for something else), raise
-nothing but chunkrt's errors, and take no more memory than 10 times its file and 200 MB. What does not is kept under
-build/fuzz.
+Each format has a process of its own, a few at a time. An execution must end within 10 seconds of CPU time (not wall
+time, because the machine may be busy), raise only chunkrt's errors, and take no more memory than 10 times its file and
+200 MB. Failing cases are kept under build/fuzz.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ TESTS = Path(__file__).parents[1]
 FOUND = TESTS.parent / "build" / "fuzz"
 MEMORY = Path("/dev/shm")
 ROUNDS = 2
-"""How often every format has its turn: what is wrong with the last ones is seen before the end."""
+"""Number of turns of every format, so that failures of the last formats show up before the end."""
 SECONDS = 10
 START_SECONDS = 120
-"""In which a process makes the sound files."""
+"""Seconds in which a process makes the sound files."""
 MOST_WAITING = 20
-"""Times these seconds that pass before a process which takes no CPU time is given up, too."""
+"""Multiple of these seconds after which a process without CPU usage is killed, too."""
 ROOM_BYTES = 200_000_000
 
 
 def execute(format: str, seed: int, folder: Path) -> tuple[str, str]:
-    """Make one file and use it. Returns what became of it ("accepted", "refused", or what is wrong), and a report."""
+    """Make one file and use it. Return the outcome ("accepted", "refused", or the failure), and a report."""
     outcome, report = _execute(format, seed, folder)
-    if outcome == "memory":  # perhaps of libraries, at their first use; at a second it is the file's
+    if outcome == "memory":  # perhaps initialisation of libraries; on a second use it is the file's
         shutil.rmtree(folder)
         folder.mkdir()
         outcome, report = _execute(format, seed, folder)
@@ -58,7 +57,7 @@ def _execute(format: str, seed: int, folder: Path) -> tuple[str, str]:
     path = target.make(random, random.choice(target.seeds), folder)
     file_bytes = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
     before = _peak_bytes(reset=True)
-    begin = time.process_time()  # others may have the processor; what waits for ever, `Campaign` ends
+    begin = time.process_time()  # others may use the processor; `Campaign` ends processes that wait forever
     outcome, report = "accepted", ""
     try:
         target.use(path)
@@ -76,7 +75,7 @@ def _execute(format: str, seed: int, folder: Path) -> tuple[str, str]:
 
 
 def _peak_bytes(*, reset: bool = False) -> int:
-    """The largest resident size since the last reset, or what is resident now; 0 where the system does not tell."""
+    """Return the largest resident size since the last reset, or the current size; 0 if the system reports none."""
     try:
         if reset:
             Path("/proc/self/clear_refs").write_text("5")
@@ -87,7 +86,7 @@ def _peak_bytes(*, reset: bool = False) -> int:
 
 
 def run(format: str, begin: int, end: int, until: float) -> Counter[str]:
-    """Execute seeds from `begin` up to `end`, until a time. Keeps what is wrong."""
+    """Execute seeds from `begin` up to `end`, until a time. Keep failing cases."""
     counts: Counter[str] = Counter()
     logging.disable()
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as scratch:
@@ -111,7 +110,7 @@ def run(format: str, begin: int, end: int, until: float) -> Counter[str]:
 
 
 def main() -> None:
-    """Run every format for its share of the minutes; a process that dies or hangs is counted, and goes on after it."""
+    """Run every format for its share of the minutes; a process that dies or hangs is counted and restarted."""
     minutes, formats = float(sys.argv[1]), sys.argv[2:]
     from fuzz.targets import TARGETS
 
@@ -129,7 +128,7 @@ def main() -> None:
             if campaign.poll(totals[campaign.format]):
                 running.remove(campaign)
                 if not totals[campaign.format]["accepted"]:
-                    totals[campaign.format]["nothing accepted"] += 1  # then nothing behind the first check was tried
+                    totals[campaign.format]["nothing accepted"] += 1  # then only the first check was tested
                 print(f"{campaign.format:12} {dict(sorted(totals[campaign.format].items()))}", flush=True)
     found = sum((counts for counts in totals.values()), Counter[str]())
     print(f"{'all':12} {dict(sorted(found.items()))}")
@@ -137,7 +136,7 @@ def main() -> None:
 
 
 class Campaign:
-    """The process of one format, which is started again behind what ended it."""
+    """The process of one format, which is restarted after the case that ended it."""
 
     def __init__(self, format: str, seconds: float) -> None:
         self.format = format
@@ -154,7 +153,7 @@ class Campaign:
         self._seen = (self._next, time.monotonic(), 0.0)
 
     def poll(self, totals: Counter[str]) -> bool:
-        """Whether the campaign has ended; counts what its process has done when that ends."""
+        """Return True if the campaign has ended; count its process's results when it ends."""
         lines = self._lines()
         at = next((int(line[3:]) for line in reversed(lines) if line.startswith("at ")), self._next)
         is_over = self._process.poll() is not None
@@ -183,7 +182,7 @@ class Campaign:
         return False
 
     def _cpu_seconds(self) -> float:
-        """Of the process and those that it started."""
+        """Return the CPU time of the process and its children."""
         try:
             times = psutil.Process(self._process.pid).cpu_times()
         except psutil.Error:  # it has just ended
@@ -196,7 +195,7 @@ class Campaign:
 
 
 def worker(format: str, begin: int, seconds: float) -> None:
-    """What a process of `main` does."""
+    """Set the limits of a process of `main`."""
     os.environ.pop("LD_PRELOAD", None)  # chat templates run in processes with less memory than a sanitizer maps
     counts = run(format, begin, begin + 2**40, time.monotonic() + seconds)
     print("counts " + ",".join(f"{name}={count}" for name, count in counts.items()))

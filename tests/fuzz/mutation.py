@@ -1,4 +1,4 @@
-"""Mutators: from a sound file's content to one that is nearly sound. Each takes a Random and changes a little."""
+"""Mutators: small random changes of a valid file's content. Each takes a Random."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXTS = ("", "a", "0", "T", "../x", "/", "\0", "\n", "é" * 40, "x" * 5000, "\ud
 
 
 def hostile(random: Random) -> Any:
-    """A value that stands where another is expected."""
+    """Return a value to replace an expected one."""
     pick = random.randrange(8)
     if pick < 3:
         return random.choice(NUMBERS)
@@ -36,7 +36,7 @@ def hostile(random: Random) -> Any:
 
 
 def mutate_tree(random: Random, tree: Any) -> Any:
-    """A copy of JSON data in which one to three things are otherwise."""
+    """Return a copy of JSON data with one to three changes."""
     tree = copy.deepcopy(tree)
     for _ in range(random.choice([1, 1, 1, 2, 3])):
         places = _places(tree)
@@ -64,7 +64,7 @@ def mutate_tree(random: Random, tree: Any) -> Any:
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every container of a tree with each of its keys."""
+    """Return every container of a tree with each of its keys."""
     found, pending = [], [tree]
     while pending:
         holder = pending.pop()
@@ -76,14 +76,16 @@ def _places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def mutate_json(random: Random, text: bytes) -> bytes:
-    """JSON text with another tree, or, one time in eight, with other bytes."""
+    """Return JSON text with another tree, or, one time in eight, with other bytes."""
     if random.random() < 0.125:
         return mutate_bytes(random, text)
     return dump(mutate_tree(random, json.loads(text)))
 
 
 def dump(tree: Any) -> bytes:
-    """JSON text, however deep; what JSON cannot hold (NaN, lone surrogates) as Python's parser takes it."""
+    """Return JSON text of any depth; values that JSON cannot hold (NaN, lone surrogates) as Python's parser accepts
+    them.
+    """
     pieces: list[str] = []
     pending: list[Any] = [tree]
     while pending:
@@ -111,7 +113,7 @@ class _Raw:
 
 
 def mutate_bytes(random: Random, content: bytes, end: int | None = None) -> bytes:
-    """Bytes that are flipped, cut, doubled, or replaced by numbers that stand at borders; before `end`, if given."""
+    """Return bytes that are flipped, cut, doubled, or replaced by boundary numbers; before `end`, if given."""
     data = bytearray(content)
     for _ in range(random.choice([1, 1, 2, 4])):
         if not data:
@@ -141,7 +143,7 @@ _TOML_VALUES = (
 
 
 def mutate_toml(random: Random, text: bytes) -> bytes:
-    """TOML with another value, another key, or its lines in another order."""
+    """Return TOML with another value, another key, or its lines in another order."""
     lines = text.decode().splitlines()
     for _ in range(random.choice([1, 1, 2])):
         at = random.randrange(len(lines))
@@ -163,7 +165,7 @@ def mutate_toml(random: Random, text: bytes) -> bytes:
 
 
 def mutate_archive(random: Random, members: dict[str, bytes]) -> dict[str, bytes]:
-    """Members of a .npz archive of which one has other bytes, another header, another's content, or is not there."""
+    """Return members of a .npz archive, one of which has other bytes, another header or content, or is missing."""
     members = dict(members)
     name = random.choice(list(members))
     action = random.randrange(5)
@@ -224,13 +226,13 @@ def _scalar(random: Random, field: Any, value: Any) -> Any:
 
 
 def _try(change: Callable[[], object]) -> None:
-    """Protobuf refuses what does not fit a field's type."""
+    """Set a value; protobuf refuses one that does not fit a field's type."""
     with suppress(TypeError, ValueError, OverflowError):
         change()
 
 
 def mutate_text(random: Random, text: str, snippets: Sequence[str]) -> str:
-    """Text with snippets inserted, doubled and cut."""
+    """Return text with snippets inserted, doubled and cut."""
     for _ in range(random.choice([1, 2, 3])):
         at, length = random.randrange(len(text) + 1), random.randrange(40)
         text = random.choice(
@@ -247,7 +249,7 @@ _GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12:
 
 
 def gguf_fields(content: bytes) -> list[tuple[int, int]]:
-    """Where the fields of a GGUF header lie: offset and size of each number, length and text."""
+    """Return the locations of the fields of a GGUF header: offset and size of each number, length and text."""
     fields, at = [(4, 4), (8, 8), (16, 8)], 24
 
     def number(size: int) -> int:
@@ -286,7 +288,7 @@ def gguf_fields(content: bytes) -> list[tuple[int, int]]:
 
 
 def mutate_gguf(random: Random, content: bytes, fields: Sequence[tuple[int, int]]) -> bytes:
-    """A GGUF file whose header says something else in one to three fields."""
+    """Return a GGUF file with changes in one to three fields of its header."""
     data = bytearray(content)
     for _ in range(random.choice([1, 1, 2, 3])):
         at, size = random.choice(fields)

@@ -1,4 +1,4 @@
-"""What is fuzzed: for each format sound files, how they are mutated, and what a user does with the result."""
+"""Targets of the fuzzer: for each format valid files, their mutation, and a user's use of the result."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ SNIPPETS = (
 class Target:
     """A format.
 
-    seeds: names of sound files. make: writes a mutated one into an empty folder, and gives its path. use: does with it
-    what a user would; raises nothing but chunkrt's own errors.
+    seeds: names of valid files. make: writes a mutated one into an empty folder, and returns its path. use: uses it
+    like a user; raises only chunkrt's own errors.
     """
 
     seeds: tuple[str, ...]
@@ -75,19 +75,19 @@ class Target:
 
 @cache
 def scratch() -> Path:
-    """Where sound files are made, once a process."""
+    """Return the folder of valid files, made once a process."""
     return Path(mkdtemp(prefix="chunkrt-fuzz-"))
 
 
 @cache
 def engine_folder(name: str, scheme: str = "w8a8-dynamic") -> Path:
-    """An engine directory of a fixture."""
+    """Return the engine directory of a fixture."""
     with chunkrt.load(checkpoint(name), scheme=scheme, npu="reference", threads=1) as engine:
         return Path(engine.folder)
 
 
 def use_engine(folder: Path) -> None:
-    """Load it as it is, and run a prompt."""
+    """Load it directly, and run a prompt."""
     for npu in ("native", "reference"):
         with chunkrt.load(folder, npu=npu, threads=1) as engine:
             session = engine.session()
@@ -96,7 +96,7 @@ def use_engine(folder: Path) -> None:
 
 
 def use_checkpoint(path: Path) -> None:
-    """Open it, build its decoder and read every weight; its tokenizer too."""
+    """Open it, build its decoder and read every weight and its tokenizer."""
     planned = plan_checkpoint(path, {})
     for name in planned.parameters:
         planned.load(name)
@@ -105,7 +105,7 @@ def use_checkpoint(path: Path) -> None:
 
 
 def _changed_engine(name: str) -> Callable[[Random, str, Path], Path]:
-    """A file of an engine directory is changed, and the manifest's record of it with it."""
+    """Change a file of an engine directory, and the manifest's record of it."""
 
     def make(random: Random, seed: str, folder: Path) -> Path:
         target = folder / "engine"

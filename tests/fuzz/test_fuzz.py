@@ -1,4 +1,4 @@
-"""A short run of the fuzz campaign (`make fuzz` makes a long one), and what longer ones have found."""
+"""A short run of the fuzz campaign (`make fuzz` makes a long one), and failures found by longer ones."""
 
 import shutil
 from random import Random
@@ -9,12 +9,12 @@ from fuzz.campaign import execute
 from fuzz.targets import TARGETS
 
 EXECUTIONS = {"onnx": 4, "template": 6, "plan": 40, "manifest": 40, "weights": 40}
-"""Of formats that take long."""
+"""Slow formats."""
 
 
 @pytest.fixture(scope="module")
 def seeds():
-    """Where in the sequence of files to begin: the same ones every time."""
+    """First seeds: the same files every time."""
     return {format: Random(format).randrange(2**32) for format in TARGETS}
 
 
@@ -30,8 +30,8 @@ def test_mutated_files_are_taken_or_refused(format, part, seeds, tmp_path):
 
 
 @pytest.mark.parametrize("format", TARGETS)
-def test_what_is_mutated_is_sound(format, tmp_path, monkeypatch):
-    """Else nothing but the first check would be fuzzed."""
+def test_fuzz_targets_start_from_valid_files(format, tmp_path, monkeypatch):
+    """Otherwise only the first check would be fuzzed."""
     for mutator in [name for name in vars(targets) if name.startswith("mutate_")]:
         monkeypatch.setattr(targets, mutator, lambda random, content, *more: content)
     target = TARGETS[format]
@@ -42,7 +42,7 @@ def test_what_is_mutated_is_sound(format, tmp_path, monkeypatch):
 
 
 class Always(Random):
-    """Chances are never taken."""
+    """A random source that always decides against an optional change."""
 
     def random(self):
         return 0.99

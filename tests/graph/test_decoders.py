@@ -96,7 +96,7 @@ def head_tensors(source):
 
 @pytest.mark.parametrize("name", ["llama_tied", "gemma3_window_5", "lfm2", "qwen3_next"])
 def test_build_decoder_unties_a_head_that_differs_from_the_table(name, tmp_path, caplog):
-    """As in Transformers 5, both are present with different values, so they are not tied."""
+    """Transformers 5 does the same: both are present with different values, so they are not tied."""
 
     def train_head(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()

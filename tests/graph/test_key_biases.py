@@ -60,5 +60,7 @@ def test_bias_is_found_with_a_shadow() -> None:
 def test_states_with_and_without_biases_are_incompatible(tmp_path: Path) -> None:
     plan = plan_of("qwen2").with_raw_keys()
     State(plan, 8, "int8").save(tmp_path / "with")
-    with pytest.raises(ModelError, match="its keys were not cached before RoPE and without their biases, as those of"):
+    with pytest.raises(
+        ModelError, match="its keys were not cached before RoPE and without their biases, unlike those of"
+    ):
         State(without_key_biases(plan), 8, "int8").load(tmp_path / "with")

@@ -46,7 +46,7 @@ def test_multi_head_attention(tmp_path):
     assert (found["num_heads"], found["num_kv_heads"], found["window"]) == (2, 2, 0)
 
 
-@pytest.mark.parametrize("window", [0, 5, 40])  # of 64 positions, and 33 tokens to compare with
+@pytest.mark.parametrize("window", [0, 5, 40])  # 64 positions, and 33 tokens to compare with
 def test_standard_attention_with_a_mask(tmp_path, window):
     def attention(decoder, q, k, v):
         mask = causal_mask(decoder, window)

@@ -104,7 +104,7 @@ def test_mismatched_files_are_refused(exported, tmp_path):
         OnnxSession(one, eight)
     with pytest.raises(ConfigError, match="do not have the same caches"):
         OnnxSession(eight, exported("llama_gqa", window=1, context=99))
-    with pytest.raises(ModelError, match="the file .*nothing.onnx does not exist"):
+    with pytest.raises(ModelError, match=r"the file .*nothing\.onnx does not exist"):
         OnnxSession(tmp_path / "nothing.onnx")
     (tmp_path / "broken.onnx").write_bytes(eight.read_bytes()[:1000])
     with pytest.raises(ModelError, match=r"ONNX Runtime cannot load .*broken.onnx"):
@@ -173,7 +173,7 @@ def test_static_subgraphs_from_the_command_line(tmp_path, command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing is to be written; name a file with -o, or a folder with --static-subgraphs"),
+        ([], "nothing to write; name a file with -o, or a folder with --static-subgraphs"),
         (["-o", "decoder.bin"], "expected a name that ends with .onnx"),
         (["-o", "there.onnx"], "there.onnx exists already"),
         (["-o", "d.onnx", "--window", "99", "--context", "50"], "--window is 99 and --sequence 50"),

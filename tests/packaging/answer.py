@@ -1,6 +1,6 @@
-"""What a package that has just been installed answers: a line of JSON, with the bits of its logits.
+"""Answers of a newly installed package: a line of JSON, with the bits of its logits.
 
-Run by the Python that has it, with nothing of pytest there: `make wheels`, `make test-arm-package` and cibuildwheel do.
+Run by the Python that has it, without pytest: `make wheels`, `make test-arm-package` and cibuildwheel use it.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from chunkrt.backends.native.cpu import cpu_info
 from chunkrt.cli import main
 
 FIXTURES = Path(__file__).resolve().parents[1] / "parity" / "fixtures"
-TOLERANCE = 1e-4  # of tests/engine/test_parity.py
+TOLERANCE = 1e-4  # from tests/engine/test_parity.py
 
 
 def answer(model: str, *options: str) -> str:
-    """What `chunkrt run` says."""
+    """Return the output of `chunkrt run`."""
     sys.argv = ["chunkrt", "run", model, "--json", *options]
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         main()
@@ -41,7 +41,7 @@ def float_logits_are_those_of_transformers() -> None:
 
 
 def digest_of_logits(name: str) -> str:
-    """Of the int8 kernels: integers are exact, so that it is the same on every processor."""
+    """Return bits of the int8 kernels: integers are exact, so they are equal on every processor."""
     tokens = np.load(FIXTURES / name / "expected.npz")["input_ids"].tolist()
     with chunkrt.load(FIXTURES / name / "model.gguf", prefix_cache="off") as engine, engine.session() as session:
         return hashlib.sha256(session.prefill(tokens, logits="all").logits.tobytes()).hexdigest()

@@ -1,8 +1,8 @@
-"""The package on 64-bit Arm Linux without an Arm: `make test-arm-package` runs this.
+"""Test of the package on 64-bit Arm Linux without an Arm machine: `make test-arm-package` runs this.
 
-Debian's Python for arm64 is unpacked (nothing is installed, and no kernel has to know of it), the wheel is
-cross-compiled, the others are PyPI's for aarch64, and qemu runs Python. What it answers is compared with what this
-machine does.
+Debian's Python for arm64 is unpacked (not installed, and the kernel needs no support for it), the wheel is
+cross-compiled, the other wheels are PyPI's for aarch64, and qemu runs Python. The answers are compared with this
+machine's.
 """
 
 import json
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def make_root() -> None:
-    """Unpack Debian's Python for arm64, with what it needs, and make it callable from here."""
+    """Unpack Debian's Python for arm64 with its dependencies, and make it callable from here."""
     if ARM_PYTHON.exists():
         return
     shutil.rmtree(ROOT, ignore_errors=True)
@@ -92,22 +92,22 @@ def make_root() -> None:
     for package in sorted(archives.glob("*.deb")):
         run("dpkg-deb", "-x", package, ROOT)
 
-    # Python's own header looks for the architecture's beside the system's, which are not the cross compiler's
+    # Python's own header includes the architecture's next to the system's, which are not the cross compiler's
     (ROOT / "usr/include/python3.11/aarch64-linux-gnu").symlink_to("../aarch64-linux-gnu")
-    # qemu lets programs read this machine's; ONNX Runtime's library takes a processor apart by it, and crashes
+    # qemu exposes this machine's files; ONNX Runtime's library identifies the processor by them, and crashes
     (ROOT / "proc").mkdir()
     (ROOT / "proc" / "cpuinfo").write_text("".join(CPUINFO.format(index) for index in range(os.cpu_count() or 1)))
     packages = ROOT / "usr/local/lib/python3.11/dist-packages"
     packages.parent.mkdir(parents=True, exist_ok=True)
     packages.symlink_to(SITE)
-    # A script, so that Python can start itself again: the kernel would not know how to
+    # A script, so that Python can start itself again: the kernel could not execute
     emulated = shlex.join(["qemu-aarch64-static", "-L", str(ROOT), "-0", str(ARM_PYTHON), f"{ROOT}/usr/bin/python3.11"])
     ARM_PYTHON.write_text(f'#!/bin/sh\nexec {emulated} "$@"\n')
     ARM_PYTHON.chmod(0o755)
 
 
 def install_dependencies() -> None:
-    """What the package requires, with the NPU's library, from PyPI's wheels for aarch64."""
+    """Install the package's requirements, with the NPU's library, from PyPI's wheels for aarch64."""
     project = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]
     requirements = [*project["dependencies"], project["optional-dependencies"]["qnn"][0].split(";")[0]]
     stamp = PLACE / "requirements.txt"
@@ -119,7 +119,7 @@ def install_dependencies() -> None:
 
 
 def install(*what: str | Path) -> None:
-    """Wheels for aarch64 into the root's Python, by this machine's pip."""
+    """Install wheels for aarch64 into the root's Python, with this machine's pip."""
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--upgrade"]
     one = ["--no-deps"] if isinstance(what[0], Path) else []
@@ -127,14 +127,14 @@ def install(*what: str | Path) -> None:
 
 
 def build_wheel() -> Path:
-    """Cross-compile it, and have auditwheel say how new a system it needs."""
+    """Cross-compile it, and have auditwheel determine the required system version."""
     for folder in ("wheel", "repaired"):
         shutil.rmtree(PLACE / folder, ignore_errors=True)
     options = [
         "--toolchain",
         str(SOURCE / "cmake" / "aarch64-linux-gnu.cmake"),
         f"-DPython_INCLUDE_DIR={ROOT}/usr/include/python3.11",
-        "-DPYTHON_IS_DEBUG=0",  # all three, or pybind11 asks this machine's Python
+        "-DPYTHON_IS_DEBUG=0",  # all three, or pybind11 runs this machine's Python
         "-DPYTHON_MODULE_DEBUG_POSTFIX=",
         "-DPYTHON_MODULE_EXTENSION=.cpython-311-aarch64-linux-gnu.so",
     ]
@@ -152,7 +152,7 @@ def build_wheel() -> Path:
 
 
 def check_answers() -> None:
-    """On the kernels of three processors, the bits are this machine's."""
+    """Compare bits on the kernels of three processors with this machine's."""
     expected = json.loads(run(sys.executable, "-P", ANSWER))
     for processor, kernels in PROCESSORS.items():
         found = json.loads(run(ARM_PYTHON, "-P", ANSWER, QEMU_CPU=processor))
@@ -164,7 +164,7 @@ def check_answers() -> None:
 
 
 def check_model() -> None:
-    """`doctor` says yes, and a real model says there what it says here."""
+    """Check that `doctor` succeeds, and that a real model gives this machine's answer."""
     print(chunkrt(ARM_PYTHON, "doctor"))
     pulled = catalogue.pulled(catalogue.find(NAME))
     assert pulled is not None, f"chunkrt pull {NAME} first"
@@ -178,7 +178,7 @@ def check_model() -> None:
 
 
 def check_engine_directory() -> None:
-    """One that was compiled here, for a board: it loads there, up to the NPU that is not there."""
+    """Check an engine directory compiled here for a board: it loads there, except for the missing NPU."""
     folder = PLACE / "tiny"
     shutil.rmtree(folder, ignore_errors=True)
     chunkrt(sys.executable, "compile", TINY, "-o", folder, "--soc", "QCS8550")
@@ -197,7 +197,7 @@ def chunkrt(python: str | Path, *arguments: str | Path, status: int = 0) -> str:
 
 
 def run(*command: str | Path, status: int = 0, **environment: str) -> str:
-    """Its standard output, or standard error if it is expected to fail."""
+    """Return its standard output, or standard error if it is expected to fail."""
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     if done.returncode != status:
         print(done.stdout, done.stderr, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Installs a wheel where there is no compiler, and nothing but Python, and asks it: `make wheels` does.
+"""Installation of a wheel with only Python and no compiler, and its answer: `make wheels` runs this.
 
 python tests/packaging/install_wheel.py dist/chunkrt-*.whl
 """

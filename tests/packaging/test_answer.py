@@ -26,7 +26,7 @@ def best():
     return answered()
 
 
-def test_an_answer_says_what_ran(best):
+def test_answer_reports_its_configuration(best):
     assert "reference" not in best["kernels"]
     assert best["text"]
 
@@ -38,5 +38,5 @@ def test_kernels_that_any_processor_has_give_the_same_bits(best):
 @pytest.mark.exhaustive
 @pytest.mark.skipif(EMULATOR is None, reason="needs qemu-x86_64-static")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86-64")
-def test_so_does_a_processor_without_avx(best):
+def test_processor_without_avx_gives_the_same_bits(best):
     assert answered(EMULATOR, "-cpu", "Nehalem") == best | {"kernels": ["reference"]}

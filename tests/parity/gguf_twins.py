@@ -1,4 +1,4 @@
-"""Checkpoints written as llama.cpp's converter writes them: its keys, its tensor names, its order of rows.
+"""Checkpoints in the form of llama.cpp's converter: its keys, its tensor names, its order of rows.
 
 Source: llama.cpp's convert_hf_to_gguf.py (LlamaModel, Qwen2Model, Qwen3Model, Gemma3Model, Phi3MiniModel).
 """
@@ -19,7 +19,7 @@ ARCHITECTURES = {"gemma3_text": "gemma3", "llama": "llama", "phi3": "phi3", "qwe
 
 
 def write_gguf(path: Path, config: Config, weights: Weights) -> None:
-    """The same weights and config. Linears keep their type, norms are float32."""
+    """Write the same weights and config. Linears keep their type, norms are float32."""
     name = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, name)
     _add_keys(writer, path.parent.name, config)
@@ -42,7 +42,7 @@ def write_gguf(path: Path, config: Config, weights: Weights) -> None:
 
 
 def _add_keys(writer: Any, name: str, config: Config) -> None:
-    """What every architecture has."""
+    """Write the keys that every architecture has."""
     writer.add_name(name)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -97,7 +97,7 @@ def _head_dim(config: Config) -> int:
 
 
 def _permuted(tensor: str, weight: NDArray[Any], config: Config) -> NDArray[Any]:
-    """Rows of q and k in the order of interleaved RoPE."""
+    """Return rows of q and k in the order of interleaved RoPE."""
     counts = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for projection, count in counts.items():
         if f".{projection}." in tensor:
@@ -106,7 +106,7 @@ def _permuted(tensor: str, weight: NDArray[Any], config: Config) -> NDArray[Any]
 
 
 def _add_tokenizer(writer: Any, config: Config) -> None:
-    """A SentencePiece vocabulary: control tokens, a few bytes, single characters."""
+    """Write a SentencePiece vocabulary: control tokens, a few bytes, single characters."""
     control = ["<unk>", "<s>", "</s>"]
     byte_pieces = [f"<0x{byte:02X}>" for byte in b"\t\n\r"]
     characters = ["\u2581", *map(chr, range(33, 127))]
@@ -124,7 +124,7 @@ def _add_tokenizer(writer: Any, config: Config) -> None:
 
 
 def _llama3_frequency_factors(config: Config) -> NDArray[np.float32]:
-    """What the inverse frequencies are divided by, float32 [head_dim / 2]."""
+    """Return the divisors of the inverse frequencies, float32 [head_dim / 2]."""
     scaling, head_dim = config["rope_scaling"], _head_dim(config)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     wavelengths = 2 * np.pi * config["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)

@@ -1,9 +1,8 @@
 """Tiny random decoders with the logits that Hugging Face Transformers computes for them.
 
-Each folder under fixtures/ holds a checkpoint (config.json and model.safetensors, or model.gguf) and
-expected.npz: `input_ids` int64 [T] and `logits` float32 [T, V], computed by Transformers with eager attention in
-one shot: in float32, or in float64 for decoders with recurrences. The configurations are written as published
-checkpoints write them.
+Each folder under fixtures/ holds a checkpoint (config.json and model.safetensors, or model.gguf) and expected.npz:
+`input_ids` int64 [T] and `logits` float32 [T, V], computed by Transformers with eager attention in one pass: in
+float32, or in float64 for decoders with recurrences. The configurations have the form of published checkpoints.
 
     python make_fixtures.py           remake every fixture
     python make_fixtures.py --check   remake elsewhere and compare with the committed files
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 
 FIXTURES = Path(__file__).parent / "fixtures"
 MOST_TOKENS = 95
-"""Three chunks of 32 but for one token."""
+"""Number of tokens: three chunks of 32, minus one token."""
 LOGIT_TOLERANCE = 1e-4
 Weights = dict[str, NDArray[Any]]
 
@@ -68,7 +67,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama_mha": LLAMA | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 500.0},
     "llama_rope_llama3": LLAMA | {"num_attention_heads": 2, "rope_scaling": LLAMA3_ROPE},
     "llama_rope_linear": LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
-    # As Transformers 5 saves it: rope_theta inside rope_parameters, "dtype" for "torch_dtype".
+    # Transformers 5 saves it so: rope_theta inside rope_parameters, "dtype" for "torch_dtype".
     "llama_rope_parameters": {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
     | {"dtype": "float32", "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0}},
     "llama_biased": LLAMA | {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 2},
@@ -130,7 +129,7 @@ CONFIGS |= {
     "qwen2": QWEN2,
     "qwen2_window": QWEN2 | {"use_sliding_window": True, "tie_word_embeddings": False},
     "qwen3": QWEN3,
-    # With a window as Transformers 5 saves it.
+    # With a window, as Transformers 5 saves it.
     "qwen3_layer_types": {k: v for k, v in QWEN3.items() if k != "rope_theta"}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "attention_bias": True, "head_dim": 4}
     | {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
@@ -213,7 +212,7 @@ def _write_gguf_twins(
 
 
 def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
-    """Weights that make attention and logits non-trivial: linears of gain about 1.2, norms around 1."""
+    """Return weights that make attention and logits non-trivial: linears of gain about 1.2, norms around 1."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head_dim, family = config.get("head_dim") or hidden // config["num_attention_heads"], config["model_type"]
     query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
@@ -261,7 +260,7 @@ def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
 
 
 def transformers_logits(folder: Path, input_ids: NDArray[np.int64], dtype: str) -> NDArray[np.float32]:
-    """Logits [T, V] of the checkpoint in `folder`, computed in `dtype`; every weight must have found its place."""
+    """Compute logits [T, V] of the checkpoint in `folder`, in `dtype`; every weight must have been used."""
     import torch
     from transformers import AutoModelForCausalLM, logging
 
@@ -297,7 +296,7 @@ def _write_expected(folder: Path, input_ids: NDArray[np.int64], logits: NDArray[
 
 
 def _difference(committed: Path, remade: Path) -> str | None:
-    """The first file that differs, or None. Weights must agree byte for byte, logits to a tolerance."""
+    """Return the first file that differs, or None. Weights must agree byte for byte, logits to a tolerance."""
     for path in sorted(remade.iterdir()):
         other = committed / path.name
         if not other.is_file():
@@ -311,7 +310,7 @@ def _difference(committed: Path, remade: Path) -> str | None:
 
 
 def _live_difference(folder: Path) -> str | None:
-    """How chunkrt's own logits differ from the committed ones, or None."""
+    """Return the difference of chunkrt's own logits from the committed ones, or None."""
     import chunkrt
 
     expected = np.load(folder / "expected.npz")

@@ -1,13 +1,13 @@
-"""Tiny random decoders as ONNX Runtime GenAI's model builder and Optimum export them.
+"""Tiny random decoders, exported by ONNX Runtime GenAI's model builder and by Optimum.
 
-Each folder under tests/data/onnx/ is what the tool wrote for one decoder: the model, its configuration and the
-tokenizer's files. The truth for values is the file itself, run by ONNX Runtime.
+Each folder under tests/data/onnx/ is the tool's output for one decoder: the model, its configuration and the
+tokenizer's files. The reference for values is the file itself, run by ONNX Runtime.
 
     python make_onnx_fixtures.py genai      the model builder's, in float32, float16 and int4
     python make_onnx_fixtures.py optimum    Optimum's, in float32 and quantised by ONNX Runtime
 
-Both need torch, transformers and onnx; the first onnxruntime-genai, the second optimum-onnx with the transformers that
-it asks for. tests/data/onnx/README.md has the versions that the committed files were made with.
+Both need torch, transformers and onnx; the first also onnxruntime-genai, the second optimum-onnx with the transformers
+that it requires. tests/data/onnx/README.md has the versions that made the committed files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from make_fixtures import GEMMA3, LLAMA, PHI3, QWEN2, QWEN3, _write_checkpoint, 
 FOLDER = Path(__file__).parents[1] / "data" / "onnx"
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 
-# Heads of 16, for ONNX Runtime rotates no smaller ones; K a multiple of 32, for int4 comes in blocks of 32.
+# Heads have 16 dimensions, because ONNX Runtime rotates no smaller ones; K is a multiple of 32, because int4 has blocks
+# of 32.
 SIZES: dict[str, Any] = {
     "vocab_size": 104,
     "hidden_size": 32,
@@ -55,7 +56,7 @@ CONFIGS["lfm2"] = (
 )
 CONFIGS["qwen3_5"] = recurrent_fixtures.CONFIGS["qwen3_5"] | SIZES | HALVED_HEADS | {"num_hidden_layers": 3}
 RECURRENT = ("lfm2", "qwen3_5")
-"""Optimum exports none of these."""
+"""Families that Optimum does not export."""
 
 # Without Gemma 3, whose rotary tables the builder of 0.18 does not find in Transformers 5's configuration.
 GENAI_PRECISIONS = {"llama": ("fp32", "fp16", "int4", "int4_qdq"), "qwen2": ("fp32", "int4")}
@@ -87,7 +88,7 @@ def make_genai(family: str, checkpoint: Path, scratch: Path) -> None:
     """Export `checkpoint` by `onnxruntime_genai.models.builder` at every precision chosen for the family."""
     for name in GENAI_PRECISIONS.get(family, ()):
         precision = name.removesuffix("_qdq")
-        # The command line takes fp16 for GPUs alone; the model runs on the CPU all the same.
+        # The command line accepts fp16 for GPUs only; the model also runs on the CPU.
         provider = "cuda" if precision == "fp16" else "cpu"
         options = ["int4_block_size=32", "int4_accuracy_level=1", "int4_algo_config=default"]
         options += ["use_qdq=true"] if name != precision else []
@@ -123,7 +124,8 @@ def make_optimum(family: str, checkpoint: Path, scratch: Path) -> None:
 
 
 def _write_with_vision(folder: Path, text: dict[str, Any], rng: np.random.Generator) -> None:
-    """A checkpoint of text and images, the only form of Qwen3.5 that the builder of 0.18 takes; it exports the text."""
+    """Write a checkpoint of text and images, the only form of Qwen3.5 that the builder of 0.18 takes; it exports the
+    text."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -145,7 +147,7 @@ def _keep(exported: Path, name: str) -> None:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """A byte-level vocabulary of the special tokens and ASCII's printable characters, one token each."""
+    """Write a byte-level vocabulary of the special tokens and ASCII's printable characters, one token each."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,8 @@
-"""What Hugging Face Transformers' logits processors leave of random logits: the truth for the sampler's tests.
+"""Probabilities after Hugging Face Transformers' logits processors, for random logits: the reference of the sampler's
+tests.
 
-Writes tests/data/sampling_reference.npz: `options`, JSON text [N]; `logits` float32 [N, V]; `history` int64
-[N, T]; `probabilities` float32 [N, V], of the next token. The processors are applied in the order of `generate`.
+Writes tests/data/sampling_reference.npz: `options`, JSON text [N]; `logits` float32 [N, V]; `history` int64 [N, T];
+`probabilities` float32 [N, V], of the next token. The processors are applied in the order of `generate`.
 
     python make_sampling_reference.py
 
@@ -54,13 +55,13 @@ def main() -> None:
 def softmax_of(
     chosen: LogitsProcessorList, history: NDArray[np.int64], logits: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Probabilities float32 [V] after the processors."""
+    """Return probabilities float32 [V] after the processors."""
     scores = chosen(torch.from_numpy(history)[None], torch.from_numpy(logits)[None])
     return np.asarray(torch.softmax(scores, dim=-1)[0].numpy())
 
 
 def processors(options: dict[str, Any]) -> LogitsProcessorList:
-    """The processors of one set of options; the order is that of GenerationMixin._get_logits_processor."""
+    """Return the processors of one set of options; the order is that of GenerationMixin._get_logits_processor."""
     chosen = LogitsProcessorList()
     if options["repetition_penalty"] != 1:
         chosen.append(RepetitionPenaltyLogitsProcessor(options["repetition_penalty"]))

@@ -1,11 +1,10 @@
-"""What llama.cpp makes of diverse texts: the truth that the tokenizer's tests compare with.
+"""llama.cpp's tokens of diverse texts: the reference of the tokenizer's tests.
 
-Reads tests/data/tokenizer_texts.json and writes tokenizer_reference.json beside it: four small vocabularies
-made from the texts, and for each way to use them llama.cpp's tokens of every text. A vocabulary is GGUF
-metadata. The byte-level one has merges across words and lines, so that every cut a pre-tokeniser makes shows.
-The one like Gemma's has runs of spaces and line ends, and tags, as user-defined tokens; the control tokens of the one
-like Phi-3's swallow whitespace. Given the GGUF files of models
-in the catalogue, their tokens are written too.
+Reads tests/data/tokenizer_texts.json and writes tokenizer_reference.json next to it: four small vocabularies made from
+the texts, and for each way to use them llama.cpp's tokens of every text. A vocabulary is GGUF metadata. The byte-level
+one has merges across words and lines, so that every cut of a pre-tokeniser is visible. The one like Gemma's has runs of
+spaces and line ends, and tags, as user-defined tokens; the control tokens of the one like Phi-3's remove whitespace. If
+GGUF files of models in the catalogue are given, their tokens are written too.
 
     python make_tokenizer_reference.py [NAME MODEL.gguf]...
 
@@ -70,9 +69,10 @@ def main(arguments: list[str]) -> None:
 
 
 def tokenise(path: Path) -> dict[str, Any]:
-    """llama.cpp's tokens of every text.
+    """Return llama.cpp's tokens of every text.
 
-    "plain": control tokens read as text. "special": read as such, by the text's index, where that differs.
+    "plain": control tokens are read as text. "special": they are read as control tokens, by the text's index, if that
+    differs.
     """
     model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
     plain, special = (
@@ -83,7 +83,7 @@ def tokenise(path: Path) -> dict[str, Any]:
 
 
 def byte_level_vocabulary() -> dict[str, Any]:
-    """Byte-level BPE: control tokens first, two user-defined ones, one word that no merge leads to."""
+    """Return a byte-level BPE: control tokens first, two user-defined ones, one word that no merge leads to."""
     library = Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -116,7 +116,7 @@ def byte_level_vocabulary() -> dict[str, Any]:
 
 
 def sentence_piece_vocabulary() -> dict[str, Any]:
-    """SentencePiece BPE: control tokens, all bytes, learned pieces best first, then common characters."""
+    """Return a SentencePiece BPE: control tokens, all bytes, learned pieces best first, then common characters."""
     library = Tokenizer(models.BPE())
     library.normalizer = normalizers.Replace(" ", "\u2581")
     counts = Counter("".join(TEXTS).replace(" ", "\u2581"))
@@ -141,7 +141,8 @@ def sentence_piece_vocabulary() -> dict[str, Any]:
 
 
 def gemma_vocabulary() -> dict[str, Any]:
-    """SentencePiece BPE as Gemma has it: all but the learned pieces and the bytes scores -1000, "<unk>" is control."""
+    """Return a SentencePiece BPE like Gemma's: all except the learned pieces and the bytes have the score -1000,
+    "<unk>" is control."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
     runs = [*("\n" * n for n in range(1, 7)), *(" " * n for n in range(2, 9)), "\t", "\t\t"]
     named = [*runs, "<table>", "</table>", "<b>", "</b>", "<s>", "</s>"]
@@ -168,7 +169,7 @@ def gemma_vocabulary() -> dict[str, Any]:
 
 
 def phi3_vocabulary() -> dict[str, Any]:
-    """SentencePiece BPE with Phi-3's control tokens, by whose name llama.cpp knows how they treat whitespace."""
+    """Return a SentencePiece BPE with Phi-3's control tokens, whose names determine how llama.cpp treats whitespace."""
     vocabulary = sentence_piece_vocabulary()
     added = ["<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>"]
     return vocabulary | {
@@ -181,7 +182,7 @@ def phi3_vocabulary() -> dict[str, Any]:
 
 
 def write_gguf(path: Path, metadata: dict[str, Any]) -> None:
-    """A GGUF file of a vocabulary alone, as a Llama: of other families llama.cpp wants to know more."""
+    """Write a GGUF file of a vocabulary alone, as a Llama: for other families llama.cpp requires more keys."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in metadata.items():
         if key == "general.architecture":

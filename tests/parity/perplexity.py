@@ -1,8 +1,8 @@
-"""A real checkpoint's perplexity as Hugging Face Transformers computes it, on the windows that `chunkrt eval` runs.
+"""A real checkpoint's perplexity as Hugging Face Transformers computes it, on the windows of `chunkrt eval`.
 
     python perplexity.py cut MODEL TEXT WINDOWS.json       with chunkrt: the tokens of the windows that it evaluates
     python perplexity.py score FILE.gguf WINDOWS.json ...  with torch and transformers: their perplexity, in float32
-    chunkrt eval MODEL --text TEXT --scheme float --base none --window 512 --windows 4     what it shall agree with
+    chunkrt eval MODEL --text TEXT --scheme float --base none --window 512 --windows 4     must report the same
 
 Transformers reads the GGUF file itself: names, layout, dequantisation and arithmetic are not chunkrt's.
 """
@@ -15,7 +15,7 @@ import math
 from pathlib import Path
 
 ROWS = 64
-"""Logits in float64 at a time: the largest vocabularies make 2 MB of each row."""
+"""Number of rows whose logits are in float64 at a time: the largest vocabularies need 2 MB for each."""
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def cut(model: str, text: str, length: int, number: int) -> list[list[int]]:
-    """The windows that `chunkrt eval MODEL --text TEXT --window LENGTH --windows NUMBER` runs."""
+    """Return the windows that `chunkrt eval MODEL --text TEXT --window LENGTH --windows NUMBER` runs."""
     import chunkrt
     from chunkrt.evaluation.windows import cut_windows, spread
 
@@ -52,7 +52,7 @@ def cut(model: str, text: str, length: int, number: int) -> list[list[int]]:
 
 
 def score(checkpoint: Path, files: list[Path]) -> None:
-    """Print the perplexity of each file's windows: of all tokens but a window's first."""
+    """Print the perplexity of each file's windows, over all tokens except a window's first."""
     import torch
     from transformers import AutoModelForCausalLM
 

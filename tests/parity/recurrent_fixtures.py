@@ -1,4 +1,4 @@
-"""The fixtures of decoders with layers whose state is no cache: their configs, their weights, and those as GGUF."""
+"""The fixtures of decoders with layers whose state is not a cache: their configs, their weights, and these as GGUF."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DELTA_RULE: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
     "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-3,  # so that rounding of what a head of small values recalls is not magnified
+    "rms_norm_eps": 1e-3,  # so that rounding is not magnified when a head recalls small values
     "head_dim": 16,
     "linear_conv_kernel_dim": 4,
     "linear_num_key_heads": 2,
@@ -56,7 +56,7 @@ _QWEN3_NEXT = (
 )
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    # As it was published at first: the feed-forward's width before it is shrunk, attention layers by index.
+    # The first published form: the feed-forward's width before it is reduced, attention layers by index.
     "lfm2": _LFM2
     | {
         "num_hidden_layers": 4,
@@ -104,7 +104,7 @@ GGUF_OF |= {"qwen3_next_experts_gguf": "qwen3_next_experts"}
 
 
 def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
-    """Weights under the names and with the shapes that Transformers saves: linears of gain about 0.8."""
+    """Return weights with the names and shapes that Transformers saves: linears of gain about 0.8."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -117,7 +117,8 @@ def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
 
 
 def _as_published(name: str, weight: NDArray[np.float32]) -> list[tuple[str, NDArray[np.float32]]]:
-    """Transformers keeps all experts of a layer in two tensors, the published checkpoints in three an expert."""
+    """Split the experts: Transformers keeps all of a layer in two tensors, the published checkpoints in three an
+    expert."""
     if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
         return [(name, weight)]
     path, _, kind = name.rpartition(".")
@@ -148,7 +149,7 @@ def _random(name: str, shape: tuple[int, ...], config: dict[str, Any], rng: np.r
 
 
 def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
-    """The same weights as llama.cpp's converter writes them (conversion/qwen.py, and its `LFM2Model`)."""
+    """Write the same weights as llama.cpp's converter does (conversion/qwen.py, and its `LFM2Model`)."""
     import gguf
 
     is_lfm2 = config["model_type"] == "lfm2"
@@ -193,7 +194,7 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
             writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     names = gguf.get_tensor_name_map(architecture, num_layers)
-    dense_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, num_layers)  # of feed-forwards without experts
+    dense_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, num_layers)  # for feed-forwards without experts
     for name, weight in _with_stacked_experts(weights, config).items():
         for converted_name, converted in _as_converted(name, weight, config):
             found = (m.get_name(converted_name, try_suffixes=(".weight", ".bias")) for m in (names, dense_names))
@@ -205,7 +206,7 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
 
 
 def _with_stacked_experts(weights: Weights, config: dict[str, Any]) -> Weights:
-    """All experts of a layer in one tensor a projection."""
+    """Stack all experts of a layer in one tensor for each projection."""
     found = {name: weight for name, weight in weights.items() if ".experts." not in name}
     for name in (n for n in weights if ".experts.0." in n):
         each = [weights[name.replace(".experts.0.", f".experts.{i}.")] for i in range(config["num_experts"])]
@@ -216,7 +217,7 @@ def _with_stacked_experts(weights: Weights, config: dict[str, Any]) -> Weights:
 def _as_converted(
     name: str, weight: NDArray[np.float32], config: dict[str, Any]
 ) -> list[tuple[str, NDArray[np.float32]]]:
-    """What the converter's `modify_tensors` gives for one tensor, under Hugging Face's names where it keeps them."""
+    """Convert one tensor as the converter's `modify_tensors` does, under Hugging Face's names if it keeps them."""
     if "conv" in name and weight.ndim == 3:
         weight = weight[:, 0]
     if config["model_type"] == "lfm2":

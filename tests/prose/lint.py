@@ -102,7 +102,8 @@ def _python(source: str, *, strings: bool) -> Iterator[tuple[int, str, str]]:
             yield token.start[0], "comment" if begins else "text", token.string
             previous = token.start[0] if alone else -1
         elif strings and token.type == tokenize.STRING and token.start[0] not in docstrings:
-            yield token.start[0], "string", token.string
+            is_formatted = token.string[0] in "fF" or token.string[1] in "fF"
+            yield token.start[0], "string", re.sub(r"\{[^{}]*\}", "{}", token.string) if is_formatted else token.string
 
 
 def _cpp(source: str) -> Iterator[tuple[int, str, str]]:

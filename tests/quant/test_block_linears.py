@@ -1,4 +1,4 @@
-"""Weights in blocks of 4 bits: the packed layout, blocks made of floats, which linears get them, and their products."""
+"""Weights in blocks of 4 bits: the packed layout, blocks from floats, selection of linears, and their products."""
 
 from dataclasses import replace
 
@@ -45,14 +45,14 @@ def assert_same(found, expected):
 
 
 @given(COLUMNS, DEPTHS, st.integers(0, 9))
-def test_unpacking_gives_back_what_was_packed(columns, depth, seed):
+def test_unpacking_inverts_packing(columns, depth, seed):
     blocks = random_blocks(columns, depth, seed)
     packed = pack_blocks(blocks)
     assert tuple(part.shape for part in packed) == packed_blocks_shapes(depth, columns)
     assert_same(unpack_blocks(*packed, columns), blocks)
 
 
-def test_the_packed_layout_is_what_it_says():
+def test_packed_layout():
     blocks = random_blocks(18, 64)
     packed, scales = pack_blocks(blocks)
     assert (packed.shape, scales.shape) == ((2, 2, 4, 16, 4), (2, 2, 2, 16))
@@ -84,7 +84,7 @@ def test_blocks_of_equal_weights_are_their_minimum():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 7e4, -7e4])
-def test_what_float16_cannot_hold_is_refused_by_name(bad):
+def test_values_that_float16_cannot_hold_are_refused_by_name(bad):
     weight = np.zeros((64, 1030), np.float32)
     weight[40, 1029] = bad if abs(bad) != 7e4 else 16 * bad
     message = r"too large for blocks of 4 bits .*w8a8" if np.isfinite(bad) else "that are not finite"
@@ -93,8 +93,9 @@ def test_what_float16_cannot_hold_is_refused_by_name(bad):
 
 
 @given(COLUMNS, DEPTHS)
-def test_products_are_those_of_the_values(columns, depth):
-    """In float64, on the rows as they are quantised; a sum loses a float32 step a block's product and minimum."""
+def test_products_equal_those_of_the_values(columns, depth):
+    """They are computed in float64, on the quantised rows; a sum loses one float32 step per block's product and
+    minimum."""
     blocks = random_blocks(columns, depth)
     x = np.random.default_rng(1).standard_normal((5, depth)).astype(np.float32)
     x[1, 7], x[3, 0], x[3, 31] = -4321.7, 2000.1, 2100.3
@@ -116,12 +117,12 @@ QKV, O_PROJ, GATE_UP, DOWN = (
 
 
 def settled(types, config=CONFIG_IN_BLOCKS, scheme=SCHEME):
-    """Linears of the first layer, and the head, that are in 4 bits."""
+    """Return the linears of the first layer, and the LM head, that are in 4 bits."""
     found = settle(BlockCheckpoint(types, config).planned(), scheme)
     return {name for name in (QKV, O_PROJ, GATE_UP, DOWN, "lm_head.weight") if found.has_blocks(name)}
 
 
-def test_which_linears_have_blocks_is_the_checkpoint_s_to_say():
+def test_checkpoint_determines_linears_with_blocks():
     assert settled({}) == {QKV, O_PROJ, GATE_UP, DOWN}
     parts = [f"{LAYER}.self_attn.{n}_proj.weight" for n in "qkv"]
     assert settled(dict.fromkeys(parts, "Q4_1")) == {QKV, O_PROJ, GATE_UP, DOWN}
@@ -134,13 +135,13 @@ def test_which_linears_have_blocks_is_the_checkpoint_s_to_say():
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name != SCHEME.name])
-def test_other_schemes_are_settled_already(name):
+def test_other_schemes_need_no_settling(name):
     assert settle(BlockCheckpoint({}).planned(), SCHEMES[name]) is SCHEMES[name]
     assert not SCHEMES[name].has_blocks(QKV)
 
 
-def test_a_checkpoint_s_blocks_are_stored_as_they_are(tmp_path):
-    """Parts side by side; nothing but them is asked for where blocks are there."""
+def test_checkpoint_blocks_are_stored_unchanged(tmp_path):
+    """Parts are concatenated; if there are blocks, no values are loaded."""
     types = {f"{LAYER}.self_attn.{n}_proj.weight": "Q4_1" for n in "qkv"}
     planned = BlockCheckpoint(types).planned()
     scheme, path, loaded = settle(planned, SCHEME), tmp_path / "weights", []
@@ -179,7 +180,7 @@ def test_backends_agree_on_a_float_checkpoint():
 
 
 @pytest.mark.skipif(REAL_MODEL is None, reason=f"{REAL_NAME} is not here: chunkrt pull {REAL_NAME}")
-def test_a_real_checkpoint_keeps_its_blocks(tmp_path):
+def test_real_checkpoint_keeps_its_blocks(tmp_path):
     planned = plan_checkpoint(REAL_MODEL, {})
     scheme = settle(planned, SCHEME)
     assert scheme == replace(SCHEME, weights_of_8_bits=("lm_head.weight",))

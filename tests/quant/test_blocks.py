@@ -18,12 +18,12 @@ FLOATS = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
 
 
 def blocks_of(array):
-    """Along the depth, the last one perhaps shorter."""
+    """Split along the depth; the last block may be shorter."""
     return [array[begin : begin + BLOCK_LENGTH] for begin in range(0, len(array), BLOCK_LENGTH)]
 
 
 def rounded(value, multiplier):
-    """The nearest whole multiple that 4 bits reach, exactly."""
+    """Return the nearest integer multiple in 4 bits, exactly."""
     return max(-7, min(7, round(Fraction(value, multiplier)))) * multiplier
 
 
@@ -42,15 +42,15 @@ def test_products_are_of_4_bits_and_a_multiplier(weight):
 
 
 @given(st.tuples(DEPTHS, COLUMNS).flatmap(lambda shape: arrays(np.float32, shape, elements=FLOATS)))
-def test_the_block_of_a_column_s_largest_weight_has_the_largest_multiplier(weight):
-    """Then the NPU's compiler, which takes a column's scale from its largest block, finds the same integers."""
+def test_block_of_a_column_s_largest_weight_has_the_largest_multiplier(weight):
+    """The NPU's compiler, which takes a column's scale from its largest block, then finds the same integers."""
     _, _, multipliers = quantize_weight_in_blocks(weight)
     largest = np.abs(weight).argmax(axis=0) // BLOCK_LENGTH
     assert (multipliers[largest, np.arange(weight.shape[1])] == 16).all()
 
 
 def test_multipliers_are_the_best_by_exact_arithmetic():
-    """Whole weights up to 112, so that the scale is 1; narrow blocks and wide ones, the last one short."""
+    """Weights are integers up to 112, so that the scale is 1; blocks are narrow and wide, the last one short."""
     rng = np.random.default_rng(0)
     reach = rng.integers(1, 113, (4, 6)).repeat(BLOCK_LENGTH, axis=0)[:100]
     weight = rng.integers(-reach, reach + 1)
@@ -69,7 +69,7 @@ def test_multipliers_are_the_best_by_exact_arithmetic():
 
 
 @pytest.mark.parametrize("depth", [64, 90])
-def test_errors_are_never_above_those_of_the_multiplier_that_just_reaches_the_largest(depth):
+def test_error_is_never_above_that_of_the_smallest_sufficient_multiplier(depth):
     weight = np.random.default_rng(0).standard_normal((depth, 40)).astype(np.float32)
     products, scale, _ = quantize_weight_in_blocks(weight)
     in_steps = weight / scale.astype(np.float64)
@@ -80,7 +80,7 @@ def test_errors_are_never_above_those_of_the_multiplier_that_just_reaches_the_la
         assert (error < plain_error).mean() > 0.25
 
 
-def test_a_column_of_zeros_has_scale_zero():
+def test_column_of_zeros_has_scale_zero():
     weight = np.zeros((40, 2), np.float32)
     weight[35, 1] = -7
     products, scale, multipliers = quantize_weight_in_blocks(weight)
@@ -89,7 +89,7 @@ def test_a_column_of_zeros_has_scale_zero():
     assert multipliers[1, 1] == 16
 
 
-def test_columns_do_not_know_of_each_other():
+def test_columns_are_independent():
     weight = np.random.default_rng(0).standard_normal((40, 1500)).astype(np.float32)
     together = quantize_weight_in_blocks(weight)
     for column in (0, 1023, 1024, 1499):
@@ -107,7 +107,7 @@ def test_strides_do_not_matter():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_weight_that_is_not_finite_is_refused_by_name(bad):
+def test_weight_that_is_not_finite_is_refused_by_name(bad):
     weight = np.ones((40, 1501), np.float32)
     weight[39, 1500] = bad
     with pytest.raises(QuantizationError, match=r"o_proj.weight holds values that are not finite"):

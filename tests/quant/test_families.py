@@ -1,4 +1,4 @@
-"""Every decoder family under quantisation: schemes stay near float, foldings leave logits as they are or refuse."""
+"""Every decoder family under quantisation: schemes stay near float; foldings keep logits or are refused."""
 
 import re
 
@@ -27,11 +27,11 @@ FAMILIES = (
     "qwen3",
 )
 RECURRENT = ("lfm2", "qwen3_5", "qwen3_next", "qwen3_next_experts")
-"""What foldings do to these is in test_quant_folding_recurrent.py."""
+"""Families whose foldings are tested in test_quant_folding_recurrent.py."""
 MOST_ERROR = {"w8a8-dynamic": 0.08, "w8a16": 0.04}
-"""Of logits against float, by the root mean square; weights of 8 bits alone, drawn evenly, make up 0.02 of this."""
+"""Tolerance of logits against float (root mean square); random 8-bit weights alone contribute 0.02."""
 MOST_DIFFERENCE = 0.01
-"""Between two backends that compute the same integers: here and there a value falls to the other side of a step."""
+"""Tolerance between two backends that compute the same integers: a few values move to another step."""
 
 
 def relative_error(found, expected):
@@ -59,7 +59,7 @@ def test_quantised_logits_are_near_those_in_float(name, scheme, tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", FAMILIES + RECURRENT)
-def test_the_native_backend_computes_what_the_reference_does(name, tmp_path, monkeypatch):
+def test_native_equals_the_reference(name, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     found = logits_of(name, npu="native", scheme="w8a8-dynamic", cache_dtype="float32")
     assert relative_error(found, logits_of(name, scheme="w8a8-dynamic")) < MOST_DIFFERENCE
@@ -71,8 +71,8 @@ def model_of(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_equalisation_reaches_every_linear_and_leaves_logits_as_they_are(name):
-    """v's channels too, which the norm of heads lets pass."""
+def test_equalisation_reaches_every_linear_and_keeps_logits(name):
+    """It includes v's channels, which the norm of heads lets pass."""
     model = model_of(name)
     folding = equalised(model)
     assert folding.rows.keys() == linear_nodes(model.plan).keys()
@@ -80,7 +80,7 @@ def test_equalisation_reaches_every_linear_and_leaves_logits_as_they_are(name):
     assert_same(model.run(model.folded(folding))[0], model.run()[0])
 
 
-def test_norms_behind_linears_are_not_rotated():
+def test_norms_after_linears_are_not_rotated():
     node = "model.layers.0.post_attention_layernorm.output"
     message = f"the residual stream cannot be rotated: node '{node}' (RMSNormalization) makes a part of it from values"
     with pytest.raises(QuantizationError, match="^" + re.escape(message)):

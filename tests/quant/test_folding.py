@@ -1,4 +1,4 @@
-"""Foldings leave a decoder's logits as they are, and do to its weights and activations what they are for."""
+"""Foldings keep a decoder's logits, and have the intended effect on its weights and activations."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("fold", [equalised, rotated, both])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_stay_as_they_are(shape, fold):
+def test_foldings_keep_logits(shape, fold):
     model = random_model(**SHAPES[shape])
     folding = fold(model)
     assert_same(model.run(model.folded(folding))[0], model.run()[0])
@@ -54,13 +54,13 @@ NOT_ROTATED = {
     "gemma3": "has norms behind linears; see tests/quant/test_families.py",
     "qwen3_next_experts": "has experts, which are no linears; see tests/quant/test_folding_recurrent.py",
 }
-"""By how their fixtures' names begin: what has norms whose weights no linear takes over."""
+"""By prefixes of fixtures' names: the obstacle, norms whose weights no linear can absorb."""
 
 
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("fold", [equalised, rotated, both])
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_stay_those_of_transformers(name, fold):
+def test_folded_logits_equal_those_of_transformers(name, fold):
     source = open_checkpoint(checkpoint(name))
     for kind, reason in NOT_ROTATED.items():
         if name.startswith(kind) and fold is not equalised:
@@ -102,7 +102,7 @@ def test_factors_are_those_of_smoothquant(alpha):
         np.testing.assert_allclose(folding.columns[name][-20:], 1 / expected.ravel(), rtol=1e-4)
 
 
-def test_strength_1_makes_channels_even_and_strength_0_rows():
+def test_strength_1_equalises_channels_and_strength_0_rows():
     model = random_model()
     linears = linear_nodes(model.plan).items()
     even = equalised(model, 1)
@@ -117,7 +117,7 @@ def test_strength_1_makes_channels_even_and_strength_0_rows():
             np.testing.assert_allclose(rows, rows[0], rtol=1e-3)
 
 
-def test_a_rotation_evens_out_a_channel_that_all_tokens_share():
+def test_rotation_evens_out_a_channel_that_all_tokens_share():
     model = random_model(hidden_size=64)
 
     def with_outlier(name):
@@ -155,7 +155,7 @@ def test_norms_become_1_when_the_stream_is_rotated():
     st.lists(st.sampled_from([0, 1e-45, 1e-30, 0.01, 1, 100, 1e30, 3e38]), min_size=1, max_size=9),
     st.sampled_from([0, 0.5, 1]),
 )
-def test_zeros_and_huge_values_do_not_spoil_a_weight(values, alpha):
+def test_zeros_and_huge_values_keep_weights_finite(values, alpha):
     model = random_model(num_hidden_layers=1)
 
     def with_zeros(name):
@@ -176,7 +176,7 @@ def test_zeros_and_huge_values_do_not_spoil_a_weight(values, alpha):
     assert_same(model.run(lambda name: folding.apply(name, with_zeros(name)))[0], model.run(with_zeros)[0])
 
 
-def test_a_weight_that_nothing_happens_to_is_given_back():
+def test_unaffected_weight_is_returned_itself():
     model = random_model()
     weight = model.load(DOWN)
     assert Folding().apply(DOWN, weight) is weight
@@ -184,7 +184,7 @@ def test_a_weight_that_nothing_happens_to_is_given_back():
 
 
 @pytest.mark.parametrize("fold", [equalised, rotated, both])
-def test_the_loaded_weight_is_left_as_it_is(fold):
+def test_loaded_weight_is_not_modified(fold):
     model = random_model()
     folding = fold(model)
     for name in model.parameters:
@@ -195,7 +195,7 @@ def test_the_loaded_weight_is_left_as_it_is(fold):
 
 
 @pytest.mark.parametrize("fold", [lambda model: Folding(), equalised, rotated, both])
-def test_arrays_hold_all_of_it(fold, tmp_path):
+def test_arrays_hold_the_complete_folding(fold, tmp_path):
     model = random_model()
     folding = fold(model)
     np.savez_compressed(tmp_path / "folding.npz", **folding.arrays())
@@ -222,9 +222,11 @@ def test_other_arrays_are_refused(key, array):
         Folding.from_arrays({key: array})
 
 
-def test_another_models_weights_are_refused():
+def test_weights_of_another_model_are_refused():
     model, other = random_model(), random_model(hidden_size=64, head_dim=12)
-    with pytest.raises(QuantizationError, match=rf"of another model: it has .*36 rows.* for {QKV}, which is \[64, 96\]"):
+    with pytest.raises(
+        QuantizationError, match=rf"of another model: it has .*36 rows.* for {QKV}, which is \[64, 96\]"
+    ):
         equalised(model).apply(QKV, other.load(QKV))
     with pytest.raises(QuantizationError, match=r"it has a rotation for .*, which is \[3\]"):
         Folding(rotated_rows=frozenset({"a"})).apply("a", np.ones(3, np.float32))
@@ -234,7 +236,7 @@ def test_another_models_weights_are_refused():
         equalise(model.plan, model.load, {}, 0.5)
 
 
-def test_what_is_not_finite_is_refused():
+def test_non_finite_values_are_refused():
     model = random_model()
     _, peaks = model.run()
     with pytest.raises(QuantizationError, match=f"channels of {LAYER}.mlp.gated that are not finite"):
@@ -244,13 +246,13 @@ def test_what_is_not_finite_is_refused():
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
-def test_a_strength_lies_between_0_and_1(alpha):
+def test_strength_is_between_0_and_1(alpha):
     model = random_model()
     with pytest.raises(ConfigError, match=f"is {alpha}, expected a number from 0 to 1"):
         equalise(model.plan, model.load, {}, alpha)
 
 
-def test_a_rotation_comes_first():
+def test_rotation_must_come_first():
     model = random_model()
     with pytest.raises(QuantizationError, match="a rotation comes first"):
         equalised(model).then(rotated(model))

@@ -1,4 +1,4 @@
-"""Foldings of decoders that are built otherwise: what they find in the data flow, and what they refuse."""
+"""Foldings of decoders with other structures: their data flow, and refusals."""
 
 import re
 
@@ -30,7 +30,7 @@ from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
 
 class SandwichLayer(Layer):
-    """Gemma's: what a feed-forward gives is normalised before it is added."""
+    """Gemma's layer: the output of a feed-forward is normalised before it is added."""
 
     def __init__(self, config, *parts):
         super().__init__(config, *parts)
@@ -42,14 +42,14 @@ class SandwichLayer(Layer):
 
 
 class ScaledLayer(Layer):
-    """The stream passes a sigmoid."""
+    """A layer whose stream passes through a sigmoid."""
 
     def forward(self, hidden):
         return ops.sigmoid(super().forward(hidden), name="squashed")
 
 
 class ParallelLayer(Layer):
-    """Attention and feed-forward read one norm, and the stream gets a bias."""
+    """A layer whose attention and feed-forward read one norm, and whose stream gets a bias."""
 
     def forward(self, hidden):
         normed = self.input_layernorm(hidden)
@@ -59,7 +59,7 @@ class ParallelLayer(Layer):
 
 
 class NormAddedLayer(Layer):
-    """What is normalised is added to the stream."""
+    """A layer that adds a normalised value to the stream."""
 
     def forward(self, hidden):
         hidden = ops.add(hidden, self.self_attn(self.input_layernorm(hidden)), name="attention_residual")
@@ -68,7 +68,7 @@ class NormAddedLayer(Layer):
 
 
 class SharedWeightLayer(Layer):
-    """o_proj is used twice."""
+    """A layer that uses o_proj twice."""
 
     def forward(self, hidden):
         attended = self.self_attn(self.input_layernorm(hidden))
@@ -79,7 +79,7 @@ class SharedWeightLayer(Layer):
 
 
 class SeparateFeedForward(FeedForward):
-    """Gate and up as linears of their own, up on the left, biases, and a gate that is read once more."""
+    """Gate and up as separate linears, up on the left, biases, and a gate with one more reader."""
 
     def __init__(self, config, *, reads_up_twice):
         super().__init__(config)
@@ -96,21 +96,21 @@ class SeparateFeedForward(FeedForward):
 
 
 class HeadlessDecoder(CausalDecoder):
-    """Gives the last hidden states, as embedding models do."""
+    """Returns the last hidden states, as embedding models do."""
 
     def forward(self, token_ids, logit_rows):
         return ops.gather_rows(self.model(token_ids), logit_rows, name="last_hidden")
 
 
 class BareDecoder(CausalDecoder):
-    """Gives embeddings as they are looked up."""
+    """Returns embeddings directly after the look-up."""
 
     def forward(self, token_ids, logit_rows):
         return ops.gather_rows(self.model.embed_tokens(token_ids), logit_rows, name="picked")
 
 
 class AnyTensors(RandomCheckpoint):
-    """Has every tensor that is asked for; its parameters know the shapes."""
+    """Has every requested tensor; its parameters know the shapes."""
 
     def __init__(self, decoder):
         super().__init__(CONFIG)
@@ -139,7 +139,7 @@ def unusual_model(layer=Layer, feed_forward=FeedForward, decoder=CausalDecoder):
         (SharedWeightLayer, f"(MatMul) reads {O_PROJ}, which other nodes read too"),
     ],
 )
-def test_a_decoder_that_cannot_be_rotated_is_refused(layer, message):
+def test_decoder_that_cannot_be_rotated_is_refused(layer, message):
     with pytest.raises(QuantizationError, match=f"^the residual stream cannot be rotated: .*{re.escape(message)}"):
         rotated(unusual_model(layer))
 
@@ -147,17 +147,20 @@ def test_a_decoder_that_cannot_be_rotated_is_refused(layer, message):
 @pytest.mark.parametrize(
     ("decoder", "message"),
     [
-        (HeadlessDecoder, "node 'model.norm.output' (RMSNormalization) has a weight that only linear layers can absorb"),
+        (
+            HeadlessDecoder,
+            "node 'model.norm.output' (RMSNormalization) has a weight that only linear layers can absorb",
+        ),
         (BareDecoder, "node 'picked' (Gather) makes it the decoder's output"),
     ],
 )
-def test_an_output_without_a_head_is_not_rotated(decoder, message):
+def test_output_without_a_head_is_not_rotated(decoder, message):
     with pytest.raises(QuantizationError, match=re.escape(message)):
         rotated(unusual_model(decoder=decoder))
 
 
 @pytest.mark.parametrize("fold", [equalised, rotated, both])
-def test_a_norm_that_several_linears_read_is_shared(fold):
+def test_norm_that_several_linears_read_is_shared(fold):
     model = unusual_model(ParallelLayer)
     folding = fold(model)
     assert_same(model.run(model.folded(folding))[0], model.run()[0])
@@ -173,7 +176,7 @@ def test_a_norm_that_several_linears_read_is_shared(fold):
         (SharedWeightLayer, {"o_proj"}),
     ],
 )
-def test_linears_without_a_source_are_left_alone(layer, left_alone):
+def test_linears_without_a_source_are_unchanged(layer, left_alone):
     model = unusual_model(layer)
     folding = equalised(model)
     alone = {name.split(".")[-2] for name in linear_nodes(model.plan).keys() - folding.rows.keys()}
@@ -182,7 +185,7 @@ def test_linears_without_a_source_are_left_alone(layer, left_alone):
 
 
 @pytest.mark.parametrize("reads_up_twice", [False, True])
-def test_gate_and_up_may_be_linears_of_their_own(reads_up_twice):
+def test_gate_and_up_may_be_separate_linears(reads_up_twice):
     model = unusual_model(feed_forward=lambda config: SeparateFeedForward(config, reads_up_twice=reads_up_twice))
     folding = equalised(model)
     assert_same(model.run(model.folded(folding))[0], model.run()[0])

@@ -25,14 +25,14 @@ def test_hartley_matrices_have_orthogonal_rows_of_even_values(order):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_factors_make_up_the_width(width):
+def test_factors_multiply_to_the_width(width):
     factors = orthogonal_factors(width)
     assert np.prod([len(factor) for factor in factors]) == width
     assert all(len(factor) <= LARGEST_POWER or len(factor) % 2 for factor in factors)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_rotation_is_orthogonal_and_even(width):
+def test_rotation_is_orthogonal_and_even(width):
     matrix = rotate(np.eye(width, dtype=np.float32)).astype(np.float64)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(width), atol=1e-6)
     assert np.abs(matrix).max() * width**0.5 <= 2**0.5 + 1e-6
@@ -41,7 +41,7 @@ def test_the_rotation_is_orthogonal_and_even(width):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_rotation_is_the_product_of_its_factors(width):
+def test_rotation_is_the_product_of_its_factors(width):
     dense = np.ones((1, 1))
     for factor in orthogonal_factors(width):
         dense = np.kron(dense, factor)
@@ -50,14 +50,14 @@ def test_the_rotation_is_the_product_of_its_factors(width):
     np.testing.assert_allclose(matrix, signs * dense / width**0.5, atol=1e-6)
 
 
-def test_rows_are_rotated_alike_however_many_there_are():
+def test_rotation_is_independent_of_the_number_of_rows():
     x = np.random.default_rng(0).standard_normal((2 * ROWS_AT_ONCE + 1, 12)).astype(np.float32)
     expected = x.astype(np.float64) @ rotate(np.eye(12, dtype=np.float32))
     np.testing.assert_allclose(rotate(x), expected, atol=2e-6)
     np.testing.assert_array_equal(rotate(np.asfortranarray(x)), rotate(x))
 
 
-def test_the_signs_are_the_same_everywhere():
-    """Calibrations are kept, and hold peaks of the rotated decoder."""
+def test_signs_are_the_same_on_every_machine():
+    """Calibrations are stored, and hold peaks of the rotated decoder."""
     first_column = rotate(np.eye(12, dtype=np.float32))[:, 0]
     assert "".join("+" if value > 0 else "-" for value in first_column) == "++-++-++---+"

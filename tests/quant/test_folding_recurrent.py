@@ -1,4 +1,4 @@
-"""Foldings and calibration of decoders with linear attention, whose channels stay as they are."""
+"""Foldings and calibration of decoders with linear attention, whose channels are not changed."""
 
 import numpy as np
 import pytest
@@ -13,10 +13,10 @@ from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.plan import linear_nodes, linear_weights
 
 BEHIND = {"lfm2": ".conv.out_proj.", "qwen3_next": ".linear_attn.out_proj.", "qwen3_5": ".linear_attn.out_proj."}
-"""Linears whose input is what linear attention makes."""
+"""Linears whose input comes from linear attention."""
 BEFORE = {"lfm2": (".conv.in_proj.",), "qwen3_next": (".linear_attn.qkv_proj.", ".linear_attn.ba_proj.")}
 BEFORE["qwen3_5"] = BEFORE["qwen3_next"]
-"""Linears that make its inputs. Under a rule over all its rows their columns cannot take factors."""
+"""Linears that make its inputs. If a rule covers all its rows, their columns cannot take factors."""
 
 
 @pytest.fixture(scope="module", params=BEHIND)
@@ -31,12 +31,12 @@ def model(name):
 
 
 @pytest.mark.parametrize("fold", [equalised, rotated, both])
-def test_a_folding_changes_no_logits(model, fold):
+def test_folding_changes_no_logits(model, fold):
     folding = fold(model)
     assert_same(model.run(model.folded(folding))[0], model.run()[0])
 
 
-def test_a_mixture_of_experts_is_equalised_but_not_rotated():
+def test_mixture_of_experts_is_equalised_but_not_rotated():
     source = open_checkpoint(checkpoint("qwen3_next_experts"))
     model = Model(build_decoder(source), source)
     folding = equalised(model)
@@ -47,7 +47,7 @@ def test_a_mixture_of_experts_is_equalised_but_not_rotated():
         rotated(model)
 
 
-def test_equalisation_leaves_alone_what_linear_attention_reads_and_writes(model, name):
+def test_equalisation_skips_inputs_and_outputs_of_linear_attention(model, name):
     folding = equalised(model)
     left_alone = linear_weights(model.plan) - folding.rows.keys()
     behind = {weight for weight in linear_weights(model.plan) if BEHIND[name] in weight}
@@ -58,8 +58,8 @@ def test_equalisation_leaves_alone_what_linear_attention_reads_and_writes(model,
     assert not before & folding.columns.keys()
 
 
-def test_calibration_sees_what_a_session_would(model, name):
-    """A window that starts from an empty state."""
+def test_calibration_equals_a_session(model, name):
+    """A window starts from an empty state."""
     planned = plan_checkpoint(checkpoint(name), {})
     tokens = np.random.default_rng(0).integers(0, planned.plan.vocab_size, 48)
     found = calibrate(planned.plan, planned.load, tokens, model=name)

@@ -1,4 +1,4 @@
-"""The grids of static schemes: how they come from a calibration, and what the store keeps of them."""
+"""The grids of static schemes: their derivation from a calibration, and their arrays in the store."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ HEAD = "lm_head.weight"
 
 
 def drawn(plan):
-    """Weights from a seed, by plan name."""
+    """Return weights from a seed, by plan name."""
 
     def load(name):
         shape = [int(d) for d in plan.tensors[name].shape]
@@ -70,7 +70,7 @@ SEEN = Calibration(
 )
 
 FINE = np.full(3, 1e-9, np.float32)
-"""Scales of a weight that leave an output's grid as calibration wants it."""
+"""Scales of a weight so small that they do not affect an output's grid."""
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -83,33 +83,34 @@ def test_values_go_to_the_nearest_level_and_ties_to_the_even_one(bits):
     np.testing.assert_array_equal(round_to_grid(steps * step, np.array([step]), bits), expected)
 
 
-def test_each_column_has_its_own_grid_if_it_has_one():
+def test_column_grids_are_separate():
     x = np.array([[1, 1, 1], [-3, 300, 0.25]], np.float32)
     found = round_to_grid(x, np.array([0.5, 2, 1], np.float32), 8)
     np.testing.assert_array_equal(found, [[2, 0, 1], [-6, 127, 0]])
 
 
-def test_grids_of_16_bits_reach_the_peak_and_outputs_twice_as_far():
+def test_16_bit_grids_reach_the_peak_and_outputs_twice_as_far():
     grids = grids_of(linear(O_PROJ), W8A16, SEEN, FINE)
     np.testing.assert_array_equal(grids.input_step, np.array([1 / 64], np.float32))
     np.testing.assert_array_equal(grids.output_step, np.array([2 / 256], np.float32))
 
 
-def test_grids_of_8_bits_end_at_the_limit_and_outputs_at_the_peak_of_their_column():
+def test_8_bit_grids_end_at_the_limit_and_outputs_at_the_peak_of_their_column():
     """A column that was always zero gets a grid as if it had reached 1."""
     grids = grids_of(linear(O_PROJ), W8A8, SEEN, FINE)
     np.testing.assert_array_equal(grids.input_step, np.array([1 / 64], np.float32))
     np.testing.assert_array_equal(grids.output_step, np.array([1, 1 / 127, 32639 / 256 / 127], np.float32))
 
 
-def test_wide_linears_have_grids_of_16_bits_by_column():
+def test_wide_linears_have_16_bit_grids_by_column():
     grids = grids_of(linear(HEAD), W8A8, SEEN, FINE)
     np.testing.assert_array_equal(grids.input_step, np.array([1 / 64], np.float32))
     np.testing.assert_array_equal(grids.output_step, np.array([2 * 127 / 32639, 1 / 32639, 2 / 256], np.float32))
 
 
-def test_an_output_in_float_has_no_grid_and_needs_none():
-    """Where only some are, by pattern, the others keep theirs. Every output of a scheme that is not static is one."""
+def test_float_output_has_no_grid():
+    """If a pattern selects some outputs, the others keep their grids. Under schemes that are not static all outputs are
+    float."""
     for weight, input_step in ((O_PROJ, 1 / 64), (HEAD, 1 / 64)):
         grids = grids_of(linear(weight), FLOAT_OUTPUTS, SEEN, FINE)
         np.testing.assert_array_equal(grids.input_step, np.array([input_step], np.float32))
@@ -121,8 +122,8 @@ def test_an_output_in_float_has_no_grid_and_needs_none():
     assert all(SCHEMES[name].has_float_output(O_PROJ) for name in ("float", "w8a8-dynamic"))
 
 
-def test_a_shadow_makes_grids_end_earlier():
-    """The input's where the calibration put it, the output's at what the main half was seen to give."""
+def test_shadow_makes_grids_end_earlier():
+    """The input's grid ends at the calibration's limit, the output's at the peak of the main half."""
     grids = grids_of(linear(O_PROJ), SHADOWED, SEEN, FINE)
     np.testing.assert_array_equal(grids.input_step, np.array([1 / 512], np.float32))
     np.testing.assert_array_equal(grids.output_step, np.array([0.1, 1 / 127, 0.01], np.float32))
@@ -135,13 +136,13 @@ def test_a_shadow_makes_grids_end_earlier():
     np.testing.assert_array_equal(of_head.output_step, without.output_step)
 
 
-def test_the_main_half_of_a_cut_linear_has_the_grids_of_the_linear():
+def test_main_half_of_a_split_linear_has_the_grids_of_the_linear():
     main = replace(linear(O_PROJ), outputs=("y.main",))
     found, expected = (grids_of(node, SHADOWED, SEEN, FINE) for node in (main, linear(O_PROJ)))
     np.testing.assert_array_equal(found.output_step, expected.output_step)
 
 
-def test_only_linears_of_8_bits_have_shadows():
+def test_only_8_bit_linears_have_shadows():
     assert [SHADOWED.is_shadowed(w) for w in (QKV, O_PROJ, GATE_UP, DOWN, HEAD)] == [True, True, True, True, False]
     some = replace(W8A8, shadowed=(DOWN,))
     assert [some.is_shadowed(w) for w in (QKV, O_PROJ, GATE_UP, DOWN, HEAD)] == [False, False, False, True, False]
@@ -153,7 +154,8 @@ def test_only_linears_of_8_bits_have_shadows():
 @pytest.mark.parametrize("threshold", [126.5, 127.0, 127.5, 128.0, 1e6])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_excess_begins_where_rounding_leaves_the_grid(threshold, sign, bits_apart):
-    """Half-way from the last level to the next, ties to even: 127.5 steps are beyond it, the float32 below is not."""
+    """With ties to even, the boundary is half-way from the last level to the next: 127.5 steps exceed it, the float32
+    below does not."""
     for step in np.float32([1, 0.3, 2.0**-40]):
         x = np.float32(sign * threshold) * step
         for _ in range(abs(bits_apart)):
@@ -168,8 +170,9 @@ def test_excess_begins_where_rounding_leaves_the_grid(threshold, sign, bits_apar
     st.lists(st.floats(-1e6, 1e6, width=32) | st.sampled_from([0.0, 127.0, -127.0, 127.5, -127.5, 128.0]), min_size=1),
     st.sampled_from([1.0, 0.5, 2.0**-9, 8.0, 0.3, 0.01, 1e-6]),
 )
-def test_what_a_grid_clips_and_the_excess_over_it_make_the_value(values, step):
-    """Exactly where a step is a power of 2 and no digits get lost; else to the rounding of 127 steps and of a sum."""
+def test_clipped_value_and_excess_add_up_to_the_value(values, step):
+    """The sum is exact if a step is a power of 2 and no digits get lost; otherwise it has the rounding of 127 steps and
+    of a sum."""
     x, step = np.array([values], np.float32), np.array([step], np.float32)
     excess, kept = excess_over_grid(x, step), round_to_grid(x, step, 8) * step
     assert excess.dtype == np.float32
@@ -186,15 +189,15 @@ def test_what_a_grid_clips_and_the_excess_over_it_make_the_value(values, step):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_not_hidden_by_the_excess(value):
+def test_excess_shows_values_that_are_not_finite(value):
     x = np.array([[1, value, 200]], np.float32)
     found = excess_over_grid(x, np.array([1], np.float32))
     assert not np.isfinite(found[0, 1])
     np.testing.assert_array_equal(found[0, [0, 2]], [0, 73])
 
 
-def test_the_headroom_of_a_column_ends_where_float16_does():
-    """There an NPU cuts a column's limit off. One grid for all columns has no limit that it multiplies by."""
+def test_headroom_of_a_column_ends_at_float16():
+    """An NPU would clip a column's limit there. One grid for all columns has no limit as a factor."""
     columns = np.array([32000, 40000, 70000], np.float32)
     seen = replace(SEEN, column_peaks={"y": columns}, peaks={"x": 1.0, "y": 70000.0})
     expected = np.array([64000, 65504, 70000], np.float32) / np.float32(32639)
@@ -203,8 +206,8 @@ def test_the_headroom_of_a_column_ends_where_float16_does():
     np.testing.assert_array_equal(by_tensor, np.array([140000 / 32639], np.float32))
 
 
-def test_no_grid_of_16_bits_is_finer_than_an_npus_sums():
-    """Which are whole multiples of 256 * input step * scale."""
+def test_16_bit_grid_is_not_finer_than_an_npus_sums():
+    """The sums are integer multiples of 256 * input step * scale."""
     scale = np.array([1e-9, 1 / 1024, 1 / 8], np.float32)
     assert grids_of(linear(O_PROJ), W8A16, SEEN, scale).output_step == [np.float32(256 / 64 / 8)]
     by_column = grids_of(linear(HEAD), W8A8, SEEN, scale).output_step
@@ -214,14 +217,14 @@ def test_no_grid_of_16_bits_is_finer_than_an_npus_sums():
     )
 
 
-def test_a_value_that_was_always_zero_has_a_grid_to_1():
+def test_value_that_was_always_zero_has_a_grid_to_1():
     silent = replace(SEEN, peaks={"x": 0.0, "y": 0.0})
     grids = grids_of(linear(O_PROJ), W8A16, silent, FINE)
     for step in (grids.input_step, grids.output_step):
         np.testing.assert_array_equal(step, np.array([1 / 32639], np.float32))
 
 
-def test_bits_follow_the_weight_s_name():
+def test_bits_depend_on_the_weight_s_name():
     by_scheme = {s.name: [s.activation_bits_of(w) for w in (QKV, O_PROJ, GATE_UP, DOWN, HEAD)] for s in STATIC}
     assert by_scheme == {
         "w8a16": [16, 16, 16, 16, 16],
@@ -238,7 +241,7 @@ def test_bits_follow_the_weight_s_name():
 
 
 @pytest.mark.parametrize("scheme", [*STATIC, FLOAT_OUTPUTS, SHADOWED], ids=lambda scheme: scheme.name)
-def test_the_store_holds_grids_beside_each_linear(scheme):
+def test_store_holds_grids_with_each_linear(scheme):
     decoder = random_decoder([scheme])
     store = decoder.weights[scheme.name]
     store.check(e for w in stored_weights(decoder.plan, scheme).values() for e in w.entries)
@@ -272,7 +275,7 @@ def test_the_store_holds_grids_beside_each_linear(scheme):
             assert 0 <= hot.min() <= hot.max() < depth
 
 
-def test_the_store_holds_the_grids_of_the_calibration_and_4_bit_weights_as_products(tmp_path):
+def test_store_holds_the_grids_of_the_calibration_and_4_bit_weights_as_products(tmp_path):
     plan = random_decoder([]).plan
     load = drawn(plan)
     calibration = calibrate(plan, load, np.arange(30) % plan.vocab_size, model="drawn")
@@ -290,7 +293,7 @@ def test_the_store_holds_the_grids_of_the_calibration_and_4_bit_weights_as_produ
 
 
 @pytest.mark.parametrize("scheme", STATIC, ids=lambda scheme: scheme.name)
-def test_a_static_scheme_wants_a_calibration(scheme, tmp_path):
+def test_static_scheme_needs_a_calibration(scheme, tmp_path):
     plan = random_decoder([]).plan
     with pytest.raises(QuantizationError, match=rf"'{scheme.name}' needs a calibration; run `chunkrt calibrate`"):
         write_weights(plan, scheme, drawn(plan), tmp_path / "weights", load_rotary=recipes_of(plan))
@@ -308,20 +311,22 @@ def test_a_static_scheme_wants_a_calibration(scheme, tmp_path):
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_a_calibration_that_lacks_a_value_is_refused(scheme, field, lacking, tmp_path):
+def test_calibration_that_lacks_a_value_is_refused(scheme, field, lacking, tmp_path):
     plan = random_decoder([]).plan
     calibration = calibrate(plan, drawn(plan), np.arange(30), model="drawn")
     known = {name: value for name, value in getattr(calibration, field).items() if not name.endswith(lacking)}
     assert len(known) == len(getattr(calibration, field)) - 1
     foreign = replace(calibration, **{field: known})
-    with pytest.raises(QuantizationError, match=f"the calibration has no entry for .*{lacking}.*; calibrate this model again"):
+    with pytest.raises(
+        QuantizationError, match=f"the calibration has no entry for .*{lacking}.*; calibrate this model again"
+    ):
         write_weights(
             plan, scheme, drawn(plan), tmp_path / "weights", load_rotary=recipes_of(plan), calibration=foreign
         )
 
 
 @pytest.mark.parametrize("scheme", STATIC, ids=lambda scheme: scheme.name)
-def test_a_calibration_of_another_width_is_refused(scheme, tmp_path):
+def test_calibration_of_another_width_is_refused(scheme, tmp_path):
     plan, other = random_decoder([]).plan, random_decoder([], CONFIG_IN_BLOCKS).plan
     calibration = calibrate(other, drawn(other), np.arange(30), model="other")
     with pytest.raises(QuantizationError, match=r"of another model: it has \d+ columns of .*, the model has \d+"):

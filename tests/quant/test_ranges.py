@@ -1,4 +1,4 @@
-"""Ranges against the whole data: the same limits however the stream is cut, in bounded memory."""
+"""Ranges against the complete data: the same limits for every division of the stream, in bounded memory."""
 
 import tracemalloc
 
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from chunkrt.quant.ranges import CANDIDATES_AN_OCTAVE, METHODS, PERCENTILE, Range
 
 BIN = 2**-7
-"""The width of a bin, of its lower edge, is at most this."""
+"""Largest width of a bin, relative to its lower edge."""
 SMALLEST_BIN = 2.0**-133
-"""Where float32 has no more exponents."""
+"""Width of the smallest bins, where float32 has no smaller exponents."""
 
 RNG = np.random.default_rng(7)
 DATA = {
@@ -61,7 +61,7 @@ def test_mse_is_close_to_the_best_of_all_limits(data):
     assert square_error(values, limit_of("mse", data)) <= step_is_off**2 * best
 
 
-def test_mse_gives_up_what_is_rare_for_what_is_not():
+def test_mse_clips_rare_values():
     data = DATA["laplace"]
     assert 0.2 < limit_of("mse", data) / np.abs(data).max() < 0.95
     assert limit_of("mse", DATA["one massive"]) > 8e3
@@ -69,7 +69,7 @@ def test_mse_gives_up_what_is_rare_for_what_is_not():
 
 @pytest.mark.parametrize("method", METHODS)
 @given(st.sampled_from(list(DATA)), st.lists(st.integers(1, 399), max_size=6), st.randoms())
-def test_how_the_stream_is_cut_does_not_matter(method, name, cuts, random):
+def test_division_of_the_stream_does_not_matter(method, name, cuts, random):
     parts = np.split(DATA[name], sorted(set(cuts)))
     random.shuffle(parts)
     assert limit_of(method, *parts) == limit_of(method, DATA[name])
@@ -97,7 +97,7 @@ def test_one_value(method):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_shows(method, wrong):
+def test_non_finite_values_are_visible(method, wrong):
     found = Range(method)
     found.update(DATA["normal"])
     found.update(np.array([[1, wrong, 2]], np.float32))

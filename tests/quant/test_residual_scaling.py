@@ -1,4 +1,4 @@
-"""Residual scaling: chosen by calibration, exact in every family, and of no effect where float16 suffices."""
+"""Residual scaling: chosen by calibration, exact in every family, and without effect if float16 suffices."""
 
 import re
 from dataclasses import replace
@@ -37,17 +37,17 @@ FAMILIES = (
 )
 EMBEDDINGS = "model.embed_tokens.weight"
 MOST_ERROR = 0.04
-"""Of w8a16's logits against float, by the root mean square."""
+"""Tolerance of w8a16's logits against float (root mean square)."""
 
 
 def calibration_of(model, load=None, plan=None):
-    """On the model's own text, by mse: limits do not end at peaks."""
+    """Calibrate on the model's own text, by mse: limits are not at peaks."""
     tokens = np.random.default_rng(5).integers(0, model.plan.vocab_size, 64)
     return calibrate(plan or model.plan, load or model.load, tokens, model="model")
 
 
 def with_peak(calibration, peak):
-    """The same, with one value of the embeddings' in the stream."""
+    """Return the same calibration, with another peak of the embeddings in the stream."""
     return replace(calibration, peaks={**calibration.peaks, "model.embed_tokens.output": peak})
 
 
@@ -57,14 +57,14 @@ def model_of(name):
 
 
 def scaled_model(model, scaling):
-    """The same decoder after scaling: its plan has other epsilons."""
+    """Return the same decoder after scaling: its plan has other epsilons."""
     other = Model.__new__(Model)
     other.__dict__.update(model.__dict__, plan=scaling.plan(model.plan))
     return other
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_scaled_decoder_computes_the_same_bits(name):
+def test_scaled_decoder_computes_the_same_bits(name):
     model = model_of(name)
     calibration = calibration_of(model)
     scaling = residual_scaling(model.plan, with_peak(calibration, 1e5))
@@ -80,7 +80,7 @@ def test_the_scaled_decoder_computes_the_same_bits(name):
 
 
 @pytest.mark.parametrize("name", ["gemma3_scaled", "llama_biased"])
-def test_the_calibration_is_that_of_the_scaled_decoder(name):
+def test_calibration_equals_that_of_the_scaled_decoder(name):
     model = model_of(name)
     before = calibration_of(model)
     scaling = residual_scaling(model.plan, with_peak(before, 1e5))
@@ -111,14 +111,14 @@ def test_foldings_come_first():
     ("peak", "exponent"),
     [(25_750, 0), (32_752, 0), (32_753, 1), (65_504, 1), (65_505, 2), (104_060, 2), (2.0**24, 10)],
 )
-def test_the_scale_leaves_room_for_twice_the_peak(peak, exponent):
+def test_scale_leaves_room_for_twice_the_peak(peak, exponent):
     model = model_of("llama_mha")
     scaling = residual_scaling(model.plan, with_peak(calibration_of(model), peak))
     assert (scaling.exponent, scaling.peak, scaling.obstacle) == (exponent, peak, "")
     assert 2 * peak * 2.0**-exponent <= 65_504
 
 
-def test_without_need_nothing_changes():
+def test_stream_within_float16_is_unchanged():
     model = model_of("gemma3_scaled")
     calibration = calibration_of(model)
     scaling = residual_scaling(model.plan, calibration)
@@ -128,14 +128,14 @@ def test_without_need_nothing_changes():
 
 
 class SquashedLayer(Layer):
-    """The stream passes a sigmoid."""
+    """A layer whose stream passes through a sigmoid."""
 
     def forward(self, hidden):
         return ops.sigmoid(super().forward(hidden), name="squashed")
 
 
 class SquaredLayer(Layer):
-    """The stream is multiplied by itself."""
+    """A layer whose stream is multiplied by itself."""
 
     def forward(self, hidden):
         hidden = super().forward(hidden)
@@ -143,7 +143,7 @@ class SquaredLayer(Layer):
 
 
 class UnnormedLayer(Layer):
-    """The feed-forward reads the stream as it is."""
+    """A layer whose feed-forward reads the stream directly."""
 
     def forward(self, hidden):
         hidden = ops.add(hidden, self.self_attn(self.input_layernorm(hidden)), name="attention_residual")
@@ -151,7 +151,7 @@ class UnnormedLayer(Layer):
 
 
 class AnyTensors(RandomCheckpoint):
-    """Has every tensor that is asked for; its parameters know the shapes."""
+    """Has every requested tensor; its parameters know the shapes."""
 
     def __init__(self, decoder):
         super().__init__(CONFIG)
@@ -173,7 +173,7 @@ def unusual_model(layer):
         (SquaredLayer, "node 'model.layers.0.squared' (Mul) multiplies two parts of it"),
     ],
 )
-def test_a_scale_that_does_not_pass(layer, reason):
+def test_obstacles_to_scaling_are_reported(layer, reason):
     model = unusual_model(layer)
     calibration = calibration_of(model)
     scaling = residual_scaling(model.plan, with_peak(calibration, 1e6))
@@ -181,7 +181,7 @@ def test_a_scale_that_does_not_pass(layer, reason):
     assert scaling.obstacle == f"it cannot be scaled: {reason}"
 
 
-def test_without_need_nothing_is_in_the_way():
+def test_stream_within_float16_has_no_obstacle():
     model = unusual_model(SquashedLayer)
     assert residual_scaling(model.plan, calibration_of(model)).obstacle == ""
 
@@ -194,15 +194,16 @@ def test_linears_that_read_the_stream_undo_the_scale():
     np.testing.assert_array_equal(found, model.run()[0])
 
 
-def test_a_stream_that_no_scale_holds():
+def test_stream_too_large_for_every_scale():
     model = model_of("llama_mha")
     scaling = residual_scaling(model.plan, with_peak(calibration_of(model), 1e9))
     assert (scaling.exponent, scaling.obstacle) == (0, f"it would need a scale below 2^-{LARGEST_EXPONENT}")
 
 
-def test_the_calibration_of_another_decoder():
+def test_calibration_of_another_decoder_is_refused():
     message = (
-        "the calibration has no entry for 'model.layers.0.post_feedforward_layernorm.output'; calibrate this model again"
+        "the calibration has no entry for 'model.layers.0.post_feedforward_layernorm.output'; "
+        "calibrate this model again"
     )
     with pytest.raises(QuantizationError, match="^" + re.escape(message)):
         residual_scaling(model_of("gemma3_scaled").plan, calibration_of(model_of("llama_mha")))
@@ -223,8 +224,8 @@ def relative_error(found, expected):
 
 
 @pytest.mark.parametrize("scheme", ["w8a16", "w4a16", "w8a8"])
-def test_engines_of_static_schemes_are_scaled_and_say_the_same(wide, scheme, monkeypatch, caplog):
-    """On the CPU, whose float32 holds the stream: scaled or not, logits are the same bits."""
+def test_engines_of_static_schemes_are_scaled_and_compute_the_same(wide, scheme, monkeypatch, caplog):
+    """On the CPU, whose float32 holds the stream, logits are the same bits with and without scaling."""
     model, calibration = wide
     options = {
         "npu": "native",
@@ -249,12 +250,12 @@ def test_engines_of_static_schemes_are_scaled_and_say_the_same(wide, scheme, mon
 
 
 def epsilons_of(plan):
-    """Of the norms of the stream."""
+    """Return the epsilons of the stream's norms."""
     norms = (node for s in plan.subgraphs for node in s.nodes if node.op == "RMSNormalization")
     behind = ("post_attention_layernorm", "post_feedforward_layernorm")
     return {n.name: n.attributes["epsilon"] for n in norms if not any(name in n.name for name in behind)}
 
 
 def unscaled(plan, calibration):
-    """As before there was a scale."""
+    """Return the scaling without an effect."""
     return replace(residual_scaling(plan, calibration), exponent=0)

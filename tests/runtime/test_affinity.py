@@ -143,7 +143,7 @@ def test_affinity_of_another_type_is_rejected(value: object) -> None:
 
 def test_find_cpus_rejects_missing_or_masked_cpus(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(capacity=[1024] * 4)
-    with pytest.raises(ConfigError, match=r"affinity is '2-4', but CPU 4 is not there; choose among 0-3"):
+    with pytest.raises(ConfigError, match=r"affinity is '2-4', but CPU 4 is not present; choose among 0-3"):
         find_cpus("2-4")
     monkeypatch.setattr(os, "sched_getaffinity", lambda thread: {0, 2})
     with pytest.raises(ConfigError, match=r"CPU 1 is outside this process's mask; choose among 0,2"):
@@ -261,7 +261,7 @@ def test_load_rejects_an_affinity_before_compiling(command, tmp_path: Path, monk
     finished = command("run", GGUF, "-p", "hello", "--scheme", "float", "--affinity", "9999")
     assert (finished.status, finished.out) == (1, "")
     assert finished.err.count("\n") == 1
-    assert "CPU 9999 is not there; choose among" in finished.err
+    assert "CPU 9999 is not present; choose among" in finished.err
     assert not list(tmp_path.iterdir())
 
 

@@ -85,9 +85,7 @@ def test_recurrent_tensors_are_float32_and_zero_with_any_caches() -> None:
 
 @pytest.mark.parametrize("chunk_length", [0, 21])
 def test_chunk_longer_than_the_capacity_is_rejected(chunk_length: int) -> None:
-    with pytest.raises(
-        ConfigError, match=f"a state for chunks of {chunk_length} has a capacity of 20; choose at most that"
-    ):
+    with pytest.raises(ConfigError, match=f"chunk length {chunk_length} is outside 1..20, the capacity of the state"):
         State(PLAN, 20, chunk_length=chunk_length)
 
 

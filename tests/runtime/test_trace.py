@@ -292,11 +292,11 @@ NO_TRACES = {
     "negative time": (set_event(dur=-5), "-5 is not a time"),
     "passage beyond its task": (
         set_event(args={"run": 0, "subgraph": 0, "chunk": 0, "passage_ns": [0, 0, 1 << 60]}),
-        "does not lie within it",
+        "which are not within it",
     ),
     "passage backwards": (
         set_event(args={"run": 0, "subgraph": 0, "chunk": 0, "passage_ns": [1, 0, 1]}),
-        "does not lie within it",
+        "which are not within it",
     ),
     "passage in part": (
         set_event(args={"run": 0, "subgraph": 0, "chunk": 0, "passage_ns": [0, 0]}),

@@ -13,7 +13,7 @@ import chunkrt
 
 @pytest.fixture(scope="session", autouse=True)
 def certificates():
-    """Every client makes a context for HTTPS, and reads all certificates for it; here one has them for all."""
+    """Share one HTTPS context between all clients, because each would read all certificates."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield

@@ -1,4 +1,4 @@
-"""Who may ask: neither pages of others, nor under a name that is not the server's."""
+"""Access checks: pages of other origins and foreign host names are refused."""
 
 import httpx
 import pytest
@@ -15,21 +15,21 @@ def ask(url, **headers):
     "kind", ["text/plain", "application/x-www-form-urlencoded", "text/plain; application/json", ""]
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/score", "/v1/rerank", "/tokenize"])
-def test_a_body_that_a_page_can_send_without_leave_is_refused(served, path, kind):
+def test_body_without_preflight_is_refused(served, path, kind):
     answer = httpx.post(f"{served[1]}{path}", content=b'{"prompt": "hello"}', headers={"Content-Type": kind})
     assert answer.status_code == 415
     assert "application/json" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON ; charset=utf-8"])
-def test_json_is_taken(served, kind):
+def test_json_body_is_accepted(served, kind):
     answer = httpx.post(f"{served[1]}/tokenize", content=b'{"prompt": "hello"}', headers={"Content-Type": kind})
     assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "a b", "[::1", ""])
-def test_a_name_that_somebody_made_lead_here_is_refused(served, host):
-    """DNS rebinding: to the browser the page at that name and the server are one."""
+def test_rebound_host_name_is_refused(served, host):
+    """DNS rebinding: the browser takes the page at that name and the server for the same origin."""
     for method, path in (("GET", "/"), ("GET", "/stats"), ("POST", "/v1/completions")):
         answer = httpx.request(method, f"{served[1]}{path}", headers={"Host": host, "Origin": f"http://{host}"})
         assert answer.status_code in (400, 403)
@@ -40,25 +40,25 @@ def test_a_name_that_somebody_made_lead_here_is_refused(served, host):
 @pytest.mark.parametrize(
     "host", ["localhost", "LocalHost:1", "127.0.0.1:9", "[::1]:8080", "192.168.1.5", "box.lan", "BOX.lan"]
 )
-def test_addresses_and_names_that_are_allowed_may_be_asked(engine, host):
+def test_allowed_hosts_are_accepted(engine, host):
     with serving(engine, allow_hosts=("box.lan",)) as (_, url):
         assert ask(url, Host=host).status_code == 200
         assert ask(url, Host=host, Origin=f"http://{host}").status_code == 200
 
 
-def test_any_name_may_be_allowed(engine):
+def test_wildcard_allows_any_host(engine):
     with serving(engine, allow_hosts=("*",)) as (_, url):
         assert ask(url, Host="any.example").status_code == 200
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1", "http://localhost:1", "app://x"])
-def test_pages_of_others_may_not_ask(served, origin):
+def test_foreign_origins_are_refused(served, origin):
     answer = ask(served[1], Origin=origin)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
     assert httpx.get(f"{served[1]}/stats", headers={"Origin": origin}).status_code == 403
 
 
-def test_an_origin_that_is_allowed_may_ask(engine):
+def test_allowed_origin_is_accepted(engine):
     for allowed, other in (("http://good.example", 403), ("*", 200)):
         with serving(engine, allow_origin=allowed) as (_, url):
             answer = ask(url, Origin="http://good.example")
@@ -68,8 +68,8 @@ def test_an_origin_that_is_allowed_may_ask(engine):
 
 
 @pytest.mark.parametrize("host", ["host.docker.internal:8080", "box.lan", "evil.example"])
-def test_a_server_with_keys_may_be_asked_by_any_name(engine, host):
-    """A page that came there by DNS rebinding cannot send a key that it does not know."""
+def test_server_with_keys_accepts_any_host(engine, host):
+    """A page that arrives by DNS rebinding cannot send a key that it does not know."""
     with serving(engine, api_keys={"one": "right"}) as (_, url):
         assert ask(url, Host=host, Authorization="Bearer right").status_code == 200
         assert ask(url, Host=host).status_code == 401

@@ -1,4 +1,4 @@
-"""Who may begin, and in which order."""
+"""Admission of requests, and its order."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from chunkrt.server.admission import Admission, Turn
 
 
 async def settle():
-    """Let all go on as far as they can."""
+    """Let all tasks proceed as far as they can."""
     for _ in range(50):
         await asyncio.sleep(0)
 
@@ -19,7 +19,7 @@ def run(test):
 
 
 def begin(admission, turn, number=1):
-    """A task that takes places until its event is set; what raised in it is its exception."""
+    """A task that holds places until its event is set; errors inside are its exception."""
     done = asyncio.Event()
 
     async def work():
@@ -29,7 +29,7 @@ def begin(admission, turn, number=1):
     return asyncio.create_task(work()), done
 
 
-def test_a_request_of_many_prompts_is_one_that_waits():
+def test_request_with_many_prompts_counts_as_one_waiting():
     async def test():
         admission, batch = Admission(1, 2), Turn()
         several = [begin(admission, batch) for _ in range(64)]
@@ -41,7 +41,8 @@ def test_a_request_of_many_prompts_is_one_that_waits():
         assert admission.num_waiting == 2
         with pytest.raises(BusyError, match="1 sequences are under way and 2 requests wait"):
             admission.check()
-        for _, done in several[:2]:  # the second of the batch was before the other, the third is behind it
+        # the second prompt of the batch was before the other request, the third is behind it
+        for _, done in several[:2]:
             done.set()
         await settle()
         other_done.set()
@@ -55,14 +56,14 @@ def test_a_request_of_many_prompts_is_one_that_waits():
     run(test)
 
 
-def test_none_gets_by_the_bound_because_another_waits_for_more_places():
+def test_waiting_bound_holds_while_a_request_waits_for_more_places():
     async def test():
         admission = Admission(2, 1)
         tasks = [begin(admission, Turn()), begin(admission, Turn(), 2)]
         await settle()
         assert (admission.num_active, admission.num_waiting) == (1, 1)
         with pytest.raises(BusyError, match="1 sequences are under way and 1 requests wait"):
-            admission.check()  # there is a place, but for the one that waits
+            admission.check()  # a place is free, but another request waits for more
         for _, done in tasks:
             done.set()
         await asyncio.gather(*(task for task, _ in tasks))
@@ -70,7 +71,7 @@ def test_none_gets_by_the_bound_because_another_waits_for_more_places():
     run(test)
 
 
-def test_who_has_some_places_gets_the_rest_first():
+def test_request_with_some_places_gets_the_rest_first():
     async def test():
         admission = Admission(2, 9)
         small, small_done = begin(admission, Turn())
@@ -89,12 +90,12 @@ def test_who_has_some_places_gets_the_rest_first():
     run(test)
 
 
-def test_closing_ends_what_has_not_begun_and_ending_the_rest():
+def test_close_ends_waiting_requests_and_end_the_others():
     async def test():
         admission, batch = Admission(2, 9), Turn()
         first, first_done = begin(admission, batch)
         second, _ = begin(admission, batch)
-        third, _ = begin(admission, batch)  # of a request that has begun
+        third, _ = begin(admission, batch)  # in a request that has begun
         waits, _ = begin(admission, Turn())
         await settle()
         admission.close()
@@ -118,7 +119,7 @@ def test_closing_ends_what_has_not_begun_and_ending_the_rest():
     run(test)
 
 
-def test_who_goes_while_waiting_leaves_its_place_to_others():
+def test_cancelled_waiting_request_frees_its_place():
     async def test():
         admission = Admission(2, 9)
         small, small_done = begin(admission, Turn())
@@ -137,7 +138,7 @@ def test_who_goes_while_waiting_leaves_its_place_to_others():
     run(test)
 
 
-def test_a_timeout_of_what_is_done_in_a_place_stays_one():
+def test_timeout_within_a_place_stays_a_timeout():
     async def test():
         with pytest.raises(TimeoutError):
             async with Admission(1, 1).places(1, Turn()):

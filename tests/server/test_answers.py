@@ -1,4 +1,4 @@
-"""What answers are made of, and that making them lets others go on."""
+"""Answers: their content, and fairness to other requests."""
 
 import asyncio
 import contextlib
@@ -44,12 +44,12 @@ def test_where_a_token_is_in_the_text(served):
     (choice,) = complete(served[1], prompt="hello", logit_bias={SPACE: 100}, logprobs=1, echo=True)["choices"]
     told = choice["logprobs"]
     assert len(told["tokens"]) == len(told["text_offset"])
-    places = list(zip(told["tokens"], told["text_offset"], strict=True))[2:]  # after <s> and a space of no text
+    places = list(zip(told["tokens"], told["text_offset"], strict=True))[2:]  # after <s> and a space without text
     assert all(choice["text"][place:].startswith(token) for token, place in places)
 
 
 def test_bytes_that_are_no_characters_have_names_of_their_own(engine, monkeypatch):
-    """All in one name, the dictionary would hold one of them."""
+    """If all shared a name, the dictionary would hold one of them."""
     tokenizer = make_tokenizer("byte_level")
     parts = [i for i in range(128) if not tokenizer.token_bytes[i].isascii()]
     assert len(parts) >= 3
@@ -63,7 +63,7 @@ def test_bytes_that_are_no_characters_have_names_of_their_own(engine, monkeypatc
     assert len(top) in (20, 21)
 
 
-def test_a_stream_of_nothing_but_the_prompt_says_that_it_ended(served):
+def test_stream_without_new_tokens_has_a_finish_reason(served):
     body = {"prompt": ["hello", "there"], "max_tokens": 0, "stream": True, "stream_options": {"include_usage": True}}
     lines = httpx.post(f"{served[1]}/v1/completions", json=body).text.split("\n")
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -75,7 +75,7 @@ def test_a_stream_of_nothing_but_the_prompt_says_that_it_ended(served):
     assert events[-1]["usage"]["completion_tokens"] == 0
 
 
-def test_a_batch_lets_others_in(engine):
+def test_batch_admits_other_requests_in_between(engine):
     finished = []
 
     def batch(url):
@@ -93,7 +93,7 @@ def test_a_batch_lets_others_in(engine):
     assert finished == ["one", "batch"]
 
 
-def test_caches_are_copied_and_grammars_made_beside_the_event_loop(engine, monkeypatch):
+def test_copies_and_grammars_do_not_block_the_event_loop(engine, monkeypatch):
     loops, threads = set(), {}
 
     def noting(name, function):
@@ -120,7 +120,7 @@ def test_caches_are_copied_and_grammars_made_beside_the_event_loop(engine, monke
     assert loops.isdisjoint(threads.values())
 
 
-def test_a_copy_that_nobody_waits_for_any_more_is_finished_before_what_it_copies_goes(engine, monkeypatch):
+def test_abandoned_copy_finishes_before_its_source_is_released(engine, monkeypatch):
     copying, go_on, copied = threading.Event(), threading.Event(), []
     fork_state = engine.fork_state
 
@@ -152,8 +152,8 @@ def test_a_copy_that_nobody_waits_for_any_more_is_finished_before_what_it_copies
         asyncio.run(test())
 
 
-def test_what_failed_is_not_kept_by_what_waited_for_it():
-    """A cycle would keep states, with their caches, until the garbage collector comes by."""
+def test_failed_answer_leaves_no_reference_cycle():
+    """A reference cycle would keep states, with their caches, until a garbage collection."""
 
     class Held:
         pass
@@ -172,14 +172,14 @@ def test_what_failed_is_not_kept_by_what_waited_for_it():
         with contextlib.suppress(ValueError):
             await app._while_connected(Http(), work(held))
         del held
-        await asyncio.sleep(0)  # what the loop was to call back lets go
+        await asyncio.sleep(0)  # the event loop's callbacks release it
         return kept() is None
 
     with without_collector():
         assert asyncio.run(test())
 
 
-def test_what_failed_in_a_thread_keeps_nothing():
+def test_failure_in_a_thread_keeps_no_references():
     class Held:
         pass
 
@@ -200,8 +200,8 @@ def test_what_failed_in_a_thread_keeps_nothing():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["hello there"] * 2, "echo": True, "logprobs": 1}])
-def test_who_goes_at_any_moment_leaves_no_state(engine, stream, more):
-    """As long as it is there it counts, and so others would wait for its room."""
+def test_client_that_disconnects_at_any_time_leaves_no_state(engine, stream, more):
+    """A state counts as long as it exists, so others would wait for its room."""
     body = {"prompt": "hello there you good day", "max_tokens": 60, "logit_bias": {"2": -100}, "stream": stream} | more
     with serving(engine) as (_, url), httpx.Client(base_url=url) as http, without_collector():
         for moment in range(1, 25):
@@ -214,8 +214,8 @@ def test_who_goes_at_any_moment_leaves_no_state(engine, stream, more):
         wait_until(lambda: engine.stats().sessions == 0)
 
 
-def test_a_character_of_several_tokens_is_told_token_by_token():
-    """As in a stream: each with its bytes, and what follows with its place in the text."""
+def test_character_of_several_tokens_is_reported_token_by_token():
+    """Like in a stream: each token with its bytes, and the next ones with their place in the text."""
     tokenizer = make_tokenizer("byte_level")
     of_bytes = {tokenizer.token_bytes[i]: i for i in range(tokenizer.vocab_size)}
     tokens = [of_bytes[bytes([byte])] for byte in "a☃b".encode()]

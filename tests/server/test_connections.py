@@ -1,4 +1,4 @@
-"""Connections that send nothing or too slowly, and more of them than there are files."""
+"""Connections that send no data, or too slowly, and more connections than files."""
 
 import socket
 import subprocess
@@ -21,7 +21,7 @@ def connect(url):
 
 
 def rest_of(connection):
-    """All that a connection brings until its end."""
+    """Return everything that a connection receives until its end."""
     received = b""
     with suppress(ConnectionResetError):
         while part := connection.recv(65536):
@@ -138,7 +138,7 @@ main()
 
 @contextmanager
 def limited(folder, soft, hard, taken=0):
-    """Serve in a process that may open so many files, of which some are taken; the process and its URL."""
+    """Serve in a process with a limit of open files, some of which are taken; return the process and its URL."""
     command = [sys.executable, "-P", "-c", LIMITED, str(soft), str(hard), str(taken)]
     command += ["serve", str(folder), "--port", "0", "--threads", "1", "--npu", "native"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""Fields that ask for nothing, numbers that are whole, and messages as clients give the model's own answers back."""
+"""Fields that request nothing, whole numbers, and messages in the form in which clients return answers."""
 
 import json
 
@@ -26,7 +26,7 @@ def post(url, path, body):
 
 
 def said(answer):
-    """The choices of an answer that is one."""
+    """Return the choices of a successful answer."""
     assert answer.status_code == 200, answer.text
     return [{k: v for k, v in choice.items() if k != "id"} for choice in answer.json()["choices"]]
 
@@ -55,7 +55,7 @@ def test_every_field_of_openais_embeddings_may_be_null(engine):
 
 
 @pytest.mark.parametrize(("path", "body"), PATHS.items())
-def test_nulls_within_options_ask_for_nothing(served, path, body):
+def test_nulls_within_options_request_nothing(served, path, body):
     options = {"response_format": {"type": "text", "json_schema": None}, "nobodys_field": None}
     assert said(post(served[1], path, body | options)) == said(post(served[1], path, body))
     stream = {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None}}
@@ -64,7 +64,7 @@ def test_nulls_within_options_ask_for_nothing(served, path, body):
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NEUTRAL.items() for value in values])
 @pytest.mark.parametrize(("path", "body"), PATHS.items())
-def test_a_field_that_asks_for_what_is_done_anyway_is_taken(served, path, body, name, value):
+def test_field_with_default_behaviour_is_accepted(served, path, body, name, value):
     expected = said(post(served[1], path, {"temperature": 1, "seed": 3} | body))
     assert said(post(served[1], path, {"temperature": 1, "seed": 3} | body | {name: value} | body)) == expected
 
@@ -74,12 +74,12 @@ def test_a_field_that_asks_for_what_is_done_anyway_is_taken(served, path, body, 
     [
         ("use_beam_search", True),
         ("typical_p", 0.5),
-        ("typical_p", True),  # no number
+        ("typical_p", True),  # not a number
         ("cache_prompt", False),
         ("add_generation_prompt", False),
         ("repeat_penalty", 1.1),
         ("length_penalty", 2),
-        ("skip_special_tokens", 1),  # no Boolean
+        ("skip_special_tokens", 1),  # not a Boolean
         ("functions", [{"name": "f"}]),
         ("function_call", {"name": "f"}),
         ("prediction", {"type": "content", "content": "hi"}),
@@ -105,7 +105,7 @@ def test_a_prompt_of_null_is_missing(served):
 def test_whole_numbers_may_be_floating_point(served, path, body):
     numbers = {"max_tokens": 3, "seed": 1, "n": 2, "top_k": -1, "temperature": 1, "top_p": 1, "logit_bias": {"5": 1}}
     floats = {name: float(value) if not isinstance(value, dict) else value for name, value in numbers.items()}
-    assert "16.0" in json.dumps({"max_tokens": 16.0})  # the client writes them so
+    assert "16.0" in json.dumps({"max_tokens": 16.0})  # as the client writes them
     assert said(post(served[1], path, body | floats)) == said(post(served[1], path, body | numbers))
 
 
@@ -119,7 +119,7 @@ def test_token_ids_may_be_floating_point(served):
 
 @pytest.mark.parametrize(("path", "body"), PATHS.items())
 def test_max_tokens_of_minus_one_is_no_limit(served, engine, path, body):
-    """The answer goes on to the end of the context, which such a bias lets it reach."""
+    """The answer continues to the end of the context, which this bias makes possible."""
     answer = post(served[1], path, body | {"max_tokens": -1, "logit_bias": {"2": -100}}).json()
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["total_tokens"] == engine.context_length + 1
@@ -165,7 +165,7 @@ STRICT = TEMPLATE.replace(
     "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}{% endfor %}{% endif %}"
     "{% if 'refusal' in m and m.refusal is none %}{{ raise_exception('null') }}{% endif %}",
 )
-"""Templates as Llama 3.1's ask for the field, those as Qwen3-Coder's go over the arguments of calls."""
+"""Templates like Llama 3.1's require the field, those like Qwen3-Coder's iterate over the arguments of calls."""
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def strict(tmp_path_factory):
 
 
 def prompt_of(url, message):
-    """The tokens of a conversation with a message in it."""
+    """Return the tokens of a conversation that contains a message."""
     messages = [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "you"}]
     answer = httpx.post(f"{url}/tokenize", json={"messages": messages})
     assert answer.status_code == 200, answer.text
@@ -216,7 +216,7 @@ def test_a_call_without_arguments_has_none(strict, arguments):
         ({"content": None, "refusal": "no"}, "no"),
     ],
 )
-def test_an_assistant_need_not_say_anything(served, message, content):
+def test_assistant_message_may_be_empty(served, message, content):
     assert prompt_of(served[1], {"role": "assistant", **message}) == prompt_of(
         served[1], {"role": "assistant", "content": content}
     )
@@ -235,7 +235,7 @@ def test_an_assistant_need_not_say_anything(served, message, content):
         {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{"}}]},
     ],
 )
-def test_messages_that_say_what_is_not_read_are_refused(served, message):
+def test_messages_with_unsupported_content_are_refused(served, message):
     answer = post(served[1], "chat/completions", CHAT | {"messages": [message]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
 

@@ -1,4 +1,4 @@
-"""The prefix cache of a server that several people ask: nobody finds out which prompts others have sent."""
+"""Prefix cache of a server with several clients: no client can find out prompts of others."""
 
 import httpx
 import pytest
@@ -13,7 +13,7 @@ SECRET = [9, 4, 6, 4, 2, 8]
 
 
 def ask(url, tokens, *, key=None, **body):
-    """The tokens of a prompt that the server had computed before."""
+    """Return the prompt tokens that the server had computed before."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     answer = httpx.post(
         f"{url}/v1/completions", json={"prompt": tokens, "max_tokens": 0, **body}, headers=headers, timeout=60
@@ -46,7 +46,7 @@ def load(chat_folder, tmp_path):
 
 
 def test_the_attack_works_within_one_tree(load):
-    """Else the tests below would show nothing."""
+    """Otherwise the tests below would show nothing."""
     with load("memory") as engine, serving(engine) as (_, url):
         ask(url, [*HEAD, *SECRET, 51, 52])
         assert guessed(url) == SECRET
@@ -68,7 +68,7 @@ def test_the_attack_works_within_one_tree(load):
     ids=str,
 )
 def test_a_prompt_cannot_be_guessed_from_another_tree(load, place, mine, theirs):
-    """Nor is it found in another process, of which memory remembers nothing, by its files."""
+    """Neither in another process, whose memory is empty, by its files."""
     keys = KEYS if "key" in mine else {}
     prompt = [*HEAD, *SECRET, *range(60, 80)]
     with load(place) as engine, serving(engine, api_keys=keys) as (_, url):
@@ -136,8 +136,8 @@ def test_a_session_finds_the_prefixes_of_its_salt_alone(load):
                 engine.session(cache_salt=salt)
 
 
-def test_trees_of_salts_that_nobody_uses_again_go(load, chat_folder):
-    """Each request may have a salt of its own; all together hold no more than the budget."""
+def test_trees_of_unused_salts_are_evicted(load, chat_folder):
+    """Each request may have a salt of its own; all together stay within the budget."""
     with chunkrt.load(
         chat_folder, npu="native", chunk_length=8, threads=1, prefix_cache="memory", prefix_cache_memory=100_000
     ) as engine:

@@ -1,4 +1,4 @@
-"""A server in a process of its own, and how it ends."""
+"""A server in a process of its own: start and shutdown."""
 
 import json
 import signal
@@ -33,14 +33,14 @@ class Process:
         self.process.send_signal(number)
 
     def wait_until_it_ends(self):
-        """Come back when nobody is let in any more."""
+        """Wait until the server accepts no more connections."""
         url = httpx.URL(self.url)
         with suppress(ConnectionRefusedError, ConnectionResetError):
             while True:
                 socket.create_connection((url.host, url.port), timeout=SECONDS).close()
 
     def end(self):
-        """Its exit status, and what it said beside where it is; in time."""
+        """Return its exit status, and its output apart from the URL; fail if it takes too long."""
         _, err = self.process.communicate(timeout=SECONDS)
         return self.process.returncode, err
 
@@ -72,7 +72,7 @@ main()
 """The command, with a device that never answers."""
 
 
-def test_a_server_whose_device_hangs_ends_after_its_grace(chat_folder):
+def test_server_with_a_hanging_device_ends_after_its_grace_period(chat_folder):
     command = [sys.executable, "-P", "-c", HUNG, "serve", str(chat_folder), "--port", "0", "--threads", "1"]
     process = subprocess.Popen([*command, "--grace", "0.2"], stderr=subprocess.PIPE, text=True)
     try:
@@ -105,7 +105,7 @@ def events_of(lines):
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_runs_is_finished_and_what_waits_refused(serve, number):
+def test_shutdown_finishes_running_requests_and_refuses_waiting_ones(serve, number):
     refused = []
 
     def wait(url):
@@ -132,8 +132,8 @@ def test_what_runs_is_finished_and_what_waits_refused(serve, number):
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("again", [False, True], ids=["the time is over", "a second signal"])
-def test_what_cannot_be_finished_is_told_so(serve, again):
-    """Within the grace that was given, a part of a second, too; and without a traceback."""
+def test_shutdown_reports_interrupted_requests(serve, again):
+    """Within the given grace period, also a fraction of a second, and without a traceback."""
     with serve("--grace", 300 if again else 0.3, "--max-waiting", 2000) as server:
         body = LONG | {"prompt": ["hello"] * 2000}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=SECONDS) as answer:
@@ -141,7 +141,7 @@ def test_what_cannot_be_finished_is_told_so(serve, again):
             next(lines)
             server.signal()
             if again:
-                server.wait_until_it_ends()  # one signal that is pending hides another
+                server.wait_until_it_ends()  # a pending signal hides another one
                 server.signal()
             events = events_of(lines)
         status, err = server.end()
@@ -149,7 +149,7 @@ def test_what_cannot_be_finished_is_told_so(serve, again):
     assert (status, err) == (0, "")
 
 
-def test_who_does_not_read_holds_nobody_up(serve):
+def test_client_that_does_not_read_delays_no_shutdown(serve):
     with serve("--grace", 0) as server:
         body = LONG | {"prompt": ["hello"] * 2000, "logprobs": 20}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=SECONDS):
@@ -181,13 +181,13 @@ def test_an_address_of_ipv6_that_is_not_here_is_one_line(command, chat_folder):
     expect_one_line(outcome, "cannot listen at [2001:db8::1]:1 (")
 
 
-def test_a_name_that_is_allowed(serve):
+def test_allow_host_accepts_a_name(serve):
     with serve("--allow-host", "box.lan") as server:
         assert httpx.get(f"{server.url}/health", headers={"Host": "box.lan"}).status_code == 200
         assert httpx.get(f"{server.url}/health", headers={"Host": "other.lan"}).status_code == 403
 
 
-def test_what_clients_call_the_model(tmp_path, monkeypatch):
+def test_served_name_of_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").touch()
     assert _name(".") == tmp_path.name

@@ -1,4 +1,4 @@
-"""Texts that cannot fit the context are refused before they are encoded, which takes long."""
+"""Texts that cannot fit the context are refused before they are encoded, because encoding is slow."""
 
 import httpx
 import pytest
@@ -50,12 +50,12 @@ def test_a_context_that_shifts_takes_longer_texts(chat_folder):
         assert engine.tokenizer.fewest_tokens(text) > engine.context_length
         assert ask(url, "/v1/completions", {"prompt": text, "max_tokens": 1}).status_code == 200
         assert ask(url, "/tokenize", {"prompt": text}).json()["count"] > engine.context_length
-        for path in ("/v1/embeddings", "/v1/score", "/v1/rerank"):  # these run a text whole
+        for path in ("/v1/embeddings", "/v1/score", "/v1/rerank"):  # these run a text completely
             assert ask(url, path, PROMPTS[path]).json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_text_as_long_as_the_context_is_taken(served, engine):
-    """The bound refuses nothing that fits, whatever the tokens."""
+    """The bound refuses no text that fits, for any tokens."""
     for token in range(3, 128):
         text = engine.tokenizer.decode([token] * (engine.context_length - 4))
         if text and len(engine.tokenizer.encode(text)) <= engine.context_length:

@@ -1,4 +1,4 @@
-"""Requests that are wrong in any way: each is answered by an error of the client's, and the server goes on."""
+"""Malformed requests of all kinds: each is answered with a client error, and the server continues."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ FIELDS = (
 
 
 def make_body(random, path):
-    """A sound body of which something has become something else."""
+    """Return a valid body with one changed value."""
     body = dict(SOUND[path])
     for _ in range(random.randint(1, 3)):
         body[random.choice(FIELDS)] = random.choice(VALUES)
@@ -81,7 +81,7 @@ def test_malformed_requests(served, number, caplog):
         b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\n\r\n",
     ],
 )
-def test_what_is_no_http_ends_its_connection_alone(served, raw):
+def test_invalid_http_ends_only_its_connection(served, raw):
     _, url = served
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:

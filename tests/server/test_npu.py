@@ -15,7 +15,7 @@ if not qnn.open_htp().is_emulated:
     pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
 
 
-def test_two_clients_at_once_get_what_each_gets_alone(tmp_path):
+def test_concurrent_clients_get_the_answers_of_single_clients(tmp_path):
     path = tmp_path / "toy.npz"
     model = calibrated("llama_biased_gguf", path)
 

@@ -1,4 +1,4 @@
-"""The server as OpenAI's own client sees it; what it answers is what the engine answers."""
+"""The server through OpenAI's own client; its answers are the engine's."""
 
 import base64
 import hashlib
@@ -22,7 +22,7 @@ MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content
 
 
 def alone(engine, tokens, count, **options):
-    """What the engine says by itself: the text, the pieces."""
+    """Return the engine's own answer: the text, and the pieces."""
     with engine.session() as session:
         session.prefill(tokens)
         pieces = list(session.generate(max_new_tokens=count, **options))
@@ -40,7 +40,7 @@ def test_the_model_is_listed(client):
         client.models.retrieve("other/model")
 
 
-def test_a_chat_is_what_the_engine_says(client, engine):
+def test_chat_equals_the_engines_answer(client, engine):
     tokens = engine.tokenizer.encode_chat(MESSAGES)
     text, pieces = alone(engine, tokens, 9)
     answer = client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=9, temperature=0)
@@ -62,7 +62,7 @@ def test_content_may_come_in_parts_of_text_alone(client):
         client.chat.completions.create(model="toy", messages=messages)
 
 
-def test_a_stream_says_the_same_and_the_counts(client, engine):
+def test_stream_equals_the_answer_and_has_counts(client, engine):
     whole = client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=9, temperature=0)
     options = {"include_usage": True}
     events = list(
@@ -77,7 +77,7 @@ def test_a_stream_says_the_same_and_the_counts(client, engine):
     assert (events[-1].choices, events[-1].usage) == ([], whole.usage)
 
 
-def test_a_stream_tells_how_far_the_prompt_is(client):
+def test_stream_reports_prompt_progress(client):
     progress, _ = told_progress(client)
     assert len(progress) > 1
     assert progress[-1]["tokens_done"] == progress[-1]["tokens"]
@@ -140,7 +140,7 @@ def test_an_echo_scores_the_prompt(client, engine):
 
 
 def test_prompts_of_an_echo_that_begin_alike_run_their_beginning_once(client, engine):
-    """As lm-evaluation-harness asks: the same context before several endings, as token ids, nothing generated."""
+    """Like lm-evaluation-harness: the same context before several endings, as token ids, without generation."""
     context = encoded(engine, "hello there " * 3)
     prompts = [[*context, *encoded(engine, ending)] for ending in ("you", "there you", "hello")] + [[5, 6], context]
     options = {"model": "toy", "max_tokens": 0, "echo": True, "logprobs": 2}
@@ -237,8 +237,8 @@ def test_score_names_the_text_that_is_empty(served):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 5, -1])
-def test_a_prompt_beyond_the_context_is_told_to_become_shorter(served, engine, max_tokens):
-    """No `max_tokens` would help, so that none is advised."""
+def test_prompt_that_exceeds_the_context_is_refused_with_advice(served, engine, max_tokens):
+    """No `max_tokens` would help, so the message suggests none."""
     import httpx
 
     prompt = [5] * (engine.context_length + 1)
@@ -285,7 +285,7 @@ def test_tokens_and_back(served, engine):
         ({"no_such_field": 1}, "no_such_field", "unknown field"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(client, body, param, message):
+def test_unsupported_requests_are_refused_by_field(client, body, param, message):
     request = {"model": "toy", "prompt": PROMPT, "max_tokens": 2, **body}
     expected = openai.NotFoundError if param == "model" else openai.BadRequestError
     with pytest.raises(expected) as refused:
@@ -309,7 +309,7 @@ def test_embeddings_are_the_engines(engine, pooling):
         serving(engine, embeddings=pooling) as (_, url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
-        for encoding in ("float", "base64", openai.omit):  # the client itself asks for base64
+        for encoding in ("float", "base64", openai.omit):  # the client itself requests base64
             answer = client.embeddings.create(model="toy", input=texts, encoding_format=encoding)
             rows = [one.embedding for one in answer.data]
             if encoding == "base64":
@@ -340,7 +340,7 @@ def test_embeddings_are_the_engines(engine, pooling):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"prompt": 1}', b"\xff\xfe", b"[" * 100_000])
-def test_no_body_breaks_it(served, body):
+def test_arbitrary_bodies_get_client_errors(served, body):
     import httpx
 
     answer = httpx.post(f"{served[1]}/v1/completions", content=body, headers={"Content-Type": "application/json"})
@@ -364,7 +364,7 @@ def test_paths_and_methods(served):
 
 
 class Parts(HTMLParser):
-    """The contents of a page's scripts and styles, and what its tags have that a policy of hashes forbids."""
+    """Return the contents of a page's scripts and styles, and all parts of its tags that a policy of hashes forbids."""
 
     def __init__(self):
         super().__init__()
@@ -383,7 +383,7 @@ class Parts(HTMLParser):
 
 
 def test_the_page_cannot_be_framed_and_runs_its_own_script_alone(served):
-    """A hash is of the text between the tags, as Content Security Policy Level 3 has it."""
+    """A hash covers the text between the tags; Content Security Policy Level 3."""
     answer = httpx.get(served[1])
     rules = dict(rule.split(" ", 1) for rule in answer.headers["content-security-policy"].split("; "))
     assert rules["frame-ancestors"] == rules["default-src"] == rules["base-uri"] == "'none'"
@@ -401,7 +401,7 @@ def test_no_answer_is_taken_for_another_type(served, path):
     assert httpx.get(f"{served[1]}{path}").headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_key_is_asked_for(engine):
+def test_key_is_required(engine):
     with serving(engine, api_keys={"one": "right"}) as (_, url):
         for key in ("wrong", "righ"):
             with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
@@ -445,7 +445,7 @@ def endless():
     return {"prompt": "hello", "stream": True, "temperature": 0, "max_tokens": 100, "logit_bias": {"2": -100}}
 
 
-def test_who_goes_leaves_nothing_and_disturbs_nobody(engine):
+def test_disconnecting_client_leaves_no_state_and_disturbs_no_other(engine):
     import httpx
 
     text, _ = alone(engine, encoded(engine, "hello there"), 40)
@@ -521,12 +521,12 @@ def test_an_error_names_the_field(served, path, body, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_tokens_without_text_are_told_by_their_field(served):
+def test_tokens_without_text_are_refused_by_field(served):
     answer = httpx.post(f"{served[1]}/detokenize", json={"tokens": [10**9]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
 
 
-def test_fields_that_say_nothing_about_the_answer_are_taken(client):
+def test_fields_without_effect_on_the_answer_are_accepted(client):
     answer = client.chat.completions.create(
         model="toy",
         messages=MESSAGES,
@@ -544,7 +544,7 @@ def test_fields_that_say_nothing_about_the_answer_are_taken(client):
 
 @pytest.mark.parametrize("seed", [-5, 0, 2**63, 2**64 - 1, 10**30])
 def test_any_seed_gives_the_same_answer_again(client, seed):
-    """But -1, which stands for none."""
+    """Except -1, which means no seed."""
     texts = [
         client.completions.create(model="toy", prompt=PROMPT, max_tokens=12, n=2, seed=seed, temperature=2).choices
         for _ in range(2)
@@ -553,7 +553,7 @@ def test_any_seed_gives_the_same_answer_again(client, seed):
     assert texts[0][0].text != texts[0][1].text
 
 
-def test_developers_speak_as_the_system_does(client):
+def test_developer_messages_become_system_messages(client):
     said = [{"role": "developer", "content": "be brief"}, MESSAGES[1]]
     answers = [
         client.chat.completions.create(model="toy", messages=messages, max_tokens=6, temperature=0, logprobs=True)

@@ -1,4 +1,4 @@
-"""The page as a person uses it, in Chromium."""
+"""The page as a user sees it, in Chromium."""
 
 import shutil
 
@@ -21,7 +21,7 @@ def browser():
 
 @pytest.fixture
 def page(browser):
-    """A page that refuses every request to anybody but its server, and notes what went wrong."""
+    """A page that blocks all requests except to its server, and records errors."""
     page = browser.new_page()
     page.wrong = []
     page.on("pageerror", lambda error: page.wrong.append(str(error)))
@@ -106,8 +106,8 @@ def test_a_script_that_is_not_the_pages_own_does_not_run(served, page):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_can_be_read_and_used_by_all(served, browser, scheme):
-    """Every control has a name, and text stands out from what is behind it."""
+def test_page_is_accessible(served, browser, scheme):
+    """Every control has a name, and text contrasts with its background."""
     page = browser.new_page(color_scheme=scheme)
     page.goto(served[1])
     for control in page.locator("button, input, textarea").all():

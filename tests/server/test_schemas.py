@@ -1,4 +1,4 @@
-"""Schemas of answers: those that allow nothing, are too large or too deep, and answers that break off."""
+"""Schemas of answers: unsatisfiable, too large or too deep ones, and interrupted answers."""
 
 import json
 import re
@@ -90,7 +90,7 @@ def test_a_schema_beyond_the_grammars_size_is_refused(served, number):
 
 
 def large_later():
-    """A large object that only follows one of two values, so that it is found while the answer is made."""
+    """A large object that only follows one of two values, so that its size is found during the answer."""
     large = closed({f"p{i}": {"type": "null"} for i in range(501)})
     return closed({"a": {"enum": [False, True]}, "b": large}, "a", "b")
 
@@ -115,7 +115,8 @@ def test_a_stream_that_its_grammar_cannot_finish_ends_with_an_error(served):
 @pytest.mark.parametrize("levels", [30, 61, 62, 64, 300, 490, 950])
 @pytest.mark.parametrize(("begin", "end"), [('{"properties":{"x":', "}}"), ('{"allOf":[', "]}")])
 def test_a_deep_schema_is_followed_or_refused(served, levels, begin, end):
-    schema = levels * begin + '{"type":"null"}' + levels * end  # as text: Python's encoder takes no such depth
+    # as text, because Python's encoder does not support this depth
+    schema = levels * begin + '{"type":"null"}' + levels * end
     form = '{"type":"json_schema","json_schema":{"name":"x","schema":' + schema + "}}"
     body = '{"messages":[{"role":"user","content":"hi"}],"max_tokens":2,"response_format":' + form + "}"
     headers = {"Content-Type": "application/json"}
@@ -142,7 +143,7 @@ def test_generate_raises_where_a_constraint_allows_nothing(engine):
         session.prefill("hello")
         with pytest.raises(ConstraintError, match="allows no token after 2 tokens"):
             pieces.extend(session.generate(max_new_tokens=9, constraint=Two()))
-        pieces = list(session.generate(max_new_tokens=1))  # the session is as good as before
+        pieces = list(session.generate(max_new_tokens=1))  # the session is usable again
     assert len(pieces) == 1
 
 
@@ -171,7 +172,7 @@ def test_no_temperature_breaks_a_schema(engine, temperature):
 
 @pytest.mark.parametrize("name", ["path", "password", "byte", "int64", "", "x" * 5000])
 def test_a_format_that_is_unknown_is_an_annotation(served, name):
-    """JSON Schema 2020-12, Validation, 7.2.3: no schema fails for an unknown format."""
+    """JSON Schema 2020-12, Validation, 7.2.3: an unknown format must not fail a schema."""
     schema = closed({"a": {"anyOf": [{"type": "string", "maxLength": 3, "format": name}, {"type": "null"}]}}, "a")
     answer = ask(served[1], schema)
     assert answer.status_code == 200
@@ -197,7 +198,7 @@ def test_without_unknown_formats_leaves_names_and_values_as_they_are():
     }
 
 
-def test_alternatives_that_may_both_hold_are_refused_with_what_to_do(served):
+def test_ambiguous_one_of_is_refused_with_advice(served):
     answer = ask(served[1], {"oneOf": [{"type": "integer"}, {"type": "number"}]})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == (

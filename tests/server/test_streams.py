@@ -1,4 +1,4 @@
-"""Streams on the wire: a status at once, comments while nothing happens, errors as events."""
+"""Streams on the wire: an immediate status, comments while idle, errors as events."""
 
 import json
 import socket
@@ -48,7 +48,7 @@ class Raw:
 
 @contextmanager
 def held(engine):
-    """Let no executor compute meanwhile."""
+    """Block all executors meanwhile."""
     with engine._conductor._turn:
         yield
 
@@ -102,7 +102,7 @@ def test_comments_come_between_events_too(engine, monkeypatch):
         assert b"data: [DONE]" in raw.read_all()
 
 
-def test_what_fails_after_the_beginning_is_an_event(engine, monkeypatch):
+def test_failure_after_the_start_is_an_event(engine, monkeypatch):
     """OpenAI's clients raise an APIError at an event with an error."""
 
     def full(state):
@@ -127,13 +127,13 @@ def test_what_fails_after_the_beginning_is_an_event(engine, monkeypatch):
     "wrong", [{"prompt": "hello " * 99}, {"max_tokens": 500}, {"n": 17}, {"temperature": -1}, {"stop": [""]}], ids=str
 )
 def test_an_error_of_a_request_has_a_status_in_a_stream(engine, wrong):
-    """It is found before anything is run."""
+    """It is detected before the prompt runs."""
     with serving(engine) as (_, url), held(engine):
         assert httpx.post(f"{url}/v1/completions", json=BODY | wrong).status_code == 400
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["runs", "waits"])
-def test_a_client_that_goes_before_the_first_event_leaves_nothing(engine, waits):
+def test_client_that_disconnects_before_the_first_event_leaves_no_state(engine, waits):
     with serving(engine, ping_seconds=0.05, max_sessions=1) as (service, url):
         with held(engine):
             raws = [Raw(url, BODY) for _ in range(1 + waits)]

@@ -1,4 +1,4 @@
-"""Control tokens, template variables and embeddings, by what the model's files declare."""
+"""Control tokens, template variables and embeddings, as declared by the model's files."""
 
 import httpx
 import numpy as np

@@ -1,4 +1,4 @@
-"""Tools: the template tells the model of them, and the calls that it writes are read."""
+"""Tools: the template presents them to the model, and the model's calls are parsed."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def read(text, size):
-    """An answer that comes in parts: what is told at once, what at the end, the calls."""
+    """An answer in parts: its immediate text, the rest, and the calls."""
     reader = CallReader({"f"})
     told = "".join(reader.push(text[start : start + size]) for start in range(0, len(text), size))
     rest, calls = reader.finish()
@@ -77,7 +77,7 @@ def test_calls_are_read(text, content, calls, size):
         "  ",
     ],
 )
-def test_what_is_no_call_stays_text(text, size):
+def test_malformed_calls_stay_text(text, size):
     told, rest, calls = read(text, size)
     assert (told + rest, calls) == (text, [])
 
@@ -89,7 +89,7 @@ def test_text_comes_as_soon_as_it_can_be_no_call():
 
 @pytest.fixture
 def client(engine, chat_folder, monkeypatch):
-    """Of a server whose model's template names the tools, and the arguments of calls."""
+    """A client of a server whose model's template lists the tools, and the arguments of calls."""
     template = (
         "{% for t in tools or [] %}{{ t.function.name }}!{% endfor %}"
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.a + 1 }}{% endfor %}"
@@ -107,7 +107,7 @@ def ask(client, **more):
     )
 
 
-def test_the_template_tells_what_tools_there_are(client, engine):
+def test_template_receives_the_tools(client, engine):
     tokens = engine.tokenizer.encode_chat(MESSAGES)
     told = ask(client, tools=[TOOL]).usage.prompt_tokens
     assert told == len(engine.tokenizer.encode_chat(MESSAGES, tools=[TOOL])) == len(tokens) + len("f!")
@@ -160,7 +160,7 @@ def test_a_call_that_the_model_writes(client):
         ({"tools": [{"type": "other", "function": {"name": "f"}}]}, "tools: expected"),
     ],
 )
-def test_what_cannot_be_done_with_tools_is_refused(client, more, message):
+def test_unsupported_tool_requests_are_refused(client, more, message):
     with pytest.raises(openai.BadRequestError, match=message):
         ask(client, **{"tools": [TOOL]} | more)
 

@@ -1,4 +1,4 @@
-"""Requests that are drawn: what distributions give, what a seed holds fast, and what is no distribution."""
+"""Generated requests: distributions, seeds, and malformed input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_arrivals_come_at_their_rate_and_in_order() -> None:
     assert times == sorted(times)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert mean(gaps) == pytest.approx(0.5e9, rel=0.05)
-    assert median(gaps) == pytest.approx(0.5e9 * 0.693, rel=0.05)  # of an exponential distribution
+    assert median(gaps) == pytest.approx(0.5e9 * 0.693, rel=0.05)  # exponential distribution
     assert {request.arrival_ns for request in drawn("closed").requests} == {None}
 
 
@@ -42,7 +42,7 @@ def test_another_distribution_of_one_leaves_the_others_as_they_are() -> None:
     assert drawn(seed=1) == drawn(seed=1) != drawn(seed=2)
 
 
-def test_what_a_lognormal_distribution_has_beyond_the_context_is_cut_and_counted() -> None:
+def test_lognormal_lengths_are_clipped_to_the_context_and_counted() -> None:
     load = drawn(prompt="lognormal:100:1", generate="30", context_length=200)
     assert max(request.prompt + request.generate for request in load.requests) == 200
     assert min(request.generate for request in load.requests) >= 1
@@ -59,7 +59,7 @@ def test_what_a_lognormal_distribution_has_beyond_the_context_is_cut_and_counted
     "arrivals",
     ["", "2", "poisson", "poisson:", "poisson:0", "poisson:-1", "poisson:nan", "poisson:inf", "poisson:x", "open"],
 )
-def test_what_are_no_arrivals(arrivals: str) -> None:
+def test_malformed_arrivals_are_refused(arrivals: str) -> None:
     with pytest.raises(ConfigError, match="expected poisson:RATE, requests a second, or closed"):
         drawn(arrivals)
 
@@ -86,7 +86,7 @@ def test_what_are_no_arrivals(arrivals: str) -> None:
         f"{1 << 40}",
     ],
 )
-def test_what_is_no_length(prompt: str) -> None:
+def test_malformed_lengths_are_refused(prompt: str) -> None:
     with pytest.raises(ConfigError, match="expected a number, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, or a file"):
         drawn(prompt=prompt)
 

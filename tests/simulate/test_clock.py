@@ -36,7 +36,7 @@ def run(schedule: Schedule, work_of: Callable[[Task], Work], gb_per_s: float) ->
 
 
 def speeds_of(*num_bytes: float) -> Sequence[float]:
-    """Of tasks that take 100 ns alone and share 10 GB/s."""
+    """Return the speeds of tasks that take 100 ns alone and share 10 GB/s."""
     tasks = [Task(0, chunk) for chunk in range(len(num_bytes))]
     return memory_speeds(10.0, lambda task: Work(100, num_bytes[task.chunk]))(tasks)
 
@@ -62,7 +62,7 @@ def converting_npu(workers: int) -> tuple[Processor, ...]:
 
 
 def test_the_conversion_of_a_chunk_overlaps_the_computing_of_the_one_before() -> None:
-    """Of a task on the NPU 10 ns are for its inputs, 50 for itself and 20 for its outputs; the CPU takes no time."""
+    """A task on the NPU takes 10 ns for its inputs, 50 for itself and 20 for its outputs; the CPU takes no time."""
     plan = make_plan(1)  # embedding, static.0, dynamic.0, static.1, head
     durations, edges = (0, 80, 0, 80, 0), (10.0, 20.0)
 
@@ -93,7 +93,7 @@ def test_the_conversion_of_a_chunk_overlaps_the_computing_of_the_one_before() ->
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(20))
-def test_an_npu_of_one_call_takes_as_long_whatever_of_that_is_conversion(policy: str, seed: int) -> None:
+def test_npu_with_one_call_is_independent_of_the_conversion_share(policy: str, seed: int) -> None:
     random = Random(seed)
     plan, chunks = make_plan(random.randint(1, 4)), random.randint(1, 6)
     durations = {Task(s, c): random.randint(1, 50) for s in range(len(plan.subgraphs)) for c in range(chunks)}
@@ -119,7 +119,7 @@ def test_two_tasks_that_both_stream_all_the_time_take_twice_as_long() -> None:
     assert spans[Task(2, 1)] == (300, 400)
     assert spans[Task(3, 1)] == (400, 450)
     assert spans[Task(4, 1)] == (450, 460)
-    assert len(events) == 3 + 5  # the first chunk, whose logits nobody asked for, ends with its attention
+    assert len(events) == 3 + 5  # the first chunk, without logits, ends with its attention
 
 
 def test_a_task_speeds_up_again_when_the_other_ends() -> None:
@@ -131,7 +131,7 @@ def test_a_task_speeds_up_again_when_the_other_ends() -> None:
     assert spans[Task(1, 1)] == (100, 230)  # 30 ns of its 100 at half speed
 
 
-def test_memory_goes_first_to_who_wants_little() -> None:
+def test_memory_bandwidth_is_shared_max_min_fairly() -> None:
     assert speeds_of(1000.0, 200.0, 0.0) == [0.8, 1.0, 1.0]
     assert speeds_of(600.0, 400.0) == [1.0, 1.0]
     assert speeds_of(1000.0, 1000.0) == [0.5, 0.5]

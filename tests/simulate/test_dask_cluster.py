@@ -1,4 +1,4 @@
-"""Experiments on a Dask cluster within this process: the rows of this machine, and one clear line where it fails."""
+"""Experiments on a Dask cluster within this process: the rows of this machine, and one clear line for each failure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_search_runs_there(cluster) -> None:
     assert there == tune(SMALL, "sd8gen3", **options, workers=1)
 
 
-def test_what_a_worker_refuses_is_raised_here(cluster) -> None:
+def test_errors_of_a_worker_are_raised_by_the_caller(cluster) -> None:
     def refuse(held: str, point: int) -> None:
         raise ConfigError(f"{held} {point}")
 
@@ -85,13 +85,13 @@ def test_a_cluster_without_workers_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("address", ["nonsense", "", "tcp://127.0.0.1:1", "gopher://127.0.0.1:1"])
-def test_an_address_where_nothing_is_is_one_line(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def test_unreachable_address_is_one_line(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setattr(chunkrt.simulate.dask_cluster, "CONNECT_SECONDS", 0.2)
     with pytest.raises(ConfigError, match="found no Dask scheduler at"):
         chunkrt.experiment(SMALL, **POINTS, dask=address)
 
 
-def test_without_distributed_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_distributed_is_reported_with_an_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(ConfigError, match=r"pip install 'chunkrt\[dask\]'"):
         chunkrt.experiment(SMALL, **POINTS, dask="tcp://127.0.0.1:8786")

@@ -1,4 +1,4 @@
-"""Experiments: rows in the grid's order, each what one simulation says, whoever computes them."""
+"""Experiments: rows in the grid's order, each equal to one simulation, on any workers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_rows_are_those_of_single_simulations_in_the_order_of_the_grid(rows: Row
         assert vars(row) == alone | {"model": "made up", "placement": placement}
 
 
-def test_many_workers_give_the_rows_of_one_and_tell_progress(rows: Rows) -> None:
+def test_many_workers_give_the_rows_of_one_and_report_progress(rows: Rows) -> None:
     told = []
     found = chunkrt.experiment(SMALL, **GRID, workers=2, progress=lambda *news: told.append(news))
     assert found == rows
@@ -105,7 +105,7 @@ def test_bad_input_is_one_clear_line(change: dict[str, object], message: str) ->
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_model_is_told_the_shapes() -> None:
+def test_unknown_model_is_refused_with_the_shapes() -> None:
     with pytest.raises(ConfigError, match="available shapes: gemma-2b"):
         chunkrt.experiment("gemma-3b", **POINT)
 
@@ -118,7 +118,7 @@ def test_a_frame_has_a_row_for_each_point(rows: Rows) -> None:
     assert len(frame.groupby(["device", "placement", "scheme"])) == 8
 
 
-def test_a_frame_without_pandas_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pandas_is_reported_with_an_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ConfigError, match="pip install pandas"):
         Rows().to_pandas()

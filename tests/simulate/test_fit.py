@@ -1,4 +1,4 @@
-"""Whether a model fits a device: every byte counted again by hand, and sessions shared as they must be."""
+"""Memory of a model on a device: every byte counted independently, and the grouping into sessions."""
 
 import dataclasses
 import json
@@ -72,15 +72,15 @@ def test_a_tiny_model_by_hand():
     )  # down_proj's limits
     assert (first.spill_bytes, second.spill_bytes) == (0, 0)
     assert first.edge_bytes == 2 * 2 * 8 * (32 + qkv)  # two calls, float16; takes hidden, gives qkv
-    assert second.edge_bytes == 2 * 2 * 8 * (32 + 32 + 32)  # takes hidden and what was attended, gives hidden
+    assert second.edge_bytes == 2 * 2 * 8 * (32 + 32 + 32)  # inputs hidden and the attention output, output hidden
     assert found.cache_bytes == 2 * 2 * 20 * (2 * 8)  # keys and values, float16, positions, kv heads by head size
     linears = (
         32 * qkv + sum(depth * columns for depth, columns in rest) + 32 * 64
-    )  # the head's 50 columns are packed to 64
+    )  # the LM head's 50 columns are packed to 64
     scales = 4 * (qkv + 32 + 128 + 32 + 50)
-    grids = 4 * (5 + 4 + 32)  # an input step each, an output step each, but one a column for down_proj
+    grids = 4 * (5 + 4 + 32)  # an input step and an output step each, but a step for each column of down_proj
     others = 4 * (3 * 32 + 2 * 20 * 4) + 2 * 50 * 32  # norms, rope's tables of the context, embedding
-    others += 2 * 8 * (1 + 4)  # what the tables are made of: a magnitude and frequencies in float64
+    others += 2 * 8 * (1 + 4)  # recipes of the tables: a magnitude and frequencies in float64
     assert found.cpu_weight_bytes == linears + scales + grids + others
     assert found.npu_bytes == sum(c.context_bytes + c.spill_bytes + c.edge_bytes for c in found.contexts)
     assert found.total_bytes == found.npu_bytes + found.cache_bytes + found.chunk_bytes + found.cpu_weight_bytes
@@ -112,7 +112,7 @@ def test_limits_of_columns_are_kept_for_every_row():
     assert fit(TINY, "w8a8", chunk=1).contexts[0].context_bytes == at_32[0].context_bytes
 
 
-def test_what_exceeds_vtcm_is_spilled():
+def test_working_memory_that_exceeds_vtcm_is_spilled():
     rows, widest = 512, 2 * 11008
     held = rows * widest * 2
     found = fit(SEVEN_B, "w8a16", chunk=rows)
@@ -156,7 +156,7 @@ def test_smollm2_135m_by_hand():
         assert num_bytes <= fit(smollm2, scheme).contexts[1].context_bytes <= 1.02 * num_bytes
 
 
-def test_what_is_too_large_is_named():
+def test_problems_list_all_exceeded_limits():
     small = dataclasses.replace(SM8650, npu_window_bytes=190 * MIB)
     found = fit(SEVEN_B, "w8a16", small, ram=10 * GB)
     assert found.problems == [
@@ -197,7 +197,7 @@ def test_remedies_go_by_the_bits_that_the_scheme_has_and_not_by_its_name():
     assert find_remedy(SEVEN_B, with_8_bits, found) == "--scheme w4a16 --context 2048"
 
 
-def test_what_the_npu_cannot_run_is_said():
+def test_unsupported_subgraph_is_refused_by_node():
     odd = llama(32, 72, 4, 2, 8, layers=1, vocabulary=50, context=100)
     with pytest.raises(PartitionError, match=r"the NPU cannot run static\.1: .* blocks of 32"):
         fit(odd, "w4a16")
@@ -223,7 +223,7 @@ def test_contexts_are_as_large_as_estimated(scheme, chunk, tmp_path):
     assert binary.stat().st_size <= estimated.context_bytes <= 1.15 * binary.stat().st_size
 
 
-def test_the_command_says_what_fits(command):
+def test_command_reports_a_model_that_fits(command):
     finished = command("fit", GGUF, "--soc", "8gen3")
     assert (finished.status, finished.err) == (0, "")
     lines = finished.out.splitlines()
@@ -233,7 +233,7 @@ def test_the_command_says_what_fits(command):
     assert "NPU session 1: static.0 to static.2" in finished.out
 
 
-def test_the_command_says_what_does_not_fit(command):
+def test_command_reports_a_model_that_does_not_fit(command):
     finished = command("fit", GGUF, "--soc", "SM8650", "--ram", "0.0001")
     assert (finished.status, finished.err) == (3, "")
     assert finished.out.splitlines()[-1].startswith("does not fit: it takes 1.2 MB of 0.1 MB usable RAM; try ")

@@ -1,4 +1,4 @@
-"""Device profiles and shapes: those that come with chunkrt are complete and sourced, and bad ones are refused."""
+"""Device profiles and shapes: those that come with chunkrt are complete and have sources, and bad ones are refused."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def parameters(value: Any, prefix: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "soc"), SHIPPED.items())
-def test_the_four_snapdragons_are_there(name: str, soc: str) -> None:
+def test_profiles_include_four_snapdragons(name: str, soc: str) -> None:
     assert shipped(name).soc == soc
     assert soc in SOCS
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_every_number_says_where_it_comes_from(name: str) -> None:
+def test_every_number_has_a_source(name: str) -> None:
     profile = shipped(name)
     found = {path.removeprefix(".") for path in parameters(profile)}
     assert found == set(profile.sources)
@@ -57,7 +57,7 @@ def test_every_number_says_where_it_comes_from(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_what_nobody_published_is_called_a_guess(name: str) -> None:
+def test_unpublished_numbers_are_marked_as_guesses(name: str) -> None:
     for path, source in shipped(name).sources.items():
         assert source.is_guess or "no figure published" not in source.text, path
 
@@ -141,7 +141,7 @@ PARAMETERS = {
     "mistral-7b": 7.24e9,
     "llama-3.1-8b": 8.03e9,
 }
-"""As their authors count them."""
+"""Parameter counts by their authors."""
 
 
 def num_parameters(plan: Plan) -> int:
@@ -167,7 +167,7 @@ def test_a_shape_has_as_many_parameters_as_its_model(name: str) -> None:
     assert shape.source
 
 
-def test_all_shapes_are_known_and_say_what_they_approximate() -> None:
+def test_shapes_are_complete_and_list_approximations() -> None:
     assert set(shapes()) == set(PARAMETERS)
     assert any("10240" in text for text in find_shape("phi-2").approximations)
     with pytest.raises(ConfigError, match="did you mean 'phi-2'"):
@@ -193,4 +193,4 @@ def test_the_partition_of_llm_npu_has_its_144_subgraphs() -> None:
     inner = [s for s in plan.subgraphs if s.rows == "T" and s.name != "embedding"]
     attention = [s for s in inner if s.state]
     assert len(attention) == 24
-    assert len(inner) - len(attention) in (120, 121)  # the embedding melts with the first norm, or stands beside it
+    assert len(inner) - len(attention) in (120, 121)  # the embedding is fused with the first norm, or stays separate

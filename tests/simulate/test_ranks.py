@@ -1,4 +1,4 @@
-"""One rank of several, simulated: what sums cost and what of them is hidden, against numbers worked out by hand."""
+"""One rank of several, simulated: cost of sums and their hidden part, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def device() -> DeviceProfile:
 @pytest.mark.parametrize(
     ("num_bytes", "size", "steps", "sent_bytes"),
     [
-        (1_000_000, 2, 1, 1_000_000),  # both send all that they have
+        (1_000_000, 2, 1, 1_000_000),  # both send everything
         (8_192, 4, 1, 3 * 8_192),  # 16 KiB more than in parts
         (8_196, 4, 2, 12_294),  # two steps, in each three quarters
         (1_000_000, 4, 2, 1_500_000),
         (900, 3, 1, 1_800),
     ],
 )
-def test_what_a_sum_sends(num_bytes: int, size: int, steps: int, sent_bytes: float) -> None:
+def test_sum_sends_the_bytes_of_its_exchange(num_bytes: int, size: int, steps: int, sent_bytes: float) -> None:
     assert exchange_of(num_bytes, size) == (steps, sent_bytes)
     assert LINK.sum_us(num_bytes, size) == pytest.approx(10 * steps + sent_bytes / 1000)
 
@@ -77,7 +77,7 @@ def test_what_a_sum_sends(num_bytes: int, size: int, steps: int, sent_bytes: flo
 @pytest.mark.parametrize("numbers", [12, 12 * 1024])
 def test_the_communicator_sends_as_much(size: int, numbers: int) -> None:
     class Counted(MpiCommunicator):
-        """Rank 0, without others: what they would send is zeros."""
+        """Rank 0 without the others, whose messages are zeros."""
 
         def __init__(self) -> None:
             self.rank, self.size, self._run = 0, size, 0
@@ -185,7 +185,7 @@ def record() -> RunRecord:
     return two_chunks(lambda schedule: run_on_virtual_clock(schedule, lambda task: DURATIONS[task.subgraph]))
 
 
-def test_what_a_second_chunk_hides(record: RunRecord) -> None:
+def test_second_chunk_hides_sums(record: RunRecord) -> None:
     assert spans(record) == {
         Task(0, 0): (0, 10),
         Task(0, 1): (10, 20),
@@ -197,7 +197,7 @@ def test_what_a_second_chunk_hides(record: RunRecord) -> None:
     }
     found = link_time([record])
     assert found is not None
-    # sums from 10 to 50; beside them the embedding of chunk 1 until 20, and attention of chunk 0 from 40
+    # sums from 10 to 50; in parallel the embedding of chunk 1 until 20, and attention of chunk 0 from 40
     assert (found.busy_ns, found.hidden_ns, found.num_sums, found.hidden) == (40, 20, 2, 0.5)
     (cpu,) = (time for time in where_time_went([record]) if time.name == "cpu")
     assert cpu.idle_ns == {"sums": 20}
@@ -250,7 +250,7 @@ def test_traces_and_pictures_show_the_link(record: RunRecord, tmp_path: Path) ->
 
 
 def operations(plan: Plan) -> tuple[int, int]:
-    """Of all linears but the head, which every rank has, for a token; and of attention, for a pair."""
+    """Operations of all linears except the LM head, which every rank has, for a token; and of attention, for a pair."""
     nodes = [node for part in plan.subgraphs for node in part.nodes]
     linears = [n for n in nodes if n.op == "MatMul" and n.inputs[1] != "lm_head.weight"]
     attention = [n for n in nodes if n.op in ATTENTION_OPS]
@@ -260,14 +260,14 @@ def operations(plan: Plan) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_together_compute_what_one_does(size: int) -> None:
+def test_ranks_together_do_the_work_of_one(size: int) -> None:
     parts = [operations(share(rank, size)) for rank in range(size)]
     assert tuple(map(sum, zip(*parts, strict=True))) == operations(SHAPE.plan())
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_every_rank_has_the_same_subgraphs(size: int) -> None:
-    shape = replace(SMALL_SHAPE, intermediate_size=96)  # 4 heads and 2 for keys: padded where they have to be
+    shape = replace(SMALL_SHAPE, intermediate_size=96)  # 4 heads and 2 KV heads: padded where necessary
     first, *others = (shape.plan(ranks=Ranks(rank, size)) for rank in range(size))
     for other in others:
         assert other == first
@@ -275,7 +275,8 @@ def test_every_rank_has_the_same_subgraphs(size: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_a_link_without_end_ranks_gain_up_to_their_number(device: DeviceProfile, ranks: int) -> None:
-    shape = replace(SHAPE, hidden_size=1024, intermediate_size=4096, head_dim=128)  # so that starts of tasks are little
+    # so that the start of tasks is negligible
+    shape = replace(SHAPE, hidden_size=1024, intermediate_size=4096, head_dim=128)
     free = find_link("gb_per_s=1e9,latency_us=0")
     options = {"prompt_length": 256, "chunk_length": 32, "policy": "in_order", "scheme": SCHEME}
     alone = simulate(shape.plan().on_cpu(), device, **options)
@@ -286,7 +287,7 @@ def test_on_a_link_without_end_ranks_gain_up_to_their_number(device: DeviceProfi
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_every_link_says_where_its_numbers_come_from(name: str) -> None:
+def test_every_link_has_sources(name: str) -> None:
     link = find_link(name)
     assert set(link.sources) == {"nominal_gbit_per_s", "gb_per_s", "latency_us"}
     assert 8 * link.gb_per_s < link.nominal_gbit_per_s
@@ -320,7 +321,7 @@ def test_a_link_from_a_file_and_from_numbers(tmp_path: Path) -> None:
         ("nowhere.toml", "cannot read nowhere.toml"),
     ],
 )
-def test_what_is_no_link(text: str, message: str) -> None:
+def test_malformed_links_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_link(text)
 
@@ -335,7 +336,7 @@ def test_what_is_no_link(text: str, message: str) -> None:
         (SHAPE.plan(), 0, None, "0 ranks, expected 1 to 1024"),
     ],
 )
-def test_what_does_not_go_together(
+def test_inconsistent_ranks_links_and_plans_are_refused(
     device: DeviceProfile, plan: Plan, ranks: int, link: LinkProfile | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -374,7 +375,7 @@ def run(*arguments: object) -> str:
     return result.output
 
 
-def test_the_command_tells_of_ranks() -> None:
+def test_command_reports_ranks() -> None:
     arguments = ("qwen2.5-0.5b", "--device", "sd8gen3", "-p", 64, "--chunk", 32, "--policy", "in_order")
     text = run(*arguments, "--ranks", 4, "--link", "1GbE")
     assert "on 4 x Snapdragon 8 Gen 3, CPU alone, scheme w8a8-dynamic, joined by 1 Gbit/s Ethernet (0.1176 GB/s" in text

@@ -1,4 +1,4 @@
-"""Serving, simulated: cases worked out by hand, laws of queues, and what must hold of any server."""
+"""Serving, simulated: cases worked out by hand, laws of queues, and invariants of any server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ assert isinstance(DEVICE, DeviceProfile)
 
 
 def constant(plan: Plan = PLAN, task_ms: float = TASK_MS) -> ServingCosts:
-    """One worker, and tasks that take equally long whatever is in them."""
+    """One worker, and tasks that take equally long regardless of their content."""
     return ServingCosts(
         plan=plan,
         ways={"cpu": Way(plan=plan, first=0, processors=shared_cpu(1))},
@@ -71,7 +71,7 @@ TWO = [asked(0, 10, 3), asked(20, 4, 1)]
 
 
 def rows_of(found: Serving) -> list[list[tuple[int, int, int]]]:
-    """Of every chunk its segments: sequence, position, tokens."""
+    """Return the segments of every chunk: sequence, position, tokens."""
     chunks = {chunk.number: chunk for record in found.records() for chunk in record.chunks}
     return [[tuple(segment) for segment in chunks[number].segments] for number in sorted(chunks)]
 
@@ -90,19 +90,19 @@ def test_two_requests_by_hand() -> None:
     assert (found.padding, found.on_cpu) == (None, 1.0)
 
 
-def test_who_waits_to_be_let_in_waits_for_the_first_token_too() -> None:
+def test_admission_wait_counts_into_time_to_first_token() -> None:
     found = served(TWO, sessions=1)
     assert rows_of(found) == [[(0, 0, 8)], [(0, 8, 2)], [(0, 10, 1)], [(0, 11, 1)], [(1, 0, 4)]]
     assert found.queue_ms == pytest.approx((80, 80, 152))  # 0 and 160
     assert found.time_to_first_token_ms == pytest.approx((145, 145, 203.5))  # 80 and 210
 
 
-def test_a_prompt_waits_for_what_comes_before_its_first_task() -> None:
+def test_prompt_overhead_delays_its_first_task() -> None:
     found = served([asked(5, 3, 1)], costs=replace(constant(), prompt_ns=7 * MS))
     assert found.time_to_first_token_ms == pytest.approx((57, 57, 57))
 
 
-def test_closed_clients_ask_again_as_soon_as_they_are_answered() -> None:
+def test_closed_clients_send_a_request_after_every_answer() -> None:
     found = served([asked(None, 4, 2)] * 4, sessions=2)
     assert rows_of(found) == [
         [(0, 0, 4), (1, 0, 4)],
@@ -128,7 +128,7 @@ def test_decoding_sequences_go_before_a_long_prompt() -> None:
     assert found.gap_ms.p95 == pytest.approx(50)
 
 
-def test_batching_pays_where_a_chunk_costs_the_same_whatever_it_holds() -> None:
+def test_batching_pays_if_chunks_have_constant_cost() -> None:
     requests = [asked(None, 6, 20)] * 16
     packed, sequential = (served(requests, batcher=name) for name in ("packed", "sequential"))
     assert sequential.seconds == pytest.approx(16 * 20 * 0.05)
@@ -152,7 +152,7 @@ def test_sequential_requests_are_a_queue_with_one_server(load: float) -> None:
 
 
 def check_records(records: Sequence[RunRecord], requests: Sequence[Request], chunk_length: int) -> None:
-    """Every token of every sequence is run once, in order, in chunks that hold no more than there is room for."""
+    """Check that every token of every sequence is run once, in order, in chunks within their limits."""
     chunks = {chunk.number: chunk for record in records for chunk in record.chunks}
     assert all(1 <= chunk.num_tokens <= chunk_length for chunk in chunks.values())
     positions = [0] * len(requests)
@@ -162,13 +162,13 @@ def check_records(records: Sequence[RunRecord], requests: Sequence[Request], chu
             positions[sequence] += num_tokens
     assert positions == [request.prompt + request.generate - 1 for request in requests]
     assert sum(record.num_tokens for record in records) == sum(positions)
-    for time in where_time_went(records[:1]):  # the events contradict none of the schedule's rules
+    for time in where_time_went(records[:1]):  # the events satisfy the schedule's rules
         assert time.total_ns >= 0
 
 
 @given(data=st.data())
 @settings(deadline=None)
-def test_every_token_is_run_once_and_nobody_starves(data: st.DataObject) -> None:
+def test_every_token_runs_once_without_starvation(data: st.DataObject) -> None:
     times = data.draw(st.lists(st.integers(0, 400), min_size=1, max_size=8).map(sorted))
     is_closed = data.draw(st.booleans())
     requests = [
@@ -212,7 +212,7 @@ def test_a_device_with_an_npu(policy: str, decode_on: Any, tmp_path: Path) -> No
     for time in where_time_went(of_npu):
         assert sum(time.busy_ns.values()) + sum(time.idle_ns.values()) == time.total_ns
     is_decode_on_cpu = {len(record.pipeline.processors) == 1 for record in back if record.position}
-    if policy == "sequential":  # nothing runs beside anything
+    if policy == "sequential":  # tasks do not overlap
         assert found.on_cpu == 0
         assert found.chunks_in_flight == 1
     elif decode_on != "auto":
@@ -221,7 +221,7 @@ def test_a_device_with_an_npu(policy: str, decode_on: Any, tmp_path: Path) -> No
 
 
 def test_costs_decide_where_sequences_decode() -> None:
-    """On an NPU that takes no time they do so there; where it takes for ever, on the CPU."""
+    """On an NPU that takes no time they decode there; on one that takes forever, on the CPU."""
     fast = {name: replace(cost, fixed_us=0.0, gb_per_s=1e9, gops=1e9) for name, cost in DEVICE.npu.operators.items()}
     slow = {name: replace(cost, fixed_us=1e6) for name, cost in DEVICE.npu.operators.items()}
     free = replace(DEVICE.transfer, fixed_us=0.0, gb_per_s=1e9)
@@ -237,7 +237,7 @@ def test_the_same_seed_gives_the_same_figures() -> None:
     assert json.loads(json.dumps(found[0])) == found[0]
 
 
-def test_shared_chunks_attend_to_what_each_sequence_has_seen() -> None:
+def test_shared_chunks_attend_to_each_sequences_history() -> None:
     chunk = Chunk.shared([(10, 3), (0, 2)], 1)
     assert chunk.pairs(0) == (11 + 12 + 13) + (1 + 2)
     assert chunk.pairs(12) == (11 + 12 + 12) + (1 + 2)
@@ -278,7 +278,7 @@ def test_a_measured_profile() -> None:
         simulate_serving(SMALL, profile, Load(requests=[], num_cut=0), **OPTIONS)
 
 
-def test_the_clock_waits_for_what_comes_from_outside() -> None:
+def test_clock_waits_for_external_events() -> None:
     schedule = Schedule(PLAN, chunks_in_flight=2, processors=shared_cpu(2), policy=find_policy("in_order"))
     times, coming = [0.0, 5.0, 5.25, 5.5, 6.0, 7.0, 8.0], {5.0: 1, 5.5: 1, 8.0: 0}
     called = []

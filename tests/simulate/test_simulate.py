@@ -1,4 +1,4 @@
-"""The simulator: its figures agree with one another and with what is worked out by hand; its command prints them."""
+"""The simulator: its figures are consistent and agree with results worked out by hand; its command prints them."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def measured(plan: Plan, *, threads: int = 1, speeds: tuple[float, ...] = (1.0,)
 def test_one_worker_takes_the_sum_of_its_tasks(plan: Plan) -> None:
     found = simulate(plan, measured(plan), prompt_length=80, chunk_length=32, policy="in_order", scheme="w8a16")
     rows = [32, 32, 16]
-    tasks = [1 + 3 + 3, 1 + 3 + 3, 1 + 4 + 3]  # the last static subgraph and the head are for the last chunk alone
-    us = sum(n * (10 + 2 * r) for n, r in zip(tasks, rows, strict=True)) + 10 + 2  # the head has one row
+    tasks = [1 + 3 + 3, 1 + 3 + 3, 1 + 4 + 3]  # the last static subgraph and the LM head run for the last chunk alone
+    us = sum(n * (10 + 2 * r) for n, r in zip(tasks, rows, strict=True)) + 10 + 2  # the LM head has one row
     us += 0.5 * 3 * (80 * 81 / 2)
     assert found.makespan_ms == pytest.approx(us / 1000)
     assert found.time_to_first_token_ms == pytest.approx((us + 100) / 1000)
@@ -86,7 +86,7 @@ def test_busy_and_idle_fill_the_makespan(plan: Plan, device: DeviceProfile, poli
     assert found.makespan_ms * 1e6 == max(event.end_ns for event in found.record.events)
 
 
-def test_conversion_beside_computing_saves_at_most_what_it_takes(plan: Plan, device: DeviceProfile) -> None:
+def test_overlapped_conversion_saves_at_most_its_own_time(plan: Plan, device: DeviceProfile) -> None:
     device = replace(device, transfer=replace(device.transfer, gb_per_s=0.5))
     options = {"prompt_length": 512, "chunk_length": 32, "policy": "in_order", "scheme": "w8a16"}
     apart = simulate(plan, device, **options)
@@ -104,7 +104,7 @@ def test_conversion_beside_computing_saves_at_most_what_it_takes(plan: Plan, dev
     assert all(end_ns <= begin_ns for (_, end_ns), (begin_ns, _) in pairwise(computing))
 
 
-def test_a_measured_profile_does_not_know_what_conversion_takes(plan: Plan) -> None:
+def test_measured_profile_has_no_conversion_time(plan: Plan) -> None:
     with pytest.raises(
         ConfigError, match="toy was measured with conversion included and has no duration of conversion alone"
     ):
@@ -148,9 +148,9 @@ def test_a_linear_costs_the_longer_of_its_bytes_and_its_operations(device: Devic
     )
     found = simulate(SMALL.plan(), bare, prompt_length=1, chunk_length=32, policy="in_order", scheme="w8a16")
     linears = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
-    us = 3 * (4 * 3.0 + 32 * 2 * linears / 1000)  # a whole chunk, whatever it holds
+    us = 3 * (4 * 3.0 + 32 * 2 * linears / 1000)  # a complete chunk, regardless of its rows
     assert found.makespan_ms == pytest.approx(us / 1000, rel=1e-4)
-    assert found.energy_joules == pytest.approx(us * 1e-6 * 3.0, rel=1e-4)  # one watt busy, two always
+    assert found.energy_joules == pytest.approx(us * 1e-6 * 3.0, rel=1e-4)  # one watt while busy, two always
 
 
 def test_memory_grows_by_the_keys_and_values_of_a_longer_prompt(plan: Plan, device: DeviceProfile) -> None:
@@ -189,7 +189,7 @@ def test_the_memory_of_windows_does_not_grow_with_a_prompt(plan: Plan, device: D
         ({"threads": 2}, "omit the number of threads"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(plan: Plan, device: DeviceProfile, options: dict, message: str) -> None:
+def test_invalid_arguments_are_refused(plan: Plan, device: DeviceProfile, options: dict, message: str) -> None:
     good = {"prompt_length": 64, "chunk_length": 32, "policy": "in_order", "scheme": "w8a16"}
     with pytest.raises(ConfigError) as error:
         simulate(plan, device, **{**good, **options})
@@ -210,7 +210,7 @@ def test_a_profile_of_something_else_is_refused(plan: Plan) -> None:
 
 
 def test_costs_and_speeds_are_learnt_back_from_simulated_runs(plan: Plan) -> None:
-    """What `chunkrt profile` makes of runs whose costs are known."""
+    """`chunkrt profile` recovers the known costs of simulated runs."""
     options = {"chunk_length": 32, "scheme": "w8a16"}
     truth = measured(plan, threads=2, speeds=(1.0, 0.6))
     runs = [simulate(plan, truth, prompt_length=n, policy="sequential", **options).record for n in (256, 16)]

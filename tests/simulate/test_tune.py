@@ -1,4 +1,4 @@
-"""The search: what it chooses is what a plain look over all simulations finds; the file is what an engine takes."""
+"""The search: its choice equals that of a plain search over all simulations, and an engine accepts its file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MINE = {"first layer on cpu": {"model.layers.0": "cpu"}}
 
 @pytest.fixture(scope="module", autouse=True, params=["few", pytest.param("all", marks=pytest.mark.exhaustive)])
 def searched(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What is searched: of policies and chunks in flight some, or all."""
+    """Reduce the search to some policies and chunks in flight, or keep all."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "few":
             patch.setattr(search, "SEARCHED_POLICIES", search.SEARCHED_POLICIES[:2])
@@ -71,7 +71,7 @@ def plan_of(partition: str) -> Plan:
 
 @cache
 def by_hand(partition: str, chunk_length: int, policy: str, in_flight: int | None) -> tuple[float, int]:
-    """Geometric mean of the times, and the most memory, of one choice; simulated here."""
+    """Return the geometric mean of the times, and the largest memory, of one choice; simulated here."""
     found = [
         simulate(
             plan_of(partition),
@@ -105,7 +105,7 @@ def test_the_best_is_the_smallest_of_the_fast_ones(tuned: Tuned) -> None:
     assert [c.time_ms for c in tuned.choices] == sorted(c.time_ms for c in tuned.choices)
 
 
-def test_the_default_is_what_an_engine_does_untold(tuned: Tuned) -> None:
+def test_default_choice_is_the_engines_default(tuned: Tuned) -> None:
     options = chunkrt.EngineOptions()
     assert tuned.default.placement == {}
     assert tuned.default.partition == NATURAL
@@ -123,7 +123,7 @@ def test_a_memory_limit_is_kept(tuned: Tuned) -> None:
         tune(SMALL, "sd8gen3", prompt_lengths=[64], chunk_lengths=[32], memory_bytes=1000, workers=1)
 
 
-def test_the_file_holds_what_was_chosen_and_tells_from_what(tuned: Tuned, tmp_path: Path) -> None:
+def test_settings_file_has_the_choice_and_its_conditions(tuned: Tuned, tmp_path: Path) -> None:
     path = tmp_path / "tuned.toml"
     path.write_text(tuned.to_toml(), encoding="utf-8")
     settings = read_settings(path)
@@ -136,7 +136,7 @@ def test_the_file_holds_what_was_chosen_and_tells_from_what(tuned: Tuned, tmp_pa
         assert any(part in comment for comment in comments), part
 
 
-def test_what_the_npu_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitions_that_the_npu_refuses_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "PARTITIONS", {NATURAL: {}, "look-up on npu": {"model.embed_tokens": "npu"}})
     found = tune(SMALL, "sd8gen3", prompt_lengths=[64], chunk_lengths=[32], workers=1)
     assert {c.partition for c in found.choices} == {NATURAL}
@@ -184,7 +184,7 @@ def test_the_command_prints_a_table_and_writes_a_file_that_runs(command, tmp_pat
     assert (row["scheme"], row["chunk"]) == (settings["scheme"], settings["chunk_length"])
 
 
-def test_the_command_tells_everything_as_json(command, tmp_path: Path) -> None:
+def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text('"model.layers.1" = "cpu"\n')
     out = tmp_path / "tuned.toml"
@@ -244,7 +244,7 @@ def test_a_measured_profile_fixes_all_but_policy_and_chunks_in_flight(command, p
         ({"placements": MINE}, "its placement is fixed too, omit other placements"),
     ],
 )
-def test_a_measured_profile_says_what_it_does_not_know(profile: Path, options: dict[str, object], message: str) -> None:
+def test_measured_profile_refuses_other_choices(profile: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tune(GGUF, str(profile), prompt_lengths=[64], **options)
 

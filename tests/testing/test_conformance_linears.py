@@ -1,4 +1,4 @@
-"""The conformance suite notices what linears, static and dynamic, and their shadows get wrong."""
+"""The conformance suite detects errors of static and dynamic linears, and of their shadows."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from chunkrt.testing.conformance import check_linears
 
 
 class StaticLinear:
-    """A static linear in int64, of which others get one thing wrong."""
+    """A static linear in int64; subclasses each have one error."""
 
     fixed_length = None
 
@@ -40,12 +40,12 @@ class StaticLinear:
 
 
 def is_alone(subgraph, op):
-    """Whether a subgraph is one that the suite made of a single node."""
+    """Return True for a subgraph that the suite made of a single node."""
     return subgraph.name.startswith("linear ") and subgraph.nodes[0].op == op
 
 
 class OwnStaticLinears(ReferenceBackend):
-    """The reference, but for static linears that the suite tries alone."""
+    """The reference, except for static linears that the suite tests alone."""
 
     name = "own"
     linear = StaticLinear
@@ -73,7 +73,7 @@ class RoundsGridTiesAway(StaticLinear):
 
 @wrong
 class WrapsAround(StaticLinear):
-    """What lies beyond the integers' type comes back at its other end."""
+    """Overflow of the integers' type wraps around."""
 
     def saturate(self, steps):
         return steps.astype(f"int{self.bits}").astype(np.float64)
@@ -87,7 +87,7 @@ class DoesNotSaturate(StaticLinear):
 
 @wrong
 class SaturatesSumsOfPairs(StaticLinear):
-    """As `vpmaddubsw` does: unsigned activations by signed weights, two products to a signed 16-bit sum."""
+    """Like `vpmaddubsw`: unsigned activations by signed weights, two products to a signed 16-bit sum."""
 
     def multiply(self, steps, integers):
         if self.bits == 16:
@@ -127,7 +127,7 @@ class GivesAGridWhereFloatIsWanted(StaticLinear):
 
 @wrong
 class GoesOneStepBeyondTheLastLevel(StaticLinear):
-    """As unsigned integers allow; a shadow counts from the last level."""
+    """With an unsigned range; a shadow counts from the last level."""
 
     def saturate(self, steps):
         return steps.clip(-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1)
@@ -138,7 +138,7 @@ def test_linears_in_int64_conform():
 
 
 @pytest.mark.parametrize("linear", WRONG, ids=lambda linear: linear.__name__)
-def test_what_a_linear_gets_wrong_is_noticed(linear):
+def test_suite_detects_errors_of_static_linears(linear):
     backend = OwnStaticLinears()
     backend.linear = linear
     with pytest.raises(ConformanceError) as raised:
@@ -147,7 +147,7 @@ def test_what_a_linear_gets_wrong_is_noticed(linear):
 
 
 class DynamicLinear:
-    """A dynamic linear in float64, of which others get one thing wrong."""
+    """A dynamic linear in float64; subclasses each have one error."""
 
     fixed_length = None
 
@@ -180,7 +180,7 @@ class DynamicLinear:
 
 
 class OwnDynamicLinears(ReferenceBackend):
-    """The reference, but for dynamic linears that the suite tries alone: those in blocks, or the others."""
+    """The reference, except for dynamic linears that the suite tests alone: those in blocks, or the others."""
 
     name = "own"
     linear = DynamicLinear
@@ -198,7 +198,7 @@ class OwnDynamicLinears(ReferenceBackend):
 
 
 class KnowsNoOutliers(DynamicLinear):
-    """What dynamic linears commonly do: the largest value of a row sets the step of all."""
+    """The usual dynamic linear: the largest value of a row sets the step of all."""
 
     def is_outlier(self, x):
         return np.zeros(x.shape, bool)
@@ -215,7 +215,7 @@ class TakesOneOutlier(DynamicLinear):
 
 
 class TakesTheSameChannelsInEveryRow(DynamicLinear):
-    """Those of the first row, as if they were fixed beforehand."""
+    """Outliers of the first row, as if they were fixed beforehand."""
 
     def is_outlier(self, x):
         return super().is_outlier(x[:1]).repeat(len(x), axis=0)
@@ -245,7 +245,7 @@ class SwapsTheHalvesOfBytes(DynamicLinear):
 
 
 class RoundsToEightBits(DynamicLinear):
-    """The detour that blocks are there to spare."""
+    """The dequantised detour that blocks avoid."""
 
     def values(self, integers, scales, minima):
         exact = integers * scales + minima
@@ -275,7 +275,7 @@ def test_dynamic_linears_in_float64_conform(in_blocks):
         *((w, True) for w in WRONG_BLOCKS),
     ],
 )
-def test_what_a_dynamic_linear_gets_wrong_is_noticed(linear, in_blocks):
+def test_suite_detects_errors_of_dynamic_linears(linear, in_blocks):
     backend = OwnDynamicLinears(in_blocks=in_blocks)
     backend.linear = linear
     with pytest.raises(ConformanceError) as raised:
@@ -284,7 +284,7 @@ def test_what_a_dynamic_linear_gets_wrong_is_noticed(linear, in_blocks):
 
 
 class Shadow:
-    """The shadow of a linear in float64, of which others get one thing wrong."""
+    """The shadow of a linear in float64; subclasses each have one error."""
 
     fixed_length = None
 
@@ -302,7 +302,7 @@ class Shadow:
 
 
 class OwnShadows(ReferenceBackend):
-    """The reference, but for shadows that the suite tries alone."""
+    """The reference, except for shadows that the suite tests alone."""
 
     name = "own"
     shadow = Shadow
@@ -336,7 +336,7 @@ class CountsFromTheThreshold(Shadow):
 
 @wrong_shadow
 class AddsWhatRoundsToTheLastLevel(Shadow):
-    """127 and a little more: the main half rounds it, and errs by that."""
+    """127 and slightly more: the main half rounds it, and errs by that."""
 
     def excess(self, steps):
         return steps - steps.clip(-127, 127) + np.where(np.abs(steps) == 127, 2.0**-6, 0)
@@ -350,7 +350,7 @@ class LeavesTheTieToTheGrid(Shadow):
 
 @wrong_shadow
 class TakesTheWholeValue(Shadow):
-    """As if the main half gave nothing where it saturates."""
+    """Ignores the main half's result where it saturates."""
 
     def excess(self, steps):
         return np.where(np.abs(np.rint(steps)) > 127, steps, 0)
@@ -370,7 +370,7 @@ class CountsFromTheLeastOfTheType(Shadow):
 
 @wrong_shadow
 class LooksAtEightChannels(Shadow):
-    """As many as a list of outlier channels has room for."""
+    """Only as many as a list of outlier channels has room for."""
 
     def excess(self, steps):
         found = super().excess(steps)
@@ -389,7 +389,7 @@ def test_shadows_in_float64_conform():
 
 
 @pytest.mark.parametrize("shadow", WRONG_SHADOWS, ids=lambda shadow: shadow.__name__)
-def test_what_a_shadow_gets_wrong_is_noticed(shadow):
+def test_suite_detects_errors_of_shadows(shadow):
     backend = OwnShadows()
     backend.shadow = shadow
     with pytest.raises(ConformanceError) as raised:

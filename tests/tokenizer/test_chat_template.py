@@ -21,7 +21,7 @@ CHATML = """{% for message in messages %}
 
 
 def render(source: str, messages: object = (USER,), *, add_generation_prompt: bool = True) -> str:
-    """A prompt of one message."""
+    """Return a prompt of one message."""
     return (
         ChatTemplate(source)
         .render(
@@ -56,7 +56,7 @@ def test_a_chat_becomes_a_prompt():
         ("{{ strftime_now('%Y') | length }}", str(len(str(datetime.now().year)))),
     ],
 )
-def test_what_templates_are_written_for_works(source, expected):
+def test_template_environment_matches_transformers(source, expected):
     assert render(source) == expected
 
 
@@ -111,7 +111,7 @@ TAKES_MUCH_MEMORY = [
     ("source", "seconds"),
     [*((source, 0.1) for source in RUNS_LONG), *((source, 2.0) for source in TAKES_MUCH_MEMORY)],
 )
-def test_a_template_that_would_run_away_is_stopped(source, seconds, monkeypatch):
+def test_runaway_template_is_stopped(source, seconds, monkeypatch):
     monkeypatch.setattr(chat_template, "MAX_SECONDS", seconds)
     with pytest.raises(ModelError, match=rf"too much memory|more than {seconds:g} seconds|Range too big"):
         render(source)
@@ -122,7 +122,7 @@ def test_calls_without_end_are_stopped():
         render("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
 
 
-def test_a_template_that_was_stopped_still_renders_what_it_can(monkeypatch):
+def test_stopped_template_still_renders_other_prompts(monkeypatch):
     template = ChatTemplate(
         "{% if messages | length > 1 %}{{ 9 ** (messages | length * 9 ** 9) }}{% endif %}{{ messages[0].content }}"
     )
@@ -155,7 +155,7 @@ def test_lone_surrogates_pass():
     assert render("{{ messages[0].content }}", ({"role": "user", "content": "a\ud800"},)) == "a\ud800"
 
 
-def test_there_has_to_be_a_python_to_render_with(monkeypatch):
+def test_missing_python_interpreter_is_an_error(monkeypatch):
     monkeypatch.setattr("sys.executable", "")
     with pytest.raises(ConfigError, match="need a Python interpreter"):
         ChatTemplate("x")
@@ -166,7 +166,7 @@ def test_a_prompt_may_not_be_endless():
         render("{% set t = 'a' * 4000 %}{% for i in range(99999) %}{{ t }}{% endfor %}")
 
 
-def test_what_a_template_refuses_is_told():
+def test_template_refusal_is_reported():
     with pytest.raises(ModelError, match="rejects these messages: roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
 
@@ -192,7 +192,7 @@ def test_malformed_messages_are_the_callers_error(messages, expected):
         render(CHATML, messages)
 
 
-def test_a_model_that_was_not_tuned_for_chat_says_so():
+def test_missing_chat_template_is_an_error():
     tokenizer = make_tokenizer("byte_level", pre="smollm")
     assert not tokenizer.has_chat_template
     with pytest.raises(ModelError, match="has no chat template"):

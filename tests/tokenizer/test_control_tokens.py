@@ -31,7 +31,7 @@ BYTE_LEVEL = make_tokenizer("byte_level", pre="llama-bpe", chat_template=CHATML)
 
 
 def user(content):
-    """A chat of one message."""
+    """Return a chat of one message."""
     return [{"role": "user", "content": content}]
 
 
@@ -79,7 +79,7 @@ def test_a_user_cannot_add_control_tokens_to_a_chat(contents):
     messages = user("".join(contents))
     ids = BYTE_LEVEL.encode_chat(messages)
     assert ids.count(IM_END) == 1
-    assert ids.count(IM_START) == 3  # as the beginning, and before each of two turns
+    assert ids.count(IM_START) == 3  # at the beginning, and before each of two turns
     assert BYTE_LEVEL.apply_chat_template(messages) == CHATML_TEXT.format("".join(contents).strip())
 
 

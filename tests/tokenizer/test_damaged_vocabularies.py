@@ -1,4 +1,4 @@
-"""Vocabularies that are damaged or hostile are refused in words, and never end the process."""
+"""Vocabularies that are damaged or hostile are refused with a message, and never end the process."""
 
 import base64
 import json
@@ -17,13 +17,13 @@ FOLDER = pytest.mark.parametrize("read", ["folder", "engine_directory"])
 
 
 def write(folder: Path, **parts: Any) -> None:
-    """Write a tokenizer.json, with some parts replaced, and the settings beside it."""
+    """Write a tokenizer.json with some parts replaced, and the settings next to it."""
     make_tokenizer("byte_level", pre="smollm").save(folder)
     (folder / "tokenizer.json").write_text(json.dumps(SOUND | parts), "utf-8")
 
 
 def load(folder: Path, read: str) -> Tokenizer:
-    """The tokenizer of a folder, as a checkpoint's or as an engine directory's."""
+    """Load the tokenizer of a folder, as a checkpoint's or as an engine directory's."""
     if read == "folder":
         found = Tokenizer.from_source(SimpleNamespace(path=folder, config={}))
     else:
@@ -33,7 +33,7 @@ def load(folder: Path, read: str) -> Tokenizer:
 
 
 def with_largest_id(kind: str, token_id: int) -> dict[str, Any]:
-    """Parts of a tokenizer.json that give one token this id."""
+    """Return parts of a tokenizer.json that give one token this id."""
     if kind == "added":
         first, *rest = SOUND["added_tokens"]
         return {"added_tokens": [first | {"id": token_id}, *rest]}
@@ -122,7 +122,7 @@ def test_a_sentencepiece_token_without_end_is_refused(length):
 
 @pytest.mark.parametrize("pre", ["default", "qwen2"])
 def test_pieces_that_a_file_calls_byte_level_are_refused(pre):
-    """llama.cpp's converter writes so of Gemma's folders without tokenizer.model; most texts would have no tokens."""
+    """llama.cpp's converter writes Gemma's folders without tokenizer.model so; most texts would have no tokens."""
     metadata = REFERENCE["vocabularies"]["gemma"] | {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,

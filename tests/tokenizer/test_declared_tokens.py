@@ -19,7 +19,7 @@ BOS, EOS = 256, 257
 
 
 def write_folder(folder, *, single=None, **files):
-    """A folder with all bytes, "<s>" and "</s>", and files of JSON."""
+    """Write a folder with all bytes, "<s>" and "</s>", and files of JSON."""
     alphabet = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     library = tokenizers.Tokenizer(models.BPE(alphabet, []))
     library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -162,7 +162,7 @@ def test_chats_with_tools_use_the_template_for_tools(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [1, 3, 4])
-def test_ends_of_a_gguf_file_are_control_tokens_whatever_their_type(kind):
+def test_end_tokens_of_a_gguf_file_are_control_tokens_of_any_type(kind):
     tokens = ["<|im_start|>", "<|im_end|>", "<|return|>", "</s>", "Ġ", "a"]
     metadata = {
         "tokenizer.ggml.model": "gpt2",
@@ -203,7 +203,7 @@ def test_ends_by_keys_of_a_gguf_file_end_a_generation():
 @pytest.mark.parametrize("none", [-1, 2**32 - 1])
 @pytest.mark.parametrize("vocabulary", ["byte_level", "sentence_piece"])
 def test_an_id_of_minus_one_in_a_gguf_file_is_no_token(vocabulary, none):
-    """llama.cpp takes the default, which SentencePiece has and byte-level BPE has not."""
+    """llama.cpp uses the default, which SentencePiece has and byte-level BPE does not."""
     options = {"pre": "smollm"} if vocabulary == "byte_level" else {}
     keys = {f"{name}_token_id": none for name in ("bos", "eot", "eom", "unknown", "padding", "fim_pad")}
     without = {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
@@ -224,7 +224,7 @@ def test_a_beginning_of_minus_one_in_a_config_is_no_token(tmp_path):
     assert tokenizer.settings.bos_id is None
 
 
-def test_a_gguf_file_says_what_stands_behind_an_embedded_text():
+def test_gguf_file_specifies_suffix_tokens_of_embeddings():
     plain = make_tokenizer("byte_level", pre="smollm", add_eos_token=False)
     ending = make_tokenizer("byte_level", pre="smollm", add_eos_token=True)
     assert plain.encode_for_embedding("hello") == plain.encode("hello")
@@ -235,7 +235,7 @@ def test_a_gguf_file_says_what_stands_behind_an_embedded_text():
 @pytest.mark.parametrize(
     ("number", "expected"), [(0, None), (1, "mean"), (2, None), (3, "last"), (4, None), (None, None)]
 )
-def test_a_gguf_file_says_how_embeddings_are_pooled(number, expected):
+def test_gguf_file_specifies_pooling(number, expected):
     metadata = {
         "general.architecture": "qwen3",
         "qwen3.pooling_type": number,
@@ -250,7 +250,7 @@ def test_a_gguf_file_says_how_embeddings_are_pooled(number, expected):
 
 @pytest.mark.parametrize("start", ["", "{{ bos_token }}", "{{- bos_token -}}"])
 def test_a_chat_of_a_gguf_file_begins_with_one_beginning_token(start):
-    """llama.cpp adds the token when add_bos_token is true, and takes off the template's own."""
+    """llama.cpp adds the token when add_bos_token is true, and removes the template's own."""
     template = start + "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
     messages = [{"role": "user", "content": "<s>hello"}]
     tokenizer = make_tokenizer("sentence_piece", chat_template=template, add_bos_token=True)

@@ -1,4 +1,4 @@
-"""The lower bound on the number of tokens is one, whatever the steps before the vocabulary do to a text."""
+"""The lower bound on the number of tokens holds for all steps before the vocabulary."""
 
 import pytest
 import tokenizers
@@ -113,7 +113,7 @@ def test_fewest_tokens_of_unknown_characters(fuse_unk, unk_token):
 
 
 def test_fewest_tokens_grows_with_the_text():
-    """Else no long text would ever be refused."""
+    """Otherwise no long text would ever be refused."""
     assert byte_level().fewest_tokens("a" * 8000) == 1000
     assert byte_level().fewest_tokens("\u00e4" * 4000) == 1000
     assert byte_level(normalizers.NFC()).fewest_tokens("a" * 8000) == 250

@@ -1,7 +1,7 @@
-"""What SentencePiece vocabularies like Gemma's and Phi-3's do that others do not, on small ones and on the real one.
+"""Special behaviour of SentencePiece vocabularies like Gemma's and Phi-3's, on small ones and on the real one.
 
 Gemma's own has 262144 tokens. Runs of spaces, tabs and line ends, and HTML tags, are user-defined tokens, which are
-found in the text before anything is merged.
+found in the text before any merge.
 """
 
 import pytest
@@ -29,7 +29,7 @@ CHAT = """\
     {{ '<start_of_turn>model\n' }}
 {%- endif -%}
 """
-"""Written the way Gemma's is."""
+"""Write a vocabulary in Gemma's form."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_control_tokens_in_a_users_text_are_text(gemma):
     assert gemma.decode(parsed) == "user\nHi"
 
 
-def test_what_has_neither_a_piece_nor_bytes_is_the_unknown_token():
+def test_text_without_piece_or_bytes_is_the_unknown_token():
     vocabulary = REFERENCE["vocabularies"]["gemma"]
     types = [1 if kind == 6 else kind for kind in vocabulary["tokenizer.ggml.token_type"]]
     tokens = [token.replace("<0x", "<no byte") for token in TOKENS]

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder is pieced together from its several files."""
+"""The tokenizer of a Hugging Face folder is assembled from its several files."""
 
 import json
 from pathlib import Path
@@ -22,19 +22,19 @@ BEGINS_WITH_IM_START = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a tokenizer.json and nothing else."""
+    """Write a folder with only a tokenizer.json."""
     make_tokenizer("byte_level", pre="smollm").save(tmp_path)
     (tmp_path / "text.json").unlink()
     return tmp_path
 
 
 def read(folder: Path, **config: Any) -> Tokenizer | None:
-    """The tokenizer of a folder whose config.json holds `config`."""
+    """Load the tokenizer of a folder whose config.json holds `config`."""
     return Tokenizer.from_source(SimpleNamespace(path=folder, config=config))
 
 
 def write(folder: Path, file: str, **contents: Any) -> None:
-    """A JSON file."""
+    """Write a JSON file."""
     (folder / file).write_text(json.dumps(contents), "utf-8")
 
 
@@ -84,7 +84,7 @@ def test_tokenizer_config_comes_first_then_generation_config(folder):
         ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
     ],
 )
-def test_what_makers_advise_is_taken_as_transformers_does(folder, generation, advised):
+def test_sampling_advice_is_read_like_in_transformers(folder, generation, advised):
     write(folder, "generation_config.json", **generation)
     assert read(folder).settings.sampling == advised
 

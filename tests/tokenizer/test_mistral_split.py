@@ -1,4 +1,4 @@
-"""`fix_mistral_regex` in tokenizer_config.json: texts are cut into words as Mistral's own tokenizer cuts them."""
+"""`fix_mistral_regex` in tokenizer_config.json: texts are cut into words as in Mistral's own tokenizer."""
 
 import json
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ TO_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
 def encode(folder, text, flag, has_split=True, size=100_001, **config):
-    """The tokens, by their texts, of a vocabulary that has "oW" and "12" beside the bytes, and others that fill it."""
+    """Return a text's tokens, as texts, for a vocabulary of all bytes, "oW", "12" and fillers."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*characters, "oW", "12"])}
     vocab |= {f"token {index}": index for index in range(len(vocab), size)}
@@ -44,7 +44,7 @@ def encode(folder, text, flag, has_split=True, size=100_001, **config):
     ],
 )
 def test_fix_mistral_regex_is_followed_as_transformers_does(tmp_path, flag, config, is_fixed):
-    """Transformers 5.23 gives these tokens of the same folders."""
+    """Transformers 5.23 gives these tokens for the same folders."""
     expected = ["l", "o", "W", "i", "1", "2"] if is_fixed else ["l", "oW", "i", "12"]
     assert encode(tmp_path, "loWi12", flag, **config) == expected
 

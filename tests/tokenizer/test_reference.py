@@ -1,4 +1,4 @@
-"""Tokens of GGUF vocabularies are llama.cpp's, for small vocabularies and for the real model's."""
+"""Tokens of GGUF vocabularies equal llama.cpp's, for small vocabularies and for the real model's."""
 
 import unicodedata
 from typing import Any
@@ -12,7 +12,7 @@ COMPOSING = ("qwen2", "qwen35")
 
 
 def known_difference(vocabulary: str, options: dict[str, Any], text: str) -> str | None:
-    """Why llama.cpp's tokens of a text are not the model's own, if so."""
+    """Reason why llama.cpp's tokens of a text differ from the model's own, if they do."""
     if options.get("pre") in COMPOSING and not unicodedata.is_normalized("NFC", text):
         return "llama.cpp leaves out the composition that Qwen's tokenizer.json asks for"
     if options.get("pre") in ("tekken", "gpt-4o") and any(unicodedata.category(c).startswith("M") for c in text):
@@ -42,7 +42,7 @@ def test_plain_tokens_decode_to_the_text(case):
         if case["options"].get("pre") in COMPOSING:
             text = unicodedata.normalize("NFC", text)
         if tokenizer.token_bytes.strips_first_space and "<tool>" in text:
-            continue  # SentencePiece puts a space before what follows a whole-word token
+            continue  # SentencePiece puts a space before the text after a whole-word token
         assert tokenizer.decode(tokenizer.encode(text, add_special=False, parse_special=False)) == text
 
 

@@ -1,4 +1,4 @@
-"""Encoding, decoding token by token, keeping in an engine directory, and what damaged vocabularies lead to."""
+"""Encoding, decoding token by token, storage in an engine directory, and errors of damaged vocabularies."""
 
 import json
 import sys
@@ -193,7 +193,7 @@ def test_a_folder_without_a_tokenizer_has_none(tmp_path):
 SOUND = '"bos_id": null, "eos_ids": [], "add_bos": false, "chat_template": null'
 
 
-def test_what_a_version_without_sampling_options_wrote_has_none(tmp_path):
+def test_settings_of_older_versions_have_no_sampling_options(tmp_path):
     BYTE_LEVEL.save(tmp_path)
     (tmp_path / "text.json").write_text(f"{{{SOUND}}}")
     loaded = Tokenizer.load(tmp_path)
@@ -280,7 +280,7 @@ def test_a_contradictory_vocabulary_is_an_error_that_names_the_file(vocabulary, 
         ),
     ],
 )
-def test_what_makers_advise_is_taken_from_gguf(given, advised):
+def test_sampling_advice_is_read_from_gguf(given, advised):
     metadata = REFERENCE["vocabularies"]["byte_level"] | {"tokenizer.ggml.pre": "smollm"}
     metadata |= {f"general.sampling.{name}": value for name, value in given.items()}
     _, settings = read_metadata(metadata)

@@ -98,7 +98,7 @@ def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
         what = "this linear is" if node.op == "MatMul" else "these experts are"
         return (
             f"under the scheme {scheme.name!r} {what} not int8 by int8, the only products of native; use a "
-            "quantised scheme such as 'w8a8-dynamic', or --npu onnxrt or --npu reference"
+            "quantised scheme such as 'w8a8-dynamic', or `npu='onnxrt'` or `npu='reference'`"
         )
     if node.op == EXPERTS_OP and any(plan.tensors[name].kind != "weight" for name in node.inputs[2:]):
         return f"native supports {EXPERTS_OP} only with weights as experts; these are computed"

@@ -36,7 +36,7 @@ ZERO = {8: 128, 16: 32768}
 
 
 def qdq_values(weight: str, scheme: Scheme, weights: WeightStore) -> dict[str, NDArray[Any]]:
-    """The initializers of one static linear in QDQ form, by name; the weight itself is int8 or int4 [K, N]."""
+    """Return the initializers of one static linear in QDQ form, by name; the weight itself is int8 or int4 [K, N]."""
     bits = scheme.activation_bits_of(weight)
     integers, scale = weights.linear(weight)
     zero = np.full((), ZERO[bits], ACTIVATION_DTYPES[bits])

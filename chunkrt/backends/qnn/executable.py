@@ -51,7 +51,7 @@ class Context:
 
     @property
     def place(self) -> Place:
-        """Return free buffers, or else the first set: consecutive calls find theirs in the processor's caches."""
+        """Free buffers, or else the first set: consecutive calls find theirs in the processor's caches."""
         return next((place for place in self._places if not place.turn.locked()), self._places[0])
 
     def compute(self, place: Place) -> Passage:

@@ -62,7 +62,7 @@ def library_version() -> str:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError as error:
         raise BackendUnavailableError(
-            f"the qnn backend needs {PACKAGE}, which is not installed; {INSTALL}, or use --npu auto"
+            f"the qnn backend needs {PACKAGE}, which is not installed; {INSTALL}, or use `npu='auto'`"
         ) from error
 
 
@@ -93,8 +93,8 @@ def this_soc() -> Soc | None:
         if any(mark.lower() in described.lower() for mark in (soc.name, *soc.marks)):
             return soc
     raise ConfigError(
-        f"unknown SoC of this machine ({described or 'it says nothing'}); name it with --soc ("
-        f"{', '.join(SOCS)}), or run with --npu native"
+        f"unknown SoC of this machine ({described or 'it says nothing'}); name it with `soc` ("
+        f"{', '.join(SOCS)}), or run with `npu='native'`"
     )
 
 
@@ -144,7 +144,7 @@ def open_htp() -> Htp:
     devices = [device for device in ort.get_ep_devices() if device.ep_name == PROVIDER]
     if not devices:
         what = f"{PACKAGE} {version} finds no usable device on this {platform.machine()} machine"
-        raise BackendUnavailableError(f"{what}: {_missing_driver()}; without an NPU: --npu native")
+        raise BackendUnavailableError(f"{what}: {_missing_driver()}; without an NPU: `npu='native'`")
     is_npu = ort.OrtHardwareDeviceType.NPU
     device = min(devices, key=lambda d: d.device.type != is_npu)
     return Htp(

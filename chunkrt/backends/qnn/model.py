@@ -40,7 +40,7 @@ def npu_model(plan: Plan, subgraph: Subgraph, chunk_length: int, scheme: Scheme,
             raise CompileError(
                 f"the outputs of {name.removesuffix(COLUMN_LIMIT_SUFFIX)} reach {reach:.6g} and exceed the NPU's "
                 "float16 "
-                "(65504); run this model with --npu native"
+                "(65504); run this model with `npu='native'`"
             )
     for name, initializer in graph.initializers.items():
         initializer.const_value = ir.tensor(values[name], name=name)

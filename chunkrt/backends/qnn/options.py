@@ -40,8 +40,8 @@ PROVIDER_NAMES = {
 """Names of settings in onnxruntime-qnn."""
 
 SET_BY_CHUNKRT = {
-    "soc_model": "name the SoC with --soc",
-    "htp_arch": "name the SoC with --soc",
+    "soc_model": "name the SoC with `soc`",
+    "htp_arch": "name the SoC with `soc`",
     "enable_block_quant_weight_optimization": "without it 4-bit weights are computed wrongly",
     "enable_htp_shared_memory_allocator": "chunkrt allocates buffers itself, in memory that is not shared with the NPU",
     "ep.share_ep_contexts": "a context holds one subgraph and shares no weights with others",

@@ -83,7 +83,7 @@ def _linear_refusal(node: Node, plan: Plan, scheme: Scheme) -> str:
     if scheme.has_float_output(weight.name):
         return (
             f"{types} into float32: outputs of the NPU's matrix unit have as many bits as its inputs; recompile the "
-            "model with outputs on grids (--outputs grid), or place it on the CPU"
+            "model with outputs on grids (`outputs='grid'`), or place it on the CPU"
         )
     depth = weight.shape[0]
     if activation_bits == 8 and int(depth) % DEPTH_MULTIPLE_OF_8_BITS:

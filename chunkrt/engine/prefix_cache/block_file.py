@@ -89,7 +89,7 @@ def read_block(path: Path, forms: StateForms, expected: Header) -> Addition:
         header, start = _read_header(file)
         for name in ("engine", "parent", "start", "tokens"):
             if getattr(header, name) != getattr(expected, name):
-                raise ValueError(f"its {name} is another")
+                raise ValueError(f"its {name} is different")
         within = range(header.start + 1, header.start + len(header.tokens) + 1)
         positions = set(header.recurrent)
         if len(header.rings) * STEP != len(header.tokens) or len(positions) < len(header.recurrent):
@@ -169,5 +169,5 @@ def _read_into(file: BinaryIO, into: memoryview) -> None:
     while into:
         length = file.readinto(into)  # type: ignore[attr-defined]
         if not length:
-            raise ValueError("it is cut off")
+            raise ValueError("it is truncated")
         into = into[length:]

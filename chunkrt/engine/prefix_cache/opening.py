@@ -63,7 +63,7 @@ def open_cache(
     options = engine.options
     place = options.prefix_cache
     if has_ranks and place not in (None, "off"):
-        raise ConfigError(f"ranks have no prefix cache, but prefix_cache is {str(place)!r}; omit it, or choose 'off'")
+        raise ConfigError(f"ranks have no prefix cache, but `prefix_cache` is {str(place)!r}; omit it, or choose 'off'")
     place = place or ("off" if has_ranks else engine_options.DEFAULT_PREFIX_CACHE)
     if place == "off":
         return None
@@ -72,7 +72,7 @@ def open_cache(
         folder = own_folder() if place == "disk" else Path(place).expanduser()
         if not next(path for path in (folder, *folder.absolute().parents) if path.exists()).is_dir():
             raise ConfigError(
-                f"prefix_cache is {str(place)!r}, which is not a folder; choose memory, disk, off or a folder"
+                f"`prefix_cache` is {str(place)!r}, which is not a folder; choose memory, disk, off or a folder"
             )
         store = DiskStore(CacheFolder(folder, options.prefix_cache_disk or DISK_BYTES), _owner(engine, exactness))
     limit = options.prefix_cache_memory or default_bytes()

@@ -116,13 +116,13 @@ class EngineMirror:
             odd = [name for name, value in identity.items() if theirs.get(name) != value]
             if odd == ["executors"]:
                 raise ConfigError(
-                    f"rank {rank} does not compute as rank 0 does: it has another NPU, or other chunks in flight; "
-                    "choose values that suit all machines (--npu, --in-flight)"
+                    f"rank {rank} computes differently from rank 0: it has another NPU, or other chunks in flight; "
+                    "choose values that suit all machines (`npu`, `chunks_in_flight`)"
                 )
             if odd:
                 raise ConfigError(
-                    f"rank {rank} has loaded another model than rank 0: its {' and '.join(odd)} differ; put the same "
-                    "checkpoint on every machine"
+                    f"rank {rank} has loaded a different model from rank 0's: its {' and '.join(odd)} differ; put the "
+                    "same checkpoint on every machine"
                 )
 
     def make_state(self, plan: Plan, capacity: int, dtype: CacheDtype, *, chunk_length: int) -> State:

@@ -68,7 +68,7 @@ class DecoderConfig:
 
     @cached_property
     def inverse_frequencies(self) -> NDArray[np.float64]:
-        """Return RoPE's inverse frequencies, float64 [rotary_dim / 2], under the one rule that most configs have.
+        """Inverse frequencies of RoPE, float64 [rotary_dim / 2], under the one rule that most configs have.
 
         Raises:
             UnsupportedModelError, ModelError: see `rope.inverse_frequencies`.

@@ -23,7 +23,7 @@ def genai_config(planned: Planned, settings: DynamicSettings, filename: str) -> 
 
 
 def _config(planned: Planned, settings: DynamicSettings, filename: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Source: ONNX Runtime GenAI's genai_config.json, as its model builder writes it."""
+    """Return the configuration. Source: ONNX Runtime GenAI's genai_config.json, as its model builder writes it."""
     config, plan = planned.source.config, planned.plan
     nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
     attention = next(node for node in nodes if node.op == "CachedAttention")

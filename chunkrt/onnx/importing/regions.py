@@ -121,8 +121,7 @@ class Regions:
 
     @cached_property
     def fixed(self) -> dict[str, Array]:
-        """Return values of `frozen` that are the same at other probes: sizes that are fixed, although they are
-        computed."""
+        """Values of `frozen` that are the same at other probes: sizes that are fixed, although they are computed."""
         others = self._frozen[1:]
         return {
             name: value
@@ -132,7 +131,7 @@ class Regions:
 
     @cached_property
     def _frozen(self) -> list[dict[str, Array]]:
-        """Return `frozen` at the probe, at another near it, and at the context's end."""
+        """Values of `frozen` at the probe, at another near it, and at the context's end."""
         read = {n for node in self._nodes if self.data.intersection(node.output) for n in node.input if n}
         near, last = Probe(self.probe.past + 2, self.probe.length + 6), Probe(self.context - 1, 1)
         probes = [self.probe, near, *([last] if last.past > near.past else [])]
@@ -152,7 +151,7 @@ class Regions:
 
     @cached_property
     def _sizes(self) -> list[dict[str, Array]]:
-        """Return whole numbers with one more token before, one more new token, and the last of all tokens alone."""
+        """Whole numbers with one more token before, one more new token, and the last of all tokens alone."""
         names = [name for name, value in self.frozen.items() if np.issubdtype(value.dtype, np.integer)]
         past, length = self.probe.past, self.probe.length
         probes = Probe(past + 1, length), Probe(past, length + 1), Probe(self.context - 1, 1)

@@ -45,7 +45,7 @@ class OnnxSource:
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
 
     def names(self) -> Sequence[str]:
-        """Names of the tensors that the decoder reads."""
+        """Return the names of the tensors that the decoder reads."""
         return list(self._tensors)
 
     def info(self, name: str) -> TensorInfo:

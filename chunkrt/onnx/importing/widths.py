@@ -20,7 +20,7 @@ SAME = {
 
 
 def groups_of(columns: ir.Node) -> int:
-    """Attribute of a Columns node: the number of equal groups of a row from each of which it takes the same columns."""
+    """Return the number of equal groups of a row, from each of which a Columns node takes the same columns."""
     return int(columns.attributes["groups"].value)
 
 

@@ -42,7 +42,7 @@ def check_trace_path(path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write a trace to {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"cannot write a trace to {path}: {path.parent} may not be written to")
+        raise ConfigError(f"cannot write a trace to {path}: {path.parent} is not writable")
 
 
 def write_trace(path: Path, records: Sequence[RunRecord], title: str) -> None:
@@ -146,7 +146,7 @@ def _passage(args: Mapping[str, Any], start_ns: int, end_ns: int) -> Passage | N
         return None
     passage = Passage(*(start_ns + _whole(time) for time in args["passage_ns"]))
     if list(passage) != sorted(passage) or passage.ended_ns > end_ns:
-        raise ValueError(f"a task passes through the NPU at {args['passage_ns']}, which does not lie within it")
+        raise ValueError(f"a task has NPU times {args['passage_ns']}, which are not within it")
     return passage
 
 

@@ -137,7 +137,7 @@ class Replay:
                 raise _contradiction(f"{self.name(event.task)} is not between the run's start and its end")
         for copy in record.copies:
             if copy.task not in self.event_of:
-                raise _contradiction(f"something was copied for a task that never ran: {tuple(copy.task)}")
+                raise _contradiction(f"a copy belongs to a task that never ran: {tuple(copy.task)}")
         for event in sorted(record.events, key=lambda event: (event.start_ns, event.end_ns)):
             worker = event.processor, event.worker
             device = self._stages[event.task.subgraph].device

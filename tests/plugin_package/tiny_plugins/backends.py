@@ -1,4 +1,4 @@
-"""Backends: one that plays both roles, and two that play the NPU's alone, with grids and in float."""
+"""Backends: one with both roles, and two that serve only as the NPU, with grids and in float."""
 
 from chunkrt.backends import Support
 from chunkrt.backends.reference import ReferenceBackend
@@ -6,53 +6,53 @@ from chunkrt.errors import PartitionError
 
 
 class TinyBackend(ReferenceBackend):
-    """What the reference runs, on the executor's threads."""
+    """Runs everything that the reference runs, on the executor's threads."""
 
     name = "tiny"
 
 
 class TinyNpu(ReferenceBackend):
-    """Static subgraphs alone, one at a time, and under static schemes."""
+    """Runs only static subgraphs, one at a time, and under static schemes."""
 
     name = "tiny_npu"
     concurrency = 1
     cache_dtypes = ()
 
     def supports(self, subgraph, plan, scheme):
-        """Yes, for what is the same for every chunk."""
+        """Accept subgraphs that are the same for every chunk."""
         if not (subgraph.is_static and scheme.is_static):
             return Support(ok=False, node=subgraph.nodes[0].name, reason="tiny_npu needs grids; use a static scheme")
         return super().supports(subgraph, plan, scheme)
 
     def compile(self, subgraph, plan, chunk_length, scheme, weights):
-        """As the reference does it."""
+        """Compile as the reference does."""
         if not (support := self.supports(subgraph, plan, scheme)):
             raise PartitionError(f"{self.name} cannot run {subgraph.name}: {support.reason}")
         return super().compile(subgraph, plan, chunk_length, scheme, weights)
 
 
 class TinyFloat(TinyNpu):
-    """Static subgraphs alone, in float: what a GPU's library has before it has integers."""
+    """Runs only static subgraphs, in float, like a GPU library without integer products."""
 
     name = "tiny_float"
 
     def supports(self, subgraph, plan, scheme):
-        """Yes, for what is the same for every chunk."""
+        """Accept subgraphs that are the same for every chunk."""
         if not subgraph.is_static or scheme.weight_bits is not None:
             return Support(ok=False, node=subgraph.nodes[0].name, reason="tiny_float has float alone")
         return ReferenceBackend.supports(self, subgraph, plan, scheme)
 
 
 def make(*, threads):
-    """The backend `tiny`; its executables bring no threads of their own."""
+    """Make the backend `tiny`; its executables have no threads of their own."""
     return TinyBackend()
 
 
 def make_npu(*, threads):
-    """The backend `tiny_npu`."""
+    """Make the backend `tiny_npu`."""
     return TinyNpu()
 
 
 def make_float(*, threads):
-    """The backend `tiny_float`."""
+    """Make the backend `tiny_float`."""
     return TinyFloat()

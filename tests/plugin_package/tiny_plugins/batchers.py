@@ -2,12 +2,12 @@
 
 
 class LastFirst:
-    """One sequence a chunk, and the last that came."""
+    """Puts one sequence into a chunk, the one that arrived last."""
 
     name = "last_first"
 
     def next_chunk(self, waiting, chunk_length):
-        """All that fits of the last."""
+        """Return as many rows of the last sequence as fit."""
         last = len(waiting) - 1
         return [(last, min(waiting[last].num_tokens, chunk_length))]
 

@@ -1,10 +1,10 @@
-"""A decoder family: Llama under another name, whose configs leave out what all its checkpoints share."""
+"""A decoder family: Llama under another name, whose configs omit keys that all its checkpoints share."""
 
 from chunkrt.graph.decoders.llama import llama
 
 
 def tiny_llama(config):
-    """The module tree of a checkpoint."""
+    """Build the module tree of a checkpoint."""
     return llama(config)
 
 

@@ -1,4 +1,5 @@
-"""Norms of one's own: what chunkrt's are, counted. A head in float, whose weight is prepared once. And a recurrence."""
+"""Own norms: the same as chunkrt's, with a call counter. An LM head in float, whose weight is prepared once. A
+recurrence."""
 
 import numpy as np
 
@@ -9,26 +10,26 @@ num_prepared = 0
 
 
 def register(registry):
-    """Called by chunkrt with its registry."""
+    """Register the operators; chunkrt calls it with its registry."""
     registry.register("rms_norm", "native", replaces=True)(rms_norm)
     registry.register("logits", "reference", replaces=True, prepare=prepare)(logits)
     registry.register("tiny_recurrence", "tiny")(recurrence)
 
 
 def prepare(weight):
-    """A weight in float32 [K, N], made of the stored integers."""
+    """Return a weight in float32 [K, N], from the stored integers."""
     global num_prepared
     num_prepared += 1
     return weight if isinstance(weight, np.ndarray) else weight.integers * weight.scale
 
 
 def logits(left, right):
-    """left float32 [T, K] @ what `prepare` made."""
+    """Return left float32 [T, K] @ the result of `prepare`."""
     return left @ right
 
 
 def rms_norm(x, weight, *, axis, epsilon):
-    """x float32 [T, H] over its root mean square, times weight float32 [H]."""
+    """Return x float32 [T, H] over its root mean square, times weight float32 [H]."""
     global num_calls
     num_calls += 1
     mean_square = np.mean(np.square(x, dtype=np.float64), axis=axis, keepdims=True)

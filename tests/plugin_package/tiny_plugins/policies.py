@@ -2,13 +2,13 @@
 
 
 class LatestChunk:
-    """The latest chunk that is ready comes first."""
+    """Prefers the latest chunk that is ready."""
 
     name = "latest_chunk"
     is_concurrent = True
 
     def select(self, ready, schedule):
-        """The latest chunk's earliest task."""
+        """Return the latest chunk's earliest task."""
         return min(ready, key=lambda task: (-task.chunk, task.subgraph))
 
 

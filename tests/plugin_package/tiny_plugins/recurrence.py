@@ -1,4 +1,4 @@
-"""A decoder family with an operator of its own that has state: a running sum that decays, instead of attention."""
+"""A decoder family with its own operator that has state: a decaying running sum, instead of attention."""
 
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.parts import CausalDecoder, norm
@@ -8,7 +8,7 @@ from chunkrt.graph.tracing import current_trace
 
 
 class Recurrence(Module):
-    """s_t = decay * s_(t-1) + x_t, column by column. Runs on the CPU unless placed."""
+    """Running sum s_t = decay * s_(t-1) + x_t, column by column. Runs on the CPU unless placed."""
 
     def __init__(self, width):
         super().__init__()
@@ -53,12 +53,12 @@ class Body(Module):
 
 
 def tiny_recurrent(config):
-    """The module tree of a checkpoint."""
+    """Build the module tree of a checkpoint."""
     return CausalDecoder(config, Body(config))
 
 
 def recurrence(x, decay, state):
-    """x float32 [T, H], decay [H], state [H], which is updated in place."""
+    """Compute the sums of x float32 [T, H], with decay [H] and state [H], which is updated in place."""
     output = x.copy()
     for row in output:
         row += decay * state

@@ -205,7 +205,7 @@ class AttentionFinder:
             if not turning:
                 continue
             if (width := rotary_dim(regions, source, name)) is None:
-                self._refuse("its queries or keys are rotated, but not in halves")
+                self._refuse("its queries or keys are rotated, but not by rotate-half RoPE")
             if turning not in self._tables:
                 if not is_by_position(regions, turning):
                     self._refuse("its rotation depends on the number of tokens")

@@ -23,7 +23,7 @@ FEW = 8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rotation:
-    """Tables cos, sin: float32 [context, rotary_dim / 2], for rotation in halves; other columns pass through."""
+    """Tables cos, sin: float32 [context, rotary_dim / 2], for rotate-half RoPE; other columns pass through."""
 
     cos: NDArray[np.float32]
     sin: NDArray[np.float32]

@@ -8,7 +8,9 @@ from chunkrt.onnx.importing.draft import CONTRIB, Draft, float_attribute, input_
 
 
 def raise_activations(draft: Draft) -> None:
-    """Requires: nothing. Ensures: Gelu(approximate="tanh") is the only fused activation; SiLU is Sigmoid and Mul.
+    """Express fused activations as Sigmoid, Mul and Gelu.
+
+    Requires: nothing. Ensures: Gelu(approximate="tanh") is the only fused activation; SiLU is Sigmoid and Mul.
 
     QuickGelu and Swish with alpha = 1 are SiLU; other values of alpha are not supported.
     """

@@ -29,8 +29,11 @@ EXTRA_INPUTS = (
 
 
 def raise_attention(draft: Draft) -> None:
-    """Requires: linears, norms of heads and columns are raised. Ensures: attention is CachedAttention(qkv, cos, sin,
-    past_key, past_value), and its past is a state of the graph."""
+    """Replace attention nodes by CachedAttention.
+
+    Requires: linears, norms of heads and columns are raised. Ensures: attention is CachedAttention(qkv, cos, sin,
+    past_key, past_value), and its past is a state of the graph.
+    """
     for node in list(draft.graph):
         if read := READERS.get((node.domain, node.op_type)):
             put(draft, node, read(draft, node))
@@ -52,7 +55,7 @@ def _group_query(draft: Draft, node: ir.Node) -> AttentionNode:
     if int_attribute(node, "do_rotary"):
         if int_attribute(node, "rotary_interleaved"):
             raise draft.unsupported(
-                node, "it rotates adjacent columns (interleaved); only rotation in halves is supported"
+                node, "it rotates adjacent columns (interleaved RoPE); only rotate-half RoPE is supported"
             )
         tables = make_tables(draft, node, input_of(node, 7), input_of(node, 8))
         check_positions(draft, node, input_of(node, 9), draft.shape(tables.cos)[0])

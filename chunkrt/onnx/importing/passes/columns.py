@@ -16,7 +16,10 @@ LAST_OF_ROWS, LAST_OF_HEADS = (-1, 2), (-1, 3)
 
 
 def separate_columns(draft: Draft) -> None:
-    """Requires: a pruned graph. Ensures: columns of a linear with readers of their own become a separate linear."""
+    """Split linears whose columns are read separately.
+
+    Requires: a pruned graph. Ensures: columns of a linear with readers of their own become a separate linear.
+    """
     for node in list(draft.graph):
         users = {user.op_type for user, _ in node.outputs[0].uses()}
         if (node.domain, node.op_type) != (DOMAIN, "Columns") or users <= {"Columns"}:
@@ -27,8 +30,11 @@ def separate_columns(draft: Draft) -> None:
 
 
 def raise_columns(draft: Draft) -> None:
-    """Requires: linears are raised. Ensures: a part of a row's columns is Columns, and so is a part of each of its
-    heads' columns; this operator exists between passes only."""
+    """Replace slices of rows by Columns.
+
+    Requires: linears are raised. Ensures: a part of a row's columns is Columns, and so is a part of each of its heads'
+    columns; this operator exists between passes only.
+    """
     for node in list(draft.graph):
         if draft.evaluator.is_positional(node.outputs[0].name or "") or node.domain:
             continue

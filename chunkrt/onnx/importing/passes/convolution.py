@@ -21,8 +21,10 @@ BY_CHANNEL = (0, 2, 1)
 
 
 def raise_convolutions(draft: Draft) -> None:
-    """Requires: linears are raised. Ensures: a convolution with state, and all nodes between the linears before and
-    after it, is LinearAttention(qkv, -, -, weight, bias, state).
+    """Replace gated short convolutions by LinearAttention.
+
+    Requires: linears are raised. Ensures: a convolution with state, and all nodes between the linears before and after
+    it, is LinearAttention(qkv, -, -, weight, bias, state).
 
     Raises:
         UnsupportedModelError: it is not between two gates that are thirds of one linear, or has an activation.

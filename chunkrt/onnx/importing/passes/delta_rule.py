@@ -29,7 +29,10 @@ Array = NDArray[Any]
 
 
 def raise_decays(draft: Draft) -> None:
-    """Requires: nothing. Ensures: LinearAttentionGate is Mul(Softplus(Add(a, w)), w) and Sigmoid(b)."""
+    """Express LinearAttentionGate by standard operators.
+
+    Requires: nothing. Ensures: LinearAttentionGate is Mul(Softplus(Add(a, w)), w) and Sigmoid(b).
+    """
     for node in list(draft.graph):
         if (node.domain, node.op_type) != (CONTRIB, "LinearAttentionGate"):
             continue
@@ -46,7 +49,9 @@ def raise_decays(draft: Draft) -> None:
 
 
 def raise_delta_rules(draft: Draft) -> None:
-    """Requires: linears and decays are raised. Ensures: a recurrence and the convolution before it are
+    """Replace recurrences by LinearAttention.
+
+    Requires: linears and decays are raised. Ensures: a recurrence and the convolution before it are
     LinearAttention(qkv, decay, step, weight, bias, conv_state, recurrent_state), and the linears of decay and step are
     halves of one.
 
@@ -59,7 +64,10 @@ def raise_delta_rules(draft: Draft) -> None:
 
 
 def raise_gated_norms(draft: Draft) -> None:
-    """Requires: recurrences are raised. Ensures: GatedRMSNorm is Mul(HeadNorm(x), activation(gate))."""
+    """Express GatedRMSNorm by HeadNorm and Mul.
+
+    Requires: recurrences are raised. Ensures: GatedRMSNorm is Mul(HeadNorm(x), activation(gate)).
+    """
     for node in list(draft.graph):
         if (node.domain, node.op_type) != (CONTRIB, "GatedRMSNorm"):
             continue

@@ -13,8 +13,11 @@ OPS = ("Add", "Mul", "Sub", "Div")
 
 
 def raise_constants(draft: Draft) -> None:
-    """Requires: linears are raised. Ensures: the constant operand of Add and Mul is the second, and a weight [N] or one
-    number; Sub and Div of a constant are Add and Mul."""
+    """Turn constant operands of elementwise operators into weights.
+
+    Requires: linears are raised. Ensures: the constant operand of Add and Mul is the second, and a weight [N] or one
+    number; Sub and Div of a constant are Add and Mul.
+    """
     for node in list(draft.graph):
         if node.domain or node.op_type not in OPS or draft.evaluator.is_positional(node.outputs[0].name or ""):
             continue

@@ -14,8 +14,11 @@ from chunkrt.onnx.importing.tensors import shape_of
 
 
 def raise_embedding(draft: Draft) -> None:
-    """Requires: constants of Mul are weights. Ensures: the embedding is Gather(w, input_ids) with w [V, H] among
-    `draft.weights`; w includes the factor of a Mul by one number after it."""
+    """Replace the token look-up by Gather.
+
+    Requires: constants of Mul are weights. Ensures: the embedding is Gather(w, input_ids) with w [V, H] among
+    `draft.weights`; w includes the factor of a Mul by one number after it.
+    """
     for node in list(draft.graph):
         tokens = input_of(node, 1)
         if tokens is None or tokens.name != draft.signature.tokens:

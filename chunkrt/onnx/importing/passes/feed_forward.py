@@ -9,8 +9,11 @@ from chunkrt.onnx.importing.projections import Projection, find_projection, merg
 
 
 def merge_gates(draft: Draft) -> None:
-    """Requires: linears, columns and activations are raised. Ensures: in Mul(activation(gate), up), gate and up are the
-    halves of one linear, by Split."""
+    """Merge gate and up into one linear.
+
+    Requires: linears, columns and activations are raised. Ensures: in Mul(activation(gate), up), gate and up are the
+    halves of one linear, by Split.
+    """
     for node in list(draft.graph):
         if (node.domain, node.op_type) != ("", "Mul") or node.graph is None:
             continue

@@ -11,7 +11,9 @@ ROWWISE = ("Add", "Mul", "Tanh")
 
 
 def pick_rows(draft: Draft) -> ir.Value:
-    """Requires: linears are raised. Ensures: the LM head reads Gather(hidden, logit_rows).
+    """Pick the requested rows before the LM head.
+
+    Requires: linears are raised. Ensures: the LM head reads Gather(hidden, logit_rows).
 
     Returns:
         logit_rows.

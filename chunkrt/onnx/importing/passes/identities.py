@@ -10,7 +10,9 @@ FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataT
 
 
 def drop_identities(draft: Draft) -> None:
-    """Requires: the graph as it was read. Ensures: no such node lies between values that depend on tokens.
+    """Remove nodes that change no value.
+
+    Requires: the graph as it was read. Ensures: no such node lies between values that depend on tokens.
 
     chunkrt computes in float32 between linears, regardless of the exporter's types.
     """

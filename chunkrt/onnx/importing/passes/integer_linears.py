@@ -16,7 +16,9 @@ from chunkrt.onnx.importing.tensors import dequantised_tensor, transposed
 
 
 def raise_integer_linears(draft: Draft) -> None:
-    """Requires: casts are where the exporter put them. Ensures: no MatMulInteger or DynamicQuantizeMatMul is left.
+    """Replace integer products by MatMul with a dequantised weight.
+
+    Requires: casts are where the exporter put them. Ensures: no MatMulInteger or DynamicQuantizeMatMul is left.
 
     Raises:
         UnsupportedModelError: the nodes around one do not form a linear.

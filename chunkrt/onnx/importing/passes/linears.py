@@ -15,8 +15,11 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
 def raise_linears(draft: Draft) -> None:
-    """Requires: nothing. Ensures: a product of rows with a constant is MatMul(x, w) with w among `draft.weights`, and
-    its bias, if it had one of its own, an Add after it."""
+    """Replace products with constants by MatMul and Add.
+
+    Requires: nothing. Ensures: a product of rows with a constant is MatMul(x, w) with w among `draft.weights`, and its
+    bias, if it had one of its own, an Add after it.
+    """
     for node in list(draft.graph):
         if draft.evaluator.is_positional(node.outputs[0].name or ""):
             continue

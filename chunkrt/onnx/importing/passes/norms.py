@@ -15,8 +15,11 @@ SKIP = (CONTRIB, "SkipSimplifiedLayerNormalization")
 
 
 def raise_norms(draft: Draft) -> None:
-    """Requires: linears are raised. Ensures: a norm is RMSNormalization(x, w) with w [N] among `draft.weights`; the sum
-    that was fused with it is an Add before it."""
+    """Replace norms by RMSNormalization.
+
+    Requires: linears are raised. Ensures: a norm is RMSNormalization(x, w) with w [N] among `draft.weights`; the sum
+    that was fused with it is an Add before it.
+    """
     for node in list(draft.graph):
         kind = node.domain, node.op_type
         if kind in PLAIN:
@@ -34,8 +37,11 @@ def raise_norms(draft: Draft) -> None:
 
 
 def raise_head_norms(draft: Draft) -> None:
-    """Requires: norms are raised. Ensures: a norm between two Reshapes, which normalises slices of each row, is
-    HeadNorm(x, w) with w [heads, head_dim] among `draft.weights`."""
+    """Replace norms of single heads by HeadNorm.
+
+    Requires: norms are raised. Ensures: a norm between two Reshapes, which normalises slices of each row, is
+    HeadNorm(x, w) with w [heads, head_dim] among `draft.weights`.
+    """
     for node in list(draft.graph):
         if (node.domain, node.op_type) != ("", "RMSNormalization") or node.inputs[1] not in draft.weights:
             continue

@@ -6,7 +6,10 @@ from chunkrt.onnx.importing.draft import Draft
 
 
 def prune(draft: Draft) -> None:
-    """Requires: nothing. Ensures: the only outputs are the logits, and every node leads to them."""
+    """Remove nodes that do not lead to the logits.
+
+    Requires: nothing. Ensures: the only outputs are the logits, and every node leads to them.
+    """
     logits = draft.logits
     draft.graph.outputs[:] = [logits]
     draft.logits_index = 0

@@ -45,7 +45,7 @@ def take_off(draft: Draft, value: ir.Value) -> tuple[ir.Value, Tables | None]:
     """Return a rotated value's input, and the tables; the value itself if it is not rotated.
 
     Raises:
-        UnsupportedModelError: it is not rotated in halves, or by other positions than its own.
+        UnsupportedModelError: it is not rotate-half RoPE, or uses other positions than its own.
     """
     node = value.producer()
     if node is None or (node.domain, node.op_type) not in ROTATIONS:
@@ -53,7 +53,9 @@ def take_off(draft: Draft, value: ir.Value) -> tuple[ir.Value, Tables | None]:
     order = (1, 2, 3) if node.domain == CONTRIB else (3, 1, 2)
     positions, cos, sin = (input_of(node, index) for index in order)
     if int_attribute(node, "interleaved"):
-        raise draft.unsupported(node, "it rotates adjacent columns (interleaved); only rotation in halves is supported")
+        raise draft.unsupported(
+            node, "it rotates adjacent columns (interleaved RoPE); only rotate-half RoPE is supported"
+        )
     if positions is None:
         raise draft.unsupported(node, "it has no positions")
     if int_attribute(node, "is_packed_batching") or float_attribute(node, "scale", 1.0) != 1:
