@@ -29,8 +29,8 @@ PACKAGE_SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard README.md L
   $(shell find chunkrt models csrc -type f ! -path 'csrc/tests/*' ! -path '*/__pycache__/*' ! -name '*.so')
 CPP_SOURCES := $(shell find csrc bench/roofline -name '*.cc' -o -name '*.h')
 
-# Install requirements of pyproject.toml in $(BIN). The argument is a Python expression that returns a list; `root` has the
-# contents of the file. Modules are compiled when they are imported.
+# Install requirements of pyproject.toml in $(BIN). The argument is a Python expression that returns a list; `root` has
+# the contents of the file. Modules are compiled when they are imported.
 define install_requirements
 $(BIN)/python -c 'import tomllib; root = tomllib.load(open("pyproject.toml", "rb")); print(*$(1), sep="\n")' \
   | $(PIP) install --no-compile --requirement /dev/stdin
@@ -131,7 +131,7 @@ clean: ## remove the virtual environments and all build results
 define CHECK_PYTHON
 import os, sys, sysconfig
 if sys.version_info < (3, 11):
-    sys.exit(f"$(PYTHON) is Python {sys.version.split()[0]}, but 3.11 or later is needed; choose one with make PYTHON=...")
+    sys.exit(f"$(PYTHON) is Python {sys.version.split()[0]}, 3.11 or later is needed; choose one with make PYTHON=...")
 if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
     sys.exit("$(PYTHON) has no Python.h to build the native module with; on Debian: apt-get install python3-dev")
 endef
