@@ -104,5 +104,5 @@ def test_config_refuses_a_switch_that_is_not_boolean(key, value, tmp_path):
 
 def test_load_limits_chunks_in_flight():
     for number in (0, 257, 10**9):
-        with pytest.raises(ConfigError, match=r"chunks_in_flight is 0|chunks in flight, expected 1 to 256"):
+        with pytest.raises(ConfigError, match=r"`chunks_in_flight` is 0|chunks in flight, expected 1 to 256"):
             chunkrt.load(checkpoint("llama_gqa"), chunks_in_flight=number)

@@ -13,6 +13,7 @@ import click
 from chunkrt.backends.dispatch import Dispatcher, Runner, check_switches, default_base, registered_operators
 from chunkrt.backends.switches import Switches
 from chunkrt.cli.command import GroupedCommand, model_argument, option
+from chunkrt.cli.flags import in_flags
 from chunkrt.cli.options import planning_options, ranks_options
 from chunkrt.cli.plan import chosen_ranks, placement_of, read_model
 from chunkrt.cli.tables import print_table
@@ -89,7 +90,8 @@ def _rows(runner: Runner, role: str, dispatcher: Dispatcher) -> Iterator[Row]:
 
 
 def _row(runner: Runner, role: str) -> Row:
-    return Row(operator=runner.operator, role=role, runs_on=runner.runs_on, origin=runner.origin, reason=runner.reason)
+    reason = in_flags(runner.reason)
+    return Row(operator=runner.operator, role=role, runs_on=runner.runs_on, origin=runner.origin, reason=reason)
 
 
 def _cells(row: Row, num_uses: int) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from chunkrt.cli.command import GroupedCommand, model_argument, option
+from chunkrt.cli.flags import in_flags
 from chunkrt.cli.options import planning_options, ranks_options
 from chunkrt.engine.capability import Moved, plan_by_capability, told
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
@@ -129,7 +130,7 @@ def plan(
         marked = {s.name for s in found.subgraphs if any(node.name in nodes for node in s.nodes)}
         _print(figures, attention, ranks, chunk_length, prompt_length, marked)
         if moved:
-            click.echo(f"* {told(moved)}")
+            click.echo(f"* {in_flags(told(moved))}")
         if scheme.weight_bits == 4:
             counts = linears_by_weight_bits(found, scheme)
             click.echo(f"weights of {counts[4]} linear layers have 4 bits, of {counts[8]} 8 bits")

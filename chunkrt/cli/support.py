@@ -9,6 +9,7 @@ import click
 
 from chunkrt.backends.coverage import NPU
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, model_argument
+from chunkrt.cli.flags import in_flags
 from chunkrt.cli.options import verbose_option
 from chunkrt.compile.support import SupportReport, check_support, first_few
 from chunkrt.engine.resolve import find_checkpoint
@@ -103,4 +104,4 @@ def _mark(reason: str) -> str:
 
 def _reason(reason: str) -> None:
     if reason:
-        click.echo(f"     {reason}")
+        click.echo(f"     {in_flags(reason)}")

@@ -50,7 +50,7 @@ def check_shift(context_length: int, options: EngineOptions) -> None:
     """Raise ConfigError if a context that shifts keeps so many tokens that nothing can move."""
     if options.context_shift and options.context_keep > context_length - 2:
         raise ConfigError(
-            f"context_keep is {options.context_keep}, but in a context of {context_length} at least two tokens must "
+            f"`context_keep` is {options.context_keep}, but in a context of {context_length} at least two tokens must "
             "move; keep fewer"
         )
 

@@ -82,7 +82,7 @@ def check_shadowed(plan: Plan, scheme: Scheme) -> None:
     for pattern in scheme.shadowed:
         if not any(fnmatchcase(name, pattern) for name in narrow):
             raise unknown_name(
-                "linear of 8 bits", pattern, narrow, hint="`chunkrt plan` lists linear layers; '*' matches any text"
+                "8-bit linear layer", pattern, narrow, hint="`chunkrt plan` lists linear layers; '*' matches any text"
             )
 
 

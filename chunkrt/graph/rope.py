@@ -122,17 +122,26 @@ class RotaryTables(Module):
         return RotaryTable(shape=shape, checkpoint_tensors=tensors, make_recipe=recipe, function=function)
 
 
-def inverse_frequencies(config: Mapping[str, Any], head_dim: int) -> Float64:
+def inverse_frequencies(config: Mapping[str, Any], head_dim: int, *, may_be_partial: bool = True) -> Float64:
     """Return theta^(-2i/d) for i in 0..d/2, scaled by the config's rule; float64 [rotary_dim / 2].
 
-    Reads Hugging Face's `rope_theta`, `partial_rotary_factor` and `rope_scaling`, or the newer `rope_parameters` that
-    holds all of them.
+    Reads Hugging Face's `rope_theta`, `partial_rotary_factor` and `rope_scaling`, or the newer `rope_parameters` with
+    the same keys, and `rope_dimension_count`, which only GGUF files have.
+
+    Args:
+        may_be_partial: False in families whose implementation in Transformers ignores `partial_rotary_factor`.
 
     Raises:
-        UnsupportedModelError: the scaling rule is not implemented.
-        ModelError: one of the rule's numbers is missing or invalid.
+        UnsupportedModelError: a scaling rule is not implemented, or a factor other than 1 is ignored by Transformers.
+        ModelError: a rule lacks one of its numbers, or a number is invalid.
     """
     parameters = rope_parameters(config)
+    if not may_be_partial and (factor := parameters["partial_rotary_factor"]) != 1:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor = {factor!r} is ignored by Transformers in this family "
+            "and applied by other runtimes; set it to 1, or remove it, if the model was trained with full rotation",
+            feature="partial_rotary_factor",
+        )
     base, rule = _base(parameters, head_dim), parameters["rope_type"]
     if parameters.get("attention_factor") not in (None, 1):
         raise UnsupportedModelError(
@@ -192,7 +201,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         ModelError: a section of it is not a table of numbers.
         UnsupportedModelError: it has a section for each kind of layer, or a factor without a rule.
     """
-    parameters: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    parameters: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "rope_dimension_count": None}
     parameters |= {key: config[key] for key in parameters if config.get(key) is not None}
     for key in ("rope_parameters", "rope_scaling"):
         section = config.get(key) or {}
@@ -220,7 +229,8 @@ def _base(parameters: Mapping[str, Any], head_dim: int) -> Float64:
     """Return inverse frequencies before any scaling."""
     theta = _positive(parameters, "rope_theta")
     factor = min(_positive(parameters, "partial_rotary_factor"), 2.0)  # an infinite factor fails this check
-    rotary_dim = round(head_dim * factor)
+    count = parameters["rope_dimension_count"]
+    rotary_dim = count if type(count) is int else round(head_dim * factor)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelError(f"RoPE would rotate {rotary_dim} of {head_dim} dimensions, expected an even number of them")
     with np.errstate(over="ignore"):

@@ -133,7 +133,7 @@ def test_runner_reports_reason(decoder, registry):
     add_plugin(registry, "rms_norm", "toy", lambda *inputs: inputs[0])
     found = dispatcher(decoder, registry, "-add")
     reasons = {choice.operator: choice.reason for choice in all_choices(decoder, found, "native")}
-    assert reasons["add"] == "switched off by --ops -add"
+    assert reasons["add"] == "switched off by `ops='-add'`"
     assert reasons["rms_norm"] == "plug-in acme-ops has it"
     assert reasons["cached_attention"] == "plug-in acme-ops has its part rope"
     assert reasons["linear"] == "native form"
@@ -281,7 +281,7 @@ def test_operator_of_plugin_alone_is_on_under_none(decoder, registry, ops):
     runners = {use.node.name: runner for use, runner in chosen.runners(renamed, "reference")}
     assert runners[norm.name].function is np.multiply
     off = Dispatcher(plan, DYNAMIC, registry, Switches.parse("-acme_wide_norm"), default="none")
-    with pytest.raises(PartitionError, match=r"switched off by --ops -acme_wide_norm, and .*; switch it on with"):
+    with pytest.raises(PartitionError, match=r"switched off by `ops='-acme_wide_norm'`, and .*; switch it on with"):
         off.runners(renamed, "reference")
 
 
@@ -487,7 +487,7 @@ def test_failing_prepare_is_reported(plugged):
     message = (
         r"acme-ops \(\S*test_dispatch\) cannot prepare \S+qkv_proj.weight for 'linear': ValueError: no room on the GPU"
     )
-    with pytest.raises(CompileError, match=message + "; repair it or use --ops=-linear"):
+    with pytest.raises(CompileError, match=message + "; repair it or use `ops='-linear'`"):
         run_model("llama_gqa", "all")
 
 

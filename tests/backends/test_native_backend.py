@@ -239,7 +239,7 @@ def refusal(case: Case, scheme: str = "w8a8-dynamic") -> str:
 def test_refusal_names_node_and_remedy() -> None:
     reason = refusal(linear_case(), "float")
     assert reason.startswith("product: under the scheme 'float' this linear is not int8 by int8")
-    assert "use a quantised scheme such as 'w8a8-dynamic', or --npu onnxrt or --npu reference" in reason
+    assert "use a quantised scheme such as 'w8a8-dynamic', or `npu='onnxrt'` or `npu='reference'`" in reason
 
     values = [tensor("x", "T", 8), tensor("y", "T", 8), tensor("z", "T", 4)]
     assert "native has no operator Erf; it has: add, cached_attention, embedding" in refusal(

@@ -490,17 +490,17 @@ def test_npu_only_keeps_no_cpu_copy_of_weights(load, monkeypatch):
     [
         ({"attention": "gpu"}, "attention"),
         ({"attention": "npu", "npu": "native"}, "contradict"),
-        ({"attention": "npu", "context_shift": True}, "attention 'cpu'"),
+        ({"attention": "npu", "context_shift": True}, "`attention='cpu'`"),
         ({"attention": "npu", "cache_dtype": "int8"}, "int8"),
         ({"attention": "npu", "attention_math": "bfloat16"}, "is for attention on the CPU only"),
-        ({"npu_window": 0}, "npu_window is 0"),
+        ({"npu_window": 0}, "`npu_window` is 0"),
         ({"npu_window": "512,512"}, "npu_window"),
         ({"npu_window": "512;4"}, "npu_window"),
         ({"npu_graph": "layers=0"}, "npu_graph"),
         ({"npu_graph": "2"}, "npu_graph"),
         ({"weights": "npu"}, "npu-only"),
         ({"weights": "npu-only", "npu": "native"}, "contradict"),
-        ({"weights": "npu-only", "on_npu_failure": "fallback"}, "nobody takes over"),
+        ({"weights": "npu-only", "on_npu_failure": "fallback"}, "the CPU cannot take over"),
     ],
 )
 def test_invalid_options_are_refused(load, options, message):
@@ -567,8 +567,8 @@ def test_sequences_decode_on_the_only_executor(load):
 
 def test_options_for_qualcomms_npu_are_reported_without_one(load, caplog):
     with caplog.at_level(logging.WARNING), load("llama_gqa", npu="auto", attention="npu", weights="npu-only"):
-        assert "--attention npu has no effect, because the CPU serves as the NPU" in caplog.text
-        assert "--weights npu-only has no effect" in caplog.text
+        assert "`attention='npu'` has no effect, because the CPU serves as the NPU" in caplog.text
+        assert "`weights='npu-only'` has no effect" in caplog.text
 
 
 def test_int8_caches_are_refused_with_attention_on_the_npu(load):

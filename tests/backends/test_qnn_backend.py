@@ -325,7 +325,9 @@ def test_input_that_exceeds_float16_is_an_error(backend, decoder, value):
     for name, array in call.inputs.items():
         kept = array[3, 2]
         array[3, 2] = value
-        with pytest.raises(BackendError, match=rf"{name} left the range of float16 on the NPU.*--npu native") as raised:
+        with pytest.raises(
+            BackendError, match=rf"{name} left the range of float16 on the NPU.*`npu='native'`"
+        ) as raised:
             executable.run(call.inputs, call.outputs)
         assert not isinstance(raised.value, DeviceLostError)
         array[3, 2] = kept
@@ -361,7 +363,7 @@ def test_column_that_exceeds_float16_is_not_compiled(backend, decoder):
             backend.compile(subgraph, decoder.plan, CHUNK, W8A16, store)
             continue
         with pytest.raises(
-            CompileError, match=f"outputs of {down_proj} reach 65600 and exceed .* float16.*--npu native"
+            CompileError, match=f"outputs of {down_proj} reach 65600 and exceed .* float16.*`npu='native'`"
         ):
             backend.compile(subgraph, decoder.plan, CHUNK, W8A16, store)
 

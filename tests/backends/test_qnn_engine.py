@@ -179,7 +179,7 @@ def test_engine_compiled_with_float_outputs_is_refused_by_the_npu(model):
     """It was compiled for a CPU; the message names the linear and the remedy."""
     with load(model, npu="native", scheme="w8a8") as compiled:
         folder = compiled.folder
-    with pytest.raises(PartitionError, match=r"qnn .*qkv_proj.*into float32.*--outputs grid") as raised:
+    with pytest.raises(PartitionError, match=r"qnn .*qkv_proj.*into float32.*outputs='grid'") as raised:
         chunkrt.load(folder, npu="qnn")
     assert "\n" not in str(raised.value)
 
@@ -454,7 +454,7 @@ def test_auto_without_an_npu_is_native(model):
 def test_soc_option_without_effect_is_reported(model, caplog):
     for choice in ("auto", "native"):
         load(model, npu=choice, soc="SM8750").close()
-    told = "--soc SM8750 has no effect, because the CPU serves as the NPU; try --npu qnn"
+    told = "`soc='SM8750'` has no effect, because the CPU serves as the NPU; try `npu='qnn'`"
     assert warnings_of(caplog, "chunkrt.engine.roles") == [told, told]
 
 
@@ -465,7 +465,7 @@ def test_auto_runs_a_dynamic_model_on_the_cpu(model, with_npu, caplog):
         assert engine.npu_backend.name == "native"
         assert engine.manifest.scheme == find_scheme("w8a8-dynamic")
     (told,) = warnings_of(caplog, "chunkrt.engine.roles")
-    assert told == "the NPU does not run the scheme w8a8-dynamic, so the CPU runs it; try --scheme w8a16"
+    assert told == "the NPU does not run the scheme w8a8-dynamic, so the CPU runs it; try `scheme='w8a16'`"
 
 
 def test_emulation_is_reported_once_a_process(model, caplog):

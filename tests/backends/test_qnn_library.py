@@ -96,12 +96,12 @@ def test_machine_without_the_device_reports_the_missing_part(monkeypatch, tmp_pa
     monkeypatch.setattr(library.sys, "platform", "linux")
     monkeypatch.setattr(ort, "register_execution_provider_library", lambda name, path: None)
     monkeypatch.setattr(ort, "get_ep_devices", list)
-    with pytest.raises(BackendUnavailableError, match=r"driver, which provides /dev/fastrpc-cdsp; .* native$"):
+    with pytest.raises(BackendUnavailableError, match=r"driver, which provides /dev/fastrpc-cdsp; .*native'`$"):
         library.open_htp.__wrapped__()
     (tmp_path / "adsp").touch()
     monkeypatch.setattr(library, "LINUX_NPU_DEVICES", ("cdsp", str(tmp_path / "adsp")))
     with pytest.raises(
-        BackendUnavailableError, match=r"does this user have read access to .*adsp\?; without an NPU: --npu native$"
+        BackendUnavailableError, match=r"does this user have read access to .*adsp\?; without an NPU: `npu='native'`$"
     ):
         library.open_htp.__wrapped__()
 
@@ -145,7 +145,7 @@ def test_unknown_soc_must_be_named(on_arm, machine):
     if machine:
         on_arm(machine)
     says = machine or "it says nothing"
-    with pytest.raises(ConfigError, match=rf"unknown SoC of this machine \({says}\); name it with --soc \(.*SM8650.*"):
+    with pytest.raises(ConfigError, match=rf"unknown SoC of this machine \({says}\); name it with `soc` \(.*SM8650.*"):
         library.this_soc()
 
 

@@ -45,7 +45,7 @@ def test_settings_are_converted_to_the_providers_names(tmp_path):
         (["profiling_file=x.csv"], "profiling_level and profiling_file need each other"),
         (["profiling_level=off", "profiling_file=x.csv"], "profiling_level and profiling_file need each other"),
         (["profiling_level=basic", "profiling_file=/no/such/x.csv"], "whose folder does not exist"),
-        (["soc_model=57"], "chunkrt sets soc_model itself: name the SoC with --soc"),
+        (["soc_model=57"], "chunkrt sets soc_model itself: name the SoC with `soc`"),
         (["ep.share_ep_contexts=1"], "chunkrt sets ep.share_ep_contexts itself: a context holds one subgraph"),
     ],
 )

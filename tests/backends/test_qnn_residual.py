@@ -52,5 +52,5 @@ def test_unscaled_stream_exceeds_float16(wide, monkeypatch):
     monkeypatch.setattr(
         compiler, "residual_scaling", lambda plan, found: replace(residual_scaling(plan, found), exponent=0)
     )
-    with pytest.raises(BackendError, match=r"left the range of float16 on the NPU; .* --npu native"):
+    with pytest.raises(BackendError, match=r"left the range of float16 on the NPU; .* `npu='native'`"):
         logits_on_the_npu(wide)

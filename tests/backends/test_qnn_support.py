@@ -124,7 +124,7 @@ def test_float_output_is_refused(plan, bits):
     scheme = replace(SCHEMES["w8a8" if bits == 8 else "w8a16"], float_outputs=("*.gate_up_proj.weight",))
     subgraph = plan.static_subgraphs[1]
     node = next(node for node in subgraph.nodes if node.op == "MatMul" and "gate_up_proj" in node.inputs[1])
-    words = [f"MatMul of u{bits} by s8 into float32", "as many bits as its inputs", "--outputs grid"]
+    words = [f"MatMul of u{bits} by s8 into float32", "as many bits as its inputs", "outputs='grid'"]
     assert_refused(subgraph, plan, scheme, node, *words)
     for other in (plan.static_subgraphs[0], plan.static_subgraphs[2]):
         assert npu_support(other, plan, replace(scheme, float_outputs=("*.layers.0.mlp.gate_up_proj.weight",)))

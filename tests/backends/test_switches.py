@@ -40,9 +40,9 @@ def test_commas_repetition_and_order_make_no_difference(words):
 
 
 def test_reason_for_off_quotes_the_switch():
-    assert Switches.parse("-add").why_off("add") == "switched off by --ops -add"
-    assert Switches.parse("none").why_off("add") == "switched off by --ops none"
-    assert Switches.parse(None).why_off("add", default="none") == "off by default with npu 'reference'"
+    assert Switches.parse("-add").why_off("add") == "switched off by `ops='-add'`"
+    assert Switches.parse("none").why_off("add") == "switched off by `ops='none'`"
+    assert Switches.parse(None).why_off("add", default="none") == "off by default with `npu='reference'`"
 
 
 @pytest.mark.parametrize(

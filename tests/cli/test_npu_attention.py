@@ -65,7 +65,7 @@ def test_simulate_attends_on_either_processor(figures):
             ("run", checkpoint("llama_gqa"), "-p", "x", "--npu", "qnn", "--weights", "npu-only", "--decode-on", "cpu"),
             "--decode-on has no effect without --weights both",
         ),
-        (("fit", SHAPE, "--soc", "SM8650", "--attention", "npu", "--npu-window", "0"), "npu_window is '0'"),
+        (("fit", SHAPE, "--soc", "SM8650", "--attention", "npu", "--npu-window", "0"), "--npu-window is '0'"),
     ],
 )
 def test_npu_attention_options_without_effect_are_refused(command, arguments, message, tmp_path, monkeypatch):

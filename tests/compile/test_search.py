@@ -209,7 +209,7 @@ def test_work_is_bounded_and_no_scheme_is_measured_twice(search):
     assert len({total for _, total in told}) == (1 if search == "shadow" else 2)
 
 
-@pytest.mark.parametrize(("search", "remedy"), [("shadow", "use --scheme mixed"), ("mixed", "raise the budget")])
+@pytest.mark.parametrize(("search", "remedy"), [("shadow", "use `scheme='mixed'`"), ("mixed", "raise the budget")])
 def test_unattainable_budget(search, remedy):
     losses = AdditiveLosses({"a": (900, 800, 3), "b": (900, 700, 3)}, in_16_bits=400)
     least = {"shadow": 0.0015, "mixed": 0.0008}[search]

@@ -257,31 +257,31 @@ def test_schemes_from_options():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shadow": "all"}, r"'w8a8-dynamic' is not static and does not use shadow"),
-        ({"scheme": "float", "shadow": "auto"}, r"'float' is not static and does not use shadow"),
-        ({"budget": 0.1}, r"'w8a8-dynamic' is not static and does not use budget"),
-        ({"outputs": "float"}, r"'w8a8-dynamic' is not static and does not use outputs"),
-        ({"equalisation": 0.5}, r"'w8a8-dynamic' is not static and does not use equalisation"),
-        ({"equalisation": 0}, r"'w8a8-dynamic' is not static and does not use equalisation"),
-        ({"rotation": True}, r"'w8a8-dynamic' is not static and does not use rotation"),
+        ({"shadow": "all"}, r"'w8a8-dynamic' is not static and does not use `shadow`"),
+        ({"scheme": "float", "shadow": "auto"}, r"'float' is not static and does not use `shadow`"),
+        ({"budget": 0.1}, r"'w8a8-dynamic' is not static and does not use `budget`"),
+        ({"outputs": "float"}, r"'w8a8-dynamic' is not static and does not use `outputs`"),
+        ({"equalisation": 0.5}, r"'w8a8-dynamic' is not static and does not use `equalisation`"),
+        ({"equalisation": 0}, r"'w8a8-dynamic' is not static and does not use `equalisation`"),
+        ({"rotation": True}, r"'w8a8-dynamic' is not static and does not use `rotation`"),
         ({"scheme": "w8a16", "shadow": "all"}, r"'w8a16' take 16 bits and need no shadow; use 'w8a8' or 'mixed'"),
         ({"scheme": "w4a16", "shadow": "auto"}, r"'w4a16' take 16 bits and need no shadow"),
         ({"scheme": "w8a16", "shadow": DOWN}, r"'w8a16' take 16 bits and need no shadow"),
         ({"scheme": "mixed", "shadow": "all"}, r"'mixed' chooses shadows by itself"),
-        ({"scheme": "w8a8", "budget": 0.1}, r"a budget is for --shadow auto and for --scheme mixed"),
-        ({"scheme": "w8a8", "shadow": "all", "budget": 0.1}, r"a budget is for --shadow auto"),
-        ({"scheme": "w8a16", "budget": 0.1}, r"a budget is for --shadow auto"),
-        ({"budget": 0}, r"budget is 0, expected a number of nats above 0"),
-        ({"budget": -0.01}, r"budget is -0.01, expected"),
-        ({"budget": float("nan")}, r"budget is nan, expected"),
-        ({"budget": "0.01"}, r"budget is '0.01', expected"),
-        ({"budget": True}, r"budget is True, expected"),
-        ({"equalisation": 2}, r"equalisation is 2, expected 0 to 1, or 'off'"),
-        ({"equalisation": -0.1}, r"equalisation is -0.1, expected 0 to 1"),
-        ({"equalisation": float("nan")}, r"equalisation is nan, expected 0 to 1"),
-        ({"equalisation": "on"}, r"equalisation is 'on', expected 0 to 1, or 'off'"),
+        ({"scheme": "w8a8", "budget": 0.1}, r"`budget` is for `shadow='auto'` and `scheme='mixed'`"),
+        ({"scheme": "w8a8", "shadow": "all", "budget": 0.1}, r"`budget` is for `shadow='auto'`"),
+        ({"scheme": "w8a16", "budget": 0.1}, r"`budget` is for `shadow='auto'`"),
+        ({"budget": 0}, r"`budget` is 0, expected a number of nats above 0"),
+        ({"budget": -0.01}, r"`budget` is -0.01, expected"),
+        ({"budget": float("nan")}, r"`budget` is nan, expected"),
+        ({"budget": "0.01"}, r"`budget` is '0.01', expected"),
+        ({"budget": True}, r"`budget` is True, expected"),
+        ({"equalisation": 2}, r"`equalisation` is 2, expected 0 to 1, or 'off'"),
+        ({"equalisation": -0.1}, r"`equalisation` is -0.1, expected 0 to 1"),
+        ({"equalisation": float("nan")}, r"`equalisation` is nan, expected 0 to 1"),
+        ({"equalisation": "on"}, r"`equalisation` is 'on', expected 0 to 1, or 'off'"),
         ({"outputs": "flot"}, r"unknown kind of outputs 'flot'; did you mean 'float'"),
-        ({"shadow": 1}, r"shadow is 1, expected text"),
+        ({"shadow": 1}, r"`shadow` is 1, expected text"),
         ({"scheme": "mixd"}, r"unknown scheme 'mixd'; did you mean 'mixed'"),
     ],
 )
@@ -304,7 +304,9 @@ def test_invalid_options_are_reported_in_one_line(options, message):
 )
 def test_shadow_for_an_unknown_linear_offers_the_nearest(shadow, nearest):
     """It fails before anything is calibrated. The LM head has 16 bits, and no shadow."""
-    with pytest.raises(ConfigError, match=r"^unknown linear of 8 bits '.*'; .*`chunkrt plan` lists linears") as raised:
+    with pytest.raises(
+        ConfigError, match=r"^unknown 8-bit linear layer '.*'; .*`chunkrt plan` lists linear layers"
+    ) as raised:
         chunkrt.load(GGUF, npu="native", scheme="w8a8", shadow=shadow)
     assert nearest is None or f"did you mean {nearest!r}?" in str(raised.value)
 
@@ -313,7 +315,7 @@ def test_matching_patterns_are_accepted():
     plan = random_decoder([]).plan
     for patterns in ((), ("*",), (DOWN,), ("*.o_proj.weight", "model.layers.1.*")):
         check_shadowed(plan, replace(SHADOWED, shadowed=patterns))
-    with pytest.raises(ConfigError, match="unknown linear of 8 bits"):
+    with pytest.raises(ConfigError, match="unknown 8-bit linear layer"):
         check_shadowed(plan, replace(SHADOWED, wide=("*",)))
 
 

@@ -313,7 +313,7 @@ def test_unavailable_backend_does_not_count_as_missing(monkeypatch, command):
     monkeypatch.setattr("chunkrt.backends.coverage.make_backend", make)
     report = check_support(checkpoint("llama_gqa"))
     assert (report.unavailable, report.gaps) == ({"native": "not built"}, [])
-    assert "native was not asked: not built" in command("support", checkpoint("llama_gqa")).out
+    assert "native was not checked: not built" in command("support", checkpoint("llama_gqa")).out
 
 
 def test_json_has_the_complete_report(command, tmp_path):

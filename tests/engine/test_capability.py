@@ -61,7 +61,7 @@ def test_warning_names_operators_counts_and_reasons():
         f"the CPU runs operators that the NPU does not support: {len(moved)} linear "
         f"(first {moved[0].node}: MatMul of u16 by s4"
     )
-    assert line.endswith("; --npu-strict makes this an error")
+    assert line.endswith("; `npu_strict=True` makes this an error")
     assert "\n" not in line
 
 

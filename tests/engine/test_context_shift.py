@@ -234,10 +234,10 @@ def test_conversation_continues_from_the_shared_beginning(folders: dict[str, Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context_keep": -1}, "context_keep is -1, expected a whole number, 0 or more"),
-        ({"context_keep": 1.5}, "context_keep is 1.5, expected a whole number, 0 or more"),
-        ({"context_shift": "yes"}, "context_shift is 'yes', expected true or false"),
-        ({"context_keep": 63}, "context_keep is 63, but in a context of 64 at least two tokens must move"),
+        ({"context_keep": -1}, "`context_keep` is -1, expected a whole number, 0 or more"),
+        ({"context_keep": 1.5}, "`context_keep` is 1.5, expected a whole number, 0 or more"),
+        ({"context_shift": "yes"}, "`context_shift` is 'yes', expected true or false"),
+        ({"context_keep": 63}, "`context_keep` is 63, but in a context of 64 at least two tokens must move"),
     ],
 )
 def test_impossible_options_are_rejected(folders: dict[str, Path], options: dict[str, Any], message: str) -> None:

@@ -56,15 +56,15 @@ def test_load_accepts_a_file_or_a_folder(path):
         ({"scheme": "w8a8dynamic"}, "unknown scheme 'w8a8dynamic'; did you mean 'w8a8-dynamic'?"),
         ({"soc": "SM8651"}, "unknown SoC 'SM8651'; did you mean 'SM8650'?"),
         ({"on_npu_failure": "fallbak"}, "unknown answer to an NPU's failure 'fallbak'; did you mean 'fallback'?"),
-        ({"chunk_length": 0}, "chunk_length is 0, expected at least 1"),
-        ({"chunk_length": -1}, "chunk_length is -1, expected at least 1"),
-        ({"threads": 0}, "threads is 0, expected at least 1"),
-        ({"context_length": 0}, "context_length is 0, expected at least 1"),
-        ({"chunk_length": 129}, "chunk_length is 129, longer than the context of 128"),
-        ({"chunk_length": 33, "context_length": 32}, "chunk_length is 33, longer than the context of 32"),
-        ({"context_length": 129}, "context_length is 129, but the model takes at most 128"),
+        ({"chunk_length": 0}, "`chunk_length` is 0, expected at least 1"),
+        ({"chunk_length": -1}, "`chunk_length` is -1, expected at least 1"),
+        ({"threads": 0}, "`threads` is 0, expected at least 1"),
+        ({"context_length": 0}, "`context_length` is 0, expected at least 1"),
+        ({"chunk_length": 129}, "`chunk_length` is 129, longer than the context of 128"),
+        ({"chunk_length": 33, "context_length": 32}, "`chunk_length` is 33, longer than the context of 32"),
+        ({"context_length": 129}, "`context_length` is 129, but the model takes at most 128"),
         ({"placement": Path("nowhere.toml")}, "cannot read the placement file nowhere.toml"),
-        ({"placement": Path("nowhere.toml"), "npu": "off"}, "a placement and npu 'off' contradict each other"),
+        ({"placement": Path("nowhere.toml"), "npu": "off"}, "`placement` and `npu='off'` contradict each other"),
     ],
 )
 def test_wrong_options_are_rejected(options, message):
@@ -77,7 +77,7 @@ def test_missing_npu_is_reported(monkeypatch):
     monkeypatch.setattr(library, "PACKAGE", "a-package-that-nobody-has")
     monkeypatch.setattr(qnn, "open_htp", library.open_htp.__wrapped__)
     monkeypatch.setattr(compiler, "compile_checkpoint", lambda *_, **__: pytest.fail("compiled before it was said"))
-    with pytest.raises(BackendUnavailableError, match=r"is not installed; pip install 'chunkrt\[qnn\]', or use --npu"):
+    with pytest.raises(BackendUnavailableError, match=r"is not installed; pip install 'chunkrt\[qnn\]', or use `npu="):
         chunkrt.load(CHECKPOINT, npu="qnn")
 
 
@@ -86,7 +86,7 @@ def test_native_rejects_float_linears_with_advice():
         PartitionError, match=r"native cannot run subgraph static.0 under scheme float \(node model"
     ) as e:
         chunkrt.load(CHECKPOINT, scheme="float", npu="native")
-    assert "--npu onnxrt or --npu reference" in str(e.value)
+    assert "`npu='onnxrt'` or `npu='reference'`" in str(e.value)
 
 
 def test_unknown_model_name_offers_the_nearest():

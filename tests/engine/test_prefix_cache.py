@@ -434,7 +434,7 @@ def test_nothing_is_kept_when_switched_off() -> None:
 
 @pytest.mark.parametrize("value", ["", 3, True])
 def test_invalid_place_is_rejected(value: object) -> None:
-    with pytest.raises(ConfigError, match="prefix_cache is"):
+    with pytest.raises(ConfigError, match="`prefix_cache` is"):
         load(CACHES_ONLY, 8, prefix_cache=value)
 
 

@@ -116,8 +116,8 @@ def test_bfloat16_caches_are_the_default_of_bfloat16_attention() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention_math": "float32"}, "caches of bfloat16 are for attention in bfloat16"),
-        ({"attention_math": "bfloat16", "context_shift": True}, "caches of bfloat16 do not shift"),
+        ({"attention_math": "float32"}, "bfloat16 caches need attention in bfloat16"),
+        ({"attention_math": "bfloat16", "context_shift": True}, "bfloat16 caches cannot shift"),
     ],
 )
 def test_incompatible_options_are_rejected(options: dict[str, object], message: str) -> None:

@@ -274,8 +274,8 @@ def test_wrong_options_are_refused_before_the_evaluation(command, text, tmp_path
     monkeypatch.setattr("chunkrt.cli.eval.open_engine", lambda *_: pytest.fail("a model was loaded"))
     (tmp_path / "folder.png").mkdir()
     cases = [
-        (["--lambada", text, "--per-layer"], "--per-layer runs over a text; give --text FILE"),
-        (["--text", text, "--plot", "a.png"], "--plot draws the errors of layers; give --per-layer"),
+        (["--lambada", text, "--per-layer"], "--per-layer needs a text; give --text FILE"),
+        (["--text", text, "--plot", "a.png"], "--plot draws the errors of --per-layer; give that option, too"),
         (["--text", text, "--per-layer", "--plot", "a.jpg"], "its name must end with one of .png, .svg"),
         (
             ["--text", text, "--per-layer", "--plot", tmp_path / "folder.png"],
@@ -296,7 +296,7 @@ def test_an_engine_directory_is_refused(command, text, tmp_path):
     assert command("compile", GGUF, "-o", tmp_path / "engine").status == 0
     finished = command("eval", tmp_path / "engine", "--text", text, "--per-layer", "--base", "none")
     assert finished.status == 1
-    assert "is compiled and holds no float weights for --per-layer to compare with" in finished.err
+    assert "is compiled and holds no float weights for --per-layer; give the checkpoint" in finished.err
     assert finished.err.count("\n") == 1
 
 

@@ -178,7 +178,7 @@ def expect_one_line(finished, status, message):
 
 
 LINES = [
-    ((), "there is nothing to evaluate; give --text FILE, --hellaswag FILE or --lambada FILE"),
+    ((), "nothing to evaluate; give --text FILE, --hellaswag FILE or --lambada FILE"),
     (("--text", "nowhere.txt"), "cannot read the text from nowhere.txt: No such file"),
     (("--text", "."), "cannot read the text from .: Is a directory"),
     (("--text", GGUF), "is not UTF-8"),
@@ -189,9 +189,9 @@ LINES = [
     (("--text", "story.txt", "--windows", "many"), "--windows is 'many', expected a number"),
     (("--text", "story.txt", "--windows", "9999"), "9999 windows were requested"),
     (("--text", "story.txt", "--window", "1"), "the window is 1, expected at least 2"),
-    (("--text", "story.txt", "--window", "9999"), "--window is 9999, longer than the context of"),
-    (("--text", "story.txt", "--cache-limit", "-1"), "--cache-limit is -1, expected GB, at least 0"),
-    (("--text", "story.txt", "--cache-limit", "nan"), "--cache-limit is nan, expected GB"),
+    (("--text", "story.txt", "--window", "9999"), "--window is 9999, more than the context length of"),
+    (("--text", "story.txt", "--cache-limit", "-1"), "--cache-limit is -1, expected a number of GB, 0 or more"),
+    (("--text", "story.txt", "--cache-limit", "nan"), "--cache-limit is nan, expected a number of GB"),
     (("--text", "story.txt", "--limit", "0"), "--limit is 0, expected at least 1"),
     (("--text", "empty.txt"), "there are too few tokens to evaluate (0); give a longer text"),
     (("--text", "story.txt", "--part", "1/99999"), "there are too few tokens to evaluate (0)"),

@@ -1,12 +1,17 @@
 """Inverse frequencies against independently written formulas, dimension by dimension, and against Transformers'
 logits if a fixture has the rule (tests/engine/test_parity.py)."""
 
+import json
+import shutil
 from math import cos, isclose, pi, sin
 
 import numpy as np
 import pytest
+from fixture_checkpoints import checkpoint
 
+from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.rope import RotaryTables, inverse_frequencies
 
 LLAMA3 = {
@@ -94,6 +99,23 @@ def test_newer_section_holds_everything():
 def test_part_of_the_dimensions_may_rotate():
     found = inverse_frequencies({"partial_rotary_factor": 0.5}, 16)
     np.testing.assert_allclose(found, plain(10000.0, 8), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_window_5", "qwen2", "qwen3_layer_types", "lfm2"])
+@pytest.mark.parametrize("where", ["top", "rope_parameters"])
+def test_partial_rotary_factor_is_refused_in_families_that_ignore_it(tmp_path, name, where):
+    """Transformers 5.23 reads the key only in families with partial rotation; other runtimes apply it everywhere."""
+    folder = shutil.copytree(checkpoint(name), tmp_path / name)
+    config = json.loads((folder / "config.json").read_text())
+    section = config if where == "top" else config.setdefault("rope_parameters", {"rope_theta": 10000.0})
+    for factor in (1.0, 0.5):
+        section["partial_rotary_factor"] = factor
+        (folder / "config.json").write_text(json.dumps(config))
+        if factor == 1:
+            build_decoder(open_checkpoint(folder))
+        else:
+            with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor = 0.5 is ignored by Transformers"):
+                build_decoder(open_checkpoint(folder))
 
 
 @pytest.mark.parametrize("rule", ["yarn", "dynamic", "longrope"])

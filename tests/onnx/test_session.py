@@ -183,9 +183,9 @@ def test_static_subgraphs_from_the_command_line(tmp_path, command):
         (["-o", "d.onnx", "--context", "999", "--sequence", "200"], "longer than the model's context of 128"),
         (["-o", "d.onnx", "--dynamic", "--context", "129"], "--context is 129, longer than the model's context of 128"),
         (["-o", "d.onnx", "--dynamic", "--keys", "pre-rope"], "--dynamic caches keys after RoPE"),
-        (["-o", "d.onnx", "--dynamic", "--window", "8"], "--dynamic takes any number of rows; leave --window away"),
+        (["-o", "d.onnx", "--dynamic", "--window", "8"], "--dynamic accepts any number of rows; omit --window"),
         (["-o", "d.onnx", "--dynamic"], "export a fixed window"),
-        (["--static-subgraphs", "p", "--dynamic"], "name a file with -o"),
+        (["--static-subgraphs", "p", "--dynamic"], "--dynamic needs -o; name a file"),
     ],
 )
 def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, command, arguments, message):
@@ -221,7 +221,7 @@ def test_engine_directory_is_not_exported(tmp_path, command):
     assert command("compile", checkpoint("llama_gqa"), "-o", folder).status == 0
     done = command("export", folder, "-o", tmp_path / "d.onnx")
     assert (done.status, done.err.count("\n")) == (1, 1)
-    assert "give the checkpoint" in done.err
+    assert "give its checkpoint" in done.err
 
 
 def test_window_of_the_complete_context(exported):

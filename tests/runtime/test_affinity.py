@@ -137,13 +137,13 @@ def test_find_cpus_rejects_other_text(text: str) -> None:
 
 @pytest.mark.parametrize("value", [0, None, True, ["0"]])
 def test_affinity_of_another_type_is_rejected(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"affinity is .*, expected text"):
+    with pytest.raises(ConfigError, match=r"`affinity` is .*, expected text"):
         EngineOptions(affinity=value)
 
 
 def test_find_cpus_rejects_missing_or_masked_cpus(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(capacity=[1024] * 4)
-    with pytest.raises(ConfigError, match=r"affinity is '2-4', but CPU 4 is not present; choose among 0-3"):
+    with pytest.raises(ConfigError, match=r"`affinity` is '2-4', but CPU 4 is not present; choose among 0-3"):
         find_cpus("2-4")
     monkeypatch.setattr(os, "sched_getaffinity", lambda thread: {0, 2})
     with pytest.raises(ConfigError, match=r"CPU 1 is outside this process's mask; choose among 0,2"):
@@ -156,7 +156,7 @@ def test_affinity_is_rejected_on_systems_without_it(monkeypatch: pytest.MonkeyPa
         patch.setattr("platform.system", lambda: "Darwin")
         assert find_cpus("none") is None
         for choice in ("big", "0"):
-            with pytest.raises(ConfigError, match=f"affinity is '{choice}', but Darwin has no affinity; use 'no"):
+            with pytest.raises(ConfigError, match=f"`affinity` is '{choice}', but Darwin has no affinity; use 'no"):
                 find_cpus(choice)
 
 

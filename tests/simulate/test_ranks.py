@@ -236,10 +236,10 @@ def test_traces_and_pictures_show_the_link(record: RunRecord, tmp_path: Path) ->
     rows = {line[:36].strip(): line[36:].split() for line in told.splitlines()}
     assert told.splitlines()[1].split() == ["cpu", "link"]
     assert rows["busy"] == ["76.5", "%", "47.1", "%"]
-    assert rows["sums, hidden by other work"] == rows["sums, nothing beside them"] == ["-", "23.5", "%"]
+    assert rows["sums, hidden by other work"] == rows["sums, not hidden"] == ["-", "23.5", "%"]
     assert rows["idle: waiting for other ranks"] == ["23.5", "%", "-"]
-    assert rows["idle: no sum under way"] == ["-", "52.9", "%"]
-    assert "2 sums over ranks were under way for 0.0 ms; other work hid 50.0% of that" in told
+    assert rows["idle: no sum in progress"] == ["-", "52.9", "%"]
+    assert "2 sums over ranks were in progress for 0.0 ms; other work hid 50.0% of that" in told
     as_json = CliRunner().invoke(cli, ["trace", str(path), "--json"], catch_exceptions=False).output
     assert json.loads(as_json)["groups"][0]["link"] == {"busy_ns": 40, "hidden_ns": 20, "num_sums": 2, "hidden": 0.5}
     picture = make_picture(record)
@@ -379,7 +379,7 @@ def test_command_reports_ranks() -> None:
     arguments = ("qwen2.5-0.5b", "--device", "sd8gen3", "-p", 64, "--chunk", 32, "--policy", "in_order")
     text = run(*arguments, "--ranks", 4, "--link", "1GbE")
     assert "on 4 x Snapdragon 8 Gen 3, CPU alone, scheme w8a8-dynamic, joined by 1 Gbit/s Ethernet (0.1176 GB/s" in text
-    assert "Simulated is one rank: all have equal shares." in text
+    assert "One rank is simulated; all have equal shares." in text
     (row,) = json.loads(run(*arguments, "--ranks", 4, "--link", "1GbE", "--json"))
     (alone,) = json.loads(run(*arguments, "--ranks", 1, "--scheme", SCHEME, "--json"))
     assert alone["link"] is None

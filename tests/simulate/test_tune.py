@@ -205,7 +205,7 @@ def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
         (["-p", "x"], "-p is 'x', expected numbers"),
         (["--chunk", "0"], "--chunk is '0', expected numbers of at least 1"),
         (["--chunk", "1000"], "chunk_lengths: 1000, expected a whole number of 1 to 128"),
-        (["--memory", "much"], "--memory is 'much', expected a size above 0 such as 2GB"),
+        (["--memory", "much"], "--memory is 'much', expected a size above 0, e.g. 2GB"),
         (["--memory", "0GB"], "--memory is '0GB'"),
         (["--memory", "0.01MB", "--chunk", "32"], "no choice stays within 0.01 MB, the smallest takes "),
         (["--place", "nowhere.toml"], "cannot read the placement file"),

@@ -115,8 +115,8 @@ class Place:
     @staticmethod
     def _beyond(name: str) -> NumberRangeError:
         return NumberRangeError(
-            f"{name} left the range of float16 on the NPU; run this model with --on-npu-failure fallback, or --npu "
-            "native"
+            f"{name} left the range of float16 on the NPU; run this model with `on_npu_failure='fallback'`, or "
+            "`npu='native'`"
         )
 
 

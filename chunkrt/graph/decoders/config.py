@@ -75,6 +75,15 @@ class DecoderConfig:
         """
         return inverse_frequencies(self.raw, self.head_dim)
 
+    @cached_property
+    def full_inverse_frequencies(self) -> NDArray[np.float64]:
+        """Inverse frequencies of RoPE in families without `partial_rotary_factor`.
+
+        Raises:
+            UnsupportedModelError, ModelError: see `rope.inverse_frequencies`.
+        """
+        return inverse_frequencies(self.raw, self.head_dim, may_be_partial=False)
+
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """Return a whole number, positive unless `least` is 0. Raises ModelError if it is invalid, or missing without a
         default."""

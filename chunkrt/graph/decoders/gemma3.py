@@ -126,6 +126,6 @@ def _tables(config: DecoderConfig) -> tuple[RotaryTables, RotaryTables]:
 
     def tables(parameters: Mapping[str, Any], kind: str) -> RotaryTables:
         chosen = {"rope_parameters": {**parameters, **(sections.get(kind) or {})}}
-        return RotaryTables(inverse_frequencies(chosen, config.head_dim), config.context_length)
+        return RotaryTables(inverse_frequencies(chosen, config.head_dim, may_be_partial=False), config.context_length)
 
     return tables(full, "full_attention"), tables(sliding, "sliding_attention")

@@ -31,7 +31,7 @@ def lfm2(config: DecoderConfig) -> Module:
     )
     attention_layers = config.layer_indices("full_attn_idxs") or range(config.num_layers)
     default = ["full_attention" if i in attention_layers else "conv" for i in range(config.num_layers)]
-    rope = RotaryTables(config.inverse_frequencies, config.context_length, divisor=config.rope_divisor)
+    rope = RotaryTables(config.full_inverse_frequencies, config.context_length, divisor=config.rope_divisor)
     layers = [Layer(config, rope, kind) for kind in config.layer_types(default, ("conv", "full_attention"))]
     return CausalDecoder(config, Body(config, rope, layers))
 

@@ -22,7 +22,7 @@ def llama(config: DecoderConfig) -> Module:
 
 def mistral(config: DecoderConfig) -> Module:
     """Build a decoder whose layers all see a window, if the config has one."""
-    rope = RotaryTables(config.inverse_frequencies, config.context_length, divisor=config.rope_divisor)
+    rope = RotaryTables(config.full_inverse_frequencies, config.context_length, divisor=config.rope_divisor)
     has_bias = config.flag("attention_bias")
 
     def layer() -> Layer:

@@ -16,7 +16,7 @@ DEFAULTS = {"sliding_window": 4096}
 
 def qwen2(config: DecoderConfig) -> Module:
     """Build a decoder whose layers see all earlier tokens, unless the config switches windows on."""
-    rope = RotaryTables(config.inverse_frequencies, config.context_length, divisor=config.rope_divisor)
+    rope = RotaryTables(config.full_inverse_frequencies, config.context_length, divisor=config.rope_divisor)
 
     def layer(window: int) -> Layer:
         return Layer(config, Attention(config, rope, bias=(True, False), window=window), FeedForward(config))

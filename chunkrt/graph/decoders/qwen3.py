@@ -16,7 +16,7 @@ DEFAULTS = {"head_dim": 128, "sliding_window": 4096}
 
 def qwen3(config: DecoderConfig) -> Module:
     """Build a decoder whose layers see all earlier tokens, unless the config switches windows on."""
-    rope = RotaryTables(config.inverse_frequencies, config.context_length, divisor=config.rope_divisor)
+    rope = RotaryTables(config.full_inverse_frequencies, config.context_length, divisor=config.rope_divisor)
     has_bias = config.flag("attention_bias")
 
     def layer(window: int) -> Layer:
