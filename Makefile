@@ -1,5 +1,5 @@
-# Everything happens in .venv and build/. Needed: make, g++ and python3, 3.11 or later, with venv and its headers (on
-# Debian: python3-venv, python3-dev). CMake, Ninja and the Python packages come from PyPI.
+# All files are written to .venv and build/. Required: make, g++, and python3 3.11 or later with venv and headers (on
+# Debian: python3-venv, python3-dev). CMake, Ninja and the Python packages are installed from PyPI.
 
 PYTHON ?= python3
 PROMPT ?= Why is the sky blue?
@@ -10,8 +10,8 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-unexport PYTHONDONTWRITEBYTECODE # what tests import, and processes that they start, is compiled once
-# More workers than processors, as tests wait now and then; and no threads of NumPy's beside them.
+unexport PYTHONDONTWRITEBYTECODE # modules that tests and their processes import are compiled once
+# Start more workers than processors, because tests wait at times, and no threads of NumPy in addition.
 PYTEST = OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(shell expr $(JOBS) + $(JOBS) / 2)
 PARITY_BIN := build/parity/bin
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
@@ -29,14 +29,14 @@ PACKAGE_SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard README.md L
   $(shell find chunkrt models csrc -type f ! -path 'csrc/tests/*' ! -path '*/__pycache__/*' ! -name '*.so')
 CPP_SOURCES := $(shell find csrc bench/roofline -name '*.cc' -o -name '*.h')
 
-# Installs a list of requirements out of pyproject.toml, in $(BIN): a Python expression on all that it holds. Of their
-# many modules Python compiles those that it imports.
+# Install requirements of pyproject.toml in $(BIN). The argument is a Python expression that returns a list; `root` has
+# the contents of the file. Modules are compiled when they are imported.
 define install_requirements
 $(BIN)/python -c 'import tomllib; root = tomllib.load(open("pyproject.toml", "rb")); print(*$(1), sep="\n")' \
   | $(PIP) install --no-compile --requirement /dev/stdin
 endef
 
-# Installs extras out of pyproject.toml, in $(BIN).
+# Install extras of pyproject.toml in $(BIN).
 define install_extras
 $(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]])
 endef
@@ -47,10 +47,10 @@ endef
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-run: $(VENV)/.package ## answer PROMPT="..." with MODEL=..., which is downloaded the first time
+run: $(VENV)/.package ## answer PROMPT="..." with MODEL=..., which is downloaded if needed
 	$(BIN)/chunkrt run $(MODEL) --prompt "$$PROMPT"
 
-test: ## run the C++ tests, and the Python tests on the package as it is installed
+test: ## run the C++ tests, and the Python tests on the installed package
 	@$(MAKE) --no-print-directory -j2 test-cpp tests-ready # one compiles, the other downloads
 	$(PYTEST) -rs -m "not exhaustive"
 
@@ -58,7 +58,7 @@ test-cpp: $(VENV)/.wheel ## run the C++ tests
 	$(CMAKE) --build $(NATIVE_BUILD) --target chunkrt_tests --parallel $(JOBS)
 	PATH="$(CURDIR)/$(BIN):$$PATH" ctest --test-dir $(NATIVE_BUILD) --parallel $(JOBS) --output-on-failure
 
-test-exhaustive: ## run every case of what `test` takes samples of, or those in TESTS="tests/quant tests/onnx"
+test-exhaustive: ## run all cases of the tests that `test` samples, or of TESTS="tests/quant tests/onnx"
 	@$(MAKE) --no-print-directory -j2 tests-ready
 	@$(MAKE) --no-print-directory $(VENV)/.exhaustive
 	@$(MAKE) --no-print-directory $(VENV)/.docs
@@ -68,7 +68,7 @@ test-all: test test-exhaustive ## run all tests of this processor
 
 tests-ready: $(VENV)/.wheel $(VENV)/.test
 	@$(MAKE) --no-print-directory $(VENV)/.compiled
-	@$(BIN)/chunkrt pull $(MODEL) >/dev/null || echo "tests of the real model will be skipped" >&2
+	@$(BIN)/chunkrt pull $(MODEL) >/dev/null || echo "tests of the real model are skipped" >&2
 
 lint: $(VENV)/.package $(VENV)/.test $(VENV)/.lint ## check style, types and English of all code
 	$(BIN)/ruff check --extend-exclude build .
@@ -83,7 +83,7 @@ parity: $(VENV)/.package $(VENV)/.test build/parity/.installed ## compare with H
 	$(PARITY_BIN)/python tests/parity/make_fixtures.py --check
 	$(BIN)/python tests/parity/make_fixtures.py --live
 
-wheels: $(VENV)/.wheel $(VENV)/.wheels ## build a wheel for machines without a compiler in dist/, install it so, and ask it
+wheels: $(VENV)/.wheel $(VENV)/.wheels ## build a wheel for machines without a compiler in dist/, install it and run a model with it
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python tests/packaging/install_wheel.py "$$(ls -t dist/*.whl | head -n 1)"
 
@@ -99,7 +99,7 @@ test-arm: $(VENV)/.build ## run the C++ tests for 64-bit Arm in an emulator
 	CHUNKRT_FORCE_ISA=neon_dotprod $(ARM) -cpu cortex-a76 build/arm/csrc/tests/chunkrt_kernel_tests
 	CHUNKRT_FORCE_ISA=neon_dotprod $(ARM) -cpu cortex-a76 build/arm/csrc/tests/chunkrt_program_tests
 
-test-arm-package: $(VENV)/.package $(VENV)/.test $(VENV)/.wheels ## cross-build the wheel for 64-bit Arm, and run it in an emulator
+test-arm-package: $(VENV)/.package $(VENV)/.test $(VENV)/.wheels ## cross-compile the wheel for 64-bit Arm, and run it in an emulator
 	@$(BIN)/chunkrt pull $(MODEL) >/dev/null
 	$(BIN)/python -P tests/packaging/arm_package.py
 
@@ -111,11 +111,11 @@ test-sanitize: sanitized ## run the C++ and the native Python tests under saniti
 	build/tsan/csrc/tests/chunkrt_program_tests
 	$(SANITIZED) -m pytest -p no:cacheprovider tests/backends/test_native_*.py
 
-docs: $(VENV)/.package $(VENV)/.docs ## build the documentation as a site in build/site/VERSION; a link that leads nowhere is an error
+docs: $(VENV)/.package $(VENV)/.docs ## build the documentation site in build/site/VERSION; broken links are errors
 	$(BIN)/python -P docs/site/options.py > build/options.md && cp build/options.md docs/options.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-fuzz: sanitized ## mutate files of every format for MINUTES=60, under sanitizers
+fuzz: sanitized ## mutate files of all formats for MINUTES=60, under sanitizers
 	$(SANITIZED) tests/fuzz/campaign.py $(MINUTES)
 
 sanitized: $(VENV)/.package $(VENV)/.test
@@ -123,10 +123,10 @@ sanitized: $(VENV)/.package $(VENV)/.test
 	  -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
 	$(CMAKE) --build build/asan --target all chunkrt_tests --parallel $(JOBS)
 	rm -rf build/asan/package && mkdir build/asan/package && cp -R $(SITE_PACKAGES)/chunkrt build/asan/package
-	rm build/asan/package/chunkrt/_native.* # CMake would take one as new as its own, to the second, for the same
+	rm build/asan/package/chunkrt/_native.* # CMake would keep a file of the same second as its own
 	$(CMAKE) --install build/asan --prefix build/asan/package/chunkrt
 
-clean: ## remove the virtual environments and whatever was built
+clean: ## remove the virtual environments and all build results
 	rm -rf $(VENV) build *.egg-info
 
 define CHECK_PYTHON
@@ -138,7 +138,7 @@ if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
 endef
 export CHECK_PYTHON
 
-# With a new pip, which takes half of an old one's time.
+# Upgrade pip: a new version takes half the time of an old one.
 $(VENV)/.created:
 	@$(PYTHON) -c "$$CHECK_PYTHON"
 	$(PYTHON) -m venv --upgrade-deps $(VENV)
@@ -165,7 +165,7 @@ $(VENV)/.test: $(VENV)/.dependencies
 	$(call install_extras,test qnn plot mpi serve structured)
 	@touch $@
 
-# What each worker imports, compiled once; workers tell of errors.
+# Compile the modules that all workers import, once. Errors are ignored here, since workers report them.
 $(VENV)/.compiled: $(VENV)/.package $(VENV)/.test
 	@$(BIN)/pytest --collect-only --quiet >/dev/null || true
 	@touch $@

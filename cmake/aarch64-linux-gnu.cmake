@@ -1,4 +1,4 @@
-# Cross-compiling for 64-bit Arm Linux with Debian's g++-aarch64-linux-gnu; programs run under qemu-user-static.
+# Cross-compile for 64-bit Arm Linux with Debian's g++-aarch64-linux-gnu. Programs run under qemu-user-static.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)

@@ -1,4 +1,4 @@
-"""The package `peers` of bench/, for tests: `tests/bench/conftest.py` puts it on the path."""
+"""Import the package `peers` of bench/ for tests; `tests/bench/conftest.py` adds it to the path."""
 
 import importlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A random checkpoint that holds some tensors in blocks of 4 bits."""
+"""A random checkpoint that stores some tensors in blocks of 4 bits."""
 
 from chunkrt.checkpoints.source import TensorInfo
 from chunkrt.graph.decoders import build_decoder
@@ -9,7 +9,7 @@ from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, RandomCheckpoint
 
 
 class BlockCheckpoint(RandomCheckpoint):
-    """Random, with some tensors in Q4_1 and others of which it is said that they are of another type."""
+    """Random checkpoint with some tensors in Q4_1; other tensors can declare another type."""
 
     def __init__(self, types, config=CONFIG_IN_BLOCKS):
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""A tiny checkpoint that an NPU can run: its calibration on random tokens."""
+"""A tiny checkpoint that an NPU can run, with its calibration on random tokens."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from chunkrt.compile.compiler import plan_checkpoint
 
 
 def calibrated(name: str, path: Path) -> Path:
-    """The checkpoint, whose calibration is written to a path; token ids 0 to 2 are left out."""
+    """Write a calibration to a path and return its checkpoint; the tokens do not contain the ids 0 to 2."""
     model = checkpoint(name)
     planned = plan_checkpoint(model, {})
     text = np.random.default_rng(1).integers(3, planned.plan.vocab_size, 128)

@@ -1,4 +1,4 @@
-"""A tiny model that chats: its template gives a message one letter a role."""
+"""A tiny chat model, whose template writes one letter per role."""
 
 import json
 
@@ -14,7 +14,7 @@ TEMPLATE = (
 
 
 def write_chat_model(folder, **settings):
-    """An engine directory of it, with settings of its texts perhaps; returns the folder."""
+    """Write an engine directory of the model, optionally with text settings, and return the folder."""
     recipe = Recipe(scheme=SCHEMES["w8a8-dynamic"])
     compile_checkpoint(checkpoint("llama_biased_gguf"), recipe, {}, folder, model="toy")
     path = folder / "text.json"

@@ -1,4 +1,4 @@
-"""What has to go by itself, as soon as nobody holds it."""
+"""Check that objects are freed by reference counting, without the garbage collector."""
 
 import gc
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector():
-    """Cycles stay: nothing in them is ever freed."""
+    """Disable the garbage collector in the block, so that reference cycles are never freed."""
     gc.collect()
     gc.disable()
     try:

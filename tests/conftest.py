@@ -1,4 +1,4 @@
-"""What all tests share: a cache of their own, never the user's; and the command line, called in this process."""
+"""Fixtures of all tests: a cache apart from the user's, and the command line, called in this process."""
 
 import gc
 import io
@@ -14,9 +14,9 @@ from hypothesis import settings
 from chunkrt.cli import main
 from chunkrt.engine import options
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in background processes
 if hasattr(signal, "SIGHUP"):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would all that tests start
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and child processes of tests would inherit that
 settings.register_profile("any machine", deadline=None, max_examples=30)
 settings.register_profile("exhaustive", deadline=None, max_examples=300)
 settings.load_profile("any machine")
@@ -24,7 +24,7 @@ settings.load_profile("any machine")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test with `sampled` the cases that are not in the sample are exhaustive: `make test` leaves them out."""
+    """Mark cases outside the sample of a test with `sampled` as exhaustive; `make test` skips them."""
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
     num_cases = Counter()
     for item in items:
@@ -40,12 +40,12 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection():
-    """What is imported and collected stays: looking through it again and again finds no garbage."""
+    """Disable the garbage collector during collection, which creates many objects that stay."""
     gc.disable()
 
 
 def pytest_collection_finish():
-    """From here on only what tests make is looked through, by Python and by tests that ask for it."""
+    """Freeze all objects, so that the garbage collector searches only objects that tests create."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -53,7 +53,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def home(tmp_path_factory):
-    """CHUNKRT_HOME for the whole run, so that each checkpoint is compiled once a scheme, whichever process needs it."""
+    """Set CHUNKRT_HOME for the whole run, so that processes share compiled checkpoints."""
     run = tmp_path_factory.getbasetemp()
     folder = (run.parent if "PYTEST_XDIST_WORKER" in os.environ else run) / "home"
     folder.mkdir(exist_ok=True)
@@ -66,7 +66,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def without_prefix_cache():
-    """What tests compute is computed, even if another test computed the same before; those of the cache ask for it."""
+    """Disable the prefix cache, so that tests compute all tokens; tests of the cache enable it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "DEFAULT_PREFIX_CACHE", "off")
         yield
@@ -74,7 +74,7 @@ def without_prefix_cache():
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command left: its exit status, and all that it wrote."""
+    """Exit status and output of a command."""
 
     status: int
     out: str
@@ -83,7 +83,7 @@ class Finished:
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """A function that calls `chunkrt` with arguments, and perhaps text on its standard input."""
+    """Return a function that calls `chunkrt` with arguments and optional text on standard input."""
 
     def call(*arguments, stdin=""):
         monkeypatch.setattr(sys, "argv", ["chunkrt", *map(str, arguments)])

@@ -1,8 +1,8 @@
-"""Weights of a node that a test makes, where a weight store is asked for."""
+"""Weights of a hand-made node, for functions that expect a weight store."""
 
 
 class Constants:
-    """As much of a weight store as a node needs."""
+    """Part of a weight store that a node needs."""
 
     def __init__(self, arrays):
         self._arrays = arrays

@@ -1,9 +1,9 @@
 """A toy decoder and a backend for it, for tests of the runtime: small, exact, and sensitive to every mistake.
 
-Rows are float32 [tag, a, b, c]. The tag is the token id and travels along untouched, so a task can be
-recognised by what it reads; the rest is arithmetic modulo 97, exact in float32. A dynamic subgraph appends
-to its cache and sums it up, all of it or a window, or keeps a running value; so a chunk out of turn, a padding row in
-the state or an overwritten buffer changes the logits.
+Rows are float32 [tag, a, b, c]. The tag is the token id and is never changed, so it identifies the rows that a task
+reads. The other columns are arithmetic modulo 97, which is exact in float32. A dynamic subgraph appends to its cache
+and sums the complete cache or a window, or keeps a running value. A chunk out of order, a padding row in the state or
+an overwritten buffer therefore changes the logits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEAD_WEIGHT = (np.arange(WIDTH * VOCABULARY).reshape(WIDTH, VOCABULARY) * 7 % MO
 STATIC_KINDS = ("static", "linear", "shadow", "join")
 NUM_RANKS = 2
 TIMEOUT = 60.0
-"""Seconds after which a test that waits has deadlocked."""
+"""Seconds after which a waiting test counts as deadlocked."""
 
 
 def make_plan(
@@ -45,12 +45,12 @@ def make_plan(
     kinds: Sequence[str] = ("cache",),
     long_context_from: int | None = None,
 ) -> Plan:
-    """embedding, static.0, dynamic.0, ..., static.layers, head; `split_head` makes the head two subgraphs.
+    """Return the plan: embedding, static.0, dynamic.0, ..., static.layers, head.
 
-    The first `shadowed` static subgraphs, up to layers + 1, fork and join: after static.i come linear.i on the NPU and
-    shadow.i on the CPU, which read the same, and join.i, which reads both. The layers have state of the `kinds` in
-    turn, keys of STATE_SHAPES, whose tensors are called by the kind. With `long_context_from` what is cached depends on
-    the row in the rotary tables.
+    `split_head` splits the head into two subgraphs. The first `shadowed` static subgraphs, up to layers + 1, fork and
+    join: static.i is followed by linear.i on the NPU and shadow.i on the CPU, which read the same value, and by join.i,
+    which reads both results. The layers use the `kinds` of state in turn; kinds are keys of STATE_SHAPES, and state
+    tensors are named after them. With `long_context_from`, cached values depend on the row in the rotary tables.
     """
     places = ("position",) if long_context_from is None else ("position", "rope_position")
     rows = [value("hidden.embedding")]
@@ -110,7 +110,7 @@ def make_plan(
 
 
 def with_second_start(plan: Plan, reader: int) -> Plan:
-    """The plan with a second subgraph that waits for nothing, whose values subgraph number `reader`, static.i, adds."""
+    """Add a second subgraph without dependencies; subgraph number `reader`, a static.i, adds its values."""
     part = plan.subgraphs[reader]
     again = subgraph("embedding.again", "cpu", ["input_ids"], ["hidden.again"])
     part = replace(part, inputs=(*part.inputs, "hidden.again"))
@@ -119,7 +119,7 @@ def with_second_start(plan: Plan, reader: int) -> Plan:
 
 
 def with_links(plan: Plan) -> Plan:
-    """The plan with a sum over ranks, link.i, of what dynamic.i gives."""
+    """Add a sum over ranks, link.i, of the output of each dynamic.i."""
     subgraphs: list[Subgraph] = []
     tensors = dict(plan.tensors)
     for part in plan.subgraphs:
@@ -136,7 +136,7 @@ def with_links(plan: Plan) -> Plan:
 
 
 def _windowed(inputs: tuple[str, ...], output: str) -> Node:
-    """What tells the plan its window."""
+    """Return a node that declares the window of a ring."""
     attributes = {"window": WINDOW}
     return Node(name=output, op="CachedAttention", domain="", inputs=inputs, outputs=(output,), attributes=attributes)
 
@@ -168,7 +168,7 @@ def subgraph(
 
 
 def compute(subgraph: Subgraph, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-    """The toy decoder's arithmetic, for any subgraph of any plan from `make_plan`."""
+    """Compute the toy decoder's arithmetic for a subgraph of a plan from `make_plan`."""
     kind = subgraph.name.partition(".")[0]
     if kind == "embedding":
         ids = inputs["input_ids"]
@@ -184,7 +184,7 @@ def compute(subgraph: Subgraph, inputs: Mapping[str, Array], outputs: Mapping[st
         rows = (qkv[:, 1:] + int(inputs.get("rope_position", [start])[0]) - start) % MODULUS
         outputs[subgraph.outputs[0]][:, 1:] = update(subgraph.state[0], inputs[subgraph.state[0]], rows, start)
         outputs[subgraph.outputs[0]][:, 0] = qkv[:, 0]
-    elif kind == "link":  # every rank of the toy gives the same
+    elif kind == "link":  # all ranks of the toy have the same partial sum
         outputs[subgraph.outputs[0]][:] = inputs[subgraph.inputs[0]] * NUM_RANKS
     elif kind == "gather":
         outputs["wanted"][:] = inputs[subgraph.inputs[0]][inputs["logit_rows"]]
@@ -194,7 +194,7 @@ def compute(subgraph: Subgraph, inputs: Mapping[str, Array], outputs: Mapping[st
 
 
 def update(name: str, state: Array, rows: Array, start: int) -> Array:
-    """Take rows from position `start` on into a state, in place; what each row makes of it."""
+    """Write rows from position `start` on into a state, in place, and return the result for each row."""
     kind, end = name.partition(".")[0], start + len(rows)
     if kind == "recurrent":
         made = np.empty_like(rows)
@@ -209,7 +209,7 @@ def update(name: str, state: Array, rows: Array, start: int) -> Array:
 
 
 def expected_logits(plan: Plan, token_ids: Array) -> Array:
-    """The truth: every subgraph once over all tokens, no chunks, no executor. float32 [n, V]."""
+    """Return the expected logits, float32 [n, V]: each subgraph runs once over all tokens, without an executor."""
     num_tokens = len(token_ids)
     values: dict[str, Array] = {
         "input_ids": token_ids,
@@ -230,14 +230,14 @@ def expected_logits(plan: Plan, token_ids: Array) -> Array:
 
 @dataclass
 class FakeExecutable:
-    """Computes one subgraph; `before` and `after` are called with (subgraph, tag of row 0, inputs)."""
+    """Executable of one subgraph; `before` and `after` are called with (subgraph, tag of row 0, inputs)."""
 
     subgraph: Subgraph
     fixed_length: int | None = None
     before: Hook | None = None
     after: Hook | None = None
     calls: list[int] = field(default_factory=list)
-    """The tag of row 0, call by call."""
+    """Tag of row 0 for each call."""
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
         first = inputs[self.subgraph.inputs[0]]
@@ -260,7 +260,7 @@ def make_executables(
     before: Hook | None = None,
     after: Hook | None = None,
 ) -> dict[str, FakeExecutable]:
-    """One executable a subgraph. `fixed_lengths` is by subgraph name; the others take any number of rows."""
+    """Return an executable per subgraph; only subgraphs in `fixed_lengths` have a fixed number of rows."""
     fixed = fixed_lengths or {}
     return {s.name: FakeExecutable(s, fixed.get(s.name), before, after) for s in plan.subgraphs}
 
@@ -277,24 +277,24 @@ def shared_cpu(workers: int) -> list[Processor]:
 
 
 def tokens(num_tokens: int, start: int = 0) -> NDArray[np.int64]:
-    """Distinct token ids, so that tag // chunk length is the chunk."""
+    """Return distinct token ids, so that tag // chunk length is the chunk."""
     return np.arange(start, start + num_tokens, dtype=np.int64)
 
 
 def wait_for(event: Event) -> None:
-    """Wait for another thread, but not for ever."""
+    """Wait for an event of another thread; fail after TIMEOUT seconds."""
     assert event.wait(TIMEOUT), "deadlock: the event never came"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does without telling, but not for ever."""
+    """Wait until a condition holds that another thread causes; fail after TIMEOUT seconds."""
     latest = monotonic() + TIMEOUT
     while not condition():
         assert monotonic() < latest, "deadlock: it never became so"
 
 
 def finish(call: Callable[[], Result]) -> Result:
-    """Call in a thread of its own and fail rather than hang if it never returns; errors come through."""
+    """Call a function in a new thread, return its result or raise its error, and fail if it does not return."""
     outcome: list[Any] = []
 
     def target() -> None:

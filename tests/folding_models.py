@@ -1,4 +1,4 @@
-"""Small decoders with uneven channels, run by the reference operators, and the foldings of them."""
+"""Small decoders with uneven channels, run by the reference operators, and their folded transformations."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ GATE_UP, DOWN = f"{LAYER}.mlp.gate_up_proj.weight", f"{LAYER}.mlp.down_proj.weig
 
 
 class Model:
-    """A plan, its weights, and what the reference operators make of them."""
+    """Plan and weights of a decoder, computed by the reference operators."""
 
     def __init__(self, decoder, source):
         self.plan = partition(trace(decoder), family="llama")
@@ -26,7 +26,7 @@ class Model:
         self.source = source
 
     def load(self, name):
-        """Uneven channels: norms and rows of linears reach from 1/30 to 30 times what was drawn."""
+        """Scale norms and rows of linears by factors from 1/30 to 30, so that channels are uneven."""
         weight = self.parameters[name].load(self.source)
         if isinstance(self.source, RandomCheckpoint) and "rope" not in name:
             spread = np.random.default_rng(len(name)).uniform(-1.5, 1.5, weight.shape[0])
@@ -38,7 +38,7 @@ class Model:
         return lambda name: folding.apply(name, self.load(name))
 
     def run(self, load=None, tokens=TOKENS):
-        """The logits [T, V], and the largest magnitude of every channel of every value."""
+        """Return the logits [T, V], and the largest magnitude of each channel of each value."""
         load = load or self.load
         plan, peaks, tokens = self.plan, {}, tokens % self.plan.vocab_size
         values = {

@@ -1,4 +1,4 @@
-"""Threads that wait at a gate: for prompts that are computed, for weights that prove whole."""
+"""Helpers for threads that wait at a gate."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from chunkrt.runtime.ticket import Ticket
 
 Result = TypeVar("Result")
 
-MOST_TO_COMPUTE_S = 300  # on an emulated NPU, beside whatever else runs
+MOST_TO_COMPUTE_S = 300  # on an emulated NPU, next to other work
 
 
 def wait_until_waiting(thread: int | None, caller: Callable[..., Any] | None = None) -> None:
-    """Come back when a thread, by its identifier, waits at a gate; at one that a function waits at, if it is given.
+    """Return when the thread with this identifier waits at a gate; with `caller`, in that function's call of wait.
 
-    Raises KeyError if it has ended, AssertionError if it does not wait.
+    Raises KeyError if the thread has ended, AssertionError if it does not wait.
     """
     assert thread is not None
 
@@ -35,9 +35,9 @@ def wait_until_waiting(thread: int | None, caller: Callable[..., Any] | None = N
 
 
 def asked_before_any_is_computed(engine: Engine, calls: Sequence[Callable[[], Result]]) -> list[Result | None]:
-    """What calls return that run tokens, each in a thread of its own, asked for in their order.
+    """Return the results of calls that run tokens, each in a new thread, started in their order.
 
-    Whether calls meet is not left to the machine: the executors are held until all have asked.
+    The executors are held until all calls wait, so that the calls always overlap.
     """
     found: list[Result | None] = [None] * len(calls)
 

@@ -1,4 +1,4 @@
-"""Decoders of ONNX Runtime GenAI's builder in tests/data/onnx: loaded, saved anew, and held against ONNX Runtime."""
+"""Decoders of ONNX Runtime GenAI's builder in tests/data/onnx: load, save and compare them with ONNX Runtime."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ import chunkrt
 FIXTURES = Path(__file__).parent / "data" / "onnx"
 LENGTHS = (1, 31, 33, 95)
 TOLERANCE, FLOAT16_TOLERANCE = 1e-4, 2e-2
-"""Bounds as shares of the largest logit: sums of at most 64 products in float32, twice a layer; float16 has 11 bits."""
+"""Tolerances as shares of the largest logit: sums of at most 64 products, twice per layer; float16 has 11 bits."""
 
 
 def load(name):
-    """A fixture with its data, for a test to change."""
+    """Return a fixture with its data, which a test may change."""
     return onnx.load(FIXTURES / name / "model.onnx")
 
 
@@ -31,7 +31,7 @@ def original_logits(model, tokens):
     for value in session.get_inputs():
         if value.name.startswith("past"):
             dtype = np.float16 if "float16" in value.type else np.float32
-            of_heads = [1, value.shape[1], 0, 16]  # every fixture's heads have 16 columns
+            of_heads = [1, value.shape[1], 0, 16]  # heads of all fixtures have 16 columns
             fed[value.name] = np.zeros([1, *value.shape[1:]] if "conv" in value.name else of_heads, dtype)
     return session.run(["logits"], fed)[0][0].astype(np.float32)
 

@@ -1,11 +1,11 @@
-"""Random interleavings: sessions in threads of their own share chunks; each gets the bits that it gets alone.
+"""Random interleavings of sessions in threads, batched into the same chunks; each must get the bits as when alone.
 
     python tests/interleavings.py 10000
     python tests/interleavings.py 1000 --context 1024 --longest 400 --fault-every 400
     python tests/interleavings.py 1000 --context 512 --longest 200 --prefix-cache 500000
     python tests/interleavings.py 50 --model smollm2-135m-instruct --npu qnn --sessions 4 --longest 24
 
-tries so many, over all tiny checkpoints in turn or on one model, and tells those that differ.
+checks this number of interleavings, of all tiny checkpoints in turn or of one model, and prints those that differ.
 """
 
 from __future__ import annotations
@@ -37,24 +37,22 @@ from chunkrt.runtime.tasks import Task
 
 CONTEXT = 128
 LENGTHS = (8, 32, 100)
-"""Of chunks."""
+"""Chunk lengths."""
 VARIETY = 3
-"""Prompts that begin each step otherwise: few, so that one has computed what another needs."""
+"""Number of different prompts per step; it is small, so that sessions find prefixes that others have computed."""
 Step = tuple[str, int]
 TEXT = range(1000, 9000, 13)
 """Tokens of a real model's vocabulary."""
 FAULT = "injected fault"
-"""What a task raises in place of computing."""
+"""Message of the error that a task raises instead of computing."""
 WAIT_S = 600
-"""For a thread that has nothing to wait for but its turn, on an emulator too."""
-
-
+"""Limit for a thread that waits only for its turn, on an emulator too."""
 MOST_FAULTS = 20
-"""Of one interleaving: a run whose every repetition fails would never end."""
+"""Limit per interleaving: if every repetition of a run failed, it would never end."""
 
 
 class Faults:
-    """Makes every so many-th task of all decoders fail, in whatever thread. `num`: how many have failed."""
+    """Injector of faults: every `every`-th task of all decoders fails, in any thread. `num` counts the failures."""
 
     def __init__(self, every: int) -> None:
         self.num = 0
@@ -63,7 +61,7 @@ class Faults:
 
     @contextmanager
     def injected(self) -> Iterator[None]:
-        """While the block runs."""
+        """Inject faults while the block runs."""
         compute, most = Stream.compute, self.num + MOST_FAULTS
 
         def compute_or_fail(stream: Stream, task: Task, slot: int) -> None:
@@ -83,7 +81,7 @@ class Faults:
 
 
 def make_story(random: Random, longest: int = 60) -> list[Step]:
-    """What one session does: begins with a prompt, and may go back, part, and be cancelled on its way."""
+    """Return the steps of a session: first a prompt, then perhaps rewinds, forks and cancelled prompts."""
     story = [("prefill", random.randint(1, longest))]
     for _ in range(random.randint(0, 5)):
         kind = random.choice(["prefill", "all", "decode", "decode", "rewind", "fork", "cancelled"])
@@ -94,10 +92,10 @@ def make_story(random: Random, longest: int = 60) -> list[Step]:
 def tell(
     session: Session, story: Sequence[Step], vocabulary: Sequence[int], came_too_late: set[int], *, is_alone: bool
 ) -> list[Any]:
-    """Every step's logits or tokens, and at the end what later tokens see of the state.
+    """Return the logits or tokens of each step, and the part of the final state that later tokens read.
 
-    Cancelling by chance may come too late: where it did is noted, and alone the same is done. A step into which a fault
-    was injected leaves the session as it was, and is done again.
+    A random cancellation may come too late. These steps are added to `came_too_late`, and the session that runs alone
+    computes them. A step with an injected fault leaves the session unchanged, and is repeated.
     """
     found: list[Any] = []
     context = session.context_length
@@ -124,7 +122,7 @@ def tell(
 
 
 def prefill(session: Session, ids: list[int], *, logits: Logits = "last") -> Any:
-    """The logits; however many faults come between."""
+    """Return the logits of a prompt; repeat it after each injected fault."""
     position = session.position
     while True:
         try:
@@ -134,13 +132,13 @@ def prefill(session: Session, ids: list[int], *, logits: Logits = "last") -> Any
 
 
 def expect_fault(error: BackendError, session: Session, position: int) -> None:
-    """It is one that was injected, and the session is where it was."""
+    """Check that an error was injected, and that the session is unchanged."""
     assert FAULT in str(error)
     assert session.position == position
 
 
 def generate(session: Session, number: int) -> list[int | None]:
-    """The tokens; however many faults come between."""
+    """Return generated tokens; continue after each injected fault."""
     found: list[int | None] = []
     is_finished = False
     while not is_finished and len(found) < number:
@@ -155,7 +153,7 @@ def generate(session: Session, number: int) -> list[int | None]:
 
 
 def cancel_in_the_middle(session: Session, ids: list[int]) -> bool:
-    """Cancel a prompt while it runs; whether that was in time, and the session is as if it had not been."""
+    """Cancel a prompt while it runs, restore the session, and return True if the cancellation was in time."""
     position, is_cancelled = session.position, False
     timer = threading.Timer(0.002, session.cancel)
     timer.start()
@@ -183,10 +181,10 @@ def check_interleaving(
     faults: Faults | None = None,
     plain: Engine | None = None,
 ) -> None:
-    """2 to `most` sessions at once, then each alone; AssertionError where one got other bits.
+    """Run 2 to `most` sessions at once, then each alone; raise AssertionError if one got other bits.
 
-    The first prompt of each has up to `longest` tokens. Alone they have the `plain` engine, if it is given: the same
-    without its prefix cache.
+    The first prompt of each has up to `longest` tokens. If `plain` is given, an engine without a prefix cache, sessions
+    that run alone use it.
     """
     random = Random(seed)
     stories = [make_story(random, longest) for _ in range(random.randint(2, most))]
@@ -224,14 +222,14 @@ def load_for_interleavings(
     npu: str = "native",
     prefix_cache_memory: int | None = None,
 ) -> Engine:
-    """Load a model as all these tests do; without a prefix cache, if no bytes are given for it."""
+    """Load a model for these tests; without `prefix_cache_memory` it has no prefix cache."""
     kept = {"prefix_cache": "memory", "prefix_cache_memory": prefix_cache_memory} if prefix_cache_memory else {}
     options = {"chunk_length": chunk_length, "context_length": context_length, "threads": 2, "prefix_cache": "off"}
     return chunkrt.load(model, npu=npu, **(options | kept))
 
 
 def with_longer_context(name: str, length: int, folder: Path) -> Path:
-    """A copy of a tiny checkpoint whose config allows so many positions; a GGUF file as it is, with the 128 it has."""
+    """Copy a tiny checkpoint and set its context length; a GGUF file is returned unchanged, with a length of 128."""
     original = checkpoint(name)
     if original.is_file():
         return original
@@ -247,11 +245,17 @@ def with_longer_context(name: str, length: int, folder: Path) -> Path:
 @click.command()
 @click.argument("number", type=click.IntRange(1))
 @click.option("--context", type=click.IntRange(128), default=CONTEXT, show_default=True)
-@click.option("--sessions", type=click.IntRange(2), default=12, show_default=True, help="At most.")
-@click.option("--longest", type=click.IntRange(1), default=60, show_default=True, help="Tokens of a first prompt.")
-@click.option("--fault-every", type=click.IntRange(2), help="Tasks from one injected fault to the next.")
-@click.option("--prefix-cache", type=click.IntRange(1), help="Bytes of a cache that sessions at once have.")
-@click.option("--model", help="This one alone, rather than all tiny checkpoints.")
+@click.option("--sessions", type=click.IntRange(2), default=12, show_default=True, help="Largest number of sessions.")
+@click.option(
+    "--longest",
+    type=click.IntRange(1),
+    default=60,
+    show_default=True,
+    help="Largest number of tokens in a first prompt.",
+)
+@click.option("--fault-every", type=click.IntRange(2), help="Inject a fault after this number of tasks.")
+@click.option("--prefix-cache", type=click.IntRange(1), help="Bytes of the prefix cache of concurrent sessions.")
+@click.option("--model", help="Model to use instead of all tiny checkpoints.")
 @click.option("--npu", default="native", show_default=True)
 def main(
     number: int,
@@ -263,7 +267,7 @@ def main(
     model: str | None,
     npu: str,
 ) -> None:
-    """Try NUMBER interleavings."""
+    """Check NUMBER random interleavings."""
     engines: dict[tuple[str, int], tuple[Engine, Engine]] = {}
     faults = Faults(fault_every) if fault_every else None
     failed, start = 0, time.monotonic()

@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen place of what this thread does in chunkrt's own files."""
+"""Raise Ctrl-C at a chosen place of this thread's execution in chunkrt's files."""
 
 import dis
 import signal
@@ -27,7 +27,7 @@ from chunkrt.runtime.ranks import messages, mpi
 
 ENGINE = (cache_memory, driving, engine, generation, many, sequence, session)
 CALLER = (*ENGINE, conductor, executor, job, run, state, state_file, state_tensors, stream, ticket, ticket_queue)
-"""Where a session's calls pass through, with whatever workers and other sessions."""
+"""Modules that calls of a session execute, for any workers and other sessions."""
 
 WORKERS = (*CALLER, schedule, workers)
 RANKS = (*WORKERS, leader, messages, mpi)
@@ -35,7 +35,10 @@ RANKS = (*WORKERS, leader, messages, mpi)
 
 @cache
 def places(code):
-    """Where CPython may deliver a signal: after calls and at a function's begin, with the handler that is in force."""
+    """Return the offsets where CPython may deliver a signal: after calls and at the start of a function.
+
+    An offset counts only if both instructions have the same exception handler.
+    """
     table = dis._parse_exception_table(code)
 
     def handler(offset):
@@ -49,14 +52,14 @@ def places(code):
 
 
 class InterruptAt:
-    """Raises SIGINT at the n-th place in the files of some modules that this thread comes to; counts them."""
+    """Context that raises SIGINT at the n-th place that this thread reaches in some modules, and counts the places."""
 
     def __init__(self, at, modules=CALLER):
         self.at, self.count = at, 0
         self._files = {module.__file__ for module in modules}
 
     def __enter__(self):
-        self._previous = sys.gettrace()  # what measures coverage
+        self._previous = sys.gettrace()  # the tracer that measures coverage
         sys.settrace(self._enter)
         return self
 
@@ -65,7 +68,7 @@ class InterruptAt:
 
     def _enter(self, frame, event, argument):
         if frame.f_code.co_filename not in self._files or frame.f_back.f_code.co_filename == weakref.__file__:
-            return None  # what a finalizer raises CPython tells and forgets
+            return None  # CPython prints errors of finalizers and drops them
         frame.f_trace_opcodes = True
         return self._step
 

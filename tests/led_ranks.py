@@ -1,8 +1,9 @@
-"""Ranks of one process of which the first leads, as under mpiexec: its engine here, its followers in threads.
+"""Ranks in one process, of which the first leads, as under mpiexec; the followers run in threads.
 
     python tests/led_ranks.py 1000
 
-tries so many random interleavings on 2 and on 4 ranks, over the tiny checkpoints in turn, and tells those that differ.
+checks this number of random interleavings on 2 and 4 ranks, of all tiny checkpoints in turn, and prints those that
+differ.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from chunkrt.engine.ranks.leader import Leader
 from chunkrt.runtime.ranks.local import LocalCommunicator, local_communicators
 
 TIMEOUT = 60.0
-"""Seconds after which ranks that wait for each other have deadlocked."""
+"""Seconds after which ranks that wait for each other count as deadlocked."""
 
 
 @dataclass
 class Led:
-    """The engines of all ranks, and what reaches from one to the other; `engine` is the leader's."""
+    """Engines and communicators of all ranks; `engine` belongs to the leader."""
 
     communicators: Sequence[LocalCommunicator]
     leader: Leader
@@ -41,7 +42,7 @@ class Led:
 
 @contextmanager
 def led(name: str | Path, size: int, *, of_others: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Led]:
-    """A model on so many ranks. At the end all of them end. `of_others`: what is otherwise on those but the first."""
+    """Load a model on `size` ranks, and end all ranks at exit; `of_others` changes options of all except the first."""
     chosen = EngineOptions(**{"npu": "native", "threads": 1, "context_length": CONTEXT} | options)
     communicators, of_followers = local_communicators(size), dict[int, Engine]()
 
@@ -68,7 +69,7 @@ def led(name: str | Path, size: int, *, of_others: Mapping[str, Any] | None = No
 
 
 def main(number: int) -> int:
-    """Try so many; how many failed."""
+    """Check a number of interleavings, and return the number of failures."""
     failed = 0
     for turn, name in enumerate(NAMES):
         size, length = (2, 4)[turn % 2], LENGTHS[turn % 3]

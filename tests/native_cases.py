@@ -1,4 +1,4 @@
-"""Hand-made plans for the tests of the native backend: one subgraph, random weights, and running it."""
+"""Hand-made plans for tests of the native backend: one subgraph with random weights, and a function that runs it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tensor(name: str, *shape: int | str, kind: Any = "value", dtype: str = "floa
 
 
 def node(op: str, inputs: str, outputs: str, domain: str = "", **attributes: Any) -> Node:
-    """Names separated by blanks, "-" for an absent input; the node is named after its first output."""
+    """Return a node named after its first output; names are separated by blanks, and "-" is an absent input."""
     names = outputs.split()
     return Node(
         name=names[0],
@@ -43,7 +43,7 @@ def node(op: str, inputs: str, outputs: str, domain: str = "", **attributes: Any
 def make_case(
     nodes: Sequence[Node], tensors: Sequence[Tensor], outputs: str, *, scheme: Scheme = W8A8, seed: int = 0
 ) -> Case:
-    """One subgraph with random weights; its inputs are what is read and not made."""
+    """Return a subgraph with random weights; its inputs are the values that its nodes read but do not produce."""
     by_name = {t.name: t for t in tensors}
     made = {name for n in nodes for name in n.outputs}
     read = list(dict.fromkeys(name for n in nodes for name in n.inputs if name and name not in made))
@@ -71,7 +71,10 @@ def make_case(
 
 
 def random_products(rng: np.random.Generator, depth: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of 4-bit integers with multipliers, int8 [depth, columns], and these, int8 [ceil(depth / 32), columns]."""
+    """Return products of 4-bit integers and multipliers, int8 [depth, columns], and the multipliers.
+
+    Multipliers are int8 [ceil(depth / 32), columns].
+    """
     multipliers = rng.integers(1, 17, (-(-depth // 32), columns)).astype(np.int8)
     integers = rng.integers(-7, 8, (depth, columns)).astype(np.int8)
     return integers * np.repeat(multipliers, 32, axis=0)[:depth], multipliers
@@ -91,7 +94,7 @@ def random_weights(subgraph: Subgraph, plan: Plan, scheme: Scheme, seed: int) ->
             else:
                 arrays[name] = pack(rng.integers(-127, 128, shape).astype(np.int8))
             arrays[name + SCALE_SUFFIX] = rng.random(shape[1], np.float32) * np.float32(2e-3)
-            if scheme.is_static:  # grids that the largest values overrun
+            if scheme.is_static:  # ranges that the largest values exceed
                 levels = np.float32(LEVELS[scheme.activation_bits_of(name)])
                 columns = shape[1] if scheme.has_column_grids(name) else 1
                 arrays[name + INPUT_STEP_SUFFIX] = np.float32([2]) / levels

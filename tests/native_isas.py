@@ -1,4 +1,4 @@
-"""The instruction sets that kernel tests run for."""
+"""Instruction sets that kernel tests use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chunkrt import _native
 
 
 def isa_parameters(*names: str) -> list[object]:
-    """Those of the names (or all) that are built; one that this processor lacks is skipped with that reason."""
+    """Return parameters for the instruction sets that are built, of `names` or all; unsupported ones are skipped."""
     built, supported = _native.built_isas(), _native.supported_isas()
     return [
         pytest.param(

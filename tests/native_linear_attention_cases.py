@@ -1,4 +1,4 @@
-"""Linear attention by its definitions in float64, row by row, and native programs of it with random inputs."""
+"""Linear attention by definition in float64, row by row, and native programs of it with random inputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Of so many rows; and the states before them."""
+    """Return random inputs of a number of rows, and random states before them."""
 
     qkv: NDArray[np.float32]
     gate: NDArray[np.float32]
@@ -56,7 +56,7 @@ class Inputs:
 
 def random_inputs(shape: Shape, rows: int, seed: int = 0) -> Inputs:
     rng = np.random.default_rng(seed)
-    scale = 1.0 if shape.use_qk_l2norm else 0.3  # keys longer than sqrt(2) would make the recurrence grow
+    scale = 1.0 if shape.use_qk_l2norm else 0.3  # the recurrence would grow if keys were longer than sqrt(2)
     return Inputs(
         qkv=(rng.standard_normal((rows, shape.channels)) * scale).astype(np.float32),
         gate=-np.exp(rng.uniform(-4, 1, (rows, shape.num_v_heads))).astype(np.float32),
@@ -70,7 +70,7 @@ def random_inputs(shape: Shape, rows: int, seed: int = 0) -> Inputs:
 def convolve(
     x: NDArray[np.float32], weight: NDArray[np.float32], state: NDArray[np.float32]
 ) -> tuple[Float64, Float64]:
-    """y[t] = sum over j of w[j] z[t + j], z = state | x; and the last columns of z."""
+    """Return y[t] = sum over j of w[j] z[t + j] with z = state | x, and the last columns of z."""
     z = np.concatenate([state.T, x]).astype(np.float64)
     taps = weight.shape[2]
     y = np.stack([(z[t : t + taps] * weight[:, 0].T.astype(np.float64)).sum(axis=0) for t in range(len(x))])
@@ -78,7 +78,7 @@ def convolve(
 
 
 def expected_delta_rule(inputs: Inputs, shape: Shape) -> tuple[Float64, Float64, Float64]:
-    """Output and both states, one row and one head after the other."""
+    """Return output and both states, computed row by row and head by head."""
     y, conv_state = convolve(inputs.qkv, inputs.weight, inputs.conv_state)
     with np.errstate(over="ignore"):
         y = y / (1 + np.exp(-y))
@@ -124,7 +124,7 @@ def delta_rule_program(
 
 
 def run_delta_rule(program: Program, inputs: Inputs, cuts: list[int]) -> list[NDArray[np.float32]]:
-    """Output and both states after chunks that end at these rows."""
+    """Return output and both states after chunks that end at the given rows."""
     states = [inputs.conv_state.copy(), inputs.recurrent_state.copy()]
     parts = []
     for begin, end in pairwise([0, *cuts]):
@@ -134,7 +134,10 @@ def run_delta_rule(program: Program, inputs: Inputs, cuts: list[int]) -> list[ND
 
 
 def assert_near(found: NDArray[np.float32], expected: NDArray[np.generic], units: float = 64.0) -> None:
-    """Within so many float32 roundings of the largest value, for a sum's error goes with its terms."""
+    """Check that errors are within `units` float32 roundings of the largest value.
+
+    The error of a sum depends on the size of its terms.
+    """
     assert np.isfinite(found).all()
     limit = np.abs(expected).max()
     np.testing.assert_allclose(found, expected, rtol=0, atol=units * 2**-24 * max(float(limit), 1e-30))

@@ -1,4 +1,4 @@
-"""What a command that refuses leaves: one line on stderr, nothing on stdout, and an exit status."""
+"""Check that a refused command prints one line to stderr and nothing to stdout, and exits with a status."""
 
 
 def expect_one_line(finished, message):

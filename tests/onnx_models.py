@@ -1,4 +1,4 @@
-"""Exported decoders in tests: made in memory, run window by window by hand, and what they must equal."""
+"""Exported decoders in tests: built in memory, run window by window, and their expected values."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from chunkrt.graph.partition import Planned
 from chunkrt.onnx.exporting import WindowSettings, window_model
 
 FAMILIES = ("llama_gqa", "qwen3", "gemma3_window_5", "lfm2", "qwen3_next")
-"""Fixtures, one for each kind of decoder."""
+"""Fixtures, one per kind of decoder."""
 
 
 @cache
 def planned(name: str) -> Planned:
-    """A fixture's decoder and plan."""
+    """Return the decoder and the plan of a fixture."""
     return plan_checkpoint(checkpoint(name), {})
 
 
 def open_model(model: ir.Model) -> ort.InferenceSession:
-    """A model under ONNX Runtime, of which two threads run."""
+    """Return an ONNX Runtime session of a model, with two threads."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 2
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
 
 
 class Window:
-    """A fixed window, driven by NumPy alone. `step` is one window, with its mask given; `run` a whole prompt."""
+    """Driver of a fixed window in NumPy. `step` runs one window with a given mask; `run` runs a complete prompt."""
 
     def __init__(self, decoder: Planned, **settings: Any) -> None:
         self.settings = WindowSettings(**settings)
@@ -40,13 +40,13 @@ class Window:
         self.reset()
 
     def reset(self) -> None:
-        """Zero all states."""
+        """Set all states to zero."""
         types = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
         inputs = [value for value in self.session.get_inputs() if value.name.startswith("past")]
         self.states = {value.name: np.zeros(value.shape, types[value.type]) for value in inputs}
 
     def step(self, tokens: np.ndarray, num_tokens: int, positions: np.ndarray | None = None) -> np.ndarray:
-        """Logits of W rows, when `num_tokens` of the sequence's last places are tokens and not padding."""
+        """Return the logits of W rows, of which `num_tokens` at the end are tokens and the others padding."""
         mask = np.arange(self.settings.sequence) >= self.settings.sequence - num_tokens
         feeds = {"input_ids": tokens[None], "attention_mask": mask.astype(np.int64)[None], **self.states}
         if self.settings.keys == "post-rope" and positions is not None:
@@ -57,7 +57,7 @@ class Window:
         return logits[0]
 
     def run(self, tokens: list[int], extra_padding: int = 0) -> np.ndarray:
-        """Logits of a prompt, padded on the left to whole windows, and by some windows more."""
+        """Return the logits of a prompt, padded on the left to complete windows and by some additional windows."""
         window = self.settings.window
         padding = -len(tokens) % window + extra_padding * window
         padded = np.array([0] * padding + list(tokens), np.int64)

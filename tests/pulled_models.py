@@ -1,4 +1,4 @@
-"""The vocabularies of real models, where they have been pulled."""
+"""Vocabularies of real models, if they have been pulled."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +11,11 @@ from chunkrt.checkpoints.source import map_file
 from chunkrt.tokenizer import Tokenizer
 
 MODELS = {name: catalogue.pulled(catalogue.find(name)) for name in REFERENCE["models"]}
-"""Looked up before the tests get a cache of their own."""
+"""Models of the user's cache, found before the tests switch to another cache."""
 
 
 def tokenizer_of(path: Path) -> Tokenizer:
-    """A GGUF file's, whether its decoder is implemented or not."""
+    """Return the vocabulary of a GGUF file, even if its decoder is not supported."""
     metadata = read_header(map_file(path), path).metadata
     tokenizer = Tokenizer.from_source(SimpleNamespace(path=path, metadata=metadata, config={}))
     assert tokenizer is not None

@@ -1,4 +1,4 @@
-"""Hugging Face folders with small random decoders, written on the spot, and loading them on every backend."""
+"""Hugging Face folders with small random decoders, and a function that loads them on each backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
 
 def write_folder(folder: Path, *, seed: int = 0, **config: Any) -> Path:
-    """A checkpoint of the Llama family, by default of `chunkrt.testing.decoder`'s sizes; keys of the config differ."""
+    """Write a checkpoint of the Llama family; keys of the config override the sizes of `chunkrt.testing.decoder`."""
     config = {"model_type": "llama", **CONFIG, **config}
     source = RandomCheckpoint(config, seed=seed)
     folder.mkdir(parents=True)
@@ -26,9 +26,9 @@ def write_folder(folder: Path, *, seed: int = 0, **config: Any) -> Path:
 
 
 def load_on(npu: str, folder: Path, **options: Any) -> Engine:
-    """Load with caches of float32, unless told otherwise, and except on native with float linears.
+    """Load a model with float32 caches by default, except on native with float linears.
 
-    The test is skipped where native lacks what it takes.
+    If native does not support the model, the test is skipped.
     """
     scheme = "w8a8-dynamic" if npu == "native" else "float"
     options = {"cache_dtype": "float32", "threads": 2, **options}

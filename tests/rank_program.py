@@ -1,4 +1,4 @@
-"""What tests have several ranks do: `mpiexec -n 2 python rank_program.py WHAT ARGUMENTS`."""
+"""Program that tests run on several ranks: `mpiexec -n 2 python rank_program.py FUNCTION ARGUMENTS`."""
 
 import json
 import os
@@ -24,7 +24,7 @@ PROMPT = list(range(3, 34))
 
 
 def on_sum(rank, position, act):
-    """Have a rank do something, once, before its first sum of a chunk at `position` or later."""
+    """Call `act` on a rank, once, before its first sum of a chunk at `position` or later."""
     sums, is_done = MpiCommunicator.all_reduce, Event()
 
     def all_reduce(self, partial, out, *, key):
@@ -37,12 +37,12 @@ def on_sum(rank, position, act):
 
 
 def greedy(session, num_tokens):
-    """So many tokens."""
+    """Return generated tokens."""
     return [piece.token_id for piece in session.generate(max_new_tokens=num_tokens)]
 
 
 def sessions(model, state_file):
-    """Everything that a session and its state can do; prints tokens, and logits at the end."""
+    """Use all methods of a session and its state; print the tokens and the final logits."""
     tokens = []
     with chunkrt.load(model, **FLOAT) as engine:
         session = engine.session()
@@ -70,7 +70,7 @@ def sessions(model, state_file):
 
 
 def shifting(model):
-    """A context that shifts; prints tokens."""
+    """Generate with a context shift; print the tokens."""
     with chunkrt.load(model, **FLOAT, context_length=40, context_shift=True) as engine:
         session = engine.session()
         session.prefill(PROMPT)
@@ -78,7 +78,7 @@ def shifting(model):
 
 
 def at_once(model):
-    """Two engines that run at once, each in a thread of its own; prints tokens."""
+    """Run two engines at once, each in its own thread; print the tokens."""
 
     def answer(engine):
         session = engine.session()
@@ -90,8 +90,11 @@ def at_once(model):
 
 
 def shared(model, num_interleavings):
-    """Sessions in threads and in tasks share chunks; raises if one gets other bits than alone. Prints how many did."""
-    import asyncio  # here, for every rank of every launch would import them
+    """Batch sessions of threads and tasks into shared chunks; raise if one gets other bits than alone.
+
+    Print the numbers of shared chunks and of their rows.
+    """
+    import asyncio  # imported here, since all ranks of all launches would import them
 
     from interleavings import CONTEXT, check_interleaving
 
@@ -118,7 +121,7 @@ def shared(model, num_interleavings):
 
 
 def failing_together(model):
-    """Sums of several sessions that share chunks fail on rank 1; prints who was told, and whether all is well then."""
+    """Let sums of shared chunks fail on rank 1; print wrong sessions, number of errors, and if all name the cause."""
     errors, wrong, sums, num_failed = [], [], MpiCommunicator.all_reduce, count()
 
     def all_reduce(self, partial, out, *, key):
@@ -150,7 +153,7 @@ def failing_together(model):
 
 
 def failing(model):
-    """Runs that fail on a rank, are cancelled and interrupted; all states then are what they were."""
+    """Let runs fail on a rank, cancel and interrupt them; print if all states are unchanged."""
 
     def fail():
         raise ValueError("made to fail")
@@ -181,7 +184,7 @@ def failing(model):
 
 
 def interrupts(model, first, step):
-    """Ctrl-C at every `step`-th place of a session's calls; prints how many, and how many wrong answers followed."""
+    """Raise Ctrl-C at every `step`-th place of a session's calls; print the numbers of interrupts and wrong answers."""
     from interrupt_at import RANKS, InterruptAt
 
     expected, num_interrupts, num_wrong = {}, 0, 0
@@ -206,26 +209,26 @@ def interrupts(model, first, step):
 
 
 def signalled(name, *arguments):
-    """`chunkrt` with arguments; rank 1 sends itself a signal in the middle of a prompt."""
+    """Run `chunkrt`; rank 1 sends itself a signal in the middle of a prompt."""
     on_sum(1, 24, lambda: os.kill(os.getpid(), signal.Signals[name]))
     command(*arguments)
 
 
 def silent(*arguments):
-    """`chunkrt` with arguments; rank 1 stops in the middle of a prompt. If they are two, rank 0 misses it sooner."""
+    """Run `chunkrt`; rank 1 stops in the middle of a prompt. With two ranks, rank 0 detects it sooner."""
     if (os.environ["PMI_RANK"], os.environ["PMI_SIZE"]) == ("0", "2"):
         transport.LOST_S = 2.0
     signalled("SIGSTOP", *arguments)
 
 
 def silent_leader(*arguments):
-    """`chunkrt` with arguments; rank 0 stops in the middle of a prompt."""
+    """Run `chunkrt`; rank 0 stops in the middle of a prompt."""
     on_sum(0, 24, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     command(*arguments)
 
 
 def ending(how, *arguments):
-    """`chunkrt` with arguments; rank 1 ends, in one of two ways, while the others wait for it."""
+    """Run `chunkrt`; rank 1 exits or raises an error while the others wait for it."""
 
     def end(self, number, command):
         if how == "leaves":
@@ -238,26 +241,26 @@ def ending(how, *arguments):
 
 
 def interrupted(*arguments):
-    """`chunkrt` with arguments; mpiexec gets Ctrl-C in the middle of a prompt."""
+    """Run `chunkrt`; mpiexec gets Ctrl-C in the middle of a prompt."""
     on_sum(1, 24, lambda: psutil.Process().parent().parent().send_signal(signal.SIGINT))
     command(*arguments)
 
 
 def command(*arguments):
-    """`chunkrt` with arguments."""
+    """Run `chunkrt` with arguments."""
     sys.argv = ["chunkrt", *arguments]
     main()
 
 
 def plugged(folder, ranks, *arguments):
-    """`chunkrt` with arguments; some ranks alone find the plug-ins of a folder."""
+    """Run `chunkrt`; only some ranks find the plug-ins of a folder."""
     if os.environ["PMI_RANK"] in ranks:
         sys.path.insert(0, folder)
     command(*arguments)
 
 
 def waiting(model):
-    """Rank 1 dies while rank 0 waits for something else, and so will never notice."""
+    """Kill rank 1 while rank 0 waits for an event of its own and does not communicate."""
     transport.GRACE_S = 0.0
     if os.environ["PMI_RANK"] == "1":
         load = chunkrt.engine.loading.load_part

@@ -1,4 +1,4 @@
-"""Ranks that are threads of the test's process."""
+"""Ranks that run as threads of the test's process."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -10,11 +10,11 @@ from chunkrt.runtime.ranks.local import local_communicators
 
 Result = TypeVar("Result")
 TIMEOUT = 60.0
-"""Seconds after which ranks that wait for each other have deadlocked."""
+"""Seconds after which ranks that wait for each other count as deadlocked."""
 
 
 def on_ranks(size: int, work: Callable[[Communicator], Result]) -> list[Result]:
-    """What every rank's `work` returns. An error of a rank ends the others and comes through; so does a deadlock."""
+    """Run `work` on each rank and return the results; an error or deadlock of a rank ends the others and is raised."""
     communicators = local_communicators(size)
 
     def guarded(communicator: Communicator) -> Result:

@@ -1,4 +1,4 @@
-"""Recipes of rotary tables for tests that draw weights instead of reading a checkpoint."""
+"""Recipes of rotary tables for tests with random weights instead of a checkpoint."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ BASE = 10000.0
 
 
 def recipes_of(plan):
-    """Magnitude 1 and frequencies of base 10,000, by plan name; see `chunkrt/graph/rotary_tables.py`."""
+    """Return recipes by plan name, with magnitude 1 and base 10,000; see `chunkrt/graph/rotary_tables.py`."""
 
     def load(name):
         rows, half = plan.tensors[name].shape

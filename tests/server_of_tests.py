@@ -14,7 +14,7 @@ from chunkrt.server.service import ServerOptions, Service
 
 @contextmanager
 def serving(engine, name="toy", **options):
-    """Serves an engine; the service and its URL."""
+    """Serve an engine in a thread; yield the service and its URL."""
     service = Service(engine, name, ServerOptions(**options))
     connections = Connections(service.options.max_connections, service.options.header_seconds)
     server = uvicorn.Server(make_config(service, "127.0.0.1", 0, connections))
@@ -32,7 +32,7 @@ def serving(engine, name="toy", **options):
 
 
 def wait_until(holds):
-    """Wait for what comes about in other threads, at most 30 seconds."""
+    """Wait at most 30 seconds for a condition that other threads cause."""
     latest = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < latest

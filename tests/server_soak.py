@@ -1,9 +1,9 @@
-"""A server that many clients ask at once, of whom a third go in the middle: what it leaves, and what the others get.
+"""Soak test of a server: many clients send requests, and a third of the requests are dropped before they end.
 
     python tests/server_soak.py smollm2-135m-instruct --clients 64 --seconds 120
 
-runs `chunkrt serve` as a process of its own, and prints a line of JSON. Its status is 1 if anything is amiss. Options
-that it does not know go to `chunkrt serve`; so two clients of an emulated NPU are
+runs `chunkrt serve` as a process, checks its answers and its memory, and prints a line of JSON. The exit status is 1 if
+a check fails. Unknown options are passed to `chunkrt serve`. For example, two clients of an emulated NPU are
 
     python tests/server_soak.py smollm2-135m-instruct --clients 2 --npu qnn --soc SM8650 --context 512
 """
@@ -29,15 +29,15 @@ from typing import Any
 import httpx
 
 MOST_GROWTH = 0.02
-"""Of the server's memory, from after a load that warms it up to after the whole."""
+"""Largest growth of the server's memory, as a share of its memory after the warm-up."""
 SETTLES_SECONDS = 30.0
 PROMPTS = ["hello there " * (1 + i % 5) + "good day" * (i % 3) + " " + "you" * i for i in range(12)]
-"""Of several lengths; some begin alike."""
+"""Prompts of several lengths; some have the same beginning."""
 
 
 @dataclass
 class Soaked:
-    """What came of it. `wrong`: what an answer should have been, and was. Memory in MiB, resident."""
+    """Result of a soak test. `wrong` has pairs of an expected and an actual answer. Memory is resident, in MiB."""
 
     answered: int = 0
     dropped: int = 0
@@ -50,28 +50,28 @@ class Soaked:
 
     @property
     def growth(self) -> float:
-        """As a share of what there was."""
+        """Growth of memory as a share of the memory before."""
         return self.memory_after / self.memory_before - 1
 
     @property
     def complaints(self) -> list[str]:
-        """What is amiss."""
+        """Failed checks, as sentences."""
         found = [f"{count} times {what}" for what, count in self.failed.items()]
         if self.wrong:
-            found.append(f"{len(self.wrong)} answers are not those of being alone; the first: {self.wrong[0]}")
+            found.append(f"{len(self.wrong)} answers differ from those of single requests; the first: {self.wrong[0]}")
         if self.sequences_left:
-            found.append(f"{self.sequences_left} sequences are left")
+            found.append(f"{self.sequences_left} sequences remain")
         if not self.answered or not self.dropped:
-            found.append(f"{self.answered} were answered and {self.dropped} went; expected some of both")
+            found.append(f"{self.answered} were answered and {self.dropped} dropped; expected some of both")
         return found
 
 
 @contextmanager
 def server(model: str | Path, *options: str) -> Iterator[tuple[str, int]]:
-    """A server in a process of its own; its URL and process id. It has to end well."""
+    """Run a server as a process, yield its URL and process id, and check that it ends without an error."""
     place = str(Path(model).resolve()) if Path(model).exists() else str(model)
     command = [sys.executable, "-m", "chunkrt", "serve", place, "--port", "0", *options]
-    elsewhere = tempfile.gettempdir()  # not where the package's source may be
+    elsewhere = tempfile.gettempdir()  # not in a folder that may contain the package's source
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=elsewhere)
     assert process.stderr is not None
     try:
@@ -93,21 +93,21 @@ def server(model: str | Path, *options: str) -> Iterator[tuple[str, int]]:
 
 
 def resident_mib(process_id: int) -> float:
-    """Resident memory of a process. Linux only."""
+    """Return the resident memory of a process, in MiB. Linux only."""
     status = Path(f"/proc/{process_id}/status").read_text("ascii")
     (kib,) = re.findall(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
     return int(kib) / 1024
 
 
 def body(prompt: str, new_tokens: int, **more: Any) -> dict[str, Any]:
-    """A request whose answer is known: greedy."""
+    """Return a greedy request, whose answer is known."""
     return {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, **more}
 
 
 async def soak(
     url: str, process_id: int, *, clients: int, seconds: float, new_tokens: int, prompts: Sequence[str] = PROMPTS
 ) -> Soaked:
-    """Have clients ask for a while; before that a fifth of the time, to have it make what it keeps."""
+    """Run clients for `seconds`, after a warm-up of a fifth of that time, which fills caches and pools."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
         alone = {p: await _whole(http, body(p, new_tokens)) for p in prompts}
@@ -135,7 +135,7 @@ async def _whole(http: httpx.AsyncClient, request: dict[str, Any]) -> str:
 async def _client(
     http: httpx.AsyncClient, index: int, until: float, alone: dict[str, str], new_tokens: int, soaked: Soaked
 ) -> None:
-    """Asks one thing after the other; every third time it goes before the answer is there."""
+    """Send requests one after another; drop a third of them before the answer is complete."""
     chance = random.Random(index)
     while time.monotonic() < until:
         prompt = chance.choice(list(alone))
@@ -161,7 +161,7 @@ async def _client(
 
 
 async def _go(http: httpx.AsyncClient, request: dict[str, Any], chance: random.Random) -> None:
-    """Go at any moment: before the first token, or with some of them."""
+    """Send a request and close the connection at a random time, before or after the first tokens."""
     num_events = chance.randrange(4)
     try:
         async with asyncio.timeout(chance.choice((0.01, 0.1, 1.0, 10.0))):
@@ -187,7 +187,7 @@ async def _streamed(http: httpx.AsyncClient, request: dict[str, Any]) -> str:
 
 
 async def _left(http: httpx.AsyncClient) -> int:
-    """Sequences that are still there, once those who went have had time to be noticed."""
+    """Return the number of sequences that remain after the server has had time to detect closed connections."""
     latest = time.monotonic() + SETTLES_SECONDS
     while True:
         stats = (await http.get("/stats")).json()
@@ -198,14 +198,16 @@ async def _left(http: httpx.AsyncClient) -> int:
 
 
 def main() -> int:
-    """Run it on a model; returns the exit status."""
+    """Run the soak test on a model, and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("model", help="A catalogue name, a checkpoint or an engine directory.")
-    parser.add_argument("--clients", type=int, default=64, help="That ask at the same time (64).")
-    parser.add_argument("--seconds", type=float, default=120.0, help="That they ask for, after a fifth of it (120).")
-    parser.add_argument("--new-tokens", type=int, default=24, help="Of an answer (24).")
+    parser.add_argument("--clients", type=int, default=64, help="Number of concurrent clients (64).")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="Duration, after a warm-up of a fifth of it (120)."
+    )
+    parser.add_argument("--new-tokens", type=int, default=24, help="Tokens per answer (24).")
     given, options = parser.parse_known_args()
     with server(given.model, *options) as (url, process_id):
         soaked = asyncio.run(
@@ -213,7 +215,7 @@ def main() -> int:
         )
     complaints = soaked.complaints
     if abs(soaked.growth) > MOST_GROWTH:
-        complaints.append(f"memory is {soaked.growth:+.1%} of what it was")
+        complaints.append(f"memory changed by {soaked.growth:+.1%}")
     print(json.dumps(asdict(soaked) | {"growth": soaked.growth, "complaints": complaints}))
     return len(complaints) > 0
 

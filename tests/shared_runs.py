@@ -1,4 +1,4 @@
-"""Records of runs that shared chunks: sessions of a real engine, each in a thread of its own."""
+"""Records of runs with shared chunks: sessions of a real engine, each in its own thread."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from chunkrt.runtime.record import RunRecord
 
 
 def shared_records(model: Any, prompts: list[list[int]], *, steps: int = 4, **options: Any) -> list[RunRecord]:
-    """The records of prompts that are taken at the same time, and then some tokens, one by one; the last of these each
-    session takes when no other does."""
+    """Return the records of prompts that run at the same time, and of some single tokens after them.
+
+    Each session runs its last token when no other session runs.
+    """
     with chunkrt.load(model, **options) as engine:
         records: list[list[RunRecord]] = [[] for _ in prompts]
         sessions = [engine.session() for _ in prompts]

@@ -1,4 +1,4 @@
-"""A decoder of one layer as ONNX, whose parts a test chooses: what real exporters write in bulk, in little."""
+"""ONNX decoder of one layer, whose parts a test chooses: a small version of the graphs that exporters write."""
 
 import numpy as np
 import onnx
@@ -9,10 +9,10 @@ CONTRIB = "com.microsoft"
 
 
 class SmallDecoder:
-    """Embedding, norm, q, k and v, attention, o, residual, norm, head; weights are random.
+    """Decoder of embedding, norm, q, k and v, attention, o, residual, norm and head, with random weights.
 
     `attention(decoder, q, k, v)` adds nodes and returns the result [1, T, heads * head_dim]; `before_head(decoder, x)`
-    adds others to what the head reads. `context`: rows of the rotary tables.
+    adds nodes before the head and returns its input. `context` is the number of rows of the rotary tables.
     """
 
     def __init__(self, attention, *, kv_heads=KV_HEADS, before_head=None, context=CONTEXT):
@@ -88,7 +88,7 @@ PRESENT = ["present.0.key", "present.0.value"]
 
 
 def causal_mask(decoder, window=0):
-    """bool [1, 1, T, total]: keys at or before a row's position, of them the last `window`."""
+    """Return a mask, bool [1, 1, T, total]: the last `window` keys at or before a row's position (0: all of them)."""
     total = decoder.node("Shape", ["attention_mask"], start=1, end=2)
     scalar = decoder.node("Squeeze", [total])
     zero, one = decoder.constant("zero", np.int64(0)), decoder.constant("one", np.int64(1))
@@ -102,18 +102,18 @@ def causal_mask(decoder, window=0):
 
 
 def rotated(decoder, value, num_heads):
-    """com.microsoft's RotaryEmbedding of rows."""
+    """Add com.microsoft's RotaryEmbedding of rows."""
     inputs = [value, "position_ids", "cos", "sin"]
     return decoder.node("RotaryEmbedding", inputs, domain=CONTRIB, num_heads=num_heads)
 
 
 def by_head(decoder, value):
-    """[1, T, heads * D] to [1, heads, T, D]."""
+    """Reshape [1, T, heads * D] to [1, heads, T, D]."""
     shape = decoder.constant(f"shape_{len(decoder.nodes)}", np.array([0, 0, -1, HEAD_DIM]))
     return decoder.node("Transpose", [decoder.node("Reshape", [value, shape])], perm=[0, 2, 1, 3])
 
 
 def by_row(decoder, value):
-    """Back."""
+    """Reshape [1, heads, T, D] to [1, T, heads * D]."""
     turned = decoder.node("Transpose", [value], perm=[0, 2, 1, 3])
     return decoder.node("Reshape", [turned, decoder.constant("rows", np.array([0, 0, -1]))])

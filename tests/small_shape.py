@@ -1,4 +1,4 @@
-"""A decoder so small that simulating it takes no time."""
+"""Shape of a decoder so small that its simulation takes almost no time."""
 
 from chunkrt.simulate import Shape
 

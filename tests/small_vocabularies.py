@@ -1,4 +1,4 @@
-"""Small vocabularies, byte-level and SentencePiece (like Gemma's and Phi-3's too), and llama.cpp's tokens of texts."""
+"""Small byte-level and SentencePiece vocabularies (also like Gemma's and Phi-3's), and llama.cpp's tokens of texts."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ REFERENCE: dict[str, Any] = json.loads((DATA / "tokenizer_reference.json").read_
 
 
 def make_tokenizer(vocabulary: str, **options: object) -> Tokenizer:
-    """One of the small vocabularies, read as GGUF metadata."""
+    """Return one of the small vocabularies, read as GGUF metadata."""
     keys = {
         name: "tokenizer.chat_template" if name == "chat_template" else f"tokenizer.ggml.{name}" for name in options
     }

@@ -1,4 +1,4 @@
-"""Files that are read whole: regular ones, of bounded depth, and archives of bounded size."""
+"""Checks of files before they are read: regular files, bounded depth, and archives of bounded size."""
 
 import os
 import threading
@@ -23,13 +23,13 @@ DEEP = "x = " + "[" * 100_000 + "]" * 100_000
 
 
 @pytest.mark.parametrize("read", [read_entry, read_settings, read_placement, read_profile, read_shape])
-def test_toml_that_is_nested_deeply_is_refused(read, tmp_path):
+def test_toml_reader_refuses_deep_nesting(read, tmp_path):
     (tmp_path / "file.toml").write_text(DEEP)
     with pytest.raises(ConfigError, match=r"file\.toml.*nested too deeply"):
         read(tmp_path / "file.toml")
 
 
-def test_json_has_neither_depth_without_end_nor_numbers_that_are_none():
+def test_json_reader_refuses_deep_nesting_and_invalid_numbers():
     assert parse_json('{"a": [1, 2.5, null]}') == {"a": [1, 2.5, None]}
     for text in ("[" * 100_000, "NaN", "[Infinity]", '{"a": -Infinity}'):
         with pytest.raises(ValueError, match=r"nested too deeply|is not JSON"):
@@ -37,7 +37,7 @@ def test_json_has_neither_depth_without_end_nor_numbers_that_are_none():
 
 
 def refusal_of(call: Callable[..., object], *arguments: object) -> str:
-    """The message with which a call refuses its arguments; it would never end if it read a pipe."""
+    """Return the message of the error that a call raises; it would never return if it read a pipe."""
     found = []
 
     def run():
@@ -55,8 +55,8 @@ def refusal_of(call: Callable[..., object], *arguments: object) -> str:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_pipe_in_place_of_a_file_is_refused(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))  # where no engine of such a folder is there already
+def test_load_refuses_a_pipe_as_a_file(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))  # a cache without an engine of this folder
     folder = write_folder(tmp_path / "model")
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
@@ -64,7 +64,7 @@ def test_a_pipe_in_place_of_a_file_is_refused(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_a_pipe_in_place_of_a_calibration_is_refused(tmp_path):
+def test_calibration_load_refuses_a_pipe(tmp_path):
     folder, pipe = write_folder(tmp_path / "model"), tmp_path / "pipe"
     os.mkfifo(pipe)
     assert "expected a regular file" in refusal_of(Calibration.load, pipe)
@@ -72,20 +72,20 @@ def test_a_pipe_in_place_of_a_calibration_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_a_pipe_in_place_of_a_session_file_is_refused(tmp_path):
+def test_load_session_refuses_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with chunkrt.load(write_folder(tmp_path / "model")) as engine:
         assert "expected a regular file" in refusal_of(engine.load_session, tmp_path / "pipe")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_a_pipe_in_place_of_toml_is_refused(tmp_path):
+def test_toml_reader_refuses_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "file.toml")
     with pytest.raises(OSError, match="expected a regular file"):
         read_toml(tmp_path / "file.toml")
 
 
-def test_an_archive_may_not_grow_beyond_its_ratio(tmp_path):
+def test_archive_reader_limits_the_compression_ratio(tmp_path):
     path = tmp_path / "file.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("zeros", bytes(10**6))
@@ -97,12 +97,12 @@ def test_an_archive_may_not_grow_beyond_its_ratio(tmp_path):
 
 @pytest.mark.parametrize("value", ["false", "true", 0, 1, [], {}])
 @pytest.mark.parametrize("key", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
-def test_a_switch_of_a_config_is_true_or_false(key, value, tmp_path):
+def test_config_refuses_a_switch_that_is_not_boolean(key, value, tmp_path):
     with pytest.raises(ModelError, match=f"{key} is .*expected true or false"):
         chunkrt.load(write_folder(tmp_path / "model", **{key: value}))
 
 
-def test_chunks_in_flight_have_a_limit():
+def test_load_limits_chunks_in_flight():
     for number in (0, 257, 10**9):
         with pytest.raises(ConfigError, match=r"`chunks_in_flight` is 0|chunks in flight, expected 1 to 256"):
             chunkrt.load(checkpoint("llama_gqa"), chunks_in_flight=number)

@@ -1,4 +1,4 @@
-"""Files that processes share: whole or not at all, one writer at a time, nothing of the dead stays."""
+"""Files that processes share: complete or absent, one writer at a time, no remains of killed processes."""
 
 import errno
 import os
@@ -28,8 +28,8 @@ from chunkrt.runtime.trace.file import write_trace
 from chunkrt.runtime.trace.timeline import draw
 
 
-def test_attempts_at_one_path_take_turns(tmp_path, monkeypatch):
-    """Before, the second deleted what the first was writing."""
+def test_written_aside_serialises_writers_of_one_path(tmp_path, monkeypatch):
+    """The second writer must not delete the unfinished file of the first."""
     writing, waiting = threading.Event(), threading.Event()
     monkeypatch.setattr(files, "_tell_of_waiting", lambda doing: waiting.set())
     monkeypatch.setattr(files, "SILENT_SECONDS", 0)
@@ -52,7 +52,7 @@ def test_attempts_at_one_path_take_turns(tmp_path, monkeypatch):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"out": "second"}
 
 
-def test_who_waits_for_a_moment_alone_says_nothing(tmp_path, caplog, monkeypatch):
+def test_locked_does_not_report_short_waits(tmp_path, caplog, monkeypatch):
     asked = threading.Event()
 
     class Asked(files.FileLock):
@@ -74,8 +74,8 @@ def test_who_waits_for_a_moment_alone_says_nothing(tmp_path, caplog, monkeypatch
     assert not caplog.records
 
 
-def test_a_lock_that_its_holder_removed_is_taken_anew(tmp_path):
-    """Each of many attempts finds what the one before left, whoever waits for whom."""
+def test_written_aside_acquires_a_removed_lock_again(tmp_path):
+    """Each of many writers reads the result of the previous one, in any order of waiting."""
     (tmp_path / "count").write_text("0")
 
     def add(_):
@@ -87,7 +87,7 @@ def test_a_lock_that_its_holder_removed_is_taken_anew(tmp_path):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"count": "40"}
 
 
-def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_written_aside_syncs_all_files_before_the_rename(tmp_path, monkeypatch):
     steps, fsync, replace = [], os.fsync, Path.replace
     monkeypatch.setattr(os, "fsync", lambda file: steps.append(os.fstat(file).st_ino) or fsync(file))
     monkeypatch.setattr(Path, "replace", lambda path, target: steps.append(target) or replace(path, target))
@@ -112,7 +112,7 @@ with written_aside(Path(sys.argv[1])) as aside:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals end no process by themselves on Windows")
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM", "SIGHUP"])
-def test_what_a_signal_leaves_goes_with_the_next_attempt(tmp_path, number):
+def test_written_aside_removes_remains_of_a_killed_process(tmp_path, number):
     died = subprocess.run([sys.executable, "-P", "-c", DIE, tmp_path / "out", str(int(signal.Signals[number]))])
     assert died.returncode == -signal.Signals[number]
     assert (tmp_path / ".out.part" / "weights").exists()
@@ -158,7 +158,7 @@ SAVERS = {
 
 
 @pytest.mark.parametrize("name", SAVERS)
-def test_what_a_killed_save_left_goes_with_the_next(tmp_path, name):
+def test_savers_remove_remains_of_a_killed_save(tmp_path, name):
     path = tmp_path / name
     SAVERS[name](path)
     path.unlink()
@@ -166,7 +166,7 @@ def test_what_a_killed_save_left_goes_with_the_next(tmp_path, name):
     def killed(*_):
         raise KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch:  # as after kill -9, nothing is tidied up
+    with pytest.MonkeyPatch.context() as patch:  # as after kill -9: no cleanup
         patch.setattr(Path, "replace", killed)
         patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
         with pytest.raises(KeyboardInterrupt):
@@ -176,7 +176,7 @@ def test_what_a_killed_save_left_goes_with_the_next(tmp_path, name):
     assert [left.name for left in tmp_path.iterdir()] == [name]
 
 
-def test_an_entry_is_made_once_and_made_anew_if_it_is_damaged(tmp_path, caplog):
+def test_made_once_builds_an_entry_once_and_rebuilds_a_damaged_one(tmp_path, caplog):
     path, made = tmp_path / "cache" / "entry", []
 
     def make():
@@ -199,7 +199,7 @@ def no_room(*_, **__):
 
 
 @pytest.mark.parametrize("read", [map_file, WeightStore.open], ids=["checkpoint", "engine directory"])
-def test_too_little_memory_is_no_damage(tmp_path, monkeypatch, read):
+def test_readers_report_a_lack_of_memory_not_damage(tmp_path, monkeypatch, read):
     path = tmp_path / "weights.safetensors"
     path.write_bytes(bytes(3_000_000))
     monkeypatch.setattr("mmap.mmap", no_room)
@@ -207,7 +207,7 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch, read):
         read(path)
 
 
-def test_an_entry_that_found_no_memory_stays(tmp_path):
+def test_made_once_keeps_an_entry_after_a_memory_error(tmp_path):
     path = tmp_path / "entry"
     path.write_text("whole")
 
@@ -219,7 +219,7 @@ def test_an_entry_that_found_no_memory_stays(tmp_path):
     assert path.read_text() == "whole"
 
 
-def test_a_calibration_that_found_no_memory_is_one(tmp_path, monkeypatch):
+def test_calibration_load_reports_a_lack_of_memory(tmp_path, monkeypatch):
     save_a_calibration(path := tmp_path / "calibration.npz")
 
     def load(*_, **__):
@@ -231,7 +231,7 @@ def test_a_calibration_that_found_no_memory_is_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["chunkrt.engine.engine.open_weights", "chunkrt.engine.engine.State"])
-def test_a_model_or_a_context_that_finds_no_memory_says_so(monkeypatch, what):
+def test_load_and_session_report_a_lack_of_memory(monkeypatch, what):
     def fail(*_, **__):
         raise MemoryError("cannot allocate 8000 bytes")
 
@@ -242,7 +242,7 @@ def test_a_model_or_a_context_that_finds_no_memory_says_so(monkeypatch, what):
         chunkrt.load(checkpoint("llama_mha")).session()
 
 
-def test_bytes_below_counts_regular_files_and_survives_folders_that_vanish(tmp_path, monkeypatch):
+def test_bytes_below_counts_regular_files_and_ignores_removed_folders(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "one").write_bytes(b"123")
     (tmp_path / "two").write_bytes(b"45")
@@ -253,7 +253,7 @@ def test_bytes_below_counts_regular_files_and_survives_folders_that_vanish(tmp_p
     scandir = os.scandir
 
     def vanish(path):
-        if path == str(tmp_path / "a"):  # it has been listed, and is gone
+        if path == str(tmp_path / "a"):  # removed after it was listed
             shutil.rmtree(path)
         return scandir(path)
 

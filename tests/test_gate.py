@@ -1,4 +1,4 @@
-"""Gates: who waits at one leaves once it is open, or when an interrupt comes, whichever thread gets it."""
+"""Gates: a waiting thread continues when the gate opens, or when any thread gets an interrupt."""
 
 import signal
 import threading
@@ -10,14 +10,14 @@ from gates import wait_until_waiting
 from chunkrt.gate import Gate
 
 
-def test_an_open_gate_is_no_hindrance() -> None:
+def test_wait_returns_at_once_if_the_gate_is_open() -> None:
     gate = Gate()
     gate.open()
     gate.wait()
     gate.wait()
 
 
-def test_all_who_wait_go_on_once_it_is_open() -> None:
+def test_open_wakes_all_waiting_threads() -> None:
     gate = Gate()
     threads = [threading.Thread(target=gate.wait, daemon=True) for _ in range(3)]
     for thread in threads:
@@ -29,10 +29,8 @@ def test_all_who_wait_go_on_once_it_is_open() -> None:
         assert not thread.is_alive()
 
 
-@pytest.mark.skipif(
-    not hasattr(signal, "pthread_kill"), reason="this system gives no signal to a thread of one's choice"
-)
-def test_an_interrupt_that_another_thread_gets_ends_the_waiting() -> None:
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system cannot send a signal to a chosen thread")
+def test_wait_ends_if_another_thread_gets_an_interrupt() -> None:
     gate, has_left = Gate(), threading.Event()
     here = threading.get_ident()
     opened_late = []

@@ -1,4 +1,4 @@
-"""docs/notebooks/start.ipynb, executed whole; what it shows are tables and text."""
+"""Execute docs/notebooks/start.ipynb, and check its tables and texts."""
 
 from pathlib import Path
 
@@ -10,18 +10,18 @@ MOST_BYTES = 100_000
 
 
 def shown(cell):
-    """What a cell's outputs are, by kind."""
+    """Return the outputs of a cell by MIME type."""
     return {kind: text for output in cell.outputs for kind, text in output.get("data", {}).items()}
 
 
-@pytest.mark.filterwarnings("default")  # of the notebook's libraries
-def test_the_notebook_runs(monkeypatch, tmp_path):
+@pytest.mark.filterwarnings("default")  # warnings of the notebook's libraries
+def test_notebook_runs_and_shows_tables(monkeypatch, tmp_path):
     nbformat = pytest.importorskip("nbformat", reason="needs nbclient")
     client = pytest.importorskip("nbclient", reason="needs nbclient")
     pytest.importorskip("ipykernel", reason="needs ipykernel")
     monkeypatch.setenv("MODEL", str(checkpoint("llama_biased_gguf")))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    place = {"metadata": {"path": str(tmp_path)}}  # whence the package is imported as it is installed
+    place = {"metadata": {"path": str(tmp_path)}}  # the installed package is imported there
     client.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=place).execute()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(output.output_type != "error" for cell in code for output in cell.outputs)
@@ -30,7 +30,7 @@ def test_the_notebook_runs(monkeypatch, tmp_path):
     assert shown(code[0])["text/plain"].startswith("Engine(")
 
 
-def test_the_notebook_is_small_and_keeps_no_outputs():
+def test_notebook_is_small_and_has_no_stored_outputs():
     assert NOTEBOOK.stat().st_size < MOST_BYTES
     assert '"outputs": []' in NOTEBOOK.read_text()
     assert "output_type" not in NOTEBOOK.read_text()

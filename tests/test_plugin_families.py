@@ -1,4 +1,4 @@
-"""Mistakes of a plug-in's decoder family: each is reported with the plug-in, the module and the operator."""
+"""Mistakes in a plug-in's decoder family: each is reported with the plug-in, the module and the operator."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ PLUGIN = r"the plug-in 'mine' of mine 1\.0 \(toy\) "
 
 
 class Installed(Distribution):
-    """A distribution of a name and a version alone."""
+    """Distribution with only a name and a version."""
 
     metadata = {"Name": "mine", "Version": "1.0"}  # noqa: RUF012
 
@@ -40,7 +40,7 @@ class Installed(Distribution):
 
 @pytest.fixture
 def plugged(monkeypatch, tmp_path):
-    """A function that installs a builder as the family "mine", and returns a checkpoint of that family."""
+    """Return a function that installs a builder as the family "mine" and returns a checkpoint of that family."""
 
     def plug(build, fixture=FAMILY):
         found = [EntryPoint("mine", "plugin_of_this_test:build", "toy")._for(Installed())]
@@ -57,7 +57,7 @@ def plugged(monkeypatch, tmp_path):
 
 
 def changed_layer(forward):
-    """A builder of Llama whose first layer has another forward."""
+    """Return a builder of Llama whose first layer has another forward."""
 
     def build(config):
         decoder = llama(config)
@@ -72,7 +72,7 @@ def without_feed_forward(layer, hidden):
     return ops.add(hidden, layer.self_attn(layer.input_layernorm(hidden)), name="output")
 
 
-def test_a_module_that_is_built_and_never_called_is_refused(plugged):
+def test_plan_refuses_a_module_that_is_never_called(plugged):
     folder = plugged(changed_layer(without_feed_forward))
     message = (
         PLUGIN + r"builds module 'model\.layers\.0\.post_attention_layernorm', but no operator reads its parameter "
@@ -82,7 +82,7 @@ def test_a_module_that_is_built_and_never_called_is_refused(plugged):
         plan_checkpoint(folder, {})
 
 
-def test_a_constant_that_is_never_used_is_refused(plugged):
+def test_plan_refuses_a_constant_that_is_never_used(plugged):
     def build(config):
         decoder = llama(config)
         decoder.model.cap = Constant(np.ones(8, np.float32))
@@ -107,13 +107,13 @@ def test_support_reports_a_module_that_is_never_called(plugged):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_family_of_chunkrt_builds_what_it_does_not_use(name):
+def test_own_families_use_all_modules_that_they_build(name):
     assert check_support(checkpoint(name), backends=[]).tensors.unused == []
 
 
 @pytest.mark.parametrize("kinds", [["sliding_attention"], ["full_attention"]])
-def test_rotary_tables_of_a_kind_without_layers_are_no_mistake(tmp_path, kinds):
-    """A Gemma 3 whose layers are all of one kind has tables for the other kind too."""
+def test_plan_accepts_rotary_tables_without_layers_of_their_kind(tmp_path, kinds):
+    """A Gemma 3 with layers of only one kind still has tables for the other kind."""
     folder = tmp_path / "gemma"
     shutil.copytree(checkpoint("gemma3_window_5"), folder)
     config = json.loads((folder / "config.json").read_text())
@@ -124,7 +124,7 @@ def test_rotary_tables_of_a_kind_without_layers_are_no_mistake(tmp_path, kinds):
 
 
 def narrow(layer, hidden):
-    """The norm's weight belongs to another width than that of gate and up."""
+    """Apply a norm to gate and up, whose width differs from the norm's weight."""
     both = layer.mlp.gate_up_proj(hidden)
     return ops.rms_normalization(both, layer.input_layernorm.weight.value(), epsilon=1e-5, name="output")
 
@@ -138,7 +138,7 @@ def unknown(layer, hidden):
 
 
 def namesake(layer, hidden):
-    """A product by a weight, which a scheme would take for a linear of chunkrt's and quantise."""
+    """Multiply by a weight; a scheme would quantise it like a linear of chunkrt."""
     weight = layer.mlp.down_proj.weight.value()
     trace = current_trace()
     return trace.node("MatMul", [hidden, weight], [("output", ops.shape_of(hidden))], attributes={}, domain="mine")[0]
@@ -156,15 +156,15 @@ def namesake(layer, hidden):
 @pytest.mark.parametrize(
     "look", [lambda path: plan_checkpoint(path, {}), lambda path: check_support(path, backends=[])]
 )
-def test_a_forward_that_does_not_fit_is_reported_where_it_is(plugged, forward, message, look):
+def test_error_in_a_forward_names_its_module(plugged, forward, message, look):
     expected = PLUGIN + rf"cannot be traced: module 'model\.layers\.0', {message}; correct its forward, or the config"
     with pytest.raises(ModelError, match=expected) as raised:
         look(plugged(changed_layer(forward)))
     assert "damaged" not in str(raised.value)
 
 
-def test_a_module_of_another_shape_is_reported_by_its_own_path(plugged):
-    """The innermost module is named: a linear that gets a row too wide."""
+def test_error_in_a_shape_names_the_innermost_module(plugged):
+    """The error names a linear whose input rows are too wide."""
 
     def forward(layer, hidden):
         return layer.mlp.down_proj(hidden)
@@ -173,7 +173,7 @@ def test_a_module_of_another_shape_is_reported_by_its_own_path(plugged):
         plan_checkpoint(plugged(changed_layer(forward)), {})
 
 
-def test_layers_of_two_windows_are_reported_with_the_plugin(plugged):
+def test_error_about_two_windows_names_the_plugin(plugged):
     def build(config):
         decoder = llama(config)
         for layer, window in zip(decoder.model.layers, (3, 5), strict=False):
@@ -187,7 +187,7 @@ def test_layers_of_two_windows_are_reported_with_the_plugin(plugged):
 
 
 class Scaled(Module):
-    """hidden times a vector, which `combine` makes of the checkpoint's."""
+    """Module that multiplies hidden by a vector, which `combine` computes from the checkpoint's vector."""
 
     def __init__(self, width, combine):
         super().__init__()
@@ -209,7 +209,7 @@ class Scaled(Module):
         (lambda norm: norm["a"], "IndexError: "),
     ],
 )
-def test_a_parameter_that_cannot_be_made_is_reported_by_name(plugged, combine, message):
+def test_error_in_a_parameter_names_it(plugged, combine, message):
     def build(config):
         decoder = llama(config)
         decoder.model.norm = Scaled(config.hidden_size, combine)
@@ -221,7 +221,7 @@ def test_a_parameter_that_cannot_be_made_is_reported_by_name(plugged, combine, m
         planned.load("model.norm.weight")
 
 
-def test_a_decoder_that_is_not_of_a_plugin_is_named_by_its_family():
+def test_error_in_an_own_decoder_names_its_family():
     source = plan_checkpoint(checkpoint(FAMILY), {}).source
     decoder, _ = decoders.make_decoder(source)
     decoder.model.layers[0].spare = Constant(np.ones(3, np.float32)).named("model.layers.0.spare")

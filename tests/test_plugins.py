@@ -1,4 +1,4 @@
-"""Plug-ins: one of each kind, out of a package that pip installs beside chunkrt; and what becomes of broken ones."""
+"""Plug-ins of each kind, from a package that pip installs, and the treatment of broken ones."""
 
 import importlib.util
 import json
@@ -45,12 +45,12 @@ TAKEN = (
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory):
-    """The folder that the package is installed into."""
+    """Install the package and return the folder."""
     for needed in ("pip", "setuptools"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed: the plug-ins cannot be, without the network")
     source, target = tmp_path_factory.mktemp("source") / "package", tmp_path_factory.mktemp("site-packages")
-    shutil.copytree(PACKAGE, source)  # it is built where it lies
+    shutil.copytree(PACKAGE, source)  # pip builds it in place
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--target", target]
     install = [sys.executable, "-m", "pip", "install", *options, source]
     finished = subprocess.run(install, capture_output=True, text=True)
@@ -86,9 +86,9 @@ else:
     ],
 )
 def python(installed, request, tmp_path_factory):
-    """A function that runs Python with the package installed: its exit status, stdout and stderr.
+    """Return a function that runs Python with the package installed and returns exit status, stdout and stderr.
 
-    A process for each; or forks of one that has imported chunkrt, and has not looked for plug-ins.
+    Each call starts a process, or forks one that has imported chunkrt but has not searched for plug-ins.
     """
     path = [str(installed), str(Path(chunkrt.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200"}
@@ -117,13 +117,13 @@ def python(installed, request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cli(python):
-    """The same for the command line."""
+    """Return a function that runs the command line with the package installed."""
     return lambda *arguments: python("-m", "chunkrt", *arguments)
 
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory):
-    """A checkpoint of the plug-in's family, without the key that it has a default for."""
+    """Return a checkpoint of the plug-in's family, without the key that has a default."""
     folder = tmp_path_factory.mktemp("tiny_llama") / "checkpoint"
     shutil.copytree(checkpoint(FAMILY), folder)
     config = json.loads((folder / "config.json").read_text())
@@ -138,7 +138,7 @@ def run_answer(finished):
     return json.loads(out)
 
 
-def test_doctor_lists_them_and_says_what_is_wrong(cli):
+def test_doctor_lists_plugins_and_reports_faults(cli):
     status, out, err = cli("doctor", "--json")
     assert status == 0, err
     found = {f["what"]: f for f in json.loads(out) if f["what"].startswith("chunkrt.")}
@@ -168,7 +168,7 @@ def test_doctor_lists_them_and_says_what_is_wrong(cli):
 
 
 class Broken(ReferenceBackend):
-    """The reference but for what is set on it."""
+    """Reference backend with other attributes."""
 
     def __init__(self, **attributes):
         self.__dict__.update(attributes)
@@ -177,7 +177,7 @@ class Broken(ReferenceBackend):
 @pytest.mark.parametrize(
     "attributes", [{"concurrency": 0}, {"concurrency": "2"}, {"cache_dtypes": ()}, {"supports": None}]
 )
-def test_doctor_says_what_a_backend_cannot_be(monkeypatch, attributes):
+def test_doctor_reports_invalid_attributes_of_a_backend(monkeypatch, attributes):
     plugin = SimpleNamespace(
         name="toy",
         group=backends.PLUGINS.name,
@@ -192,7 +192,7 @@ def test_doctor_says_what_a_backend_cannot_be(monkeypatch, attributes):
     assert next(iter(attributes)) in finding.advice
 
 
-def test_doctor_says_which_operators_are_there_twice(monkeypatch):
+def test_doctor_reports_operators_that_are_registered_twice(monkeypatch):
     registry = OperatorRegistry()
     for name in ("one", "two"):
         with registry.from_distribution(name):
@@ -207,12 +207,12 @@ def test_doctor_says_which_operators_are_there_twice(monkeypatch):
         assert "'rms_norm' is registered several times" in finding.advice
 
 
-def test_a_policy_is_no_class():
+def test_policy_check_refuses_a_class():
     assert "is a class" in policy.PLUGINS.check("sequential", policy.Sequential)
     assert policy.PLUGINS.check("sequential", policy.Sequential()) == ""
 
 
-def test_a_backend_is_a_choice_of_npu(cli):
+def test_backend_of_a_plugin_can_serve_as_the_npu(cli):
     options = ("-p", "a b c d e f g h i j k l m n", "-n", "6", "--json", "--chunk", "4")
     expected = run_answer(cli("run", GGUF, *options, "--npu", "reference"))
     finished = cli("run", GGUF, *options, "--npu", "tiny")
@@ -227,7 +227,7 @@ def test_a_backend_is_a_choice_of_npu(cli):
     assert "latest_chunk" in shown
 
 
-def test_an_operator_takes_the_place_of_ours_and_is_switched_off(cli):
+def test_operator_of_a_plugin_replaces_ours_and_can_be_switched_off(cli):
     def norm(*switches):
         report = run_answer(cli("ops", GGUF, "--npu", "native", "--json", *switches))
         (row,) = {(r["runs_on"], r["origin"]) for r in report["operators"] if r["operator"] == "rms_norm"}
@@ -254,7 +254,7 @@ np.testing.assert_array_equal(logits[0], logits[1])
 """
 
 
-def test_an_operator_runs_once_a_chunk_where_it_is_switched_on(python):
+def test_operator_of_a_plugin_runs_once_per_chunk_if_enabled(python):
     status, _, err = python("-c", OPERATOR_RUNS, checkpoint("llama_mha"))
     assert status == 0, err
 
@@ -274,7 +274,7 @@ assert 0 < np.abs(logits[0] - logits[1]).max() < 2e-2 * np.abs(logits[0]).max()
 """
 
 
-def test_an_operator_prepares_its_weight_once_for_all_its_calls(python):
+def test_operator_of_a_plugin_prepares_its_weight_once(python):
     status, _, err = python("-c", PREPARED_RUNS, checkpoint("llama_mha"))
     assert status == 0, err
 
@@ -288,7 +288,7 @@ for name in ("tiny", "tiny_npu", "tiny_float"):
 
 
 @pytest.mark.exhaustive
-def test_backends_conform(python):
+def test_backends_of_plugins_conform(python):
     status, _, err = python("-c", BACKENDS_CONFORM)
     assert status == 0, err
 
@@ -324,7 +324,7 @@ else:
 """
 
 
-def test_a_backend_plays_both_roles_or_the_npus_alone(python):
+def test_backend_of_a_plugin_serves_as_npu_and_cpu_or_as_npu_only(python):
     status, _, err = python("-c", ROLES, checkpoint("llama_biased_gguf"))
     assert status == 0, err
 
@@ -347,7 +347,7 @@ np.testing.assert_allclose(*logits, rtol=0, atol=1e-4)
 """
 
 
-def test_beside_an_npu_that_has_float_alone_the_cpu_is_played_by_one_that_has_it_too(python, cli):
+def test_onnxrt_serves_as_cpu_if_the_npu_supports_only_float(python, cli):
     status, _, err = python("-c", FLOAT_ROLES, checkpoint(FAMILY))
     assert status == 0, err
     assert err.count("onnxrt serves as the CPU: native does not support linear layers under the scheme float") == 1
@@ -368,7 +368,7 @@ np.save(sys.argv[1], logits[0])
 """
 
 
-def test_a_decoder_family_gives_what_llama_gives(python, cli, family, tmp_path):
+def test_decoder_family_of_a_plugin_equals_llama(python, cli, family, tmp_path):
     path = tmp_path / "logits.npy"
     np.save(path, np.array(input_ids(FAMILY)))
     status, _, err = python("-c", DECODER, path, family, checkpoint(FAMILY))
@@ -402,7 +402,7 @@ np.savez(out / "found.npz", peak=peak, **logits)
 
 @pytest.fixture(scope="session")
 def recurrent(tmp_path_factory):
-    """A checkpoint of the family whose operator is its own, 24 token ids, the recurrence's values, and the logits."""
+    """Return a checkpoint of the family with its own operator, 24 token ids, the recurrence's values and the logits."""
     folder, rng = tmp_path_factory.mktemp("tiny_recurrent"), np.random.default_rng(3)
     width, vocabulary = 32, 256
     shapes = {"embed_tokens": (vocabulary, width), "in_proj": (width, width), "out_proj": (width, width)}
@@ -430,7 +430,7 @@ def recurrent(tmp_path_factory):
     return folder, ids, rows, hidden @ tensors["lm_head.weight"].T
 
 
-def test_an_operator_of_a_plugins_own_is_calibrated_and_runs_under_static_schemes(python, recurrent, tmp_path):
+def test_new_operator_of_a_plugin_is_calibrated_and_runs_under_static_schemes(python, recurrent, tmp_path):
     folder, ids, rows, logits = recurrent
     np.save(tmp_path / "ids.npy", ids)
     status, _, err = python("-c", RECURRENT, folder, tmp_path)
@@ -443,7 +443,7 @@ def test_an_operator_of_a_plugins_own_is_calibrated_and_runs_under_static_scheme
         assert np.abs(found[f"{npu} w8a16"] - logits).max() < 0.05 * np.abs(logits).max()
 
 
-def test_an_operator_of_a_plugins_own_is_examined_layer_by_layer(cli, recurrent, tmp_path):
+def test_new_operator_of_a_plugin_is_evaluated_per_layer(cli, recurrent, tmp_path):
     folder, *_ = recurrent
     text = tmp_path / "text.txt"
     text.write_text("a running sum that decays " * 20)
@@ -473,7 +473,7 @@ assert sorted(orders[0]) == sorted(orders[1])
 """
 
 
-def test_a_policy_changes_the_order_and_no_bit(python, cli):
+def test_policy_of_a_plugin_changes_the_order_and_no_bit(python, cli):
     status, _, err = python("-c", POLICY, GGUF)
     assert status == 0, err
     status, out, err = cli("simulate", "gemma-2b", "--device", "sd8gen3", "-p", "64", "--policy", "latest_chunk")
@@ -496,13 +496,13 @@ print(done)
 """
 
 
-def test_a_batcher_changes_who_shares_a_chunk_and_no_answer(python):
+def test_batcher_of_a_plugin_changes_chunks_and_no_answer(python):
     status, out, err = python("-c", BATCHER, GGUF)
     assert status == 0, err
     assert sorted(json.loads(out)) == [0, 1, 2]
 
 
-def test_what_is_asked_for_and_broken_is_an_error(cli, tmp_path):
+def test_selected_broken_plugin_is_an_error(cli, tmp_path):
     cause = "is broken: ModuleNotFoundError: No module named 'library_that_nobody_has'"
     config = {"model_type": "broken_llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -519,7 +519,7 @@ def test_what_is_asked_for_and_broken_is_an_error(cli, tmp_path):
         assert "Traceback" not in err
 
 
-def test_a_name_that_nobody_has_is_refused_with_those_of_plugins(python):
+def test_unknown_name_is_refused_with_names_of_plugins(python):
     script = "import chunkrt; chunkrt.load('x', {}='tiny_n')"
     for option, known in (("npu", "did you mean 'tiny_npu'"), ("policy", "latest_chunk"), ("batcher", "last_first")):
         status, _, err = python("-c", script.format(option))
@@ -527,11 +527,11 @@ def test_a_name_that_nobody_has_is_refused_with_those_of_plugins(python):
         assert known in err.splitlines()[-1]
 
 
-# What follows needs no installation: entry points that importlib.metadata might find.
+# The following tests need no installation: they replace the entry points that importlib.metadata finds.
 
 
 class Installed(Distribution):
-    """A distribution of a name and a version alone."""
+    """Distribution with only a name and a version."""
 
     def __init__(self, name):
         self._name = name
@@ -553,7 +553,7 @@ def entry(name, value, distribution="one", group="toy"):
 
 @pytest.fixture
 def found(monkeypatch):
-    """A list of the entry points that are installed."""
+    """Return the list of installed entry points, for a test to extend."""
     entries = []
     monkeypatch.setattr(plugins, "entry_points", lambda group: [e for e in entries if e.group == group])
     return entries
@@ -563,7 +563,7 @@ def group_of(**options):
     return PluginGroup("toy", error=ConfigError, **options)
 
 
-def test_nothing_is_imported_before_it_is_used(found):
+def test_plugin_group_imports_a_plugin_when_it_is_used(found):
     found += [entry("b", "module_that_nobody_has:x"), entry("a", "math:sqrt", "two")]
     group = group_of()
     assert group.names == ("a", "b")
@@ -572,7 +572,7 @@ def test_nothing_is_imported_before_it_is_used(found):
     assert (group.find("a").distribution, group.find("a").version) == ("two", "1.0")
 
 
-def test_a_broken_one_is_told_once_and_left_out(found, caplog):
+def test_plugin_group_reports_and_skips_a_broken_plugin_once(found, caplog):
     found += [entry("good", "math:sqrt"), entry("bad", "math:no_such_function"), entry("odd", "math:pi")]
     group = group_of()
     with caplog.at_level(logging.WARNING):
@@ -586,7 +586,7 @@ def test_a_broken_one_is_told_once_and_left_out(found, caplog):
     assert isinstance(raised.value.__cause__, AttributeError)
 
 
-def test_a_name_of_ours_or_of_two_distributions_is_told_and_nobody_takes_it(found, caplog):
+def test_plugin_group_reports_and_skips_names_that_are_taken(found, caplog):
     found += [entry("mine", "math:sqrt"), entry("twice", "math:sin"), entry("twice", "math:cos", "two")]
     group = group_of(own=("mine",))
     with caplog.at_level(logging.WARNING):
@@ -603,7 +603,7 @@ def test_a_name_of_ours_or_of_two_distributions_is_told_and_nobody_takes_it(foun
         group.find("twice").load()
 
 
-def test_one_that_exits_when_it_is_imported_is_broken_too(found, tmp_path, monkeypatch, caplog):
+def test_plugin_group_treats_an_exit_at_import_as_broken(found, tmp_path, monkeypatch, caplog):
     (tmp_path / "module_that_exits.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(tmp_path)
     found.append(entry("bad", "module_that_exits:x"))
@@ -618,7 +618,7 @@ def test_one_that_exits_when_it_is_imported_is_broken_too(found, tmp_path, monke
         (lambda config: None, "TypeError: it returned None, expected a Module"),
     ],
 )
-def test_a_family_that_cannot_be_built_is_told_by_name(found, family, monkeypatch, build, message):
+def test_error_in_a_family_names_the_plugin(found, family, monkeypatch, build, message):
     found.append(entry("tiny_llama", "plugin_of_this_test:build"))
     monkeypatch.setitem(sys.modules, "plugin_of_this_test", SimpleNamespace(build=build))
     monkeypatch.setattr(decoders, "PLUGINS", PluginGroup("toy", error=UnsupportedModelError))
@@ -626,7 +626,7 @@ def test_a_family_that_cannot_be_built_is_told_by_name(found, family, monkeypatc
         plan_checkpoint(family, {})
 
 
-def test_an_installation_that_cannot_be_read_leaves_chunkrt_without_plugins(monkeypatch, caplog):
+def test_plugin_group_is_empty_if_distributions_cannot_be_read(monkeypatch, caplog):
     def damaged(group):
         raise ValueError("no such section")
 
@@ -635,8 +635,8 @@ def test_an_installation_that_cannot_be_read_leaves_chunkrt_without_plugins(monk
     assert "no toy are used: the installed distributions cannot be read (ValueError: no such section)" in caplog.text
 
 
-def test_a_family_that_changed_compiles_its_checkpoints_anew(found, tmp_path, monkeypatch):
-    """The cache tells by the plug-in's files; a checkpoint of another family keeps its place."""
+def test_cache_key_changes_with_the_files_of_a_family(found, tmp_path, monkeypatch):
+    """The key depends on the plug-in's files; the key of another family's checkpoint does not change."""
     package, folders = tmp_path / "package_of_a_family", {}
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -669,14 +669,14 @@ def test_a_family_that_changed_compiles_its_checkpoints_anew(found, tmp_path, mo
         ((), "w8a8-dynamic", "w8a8-dynamic"),
     ],
 )
-def test_an_npu_says_by_supports_which_scheme_is_its_default(taken, default, scheme):
+def test_default_scheme_of_an_npu_follows_its_supports(taken, default, scheme):
     def supports(subgraph, plan, scheme):
         return Support(ok=scheme.name in taken, node="linear", reason="" if scheme.name in taken else "not that")
 
     assert default_npu_scheme(supports, default) == scheme
 
 
-def test_hexagon_says_so_too():
+def test_default_scheme_of_hexagon_follows_its_supports():
     refused = [name for name, scheme in SCHEMES.items() if linear_refusal(npu_support, scheme)]
     assert refused == ["float", "w8a8-dynamic", "w4a8-dynamic"]
     assert default_npu_scheme(npu_support, "w4a8-dynamic") == "w8a16"

@@ -1,4 +1,4 @@
-"""Progress as a person sees it, and what a prefill tells of itself."""
+"""Display of progress, and the progress that a prefill reports."""
 
 import io
 import sys
@@ -17,13 +17,13 @@ GGUF = checkpoint("llama_biased_gguf")
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds, which the test moves on."""
+    """Return a clock in seconds, which the test advances."""
     now = [100.0]
     monkeypatch.setattr(shown.time, "monotonic", lambda: now[0])
     return now
 
 
-def test_without_a_terminal_there_is_a_line_every_ten_seconds(clock, capsys):
+def test_progress_without_a_terminal_prints_a_line_every_ten_seconds(clock, capsys):
     progress = ShownProgress()
     for done in range(0, 4096, 128):
         progress("prefill", done, 4096)
@@ -35,7 +35,7 @@ def test_without_a_terminal_there_is_a_line_every_ten_seconds(clock, capsys):
     assert len(lines) == 6
 
 
-def test_what_is_short_says_nothing(clock, capsys):
+def test_progress_shows_nothing_for_short_work(clock, capsys):
     with ShownProgress() as progress:
         for what in ("compiling", "prefill"):
             for done in range(10):
@@ -44,7 +44,7 @@ def test_what_is_short_says_nothing(clock, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_has_a_bar_after_a_second_and_nothing_is_left_of_it(clock, monkeypatch):
+def test_progress_in_a_terminal_shows_a_bar_and_removes_it(clock, monkeypatch):
     screen = io.StringIO()
     real = Console
     monkeypatch.setattr(
@@ -64,7 +64,7 @@ def test_a_terminal_has_a_bar_after_a_second_and_nothing_is_left_of_it(clock, mo
 
 
 @pytest.mark.parametrize("options", [{}, {"threads": 2, "policy": "sequential"}, {"npu": "off"}])
-def test_a_prefill_tells_of_every_chunk(options):
+def test_prefill_reports_progress_of_each_chunk(options):
     told = []
     with chunkrt.load(GGUF, chunk_length=8, **options) as engine, engine.session() as session:
         expected = engine.session().prefill(list(range(50))).logits.tobytes()
@@ -79,7 +79,7 @@ def test_a_prefill_tells_of_every_chunk(options):
         assert len(told) == num_told
 
 
-def test_a_cancelled_prefill_ends_what_it_tells(monkeypatch):
+def test_cancelled_prefill_ends_its_progress(monkeypatch):
     with chunkrt.load(GGUF, chunk_length=8) as engine, engine.session() as session:
         told = []
 
@@ -93,7 +93,7 @@ def test_a_cancelled_prefill_ends_what_it_tells(monkeypatch):
         assert session.position == 0
 
 
-def test_progress_is_true_or_a_function(monkeypatch):
+def test_progress_option_is_true_or_a_function(monkeypatch):
     assert isinstance(find_progress(True), ShownProgress)
     assert find_progress(None) is find_progress(False)
     with pytest.raises(ConfigError, match="progress is 3, expected True, or a function"):

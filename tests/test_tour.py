@@ -1,4 +1,4 @@
-"""docs/tour.md against the code: the files that a compilation enters are those that it names."""
+"""Compare docs/tour.md with the code: it names the files that a compilation enters."""
 
 import gc
 import re
@@ -16,7 +16,7 @@ PACKAGE = Path(chunkrt.__file__).parent
 
 
 def files_entered(call):
-    """Return the files of the package in which a function was called, finalizers of other tests' objects excepted."""
+    """Return the files of the package that a call enters, without finalizers of other tests' objects."""
     found = set()
     gc.collect()
 
@@ -35,7 +35,7 @@ def files_entered(call):
     return {path.relative_to(PACKAGE).as_posix() for path in paths if path.is_relative_to(PACKAGE)}
 
 
-def test_the_way_of_a_checkpoint_is_as_the_tour_tells_it(tmp_path):
+def test_tour_names_the_files_that_a_compilation_enters(tmp_path):
     recipe, folder = Recipe(scheme=SCHEMES["w8a8-dynamic"]), tmp_path / "engine"
     entered = files_entered(lambda: compile_checkpoint(checkpoint("llama_gqa"), recipe, {}, folder, model="toy"))
     section = TOUR.read_text(encoding="utf-8").split("\n## ")[1]

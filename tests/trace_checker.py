@@ -1,8 +1,8 @@
-"""A strict reading of Chrome's Trace Event Format, as Perfetto's importer takes it.
+"""Strict checks of Chrome's Trace Event Format, as Perfetto's importer reads it.
 
-Perfetto's own trace processor is a program that its Python package downloads when it is used, so tests cannot load it.
-This checks what that importer would drop or count as an error: unknown phases, missing or mistyped fields, tasks of a
-track that overlap once times are cut to nanoseconds, and flow events that no task encloses.
+Perfetto's Python package downloads its trace processor when it is used, so tests cannot load it. These checks find
+everything that the importer would drop or count as an error: unknown phases, missing or mistyped fields, tasks of a
+track that overlap after times are truncated to nanoseconds, and flow events outside all tasks.
 """
 
 import json
@@ -22,20 +22,20 @@ METADATA = {"process_name": ("name", str), "thread_name": ("name", str), "thread
 
 
 def nanoseconds(microseconds):
-    """As the importer does it: cut off, not rounded."""
+    """Convert like the importer: truncate, do not round."""
     return int(microseconds * 1000)
 
 
 class CheckedTrace:
-    """A trace file that passed every check, and what is in it.
+    """Contents of a trace file that passed all checks.
 
-    `tracks`: names by tid. `slices`: (start, end, name, args) by track name. `flows`: the names of the tasks that an
-    arrow leads through, by its name and id. `counters`: (time, value) by counter.
+    `tracks`: names by tid. `slices`: (start, end, name, args) by track name. `flows`: names of the tasks that an arrow
+    connects, by its name and id. `counters`: (time, value) by counter.
     """
 
     def __init__(self, path):
         text = path.read_text("utf-8")
-        assert text.startswith('{"')  # by this the importer knows a JSON trace
+        assert text.startswith('{"')  # the importer detects a JSON trace by this
         data = json.loads(text, parse_constant=lambda word: 1 / 0)
         assert set(data) <= {"traceEvents", "otherData", "displayTimeUnit", "systemTraceEvents", "metadata"}
         self.events = data["traceEvents"]

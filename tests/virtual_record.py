@@ -1,4 +1,4 @@
-"""Records of runs on a virtual clock, for what writes and draws them."""
+"""Records of runs on a virtual clock, for tests of writers and drawings."""
 
 from fake_backend import make_plan
 
@@ -11,7 +11,7 @@ PLAN = make_plan(layers=2)
 
 
 def virtual_record(processors, *, plan=PLAN, num_chunks=4, slots=3, start=10**15, duration=1001, position=0):
-    """A run on a virtual clock in which tasks of a worker touch, late on the clock, with odd nanoseconds."""
+    """Return a record whose tasks of one worker touch, at a late time, with odd nanoseconds."""
     schedule = Schedule(
         plan,
         routes=plan.flow.routes(num_chunks, range(num_chunks - 1, num_chunks)),

@@ -1,4 +1,4 @@
-"""A tiny Gemma 3 whose residual stream leaves float16, as that of Gemma 3 270M does."""
+"""A tiny Gemma 3 whose residual stream exceeds float16, like that of Gemma 3 270M."""
 
 import json
 import shutil
@@ -14,15 +14,15 @@ from chunkrt.compile.compiler import plan_checkpoint
 
 NAME, FACTOR = "gemma3_scaled", 8192
 PEAK, EXPONENT = 112_461, 2
-"""Of the stream: 13.7 in the fixture. The table of embeddings stays within float16, which it is stored in: 35,937."""
+"""Peak of the stream, which is 13.7 in the fixture. The embedding table stays within float16, its storage: 35,937."""
 
 
 def wide_gemma(folder: Path) -> tuple[Path, Path]:
-    """A checkpoint in a new folder, and its calibration.
+    """Write a checkpoint to a new folder; return it and its calibration.
 
-    The embeddings and all that is added to them are FACTOR times the fixture's: the norms behind the linears have
-    FACTOR times the weight. What norms make of the stream is the same but for epsilon, and as the head is tied to the
-    embeddings, logits are FACTOR times the fixture's.
+    The embeddings and all values that are added to them are FACTOR times those of the fixture, because weights of the
+    norms after the linears are FACTOR times larger. Norms of the stream therefore have the same results, except for
+    epsilon. The head is tied to the embeddings, so logits are FACTOR times those of the fixture.
     """
     model = shutil.copytree(checkpoint(NAME), folder / "model")
     weights = {name: array.astype(np.float32) for name, array in load_file(model / "model.safetensors").items()}
@@ -43,5 +43,5 @@ def wide_gemma(folder: Path) -> tuple[Path, Path]:
 
 
 def wide_logits():
-    """float32 [T, V], what Transformers computes for the fixture, scaled; and the prompt."""
+    """Return Transformers' logits of the fixture, float32 [T, V], times FACTOR, and the prompt."""
     return FACTOR * expected_logits(NAME), np.array(input_ids(NAME))

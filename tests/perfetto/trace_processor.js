@@ -8,7 +8,7 @@ const vm = require("vm");
 const folder = process.argv[2];
 const requests = fs.readFileSync(0);
 
-// What of a web worker's world the module asks for.
+// The parts of a web worker's environment that the module uses.
 const worker = {
   console: { log() {}, warn: console.error, error: console.error },
   URL, TextDecoder, TextEncoder, performance, setTimeout, clearTimeout, crypto: globalThis.crypto,
@@ -32,7 +32,7 @@ vm.runInContext(fs.readFileSync(path.join(folder, "engine_bundle.js"), "utf8"), 
 const port = { postMessage: (bytes) => fs.writeSync(1, Buffer.from(bytes)) };
 worker.onmessage({ data: port });
 
-// It takes requests once it has started, which it does in what it has put on the event loop by now.
+// The module starts in callbacks that are on the event loop by now, and accepts requests after its start.
 setTimeout(() => {
   const copy = vm.runInContext("(bytes) => new Uint8Array(bytes)", worker);
   port.onmessage({ data: copy(requests) });
