@@ -15,15 +15,16 @@ from chunkrt.cli import COMMANDS
 from chunkrt.cli.command import GROUPS
 from chunkrt.cli.generation import SAMPLING
 from chunkrt.engine.declaration import Declaration
-from chunkrt.engine.options import DECLARED
+from chunkrt.engine.options import DECLARED, EngineOptions
 
 DEFAULT = re.compile(r"\s*\[default: (.*?)\]")
 
+_SHARED = ("help", "help_all", "verbose")
+
 HEADER = """# All options
 
-This page is generated from the declarations of the options, by `make docs`. A name in the column "field and key" is a
-parameter of `chunkrt.load` and a field of `chunkrt.EngineOptions`, and the same name is the key in a settings file
-(`--settings`).
+This page is generated from the declarations of the options, by `make docs`. The name below a flag is a parameter of
+`chunkrt.load`, a field of `chunkrt.EngineOptions`, and the key in a settings file (`--settings`).
 """
 
 
@@ -33,52 +34,58 @@ def page() -> str:
     parts = [HEADER, "## Engine options\n", *_engine_options()]
     run = {option.name: option for option in _options(commands["run"])}
     parts.append("## Sampling options\n\nOptions of `run` and `chat`, and fields of `chunkrt.SamplingOptions`.\n")
-    parts.append(_table([run[name] for name in SAMPLING], "field"))
+    parts.append(_table((*_described(run[name]), name) for name in SAMPLING))
     parts.append("## Options of each command\n\nOptions of engines and of sampling are not repeated.\n")
     for name, command in commands.items():
         for words, one in _with_subcommands(name, command):
-            own = [option for option in _options(one) if option.name not in (*DECLARED, *SAMPLING)]
-            own = [option for option in own if option.name not in ("help", "help_all", "verbose")]
+            own = [option for option in _options(one) if option.name not in (*DECLARED, *SAMPLING, *_SHARED)]
             parts.append(f"### {words}\n\n{one.get_short_help_str(200)}\n")
             if own:
-                parts.append(_table(own))
+                parts.append(_table((*_described(option), "") for option in own))
     return "\n".join(parts)
+
+
+def fields() -> str:
+    """Return a table of the fields of EngineOptions, in terms of Python."""
+    rows = []
+    for entry in re.findall(r"^    (\w+: .*(?:\n {8}.*)*)", EngineOptions.__doc__ or "", re.MULTILINE):
+        name, _, text = re.sub(r"\s+", " ", entry).partition(": ")
+        if name in DECLARED:
+            rows.append(f"| `{name}` | {_sentence(text, DECLARED[name][1])} |\n")
+    return "| field | meaning |\n| --- | --- |\n" + "".join(rows)
 
 
 def _engine_options() -> Iterator[str]:
     for group in GROUPS:
-        rows = [
-            _row(f"`{declared.flag}`", name, declared.help + _values(declared), default)
-            for name, (_, default, declared) in DECLARED.items()
-            if declared.group == group and declared.flag
-        ]
-        if rows:
-            yield f"### {group}\n"
-            yield "| flag | field and key | default | meaning |\n| --- | --- | --- | --- |\n" + "".join(rows)
+        named = {n: (default, d) for n, (_, default, d) in DECLARED.items() if d.group == group and d.flag}
+        if named:
+            rows = ((f"`{d.flag}`", _sentence(d.help, default) + _values(d), n) for n, (default, d) in named.items())
+            yield f"### {group}\n\n{_table(rows)}"
+
+
+def _table(rows: Iterable[tuple[str, str, str]]) -> str:
+    """Return a table of two columns, so that it fits a narrow screen: flags and field, and meaning."""
+    lines = [f"| {flags}{f'<br>`{name}`' if name else ''} | {meaning} |\n" for flags, meaning, name in rows]
+    return "| option | meaning |\n| --- | --- |\n" + "".join(lines)
+
+
+def _described(option: click.Option) -> tuple[str, str]:
+    flags = ", ".join(f"`{flag}`" for flag in (*option.opts, *option.secondary_opts))
+    return flags, _sentence(option.help or "", option.default)
+
+
+def _sentence(help: str, default: object) -> str:
+    """Return a help text with its default as a sentence."""
+    found = DEFAULT.search(help)
+    shown = found[1] if found else default if isinstance(default, str | int | float) and default != "" else None
+    if isinstance(shown, bool):
+        shown = "on" if shown else None
+    return DEFAULT.sub("", help).replace("|", "\\|") + (f" Default: {shown}." if shown is not None else "")
 
 
 def _values(declared: Declaration) -> str:
     values = (declared.metavar or "").split("|") if declared.metavar else declared.choices() if declared.choices else ()
     return f" Values: {', '.join(f'`{value}`' for value in values)}." if values else ""
-
-
-def _table(options: Iterable[click.Option], field: str = "") -> str:
-    names = ["flag", *([field] if field else []), "default", "meaning"]
-    head = f"| {' | '.join(names)} |\n|{' --- |' * len(names)}\n"
-    rows = []
-    for option in options:
-        flags = ", ".join(f"`{flag}`" for flag in (*option.opts, *option.secondary_opts))
-        rows.append(_row(flags, option.name if field else "", option.help or "", option.default))
-    return head + "".join(rows)
-
-
-def _row(flags: str, name: str, help: str, default: object) -> str:
-    found = DEFAULT.search(help)
-    shown = found[1] if found else default if isinstance(default, str | int | float) and default != "" else ""
-    if isinstance(shown, bool):
-        shown = "on" if shown else "off"
-    cells = [flags, *([f"`{name}`"] if name else []), str(shown), DEFAULT.sub("", help)]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
 def _options(command: click.Command) -> list[click.Option]:

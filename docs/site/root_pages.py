@@ -1,6 +1,7 @@
 """Hook of mkdocs that adds pages outside docs/ to the site, and makes their links lead to pages of the site."""
 
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -39,3 +40,12 @@ def on_files(files, config):
         text = text.replace("](../docs/", "](../")
         files.append(File.generated(config, page, content=text))
     return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    if page.file.src_path == "api.md":
+        sys.path.insert(0, str(Path(__file__).parent))
+        from options import fields
+
+        markdown = markdown.replace("<!-- fields of EngineOptions -->", fields())
+    return markdown

@@ -20,7 +20,7 @@ def built(root, out):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """What the site is made of, to be changed."""
+    """Copy the sources of the site, for a test to change."""
     copy = tmp_path / "checkout"
     ignored = shutil.ignore_patterns("build", ".venv", ".git", "tests", "csrc", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, copy, ignore=ignored)
