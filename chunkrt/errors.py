@@ -1,7 +1,7 @@
-"""All errors that chunkrt raises on purpose.
+"""All exceptions that chunkrt raises on purpose.
 
-A message states the failure, the value that was found, the value that was expected, and the next thing to try. The
-command line prints it as one line; `-v` adds the traceback and the chained cause.
+A message states the failure, the actual value, the expected value, and the next thing to try. The command line prints
+the message as one line; `-v` adds the traceback and the chained cause.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from difflib import get_close_matches
 
 
 class ChunkrtError(Exception):
-    """Base of all errors below; catch it to catch everything that chunkrt reports.
+    """Base class of all exceptions of chunkrt.
 
-    The message is one line: characters from damaged files or other libraries are escaped.
+    The message is one line. Control characters from damaged files or other libraries are escaped.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -31,7 +31,8 @@ class ModelError(ChunkrtError):
 class UnsupportedModelError(ModelError):
     """The checkpoint is valid, but its architecture or one of its features is not implemented.
 
-    `feature`: name of the key of the config or the tensor that requires the feature; empty if there is no single one.
+    `feature` is the name of the key in the config, or of the tensor, that requires the feature. It is empty if several
+    do.
     """
 
     def __init__(self, message: str, *, feature: str = "") -> None:
@@ -40,11 +41,11 @@ class UnsupportedModelError(ModelError):
 
 
 class BusyError(ChunkrtError):
-    """The engine has reached its limit of work or sessions; there may be room again later."""
+    """The engine has reached its limit of work or sessions. A later attempt may succeed."""
 
 
 class PartitionError(ChunkrtError):
-    """A subgraph cannot run on the device it was placed on."""
+    """A subgraph cannot run on the device on which it was placed."""
 
 
 class QuantizationError(ChunkrtError):
@@ -64,15 +65,15 @@ class CompileError(BackendError):
 
 
 class DeviceLostError(BackendError):
-    """The device stopped answering while it ran a subgraph."""
+    """The device stopped responding while it ran a subgraph, or another rank was lost."""
 
 
 class NumberRangeError(BackendError):
-    """A value exceeds the range of numbers that a device computes with. The device itself works."""
+    """A value exceeds the range of the device's number format. The device itself works."""
 
 
 class OutOfMemoryError(ChunkrtError, MemoryError):
-    """The memory is not sufficient for a file, a model or its context, which are valid themselves."""
+    """The memory is not sufficient for a valid file, a model or its context."""
 
 
 class ConstraintError(ChunkrtError):
@@ -84,8 +85,9 @@ class ClosedError(ChunkrtError):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], *, hint: str = "") -> ConfigError:
-    """Return the error for an unknown name. The message offers the nearest known name, then lists all, or gives
-    `hint`."""
+    """Return the error for an unknown name. The message suggests the nearest known name, and then lists all names or
+    contains `hint`.
+    """
     known = list(known)
     nearest = get_close_matches(name, known, n=1, cutoff=0.5)
     guess = f"did you mean {nearest[0]!r}? " if nearest else ""

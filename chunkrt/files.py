@@ -1,8 +1,9 @@
-"""Files and folders that several processes write: each is either complete or absent, and dead processes leave no rest.
+"""Files and folders that several processes write. An entry is either complete or absent, also after a process was
+killed.
 
-An entry is written under a hidden name next to its own, the same for every attempt, and then renamed: the next attempt
-replaces the rest of a killed process. Only one process at a time writes into a folder of the cache, so hidden entries
-there come from a dead process, and the next writer removes them.
+An entry is written under a hidden name next to its final name, and then renamed. The hidden name is the same for every
+attempt, so the next attempt replaces the incomplete entry of a killed process. Only one process at a time writes into a
+folder of the cache. Therefore hidden entries in it come from killed processes, and the next writer removes them.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 
 BYTE_ORDER_MARK = "\ufeff"
-"""U+FEFF, which Windows PowerShell and some editors write at the beginning of a text."""
+"""Byte order mark (U+FEFF), which Windows PowerShell and some editors write at the beginning of a text."""
 
 SILENT_SECONDS = 1.0
-"""Seconds that a process waits for another before it logs a warning."""
+"""Seconds that a process waits for another process before it logs a warning."""
 
 
 @contextmanager
 def locked(path: Path, doing: str) -> Iterator[None]:
-    """Hold a lock file; the system releases it if the process dies.
+    """Hold a lock file. If the process ends, the system releases the lock.
 
     Args:
-        doing: activity of the processes that hold it, for the warning of a process that has to wait.
+        doing: activity of the process that holds the lock, for the warning of a waiting process.
 
     Raises:
         OSError: the file cannot be written.
@@ -71,8 +72,8 @@ def locked(path: Path, doing: str) -> Iterator[None]:
 
 @contextmanager
 def only_writer(folder: Path, doing: str) -> Iterator[None]:
-    """Be the only process that writes into a folder. The folder must be chunkrt's own: hidden entries in it are
-    deleted.
+    """Hold the lock for writing into a folder, and delete hidden entries in the folder. It must be a folder of
+    chunkrt's own.
 
     The lock file is next to the folder. Arguments and errors are those of `locked`.
     """
@@ -84,13 +85,15 @@ def only_writer(folder: Path, doing: str) -> Iterator[None]:
 
 
 def made_once(path: Path, doing: str, read: Callable[[], Entry], make: Callable[[], Entry]) -> Entry:
-    """Return an entry of a cache: one process makes it while the others wait, and then read it.
+    """Return an entry of a cache. If it is missing, one process creates the entry, while other processes wait and then
+    read it.
 
     Args:
-        path: the entry, in a folder of chunkrt's own.
-        doing: activity that makes it, for warnings: "compiling a model".
-        read: reads an existing entry; any error except MemoryError means that the entry is damaged. A warning is
-            logged, and the entry is made again.
+        path: path of the entry, in a folder of chunkrt's own.
+        doing: activity that creates the entry, for warnings, e.g. "compiling a model".
+        read: reads an existing entry. If it raises an error other than MemoryError, the entry is damaged. A warning is
+        then
+            logged, and the entry is created again.
         make: writes the entry with `written_aside`.
 
     Raises:
@@ -105,7 +108,7 @@ def made_once(path: Path, doing: str, read: Callable[[], Entry], make: Callable[
         log.debug("%s cannot be read", path, exc_info=True)
     with only_writer(path.parent, doing):
         try:
-            if path.exists():  # made by another process meanwhile
+            if path.exists():  # another process has created the entry in the meantime
                 return read()
         except MemoryError:
             raise
@@ -120,11 +123,11 @@ def written_aside(path: Path) -> Iterator[Path]:
     """Yield a path for writing a file or a folder, which is renamed to `path` if the block succeeds, and removed
     otherwise.
 
-    The data are on the disk before the renaming. Of several attempts at once each waits for the one before it. A file
-    replaces another, a folder does not.
+    The data are flushed to the disk before renaming. Concurrent attempts wait for each other. A file replaces an
+    existing file, but a folder does not replace an existing folder.
 
     Raises:
-        OSError: the folder around it cannot be created, or it cannot be renamed.
+        OSError: the parent folder cannot be created, or the entry cannot be renamed.
     """
     aside, lock = (path.parent / f".{path.name}{suffix}" for suffix in (".part", ".lock"))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,11 +142,13 @@ def written_aside(path: Path) -> Iterator[Path]:
             aside.replace(path)
         finally:
             remove(aside)
-            remove(lock)  # removed while it is held: a waiting process notices that, and creates a new one
+            remove(
+                lock
+            )  # removed while it is locked: a waiting process detects the removal, and creates a new lock file
 
 
 def check_writable(path: Path) -> None:
-    """Raise OSError if `written_aside` could not write a file, as far as that can be determined in advance."""
+    """Raise OSError if `written_aside` would fail to write a file, as far as this can be determined in advance."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -160,8 +165,8 @@ def read_text(path: Path) -> str:
     never end.
 
     Raises:
-        OSError: it cannot be read, or is not a regular file.
-        ValueError: it is not UTF-8.
+        OSError: the file cannot be read, or is not a regular file.
+        ValueError: the text is not UTF-8.
     """
     check_regular(path)
     return path.read_text(encoding="utf-8-sig")
@@ -175,11 +180,11 @@ def check_regular(path: Path) -> None:
 
 
 def map_read_only(path: Path) -> mmap.mmap:
-    """Map a file for reading; the mapping stays open for as long as an array views it.
+    """Map a file into memory for reading. The mapping stays open as long as an array refers to it.
 
     Raises:
-        OSError: it is missing or unreadable, or not a regular file.
-        ValueError: it is empty.
+        OSError: the file is missing or unreadable, or not a regular file.
+        ValueError: the file is empty.
         OutOfMemoryError: the address space or memory is not sufficient.
     """
     check_regular(path)
@@ -196,7 +201,7 @@ def map_read_only(path: Path) -> mmap.mmap:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises OSError or ValueError if it cannot be read or is not TOML."""
+    """Read a TOML file. Raise OSError if it cannot be read, or ValueError if it is not TOML."""
     try:
         return tomllib.loads(read_text(path))
     except RecursionError as error:
@@ -204,14 +209,15 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises OSError or ValueError if it cannot be read or is not JSON; NaN and Infinity are not
-    JSON."""
+    """Read a JSON file. Raise OSError if it cannot be read, or ValueError if it is not JSON. NaN and Infinity are not
+    JSON.
+    """
     return parse_json(read_text(path))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError like `read_json`. A byte order mark at the beginning is ignored."""
-    if isinstance(text, str):  # the library ignores it in bytes
+    """Parse JSON, and ignore a byte order mark at the beginning. Raise ValueError like `read_json`."""
+    if isinstance(text, str):  # in bytes the library ignores the byte order mark
         text = text.removeprefix(BYTE_ORDER_MARK)
     try:
         return json.loads(text, parse_constant=_refuse_constant)
@@ -220,7 +226,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_keys(table: Mapping[str, Any], kind: type) -> None:
-    """Raise ValueError for a key without a field in the dataclass that is read from this table."""
+    """Raise ValueError if a table contains a key that is not a field of the dataclass."""
     if unknown := sorted(table.keys() - {field.name for field in fields(kind)}):
         raise ValueError(f"{kind.__name__} has no key {unknown[0]!r}")
 
@@ -230,18 +236,19 @@ def _refuse_constant(name: str) -> None:
 
 
 def fingerprint(path: Path) -> tuple[int, str]:
-    """Return the bytes and the SHA-256 of a regular file. Raises OSError if it cannot be read, or is not a regular
-    file."""
+    """Return the size in bytes and the SHA-256 of a regular file. Raise OSError if it cannot be read, or is not a
+    regular file.
+    """
     check_regular(path)
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_archive(archive: ZipFile, *, ratio: int = 1) -> None:
-    """Reject an archive that would inflate beyond `ratio` times the size of its file.
+    """Reject an archive whose contents are larger than `ratio` times the size of its file.
 
     Raises:
-        ValueError: the sizes that it declares are larger, or a name occurs twice.
+        ValueError: the declared sizes exceed the limit, or a name occurs twice.
     """
     members = archive.infolist()
     if len({member.filename for member in members}) < len(members):
@@ -267,7 +274,9 @@ def _tell_of_waiting(doing: str) -> None:
 
 
 def bytes_below(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder. Files that vanish meanwhile are not counted."""
+    """Return the size in bytes of a file, or of all files in a folder. Files that are deleted in the meantime do not
+    count.
+    """
     files = [path] if path.is_file() else (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     total = 0
     for file in files:

@@ -1,4 +1,4 @@
-"""Pictures that commands draw with `--plot`, using matplotlib, which is imported on the first use."""
+"""Pictures for `--plot`. They are drawn with matplotlib, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f
 
 
 class Point(NamedTuple):
-    """A point of a line; `deviation` is drawn as a vertical bar, if there is one."""
+    """A point of a line. If `deviation` is set, it is drawn as a vertical bar."""
 
     x: float
     y: float
@@ -25,7 +25,7 @@ class Point(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Axes with lines by their names. The points of a line are joined in the order of x."""
+    """Axes with named lines. The points of a line are joined in the order of x."""
 
     x_label: str
     y_label: str
@@ -36,7 +36,7 @@ def check_picture(path: Path) -> None:
     """Check that a picture can be drawn, before anything runs.
 
     Raises:
-        ConfigError: an unknown format, matplotlib is missing, or the path is not a file.
+        ConfigError: the format is unknown, matplotlib is missing, or the path is not a file.
     """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"cannot draw {path}: its name must end with one of {', '.join(FORMATS)}")
@@ -45,14 +45,14 @@ def check_picture(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'chunkrt[plot]'") from error
+        raise ConfigError("--plot needs matplotlib, which is not installed; run pip install 'chunkrt[plot]'") from error
 
 
 def draw_panels(panels: Sequence[Panel], path: Path, title: str) -> None:
-    """Draw panels next to each other, all axes starting at 0.
+    """Draw panels next to each other. All axes start at 0.
 
     Raises:
-        ConfigError: see `check_picture`; the file cannot be written.
+        ConfigError: the file cannot be written; see also `check_picture`.
     """
     check_picture(path)
     from matplotlib.figure import Figure
@@ -74,16 +74,16 @@ def draw_panels(panels: Sequence[Panel], path: Path, title: str) -> None:
 
 
 def plain(axes: Any) -> None:
-    """Format axes with a faint grid, and no frame."""
+    """Format axes with a faint grid and without a frame."""
     axes.grid(visible=True, which="major", color="#e5e5e5")
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write a figure, completely or not at all; the same figure gives the same file.
+    """Write a figure atomically. Equal figures give identical files.
 
     Args:
-        path: its suffix selects the format, one of FORMATS.
+        path: path of the file; its suffix selects the format from FORMATS.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -1,7 +1,7 @@
 """Plug-ins: operators, backends, decoder families, policies and batchers of other distributions, by their entry points.
 
-The installed entry points are read once a process, when a name is first looked up; a plug-in is imported once, at its
-first use. A broken plug-in affects only its users.
+The installed entry points are read once per process, when a name is first looked up. A plug-in is imported once, at its
+first use. A broken plug-in only affects code that uses it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 class Plugin(Generic[Provided]):
     """One entry point of a group.
 
-    `distribution`, `version`: the distribution that provides it. `conflict`: the reason why its name is not used; empty
-    if it is.
+    Attributes:
+        distribution, version: name and version of the distribution that provides the plug-in.
+        conflict: the reason why the plug-in's name cannot be used; empty if it can.
     """
 
     def __init__(self, group: PluginGroup[Provided], entry_point: EntryPoint, conflict: str) -> None:
@@ -45,17 +46,17 @@ class Plugin(Generic[Provided]):
         return f"plug-in {self.name!r} of {self.distribution} {self.version} ({self.group})"
 
     def load(self) -> Provided:
-        """Return the object of the entry point. It is imported once, and a failure is kept.
+        """Return the object of the entry point. It is imported once; a failure is stored and raised again.
 
         Raises:
-            The group's error: the import fails, the object is not of the expected kind, or its name belongs to another.
+            The group's error: the import fails, the object is not of the expected kind, or the name is already in use.
         """
         if self.conflict:
             raise self._error(f"the {self} is not used: {self.conflict}")
         if self._failure is None:
             try:
                 return self._provided
-            except (Exception, SystemExit) as error:  # any error of the plug-in
+            except (Exception, SystemExit) as error:  # a plug-in may raise any error
                 self._failure = error
         cause = self._failure
         raise self._error(
@@ -63,7 +64,7 @@ class Plugin(Generic[Provided]):
         ) from cause
 
     def load_or_tell(self) -> Provided | None:
-        """Load like `load`; for a plug-in that fails, log one warning and return None."""
+        """Return the object like `load`. If the plug-in fails, log one warning and return None."""
         try:
             return self.load()
         except ChunkrtError as error:
@@ -71,12 +72,12 @@ class Plugin(Generic[Provided]):
             return None
 
     def fail(self, cause: BaseException) -> None:
-        """Mark the plug-in as failed in use: log one warning, and raise the cause in `load` from now on."""
+        """Mark the plug-in as failed in use. Log one warning, and raise the cause in later calls of `load`."""
         self._failure = cause
         self.load_or_tell()
 
     def _tell(self, error: ChunkrtError) -> None:
-        if not (self._is_told or self.conflict):  # a conflict is logged when it is found
+        if not (self._is_told or self.conflict):  # a conflict is logged when it is detected
             self._is_told = True
             log.warning("%s; it is skipped", error)
 
@@ -95,7 +96,7 @@ class PluginGroup(Generic[Provided]):
     Args:
         name: name of the entry points' group.
         error: type of the error for a plug-in that was requested by name and does not work.
-        own: chunkrt's own names; no plug-in replaces them.
+        own: chunkrt's own names, which plug-ins cannot replace.
         check: called with (name, object); returns the reason why the object is not suitable, or "".
     """
 
@@ -125,18 +126,19 @@ class PluginGroup(Generic[Provided]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that can be requested; some of the plug-ins may turn out not to work."""
+        """Names that can be requested. Loading a plug-in may still fail."""
         return tuple(plugin.name for plugin in self.plugins if not plugin.conflict)
 
     def find(self, name: str) -> Plugin[Provided] | None:
-        """Return the plug-in of a name; None if there is none, or the name is chunkrt's own."""
+        """Return the plug-in with a name. Return None if no such plug-in exists, or if the name is chunkrt's own."""
         return next((plugin for plugin in self.plugins if plugin.name == name and name not in self._own), None)
 
     def choose(self, name: str, own: Mapping[str, Provided], noun: str) -> Provided:
-        """Return the object of a name: a plug-in's, or chunkrt's `own`.
+        """Return the object with a name: chunkrt's own object or that of a plug-in.
 
         Raises:
-            ConfigError: the name is unknown (the message offers the nearest and lists all), or the plug-in is broken.
+            ConfigError: the name is unknown (the message suggests the nearest name and lists all), or the plug-in is
+            broken.
         """
         if plugin := self.find(name):
             return plugin.load()
@@ -145,7 +147,7 @@ class PluginGroup(Generic[Provided]):
         return own[name]
 
     def load_all(self) -> dict[str, Provided]:
-        """Return every plug-in that works, by name; each of the others is logged in one warning."""
+        """Map names to the objects of all plug-ins that can be loaded. Log one warning for each other plug-in."""
         loaded = {plugin.name: plugin.load_or_tell() for plugin in self.plugins}
         return {name: provided for name, provided in loaded.items() if provided is not None}
 
@@ -158,9 +160,9 @@ class PluginGroup(Generic[Provided]):
 
 
 def code_behind(group: str, name: str) -> list[tuple[str, str, int]]:
-    """Return data that change when a plug-in's code changes: versions, and its package's files with their times.
+    """Return data that change when a plug-in's code changes: versions, and the files of its package with their times.
 
-    Empty if there is no plug-in of that name. Nothing is imported.
+    The data are empty if no plug-in with that name exists. The plug-in is not imported.
     """
     found: list[tuple[str, str, int]] = []
     for entry_point in _installed(group):
@@ -176,12 +178,15 @@ def code_behind(group: str, name: str) -> list[tuple[str, str, int]]:
 
 @cache
 def _all_installed() -> Any:
-    return metadata.entry_points()  # Python 3.11 returns another type than later versions, with the same `select`
+    return (
+        metadata.entry_points()
+    )  # Python 3.11 returns another type than later versions, but it has the same method `select`
 
 
 def entry_points(*, group: str) -> EntryPoints:
-    """Return the entry points of a group. The first call reads all groups, because it has to look into every
-    distribution."""
+    """Return the entry points of a group. The first call reads all groups, because it has to examine every distribution
+    anyway.
+    """
     found: EntryPoints = _all_installed().select(group=group)
     return found
 
@@ -189,7 +194,7 @@ def entry_points(*, group: str) -> EntryPoints:
 def _installed(group: str) -> Sequence[EntryPoint]:
     try:
         return tuple(entry_points(group=group))
-    except Exception as error:  # importlib.metadata trusts every distribution's files
+    except Exception as error:  # importlib.metadata may raise any error if the files of a distribution are damaged
         log.warning(
             "no %s are used: the installed distributions cannot be read (%s: %s)", group, type(error).__name__, error
         )

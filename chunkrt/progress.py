@@ -1,4 +1,4 @@
-"""Display of progress: a bar in a terminal or a notebook, otherwise a line at intervals on standard error."""
+"""Display of progress: a bar in a terminal or a notebook, or otherwise a line on standard error at intervals."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 SHOWN_AFTER_SECONDS = 1.0
 SECONDS_BETWEEN_LINES = 10.0
 PREFILL = "prefill"
-"""Description of the progress of a prompt's tokens, which is displayed with a rate."""
+"""Description of the progress of a prefill, which is displayed with a rate in tokens per second."""
 
 
 class ShownProgress:
-    """A `Progress` that displays itself, and may be called from any thread; work shorter than a second displays
-    nothing.
+    """A `Progress` function that displays a bar, and may be called from any thread.
 
-    Leaving its block, or a total of 0, removes the bar.
+    Work that takes less than a second is not displayed. The bar is removed at the end of the `with` block, or if it is
+    called with a total of 0.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class ShownProgress:
         self._lock = Lock()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Report the amount done and the total."""
+        """Update the display with the amount done and the total."""
         with self._lock:
             now = time.monotonic()
             if what != self._what or not total:
@@ -82,7 +82,7 @@ class ShownProgress:
         return f"{self._what}: {done:,} of {total:,}{unit}, {self._pace(done, total, now)}"
 
     def _pace(self, done: int, total: int, now: float) -> str:
-        """Return the rate of tokens, and the remaining time."""
+        """Return a text with the rate of tokens and the remaining time."""
         rate = (done - self._first) / max(now - self._begin, 1e-9)
         if not rate:
             return f"{now - self._begin:.0f} s so far"
@@ -96,10 +96,11 @@ class ShownProgress:
 
 
 def find_progress(progress: Progress | bool | None) -> Progress:
-    """Return the progress function of an argument: a function; True for a display; None or False for none.
+    """Return the progress function for an argument: a function is returned unchanged, True selects a display, and None
+    or False no progress.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the argument is none of these.
     """
     if progress is True:
         return ShownProgress()

@@ -59,7 +59,10 @@ class Executors:
 class ExecutorBuilder:
     """Builder that compiles a plan and creates its executors.
 
-    placement: the placement of the plan. link: sums over ranks, if there are several. cpus: CPUs that tasks run on.
+    Attributes:
+        placement: the placement of the plan.
+        link: the backend of sums over ranks; None for a single rank.
+        cpus: the CPUs on which tasks run.
     """
 
     plan: Plan

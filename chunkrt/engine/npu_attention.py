@@ -1,4 +1,4 @@
-"""Attention and convolutions on the NPU: the layers, the windows, and the number of layers in one graph."""
+"""Attention and convolutions on the NPU: choice of the layers, the windows, and the number of layers in one graph."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from chunkrt.graph.static_attention import attention_nodes, convolution_nodes, n
 log = logging.getLogger(__name__)
 
 MOST_GRAPH_WEIGHTS = 2**30
-"""Largest size of the weights of one graph: an HTP session addresses 32 bits, for contexts, buffers and the library
-together."""
+"""Maximum size of the weights of one graph. An HTP session has a 32-bit address space for contexts, buffers and the
+library.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NearPlan:
-    """A plan with attention on the NPU. `reach`: the last position at which a chunk may begin."""
+    """A plan with attention on the NPU. `reach` is the last position at which a chunk may begin."""
 
     reach: int
     plan: Plan
@@ -33,17 +34,19 @@ class NearPlan:
 def near_plans(
     plan: Plan, placement: Placement, options: EngineOptions, context_length: int, chunk_length: int
 ) -> list[NearPlan]:
-    """Return the plans for short histories, shortest first; none if no attention goes to the NPU.
+    """Return the plans for short histories, shortest first. The list is empty if the NPU computes no attention.
 
-    Convolutions have no window. If some go to the NPU, the last plan has only these on the NPU, and reaches to the end.
+    Convolutions do not need a window. If the NPU computes convolutions, the last plan puts only these on the NPU, and
+    its reach is not limited.
 
     Args:
         plan: the plan for longer histories.
-        placement: its placement.
+        placement: the placement of the plan.
 
     Raises:
-        ConfigError: attention on the NPU is required, but no attention of the plan can be static, the caches are int8,
-            or attention is in bfloat16.
+        ConfigError: attention on the NPU is required, but no attention of the plan can have a fixed shape, the caches
+        are
+            int8, or attention is in bfloat16.
     """
     if options.attention == "cpu":
         return []
@@ -54,11 +57,13 @@ def near_plans(
     if options.attention == "npu" and not (names or convolutions):
         raise ConfigError("the NPU cannot compute any attention of this model; omit `attention='npu'`")
     if names and options.cache_dtype == "int8":
-        raise ConfigError("attention on the NPU does not support int8 caches; choose float16, or attention 'cpu'")
+        raise ConfigError(
+            "attention on the NPU does not support int8 caches; choose a `cache_dtype` of float16, or `attention='cpu'`"
+        )
     if names and options.attention_math != "float32":
         raise ConfigError(
-            f"`attention_math={options.attention_math!r}` is for attention on the CPU only; choose float32, or "
-            "attention 'cpu'"
+            f"`attention_math={options.attention_math!r}` is supported for attention on the CPU only; "
+            "omit it, or choose `attention='cpu'`"
         )
     slots, fits = plan.slots(context_length, chunk_length), _fits(plan, options.graph_layers)
     found: list[NearPlan] = []
@@ -78,14 +83,15 @@ def near_plans(
 def npu_plans(
     plan: Plan, placement: Placement, options: EngineOptions, context_length: int, chunk_length: int
 ) -> dict[int, Plan]:
-    """Return all plans that an engine compiles for the NPU, by the last position at which a chunk may begin. Raises the
-    errors of `near_plans`."""
+    """Map the last position at which a chunk may begin to each plan that an engine compiles for the NPU. The errors are
+    those of `near_plans`.
+    """
     plans = {near.reach: near.plan for near in near_plans(plan, placement, options, context_length, chunk_length)}
     return plans if context_length in plans else plans | {context_length: plan}
 
 
 ATTENTION_OPTIONS = ("attention", "npu_window", "npu_graph", "context_length")
-"""The engine's options that determine how attention is compiled for the NPU."""
+"""Names of the engine's options that determine how attention is compiled for the NPU."""
 
 
 def compiled_attention(options: EngineOptions, context_length: int) -> dict[str, str | int]:
@@ -96,7 +102,8 @@ def compiled_attention(options: EngineOptions, context_length: int) -> dict[str,
 def as_compiled(options: EngineOptions, manifest: Manifest) -> EngineOptions:
     """Return the options of an engine on an NPU, with the attention options of its directory.
 
-    An option that was given, i.e. is not the default, is kept, with a warning if it differs.
+    An option that differs from its default was given by the user. It is kept, with a warning if it differs from the
+    directory's option.
     """
     taken, others = dict[str, Any](), list[str]()
     for name, compiled in manifest.npu_attention.items():
@@ -117,7 +124,9 @@ def _is_chosen(node: str, placement: Placement, attention: AttentionOn) -> bool:
 
 def _fits(plan: Plan, most_layers: int | None) -> Callable[[Subgraph], bool]:
     def fits(subgraph: Subgraph) -> bool:
-        weights = sum(prod(map(int, plan.tensors[name].shape)) for name in subgraph.weights)  # at most 8 bits each
+        weights = sum(
+            prod(map(int, plan.tensors[name].shape)) for name in subgraph.weights
+        )  # these weights have at most 8 bits
         return weights <= MOST_GRAPH_WEIGHTS and (most_layers is None or num_layers(subgraph) <= most_layers)
 
     return fits

@@ -1,4 +1,4 @@
-"""Options of an engine, each declared once."""
+"""Options of an engine. Each option is declared once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NPU_CHOICES = ("auto", "qnn", *BACKENDS, "off")
 DEFAULT_CHUNK_LENGTH = 32
 """Default chunk length with an NPU."""
 CPU_CHUNK_LENGTH = 128
-"""Default chunk length without an NPU: a processor reads weights once for all rows of a chunk, and pads none."""
+"""Default chunk length without an NPU. A CPU reads weights once for all rows of a chunk, and pads no rows."""
 MOST_THREADS = 256
 
 DEFAULT_PREFIX_CACHE = "memory"
@@ -61,14 +61,16 @@ MOST_DIGITS = 18
 
 
 def _windows(value: object) -> tuple[int, ...]:
-    """Parse whole numbers separated by commas, each once and sorted; empty if the value is anything else."""
+    """Parse different positive whole numbers separated by commas, and return them sorted. Return an empty tuple if the
+    value has another form.
+    """
     parts = value.split(",") if isinstance(value, str) else [str(value)] if is_whole(value) else []
     numbers = {int(part) for part in parts if part.strip().isdecimal() and len(part) <= MOST_DIGITS}
     return tuple(sorted(numbers)) if len(parts) == len(numbers) and 0 not in numbers else ()
 
 
 def _graph_layers(value: object) -> int | None:
-    """Parse a number of layers: None for "all", 0 for anything except "all" and layers=N."""
+    """Parse a number of layers. Return None for "all", N for "layers=N", and 0 for any other value."""
     if not isinstance(value, str):
         return 0
     number = value.removeprefix("layers=")
@@ -344,14 +346,19 @@ class EngineOptions:
         if self.npu == "off" and self.placement is not None:
             raise ConfigError("`placement` and `npu='off'` contradict each other; give one of them")
         if self.cache_dtype == "int8" and self.npu in BACKENDS and self.npu != "native":
-            raise ConfigError(f"`npu={self.npu!r}` has no int8 caches; choose float32 or float16, or another `npu`")
+            raise ConfigError(
+                f"`npu={self.npu!r}` does not support int8 caches; choose another `cache_dtype` or another `npu`"
+            )
         if self.cache_dtype == "bfloat16":
             if self.attention_math != "bfloat16":
                 raise ConfigError("bfloat16 caches need attention in bfloat16; set `attention_math='bfloat16'`, too")
             if self.context_shift:
                 raise ConfigError("bfloat16 caches cannot shift; choose float16, or omit `context_shift`")
         if self.attention_math == "bfloat16" and self.npu in BACKENDS and self.npu != "native":
-            raise ConfigError(f"`npu={self.npu!r}` has no attention in bfloat16; choose float32, or another `npu`")
+            raise ConfigError(
+                f"`npu={self.npu!r}` does not support attention in bfloat16; "
+                "omit `attention_math`, or choose another `npu`"
+            )
 
         self._check_npu_only()
         if self.attention == "npu":
@@ -369,17 +376,17 @@ class EngineOptions:
 
     @property
     def npu_windows(self) -> tuple[int, ...]:
-        """Windows of `npu_window`, shortest first."""
+        """Windows of `npu_window` in tokens, shortest first."""
         return _windows(self.npu_window)
 
     @property
     def graph_layers(self) -> int | None:
-        """Largest number of layers of a graph; None for all."""
+        """Maximum number of layers of a graph; None for no limit."""
         return _graph_layers(self.npu_graph)
 
     @property
     def decodes_on(self) -> DecodeOn:
-        """Processor of single tokens."""
+        """Processor that computes single tokens."""
         return "npu" if self.weights == "npu-only" else self.decode_on
 
     @property
@@ -401,7 +408,7 @@ def _kind(option: Field[Any]) -> str:
 DECLARED: dict[str, tuple[str, Any, Declaration]] = {
     option.name: (_kind(option), option.default, option.metadata["option"]) for option in fields(EngineOptions)
 }
-"""Declarations by field name: the first type of the annotation, the default, and the other properties."""
+"""Maps field names to declarations: the first type of the annotation, the default, and the other properties."""
 
 
 def _documentation() -> str:

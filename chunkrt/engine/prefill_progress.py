@@ -18,7 +18,7 @@ class _Counter:
         self._progress, self._total, self._done, self._lock = progress, total, 0, Lock()
 
     def add(self, num_tokens: int) -> None:
-        """Report `num_tokens` more tokens; earlier tokens that are run again do not count."""
+        """Report `num_tokens` more computed tokens. Earlier tokens that are run again do not count."""
         with self._lock:
             self._done = min(self._done + num_tokens, self._total)
             self._progress(PREFILL, self._done, self._total)
@@ -26,7 +26,7 @@ class _Counter:
 
 @contextmanager
 def telling(sequence: TokenSequence, progress: Progress | bool, num_tokens: int) -> Iterator[None]:
-    """Make a sequence report, inside the block, how many of `num_tokens` tokens of a prompt are done."""
+    """Report the number of computed tokens of a prompt with `num_tokens` tokens while the block runs."""
     shown = find_progress(progress)
     if shown is no_progress:
         yield

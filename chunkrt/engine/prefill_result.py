@@ -18,17 +18,18 @@ class PrefillResult:
     """Result of a prefill.
 
     Args:
-        logits: float32 [vocab] of the last token, [T, vocab] if all were requested, None if none were.
-        hidden: float32 [T, H] of all tokens if they were requested: the output of the last norm, which is the LM head's
-            input.
+        logits: float32 [vocab] of the last token, [T, vocab] if all logits were requested, None if none were requested.
+        hidden: float32 [T, H] of all tokens if requested: the output of the last norm, which is the input of the LM
+        head.
         position: number of tokens in the session's context after the prefill. `Session.rewind(result.position)` drops
             everything that was added later.
-        num_tokens: number of tokens that were computed, including earlier ones that the state had lost, and excluding
+        num_tokens: number of tokens that were computed. It includes earlier tokens that had to be run again, and
+        excludes
             tokens from the prefix cache.
         num_cached: number of tokens from the prefix cache.
         num_chunks: number of chunks that were computed.
         seconds: wall time.
-        events: one record for each task, for figures and traces.
+        events: one record for each task, for statistics and traces.
     """
 
     logits: Float32 | None
@@ -41,7 +42,7 @@ class PrefillResult:
     events: Sequence[TaskEvent]
 
     def __repr__(self) -> str:
-        """Return a summary; arrays and events are shown by their sizes."""
+        """Return a summary, in which only the sizes of arrays and events are shown."""
         logits = "none" if self.logits is None else f"float32 {list(self.logits.shape)}"
         rate = self.num_tokens / self.seconds if self.seconds else 0
         cached = f", {self.num_cached} cached" if self.num_cached else ""
@@ -52,7 +53,7 @@ class PrefillResult:
 
 
 def joined(results: Sequence[PrefillResult]) -> PrefillResult:
-    """Return the combined figures of several results, and the logits of the last."""
+    """Return the combined statistics of several results, with the logits of the last one."""
     return PrefillResult(
         logits=results[-1].logits,
         hidden=results[-1].hidden,

@@ -1,4 +1,4 @@
-"""Resolution of a model's name to its engine directory: found, downloaded, or compiled into the cache."""
+"""Find the engine directory of a model by name; download or compile the model if necessary."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def engine_folder(
     *,
     check: Callable[[Plan, Scheme, EngineOptions], None] | None = None,
 ) -> Path:
-    """Return the engine directory of a model: the model itself, or one compiled into the cache, after a download if
-    necessary.
+    """Return the engine directory of a model. This is the model itself, or the result of compiling it into the cache.
+    The model is downloaded if necessary.
 
     Args:
-        check: raises an error for a plan that the options cannot run; called before weights are written for it.
+        check: raises an error for a plan that cannot run with the options; called before weights are written.
 
     Raises:
         ConfigError, ModelError: see `chunkrt.load`.
-        BackendUnavailableError: the NPU was requested by name, and is not available.
-        PartitionError: the NPU was requested by name, and does not run the scheme.
+        BackendUnavailableError: the NPU was requested by name, but is not available.
+        PartitionError: the NPU was requested by name, but does not support the scheme.
     """
     check_npu(options)
     path = Path(model)
@@ -91,11 +91,11 @@ def engine_folder(
 
 
 def find_recipe(model: str, options: EngineOptions, progress: Progress) -> tuple[Path, Recipe]:
-    """Return a model's checkpoint on disk, and the recipe by which it is compiled.
+    """Return a model's checkpoint on disk, and the recipe for compiling it.
 
     Raises:
         ConfigError, ModelError: the model does not exist, or the scheme does not use an option.
-        PartitionError: the NPU that was requested by name does not run the scheme.
+        PartitionError: the NPU was requested by name, but does not support the scheme.
     """
     checkpoint, default_scheme = find_checkpoint(model, progress)
     recipe = choose_recipe(options, default_scheme)
@@ -109,7 +109,8 @@ def find_recipe(model: str, options: EngineOptions, progress: Progress) -> tuple
 
 
 def choose_recipe(options: EngineOptions, default: str) -> Recipe:
-    """Return the recipe of a checkpoint; `default` is its own scheme, used without an NPU or if the NPU supports it.
+    """Return the recipe of a checkpoint. `default` is the checkpoint's own scheme, which is used without an NPU or if
+    the NPU supports it.
 
     Raises:
         ConfigError: the scheme does not use an option.
@@ -131,7 +132,7 @@ def choose_recipe(options: EngineOptions, default: str) -> Recipe:
     search: Search | None = None
     if scheme.name == MIXED:
         if options.shadow is not None:
-            raise ConfigError("the scheme 'mixed' chooses shadows by itself; omit `shadow`, or use 'w8a8'")
+            raise ConfigError("the scheme 'mixed' selects shadows itself; omit `shadow`, or use `scheme='w8a8'`")
         search = "mixed"
     elif options.shadow == "auto":
         search = "shadow"
@@ -140,10 +141,13 @@ def choose_recipe(options: EngineOptions, default: str) -> Recipe:
         scheme = replace(scheme, shadowed=patterns)
     if scheme.activation_bits == 16 and (search or scheme.shadowed):
         raise ConfigError(
-            f"linear layers of the scheme {scheme.name!r} take 16 bits and need no shadow; use 'w8a8' or 'mixed'"
+            f"linear layers of the scheme {scheme.name!r} use 16-bit inputs and need no shadow; "
+            "use the scheme 'w8a8' or 'mixed'"
         )
     if search is None and options.budget is not None:
-        raise ConfigError("`budget` is for `shadow='auto'` and `scheme='mixed'`; omit it")
+        raise ConfigError(
+            "`budget` has no effect without `shadow='auto'` or `scheme='mixed'`; omit it, or set one of these"
+        )
     return Recipe(scheme=scheme, search=search, budget=search and (options.budget or DEFAULT_BUDGETS[search]))
 
 
@@ -153,10 +157,11 @@ def _is_given(option: object) -> bool:
 
 
 def check_compiled(folder: Path, options: EngineOptions, ranks: Ranks = ALONE) -> None:
-    """Reject options that a compiled model cannot follow any more.
+    """Reject options that cannot be changed after compilation.
 
     Raises:
-        ConfigError: other ranks, another scheme or placement, npu "off", or any other option of quantisation.
+        ConfigError: the ranks, the scheme or the placement differ from those of the compiled model, `npu` is "off", or
+            another option of quantisation is set.
         ModelError: the folder is not an engine directory of this format.
     """
     manifest = read_manifest(folder)
@@ -185,7 +190,7 @@ def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
     The search order is: a file or folder, the catalogue, the cache of the Hugging Face hub's client, the hub.
 
     Raises:
-        ConfigError: none of these has the model.
+        ConfigError: the model was found in none of these places.
         ModelError: the file does not exist, or cannot be downloaded.
     """
     path = Path(model)
@@ -205,7 +210,7 @@ def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:
 
 
 def options_placement(options: EngineOptions) -> Placement:
-    """Return the placement of modules from the options. Raises ConfigError if the placement file is wrong."""
+    """Return the placement of modules from the options. Raise ConfigError if the placement file is invalid."""
     if options.npu == "off":
         return ALL_ON_CPU
     if isinstance(options.placement, Path):

@@ -1,4 +1,4 @@
-"""Choice of the backend that serves as the NPU (Qualcomm's, its emulator, a plug-in, or the CPU), and its support."""
+"""Choice of the backends for both roles. The NPU, its emulator, a plug-in or the CPU serves as the NPU."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 
 def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> tuple[Backend, Backend]:
-    """Return the backends that serve as the NPU and as the CPU for an engine directory; the same one if it serves as
-    both.
+    """Return the backends that serve as the NPU and as the CPU for an engine directory. The two may be the same
+    backend.
 
     Raises:
         BackendUnavailableError: a backend that was requested is not available on this machine.
-        ConfigError: the SoC is unknown; or the CPU's backend does not support that type of caches or arithmetic of
+        ConfigError: the SoC is unknown, or the CPU's backend does not support the type of caches or the arithmetic of
             attention.
     """
     threads, math = options.num_threads, options.attention_math
@@ -57,15 +57,17 @@ def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> t
             f"{' or '.join(cpu.cache_dtypes)}, or another npu"
         )
     if math != "float32" and cpu.name != "native":
-        raise ConfigError(f"{cpu.name} does not support {math} attention; choose float32, or another npu")
+        raise ConfigError(
+            f"{cpu.name} does not support {math} attention; choose `attention_math='float32'`, or another `npu`"
+        )
     return npu, cpu
 
 
 def asked_npu(options: EngineOptions) -> Supports | None:
-    """Return the function that decides which subgraphs the NPU takes; None if the CPU serves as both.
+    """Return the support function of the NPU; None if the CPU serves as both.
 
     Raises:
-        BackendUnavailableError: the NPU was requested by name and is not available.
+        BackendUnavailableError: the NPU was requested by name, but is not available.
     """
     if runs_on_qnn(options):
         return npu_support
@@ -81,16 +83,18 @@ def runs_on_qnn(options: EngineOptions) -> bool:
 
 
 def check_npu(options: EngineOptions) -> None:
-    """Open the backend that was requested by name, before anything is downloaded or compiled for it. Raises the errors
-    of `asked_npu`."""
+    """Check that a backend requested by name is available, before a model is downloaded or compiled for it. The errors
+    are those of `asked_npu`.
+    """
     if options.npu == "qnn":
         qnn.open_htp()
     asked_npu(options)
 
 
 def supports_by_role(options: EngineOptions, scheme: Scheme) -> dict[Device, tuple[str, Supports]]:
-    """Return for each role the name of its backend for a scheme, and its support function. Raises the errors of
-    `asked_npu`."""
+    """Map each role to the name of its backend for a scheme, and its support function. The errors are those of
+    `asked_npu`.
+    """
     npu = npu_under(options, scheme)
     if options.npu in ("auto", "qnn", "off"):
         cpu = make_backend("native", threads=1)
@@ -101,18 +105,20 @@ def supports_by_role(options: EngineOptions, scheme: Scheme) -> dict[Device, tup
 
 
 def npu_under(options: EngineOptions, scheme: Scheme) -> Supports | None:
-    """Return `asked_npu` for a scheme; None for an NPU that was not requested by name and has no linear layers under
-    it."""
+    """Return the result of `asked_npu`, or None if the NPU was not requested by name and does not support linear layers
+    under the scheme.
+    """
     npu = asked_npu(options)
     return None if npu and options.npu == "auto" and linear_refusal(npu, scheme) else npu
 
 
 def check_runs(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
-    """Check that an engine could compile a plan; this needs no weights.
+    """Check that an engine could compile a plan. The check needs no weights.
 
     Raises:
-        PartitionError: no backend runs an operator of the plan in its place.
-        ConfigError, BackendUnavailableError: an operator is switched off that cannot be; see `asked_npu`.
+        PartitionError: no backend supports an operator of the plan in its place.
+        ConfigError: an operator is switched off that cannot be switched off; see also `asked_npu`.
+        BackendUnavailableError: see `asked_npu`.
     """
     roles = supports_by_role(options, scheme)
     plan = with_cached_keys(plan, options)
@@ -130,21 +136,25 @@ def check_runs(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
 
 
 def _beside_npu(scheme: Scheme, threads: int, attention_math: AttentionMath = "float32") -> Backend:
-    """Return the CPU's backend next to a plug-in's NPU: native, or the next that supports linear layers under the
-    scheme."""
+    """Return the CPU's backend for use with an NPU of a plug-in: native, or the next backend that supports linear
+    layers under the scheme.
+    """
     backends = (make_backend(name, threads=threads, attention_math=attention_math) for name in BACKENDS)
     return next(backend for backend in backends if not linear_refusal(backend.supports, scheme))
 
 
 def default_npu_scheme(npu: Supports, default: str) -> str:
-    """Return the first scheme with linear layers on the NPU: a model's own scheme, w8a8-dynamic, w8a16, any."""
+    """Return the first scheme under which the NPU supports linear layers. The order is: the model's own scheme,
+    w8a8-dynamic, w8a16, and all others.
+    """
     names = (default, DEFAULT_SCHEME, DEFAULT_NPU_SCHEME, *SCHEMES)
     return next((name for name in names if not linear_refusal(npu, find_scheme(name))), default)
 
 
 def linear_refusal(npu: Supports, scheme: Scheme) -> str:
-    """Return why the NPU does not run a linear layer of usual sizes under a scheme; empty if it does, or runs none
-    under any."""
+    """Return the NPU's reason for refusing a linear layer of typical size under a scheme. Return an empty string if it
+    supports the layer, or supports linear layers under no scheme.
+    """
     (subgraph,) = _ONE_LINEAR.subgraphs
     if not any(npu(subgraph, _ONE_LINEAR, each) for each in SCHEMES.values()):
         return ""
@@ -184,10 +194,10 @@ _ONE_LINEAR = _one_linear(1024)
 
 
 def open_npu(manifest: Manifest, folder: Path, options: EngineOptions) -> QnnBackend | None:
-    """Return Qualcomm's NPU for an engine directory, or None if the CPU does its work.
+    """Return Qualcomm's NPU for an engine directory, or None if the CPU serves as the NPU.
 
     Raises:
-        BackendUnavailableError: it was requested by name, and onnxruntime-qnn is not available.
+        BackendUnavailableError: the NPU was requested by name, but onnxruntime-qnn is not available.
         ConfigError: the SoC is unknown.
     """
     if not runs_on_qnn(options):
@@ -232,7 +242,9 @@ def _mind_settings(options: EngineOptions) -> None:
 
 
 def choose_soc(name: str | None, manifest: Manifest | None = None) -> Soc:
-    """Return the SoC to run on or to emulate: the one named, this machine's, the one compiled for, or a common one."""
+    """Return the SoC to run on or to emulate: the requested SoC, that of this machine, that of the compiled contexts,
+    or a common one.
+    """
     return (
         find_soc(name)
         if name

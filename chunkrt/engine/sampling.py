@@ -1,7 +1,8 @@
 """Sampling: from logits to the next token, and from stop strings to the end of the text.
 
 The filters and their order are those of Hugging Face Transformers: repetition penalty, temperature, top-k, top-p and
-min-p. OpenAI's come before the temperature: biases, presence and frequency penalties. Temperature 0 is greedy.
+min-p. OpenAI's biases and its presence and frequency penalties are applied before the temperature. At temperature 0 the
+likeliest token is chosen (greedy).
 """
 
 from __future__ import annotations
@@ -30,21 +31,23 @@ class SamplingOptions:
     """Options that determine the choice of the next token.
 
     Args:
-        temperature: 0 is greedy; otherwise logits are divided by it. Finite, at least 0.
+        temperature: divisor of the logits; 0 always chooses the likeliest token. Finite, at least 0.
         top_k: keep the k most likely tokens (more if logits tie). At least 1; None keeps all.
-        top_p: keep the most likely tokens whose probabilities add up to it. In [0, 1]; 1 keeps all, 0 only the
-            likeliest.
+        top_p: keep the most likely tokens whose probabilities add up to this value. In [0, 1]; 1 keeps all tokens, 0
+            only the likeliest.
         min_p: keep tokens at least this fraction as likely as the likeliest. In [0, 1]; 0 keeps all.
         repetition_penalty: divides positive and multiplies negative logits of tokens that occurred. In [0.01, 100]; 1
             has no effect.
         presence_penalty: subtracted from the logits of tokens that this generation has drawn. In [-2, 2].
-        frequency_penalty: the same, once for each time that they were drawn. In [-2, 2].
+        frequency_penalty: like `presence_penalty`, but multiplied by the number of times that the token was drawn. In
+            [-2, 2].
         logit_bias: added to the logits of tokens, by id, each in [-100, 100].
         seed: seed of the random numbers (NumPy's PCG64), at least 0; the same seed gives the same tokens. None uses a
-            new one each time.
-        ignore_eos: never choose an end-of-generation token, so that an answer has the largest allowed number of tokens.
-        min_new_tokens: choose no end-of-generation token before this number of tokens, and search no stop string in
-            their text. At least 0.
+            new seed for each generation.
+        ignore_eos: never choose an end-of-generation token, so an answer has the maximum number of tokens.
+        min_new_tokens: number of first tokens, at least 0, among which no end-of-generation token is chosen, and in
+        whose
+            text stop strings are ignored.
 
     Raises:
         ConfigError: an option is out of its range; the message names it.
@@ -92,8 +95,9 @@ class SamplingOptions:
 
 @operators.register(SAMPLER, REFERENCE)
 class Sampler:
-    """Sampler that draws tokens with one set of options. It owns a stream of random numbers: one sampler, one
-    generation."""
+    """Sampler that draws tokens with one set of options. It owns a stream of random numbers, so each generation needs a
+    new sampler.
+    """
 
     def __init__(self, options: SamplingOptions) -> None:
         self.options = options
@@ -104,8 +108,8 @@ class Sampler:
         """Choose the next token.
 
         Args:
-            logits: float32 [V]; not changed.
-            history: ids of the prompt's and the generated tokens, used only by the repetition penalty.
+            logits: float32 [V]; the array is not changed.
+            history: ids of the prompt's and the generated tokens, which only the repetition penalty uses.
 
         Raises:
             BackendError: a logit is not finite.
@@ -159,7 +163,7 @@ class Sampler:
     def _scores(
         self, logits: NDArray[np.float32], history: Sequence[int] | NDArray[np.int64]
     ) -> NDArray[np.floating[Any]]:
-        """Check the logits, and return them with biases and penalties."""
+        """Check the logits, and return them with biases and penalties applied."""
         options = self.options
         scores = _penalised(logits, history, options.repetition_penalty)
         if options.logit_bias:
@@ -175,14 +179,14 @@ class Sampler:
 
 
 class PluginSampler:
-    """Sampler of a plug-in, whose tokens are checked and whose errors name it.
+    """Wrapper of a plug-in's sampler, which checks its tokens and names the plug-in in errors.
 
     Args:
-        make: takes the options, and returns an object with `next` like `Sampler`.
+        make: function that takes the options, and returns an object with a method `next` like that of `Sampler`.
         origin: name of the plug-in.
 
     Raises:
-        BackendError: the plug-in raised an error or chose an invalid token, here or in `next`.
+        BackendError: the plug-in raised an error or chose an invalid token, at creation or in `next`.
     """
 
     def __init__(self, make: Callable[[SamplingOptions], Any], origin: str, options: SamplingOptions) -> None:
@@ -206,7 +210,7 @@ class PluginSampler:
             yield
         except ChunkrtError:
             raise
-        except Exception as error:  # any error of the plug-in
+        except Exception as error:  # a plug-in may raise any error
             raise self._error(f"failed: {type(error).__name__}: {error}") from error
 
     def _error(self, what: str) -> BackendError:
@@ -214,14 +218,14 @@ class PluginSampler:
 
 
 class StopStrings:
-    """Filter that ends a stream of text before the first of some strings, and withholds text that may become one.
+    """Filter that ends a stream of text before the first stop string, and withholds text that may be the start of one.
 
-    The match that is complete first wins, and of several complete at once the longest; so the result does not depend on
-    how the text was cut into pieces.
+    The match that is complete first wins. If several matches are complete at once, the longest wins. So the result does
+    not depend on how the text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Check the stop strings. Raises ConfigError if one is empty or not a string."""
+        """Check the stop strings. Raise ConfigError if one is empty or not a string."""
         is_list = isinstance(stops, Iterable) and not isinstance(stops, str | bytes)
         self._stops = tuple(listed("stop", stops)) if is_list else ()
         if not is_list or not all(isinstance(stop, str) and stop for stop in self._stops):
@@ -235,13 +239,13 @@ class StopStrings:
         return self._stops
 
     def __bool__(self) -> bool:
-        """Return True if there is a stop string."""
+        """Return True if the filter has a stop string."""
         return bool(self._stops)
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take the next piece; return the text that is certain, and True if a stop string was met.
+        """Process the next piece. Return the text that is now final, and True if a stop string was found.
 
-        After that, every further piece is discarded.
+        After a stop string, every further piece is discarded.
         """
         if self._stopped:
             return "", True
@@ -255,13 +259,13 @@ class StopStrings:
         return text[:safe], False
 
     def flush(self) -> str:
-        """Return the withheld text, for the end of a text without a stop string."""
+        """Return the withheld text at the end of a text without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop` without completing it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if stop.startswith(text[-length:])), 0)
 
@@ -269,7 +273,7 @@ def _overlap(text: str, stop: str) -> int:
 def _penalised(
     logits: NDArray[np.float32], history: Sequence[int] | NDArray[np.int64], penalty: float
 ) -> NDArray[np.floating[Any]]:
-    """Check the logits, and return them after the repetition penalty."""
+    """Check the logits, and return them with the repetition penalty applied."""
     if logits.ndim != 1 or logits.size == 0:
         raise ConfigError(f"sampling: found logits of shape {list(logits.shape)}, expected [V]")
     finite = np.isfinite(logits)
@@ -291,7 +295,7 @@ def _penalised(
 
 
 def _require_number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
-    """Raise ConfigError unless the condition holds; it never does for NaN."""
+    """Raise ConfigError unless the condition holds. For NaN it never holds."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float | np.integer | np.floating)

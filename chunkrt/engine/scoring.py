@@ -1,7 +1,7 @@
 """Scoring: log-probabilities of given tokens from a model's logits, in bounded memory.
 
-A window of 512 tokens has 512 x 262,144 logits in the largest vocabularies: half a gigabyte. A prompt is therefore
-prefilled in pieces, and float64 arithmetic processes a few rows at a time.
+With the largest vocabularies, 512 tokens have 512 x 262,144 logits, which take half a gigabyte. A prompt is therefore
+prefilled in slices, and float64 arithmetic processes a few rows at a time.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Float64 = NDArray[np.float64]
 Tokens = NDArray[np.int64]
 
 PIECE_BYTES = 256 * 2**20
-"""Largest size of the logits of one piece, or of one chunk if that is larger."""
+"""Maximum size in bytes of the logits of one slice; one chunk is always allowed."""
 
 BLOCK_VALUES = 2**21
-"""Number of values that are in float64 at a time."""
+"""Number of values that are converted to float64 at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,17 @@ class Score:
 def score_continuation(
     sequence: TokenSequence, context: Sequence[int], continuation: Sequence[int], *, chunk_length: int
 ) -> Steps[Score]:
-    """Score some tokens after others.
+    """Compute the score of a continuation after a context.
 
     Args:
-        sequence: goes back only as far as these tokens differ from those that it has seen.
+        sequence: the sequence to use. It is rewound only to the first token that differs from the context.
         context: at least one token.
         continuation: at least one token.
         chunk_length: the engine's chunk length.
 
     Raises:
-        ConfigError: one of them is empty or holds ids outside the vocabulary, or both together do not fit the context.
+        ConfigError: one of the two is empty or contains ids outside the vocabulary, or both together exceed the context
+            length.
         BackendError: a subgraph failed.
     """
     context, continuation = as_token_ids(context), as_token_ids(continuation)
@@ -68,7 +69,7 @@ def score_continuation(
 
 
 def check_pair(context: Sequence[int], continuation: Sequence[int], vocab_size: int, context_length: int) -> None:
-    """Raise ConfigError unless some tokens can be scored after others; see `score_continuation`."""
+    """Raise ConfigError unless the continuation can be scored after the context; see `score_continuation`."""
     if not context or not continuation:
         raise ConfigError("scoring needs at least one token of context, and one to score")
     if outside := [token for token in (*context, *continuation) if not 0 <= token < vocab_size]:
@@ -80,7 +81,9 @@ def check_pair(context: Sequence[int], continuation: Sequence[int], vocab_size: 
 
 
 def by_context(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
-    """Return the indices of pairs, grouped by context: a session that scores a group runs its context once."""
+    """Return the indices of pairs, grouped by context, because a session that scores a group runs its context only
+    once.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, (context, _) in enumerate(pairs):
         groups.setdefault(tuple(context), []).append(index)
@@ -88,7 +91,9 @@ def by_context(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[lis
 
 
 def by_beginning(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the indices of prompts in order, grouped so that each begins like the one before for half its length."""
+    """Return the indices of prompts in sorted order, in groups. In a group, each prompt shares at least half its length
+    with the beginning of the previous prompt.
+    """
     groups: list[list[int]] = []
     for index in sorted(range(len(prompts)), key=lambda index: tuple(prompts[index])):
         if groups and 2 * num_shared(prompts[groups[-1][-1]], prompts[index]) >= len(prompts[index]):
@@ -99,7 +104,7 @@ def by_beginning(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the length of the common beginning of two token sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -112,25 +117,26 @@ def tell_of_tokens(
     chunk_length: int,
     before: Sequence[TokenLogProbabilities] = (),
 ) -> Steps[Told]:
-    """Run tokens, and return the log-probabilities of each from the second on, and of the `number` likeliest in its
-    place.
+    """Run tokens, and return the log-probability of each token from the second on, and of the `number` likeliest tokens
+    at its position.
 
     Args:
-        sequence: empty, or has seen the tokens of `before`.
-        tokens: at least one. Those with which the sequence began, too, are not run again, except the last.
+        sequence: an empty sequence, or one that contains the tokens of `before`.
+        tokens: at least one token. The tokens that the sequence already begins with are not run again, except for the
+            last one.
         number: number of likeliest tokens.
         chunk_length: the engine's chunk length.
         before: results for the sequence's tokens, with the same `number`.
 
     Raises:
-        ConfigError: they do not fit the context.
+        ConfigError: the tokens exceed the context length.
         BackendError: a subgraph failed.
     """
     start = max(min(num_shared(tokens, sequence.tokens), len(before) + 1) - 1, 0)
     if len(sequence.history) != len(sequence.tokens):
-        start = 0  # the tokens of a shifted context have seen the dropped tokens
+        start = 0  # after a context shift, the state still depends on the dropped tokens
     sequence.rewind(start)
-    # rings and recurrent state may go back further: continue from there, piece by piece
+    # rings and recurrent state may be rewound further: continue from there, slice by slice
     if sequence.state.position < start:
         start = sequence.state.position
         sequence.rewind(start)
@@ -138,7 +144,7 @@ def tell_of_tokens(
     tokens = tokens[start:]
 
     def take(logits: Float32, start: int) -> None:
-        following = tokens[start + 1 : start + 1 + len(logits)]  # no token follows the last
+        following = tokens[start + 1 : start + 1 + len(logits)]  # no token follows the last one
         told.extend(likeliest(row, token, number) for row, token in zip(logits, following, strict=False))
 
     yield from _run_in_pieces(sequence, tokens, chunk_length, take)
@@ -146,10 +152,10 @@ def tell_of_tokens(
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Return the tokens of a context and of its continuation, divided like in lm-evaluation-harness.
+    """Return the tokens of a context and of its continuation, split as in lm-evaluation-harness.
 
-    Spaces at the end of the context go to the continuation. The continuation's tokens are those of both texts together
-    after the number of the context's.
+    Spaces at the end of the context are moved to the continuation. If the context alone has n tokens, the continuation
+    consists of the tokens of the joined text after the first n.
     """
     kept = context.rstrip()
     whole = tokenizer.encode(context + continuation, add_special=True, parse_special=False)
@@ -160,8 +166,9 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
 def _run_in_pieces(
     sequence: TokenSequence, tokens: Sequence[int], chunk_length: int, take: Callable[[Float32, int], None]
 ) -> Steps[None]:
-    """Run tokens; `take` is called with their logits, a bounded number of rows at a time, and the index of the first
-    token."""
+    """Run tokens, and call `take` with a bounded number of rows of logits at a time, and the index of the first token
+    of these rows.
+    """
     start = 0
     for length in piece_lengths(len(tokens), sequence.vocab_size, chunk_length):
         result = yield from sequence.extend(tokens[start : start + length], "all")
@@ -171,18 +178,19 @@ def _run_in_pieces(
 
 
 def _go_to(sequence: TokenSequence, tokens: Sequence[int]) -> Steps[None]:
-    """Bring a sequence and its state to the point where they have seen exactly these tokens."""
+    """Rewind or extend a sequence so that the sequence and its state contain exactly these tokens."""
     sequence.rewind(num_shared(tokens, sequence.tokens))
-    start = sequence.state.position  # rings and recurrent state may go back further
+    start = sequence.state.position  # rings and recurrent state may be rewound further
     if start < len(tokens):
         sequence.rewind(start)
         yield from sequence.extend(tokens[start:], "none")
 
 
 def piece_lengths(num_tokens: int, vocab_size: int, chunk_length: int) -> list[int]:
-    """Return the number of tokens of each piece: complete chunks, and no piece of one token after others.
+    """Return the number of tokens of each slice. Slices are complete chunks, and the last slice is never a single
+    token.
 
-    An engine with an NPU runs single tokens elsewhere, and a measurement should use one path.
+    An engine with an NPU runs single tokens on the CPU, and a measurement should use one path only.
     """
     most = max(PIECE_BYTES // (4 * vocab_size) // chunk_length, 1) * chunk_length
     lengths = [min(most, num_tokens - start) for start in range(0, num_tokens, most)]
@@ -198,7 +206,7 @@ def row_blocks(num_rows: int, vocab_size: int) -> Iterator[slice]:
 
 
 def log_softmax(logits: Float16 | Float32) -> Float64:
-    """Return the logarithms of probabilities, float64 [R, V], of a few rows of logits.
+    """Return the log-probabilities, float64 [R, V], of a few rows of logits.
 
     Raises:
         ModelError: a logit is not finite.
@@ -212,30 +220,32 @@ def log_softmax(logits: Float16 | Float32) -> Float64:
 
 def check_finite(logits: Float16 | Float32) -> None:
     """Raise ModelError if a logit is not finite."""
-    if not (np.isfinite(logits.min()) and np.isfinite(logits.max())):  # both are NaN if one value is
+    if not (np.isfinite(logits.min()) and np.isfinite(logits.max())):  # both are NaN if one value is NaN
         raise ModelError("the model's logits are not finite; check the checkpoint for damage")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
-    """Scores of given tokens: `log_probabilities` float64 [R]; `is_top` bool [R], True for the likeliest token."""
+    """Scores of R tokens: `log_probabilities` is float64 [R], and `is_top` is bool [R], True if the token is the
+    likeliest.
+    """
 
     log_probabilities: Float64
     is_top: NDArray[np.bool_]
 
 
 def score_tokens(logits: Float32, tokens: Tokens) -> TokenScores:
-    """Score the token that came after each row.
+    """Score the token after each row of logits.
 
     Args:
         logits: float32 [R, V].
-        tokens: int64 [R].
+        tokens: int64 [R], the token that follows each row.
 
     Raises:
         ModelError: a logit is not finite.
     """
     found = np.empty(len(tokens), np.float64)
-    # row by row, so that the data stay in the CPU cache
+    # row by row, so the data stay in the CPU cache
     for row, (values, token) in enumerate(zip(logits, tokens, strict=True)):
         check_finite(values)
         relative = values.astype(np.float64)
@@ -247,7 +257,9 @@ def score_tokens(logits: Float32, tokens: Tokens) -> TokenScores:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogProbabilities:
-    """Log-probability of a given token, `own`; and (token id, log-probability) of the likeliest, in order, `top`."""
+    """Log-probabilities at one position: `own` is that of the given token, and `top` lists the token ids and
+    log-probabilities of the likeliest tokens, in descending order.
+    """
 
     own: float
     top: Sequence[tuple[int, float]]
@@ -255,8 +267,12 @@ class TokenLogProbabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """Results for a text: `of_tokens` from the second on, and the number of tokens at its beginning that had been run
-    before."""
+    """Results for a text.
+
+    Attributes:
+        of_tokens: results of the tokens, from the second token on.
+        num_cached: number of tokens at the beginning of the text that were not run again.
+    """
 
     of_tokens: Sequence[TokenLogProbabilities]
     num_cached: int
@@ -266,9 +282,9 @@ def likeliest(logits: Float32, token_id: int, number: int) -> TokenLogProbabilit
     """Return the log-probabilities of a given token, and of the likeliest tokens.
 
     Args:
-        logits: float32 [V], before the token.
+        logits: float32 [V], the logits for the position of the token.
         token_id: the token.
-        number: number of likeliest tokens; of equally likely ones the lower id comes first.
+        number: number of likeliest tokens. Of equally likely tokens, the lower id comes first.
 
     Raises:
         ModelError: a logit is not finite.
@@ -280,10 +296,12 @@ def likeliest(logits: Float32, token_id: int, number: int) -> TokenLogProbabilit
 
 
 def _largest(values: Float64, number: int) -> Tokens:
-    """Return the indices of the largest values, the largest first; of equal ones the lower index."""
+    """Return the indices of the largest values, the largest first. Of equal values, the lower index comes first."""
     if not number:
         return np.empty(0, np.int64)
     rest = max(len(values) - number, 0)
     least = np.partition(values, rest)[rest]
-    candidates = np.flatnonzero(values >= least)  # more than `number` if several equal the smallest
+    candidates = np.flatnonzero(
+        values >= least
+    )  # these are more than `number` if several values equal the smallest one
     return candidates[np.argsort(-values[candidates], kind="stable")[:number]]

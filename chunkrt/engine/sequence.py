@@ -1,8 +1,9 @@
-"""A sequence: a state, the tokens that it has seen, and the pending tokens.
+"""A sequence: a state, the tokens that it contains, and the pending tokens.
 
-The state may be behind the tokens: after a generation, whose last token was not run, or after a rewind that had to go
-back further than requested. The pending tokens are run with the next ones. Tokens are taken before they are run, so
-that after an interrupt the state is at most behind.
+The state may lack the last tokens of the sequence. This is the case after a generation, because its last token is not
+run, and after a rewind to an earlier position than requested. The pending tokens are run with the next tokens. Tokens
+are added to the sequence before they are run, so after an interrupt the state may lack tokens, but never contains
+others.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ Result = TypeVar("Result")
 
 
 class Work(NamedTuple):
-    """Work that may wait for a disk. `do` is called once; its errors are raised in the sequence."""
+    """Work that may wait for a disk. `do` is called once, and its errors are raised in the sequence."""
 
     do: Callable[[], None]
 
 
 Steps = Generator[Run | Work, RunResult | None, Result]
-"""Generator of the runs of a sequence: it yields each run, is sent the result, and returns its own result at the end.
-The driver computes the runs: at once, in turn with others, or in an event loop (`engine/driving.py`). In addition to
-runs it yields work, and is sent None; an event loop does the work in a thread."""
+"""Generator of the runs of a sequence. It yields a run, receives the run's result with `send`, and returns its own
+result at the end. A driver computes the runs immediately, in turn with other sequences, or in an event loop
+(`engine/driving.py`). The generator may also yield `Work`, and receives None for it; an event loop does the work in a
+thread.
+"""
 
 
 class SequenceEngine(Protocol):
@@ -53,18 +56,18 @@ class SequenceEngine(Protocol):
     prefix_cache: PrefixCache | None
 
     def fork_state(self, state: State) -> State:
-        """Return a copy of a state. Raises BusyError if there is no room for it."""
+        """Return a copy of a state. Raise BusyError if the memory for caches is exhausted."""
         ...
 
 
 class TokenSequence:
-    """Tokens, and the state that follows them.
+    """Tokens of a conversation, with their state.
 
     Args:
-        engine: engine whose options apply.
-        state: empty, or has seen the first of `tokens`.
+        engine: the engine that computes the runs.
+        state: an empty state, or one that contains the first tokens of `tokens`.
         tokens: the tokens so far.
-        cache_salt: prefixes are shared only with sequences of the same salt.
+        cache_salt: salt of the prefix cache; prefixes are shared only between sequences with the same salt.
     """
 
     def __init__(
@@ -73,27 +76,28 @@ class TokenSequence:
         self._engine = engine
         self._state: State | None = state
         self.tokens = list(tokens)
-        """Tokens in the context: all so far, unless it has been shifted."""
+        """Tokens in the context. These are all tokens so far, unless the context has been shifted."""
         self.logits: Float32 | None = None
-        """Logits after the last token, if that has been run."""
+        """Logits after the last token, if this token has been run."""
         self.cancel = Cancel()
         self.follows_text = False
-        """True if the last token is one of plain text."""
+        """True if the last token belongs to plain text."""
         self.on_run: Callable[[RunRecord], None] | None = None
         self.on_tokens: Callable[[int], object] | None = None
-        """Called, in any thread, with the number of tokens that another chunk has computed, or that came from the
-        prefix cache."""
+        """Function that is called, in any thread, after every chunk with its number of tokens, and with the number of
+        tokens from the prefix cache.
+        """
         self._dropped: list[int] = []
-        """Tokens that shifts of the context have dropped, which followed the permanent ones."""
+        """Tokens that shifts of the context have dropped. They followed the permanent tokens."""
         self._reuse = Reuse(engine.prefix_cache, cache_salt)
         self._unreported: list[RunRecord] = []
-        """Records of runs not yet reported to `on_run`, which is called when all tokens have been taken."""
+        """Records that were not passed to `on_run` yet. It is called after all tokens of a prefill or step are done."""
         self._after_prompt: tuple[int, Float32] | None = None
-        """End of the last prompt, with the logits there, for a state that cannot go back by one token."""
+        """End of the last prompt, with the logits at that position, for a state that cannot be rewound by one token."""
 
     @property
     def state(self) -> State:
-        """The state. Raises ClosedError after `release`."""
+        """The state. Access after `release` raises ClosedError."""
         if self._state is None:
             raise ClosedError("the session is closed; open a new one with engine.session()")
         return self._state
@@ -106,7 +110,7 @@ class TokenSequence:
 
     @property
     def context_length(self) -> int:
-        """Largest number of tokens in the context."""
+        """Maximum number of tokens in the context."""
         return self._engine.context_length
 
     @property
@@ -116,14 +120,14 @@ class TokenSequence:
 
     @property
     def is_full(self) -> bool:
-        """True if it takes no further token: the context is full and does not shift."""
+        """True if no further token can be added, because the context is full and does not shift."""
         return not self._room and not self._shifts
 
     def extend(self, new: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
-        """Take the tokens of a prompt, and run them after the pending ones.
+        """Add the tokens of a prompt, and run them after the pending tokens.
 
         Raises:
-            ConfigError: they do not fit. After any error the sequence is unchanged.
+            ConfigError: the tokens exceed the context. After any error the sequence is unchanged.
             ModelError: logits are requested from a model without LM head.
         """
         self._check_head(logits)
@@ -145,8 +149,9 @@ class TokenSequence:
         return result
 
     def append(self, token_id: int) -> None:
-        """Take a generated token, which is run when the next is requested. The token is not taken if there is no
-        room."""
+        """Add a generated token, which is run when the next token is requested. If the context is full, the token is
+        not added.
+        """
         if not self._room and self._shifts:
             self.shift()
         if self._room:
@@ -154,8 +159,9 @@ class TokenSequence:
             self.tokens.append(token_id)
 
     def next_logits(self) -> Steps[Float32]:
-        """Return the logits after the last token, which is run now if it is pending. Raises ModelError without LM
-        head."""
+        """Return the logits after the last token, and first run the pending tokens. Raise ModelError if the model has
+        no LM head.
+        """
         self._check_head("last")
         if self.logits is None:
             if self.state.position == len(self.tokens):
@@ -176,7 +182,7 @@ class TokenSequence:
             )
 
     def rewind(self, position: int) -> None:
-        """Forget every token from `position` on; see `Session.rewind`."""
+        """Remove every token from `position` on; see `Session.rewind`."""
         self.keep_prefix()
         self.state.rewind(min(position, self.state.position))
         kept = self._after_prompt
@@ -185,12 +191,12 @@ class TokenSequence:
         if position <= self._num_kept:
             self._dropped.clear()
         if position < len(self.tokens):
-            self.logits = None  # before the tokens are deleted, because an interrupt may come between
+            self.logits = None  # before the tokens are deleted, because an interrupt may occur in between
             del self.tokens[position:]
             self.logits = kept[1] if kept is not None and position == kept[0] else None
 
     def fork(self) -> TokenSequence:
-        """Return another sequence that has seen the same tokens."""
+        """Return another sequence with the same tokens and a copy of the state."""
         copy = TokenSequence(self._engine, self._engine.fork_state(self.state), self.tokens)
         copy._dropped = self._dropped.copy()
         copy.logits, copy._after_prompt = self.logits, self._after_prompt
@@ -209,10 +215,11 @@ class TokenSequence:
         )
 
     def load(self, file: SessionFile) -> None:
-        """Load the contents of a file. Raises the errors of `State.load`, after which nothing has changed. After an
-        interrupt all tokens are run again."""
+        """Replace the contents by those of a file. After an error of `State.load` the sequence is unchanged. After an
+        interrupt all tokens are run again.
+        """
         reuse = self._reuse.copy()
-        self._reuse.before_run(0)  # loaded data are not known to be exact
+        self._reuse.before_run(0)  # it is unknown whether the loaded data are exact
         try:
             self.state.load(file)
             said = file.conversation
@@ -229,16 +236,18 @@ class TokenSequence:
             raise
 
     def keep_prefix(self) -> None:
-        """Store the part of the state that the prefix cache does not have yet."""
+        """Copy the part of the state that is not in the prefix cache yet to the cache."""
         self._reuse.keep(self.tokens, self.state)
 
     def release(self) -> None:
-        """Release the state, and the memory of its caches; nothing can be run any more."""
+        """Release the state, and the memory of its caches. The sequence cannot run tokens afterwards."""
         self.cancel.set()
         self._state = None
 
     def shift(self) -> None:
-        """Drop the oldest half of the tokens, except for the first few. After an interrupt all are run again."""
+        """Drop the oldest half of the tokens, except for the permanent first tokens. After an interrupt all tokens are
+        run again.
+        """
         keep, tokens = self._num_kept, self.tokens
         dropped = slice(keep, keep + (len(tokens) - keep) // 2)
         self.logits = self._after_prompt = None
@@ -265,7 +274,7 @@ class TokenSequence:
         return self._engine.options.context_keep
 
     def _extend(self, new: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
-        """Take and run tokens for which there is room."""
+        """Add and run tokens that fit into the context."""
         num_before, before = len(self.tokens), self.logits
         self.keep_prefix()
         self.logits = None
@@ -273,7 +282,7 @@ class TokenSequence:
         try:
             result = yield from self._catch_up(len(new), logits)
         except BaseException:
-            if self.state.position <= num_before:  # otherwise the state has seen them
+            if self.state.position <= num_before:  # otherwise the state contains the tokens
                 del self.tokens[num_before:]
                 self.logits = before
             raise
@@ -284,7 +293,7 @@ class TokenSequence:
         return result
 
     def _extend_in_parts(self, new: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
-        """Take and run tokens for which there is no room: as many as fit, then a shift, and so on."""
+        """Add and run tokens that exceed the context: run as many as fit, shift the context, and repeat."""
         tokens, dropped, last_logits = self.tokens.copy(), self._dropped.copy(), self.logits
         state, reuse, results = self.state.snapshot(), self._reuse.copy(), list[PrefillResult]()
         try:
@@ -296,7 +305,7 @@ class TokenSequence:
                 results.append((yield from self._extend(part, wanted)))
         except BaseException:
             self.tokens, self._dropped, self.logits = tokens, dropped, last_logits
-            self._reuse.before_run(0)  # an interrupt may come before the state is restored
+            self._reuse.before_run(0)  # an interrupt may occur before the state is restored
             self.state.restore(state)
             self._reuse = reuse
             raise
@@ -309,8 +318,9 @@ class TokenSequence:
         )
 
     def _catch_up(self, num_new: int, logits: Logits) -> Steps[PrefillResult]:
-        """Run the pending tokens except those in the prefix cache; the last `num_new` of them are new. After any error
-        the state is unchanged, or has seen them all."""
+        """Run the pending tokens except those in the prefix cache; the last `num_new` pending tokens are new. After an
+        error the state is either unchanged, or contains all tokens.
+        """
         start, state, reuse = time.perf_counter(), self.state, self._reuse
         before, num_cached, num_left = None, 0, len(self._pending())
         limit = len(self.tokens) - (num_new if logits in OF_ALL else 0)
@@ -347,15 +357,16 @@ class TokenSequence:
         return replace(results[0] if len(results) == 1 else joined(results), num_cached=num_cached, seconds=seconds)
 
     def _report_runs(self) -> None:
-        """Report the records of the runs since the last report to `on_run`. Its exceptions are propagated."""
+        """Pass the records of the runs since the last call to `on_run`. Exceptions that it raises propagate."""
         records, self._unreported = self._unreported, []
         for record in records:
             if self.on_run is not None:
                 self.on_run(record)
 
     def _pending(self) -> list[int]:
-        """Return the tokens that the state has not seen: all, if their number selects other rotary tables than
-        before."""
+        """Return the tokens that the state does not contain. If the number of tokens selects another rotary table than
+        before, return all tokens.
+        """
         rope_offset = self._engine.plan.rope_offset(len(self.tokens))
         if rope_offset != self.state.rope_offset:
             self.state.reset(rope_offset)

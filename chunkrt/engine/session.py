@@ -1,4 +1,4 @@
-"""A session: one conversation with an engine. It owns a sequence, and converts text to tokens and tokens to text."""
+"""A session: one conversation with an engine. It owns a sequence, and converts between text and tokens."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from chunkrt.runtime.state import State
 
 
 class Session(AsyncSession):
-    """Conversation with an engine: tokens in, text out.
+    """Conversation with an engine, which takes prompts and returns text.
 
-    Only one thread or task may use a session at a time; others get an error. Concurrent sessions of an engine share
-    chunks.
+    Only one thread or task may use a session at a time; a concurrent use is an error. Concurrent sessions of an engine
+    share chunks.
     """
 
     def __init__(self, engine: SessionEngine, state: State, *, cache_salt: str = "") -> None:
@@ -43,8 +43,8 @@ class Session(AsyncSession):
     def on_run(self) -> Callable[[RunRecord], None] | None:
         """Function that receives the record of every prefill and of every token's step, for traces.
 
-        It is called once all tokens of the prefill or step have been taken, and may use the session itself. Its
-        exceptions are propagated; the tokens stay taken.
+        The function is called after the prefill or step has completed, and may use the session. Exceptions that it
+        raises propagate; the tokens stay in the session.
         """
         return self._sequence.on_run
 
@@ -56,7 +56,9 @@ class Session(AsyncSession):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Tokens in the context, prompt and generated: all so far, unless it has been shifted."""
+        """Prompt tokens and generated tokens in the context. These are all tokens so far, unless the context has been
+        shifted.
+        """
         return tuple(self._sequence.tokens)
 
     @property
@@ -66,17 +68,17 @@ class Session(AsyncSession):
 
     @property
     def num_kept(self) -> int:
-        """The first tokens of the context, which shifts do not move."""
+        """The first tokens of the context, which shifts neither drop nor move."""
         return self._engine.options.context_keep
 
     @property
     def position(self) -> int:
-        """Number of tokens in the context; the position of the next."""
+        """Number of tokens in the context, which is the position of the next token."""
         return len(self._sequence.tokens)
 
     @property
     def context_length(self) -> int:
-        """Largest number of tokens that the session can hold."""
+        """Maximum number of tokens in the context."""
         return self._engine.context_length
 
     def prefill(
@@ -84,20 +86,23 @@ class Session(AsyncSession):
     ) -> PrefillResult:
         """Stream a prompt through the decoder in chunks.
 
-        If the engine shifts its context (`EngineOptions.context_shift`), a prompt may have any length: a prompt that
-        does not fit is processed in parts, and between them the oldest half of the context is dropped, except for its
-        first tokens.
+        If the engine shifts its context (`EngineOptions.context_shift`), a prompt may have any length. A prompt that
+        does not fit is processed in slices. Between two slices the oldest half of the context is dropped, except for
+        its first tokens.
 
         Args:
             prompt: text, or token ids. Text is plain: special tokens in it are not interpreted.
-            logits: rows of logits to return: the last token's, all, or none; "hidden": none, but the hidden states of
-                all tokens after the last norm, which are the LM head's input (`PrefillResult.hidden`).
+            logits: "last", "all" or "none": the tokens for which logits are returned; or "hidden": no logits, but the
+            hidden
+                states of all tokens after the last norm, which are the input of the LM head (`PrefillResult.hidden`).
             progress: called, from computing threads, with ("prefill", tokens done, total tokens) after every chunk; it
-                must not raise. True displays it once it takes longer than a second.
+            must not
+                raise. True displays a progress bar if the prefill takes longer than a second.
 
         Raises:
-            ConfigError: the prompt is empty, does not fit the context, or holds ids outside the vocabulary; or hidden
-                states are requested, and the scheme rotates them. The session is unchanged.
+            ConfigError: the prompt is empty, exceeds the context, or contains ids outside the vocabulary; or hidden
+            states
+                are requested, but the scheme rotates them. The session is unchanged.
             ClosedError: the session or the engine is closed, or `cancel` was called.
             BackendError: a subgraph failed. The session is unchanged.
         """
@@ -113,37 +118,38 @@ class Session(AsyncSession):
         log_probabilities: int | None = None,
         constraint: Constraint | None = None,
     ) -> Iterator[Piece]:
-        """Continue from the last prefill, one token at a time.
+        """Generate tokens after the last prefill, one at a time.
 
         Args:
-            max_new_tokens: largest number of tokens, at least 1.
+            max_new_tokens: maximum number of tokens, at least 1.
             sampling: sampling options; greedy by default.
             stop: strings that end the generation; they are not part of the text.
-            log_probabilities: number of likeliest tokens whose log-probabilities each piece has in addition to its own;
-                None for no log-probabilities.
-            constraint: the tokens that may come, if not all.
+            log_probabilities: number of likeliest tokens for which each piece contains log-probabilities, in addition
+            to that
+                of its own token; None for no log-probabilities.
+            constraint: restricts the tokens; by default all tokens are allowed.
 
         Yields:
             Pieces whose texts concatenate to the answer. The last one has a `finish_reason`.
 
         Raises:
-            ConfigError: nothing was prefilled yet, or an argument is out of range.
+            ConfigError: the session contains no tokens yet, or an argument is out of range.
             ConstraintError: the constraint allows no token, or failed.
         """
         return self._pieces(self._generation(max_new_tokens, sampling, stop, log_probabilities, constraint))
 
     def score(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
-        """Score some tokens after others, regardless of the session's tokens; it goes back as far as these tokens
-        differ.
+        """Compute the log-probability of a continuation after a context.
 
-        Consecutive continuations of the same context run it once, and then only their own tokens.
+        The context replaces the tokens of the session, which is rewound to the first different token. So if several
+        continuations are scored after the same context, the context is run only once.
 
         Args:
-            context: at least one token.
-            continuation: at least one token.
+            context: ids of at least one token.
+            continuation: ids of at least one token.
 
         Raises:
-            ConfigError: one of them is empty, or both together do not fit the context.
+            ConfigError: one of the two is empty, or both together exceed the context length.
             BackendError: a subgraph failed.
         """
         with self._one_user():
@@ -152,25 +158,27 @@ class Session(AsyncSession):
     def answer(
         self, prompt: str | Sequence[int], *, max_new_tokens: int, sampling: SamplingOptions, stop: Sequence[str]
     ) -> Generator[Steps[Piece | None], None, None]:
-        """Yield the steps of a prefill, with the result None, and of each piece of a generation, for `drive_many`."""
+        """Yield the steps of a prefill, whose result is None, and the steps of each piece of a generation, for
+        `drive_many`.
+        """
         yield self._taking(prompt)
         generation = self._generation(max_new_tokens, sampling, stop)
         while not generation.is_finished:
             yield generation.next_piece()
 
     def __repr__(self) -> str:
-        """Return the number of tokens, and the largest possible number."""
+        """Return a text with the number of tokens and the context length."""
         state = "closed" if self._is_closed else f"{self.position} of {self.context_length} tokens"
         return f"Session({state})"
 
     def rewind(self, position: int) -> None:
-        """Forget every token from `position` on.
+        """Remove every token from `position` on.
 
-        A state that cannot go back there (its rings or recurrent tensors have moved on) goes back further, and the
-        tokens in between are run again with the next prefill or generation.
+        Rings and recurrent tensors may no longer contain the data for `position`. The state is then rewound further,
+        and the tokens in between are run again with the next prefill or generation.
 
         Raises:
-            ConfigError: the position is outside 0..the present one.
+            ConfigError: the position is negative, or after the present one.
         """
         self._check_open()
         with self._one_user():
@@ -179,45 +187,48 @@ class Session(AsyncSession):
             self._sequence.rewind(position)
 
     def fork(self) -> Session:
-        """Return another session that has seen the same tokens."""
+        """Return another session with the same tokens and a copy of the state."""
         with self._one_user():
             return self._copy()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the conversation to a temporary file, and rename it; `Engine.load_session` continues it, in another
-        process too, with any chunk length.
+        """Write the conversation to a temporary file, and then rename the file.
+
+        `Engine.load_session` continues the conversation, also in another process and with any chunk length.
 
         Raises:
-            ConfigError: the file cannot be written, or the engine has ranks.
+            ConfigError: the file cannot be written, or the engine is one of several ranks.
         """
         self._check_open()
         with self._one_user():
             self._sequence.state.save(self._engine.session_file(path, self._sequence.conversation))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Restore the session that `save` wrote. `Engine.load_session` opens a session and calls this.
+        """Restore a session from a file that `save` wrote. `Engine.load_session` opens a session and calls this method.
 
         Raises:
-            ConfigError: the engine has ranks.
-            ModelError: the file is missing, damaged, of another model, scheme or type of caches, or longer than the
-                context. The session is unchanged.
+            ConfigError: the engine is one of several ranks.
+            ModelError: the file is missing or damaged, belongs to another model, scheme or cache type, or contains more
+            tokens
+                than the context. The session is unchanged.
         """
         self._check_open()
         with self._one_user():
             self._sequence.load(self._engine.session_file(path))
 
     def cancel(self) -> None:
-        """Stop the prefill or generation that another thread runs in this session; it raises ClosedError there."""
+        """Stop the prefill or generation that another thread runs in this session. That thread then raises
+        ClosedError."""
         self._sequence.cancel.set()
 
     def close(self) -> None:
-        """End the session: every later use is an error, and its caches are freed. Closing twice is allowed."""
+        """Close the session, and free its caches. Every later use is an error, but repeated calls are allowed."""
         if self._is_closed:
             return
         try:
             with suppress(ChunkrtError):  # the engine is closed, or another thread still runs here
                 self._check_open()
-                if not sys.is_finalizing():  # no thread can write any more
+                if not sys.is_finalizing():  # no thread can still write into the caches
                     with self._one_user():
                         self._sequence.keep_prefix()
         finally:
@@ -301,14 +312,14 @@ class Session(AsyncSession):
         return result
 
     def _telling(self, progress: Progress | bool | None, prompt: str | Sequence[int]) -> AbstractContextManager[object]:
-        """Return a context manager that reports how many of a prompt's tokens are done."""
+        """Return a context manager that reports the number of computed tokens of a prompt."""
         return nullcontext() if progress is None else telling(self._sequence, progress, len(self._encode(prompt)))
 
     def _taking(self, prompt: str | Sequence[int]) -> Steps[None]:
         yield from self._extension(prompt, "last")
 
     def embedding(self, prompt: str | Sequence[int], pooling: Pooling) -> Steps[Float32]:
-        """Return the steps of an embedding in an empty session; see `ManyPrompts.embed`."""
+        """Return the steps that compute an embedding in an empty session; see `ManyPrompts.embed`."""
         if isinstance(prompt, str):
             prompt = self._engine.require_tokenizer().encode_for_embedding(prompt)
         tokens = self._encode(prompt)
@@ -319,7 +330,7 @@ class Session(AsyncSession):
         return pooled(result.hidden, pooling)
 
     def scoring(self, context: Sequence[int], continuation: Sequence[int]) -> Steps[Score]:
-        """Return the steps of `score`."""
+        """Return the steps that compute `score`."""
         self._check_open()
         self._sequence.cancel.clear()
         chunk_length = self._engine.chunk_length

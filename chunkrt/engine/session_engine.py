@@ -22,7 +22,7 @@ class SessionEngine(SequenceEngine, Protocol):
     make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler]
 
     def require_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises ModelError if there is none."""
+        """Return the tokenizer. Raise ModelError if the model has none."""
         ...
 
     def run(self, run: Run) -> RunResult:
@@ -30,7 +30,7 @@ class SessionEngine(SequenceEngine, Protocol):
         ...
 
     def session_file(self, path: str | os.PathLike[str], conversation: Conversation | None = None) -> SessionFile:
-        """Return a file to read or write a session. Raises ConfigError with ranks."""
+        """Return a file for reading or writing a session. Raise ConfigError if the engine is one of several ranks."""
         ...
 
     async def arun(self, run: Run) -> RunResult:
@@ -38,5 +38,7 @@ class SessionEngine(SequenceEngine, Protocol):
         ...
 
     def check_open(self) -> None:
-        """Raise ClosedError if the engine is closed, or in a process forked from the one that loaded the model."""
+        """Raise ClosedError if the engine is closed, or if this process was forked from the process that loaded the
+        model.
+        """
         ...

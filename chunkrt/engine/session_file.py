@@ -1,4 +1,4 @@
-"""A session's file: its state, its tokens, and the other data needed to continue a conversation."""
+"""The file of a session, which contains the state, the tokens, and the other data for continuing a conversation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ _MODEL_BYTES = 32
 class Conversation:
     """Data of a session in addition to its state.
 
-    tokens: int64, in the context. dropped: int64, dropped by shifts of the context. logits: float32 [V] after the last
-        token, or None if that has not been run.
+    Attributes:
+        tokens: int64, the tokens in the context.
+        dropped: int64, the tokens that shifts of the context have dropped.
+        logits: float32 [V], the logits after the last token, or None if this token has not been run.
     """
 
     tokens: Array
@@ -49,12 +51,12 @@ def model_digest(manifest: Manifest, scheme: Scheme, attention_math: AttentionMa
 
 
 class SessionFile(StateFile):
-    """The file at a path.
+    """The file of a session at a path.
 
     Args:
         model: result of `model_digest`.
         vocab_size, context_length, context_keep: properties of the engine.
-        conversation: the conversation to write; after `read`, the one that was read.
+        conversation: the conversation to write. After `read`, the attribute is the conversation that was read.
     """
 
     def __init__(
@@ -86,7 +88,8 @@ class SessionFile(StateFile):
     def read(
         self, expect: Callable[[Numbers], Mapping[str, Array]], numbers: Collection[str], arrays: Collection[str]
     ) -> tuple[Mapping[str, Array], Numbers]:
-        """Read like `StateFile.read`. Raises ModelError, too, if the engine could not have had the conversation."""
+        """Read the file like `StateFile.read`. Raise ModelError also if the conversation is not valid for this
+        engine."""
 
         def expect_all(found: Numbers) -> Mapping[str, Array]:
             return {**expect(found), **self._forms(found)}
@@ -99,7 +102,7 @@ class SessionFile(StateFile):
                 f"{self._context_keep}; load the model with that value"
             )
         if any(((ids < 0) | (ids >= self._vocab_size)).any() for ids in (tokens, dropped)):
-            raise ModelError(f"{self.path} holds tokens outside the vocabulary of {self._vocab_size}; prefill again")
+            raise ModelError(f"{self.path} contains tokens outside the vocabulary of {self._vocab_size}; prefill again")
         self.conversation = Conversation(
             tokens=tokens,
             dropped=dropped,

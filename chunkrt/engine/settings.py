@@ -9,7 +9,8 @@
     [placement]
     "model.layers.*.mlp.down_proj" = "cpu"
 
-Keys are the fields of `EngineOptions`. `[placement]` holds patterns of module paths, `[htp]` settings of the NPU.
+Keys are the fields of `EngineOptions`. `[placement]` assigns devices to patterns of module paths, and `[htp]` contains
+settings of the NPU.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from chunkrt.files import read_toml
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the fields of `EngineOptions` in a settings file, for `chunkrt.load(model, **read_settings(path))`.
 
-    The path of a calibration is relative to the folder of the file.
+    The path of a calibration is relative to the folder of the settings file.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
@@ -58,7 +59,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def settings_text(settings: Mapping[str, str | int | Mapping[str, str]], comments: Sequence[str]) -> str:
-    """Return the text of a settings file: comments, then fields of `EngineOptions`, tables last."""
+    """Return the text of a settings file. Comments come first, then fields of `EngineOptions`, and tables last."""
     plain = {key: value for key, value in settings.items() if not isinstance(value, Mapping)}
     tables = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
     lines = [f"# {' '.join(comment.split())}" for comment in comments]

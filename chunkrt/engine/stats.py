@@ -9,12 +9,18 @@ from dataclasses import dataclass
 class EngineStats:
     """Current activity and memory of an engine.
 
-    sessions: number of open sessions. cache_bytes: bytes reserved for their caches. waiting_sessions: number of
-        sessions that wait for room in them. prefix_bytes: bytes of the prefix cache in memory; cached_tokens: number of
-        tokens that it has supplied to sessions so far. waiting_runs: number of prompts and tokens that share chunks
-        now, or wait to. shared_chunks, shared_rows: number of computed chunks that could be shared, and of the tokens
-        in them; chunk_length: the most that one holds. longest_task_s: seconds since the oldest task in progress began;
-        this reveals a device that hangs.
+    Attributes:
+        sessions: number of open sessions.
+        cache_bytes: bytes reserved for the caches of sessions.
+        waiting_sessions: number of sessions that wait for cache memory.
+        prefix_bytes: bytes of the prefix cache in memory.
+        cached_tokens: number of tokens that the prefix cache has supplied to sessions so far.
+        waiting_runs: number of prompts and single tokens that share chunks, or wait for a shared chunk.
+        shared_chunks: number of computed chunks that several runs could share.
+        shared_rows: number of tokens in these shared chunks.
+        chunk_length: maximum number of tokens of a chunk.
+        longest_task_s: seconds since the oldest task in progress began; a large value indicates a device that does not
+            respond.
     """
 
     sessions: int

@@ -1,1 +1,3 @@
-"""Computed states of the first tokens of prompts, kept in memory and on disk for later prompts that begin with them."""
+"""The prefix cache: states of the first tokens of prompts, kept in memory and on disk for later prompts that begin with
+the same tokens.
+"""

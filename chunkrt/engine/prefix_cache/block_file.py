@@ -1,4 +1,4 @@
-"""A file of the prefix cache: up to 256 tokens, the contents of states for them, and data to verify that it is
+"""A file of the prefix cache: the contents of states for up to 256 tokens, with data to verify that the file is
 complete.
 
     8 bytes   CHKRTPFX
@@ -7,7 +7,7 @@ complete.
     arrays    caches and rings of each 32 tokens, then recurrent tensors by position, in memory layout
     16 bytes  xxh3_128 of all before
 
-A file with unexpected contents is damaged; nothing is allocated before sizes agree.
+A file with unexpected contents counts as damaged. No memory is allocated before all sizes have been checked.
 """
 
 from __future__ import annotations
@@ -40,9 +40,13 @@ _MOST_HEADER_BYTES = 1 << 16
 class Header:
     """Description of a file's contents.
 
-    model, scheme: names for display. engine: a digest of everything that its bits depend on. parent: the name of the
-        file of the preceding tokens. start: the position of the first of `tokens`. rings: for each 32 tokens, True if
-        rings are stored. recurrent: the positions of recurrent tensors.
+    Attributes:
+        model, scheme: names for display.
+        engine: digest of everything that can change the stored values.
+        parent: name of the file of the preceding tokens.
+        start: position of the first token of `tokens`.
+        rings: for each 32 tokens, True if rings are stored.
+        recurrent: positions with stored recurrent tensors.
     """
 
     model: str
@@ -56,7 +60,7 @@ class Header:
 
 
 def write_block(file: BinaryIO, header: Header, addition: Addition) -> None:
-    """Write a file. Raises OSError if there is no room, or another error of the disk."""
+    """Write a file. Raise OSError if the disk is full or fails."""
     digest = xxhash.xxh3_128()
     parts: Iterator[bytes | memoryview] = chain([_start(header)], map(_bytes, _arrays(addition)))
     for part in parts:
@@ -71,18 +75,18 @@ def block_bytes(header: Header, addition: Addition) -> int:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file. Raises OSError if it cannot be read, ValueError if it is damaged."""
+    """Read the header of a file. Raise OSError if the file cannot be read, or ValueError if it is damaged."""
     check_regular(path)
     with path.open("rb") as file:
         return _read_header(file)[0]
 
 
 def read_block(path: Path, forms: StateForms, expected: Header) -> Addition:
-    """Read the contents of a file for the expected tokens, with all rings and recurrent tensors that it has.
+    """Read the contents of a file for the expected tokens, with all stored rings and recurrent tensors.
 
     Raises:
-        OSError: it cannot be read, or does not exist.
-        ValueError: it is damaged, or has other contents.
+        OSError: the file cannot be read, or does not exist.
+        ValueError: the file is damaged, or contains other tokens.
     """
     check_regular(path)
     with path.open("rb", buffering=0) as file:
@@ -98,7 +102,7 @@ def read_block(path: Path, forms: StateForms, expected: Header) -> Addition:
             raise ValueError("its header contradicts itself")
         size = len(header.tokens) * forms.cache_bytes + sum(header.rings) * STEP * forms.ring_bytes
         size += len(positions) * forms.recurrent_bytes + len(start) + _DIGEST_BYTES
-        if (found := os.fstat(file.fileno()).st_size) != size:  # by now the name may refer to another file
+        if (found := os.fstat(file.fileno()).st_size) != size:  # the name may refer to another file now
             raise ValueError(f"it has {found} bytes, not {size}")
         arrays = _empty(header, forms)
         digest = xxhash.xxh3_128(start)
@@ -107,7 +111,7 @@ def read_block(path: Path, forms: StateForms, expected: Header) -> Addition:
             _read_into(file, part)
             digest.update(part)
         if _read(file, _DIGEST_BYTES) != digest.digest():
-            raise ValueError("its checksum is not that of its content")
+            raise ValueError("its checksum does not match its contents")
     return arrays
 
 

@@ -1,10 +1,10 @@
-"""The prefix cache of an engine: results of its sessions, for those that begin with the same tokens.
+"""The prefix cache of an engine: results of sessions for reuse by sessions that begin with the same tokens.
 
-The cache is exact: a hit gives the same bits as a prefill from the first token. `Exactness` defines which states are
-exact, and where a hit may end.
+The cache is exact: a hit gives the same results as a prefill from the first token. `Exactness` defines the exact states
+and the possible ends of a hit.
 
-Any thread may use it. The lock is held to walk the tree, never during copies. A node that is evicted while another
-thread copies it lives until that is done.
+Any thread may use the cache. The lock is held while the tree is searched or changed, but never during copies. A node
+that is evicted while another thread copies it stays in memory until the copy is done.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from chunkrt.runtime.prefix import Prefix, StateForms
 from chunkrt.runtime.state import State
 
 LEAST_BETWEEN_CUTS = 512
-"""Least number of tokens of a prompt between positions at which rings and recurrent tensors are kept: the processors
-wait at each."""
+"""Minimum number of tokens between positions of a prompt at which rings and recurrent tensors are kept. At each such
+position the processors wait.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exactness:
-    """Conditions under which an engine computes equal bits.
+    """Conditions under which an engine computes bit-identical results.
 
-    step: chunks that begin at positions other than its multiples give other bits. tokens_differ: True if a run of one
-        token is computed elsewhere than those of several, and rounded differently.
+    Attributes:
+        step: chunks must begin at multiples of this number; otherwise results differ.
+        tokens_differ: True if single tokens are computed by another backend than prompts, with other rounding.
     """
 
     step: int
@@ -40,11 +42,11 @@ class Store(Protocol):
     """Storage of prefixes outside memory."""
 
     def load(self, forms: StateForms, tokens: Sequence[int], root: Root, known: int) -> Iterator[Addition]:
-        """Yield the stored parts of some tokens after the first `known` ones."""
+        """Yield the stored parts for some tokens, except for the first `known` tokens."""
         ...
 
     def save(self, forms: StateForms, root: Root, nodes: Sequence[Node]) -> None:
-        """Schedule the writing of consecutive nodes from the first token on."""
+        """Schedule the writing of consecutive nodes, starting with the first token."""
         ...
 
     def close(self) -> None:
@@ -58,9 +60,10 @@ class PrefixCache:
     Args:
         exactness: the engine's exactness.
         chunk_length: the engine's chunk length.
-        limit: largest number of bytes in memory.
-        store: storage outside this process, if any.
-        is_lost: returns True if the NPU has failed, so that its earlier results would not be computed again.
+        limit: maximum number of bytes in memory.
+        store: storage outside this process, or None.
+        is_lost: returns True if the NPU has failed. Results of the NPU are not used afterwards, because the CPU would
+            compute other values.
     """
 
     def __init__(
@@ -76,26 +79,27 @@ class PrefixCache:
         self.chunk_length = chunk_length
         self.limit = limit
         self.num_cached = 0
-        """Number of tokens that sessions got from the cache."""
+        """Number of tokens that the cache has supplied to sessions."""
         self._store = store
         self._is_lost = is_lost
         self._trees: dict[Root, PrefixTree] = {}
-        """Trees with contents, by the common properties of their prefixes."""
+        """Trees that are not empty, by the common properties of their prefixes."""
         self._lock = Lock()
         self._adding = Lock()
-        """Lock of the thread that adds, so that the limit holds while pieces are copied."""
+        """Lock of the thread that adds nodes, so the limit also holds while pieces are copied."""
         self._clock = count(1)
         self._is_closed = False
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the cache holds."""
+        """Number of bytes in memory."""
         with self._lock:
             return sum(tree.num_bytes for tree in self._trees.values())
 
     def find(self, tokens: Sequence[int], state: State, limit: int, salt: str = "") -> Prefix | None:
-        """Return the longest prefix of at most `limit` tokens that was kept under a salt and is longer than the part
-        that the state has seen."""
+        """Return the longest prefix of at most `limit` tokens that was kept under a salt and that is longer than the
+        state's contents.
+        """
         if limit <= state.position or self._is_off():
             return None
         root, clock = Root(salt, state.rope_offset), next(self._clock)
@@ -108,8 +112,9 @@ class PrefixCache:
             return self._tree(root, state.forms).find(tokens, state.position, limit, clock)
 
     def add(self, tokens: Sequence[int], state: State, salt: str = "") -> None:
-        """Keep a state's contents for its first tokens under a salt; if they are all its tokens, they include recurrent
-        tensors."""
+        """Store a state's contents for its first tokens under a salt. If these are all tokens of the state, the
+        recurrent tensors are stored, too.
+        """
         if not tokens or self._is_off():
             return
         root, forms, clock = Root(salt, state.rope_offset), state.forms, next(self._clock)
@@ -139,7 +144,7 @@ class PrefixCache:
             with self._lock:
                 if self._is_closed:
                     return
-                self._trees[root] = tree = self._tree(root, forms)  # `clear` may have been called meanwhile
+                self._trees[root] = tree = self._tree(root, forms)  # `clear` may have been called in the meantime
                 tree.add(tokens, Addition(pieces=pieces, recurrent=recurrent), clock)
             if self._store is not None:
                 with self._lock:
@@ -149,9 +154,9 @@ class PrefixCache:
     def part_lengths(self, tokens: Sequence[int], state: State, salt: str = "") -> list[int]:
         """Split the run of the pending tokens at positions where rings and recurrent tensors should be kept.
 
-        These positions are chunk boundaries, so that no chunk is added: at regular intervals, where another prompt
-        diverged from these tokens, and, for recurrent tensors, at the last boundary, for a prompt that differs only at
-        its end. The contents of caches can be kept afterwards.
+        These positions are chunk boundaries, so the number of chunks does not grow. They lie at regular intervals, and
+        at the point where another prompt diverged from these tokens. For recurrent tensors the last boundary is added,
+        which serves a prompt that differs only at its end. The contents of caches can be kept after the run.
         """
         forms, chunk, num_tokens = state.forms, self.chunk_length, len(tokens) - state.position
         if not (forms.rings or forms.recurrent):
@@ -172,19 +177,19 @@ class PrefixCache:
         return [end - begin for begin, end in pairwise([*cuts, num_tokens])]
 
     def clear(self) -> None:
-        """Forget everything in memory."""
+        """Remove all nodes from memory."""
         with self._lock:
             self._trees = {}
 
     def close(self) -> None:
-        """Close the cache: it supplies and accepts nothing more, and writes the remaining nodes."""
+        """Write the remaining nodes, and close the cache. It supplies and accepts no contents afterwards."""
         self._is_closed = True
         self.clear()
         if self._store is not None:
             self._store.close()
 
     def _load(self, store: Store, root: Root, forms: StateForms, tokens: Sequence[int], clock: int) -> None:
-        """Load the stored parts of some tokens into a tree, as long as they all fit."""
+        """Load the stored parts for some tokens into a tree, as far as they fit into the limit."""
         with self._lock:
             known = self._tree(root, forms).matched(tokens) // STEP * STEP
         for addition in store.load(forms, tokens, root, known):
@@ -200,11 +205,11 @@ class PrefixCache:
         return self._is_closed or self._is_lost()
 
     def _tree(self, root: Root, forms: StateForms) -> PrefixTree:
-        """Return the tree of a root; if there is none, an empty one that the cache does not hold yet."""
+        """Return the tree of a root. If no such tree exists, return an empty tree that is not part of the cache yet."""
         tree = self._trees.get(root)
         return PrefixTree(forms, self.exactness.step) if tree is None else tree
 
     def _evict(self, limit: int, kept: Collection[Node] = ()) -> None:
-        """Remove the least recently used nodes, like `evict`, and trees that are then empty."""
+        """Remove the least recently used nodes like `evict`, and then remove empty trees."""
         evict(list(self._trees.values()), limit, kept)
         self._trees = {root: tree for root, tree in self._trees.items() if not tree.is_empty}

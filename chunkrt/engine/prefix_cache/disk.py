@@ -1,9 +1,10 @@
 """Disk storage of the prefix cache: files of up to 256 tokens, named by their contents.
 
-A name is the SHA-256 of the preceding file's name and of the tokens; the first file's name depends on everything that
-an engine's bits depend on. So a file with the right name was computed from the same tokens, by the same model, in the
-same way. Files are written in a thread of their own. A damaged file is a miss, is reported in one line, and is removed.
-Errors in reading or writing are reported once, and the cache continues in memory; the next prompt tries again.
+The name of a file is the SHA-256 of the preceding file's name and of the file's tokens. The name of the first file
+depends on everything that can change an engine's results. So a file with the right name was computed from the same
+tokens by the same model in the same way. A separate thread writes the files. A damaged file counts as a miss, is
+reported in one line, and is removed. Errors in reading or writing are reported once, and the cache continues in memory;
+for the next prompt the disk is tried again.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from chunkrt.runtime.prefix import PrefixPiece, StateForms
 log = logging.getLogger(__name__)
 
 BLOCK = 8 * STEP
-"""Largest number of tokens of a file."""
+"""Maximum number of tokens of a file."""
 MOST_WAITING_BYTES = 256 * 2**20
-"""Largest number of bytes that may wait to be written, except for a single prompt; further prompts are not written."""
+"""Maximum number of bytes that are queued for writing. Beyond this limit prompts are not written. The limit does not
+apply to a single prompt.
+"""
 MOST_NAMES = 1 << 14
 """Number of files whose contents are remembered."""
 
@@ -47,7 +50,7 @@ class _Step(NamedTuple):
 
 
 class _Save(NamedTuple):
-    """Consecutive steps from the first token on, to be written."""
+    """Consecutive steps that are to be written, starting with the first token."""
 
     forms: StateForms
     root: Root
@@ -57,7 +60,7 @@ class _Save(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Owner of the files. `identity`: everything that its bits depend on, for JSON."""
+    """Engine to which files belong. `identity` contains everything that can change its results, as data for JSON."""
 
     model: str
     scheme: str
@@ -70,17 +73,19 @@ class Owner:
 
 
 class DiskStore:
-    """Files in a folder that other processes use as well.
+    """Store of files in a folder that other processes may use at the same time.
 
     Args:
-        folder: folder of the files; created when the first is written.
-        owner: owner of the files.
+        folder: folder of the files; it is created when the first file is written.
+        owner: the engine to which the files belong.
     """
 
     def __init__(self, folder: CacheFolder, owner: Owner) -> None:
         self._folder, self._owner = folder, owner
         self._written: dict[str, frozenset[object]] = {}
-        """Written or read contents by name: recurrent tensors and rings may be added later than the rest."""
+        """Contents of written or read files by name, because recurrent tensors and rings may be added later than
+        caches.
+        """
         self._queue: SimpleQueue[_Save | None] = SimpleQueue()
         self._num_waiting_bytes = 0
         self._thread: Thread | None = None
@@ -89,7 +94,7 @@ class DiskStore:
         self._told: set[str] = set()
 
     def load(self, forms: StateForms, tokens: Sequence[int], root: Root, known: int) -> Iterator[Addition]:
-        """Yield the stored parts of some tokens after the first `known` ones, one file at a time."""
+        """Yield the stored parts for some tokens, except for the first `known` tokens, one file at a time."""
         engine = parent = self._owner.digest(forms, root)
         for start in range(0, len(tokens), BLOCK):
             whole = tuple(tokens[start : start + BLOCK])
@@ -106,7 +111,7 @@ class DiskStore:
             parent = chained(parent, whole)
 
     def save(self, forms: StateForms, root: Root, nodes: Sequence[Node]) -> None:
-        """Schedule the writing of consecutive nodes from the first token on."""
+        """Schedule the writing of consecutive nodes, starting with the first token."""
         whole = [node for node in nodes if len(node.tokens) == STEP]
         if not whole:
             return
@@ -120,22 +125,22 @@ class DiskStore:
             self._have_written()
 
     def close(self) -> None:
-        """Wait until everything is written."""
+        """Wait until all scheduled nodes are written."""
         with self._starting:
             if not self._queue.empty():
-                self._have_written()  # an interrupt may have come before the thread started
+                self._have_written()  # an interrupt may have occurred before the thread started
             thread, self._thread = self._thread, None
         if thread is not None and thread.is_alive():
             self._queue.put(None)
             thread.join()
 
     def _have_written(self) -> None:
-        """Start the thread unless it runs."""
+        """Start the writing thread unless it is running."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = Thread(target=self._write_all, name="chunkrt prefix cache", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError as error:  # no more threads can start
+            except RuntimeError as error:  # no further thread can be started
                 self._tell("write to", error)
 
     def _read(
@@ -165,13 +170,13 @@ class DiskStore:
     def _tell(self, what: str, error: Exception) -> None:
         """Report an error to the user, once."""
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        line = f"the prefix cache cannot {what} {self._folder.path} ({reason}); it goes on in memory"
+        line = f"the prefix cache cannot {what} {self._folder.path} ({reason}); it continues in memory"
         if line not in self._told:
             self._told.add(line)
             log.warning("%s", line)
 
     def _note(self, name: str, found: Addition) -> None:
-        """Remember the contents of a file."""
+        """Record the contents of a file."""
         with self._starting:  # other threads do the same
             self._written[name] = _parts(found)
             while len(self._written) > MOST_NAMES:
@@ -181,7 +186,7 @@ class DiskStore:
         while (save := self._queue.get()) is not None:
             try:
                 self._write(save.forms, save.root, save.steps)
-            except Exception as error:  # the rest of this prompt is not written; the next may be
+            except Exception as error:  # the rest of this prompt is not written; the next prompt may be
                 self._tell("write to", error)
             finally:
                 with self._starting:
@@ -200,7 +205,7 @@ class DiskStore:
                 header = self._header(engine, parent, first * STEP, tokens, rings, tuple(recurrent))
                 size = block_bytes(header, found)
                 if not self._folder.write(name, size, partial(write_block, header=header, addition=found)):
-                    return  # files after it would never be found
+                    return  # later files of the prompt would never be found
                 self._note(name, found)
             parent = name
 
@@ -226,12 +231,12 @@ class DiskStore:
 
 
 def chained(parent: str, tokens: Sequence[int]) -> str:
-    """Return the name of a file of some tokens after another file's."""
+    """Return the name of the file that contains some tokens after those of the file `parent`."""
     return hashlib.sha256(parent.encode() + np.array(tokens, np.int64).tobytes()).hexdigest()
 
 
 def _parts(addition: Addition) -> frozenset[object]:
-    """Return keys of the contents that a file may get later than the rest."""
+    """Return keys of the contents that may be added to a file later."""
     rings = [("rings", piece.start) for piece in addition.pieces if piece.rings is not None]
     return frozenset({None, *rings, *addition.recurrent})
 

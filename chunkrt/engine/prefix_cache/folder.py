@@ -1,7 +1,7 @@
 """The prefix cache's folder: its files, their total size, and the lock for writing.
 
-Any number of processes read at the same time. One at a time writes, and removes the least recently used files, so that
-all files together never exceed the budget; incomplete files of a process that died are removed first.
+Any number of processes may read at the same time. Only one process at a time writes files, and removes the least
+recently used files, so the total size never exceeds the budget. Incomplete files of killed processes are removed first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Entry:
 
 
 def entries(folder: Path) -> list[Entry]:
-    """Return the files of a prefix cache in a folder, ignoring other files; none if the folder does not exist."""
+    """Return the files of a prefix cache in a folder, and ignore other files. If the folder does not exist, return no
+    files.
+    """
     found = []
     with suppress(OSError), os.scandir(folder) as listed:
         for item in listed:
@@ -47,7 +49,8 @@ def entries(folder: Path) -> list[Entry]:
 
 
 def clear(folder: Path) -> int:
-    """Remove the files of a prefix cache. Returns their bytes. Raises OSError if one cannot be removed."""
+    """Remove the files of a prefix cache, and return their number of bytes. Raise OSError if a file cannot be
+    removed."""
     freed = 0
     with _writer(folder):
         for entry in entries(folder):
@@ -57,7 +60,7 @@ def clear(folder: Path) -> int:
 
 
 class CacheFolder:
-    """A folder with a limit of its bytes."""
+    """A folder with a limit on its total number of bytes."""
 
     def __init__(self, path: Path, budget: int) -> None:
         self.path, self.budget = path, budget
@@ -67,16 +70,17 @@ class CacheFolder:
         return self.path / f"{name}{SUFFIX}"
 
     def touch(self, name: str) -> None:
-        """Note that a file was used."""
+        """Record the use of a file."""
         with suppress(OSError):
             os.utime(self.file(name))
 
     def write(self, name: str, num_bytes: int, write: Callable[[BinaryIO], object]) -> bool:
-        """Write a file of about `num_bytes` bytes under a temporary name, and rename it. Returns False if there is no
-        room.
+        """Write a file of about `num_bytes` bytes under a temporary name, and then rename it.
+
+        Return False if the file exceeds the limit.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         if num_bytes > self.budget:
             return False
@@ -105,7 +109,9 @@ class CacheFolder:
 
 @contextmanager
 def _writer(folder: Path) -> Iterator[None]:
-    """Hold the lock of the only writer. The system releases the lock of a process that dies. Raises OSError."""
+    """Hold the lock of the writer. If the process ends, the system releases the lock. Raise OSError if another process
+    holds the lock for too long.
+    """
     try:
         with FileLock(folder / _LOCK).acquire(timeout=SECONDS_TO_WAIT):
             yield

@@ -29,16 +29,16 @@ DISK_BYTES = 8 * 2**30
 
 
 _UNIMPORTANT = ("context length", "chunk length", "executors", "tokenizer")
-"""Parts of an engine's identity that do not affect the bits of a state."""
+"""Parts of an engine's identity that do not affect the contents of a state."""
 
 
 def own_folder() -> Path:
-    """Return the default folder of the files."""
+    """Return the default folder for files of the prefix cache."""
     return catalogue.home() / "prefixes"
 
 
 class CachedEngine(Protocol):
-    """Interface of an engine for its prefix cache."""
+    """Interface of an engine for the prefix cache."""
 
     options: EngineOptions
     manifest: Manifest
@@ -48,22 +48,25 @@ class CachedEngine(Protocol):
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """Properties that are equal for the engines of all ranks."""
+        """Properties that must be equal for the engines of all ranks."""
         ...
 
 
 def open_cache(
     engine: CachedEngine, exactness: Exactness, *, has_ranks: bool, is_npu_lost: Callable[[], bool]
 ) -> PrefixCache | None:
-    """Open the cache that an engine's options request; None if they request none.
+    """Open the prefix cache that an engine's options request. Return None if it is off.
 
     Raises:
-        ConfigError: a cache is requested with ranks, or its folder is not a folder.
+        ConfigError: a cache is requested with several ranks, or `prefix_cache` is a path that is not a folder.
     """
     options = engine.options
     place = options.prefix_cache
     if has_ranks and place not in (None, "off"):
-        raise ConfigError(f"ranks have no prefix cache, but `prefix_cache` is {str(place)!r}; omit it, or choose 'off'")
+        raise ConfigError(
+            f"several ranks do not support the prefix cache, but `prefix_cache` is {str(place)!r}; "
+            "omit it, or choose 'off'"
+        )
     place = place or ("off" if has_ranks else engine_options.DEFAULT_PREFIX_CACHE)
     if place == "off":
         return None
@@ -80,12 +83,15 @@ def open_cache(
 
 
 def _owner(engine: CachedEngine, exactness: Exactness) -> Owner:
-    """Return the owner of the files: everything that the bits of a state depend on."""
+    """Return the owner of the files, whose identity contains everything that can change the contents of a state."""
     options, manifest = engine.options, engine.manifest
     backends = engine.npu_backend.name, engine.cpu_backend.name
     has_htp = backends[0] == QNN
     identity = {
-        "chunkrt": [version("chunkrt"), native_digest()],  # the running version; the compiler's may differ
+        "chunkrt": [
+            version("chunkrt"),
+            native_digest(),
+        ],  # the running version, which may differ from that of the compiler
         **{name: value for name, value in engine.identity.items() if name not in _UNIMPORTANT},
         "files": [(name, digest) for name, (_, digest) in sorted(manifest.files.items()) if name in (PLAN, WEIGHTS)],
         "backends": backends,
@@ -100,7 +106,7 @@ def _owner(engine: CachedEngine, exactness: Exactness) -> Owner:
 
 
 def _on_npu(options: EngineOptions) -> list[object]:
-    """Return the NPU's properties that its bits depend on."""
+    """Return the properties of the NPU that can change its results."""
     attention = [options.attention, options.npu_windows, options.graph_layers]
     return [repr(options.htp), options.decodes_on, *attention]
 

@@ -1,10 +1,10 @@
-"""A radix tree over tokens, in steps of 32, with the contents of states for them, position by position.
+"""A radix tree over tokens, in steps of 32, whose nodes contain the contents of states for these tokens.
 
-A node holds 32 tokens, or fewer at the end of a prompt without a longer one. Caches and rings can be cut anywhere, so a
-hit may end within a node; recurrent tensors are kept at some positions, and a hit of a decoder with such tensors ends
-at one of these.
+A node contains 32 tokens, or fewer at the end of a prompt that no longer prompt continues. Caches and rings can be cut
+at any token, so a hit may end within a node. Recurrent tensors are kept only at some positions; with such tensors a hit
+can end only at these positions.
 
-Every change is one assignment, after which the tree is consistent: an interrupt may come at any point.
+An interrupt may occur at any point. Therefore every change is a single assignment, after which the tree is consistent.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ Tokens = tuple[int, ...]
 
 
 class Root(NamedTuple):
-    """Properties, in addition to tokens, that the prefixes of one tree share.
+    """Properties, in addition to tokens, that the prefixes of one tree have in common.
 
-    salt: a string that separates trust domains; prefixes of one salt are never found with another. rope_offset: the
-        first row of the rotary tables that the states use.
+    Attributes:
+        salt: a string that separates trust domains; a prefix under one salt is never found under another.
+        rope_offset: the first row of the rotary tables that the states use.
     """
 
     salt: str
@@ -40,9 +41,11 @@ class Root(NamedTuple):
 
 
 class Node:
-    """Some tokens after those of `parent`, and a state's contents for them.
+    """Tokens that follow the tokens of `parent`, with a state's contents for these tokens.
 
-    recurrent: recurrent tensors by position. used: time of the last use, on the tree's clock.
+    Attributes:
+        recurrent: recurrent tensors by position.
+        used: time of the last use, on the tree's clock.
     """
 
     __slots__ = ("children", "parent", "piece", "recurrent", "tokens", "used")
@@ -53,21 +56,23 @@ class Node:
         self.recurrent: dict[int, tuple[Array, ...]] = {}
 
     def begins(self, tokens: Tokens) -> bool:
-        """Return True if all its tokens are the first of these."""
+        """Return True if the given tokens begin with all tokens of the node."""
         return self.tokens == tokens[: len(self.tokens)]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the node, without its children."""
+        """Number of bytes of the node, without its children."""
         arrays = (*self.piece.caches, *(self.piece.rings or ()), *(a for kept in self.recurrent.values() for a in kept))
         return NODE_BYTES + sum(array.nbytes for array in arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Addition:
-    """Nodes that a tree lacks, in the order of their positions, or missing rings or recurrent tensors of its nodes.
+    """Contents that a tree lacks: new nodes, or missing rings or recurrent tensors of existing nodes.
 
-    pieces: a piece without caches adds rings to an existing node. recurrent: recurrent tensors by position.
+    Attributes:
+        pieces: pieces in the order of their positions; a piece without caches adds rings to an existing node.
+        recurrent: recurrent tensors by position.
     """
 
     pieces: tuple[PrefixPiece, ...]
@@ -80,25 +85,25 @@ class PrefixTree:
     def __init__(self, forms: StateForms, step: int) -> None:
         self.forms = forms
         self._step = step
-        """Hits end at multiples of it."""
+        """Hits end at multiples of this number."""
         self._root = Node(None, (), PrefixPiece(0, 0, (), None), 0)
         self._num_bytes: int | None = 0
-        """None during a change; an interrupt may leave it so."""
+        """Number of bytes; None during a change, or after an interrupt during a change."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all nodes."""
+        """Number of bytes of all nodes."""
         if self._num_bytes is None:
             self._num_bytes = sum(node.num_bytes for node in self.nodes())
         return self._num_bytes
 
     @property
     def is_empty(self) -> bool:
-        """True if there is no node."""
+        """True if the tree contains no node."""
         return not self._root.children
 
     def path(self, tokens: Sequence[int]) -> list[Node]:
-        """Return the nodes that hold the first of some tokens; of the last node perhaps only some."""
+        """Return the nodes along the given tokens. Only the first tokens of the last node may match."""
         found, node, position = list[Node](), self._root, 0
         while child := node.children.get(tuple(tokens[position : position + STEP])):
             found.append(child)
@@ -112,7 +117,7 @@ class PrefixTree:
         return found
 
     def find(self, tokens: Sequence[int], after: int, limit: int, clock: int) -> Prefix | None:
-        """Return the longest prefix of some tokens that ends after `after`, and at most at `limit`."""
+        """Return the longest stored prefix of the given tokens that ends after `after`, and at most at `limit`."""
         path = self.path(tokens)
         for node in path:
             node.used = clock
@@ -133,10 +138,11 @@ class PrefixTree:
         return None
 
     def missing(self, tokens: Sequence[int], rings_first: int, clock: int) -> list[tuple[Tokens, int, bool]]:
-        """Return the steps that a state of these tokens could add: tokens, start, and True if caches are missing.
+        """Return the steps that a state with these tokens could add. Each step consists of its tokens, its start, and
+        True if caches are missing.
 
         Args:
-            rings_first: the first position that its rings hold.
+            rings_first: the first position that the state's rings contain.
         """
         found: list[tuple[Tokens, int, bool]] = []
         path = self.path(tokens)
@@ -152,7 +158,7 @@ class PrefixTree:
         return found
 
     def matched(self, tokens: Sequence[int]) -> int:
-        """Return how many of the first tokens are known, even if no hit may end there."""
+        """Return the number of first tokens that the tree contains, even if no hit may end there."""
         path = self.path(tokens)
         if not path:
             return 0
@@ -160,18 +166,18 @@ class PrefixTree:
         return start + shared(path[-1].tokens, tokens[start : start + STEP])
 
     def lacks_recurrent(self, tokens: Sequence[int]) -> bool:
-        """Return True if recurrent tensors after these tokens would be new."""
+        """Return True if the tree lacks recurrent tensors at the end of these tokens."""
         if not self.forms.recurrent:
             return False
         return self.matched(tokens) < len(tokens) or len(tokens) not in self.path(tokens)[-1].recurrent
 
     def add(self, tokens: Sequence[int], addition: Addition, clock: int) -> None:
-        """Add the parts that are still missing, except those after a node that has been removed."""
+        """Add the parts that are still missing, except for parts after a node that was removed in the meantime."""
         before, self._num_bytes = self.num_bytes, None
         self._num_bytes = before + self._add(tokens, addition, clock)
 
     def _add(self, tokens: Sequence[int], addition: Addition, clock: int) -> int:
-        """Add like `add`; return the number of bytes added."""
+        """Add parts like `add`, and return the number of added bytes."""
         pieces = {piece.start: piece for piece in addition.pieces}
         node, added = self._root, 0
         for start in range(0, len(tokens), STEP):
@@ -211,7 +217,7 @@ class PrefixTree:
             waiting += node.children.values()
 
     def _grown(self, parent: Node, tokens: Tokens, piece: PrefixPiece, clock: int) -> Node:
-        """Add a child, replacing those that hold only the first of its tokens."""
+        """Add a child. It replaces children that contain only the first of its tokens."""
         node = Node(parent, tokens, piece, clock)
         shorter = [child for child in parent.children.values() if child.begins(tokens)]
         for child in shorter:
@@ -224,15 +230,16 @@ class PrefixTree:
         return node
 
     def _ends(self, node: Node, limit: int) -> list[int]:
-        """Return the positions in a node where a hit may end, the last first."""
+        """Return the positions in a node at which a hit may end, in descending order."""
         if self.forms.recurrent:
             return sorted((p for p in node.recurrent if p <= limit and not p % self._step), reverse=True)
         last = limit - limit % self._step
         return [last] if last > node.piece.start else []
 
     def _rings_from(self, path: Sequence[Node], position: int) -> int | None:
-        """Return the position from which nodes hold all rings up to another; None if a row there would see earlier
-        ones."""
+        """Return the position from which nodes contain all rings up to a given position. Return None if the window at
+        the given position begins earlier.
+        """
         if not self.forms.rings:
             return 0
         first = position
@@ -245,7 +252,7 @@ class PrefixTree:
 
 
 def _beginning_with(node: Node, tokens: Tokens) -> Node | None:
-    """Return the child whose first tokens these are."""
+    """Return a child whose tokens begin with the given tokens."""
     if found := node.children.get(tokens):
         return found
     if len(tokens) == STEP:
@@ -262,9 +269,9 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def evict(trees: Sequence[PrefixTree], limit: int, kept: Collection[Node] = ()) -> None:
-    """Remove leaves, the least recently used first, except those in `kept`, if all together exceed a limit.
+    """Remove leaves if the trees exceed a limit, the least recently used first, except for nodes in `kept`.
 
-    It removes a little more than necessary, so that not every call has to search for leaves.
+    A little more than necessary is removed, so not every call has to search for leaves.
     """
     num_bytes = sum(tree.num_bytes for tree in trees)
     if num_bytes <= limit:

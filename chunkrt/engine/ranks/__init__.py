@@ -1,1 +1,1 @@
-"""The leader's and the followers' engines, when several ranks share a model."""
+"""Engines of the leader and of the followers, if several ranks share a model."""

@@ -1,7 +1,8 @@
 """Commands from the leader to its followers.
 
 The leader is rank 0, which runs the program. Each follower repeats the leader's calls on its own engines, states and
-snapshots: a command names the object by number, the method, and the number under which the result is kept.
+snapshots. A command contains the number of the object, the name of the method, and the number under which the follower
+stores the result.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from chunkrt.runtime.run import Logits
 
 
 class Reference(NamedTuple):
-    """Placeholder for an object of the follower among the arguments of a call."""
+    """Placeholder for an object of the follower in the arguments of a call."""
 
     number: int
 
 
 class RankPath(NamedTuple):
-    """Placeholder for a path of each rank's own: the leader's, with the rank appended."""
+    """Placeholder for a path that differs on each rank: the leader's path, with the rank appended."""
 
     path: Path
 
     def of(self, rank: int) -> Path:
-        """Return the path of a follower."""
+        """Return the path for a follower."""
         return self.path.with_name(f"{self.path.name}.rank{rank}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Open:
-    """Load a model; the reply is the engine's identity."""
+    """Command to load a model. The reply is the engine's identity."""
 
     model: str
     options: EngineOptions
@@ -47,8 +48,12 @@ class Open:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Call a method. `result`: number under which the result is kept, or None. `has_reply`: True if the call may
-    fail."""
+    """Command to call a method.
+
+    Attributes:
+        result: number under which the follower stores the result, or None.
+        has_reply: True if the call may fail, so the follower replies.
+    """
 
     target: int
     method: str
@@ -58,8 +63,12 @@ class Call:
 
 
 class Part(NamedTuple):
-    """Tokens of a run of `run_tokens` tokens, of which `start` came before. `position`: position of the first token
-    here."""
+    """Part of a run of `run_tokens` tokens.
+
+    Attributes:
+        start: number of tokens of the run before this part.
+        position: position of the first token of this part.
+    """
 
     state: int
     position: int
@@ -71,7 +80,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Compute the rest of one run, or a chunk that several share; `lane`: name of the executor."""
+    """Command to compute the remaining tokens of one run, or a chunk of several runs. `lane` is the name of the
+    executor.
+    """
 
     engine: int
     lane: str
@@ -79,13 +90,17 @@ class Compute:
 
     @property
     def is_urgent(self) -> bool:
-        """True if a rank computes only this while it waits for a sum."""
+        """True if a rank has no other work while it waits for a sum of this command."""
         return len(self.parts) > 1 or self.parts[0].token_ids.size == 1
 
 
 class Message(NamedTuple):
-    """A command. `before`: earlier calls that were postponed until now. `forgotten`: objects that are not needed any
-    more."""
+    """A command with earlier calls that were postponed.
+
+    Attributes:
+        before: the postponed calls, which are executed first.
+        forgotten: numbers of objects that are no longer needed.
+    """
 
     command: Open | Call | Compute
     before: tuple[Call, ...]
@@ -101,7 +116,7 @@ def read_reply(rank: int, payload: memoryview) -> Any:
     """Return the reply of a follower.
 
     Raises:
-        ChunkrtError: the error in the reply, of the same type, with the rank before its message.
+        ChunkrtError: the error in the reply, with the same type, and with the rank in front of its message.
     """
     value, error = pickle.loads(payload)
     if error is None:

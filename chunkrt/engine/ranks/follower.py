@@ -1,4 +1,4 @@
-"""A follower: repeats the leader's calls on its own engines, states and snapshots."""
+"""A follower, which repeats the leader's calls on its own engines, states and snapshots."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from chunkrt.runtime.schedule import Schedule
 
 
 class RankEngine(Protocol):
-    """Interface of an engine for followers; its other methods are called by name."""
+    """Interface of an engine for followers. Other methods of the engine are called by name."""
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """Properties that are equal for the engines of all ranks."""
+        """Properties that must be equal for the engines of all ranks."""
         ...
 
 
@@ -30,7 +30,7 @@ class Follower:
 
     Args:
         communicator: connection to the other ranks.
-        load: loads this rank's part of a model.
+        load: loads this rank's share of a model.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Follower:
         self._objects: dict[int, Any] = {}
 
     def serve(self) -> int:
-        """Execute the leader's commands until it ends. Returns the exit status; rank 0 reports errors."""
+        """Execute the leader's commands until the leader ends, and return the exit status. Rank 0 reports errors."""
         number = 0
         try:
             while True:
@@ -96,7 +96,9 @@ class Follower:
         return argument.of(self._communicator.rank) if isinstance(argument, RankPath) else argument
 
     def _compute(self, number: int, command: Compute) -> None:
-        """Compute this rank's part. The states advance when the leader reports that its own have."""
+        """Compute this rank's part of some work. The states advance when the leader reports that its own states have
+        advanced.
+        """
         communicator = self._communicator
         states = [self._objects[part.state] for part in command.parts]
         for part, state in zip(command.parts, states, strict=True):

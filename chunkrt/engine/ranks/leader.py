@@ -1,4 +1,4 @@
-"""The leader's side of ranks: every engine, state and run here has a counterpart on each follower."""
+"""The leader's side of several ranks. Every engine, state and run of the leader corresponds to one on each follower."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 
 
 class Leader:
-    """Sender of commands, one for each process. It numbers the commands and the objects of the followers."""
+    """Sender of commands. A process has only one, which numbers the commands and the objects of the followers."""
 
     def __init__(self, communicator: MessageCommunicator) -> None:
         self.communicator = communicator
@@ -42,7 +42,7 @@ class Leader:
         self._forgotten: deque[int] = deque()
 
     def open(self, model: str, options: EngineOptions) -> EngineMirror:
-        """Load a model on the followers, at the same time as in this process."""
+        """Load a model on the followers, concurrently with this process."""
         number = self.new_number()
         return EngineMirror(self, number, self.tell(Open(model=model, options=options, result=number)))
 
@@ -53,9 +53,11 @@ class Leader:
             return self._num_objects
 
     def tell(self, command: Open | Call | Compute) -> int:
-        """Send a command to all followers without waiting. Returns its number."""
+        """Send a command to all followers without waiting, and return its number."""
         with self.communicator.interrupts, self._lock:
-            forgotten = _emptied(self._forgotten)  # postponed calls may use a forgotten object, and come first
+            forgotten = _emptied(
+                self._forgotten
+            )  # postponed calls come first, because they may use an object that is then forgotten
             message = Message(command, _emptied(self._waiting), forgotten)
             self._num_commands += 1
             number = self._num_commands
@@ -65,24 +67,29 @@ class Leader:
             return number
 
     def tell_later(self, call: Call) -> None:
-        """Send a call together with the next command, and before it."""
+        """Postpone a call, which is sent with the next command and executed before it."""
         self._waiting.append(call)
 
     def call(self, target: int, method: str, *arguments: object, result: int | None = None) -> None:
-        """Call a method on every follower that cannot fail if it has not failed here."""
+        """Call a method on every follower without a reply. A method that succeeded on the leader must not fail on a
+        follower.
+        """
         self.tell(Call(target=target, method=method, arguments=arguments, result=result))
 
     def ask(self, target: int, method: str, *arguments: object) -> None:
-        """Call a method on every follower, and wait for it. Raises the error of the first that failed."""
+        """Call a method on every follower, and wait for the replies. Raise the error of the first follower that
+        failed."""
         self.replies(self.tell(Call(target=target, method=method, arguments=arguments, has_reply=True)))
 
     def replies(self, number: int) -> Mapping[int, object]:
-        """Return the followers' replies to a command, by rank. Raises the error of the first that replied with one."""
+        """Return the followers' replies to a command in the order of ranks. Raise the error of the first follower that
+        failed.
+        """
         payloads = self.communicator.take(Envelope(Channel.REPLY, number), self.communicator.others)
         return {rank: read_reply(rank, payloads[rank]) for rank in self.communicator.others}
 
     def forget_with(self, owner: object, number: int) -> None:
-        """Release the followers' object together with the one here."""
+        """Release the followers' objects when this object is released."""
         weakref.finalize(owner, self._forgotten.append, number)
 
 
@@ -92,12 +99,14 @@ def _emptied(queue: deque[Item]) -> tuple[Item, ...]:
 
 @cache
 def leader(communicator: MessageCommunicator) -> Leader:
-    """Return the process's only leader."""
+    """Return the only leader of this process."""
     return Leader(communicator)
 
 
 class EngineMirror:
-    """Counterparts of an engine on every follower; its conductor's `Followers`."""
+    """The engines of all followers that correspond to an engine of the leader. It implements `Followers` for the
+    conductor.
+    """
 
     def __init__(self, leader: Leader, number: int, opening: int) -> None:
         self._leader, self._number, self._opening = leader, number, opening
@@ -107,8 +116,8 @@ class EngineMirror:
         """Wait until all followers have loaded the model.
 
         Raises:
-            ConfigError: one has another model, plug-ins or executors than this process.
-            ChunkrtError: one could not load it.
+            ConfigError: the model, plug-ins or executors of a follower differ from those of this process.
+            ChunkrtError: a follower could not load the model.
         """
         for rank, theirs in self._leader.replies(self._opening).items():
             assert isinstance(theirs, Mapping)
@@ -126,10 +135,10 @@ class EngineMirror:
                 )
 
     def make_state(self, plan: Plan, capacity: int, dtype: CacheDtype, *, chunk_length: int) -> State:
-        """Return an empty state with a counterpart on every follower."""
+        """Return an empty state, and create the corresponding state on every follower."""
         number = self._leader.new_number()
         state = MirroredState(self._leader, number, plan, capacity, dtype, chunk_length=chunk_length)
-        # in any case the counterparts are released together with it
+        # after this, the followers' states are always released together with this state
         self._leader.call(self._number, "make_state", result=number)
         return state
 
@@ -166,7 +175,7 @@ class EngineMirror:
 
 
 def _part(segment: Segment) -> Part:
-    """Return the description of a segment for followers."""
+    """Return the description of a segment for the followers."""
     run = segment.job.run
     assert isinstance(run.state, MirroredState)
     return Part(
@@ -180,7 +189,7 @@ def _part(segment: Segment) -> Part:
 
 
 def _check_plugins(rank: int, ours: object, theirs: object) -> None:
-    """Raise ConfigError for the first plug-in that only one of rank 0 and another rank has or uses."""
+    """Raise ConfigError for the first plug-in that is used by rank 0 or by another rank, but not by both."""
     assert isinstance(ours, Sequence)
     assert isinstance(theirs, Sequence)
     for number, one, other in ((0, ours, theirs), (rank, theirs, ours)):
@@ -193,13 +202,13 @@ def _check_plugins(rank: int, ours: object, theirs: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MirroredSnapshot(Snapshot):
-    """A snapshot here, and the number of the followers' snapshots."""
+    """A snapshot of the leader, and the number of the followers' snapshots."""
 
     number: int
 
 
 class MirroredState(State):
-    """A state whose every change is made on all ranks; see `State`."""
+    """A state whose changes are repeated on all ranks; see `State`."""
 
     def __init__(
         self, leader: Leader, number: int, plan: Plan, capacity: int, dtype: CacheDtype, *, chunk_length: int
@@ -211,8 +220,10 @@ class MirroredState(State):
         leader.forget_with(self, number)
 
     def advance(self, num_tokens: int) -> None:
-        """See `State.advance`. The other ranks advance with the next command, so no message is sent. Without such a
-        command the run has failed, and they undo it at the next use of the state."""
+        """See `State.advance`. No message is sent, because the other ranks advance with the next command. If that
+        command does not advance the state, the run has failed, and the other ranks undo it at the next use of the
+        state.
+        """
         with self._leader.communicator.interrupts:
             super().advance(num_tokens)
             self._leader.tell_later(Call(target=self.number, method="advance", arguments=(num_tokens,)))
@@ -255,12 +266,12 @@ class MirroredState(State):
         """See `State.fork`."""
         number = self._leader.new_number()
         copy = MirroredState(self._leader, number, self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length)
-        self._copy_to(copy)  # waits for the tasks of an abandoned run, here and on the others
+        self._copy_to(copy)  # waits for the tasks of an abandoned run, on all ranks
         self._leader.call(self.number, "fork", result=number)
         return copy
 
     def save(self, path: str | os.PathLike[str] | StateFile) -> None:
-        """See `State.save`. Each other rank writes its own file, with ".rank1" and so on at the end of its name."""
+        """See `State.save`. Every other rank writes a separate file, with ".rank1" and so on at the end of its name."""
         super().save(path)
         self._leader.ask(self.number, "save", RankPath(state_file(path).path))
 
@@ -277,7 +288,7 @@ class MirroredState(State):
 
     @contextmanager
     def _mirrored(self, method: str | None, *arguments: object) -> Iterator[None]:
-        """Repeat the block's change on the followers, if it succeeds. Changes that it calls in turn are not sent."""
+        """Repeat the change of the block on the followers if the block succeeds. Nested changes are not sent."""
         with self._leader.communicator.interrupts:
             is_outermost, self._is_changing = not self._is_changing, True
             try:
