@@ -70,7 +70,7 @@ def check_host(plan: Plan, context_length: int) -> None:
     left = [s.name for s in plan.subgraphs if (s.state if s.device == "cpu" else s.rows == "R")]
     if left:
         raise ConfigError(
-            f"a program without chunkrt needs all layers on the NPU, but {left[0]} is not there; choose "
+            f"a program without chunkrt needs all layers on the NPU, but {left[0]} is not on the NPU; choose "
             "`attention='npu'`, and a `context_length` that is no longer than the longest `npu_window`"
         )
     if convolutions := [node.name for s in plan.subgraphs for node in s.nodes if is_convolution(node)]:

@@ -282,7 +282,7 @@ def _penalised(
         raise BackendError(
             f"{logits.size - np.count_nonzero(finite)} of {logits.size} logits are not finite (token {first} "
             f"has {logits[first]}), so no token can be chosen; run the prompt with `npu='reference'` "
-            "(npu='reference' in Python) to distinguish a faulty backend from faulty weights"
+            "to distinguish a faulty backend from faulty weights"
         )
     if penalty == 1 or len(history) == 0:
         return logits

@@ -121,10 +121,10 @@ class SessionFile(StateFile):
     def _forms(self, numbers: Numbers) -> dict[str, Array]:
         num_tokens, num_dropped, num_logits = (numbers[name] for name in _NUMBERS[:3])
         if not numbers["position"] <= num_tokens <= self._context_length:
-            raise ValueError(f"it holds {num_tokens} tokens; the context has room for {self._context_length}")
+            raise ValueError(f"it contains {num_tokens} tokens, but the context length is {self._context_length}")
         is_run = numbers["position"] == num_tokens > 0
         if num_dropped < 0 or num_logits not in (0, self._vocab_size if is_run else 0):
-            raise ValueError(f"it holds {num_dropped} dropped tokens and {num_logits} logits")
+            raise ValueError(f"its number of dropped tokens ({num_dropped}) or of logits ({num_logits}) is invalid")
         shapes = zip(_ARRAYS, (num_tokens, num_dropped, num_logits, _MODEL_BYTES), strict=True)
         dtypes = (np.int64, np.int64, np.float32, np.uint8)
         return {

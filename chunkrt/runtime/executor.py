@@ -66,7 +66,7 @@ class Executor:
         reach: int | None = None,
     ) -> None:
         if not 1 <= chunk_length <= plan.context_length:
-            raise ConfigError(f"chunk length {chunk_length} is outside 1..{plan.context_length}, the context")
+            raise ConfigError(f"chunk length {chunk_length} is outside 1..{plan.context_length}, the context length")
         if chunks_in_flight is not None:
             check_chunks_in_flight(chunks_in_flight)
         _check_plan(plan)
@@ -334,7 +334,7 @@ def _check_processors(plan: Plan, processors: Sequence[Processor]) -> None:
         if processor.workers < 1:
             raise ConfigError(f"processor {processor.name!r} has {processor.workers} workers; it needs at least 1")
         if "link" in processor.devices:
-            raise ConfigError(f"processor {processor.name!r} is for the link, which has workers of its own; omit it")
+            raise ConfigError(f"processor {processor.name!r} is for the link, which has its own workers; omit it")
     devices = frozenset[Device](("link",)).union(*(processor.devices for processor in processors))
     for subgraph in plan.subgraphs:
         if subgraph.device not in devices:

@@ -71,9 +71,11 @@ class Run:
         if self.logits not in get_args(Logits):
             raise unknown_name("choice of logits", self.logits, get_args(Logits))
         if self.logits == "hidden" and plan.flow.hidden is None:
-            raise ConfigError("this decoder's plan does not name its hidden states")
+            raise ConfigError(
+                "this decoder's plan does not name its hidden states, so they cannot be computed; recompile the model"
+            )
         if token_ids.ndim != 1 or token_ids.dtype != np.int64:
-            raise ConfigError(f"token ids are {token_ids.dtype} {list(token_ids.shape)}, not int64 [n]")
+            raise ConfigError(f"token ids are {token_ids.dtype} of shape {list(token_ids.shape)}, expected int64 [n]")
         if token_ids.size == 0:
             raise ConfigError("the prompt is empty; pass at least one token")
         low, high = token_ids.min(), token_ids.max()
@@ -81,15 +83,18 @@ class Run:
             wrong = low if low < 0 else high
             raise ConfigError(f"token id {wrong} is outside the vocabulary, 0..{plan.vocab_size - 1}")
         if state.plan is not plan and _memory(state.plan) != _memory(plan):
-            raise ConfigError("the state belongs to another decoder; make one from this engine's plan")
+            raise ConfigError("the state belongs to another decoder; create it from this engine's plan")
         if plan.window and chunk_length > state.chunk_length:
-            raise ConfigError(f"chunks of {chunk_length} do not fit a state made for {state.chunk_length}")
+            raise ConfigError(
+                f"chunk length {chunk_length} exceeds the chunk length of the state, {state.chunk_length}; "
+                "create a new state"
+            )
         if chunk_length > state.capacity:
             raise ConfigError(f"chunk length {chunk_length} is outside 1..{state.capacity}, the state's capacity")
         if token_ids.size > state.capacity - state.position:
             raise ConfigError(
                 f"{token_ids.size} tokens do not fit at position {state.position} of a state of "
-                f"{state.capacity} positions; shorten the prompt, or make the state larger"
+                f"{state.capacity} positions; shorten the prompt, or increase the capacity"
             )
 
 

@@ -122,7 +122,7 @@ class State:
         if not 0 <= num_tokens <= self.capacity - self.position:
             raise ConfigError(
                 f"{num_tokens} tokens do not fit at position {self.position} of a state of "
-                f"{self.capacity} positions; rewind it, or make it larger"
+                f"{self.capacity} positions; rewind it, or increase the capacity"
             )
         position = self.position + num_tokens
         first = max(self.first_in_rings, position - self._tensors.ring_slots)
@@ -323,11 +323,13 @@ class State:
         """
         position = numbers["position"]
         if not 0 <= position <= self.capacity:
-            raise ValueError(f"it holds {position} positions; the state has room for {self.capacity}")
+            raise ValueError(f"it contains {position} positions, but the capacity of the state is {self.capacity}")
         if numbers["raw_keys"] != self.plan.key_form:
             raise ValueError(f"its keys were not cached {KEY_FORMS[self.plan.key_form]}, unlike those of the state")
         if numbers["rope_offset"] not in (0, self.plan.rope_offset(self.plan.context_length)):
-            raise ValueError(f"its rotary tables begin at row {numbers['rope_offset']}")
+            raise ValueError(
+                f"its rotary tables begin at row {numbers['rope_offset']}, but those of this decoder do not"
+            )
         return self._tensors.seen(position)
 
     def _copy_to(self, other: State) -> None:

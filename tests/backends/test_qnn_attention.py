@@ -492,7 +492,7 @@ def test_npu_only_keeps_no_cpu_copy_of_weights(load, monkeypatch):
         ({"attention": "npu", "npu": "native"}, "contradict"),
         ({"attention": "npu", "context_shift": True}, "`attention='cpu'`"),
         ({"attention": "npu", "cache_dtype": "int8"}, "int8"),
-        ({"attention": "npu", "attention_math": "bfloat16"}, "is for attention on the CPU only"),
+        ({"attention": "npu", "attention_math": "bfloat16"}, "is supported for attention on the CPU only"),
         ({"npu_window": 0}, "`npu_window` is 0"),
         ({"npu_window": "512,512"}, "npu_window"),
         ({"npu_window": "512;4"}, "npu_window"),

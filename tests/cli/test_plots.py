@@ -110,4 +110,7 @@ def test_plot_errors_are_reported_before_anything_runs(command, tmp_path, monkey
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for arguments in commands.values():
         finished = command(*arguments, "--plot", tmp_path / "a.svg")
-        assert finished.err == "chunkrt: --plot needs matplotlib: pip install 'chunkrt[plot]'\n"
+        assert (
+            finished.err
+            == "chunkrt: --plot needs matplotlib, which is not installed; run pip install 'chunkrt[plot]'\n"
+        )

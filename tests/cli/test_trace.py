@@ -184,4 +184,4 @@ def test_trace_refuses_files_of_other_formats(command, tmp_path):
     expect_one_line(command("trace", GGUF), "it is not JSON")
     path = tmp_path / "foreign.json"
     path.write_text('{"traceEvents": []}')
-    expect_one_line(command("trace", path), "is JSON, but not of the format")
+    expect_one_line(command("trace", path), "is JSON, but not in the format")

@@ -174,7 +174,7 @@ def test_models_that_a_host_cannot_run_are_rejected(command, calibrations, tmp_p
     asked = ("compile", checkpoint("llama_gqa"), "-o", tmp_path / "engine", "--for-host")
     expect_one_line(command(*asked), "--for-host has no effect without --soc")
     asked = (*asked, "--soc", "SM8650", "--scheme", "w8a16", "--calibration", calibrations("llama_gqa"))
-    expect_one_line(command(*asked), "needs all layers on the NPU, but dynamic.0 is not there")
+    expect_one_line(command(*asked), "needs all layers on the NPU, but dynamic.0 is not on the NPU")
     short = ("--attention", "npu", "--npu-window", "32", "--context", "96")
     expect_one_line(command(*asked, *short), "a --context that is no longer than the longest --npu-window")
     monkeypatch.setattr(host, "LARGEST_GRAPH", 1000)

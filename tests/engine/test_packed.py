@@ -106,7 +106,7 @@ def test_many_prompts_are_answered_as_alone(engine, most):
 def test_generate_of_one_text_gives_one_answer(engine):
     assert engine.generate("a b c", max_new_tokens=5) == answers_alone(engine, ["a b c"], max_new_tokens=5)[0]
     assert engine.generate([]) == []
-    with pytest.raises(ConfigError, match="prompts is one text"):
+    with pytest.raises(ConfigError, match="prompts is a single text"):
         next(engine.stream("a b c"))
 
 
@@ -242,7 +242,7 @@ def test_caches_have_a_budget():
             held = await engine.asession()
             waiting = [asyncio.create_task(engine.asession()) for _ in range(2)]
             await asyncio.sleep(0)
-            with pytest.raises(BusyError, match="2 sequences wait for room in the caches already"):
+            with pytest.raises(BusyError, match="2 sequences already wait for cache memory"):
                 await engine.asession()
             held.close()
             (await waiting[0]).close()

@@ -459,7 +459,7 @@ def test_ranks_have_no_prefix_cache_and_reject_one() -> None:
     with load(CACHES_ONLY, 8) as engine:
         for place in ("memory", "disk", "/somewhere"):
             engine.options = replace(engine.options, prefix_cache=place)
-            with pytest.raises(ConfigError, match="ranks have no prefix cache"):
+            with pytest.raises(ConfigError, match="ranks do not support the prefix cache"):
                 open_cache(engine, Exactness(step=1, tokens_differ=False), has_ranks=True, is_npu_lost=bool)
         for place in (None, "off"):
             engine.options = replace(engine.options, prefix_cache=place)

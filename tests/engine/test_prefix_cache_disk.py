@@ -237,7 +237,7 @@ def test_another_format_is_a_miss(
 ) -> None:
     monkeypatch.setattr(block_file, "FORMAT", 2)
     assert cached_tokens(model, filled, truth) <= 256
-    assert ["it has format 1, not 2" in line for line in lines] == [True]
+    assert ["its format is 1, expected 2" in line for line in lines] == [True]
 
 
 def test_full_disk_costs_one_line(
@@ -254,7 +254,7 @@ def test_full_disk_costs_one_line(
         assert engine.stats().cached_tokens > 0
     assert entries(tmp_path) == []
     assert lines == [
-        f"the prefix cache cannot write to {tmp_path} (No space left on device); it goes on in memory",
+        f"the prefix cache cannot write to {tmp_path} (No space left on device); it continues in memory",
     ]
 
 
@@ -268,7 +268,7 @@ def test_unwritable_folder_costs_one_line(
     assert cached_tokens(model, filled, truth) == 576
     with load(model, prefix_cache=filled) as engine:
         engine.session().prefill(TOKENS[::-1])
-    assert lines == [f"the prefix cache cannot write to {filled} (Read-only file system); it goes on in memory"]
+    assert lines == [f"the prefix cache cannot write to {filled} (Read-only file system); it continues in memory"]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_temporarily_unreadable_file_is_kept(
     with monkeypatch.context() as patched:
         patched.setattr("chunkrt.engine.prefix_cache.disk.read_block", refuses)
         assert cached_tokens(model, filled, truth) == 0
-    assert lines == [f"the prefix cache cannot read from {filled} (Too many open files); it goes on in memory"]
+    assert lines == [f"the prefix cache cannot read from {filled} (Too many open files); it continues in memory"]
     assert {entry.path for entry in files} <= {entry.path for entry in entries(filled)}
     assert cached_tokens(model, filled, truth) == 576
 

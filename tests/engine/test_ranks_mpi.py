@@ -298,7 +298,7 @@ def test_silent_rank_ends_all_with_one_line(size):
     finished = launch(size, "silent", *BENCH, "1")
     assert finished.returncode != 0
     (line,) = said(finished)
-    assert "rank 1 was lost: no message came from it" in line
+    assert "rank 1 was lost: no message arrived from it" in line
 
 
 @pytest.mark.exhaustive

@@ -328,7 +328,7 @@ def test_options_of_many_sequences_apply_on_ranks(caplog):
         async def main():
             waiting = asyncio.create_task(engine.asession())
             await asyncio.sleep(0)
-            with pytest.raises(BusyError, match="1 sequences wait for room in the caches already"):
+            with pytest.raises(BusyError, match="1 sequences already wait for cache memory"):
                 await engine.asession()
             second.close()
             (await waiting).close()
@@ -379,7 +379,7 @@ def test_ranks_without_a_leader_take_one_run_at_a_time():
     def work(communicator):
         options = {"npu": "native", "chunk_length": 8, "threads": 1}
         with chunkrt.load(checkpoint(NAME), communicator=communicator, **options) as engine:
-            with pytest.raises(ConfigError, match="ranks without a leader take one run at a time"):
+            with pytest.raises(ConfigError, match="ranks without a leader cannot compute runs asynchronously"):
                 asyncio.run(engine.session().aprefill(PROMPTS[1]))
             with pytest.raises(ConfigError, match="outside the vocabulary"):
                 engine.generate([*PROMPTS[:2], [10**9]], max_new_tokens=2)

@@ -156,7 +156,10 @@ def test_affinity_is_rejected_on_systems_without_it(monkeypatch: pytest.MonkeyPa
         patch.setattr("platform.system", lambda: "Darwin")
         assert find_cpus("none") is None
         for choice in ("big", "0"):
-            with pytest.raises(ConfigError, match=f"`affinity` is '{choice}', but Darwin has no affinity; use 'no"):
+            with pytest.raises(
+                ConfigError,
+                match=f"`affinity` is '{choice}', but Darwin does not support CPU affinity; use `affinity='no",
+            ):
                 find_cpus(choice)
 
 

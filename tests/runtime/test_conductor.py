@@ -465,7 +465,7 @@ class _Faulty:
     ("taken", "message"),
     [
         (ValueError("oh no"), "batcher 'faulty' failed: ValueError: oh no; choose another"),
-        ([], "took nothing although 2 wait"),
+        ([], "took no tokens although 2 wait"),
         ([(2, 1)], "took 1 tokens of sequence 2, which do not exist"),
         ([(0, 0)], "took 0 tokens of sequence 0"),
         ([(0, 6), (1, 3)], "for a chunk of 8 rows"),

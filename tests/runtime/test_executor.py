@@ -404,8 +404,8 @@ def test_events_contain_worker_task_and_time() -> None:
     ("token_ids", "options", "message"),
     [
         (tokens(0), {}, "the prompt is empty"),
-        (tokens(4).astype(np.int32), {}, r"int32 \[4\], not int64 \[n\]"),
-        (tokens(4).reshape(2, 2), {}, r"int64 \[2, 2\], not int64 \[n\]"),
+        (tokens(4).astype(np.int32), {}, r"int32 of shape \[4\], expected int64 \[n\]"),
+        (tokens(4).reshape(2, 2), {}, r"int64 of shape \[2, 2\], expected int64 \[n\]"),
         (tokens(2) - 1, {}, f"token id -1 is outside the vocabulary, 0..{VOCABULARY - 1}"),
         (tokens(2) + VOCABULARY - 1, {}, f"token id {VOCABULARY} is outside the vocabulary"),
         (tokens(4), {"logits": "lsat"}, "unknown choice of logits 'lsat'; did you mean 'last'"),
@@ -437,7 +437,7 @@ def test_state_of_another_kind_is_rejected() -> None:
     windowed = make_plan(2, kinds=("ring",))
     with pytest.raises(ConfigError, match="the state belongs to another decoder"):
         make_executor(windowed.with_raw_keys()).run(Run(tokens(4), State(windowed, CONTEXT)))
-    with pytest.raises(ConfigError, match="chunks of 8 do not fit a state made for 4"):
+    with pytest.raises(ConfigError, match="chunk length 8 exceeds the chunk length of the state, 4"):
         make_executor(windowed).run(Run(tokens(4), State(windowed, CONTEXT, chunk_length=4)))
     finish(lambda: executor.run(Run(tokens(4), State(make_plan(2), CONTEXT))))
 

@@ -110,7 +110,7 @@ def test_a_rank_that_leaves_ends_the_others(is_waited_for: bool) -> None:
     zeros = np.zeros(1, np.float32)
 
     def wait(rank: int) -> None:
-        with pytest.raises(DeviceLostError, match=f"^rank 2 left; rank {rank} of 3 cannot go on$"):
+        with pytest.raises(DeviceLostError, match=f"^rank 2 has left, so rank {rank} of 3 cannot continue$"):
             communicators[rank].all_reduce(zeros, zeros.copy(), key=(0, 0))
 
     if not is_waited_for:
@@ -294,7 +294,7 @@ def test_lost_rank_fails_the_run_and_restores_the_state() -> None:
         executor.run(Run(tokens(11), state))
         kept = {name: array.copy() for name, array in state.tensors.items()}
         together.wait(60)
-        with pytest.raises(DeviceLostError, match=r"^subgraph link\.\d failed on chunk \d: rank 1 left; ") as caught:
+        with pytest.raises(DeviceLostError, match=r"^subgraph link\.\d failed on chunk \d: rank 1 has left, ") as caught:
             executor.run(Run(tokens(95, 11), state))
         for name, array in state.tensors.items():
             np.testing.assert_array_equal(array[:, : state.position], kept[name][:, : state.position])
@@ -317,7 +317,7 @@ def test_shared_chunks_run_one_at_a_time_over_ranks() -> None:
 
 def test_the_link_has_workers_of_its_own() -> None:
     processors = [*shared_cpu(1), Processor(name="wire", devices=frozenset({"link"}), workers=1)]
-    with pytest.raises(ConfigError, match="'wire' is for the link, which has workers of its own"):
+    with pytest.raises(ConfigError, match="'wire' is for the link, which has its own workers"):
         make_executor(None, processors=processors)
 
 

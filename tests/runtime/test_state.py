@@ -201,9 +201,9 @@ def check_refused(state: State, path: Path, message: str) -> None:
 def test_files_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "prefix"
     filled(20).save(path)
-    check_refused(filled(3, capacity=16), path, "holds 20 positions; the state has room for 16")
+    check_refused(filled(3, capacity=16), path, "it contains 20 positions, but the capacity of the state is 16")
     check_refused(filled(3, dtype="float16"), path, r"float32 \(1, 20, 3\), not float16")
-    check_refused(State(make_plan(3), 32), path, "holds 5 tensors, not the 6 of this decoder .*cache.2")
+    check_refused(State(make_plan(3), 32), path, "its 5 tensors do not match the 6 tensors of this decoder; .*cache.2")
     wide = Tensor(name="cache.1", dtype="float32", shape=(2, "P", 3), kind="state")
     plan = replace(PLAN, tensors={**PLAN.tensors, "cache.1": wide})
     check_refused(State(plan, 32), path, r"'cache.1' is float32 \(1, 20, 3\), not float32 \(2, 20, 3\)")

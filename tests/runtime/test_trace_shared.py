@@ -282,8 +282,8 @@ NO_CHUNKS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a sequence twice": (set_segments([1, 0, 4], [2, 0, 2], [2, 2, 2]), "chunk 0 has two segments of one sequence"),
     "a segment of two": (set_segments([1, 0], [2, 0, 4]), "is damaged"),
     "a position in words": (set_segments([1, "0", 4], [2, 0, 4]), "'0' is not a non-negative integer"),
-    "another's rows": (set_segments([1, 0, 4], [3, 0, 4]), "chunk 0 holds no rows of run 1 from position 0 on"),
-    "another position": (set_segments([1, 0, 4], [2, 1, 4]), "chunk 0 holds no rows of run 1 from position 0 on"),
+    "another's rows": (set_segments([1, 0, 4], [3, 0, 4]), "chunk 0 contains no rows of run 1 from position 0 on"),
+    "another position": (set_segments([1, 0, 4], [2, 1, 4]), "chunk 0 contains no rows of run 1 from position 0 on"),
     "too few tokens": (set_segments([1, 0, 3], [2, 0, 4]), "run 0 has 4 tokens, its chunks 3"),
     "a negative number": (
         lambda data: data["otherData"]["runs"][0]["chunks"][0].__setitem__(0, -1),

@@ -93,17 +93,17 @@ def read_block(path: Path, forms: StateForms, expected: Header) -> Addition:
         header, start = _read_header(file)
         for name in ("engine", "parent", "start", "tokens"):
             if getattr(header, name) != getattr(expected, name):
-                raise ValueError(f"its {name} is different")
+                raise ValueError(f"its {name} differs from the expected value")
         within = range(header.start + 1, header.start + len(header.tokens) + 1)
         positions = set(header.recurrent)
         if len(header.rings) * STEP != len(header.tokens) or len(positions) < len(header.recurrent):
-            raise ValueError("its header contradicts itself")
+            raise ValueError("the values of its header contradict each other")
         if not all(position in within for position in positions):
-            raise ValueError("its header contradicts itself")
+            raise ValueError("the values of its header contradict each other")
         size = len(header.tokens) * forms.cache_bytes + sum(header.rings) * STEP * forms.ring_bytes
         size += len(positions) * forms.recurrent_bytes + len(start) + _DIGEST_BYTES
         if (found := os.fstat(file.fileno()).st_size) != size:  # the name may refer to another file now
-            raise ValueError(f"it has {found} bytes, not {size}")
+            raise ValueError(f"its size is {found} bytes, expected {size}")
         arrays = _empty(header, forms)
         digest = xxhash.xxh3_128(start)
         for array in _arrays(arrays):
@@ -126,7 +126,7 @@ def _read_header(file: BinaryIO) -> tuple[Header, bytes]:
     if magic != MAGIC:
         raise ValueError("it is not a file of the prefix cache")
     if version != FORMAT:
-        raise ValueError(f"it has format {version}, not {FORMAT}")
+        raise ValueError(f"its format is {version}, expected {FORMAT}")
     if length > _MOST_HEADER_BYTES:
         raise ValueError(f"its header has {length} bytes")
     text = _read(file, length)

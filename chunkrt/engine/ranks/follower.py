@@ -104,7 +104,7 @@ class Follower:
         for part, state in zip(command.parts, states, strict=True):
             if state.position + part.start != part.position:
                 at, wanted = state.position + part.start, part.position
-                raise BackendError(f"its state is at {at}, that of rank 0 at {wanted}")
+                raise BackendError(f"its state is at position {at}, but the state of rank 0 is at {wanted}")
         communicator.begin(number, is_urgent=command.is_urgent)
         try:
             for part, state in zip(command.parts, states, strict=True):

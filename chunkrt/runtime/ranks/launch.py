@@ -36,7 +36,8 @@ def launched_ranks() -> Ranks:
                 return Ranks(int(os.environ[rank]), int(os.environ[size]))
             except ValueError as error:
                 raise ConfigError(
-                    f"{rank}={os.environ[rank]} and {size}={os.environ[size]} are not from mpiexec; unset them"
+                    f"{rank}={os.environ[rank]} and {size}={os.environ[size]} are not a rank and a number of ranks; "
+                    "unset them, or start with mpiexec"
                 ) from error
     return ALONE
 

@@ -45,4 +45,4 @@ class LocalCommunicator(MessageCommunicator):
     def close(self) -> None:
         """See `Communicator.close`."""
         for rank, mailbox in enumerate(self._mailboxes):
-            mailbox.fail(DeviceLostError(f"rank {self.rank} left; {Ranks(rank, self.size)} cannot go on"))
+            mailbox.fail(DeviceLostError(f"rank {self.rank} has left, so {Ranks(rank, self.size)} cannot continue"))

@@ -174,7 +174,7 @@ def _run(index: int, data: dict[str, Any], pipelines: Sequence[Pipeline]) -> Run
     for chunk in chunks:
         own = [segment for segment in chunk.segments if segment.sequence == run.sequence]
         if [segment.position for segment in own] != [position]:
-            raise ValueError(f"chunk {chunk.number} holds no rows of run {index} from position {position} on")
+            raise ValueError(f"chunk {chunk.number} contains no rows of run {index} from position {position} on")
         position += own[0].num_tokens
     if chunks and position != run.position + run.num_tokens:
         raise ValueError(f"run {index} has {run.num_tokens} tokens, its chunks {position - run.position}")
