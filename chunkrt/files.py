@@ -92,8 +92,7 @@ def made_once(path: Path, doing: str, read: Callable[[], Entry], make: Callable[
         path: path of the entry, in a folder of chunkrt's own.
         doing: activity that creates the entry, for warnings, e.g. "compiling a model".
         read: reads an existing entry. If it raises an error other than MemoryError, the entry is damaged. A warning is
-        then
-            logged, and the entry is created again.
+            then logged, and the entry is created again.
         make: writes the entry with `written_aside`.
 
     Raises:

@@ -138,7 +138,7 @@ class PluginGroup(Generic[Provided]):
 
         Raises:
             ConfigError: the name is unknown (the message suggests the nearest name and lists all), or the plug-in is
-            broken.
+                broken.
         """
         if plugin := self.find(name):
             return plugin.load()

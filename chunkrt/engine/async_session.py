@@ -45,8 +45,7 @@ class AsyncSession(ABC):
         Args:
             prompt, logits, progress: see `Session.prefill`.
             follows_text: True if the generation continues a text. A leading space is then kept, which SentencePiece
-            would
-                otherwise drop. By default True if the prompt is text. Pass True for token ids of a text.
+                would otherwise drop. By default True if the prompt is text. Pass True for token ids of a text.
         """
         with self._one_user(), self._telling(progress, prompt):
             return await drive_async(self._extension(prompt, logits, follows_text), self._engine.arun)

@@ -56,8 +56,7 @@ def plan_by_capability(
 
     Raises:
         PartitionError: no backend supports an operator, or the placement puts an operator on the NPU that the NPU
-        cannot
-            compile.
+            cannot compile.
         ConfigError, BackendUnavailableError: see `check_runs`.
     """
     supports = npu_under(options, scheme)

@@ -161,8 +161,7 @@ class Engine(ManyPrompts):
 
         Args:
             cache_salt: a string that separates users of the prefix cache. The session shares prefixes only with
-            sessions
-                that use the same salt. Sessions without a salt (None) share prefixes with each other.
+                sessions that use the same salt. Sessions without a salt (None) share prefixes with each other.
 
         Raises:
             ClosedError: the engine is closed.
@@ -333,7 +332,7 @@ class Engine(ManyPrompts):
         with self._lock:
             if not self.is_closed:
                 self.is_closed = True
-                self._cache_memory.look_again()  # each woken waiter ends its wait, and wakes the next
+                self._cache_memory.look_again()  # each waiting sequence ends its wait, and wakes the next one
                 self._conductor.close()
                 if self.prefix_cache is not None:
                     self.prefix_cache.close()

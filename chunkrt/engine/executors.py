@@ -1,4 +1,4 @@
-"""Executors of an engine: compile its subgraphs for their backends, and create the executors of prompts and tokens."""
+"""Compile an engine's subgraphs for their backends, and create the executors of prompts and tokens."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class ExecutorBuilder:
             )
         tokens, few, many = self._for_tokens(on_cpu, prompts, has_npu=has_npu)
         if not keeps_all:
-            self.weights.forget_pages()  # they were hashed, and most of them are not read again
+            self.weights.forget_pages()  # most pages were only read for the hash
         lanes = Lanes(
             prompts=prompts, tokens=tokens, many=many, few=few, decode_on=self.options.decodes_on, near=tuple(near)
         )

@@ -38,8 +38,7 @@ class Piece:
         text: the text that later tokens can no longer change, possibly empty.
         token_id: the token; None for a last piece without a token.
         finish_reason: "stop" at an end-of-generation token or a stop string, "length" at max_new_tokens, "context" if
-        the
-            context is full and does not shift; None before the last piece.
+            the context is full and does not shift; None before the last piece.
         log_probabilities: if requested, the log-probabilities of the model before the sampling options are applied.
     """
 
@@ -59,14 +58,12 @@ class Generation:
     Args:
         sequence: a sequence with at least one token.
         tokenizer: converts tokens to text. Without a tokenizer the text is empty. Ids that the tokenizer does not
-        contain are
-            never drawn.
+            contain are never drawn.
         sampler: draws tokens.
         stops: strings that end the generation.
         max_new_tokens: maximum number of tokens.
         num_likeliest: number of likeliest tokens for which a piece contains log-probabilities, in addition to that of
-        its own
-            token; None for no log-probabilities.
+            its own token; None for no log-probabilities.
         constraint: restricts the tokens; by default all tokens are allowed.
         ignore_eos, min_new_tokens: see `SamplingOptions`.
         check_open: raises ClosedError if the session or the engine is closed.

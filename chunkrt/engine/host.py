@@ -54,8 +54,7 @@ def check_host(plan: Plan, context_length: int) -> None:
 
     Raises:
         ConfigError: the plan has no LM head, contains convolutions, or keeps state on the CPU; the NPU would have to
-        select
-            rows of logits; the rotary tables change with the position; or the weights are too large for a file.
+            select rows of logits; the rotary tables change with the position; or the weights are too large for a file.
     """
     if not plan.has_head:
         raise ConfigError(

@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class LoadOptions(TypedDict, total=False):
-    """Keyword arguments of `load`; `EngineOptions` describes each."""
+    """Keyword arguments of `load`, which `EngineOptions` describes."""
 
     npu: str
     scheme: str | None

@@ -48,8 +48,7 @@ def load(
         progress: called during downloads, calibration and compilation; True displays it.
         communicator: connection to the other ranks, if several ranks share the model; see `chunkrt/runtime/ranks/`. All
             ranks must load the model with the same chunk length, and execute the same runs. By default the ranks are
-            the
-            processes that mpiexec started together.
+            the processes that mpiexec started together.
         options: the fields of `EngineOptions`.
 
     Raises:

@@ -1,5 +1,6 @@
-"""Many sequences at once, driven by one thread. Their runs share chunks, and results are returned when they are
-ready."""
+"""Drive many sequences at once, from one thread. Their runs share chunks, and a result is yielded as soon as it is
+ready.
+"""
 
 from __future__ import annotations
 
@@ -100,8 +101,7 @@ def drive_many(
     Args:
         num_parts: number of parts.
         open_part: begins the part with a given index. It returns None if the part cannot begin yet. If its second
-        argument
-            is True, it waits until the part can begin.
+            argument is True, it waits until the part can begin.
         runs: computes the runs of the parts.
         most: maximum number of parts in progress.
 
@@ -110,7 +110,7 @@ def drive_many(
 
     Raises:
         BaseException: the error of a part. After an error, or if the caller closes the generator, all other parts are
-        ended.
+            ended.
     """
     begun = 0
     active: dict[int, _Active[Result]] = {}

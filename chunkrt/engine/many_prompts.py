@@ -188,8 +188,7 @@ class ManyPrompts(ABC):
 
         Args:
             pairs: pairs of a context and its continuation, both as texts or both as token ids. Texts are tokenised as
-            in
-                lm-evaluation-harness. If several pairs have the same context, it is run once.
+                in lm-evaluation-harness. If several pairs have the same context, it is run once.
             max_sessions: maximum number of contexts in progress; the memory for caches may lower it.
             cache_salt: see `Engine.session`.
 
@@ -256,11 +255,10 @@ class ManyPrompts(ABC):
 
         Args:
             texts: one text, or a list of texts or lists of token ids. The special tokens that the model expects are
-            added to
-                texts; token ids are used unchanged.
+                added to texts; token ids are used unchanged.
             pooling: "last" for the hidden state of the last token, "mean" for the mean of all hidden states, None for
-            the
-                choice in the model's files. Embeddings of a model that was not trained for embeddings are not reliable.
+                the choice in the model's files. Embeddings of a model that was not trained for embeddings are not
+                reliable.
             max_sessions: maximum number of texts in progress; the memory for caches may lower it.
             cache_salt: see `Engine.session`.
 
@@ -269,8 +267,7 @@ class ManyPrompts(ABC):
 
         Raises:
             ConfigError: a text is empty or exceeds the context length, the scheme rotates hidden states, or `pooling`
-            is None
-                and the model's files do not name one.
+                is None and the model's files do not name one.
             BackendError: a subgraph failed.
         """
         if pooling is None and self.tokenizer is not None:

@@ -45,8 +45,7 @@ def near_plans(
 
     Raises:
         ConfigError: attention on the NPU is required, but no attention of the plan can have a fixed shape, the caches
-        are
-            int8, or attention is in bfloat16.
+            are int8, or attention is in bfloat16.
     """
     if options.attention == "cpu":
         return []

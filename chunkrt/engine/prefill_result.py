@@ -20,12 +20,11 @@ class PrefillResult:
     Args:
         logits: float32 [vocab] of the last token, [T, vocab] if all logits were requested, None if none were requested.
         hidden: float32 [T, H] of all tokens if requested: the output of the last norm, which is the input of the LM
-        head.
+            head.
         position: number of tokens in the session's context after the prefill. `Session.rewind(result.position)` drops
             everything that was added later.
         num_tokens: number of tokens that were computed. It includes earlier tokens that had to be run again, and
-        excludes
-            tokens from the prefix cache.
+            excludes tokens from the prefix cache.
         num_cached: number of tokens from the prefix cache.
         num_chunks: number of chunks that were computed.
         seconds: wall time.

@@ -46,8 +46,7 @@ class SamplingOptions:
             new seed for each generation.
         ignore_eos: never choose an end-of-generation token, so an answer has the maximum number of tokens.
         min_new_tokens: number of first tokens, at least 0, among which no end-of-generation token is chosen, and in
-        whose
-            text stop strings are ignored.
+            whose text stop strings are ignored.
 
     Raises:
         ConfigError: an option is out of its range; the message names it.

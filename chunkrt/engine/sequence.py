@@ -115,7 +115,7 @@ class TokenSequence:
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits for a token."""
+        """Number of logits for a token, i.e. the size of the vocabulary."""
         return self._engine.plan.vocab_size
 
     @property

@@ -93,16 +93,14 @@ class Session(AsyncSession):
         Args:
             prompt: text, or token ids. Text is plain: special tokens in it are not interpreted.
             logits: "last", "all" or "none": the tokens for which logits are returned; or "hidden": no logits, but the
-            hidden
-                states of all tokens after the last norm, which are the input of the LM head (`PrefillResult.hidden`).
+                hidden states of all tokens after the last norm, which are the input of the LM head
+                (`PrefillResult.hidden`).
             progress: called, from computing threads, with ("prefill", tokens done, total tokens) after every chunk; it
-            must not
-                raise. True displays a progress bar if the prefill takes longer than a second.
+                must not raise. True displays a progress bar if the prefill takes longer than a second.
 
         Raises:
             ConfigError: the prompt is empty, exceeds the context, or contains ids outside the vocabulary; or hidden
-            states
-                are requested, but the scheme rotates them. The session is unchanged.
+                states are requested, but the scheme rotates them. The session is unchanged.
             ClosedError: the session or the engine is closed, or `cancel` was called.
             BackendError: a subgraph failed. The session is unchanged.
         """
@@ -125,8 +123,7 @@ class Session(AsyncSession):
             sampling: sampling options; greedy by default.
             stop: strings that end the generation; they are not part of the text.
             log_probabilities: number of likeliest tokens for which each piece contains log-probabilities, in addition
-            to that
-                of its own token; None for no log-probabilities.
+                to that of its own token; None for no log-probabilities.
             constraint: restricts the tokens; by default all tokens are allowed.
 
         Yields:
@@ -209,8 +206,7 @@ class Session(AsyncSession):
         Raises:
             ConfigError: the engine is one of several ranks.
             ModelError: the file is missing or damaged, belongs to another model, scheme or cache type, or contains more
-            tokens
-                than the context. The session is unchanged.
+                tokens than the context. The session is unchanged.
         """
         self._check_open()
         with self._one_user():

@@ -130,7 +130,7 @@ def find_batcher(name: str) -> Batcher:
 
     Raises:
         ConfigError: no batcher has that name (the message suggests the nearest name and lists all), or the plug-in is
-        broken.
+            broken.
     """
     return PLUGINS.choose(name, BATCHERS, "batcher")
 

@@ -41,8 +41,7 @@ class Executor:
         executables: the executable of every subgraph, by subgraph name.
         chunk_length: C, maximum number of tokens of a chunk, 1 to the plan's context length.
         processors: the workers of each device role. They must cover all devices of the plan except the link, whose
-        tasks
-            wait for other ranks in separate threads.
+            tasks wait for other ranks in separate threads.
         policy: chooses among ready tasks.
         chunks_in_flight: number of chunk slots, at least 1; by default the number that `chunk_slots` returns.
         cpus: CPUs that tasks run on, in any thread; by default those that the thread may use.

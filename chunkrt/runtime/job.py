@@ -27,8 +27,7 @@ class Job:
         plan: the decoder.
         logit_group: number of rows of logits that one call writes; see `BoundSubgraph.logit_group`.
         num_before: number of tokens that were written to the state but do not count in its position yet, if the job is
-        a
-            part of a run.
+            a part of a run.
     """
 
     def __init__(self, run: Run, plan: Plan, logit_group: int = 1, *, num_before: int = 0) -> None:

@@ -225,7 +225,7 @@ def find_policy(name: str) -> Policy:
 
     Raises:
         ConfigError: no policy has that name (the message suggests the nearest name and lists all), or the plug-in is
-        broken.
+            broken.
     """
     return PLUGINS.choose(name, POLICIES, "policy")
 

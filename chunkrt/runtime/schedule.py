@@ -1,4 +1,4 @@
-"""The schedule: which tasks are ready, running and ended.
+"""The schedule of tasks: it records which tasks are ready, running and ended.
 
 The schedule is a state machine without threads, locks or clocks. The executor's workers drive it under their lock, and
 simulators drive it on a virtual clock.
@@ -8,13 +8,12 @@ These rules determine the order of tasks:
 - A task waits for the tasks of its chunk whose values it reads. Several tasks of a chunk may be ready or running at
   once.
 - A subgraph that owns state processes the chunks of a sequence in order, and starts the next chunk after the task of
-  the
-  previous one has ended. So attention of a chunk waits for the same subgraph on all earlier chunks of its sequences.
+  the previous one has ended. So attention of a chunk waits for the same subgraph on all earlier chunks of its
+  sequences.
 - All other tasks wait only for tasks of their own chunk, so chunks may overtake each other.
 - A chunk enters when a chunk slot is free, and keeps the slot until its last task has ended.
 - A chunk without requested logits passes only through the subgraphs on which the state depends, because no task uses
-  the
-  other results.
+  the other results.
 """
 
 from __future__ import annotations

@@ -45,8 +45,7 @@ class State:
 
     Raises:
         ConfigError: the capacity, the dtype or the chunk length is out of range, or the dtype is bfloat16 although the
-        plan
-            caches keys before RoPE.
+            plan caches keys before RoPE.
         ModelError: a tensor of the plan is neither a cache, nor a ring, nor a recurrent tensor.
     """
 
@@ -303,8 +302,7 @@ class State:
 
         Raises:
             ModelError: the file is missing or damaged, belongs to another decoder or dtype, or contains more positions
-            than
-                the capacity. The state is then unchanged.
+                than the capacity. The state is then unchanged.
         """
         self._settle()
         arrays, numbers = state_file(path).read(self._expected, ("position", "rope_offset", "raw_keys"), self.tensors)

@@ -47,8 +47,7 @@ class StateFile:
 
         Args:
             expect: called with the numbers. It returns arrays with the shapes and dtypes of the arrays in the file, or
-            raises
-                ValueError if the numbers do not fit.
+                raises ValueError if the numbers do not fit.
             numbers, arrays: the names of all entries of the file.
 
         Returns:

@@ -130,8 +130,7 @@ class Workers:
 
         Raises:
             BaseException: an error of this thread, such as KeyboardInterrupt, or of the policy. The threads have ended,
-            unless
-                a second interrupt occurred while this thread waited for them; `close` then waits again.
+                unless a second interrupt occurred while this thread waited for them; `close` then waits again.
         """
         try:
             self.start()

@@ -53,9 +53,8 @@ Keys:
     start: the time before the worker's first task.
     drain: the time after the worker's last task.
     attention, linears, layers, embedding, sums: the next task waits for a task of this kind in its chunk, which is
-    running,
-        or is ready and has no worker; or it waits for attention of an earlier chunk. Of several such tasks, the task in
-        progress that ends last is the cause.
+        running, or is ready and has no worker; or it waits for attention of an earlier chunk. Of several such tasks,
+        the task in progress that ends last is the cause.
     order: the next task has state, and an earlier chunk must run first.
     buffer: the chunk of the next task has no chunk slot yet.
     chunk: runs share chunks, and the chunk of the next task was not formed yet.

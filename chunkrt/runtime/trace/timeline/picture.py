@@ -3,15 +3,12 @@
 A timeline consists of three or four panels:
 
 - The workers panel shows the tasks and the causes of idle time of each worker. The link's workers share one row,
-  because
-  they only wait for sums.
+  because they only wait for sums.
 - The chunks panel shows the same tasks by chunk, and so how chunks overtake each other. Concurrent tasks of one chunk
-  share
-  the height of its row.
+  share the height of its row.
 - The shares panel shows the total time of each processor.
 - If several sequences share chunks, the sequences panel shows a row for each sequence, with the chunks that contain
-  rows of
-  the sequence.
+  rows of the sequence.
 """
 
 from __future__ import annotations
@@ -93,8 +90,7 @@ class Picture:
 
     Attributes:
         milliseconds: duration of the run, which is the width of `workers`, `chunks` and `sequences`; the width of
-        `shares`
-            is 100.
+            `shares` is 100.
         sequences: the rows of the sequences panel; empty if the run shared no chunks.
     """
 
