@@ -77,7 +77,7 @@ class OutOfMemoryError(ChunkrtError, MemoryError):
 
 
 class ConstraintError(ChunkrtError):
-    """The constraint of a generation failed, or allows no token; the text so far does not satisfy it."""
+    """The constraint of a generation failed, or allows no further token although the text does not satisfy it yet."""
 
 
 class ClosedError(ChunkrtError):

@@ -115,7 +115,7 @@ class PluginGroup(Generic[Provided]):
 
     @cached_property
     def plugins(self) -> Sequence[Plugin[Provided]]:
-        """All installed plug-ins, by name; a conflict of names is logged in one warning."""
+        """All installed plug-ins by name. A conflict of names is logged in one warning."""
         found = sorted(_installed(self.name), key=lambda entry_point: entry_point.name)
         counts = Counter(entry_point.name for entry_point in found)
         plugins = [Plugin(self, entry_point, self._conflict(entry_point, counts)) for entry_point in found]

@@ -33,7 +33,7 @@ def as_token_ids(prompt: object) -> list[int]:
 def listed(name: str, several: object) -> list[Any]:
     """Return the items of a list, a tuple, an array or another iterable.
 
-    Raises ConfigError for strings, bytes, mappings, sets and values that are not iterable.
+    Raise ConfigError for strings, bytes, mappings, sets and values that are not iterable.
     """
     if not isinstance(several, bytes | bytearray | memoryview | Mapping | Set) and isinstance(several, Iterable):
         try:

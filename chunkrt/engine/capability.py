@@ -147,7 +147,7 @@ def _checked_alone(
 
 
 def _cut(subgraph: Subgraph, plan: Plan, uses: Sequence[tuple[Use, Moved | None]]) -> list[Subgraph]:
-    """Cut a subgraph where the device changes."""
+    """Cut a subgraph between adjacent nodes on different devices."""
     groups = [(is_moved, list(group)) for is_moved, group in groupby(uses, key=lambda use: use[1] is not None)]
     if len(groups) == 1:
         return [replace(subgraph, device="cpu") if groups[0][0] else subgraph]

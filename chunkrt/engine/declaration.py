@@ -65,7 +65,7 @@ class Declaration:
 
 
 def declared_option(flag: str, help: str, *, default: Any = None, **more: Any) -> Any:
-    """Return a dataclass field with a Declaration; the flag may be followed by a space and its metavar."""
+    """Return a dataclass field with a Declaration. `flag` may end with a space and the metavar of the flag."""
     flag, _, metavar = flag.partition(" ")
     return field(
         default=default, metadata={"option": Declaration(flag=flag, metavar=metavar or None, help=help, **more)}

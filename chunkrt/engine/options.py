@@ -391,7 +391,7 @@ class EngineOptions:
 
     @property
     def num_threads(self) -> int:
-        """Number of threads. Raises ConfigError like `find_cpus`."""
+        """Number of threads; see `find_cpus` for the errors."""
         return self.threads or available_cores(find_cpus(self.affinity))
 
     @property

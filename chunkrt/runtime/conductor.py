@@ -92,7 +92,7 @@ class Conductor:
 
     @property
     def lanes(self) -> Lanes:
-        """The executors. Raises ClosedError after `close`."""
+        """The executors. Access after `close` raises ClosedError."""
         if self._lanes is None:
             raise ClosedError(CLOSED)
         return self._lanes
@@ -116,7 +116,7 @@ class Conductor:
         """Return a ticket for a run that is batched with other runs. `begin` starts the run; `Ticket.result` or
         `abandon` ends it.
 
-        Raises ConfigError or ClosedError if the run cannot be computed.
+        Raise ConfigError or ClosedError if the run cannot be computed.
         """
         self._check_open()
         return Ticket(self.job(run), self._step, on_end)
@@ -255,7 +255,7 @@ class Conductor:
             raise ClosedError(CLOSED)
 
     def _serve(self) -> None:
-        """Compute shared runs in the conductor's thread until none is left; the thread then ends."""
+        """Compute shared runs in the conductor's thread until no run is left. The thread then ends."""
         while True:
             with self._turn:
                 try:

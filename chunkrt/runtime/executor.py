@@ -34,7 +34,7 @@ from chunkrt.runtime.workers import GivesWay, Workers, never, run_in_caller
 
 
 class Executor:
-    """Executor that runs prompts through one compiled decoder, one prompt at a time; a second caller waits.
+    """Executor that runs prompts through one compiled decoder. It runs one prompt at a time, while other callers wait.
 
     Args:
         plan: the decoder.
@@ -278,7 +278,7 @@ class Executor:
     def _drive(
         self, job: Job, stream: Stream, schedule: Schedule, gives_way: GivesWay, *, starts_threads: bool
     ) -> list[TaskEvent]:
-        """Drive a run to its end. Raises BackendError if a task failed, ClosedError if it was cancelled."""
+        """Drive a run to its end. Raise BackendError if a task failed, or ClosedError if the run was cancelled."""
         cancel = job.run.cancel
 
         def execute(task: Task) -> Passage | None:

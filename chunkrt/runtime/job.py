@@ -82,7 +82,7 @@ class Job:
         end_ns: int,
         chunks: Sequence[ChunkRecord] = (),
     ) -> None:
-        """Record consecutive segments of the job, one for each chunk; the chunk numbers of the events start at 0."""
+        """Record consecutive segments of the job, one for each chunk. The chunk numbers of the events start at 0."""
         record = RunRecord(
             pipeline=pipeline,
             num_tokens=sum(segment.num_tokens for segment in segments),

@@ -23,7 +23,7 @@ WORKS: tuple[Work, ...] = get_args(Work)
 
 
 class Stage(NamedTuple):
-    """Description of a subgraph in a record. `waits_for`: indices of the stages that end before it starts."""
+    """Description of a subgraph in a record. `waits_for` lists the indices of the stages that end before it starts."""
 
     name: str
     device: Device

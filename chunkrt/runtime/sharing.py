@@ -10,7 +10,7 @@ from chunkrt.runtime.ticket import Ticket
 
 
 def for_stream(lanes: Lanes, waiting: Sequence[Ticket]) -> list[Ticket]:
-    """Return the tickets whose next tokens go into the open stream, where chunks overlap."""
+    """Return the tickets whose next tokens are added to the open stream, in which chunks overlap."""
     return _beside_decoding(lanes, _far(lanes, waiting)) if lanes.overlaps else []
 
 

@@ -122,7 +122,7 @@ class Ticket:
             try:
                 if self.error is None:
                     self._write_record()
-            except Exception as failure:  # out of memory, for example; the waiting thread gets the error
+            except Exception as failure:  # for example, MemoryError; the waiting thread receives the error
                 self.stop(failure)
             self._gate.open()
             with suppress(Exception):  # the listener may be gone

@@ -276,7 +276,7 @@ class MirroredState(State):
         self._leader.ask(self.number, "save", RankPath(state_file(path).path))
 
     def load(self, path: str | os.PathLike[str] | StateFile) -> None:
-        """See `State.load`; the files are those that `save` wrote with the same number of ranks."""
+        """See `State.load`. `save` must have written the files with the same number of ranks."""
         before = self.snapshot()
         try:
             with self._mirrored(None):
