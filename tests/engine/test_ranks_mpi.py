@@ -153,7 +153,7 @@ def test_mailbox_keeps_early_messages_and_drops_late_ones():
     mailbox.abort(2, "too late to matter")
     assert mailbox.look(early, 1) is mailbox.look(early, 2) is None
     assert not mailbox.is_aborted(2)
-    with pytest.raises(BackendError, match="is over"):
+    with pytest.raises(BackendError, match="belongs to work that has ended"):
         mailbox.take(early, (1,))
     assert mailbox.fail(DeviceLostError("rank 2 was lost"))
     assert not mailbox.fail(DeviceLostError("rank 1 was lost"))

@@ -308,7 +308,7 @@ def test_follower_out_of_step_ends_all_ranks():
         session.prefill(PROMPTS[1])
         ranks.of_followers[1].take_part = lambda *_: pytest.fail("nothing is computed")
         session._sequence.state._present = type(session._sequence.state._present)(position=2)
-        with pytest.raises(DeviceLostError, match=r"rank 1 failed: BackendError: its state is at 8, .* at 2"):
+        with pytest.raises(DeviceLostError, match=r"rank 1 failed: BackendError: its state is at position 8, .* at 2"):
             ranks.engine.run(Run(np.array([5]), session._sequence.state))
 
 

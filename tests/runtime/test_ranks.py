@@ -294,7 +294,9 @@ def test_lost_rank_fails_the_run_and_restores_the_state() -> None:
         executor.run(Run(tokens(11), state))
         kept = {name: array.copy() for name, array in state.tensors.items()}
         together.wait(60)
-        with pytest.raises(DeviceLostError, match=r"^subgraph link\.\d failed on chunk \d: rank 1 has left, ") as caught:
+        with pytest.raises(
+            DeviceLostError, match=r"^subgraph link\.\d failed on chunk \d: rank 1 has left, "
+        ) as caught:
             executor.run(Run(tokens(95, 11), state))
         for name, array in state.tensors.items():
             np.testing.assert_array_equal(array[:, : state.position], kept[name][:, : state.position])
