@@ -116,7 +116,7 @@ def test_save_rejects_values_that_are_not_paths(engine: Any, name: Any) -> None:
 
 def test_score_rejects_token_ids_that_are_not_whole_numbers(engine: Any) -> None:
     with engine.session() as session:
-        with pytest.raises(ConfigError, match=r"holds 1\.9"):
+        with pytest.raises(ConfigError, match=r"contains 1\.9"):
             session.score([1.9], [2.9])
         by_list, by_array = session.score([1, 2], [3]), session.score(np.array([1, 2]), np.array([3]))
     assert by_list == by_array

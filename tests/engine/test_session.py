@@ -467,7 +467,7 @@ def test_other_invalid_arguments_are_rejected(engine, session):
     with pytest.raises(ConfigError, match="model is None, expected a name or a path"):
         chunkrt.load(None)
     for options in ({"calibration": "cal.npz"}, {"htp": {}}):
-        with pytest.raises(ConfigError, match=f"{next(iter(options))} is .*, expected"):
+        with pytest.raises(ConfigError, match=f"`{next(iter(options))}` is .*, expected"):
             chunkrt.load(checkpoint(NAME), **options)
 
 
