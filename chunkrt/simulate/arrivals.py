@@ -12,7 +12,7 @@ from random import Random
 from chunkrt.errors import ConfigError
 
 CLOSED, POISSON = "closed", "poisson:"
-ARRIVALS_FORM = f"{POISSON}RATE, requests a second, or {CLOSED}"
+ARRIVALS_FORM = f"{POISSON}RATE (requests per second) or {CLOSED}"
 LENGTHS_FORM = "a number, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, or a file with one number a line"
 
 MOST_TOKENS = 1 << 31
