@@ -1,7 +1,7 @@
 """Check that comments, docstrings, messages and documents are written in plain technical English.
 
-Run it from the root of the repository, with paths as arguments, or with none for all files. Every violation is printed as
-`FILE:LINE: RULE: TEXT`; the exit status is 1 if there is one. CONTRIBUTING.md explains the rules.
+Run it from the root of the repository, with paths as arguments, or with none for all files. It prints each violation as
+`FILE:LINE: RULE: TEXT`, and exits with status 1 if there is one. CONTRIBUTING.md explains the rules.
 """
 
 import ast
