@@ -125,7 +125,7 @@ def test_command_line_overrides_settings_in_compile(command, write, tmp_path: Pa
         ("chunk_length", "cannot read the settings file"),
     ],
 )
-def test_invalid_file_is_one_line_that_names_it(command, write, text: str, message: str) -> None:
+def test_invalid_file_prints_one_line_that_names_it(command, write, text: str, message: str) -> None:
     finished = command("run", GGUF, "-p", "hello", "--settings", write(text))
     assert (finished.status, finished.out) == (1, "")
     assert message in finished.err

@@ -292,7 +292,7 @@ def test_the_command_refuses_an_engine_with_outputs_in_float(command):
         (("--soc", "SM8650", "--ram", "nan"), "--ram is nan, expected a number of GB above 0"),
     ],
 )
-def test_bad_input_is_one_line(command, arguments, message):
+def test_bad_input_prints_one_line(command, arguments, message):
     finished = command("fit", GGUF, *arguments)
     assert (finished.status, finished.out) == (1, "")
     assert finished.err.startswith(f"chunkrt: {message}")
