@@ -1,4 +1,4 @@
-"""Backends by name. A backend is imported when it is requested, so a missing dependency affects it alone."""
+"""Backends by name. A backend is imported when it is requested, so a missing dependency affects that backend alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ BACKENDS = ("native", "onnxrt", "reference")
 PLUGINS: PluginGroup[Callable[..., Backend]] = PluginGroup(
     "chunkrt.backends", error=BackendUnavailableError, own=("auto", "qnn", *BACKENDS, "off")
 )
-"""Factories of plug-ins. Each takes the keyword argument `threads`, returns the backend, and may be called repeatedly.
+"""Factories of plug-ins' backends. A factory takes the keyword argument `threads`, returns the backend, and may be
+called repeatedly.
 """
 
 _ATTRIBUTES = ("name", "concurrency", "cache_dtypes", "supports", "compile")
@@ -76,7 +77,7 @@ def _make_plugin(plugin: Plugin[Callable[..., Backend]], threads: int) -> Backen
 
 
 def _wrong_attribute(backend: Backend) -> str:
-    """Return the description of an invalid attribute; empty if all are valid."""
+    """Return the description of an invalid attribute; empty if all attributes are valid."""
     concurrency: object = backend.concurrency
     if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
         return f"concurrency is {concurrency!r}, expected None or a whole number of at least 1"

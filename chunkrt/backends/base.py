@@ -1,7 +1,7 @@
 """The contract between the plan and a backend, which compiles and runs subgraphs.
 
-A backend has one or both roles, "npu" and "cpu"; the device "link" has a backend of its own (`backends/link.py`).
-`chunkrt.testing.check_backend` is this contract as a test suite.
+A backend has the role "npu", the role "cpu", or both roles. `backends/link.py` is the backend of the device "link".
+`chunkrt.testing.check_backend` tests whether a backend satisfies this contract.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AttentionMath = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """Verdict of a backend on a subgraph: supported, or the first unsupported node and the reason."""
+    """Support of a backend for a subgraph; if unsupported, the first unsupported node and the reason."""
 
     ok: bool
     node: str = ""
@@ -34,16 +34,16 @@ class Support:
         return self.ok
 
     def require(self, backend: str, subgraph: Subgraph) -> None:
-        """Raise PartitionError, with backend, node and reason, unless it is `ok`."""
+        """Raise PartitionError, with backend, node and reason, unless `ok` is true."""
         if not self.ok:
             raise PartitionError(f"{backend} cannot run {subgraph.name}: node {self.node!r}: {self.reason}")
 
 
 class Passage(NamedTuple):
-    """Times at which a call passed through an NPU, by `time.perf_counter_ns`.
+    """Times of the phases of a call to an NPU, by `time.perf_counter_ns`.
 
-    Until `entered_ns` the inputs are converted and copied into the NPU's buffers. Then the call waits for its turn.
-    From `began_ns` to `ended_ns` the NPU computes. The remaining time is the conversion of the outputs.
+    Until `entered_ns` the inputs are converted and copied into the NPU's buffers. From `entered_ns` to `began_ns` the
+    call waits for other calls. From `began_ns` to `ended_ns` the NPU computes. After that the outputs are converted.
     """
 
     entered_ns: int
@@ -80,8 +80,10 @@ class Executable(Protocol):
 class SegmentOperands(NamedTuple):
     """Inputs of a stateful subgraph for one segment: consecutive rows of a chunk that belong to one sequence.
 
-    `num_rows`: rows of the segment. `inputs`: the arrays that each sequence has of its own, by name: the state, and
-    inputs whose shape has no rows ("position", "rope_position").
+    Attributes:
+        num_rows: number of rows of the segment.
+        inputs: the arrays of the segment's sequence, by name: its state, and inputs without rows ("position",
+            "rope_position").
     """
 
     num_rows: int
@@ -90,18 +92,20 @@ class SegmentOperands(NamedTuple):
 
 @runtime_checkable
 class SegmentExecutable(Executable, Protocol):
-    """A subgraph with state that takes the rows of several sequences in one call. Other executables get one call a
-    segment."""
+    """A subgraph with state that takes the rows of several sequences in one call. Executables of other types get one
+    call per segment.
+    """
 
     def run_segments(
         self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], segments: Sequence[SegmentOperands]
     ) -> None:
-        """Run a chunk of several segments, with the same bits as when each runs alone; see `run`.
+        """Run a chunk of several segments; the results are bit-identical to separate calls of `run` for each segment.
 
         Args:
             inputs: the subgraph's `inputs` that have rows, for all rows of the chunk.
             outputs: the subgraph's `outputs`, for all rows of the chunk.
-            segments: the segments in the order of their rows; together they are the chunk's rows. No two share state.
+            segments: the segments in the order of their rows; together they cover the chunk's rows. No two segments
+                share state.
 
         Raises:
             BackendError: the computation failed.
@@ -114,7 +118,9 @@ class SumExecutable(Executable, Protocol):
     """A subgraph that is a sum over ranks."""
 
     def run_sum(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], number: int) -> None:
-        """Run the sum with a number that is the same on all ranks (`Key.number`); `run` is for sums without one."""
+        """Run the sum with a serial number that is the same on all ranks (`Key.number`). `run` is for sums without a
+        number.
+        """
         ...
 
 
@@ -123,8 +129,9 @@ class HistoryExecutable(Executable, Protocol):
     """A subgraph that keeps a copy of caches and rings where it computes, so that only new positions are copied in."""
 
     def run_after(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], history: int) -> Passage | None:
-        """Run like `run`. If `history` equals that of the previous call, everything that call read or wrote up to the
-        position of this call is still in the state."""
+        """Run like `run`. If `history` equals the `history` of the previous call, the state before the position of this
+        call has not changed since the previous call.
+        """
         ...
 
 
@@ -133,15 +140,16 @@ class Backend(Protocol):
 
     name: str
     concurrency: int | None
-    """Number of calls that it takes at once. A number (1 for an NPU) means that the backend serves as the NPU next to
-    the native backend. None means that it runs on the executor's threads and has both roles."""
+    """Number of calls that the backend takes at once (1 for an NPU) if it serves as the NPU in addition to the native
+    backend. None if it runs on the executor's threads and has both roles.
+    """
     cache_dtypes: tuple[str, ...]
     """Supported data types of keys and values, the default first. float16 may come first only if the backend rounds a
     chunk's own keys before it attends to them; otherwise results would depend on the chunk length. None if it keeps no
     state."""
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
-        """Return, without compiling, whether `compile` would accept the subgraph under the scheme."""
+        """Return whether `compile` would accept the subgraph under the scheme, without compiling it."""
         ...
 
     def compile(

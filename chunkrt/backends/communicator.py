@@ -1,4 +1,4 @@
-"""The contract of communicators, which sum over ranks."""
+"""The contract of communicators, which sum values over ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ Float32 = NDArray[np.float32]
 class Key(NamedTuple):
     """Identity of a sum. It is the same on every rank, regardless of the order in which tasks run.
 
-    `subgraph`: the index of the subgraph that contains the sum. `position`: position of the chunk's first token.
-    `number`: serial number that the leading rank gives to each computation; 0 without a leader.
+    Attributes:
+        subgraph: index of the subgraph that contains the sum.
+        position: position of the chunk's first token.
+        number: serial number that the leading rank gives to each computation; 0 without a leader.
     """
 
     subgraph: int
@@ -40,7 +42,7 @@ class Communicator(Protocol):
     size: int
 
     def all_reduce(self, partial: Float32, out: Float32, *, key: Key) -> None:
-        """Sum over all ranks, in the order of ranks, so that every rank gets the same bits.
+        """Sum over all ranks, in the order of ranks, so that every rank gets a bit-identical result.
 
         Only the calling thread blocks; it releases the GIL and uses no processor time. Several threads may call it with
         different keys at once, and ranks may reach the keys in different orders. A key may be used again once its sum
@@ -48,15 +50,17 @@ class Communicator(Protocol):
 
         Args:
             partial: float32, C-contiguous, of the same shape on every rank.
-            out: every element is written; shares no memory with `partial`.
+            out: float32, of the same shape; every element is written. It shares no memory with `partial`.
             key: identifies the sum.
 
         Raises:
-            DeviceLostError: a rank is lost, or a communicator was closed.
+            DeviceLostError: the connection to a rank was lost, or a communicator was closed.
             BackendError: a rank passed another shape.
         """
         ...
 
     def close(self) -> None:
-        """Leave: calls that wait for this rank, here and on other ranks, fail. Closing twice is allowed."""
+        """Disconnect from the other ranks: calls that wait for this rank, here and on other ranks, fail. Closing twice
+        is allowed.
+        """
         ...

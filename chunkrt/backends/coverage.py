@@ -20,7 +20,10 @@ QNN = "qnn"
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCoverage:
-    """An operator of the plan. `refusals`: each queried backend's reason against it, empty if it is supported."""
+    """Support for one operator of a plan.
+
+    `refusals` maps each queried backend to its reason for refusing the operator, or to an empty string.
+    """
 
     name: str
     num_nodes: int
@@ -49,9 +52,9 @@ def available_backends() -> tuple[Sequence[Backend], dict[str, str]]:
 
 
 def operators_of(plan: Plan, backends: Sequence[Backend]) -> list[OperatorCoverage]:
-    """Return every operator with each backend's verdict on its nodes; the NPU's only for nodes that are placed on it.
+    """Return every operator with the support of each backend; the NPU is queried only for nodes that are placed on it.
 
-    An operator that a backend lacks counts as supported if a plug-in has it.
+    An operator that a backend lacks counts as supported if a plug-in provides it.
     """
     dispatcher, npu_dispatcher = _dispatcher(plan, DEFAULT_SCHEME), _dispatcher(plan, DEFAULT_NPU_SCHEME)
     scheme, npu_scheme = find_scheme(DEFAULT_SCHEME), find_scheme(DEFAULT_NPU_SCHEME)
@@ -80,7 +83,7 @@ def _operator_name(node: Node) -> str:
 
 
 def refused_subgraphs(plan: Plan) -> list[RefusedSubgraph]:
-    """Return the subgraphs on the NPU that it refuses under its default scheme."""
+    """Return the subgraphs placed on the NPU that the NPU refuses under its default scheme."""
     scheme, dispatcher = find_scheme(DEFAULT_NPU_SCHEME), _dispatcher(plan, DEFAULT_NPU_SCHEME)
     refused: dict[str, RefusedSubgraph] = {}
     for subgraph in (s for s in plan.subgraphs if s.is_static and s.device == NPU):
@@ -96,7 +99,7 @@ def _dispatcher(plan: Plan, scheme: str) -> Dispatcher:
 
 
 def _is_plugins(subgraph: Subgraph, dispatcher: Dispatcher, backend: str) -> bool:
-    """Return whether plug-ins have every operator of a subgraph that a backend would run."""
+    """Return whether plug-ins provide every operator of a subgraph that a backend would run."""
     try:
         return all(choice.is_plugin for _, choice in dispatcher.runners(subgraph, backend))
     except PartitionError:

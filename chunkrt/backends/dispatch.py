@@ -1,12 +1,12 @@
 """Dispatch: choose an implementation for each operator of a subgraph, once, when the subgraph is compiled.
 
-The order is: a plug-in's implementation, the form of the backend that runs the subgraph, the reference's. An operator
-that is switched off gets chunkrt's own reference. Adjacent nodes that the backend runs itself are compiled as one
-section. If these are all nodes of the subgraph, the executable is the backend's own. The other nodes are functions,
-called one after another.
+The preferred implementation is a plug-in's, then that of the backend that runs the subgraph, then the reference's. An
+operator that is switched off gets chunkrt's own reference. Adjacent nodes that the backend runs itself are compiled as
+one section. If one section contains all nodes of the subgraph, the executable is the backend's own. The other nodes run
+as functions, one after another.
 
-In a backend's form, an operator with parts (`rope` in `cached_attention`, `quantize` in `linear`) is fused with them.
-If a part is switched off or comes from a plug-in, the reference therefore runs the operator and calls the part.
+A backend's implementation of an operator with parts (`rope` in `cached_attention`, `quantize` in `linear`) includes the
+parts. If a part is switched off or comes from a plug-in, the reference therefore runs the operator and calls the part.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ from chunkrt.plugins import PluginGroup
 from chunkrt.quant.scheme import Scheme
 
 DEVICES = {"native": NATIVE, "reference": REFERENCE, "onnxrt": NPU, "qnn": NPU}
-"""Device whose forms each backend runs; a plug-in's backend runs its own."""
+"""Maps each backend to the device whose implementations it runs. A plug-in's backend is its own device."""
 
 FALLS_BACK = ("native", "onnxrt")
-"""Backends that leave operators they lack to the reference. The others refuse: the operator belongs on another device.
+"""Backends for which the reference runs operators that they lack. Other backends refuse these operators, which must
+then run on another device.
 """
 
 PLUGINS: PluginGroup[Callable[[OperatorRegistry], object]] = PluginGroup("chunkrt.operators", error=ConfigError)
-"""Functions of plug-ins, each of which registers operators. The name identifies the plug-in, not an operator."""
+"""Plug-ins' functions that register operators. A name identifies a plug-in, not an operator."""
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +60,12 @@ log = logging.getLogger(__name__)
 class Runner:
     """The implementation that runs an operator.
 
-    `runs_on`: the backend, "reference", or a plug-in's device. `origin`: the source of the implementation; `reason`:
-    why it was chosen. `function`: the callable, with its `parts` bound; None if the backend compiles the operator.
-    `prepare`: converts the weights for `function` beforehand.
+    Attributes:
+        runs_on: the backend, "reference", or a plug-in's device.
+        origin: source of the implementation.
+        reason: why the implementation was chosen.
+        function: the callable, with its `parts` bound; None if the backend compiles the operator.
+        prepare: converts the weights for `function` beforehand.
     """
 
     operator: str
@@ -76,9 +80,9 @@ class Runner:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Adjacent nodes of a subgraph that run together: `runners` are either all functions or all the backend's.
+    """Adjacent nodes of a subgraph that run together, either all as functions or all by the backend.
 
-    `subgraph`: consists of these nodes alone; `plan`: the plan that contains it.
+    `subgraph` consists of these nodes alone; `plan` is the plan that contains it.
     """
 
     subgraph: Subgraph
@@ -95,7 +99,7 @@ class Dispatcher:
     """Chooses implementations for one plan under one scheme.
 
     Args:
-        registry: all implementations; see `registered_operators`.
+        registry: all available implementations; see `registered_operators`.
         switches: operators that the user switched on or off.
         default: "all" or "none", used if the switches name neither.
         warns: whether a warning reports operators that are left to the reference.
@@ -120,13 +124,13 @@ class Dispatcher:
         self._warns, self._warned = warns, set[str]()
 
     def for_plan(self, plan: Plan) -> Dispatcher:
-        """Return a dispatcher that chooses the same for another plan of the decoder and repeats no warnings."""
+        """Return a dispatcher with the same settings for another plan of the decoder; it repeats no warnings."""
         other = copy(self)
         other._plan = plan
         return other
 
     def compile(self, subgraph: Subgraph, backend: Backend, chunk_length: int, weights: WeightStore) -> Executable:
-        """Choose implementations and bind them; the executable looks nothing up when it runs.
+        """Choose implementations and bind them, so that the executable needs no look-ups when it runs.
 
         Raises:
             PartitionError: no implementation of an operator exists, or the backend does not run it under the scheme.
@@ -139,7 +143,8 @@ class Dispatcher:
         return SectionedExecutable(subgraph, compiled, self._plan, chunk_length)
 
     def sections(self, subgraph: Subgraph, backend: str) -> list[Section]:
-        """Cut a subgraph wherever functions and the backend alternate; without functions it is one section.
+        """Split a subgraph into sections that run either as functions or by the backend; without functions the subgraph
+        is one section.
 
         Args:
             backend: the name of the backend that runs the subgraph.
@@ -162,8 +167,9 @@ class Dispatcher:
         return [(use, self._choose(use, backend)) for use in uses(subgraph, self._plan)]
 
     def compiles_whole(self, backend: str) -> bool:
-        """Return whether a backend compiles every subgraph of the plan as one, except sums over ranks, without
-        functions."""
+        """Return whether a backend compiles every subgraph of the plan, except sums over ranks, as a single section
+        without functions.
+        """
         subgraphs = [subgraph for subgraph in self._plan.subgraphs if subgraph.device != "link"]
         return all(runner.function is None for s in subgraphs for _, runner in self.runners(s, backend))
 
@@ -182,7 +188,7 @@ class Dispatcher:
         return self._part_runner(SAMPLER, SAMPLER)
 
     def check(self, section: Section, backend: str, supports: Callable[[Subgraph, Plan, Scheme], Support]) -> None:
-        """Raise PartitionError if a backend, by its `supports`, does not run a section under the scheme."""
+        """Raise PartitionError if a backend's `supports` refuses a section under the scheme."""
         if not section.steps and not (support := supports(section.subgraph, section.plan, self._scheme)):
             raise PartitionError(
                 f"{backend} cannot run subgraph {section.subgraph.name} under scheme {self._scheme.name}"
@@ -266,7 +272,9 @@ class Dispatcher:
         return self._switches.why_off(operator, default=self._default)
 
     def _why_not_melted(self, operator: str) -> str:
-        """Return why an operator that is on cannot use its backend's form because of its parts; empty if it can."""
+        """Return the reason why the parts of an operator that is on rule out its backend's implementation; empty if
+        they do not.
+        """
         for part in self.part_names(operator):
             if part in self._switches.off:
                 return f"its part {part} is switched off by `ops='-{part}'`"
@@ -291,7 +299,7 @@ class Dispatcher:
         return reason
 
     def _has_other_parts(self, operator: str) -> bool:
-        """Return whether the reference calls a plug-in's parts in an operator."""
+        """Return whether the reference's implementation of an operator calls plug-ins' parts."""
         return any(self._part_runner(part, operator).is_plugin for part in self.part_names(operator))
 
     def _own_reference(self, operator: str) -> Implementation | None:
@@ -306,7 +314,7 @@ def check_switches(switches: Switches, registry: OperatorRegistry) -> None:
 
 
 def default_base(npu: str) -> str:
-    """Return the switch of an engine without "all" or "none": npu "reference" runs only the reference."""
+    """Return the default switch, "all" or "none": with npu "reference", only the reference runs."""
     return NONE if npu == REFERENCE else ALL
 
 
@@ -315,7 +323,7 @@ _is_loaded = False
 
 
 def registered_operators() -> OperatorRegistry:
-    """Return all implementations, ours and those of plug-ins, which are loaded at the first call."""
+    """Return all implementations, chunkrt's and those of plug-ins. Plug-ins are loaded at the first call."""
     global _is_loaded
     with _loading:
         if not _is_loaded:
@@ -337,7 +345,7 @@ def _load() -> None:
 
 
 def load_operators(registry: OperatorRegistry) -> None:
-    """Let every plug-in register its operators; a plug-in that fails registers none and is reported in one warning."""
+    """Call every plug-in to register its operators. A plug-in that fails registers none; one warning reports it."""
     for plugin in PLUGINS.plugins:
         if register := plugin.load_or_tell():
             try:

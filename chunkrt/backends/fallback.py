@@ -1,8 +1,8 @@
 """Executables that continue on another backend when the NPU fails.
 
-Static subgraphs keep no state, so a second executable, under the same scheme, recomputes the chunk at which the NPU
-failed. If the NPU is lost, it also computes all later chunks; if a value exceeded the NPU's number range, it computes
-that chunk alone.
+Static subgraphs keep no state, so a second executable on the CPU, under the same scheme, recomputes the chunk at which
+the NPU failed. If the NPU is lost, this executable also computes all later chunks. If a value exceeded the NPU's number
+range, the next chunk runs on the NPU again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class NpuHealth:
-    """State of the NPU that all executables on it share. The first failure of each kind is logged once."""
+    """State of the NPU, shared by all executables that run on it. Only the first failure of each kind is logged."""
 
     def __init__(self) -> None:
         self.is_lost = False
@@ -26,7 +26,7 @@ class NpuHealth:
         self._lock = threading.Lock()
 
     def report(self, error: Exception) -> None:
-        """Record a failure of the NPU: nothing runs on it any more."""
+        """Record a failure of the NPU: from now on no executable uses the NPU."""
         with self._lock:
             if not self.is_lost:
                 self.is_lost = True
@@ -41,7 +41,9 @@ class NpuHealth:
 
 
 class FallbackExecutable:
-    """Runs on the NPU while it works, then on the CPU; chunks that exceed the NPU's number range run on the CPU."""
+    """Executable that runs on the NPU until it fails, then on the CPU. Chunks that exceed the NPU's number range also
+    run on the CPU.
+    """
 
     def __init__(self, on_npu: Executable, on_cpu: Executable, health: NpuHealth) -> None:
         self.fixed_length = on_npu.fixed_length
@@ -79,7 +81,7 @@ class HistoryFallbackExecutable(FallbackExecutable):
 
 
 def with_fallback(on_npu: Executable, on_cpu: Executable, health: NpuHealth) -> FallbackExecutable:
-    """Return an executable that runs on the NPU while it works, then on the CPU."""
+    """Return an executable that runs on the NPU until the NPU fails, then on the CPU."""
     if isinstance(on_npu, HistoryExecutable):
         return HistoryFallbackExecutable(on_npu, on_cpu, health)
     return FallbackExecutable(on_npu, on_cpu, health)

@@ -1,4 +1,4 @@
-"""Execution of operators that are functions, the reference's or a plug-in's, one after another."""
+"""Execution of operators that are implemented as Python functions, by the reference or by plug-ins."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Operator = Callable[..., Any]
 
 
 class FunctionExecutable:
-    """Evaluates functions one after another, regardless of their origin.
+    """Executable that calls the function of each node, one after another.
 
     Args:
         name: the subgraph's name, for errors.
         steps: each function, with the node that gives its arguments.
         constants: the weights by name.
-        tensors: the plan's tensors; they give the shapes and types that results must have.
+        tensors: the plan's tensors, with the shapes and types that results must have.
     """
 
     fixed_length: int | None = None
@@ -72,7 +72,9 @@ class FunctionExecutable:
 
 
 def _checked(result: Any, tensor: Tensor, sizes: Mapping[str, int]) -> Array:
-    """Return a result in the form that readers expect. Raises ValueError or TypeError if it differs from the plan."""
+    """Return a function's result as a C-contiguous array of the plan's type. Raises ValueError or TypeError if its
+    shape or type differs from the plan.
+    """
     array = np.asarray(result)
     expected = resolve(tensor.shape, sizes)
     if array.shape != expected:
@@ -83,14 +85,14 @@ def _checked(result: Any, tensor: Tensor, sizes: Mapping[str, int]) -> Array:
 
 
 def read_only(array: Array) -> Array:
-    """Return a view that functions cannot write to, because others read the same values."""
+    """Return a read-only view of a value, because several functions read it."""
     view = array.view()
     view.flags.writeable = False
     return view
 
 
 def function_name(function: Operator) -> str:
-    """Return where a function is defined, e.g. "chunkrt.backends.reference.rotate_half"."""
+    """Return a function's module and name, e.g. "chunkrt.backends.reference.rotate_half"."""
     while isinstance(function, partial):
         function = function.func
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"

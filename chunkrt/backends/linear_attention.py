@@ -1,6 +1,7 @@
-"""Linear attention in NumPy, one function a kind: the reference backend's part of `chunkrt::LinearAttention`.
+"""Linear attention in NumPy, one function for each kind: the reference backend's implementation of
+`chunkrt::LinearAttention`.
 
-Register a new kind with `register`, and add its row to `graph/linear_attention.py`.
+To add a kind, register its function with `register`, and its properties in `graph/linear_attention.py`.
 """
 
 from __future__ import annotations
@@ -16,19 +17,24 @@ from chunkrt.graph.plan import Node
 
 Float32 = NDArray[np.float32]
 Convolve = Callable[[Float32], Float32]
-"""x float32 [T, C] to the same shape: the node's causal convolution, which also advances its state. Call it once."""
+"""Function from x float32 [T, C] to float32 [T, C]: the node's causal convolution, which also advances its state. Call
+it once per run.
+"""
 
 Kind = Callable[..., Float32]
-"""(qkv [T, columns], gate [T, Hv] or None, beta [T, Hv] or None, convolve, recurrent_state [Hv, dk, dv] or None, and by
-name num_k_heads, num_v_heads, head_k_dim, head_v_dim, use_qk_l2norm) to the output [T, Hv * dv]; all float32. The
-recurrent state is updated in place."""
+"""Function that computes a kind of linear attention and returns the output [T, Hv * dv].
+
+Its positional arguments are qkv [T, columns], gate [T, Hv] or None, beta [T, Hv] or None, convolve, and recurrent_state
+[Hv, dk, dv] or None; its keyword arguments are num_k_heads, num_v_heads, head_k_dim, head_v_dim and use_qk_l2norm. All
+arrays are float32. The recurrent state is updated in place."""
 
 _kinds: dict[str, Kind] = {}
 
 
 def register(attn_type: str) -> Callable[[Kind], Kind]:
-    """Register the function of a kind of linear attention (a decorator). Raises ConfigError if the kind has one
-    already."""
+    """Register the function of a kind of linear attention (a decorator). Raises ConfigError if a function is already
+    registered for the kind.
+    """
 
     def add(kind: Kind) -> Kind:
         if attn_type in _kinds:
@@ -40,7 +46,7 @@ def register(attn_type: str) -> Callable[[Kind], Kind]:
 
 
 def missing_kind(node: Node) -> str:
-    """Return why the reference lacks the kind of a linear-attention node; empty if it has it."""
+    """Return a message if the reference lacks the kind of a linear-attention node; empty if it supports the kind."""
     if (attn_type := node.attributes["attn_type"]) in _kinds:
         return ""
     return f"reference has no linear attention of attn_type {attn_type!r}; it has: {', '.join(sorted(_kinds))}"
@@ -77,7 +83,7 @@ def causal_convolution(x: Float32, weight: Float32, bias: Float32 | None, state:
         x: float32 [T, C].
         weight: float32 [C, 1, K]; the last tap applies to the row itself.
         bias: float32 [C], or None.
-        state: float32 [C, K - 1], the columns before row 0; replaced by the last K - 1 columns.
+        state: float32 [C, K - 1], the inputs before row 0; replaced by the last K - 1 inputs.
 
     Returns:
         float32 [T, C].
@@ -114,8 +120,9 @@ def _gated_delta_rule(
     head_v_dim: int,
     use_qk_l2norm: int,
 ) -> Float32:
-    """Compute row by row S <- e^g S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q. Source: Yang et al., Gated Delta
-    Networks (2024), equation 10."""
+    """Compute the gated delta rule row by row: S <- e^g S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q. Source:
+    Yang et al., Gated Delta Networks (2024), equation 10.
+    """
     mixed = convolve(qkv)
     active = mixed / (1 + np.exp(-mixed.astype(np.float64)))
     all_k = num_k_heads * head_k_dim

@@ -1,4 +1,4 @@
-"""The backend of the device "link": sums over ranks by a communicator. It runs `chunkrt::AllReduce` alone."""
+"""The backend of the device "link", which computes sums over ranks (`chunkrt::AllReduce`) by a communicator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkrt.quant.scheme import Scheme
 
 
 class LinkBackend:
-    """Compiles the subgraphs on the device "link" for one rank.
+    """Backend that compiles the subgraphs on the device "link" for one rank.
 
     Args:
         communicator: connects to the other ranks, which run plans with the same subgraphs.
@@ -27,7 +27,7 @@ class LinkBackend:
         self._communicator = communicator
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
-        """Accept a subgraph that is one sum over ranks."""
+        """Accept a subgraph that consists of one sum over ranks."""
         for node in subgraph.nodes:
             if (node.domain, node.op) != ("chunkrt", ALL_REDUCE_OP) or len(subgraph.nodes) > 1:
                 return Support(ok=False, node=node.name, reason=f"the link runs one chunkrt::{ALL_REDUCE_OP} at a time")
@@ -58,7 +58,7 @@ class LinkExecutable:
         self._index, self._communicator = index, communicator
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-        """See `Executable.run`; it waits until all ranks have contributed.
+        """Run the sum as in `Executable.run`; wait until all ranks have contributed.
 
         Raises:
             DeviceLostError, BackendError: see `Communicator.all_reduce`.

@@ -1,6 +1,7 @@
-"""Run one node by itself, in float, for calibration, the search for schemes and the report by layers.
+"""Run a single node in float, for calibration, the search for schemes and the report by layers.
 
-chunkrt's reference runs the node if it has the operator and accepts the node; otherwise a plug-in's form does.
+chunkrt's reference runs the node if it supports the operator and accepts the node; otherwise a plug-in's implementation
+runs it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def run_operator(node: Node, inputs: Sequence[Any]) -> Any:
     """Return the output of a node, or a tuple of outputs.
 
     Raises:
-        PartitionError: nothing on this machine has the operator, or accepts the node.
-        ConfigError: several plug-in forms accept the node.
+        PartitionError: no implementation on this machine supports the operator or accepts the node.
+        ConfigError: several plug-ins' implementations accept the node.
         BackendError: the function of a plug-in failed.
     """
     use = use_of(node)
@@ -46,7 +47,7 @@ def _form(use: Use, registry: OperatorRegistry) -> Implementation:
 
 
 def _call_plugin(plugin: Implementation, use: Use, inputs: Sequence[Any]) -> Any:
-    """Call a plug-in's function with chunkrt's own parts; its float outputs become float32, as in a run."""
+    """Call a plug-in's function with chunkrt's own parts, and convert its float outputs to float32, as in a run."""
     registry, node = registered_operators(), use.node
     own_parts = {part: registry.find_own(part, REFERENCE) for part in plugin.parts}
     parts = {part: own.function for part, own in own_parts.items() if own is not None}

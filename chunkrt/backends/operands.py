@@ -1,4 +1,4 @@
-"""Weights of an engine in the form that NumPy operators take: the reference's, and functions of plug-ins."""
+"""Weights of an engine in the form that NumPy operators take, those of the reference and those of plug-ins."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ operators.register("quantize", REFERENCE)(quantize_rows)
 def constants(subgraph: Subgraph, plan: Plan, scheme: Scheme, weights: WeightStore) -> dict[str, Any]:
     """Return the weights of a subgraph by name, in the form that functions take.
 
-    Under "float" all are arrays. Otherwise the weight of a linear is a `QuantizedWeight`, and that of routed experts a
-    list of them.
+    Under "float" all weights are arrays. Under other schemes the weight of a linear is a `QuantizedWeight`, and the
+    weight of routed experts is a list of `QuantizedWeight` objects.
     """
     stored = stored_weights(plan, scheme)
     return {name: _constant(stored[name], scheme, weights) for name in subgraph.weights}
@@ -61,7 +61,7 @@ def prepare_weight(implementation: Implementation, name: str, weight: Any) -> An
 def prepared(
     wanted: Sequence[tuple[Node, Prepare | None]], weights: Mapping[str, Any]
 ) -> tuple[list[Node], dict[str, Any]]:
-    """Return the nodes, and the weights that each reads: prepared weights under new names, the others unchanged."""
+    """Return the nodes and their weights: prepared weights have new names, other weights are unchanged."""
     nodes: list[Node] = []
     found: dict[str, Any] = {}
     for node, prepare in wanted:

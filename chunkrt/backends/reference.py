@@ -1,6 +1,7 @@
-"""The reference backend: NumPy, one function an operator, written for readability.
+"""The reference backend: one NumPy function for each operator, written for readability.
 
-It defines the correct values: integer products are exact, everything else is float32 or better. It is slow.
+This backend defines the correct values: integer products are exact, and all other computations are in float32 or
+better. It is slow.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from chunkrt.quant.scheme import Scheme
 
 Float32 = NDArray[np.float32]
 Rope = Callable[[Float32, Float32, Float32], Float32]
-"""x [T, heads, D], cos, sin [T, rotary_dim / 2] to x rotated; `rotate_half` is ours."""
+"""Function that rotates x [T, heads, D] by cos, sin [T, rotary_dim / 2]. chunkrt's is `rotate_half`."""
 
 
 class ReferenceBackend:
-    """Runs any plan, under any scheme, on any machine."""
+    """Backend that runs any plan, under any scheme, on any machine."""
 
     name = "reference"
     concurrency: int | None = None
@@ -196,7 +197,7 @@ def _routed_experts(
 
 @operators.register("rope", REFERENCE)
 def rotate_half(x: Float32, cos: Float32, sin: Float32) -> Float32:
-    """Apply RoPE to x [T, heads, D] with cos, sin [T, rotary_dim / 2]; dimensions past rotary_dim pass through."""
+    """Apply RoPE to x [T, heads, D] with cos, sin [T, rotary_dim / 2]; dimensions from rotary_dim on are unchanged."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None], sin[:, None]
@@ -241,7 +242,9 @@ def _heads(qkv: Float32, attributes: Mapping[str, Attribute]) -> Sequence[Float3
 def _append(
     key_cache: Array, value_cache: Array, k: Float32, v: Float32, start: int, attributes: Mapping[str, Attribute]
 ) -> int:
-    """Write the rows' keys and values to their slots; return the first position that any of the rows sees."""
+    """Write the rows' keys and values to their slots in the caches, and return the first position that any of the rows
+    sees.
+    """
     slots = np.arange(start, start + len(k)) % key_cache.shape[1]
     key_cache[:, slots], value_cache[:, slots] = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
     window = cast(int, attributes["window"])
@@ -257,7 +260,7 @@ def _read(cache: Array, first: int, stop: int) -> Float32:
 def _attend(
     q: Float32, keys: Float32, values: Float32, start: int, first: int, attributes: Mapping[str, Attribute]
 ) -> Float32:
-    """Compute softmax attention of rows from `start` on over the keys from position `first` on."""
+    """Compute softmax attention of the rows at positions from `start` on over the keys at positions from `first` on."""
     num_kv_heads, window = (cast(int, attributes[name]) for name in ("num_kv_heads", "window"))
     rows, num_heads, head_dim = q.shape
     grouped = q.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)

@@ -1,8 +1,8 @@
 """Registry of implementations, by canonical operator name and device.
 
-Devices of our own are `reference` (a NumPy function), `native` (an emitter of instructions), `npu` (a lowering to ONNX)
-and `link` (sums over ranks); a plug-in adds functions for devices of its own choice, or replaces ours. Implementations
-are looked up once, when a subgraph is compiled (`backends/dispatch.py`).
+chunkrt's devices are `reference` (a NumPy function), `native` (an emitter of instructions), `npu` (a lowering to ONNX)
+and `link` (sums over ranks). A plug-in adds functions for its own devices, or replaces chunkrt's. Implementations are
+looked up once, when a subgraph is compiled (`backends/dispatch.py`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ OWN_PACKAGE = "chunkrt"
 
 ALL_PARTS = frozenset(part for parts in PARTS.values() for part in parts)
 CALLED = (*sorted(ALL_PARTS), SAMPLER)
-"""Operators that other code calls as functions, and that have no form on a backend."""
+"""Operators that other code calls as functions, and that no backend implements."""
 
 
 def nothing_refused(node: Node) -> str:
-    """Return that an implementation accepts every node of its operator."""
+    """Return an empty reason: the default of `refuses`, for implementations that accept every node."""
     return ""
 
 
 PREPARED = ("linear", "logits", "routed_experts", "shadow_linear")
-"""Operators whose implementation may convert the weights of linears to a form of its own."""
+"""Operators whose implementations may convert the weights of linears to their own form."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -41,12 +41,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Implementation:
     """A device's implementation of an operator.
 
-    `function`: on `reference` and in every plug-in, it takes the node's inputs in order and its attributes by name, and
-    returns its output or a tuple of outputs. `module`: the module that defines it. `distribution`: the installed
-    package that provides it; empty for ours. `parts`: operators that it calls and takes as keyword arguments.
-    `is_required`: whether the operator requires this form, so that it cannot be switched off. `refuses`: returns why it
-    does not accept a node of the operator; empty if it does. `prepare`: converts a weight for `function`, if it needs
-    that.
+    Attributes:
+        function: on `reference` and in every plug-in, it takes the node's inputs in order and its attributes by name,
+            and returns its output or a tuple of outputs.
+        module: the module that defines the function.
+        distribution: the installed package that provides the function; empty for chunkrt.
+        parts: operators that the function calls and takes as keyword arguments.
+        is_required: True if the operator cannot be switched off.
+        refuses: returns the reason why the function does not accept a node of the operator; empty if it does.
+        prepare: converts a weight to the form that the function takes; None if no conversion is needed.
     """
 
     operator: str
@@ -61,7 +64,7 @@ class Implementation:
 
     @property
     def is_plugin(self) -> bool:
-        """True if the implementation is from outside chunkrt."""
+        """True if a package other than chunkrt defines the implementation."""
         return bool(self.distribution) or self.module.partition(".")[0] != OWN_PACKAGE
 
     @property
@@ -75,7 +78,9 @@ class Implementation:
         return f"{self.distribution} ({self.module})" if self.distribution else self.module
 
     def refusal(self, node: Node) -> str:
-        """Return the result of `refuses` for a node. Raises PartitionError if a plug-in's fails."""
+        """Return the result of `refuses` for a node. Raises PartitionError if a plug-in's `refuses` raises an
+        exception.
+        """
         try:
             return self.refuses(node)
         except Exception as error:
@@ -111,17 +116,18 @@ class OperatorRegistry:
         Args:
             operator: its canonical name, such as "rms_norm"; `chunkrt ops MODEL` lists them.
             device: "reference", "native", "npu", or a plug-in's own.
-            replaces: whether it replaces one of ours. A plug-in's replacement is a function.
+            replaces: whether the callable replaces chunkrt's implementation. A plug-in's replacement is a function.
             parts: "rope" or "quantize", if the callable takes it as a keyword argument, like the reference's attention.
             is_required: whether the operator cannot be switched off.
-            refuses: returns why the implementation does not accept a node, which then runs as if it were not
-                registered; empty if it does.
+            refuses: returns the reason why the implementation does not accept a node, which then runs as if the
+                implementation were not registered; empty if it accepts the node.
             prepare: for an operator in PREPARED: called with each weight of a node once, when its subgraph is compiled;
                 the callable gets the result instead of the weight.
 
         Raises:
-            ConfigError: the name is taken on the device; or there is nothing to replace, or a plug-in already replaced
-                it; or the registered implementation would never be called, or is not callable.
+            ConfigError: the operator is already registered on the device; or the operator to replace does not exist, or
+                a plug-in already replaced it; or the registered implementation would never be called, or is not
+                callable.
         """
 
         def add(function: Function) -> Function:
@@ -172,7 +178,9 @@ class OperatorRegistry:
 
     @contextmanager
     def from_distribution(self, name: str) -> Iterator[None]:
-        """Attribute registrations inside to the plug-in of that installed name; if it fails, all are undone."""
+        """Attribute the registrations inside the context to an installed plug-in; if the plug-in fails, all of them are
+        undone.
+        """
         with self.all_or_nothing():
             self._distribution = name
             try:
@@ -182,7 +190,7 @@ class OperatorRegistry:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Undo the registrations made inside if it fails."""
+        """Undo the registrations made inside the context if an exception is raised."""
         before = self._entries.copy()
         try:
             yield
@@ -191,13 +199,13 @@ class OperatorRegistry:
             raise
 
     def copy(self) -> OperatorRegistry:
-        """Return another registry of the same implementations, to which others can be added."""
+        """Return a copy of the registry, to which implementations can be added."""
         other = OperatorRegistry()
         other._entries, other._own = self._entries.copy(), self._own.copy()
         return other
 
     def find(self, operator: str, device: str) -> Implementation | None:
-        """Return the implementation for a device: a plug-in's if it replaced ours."""
+        """Return the implementation for a device: the plug-in's if a plug-in replaced chunkrt's."""
         return self._entries.get((operator, device))
 
     def find_own(self, operator: str, device: str) -> Implementation | None:
@@ -205,10 +213,10 @@ class OperatorRegistry:
         return self._own.get((operator, device))
 
     def find_plugin(self, operator: str, device: str) -> Implementation | None:
-        """Return a plug-in's form of an operator that would run on `device`, regardless of its refusals.
+        """Return a plug-in's implementation of an operator that would run on `device`, regardless of its refusals.
 
         Raises:
-            ConfigError: there are several.
+            ConfigError: several implementations exist.
         """
         found = self._plugins(operator, device)
         if len(found) > 1:
@@ -216,11 +224,12 @@ class OperatorRegistry:
         return found[0] if found else None
 
     def pick_plugin(self, operator: str, device: str, node: Node) -> tuple[Implementation | None, str]:
-        """Return the plug-in's form that accepts a node, if there is one, and the reasons of those that refuse it.
+        """Return the plug-in's implementation that accepts a node, or None, and the reasons of the implementations that
+        refuse the node.
 
         Raises:
-            ConfigError: several forms accept the node.
-            PartitionError: the `refuses` of a form fails.
+            ConfigError: several implementations accept the node.
+            PartitionError: the `refuses` of an implementation fails.
         """
         refusals = [(form, form.refusal(node)) for form in self._plugins(operator, device)]
         takers = [form for form, refusal in refusals if not refusal]
@@ -230,8 +239,9 @@ class OperatorRegistry:
         return (takers[0] if takers else None), "".join(reasons)
 
     def _plugins(self, operator: str, device: str) -> list[Implementation]:
-        """Return plug-ins' forms of an operator that would run on `device`: replacements of ours, or on their own
-        devices."""
+        """Return plug-ins' implementations of an operator that would run on `device`: replacements of chunkrt's, and
+        those on plug-ins' own devices.
+        """
         return [
             entry
             for (name, where), entry in self._entries.items()
@@ -249,7 +259,7 @@ class OperatorRegistry:
                     raise _several(found)
 
     def is_required(self, operator: str) -> bool:
-        """Return whether an operator requires a form, so that it cannot be switched off."""
+        """Return whether an implementation of an operator is required, so that the operator cannot be switched off."""
         return any(entry.is_required for (name, _), entry in self._entries.items() if name == operator)
 
     def names(self) -> list[str]:
@@ -261,7 +271,7 @@ class OperatorRegistry:
         return not self.missing(use, REFERENCE)
 
     def missing(self, use: Use, device: str) -> str:
-        """Return why chunkrt has no form of its own for a use on a device; empty if it has one."""
+        """Return a message if chunkrt itself has no implementation for a use on a device; empty if it has one."""
         if own := self._own.get((use.operator, device)):
             return own.refuses(use.node)
         known = ", ".join(sorted(name for name, where in self._own if where == device))
@@ -269,7 +279,7 @@ class OperatorRegistry:
 
 
 def _several(forms: Sequence[Implementation], node: Node | None = None) -> ConfigError:
-    """Make the error for several forms of one operator with equal priority."""
+    """Return the error for several implementations of one operator with equal priority."""
     operator, where = forms[0].operator, f", and node {node.name!r} is accepted by each" if node else ""
     share = "" if operator in CALLED else "; or let refuses= of each leave nodes to the others"
     if len({form.provider for form in forms}) == 1:
@@ -284,7 +294,8 @@ def _several(forms: Sequence[Implementation], node: Node | None = None) -> Confi
 
 
 operators = OperatorRegistry()
-"""All implementations: ours are registered when their modules are imported, plug-ins' before the first dispatch."""
+"""All implementations. chunkrt's are registered when their modules are imported, plug-ins' before the first dispatch.
+"""
 
 
 def qualified(domain: str, op: str) -> str:

@@ -1,4 +1,4 @@
-"""A subgraph in several parts: consecutive sections, each an executable, that run one after another as one."""
+"""Execution of a subgraph as consecutive sections, each with its own executable."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from chunkrt.graph.plan import Node, Plan, Subgraph, resolve
 
 
 def cut(subgraph: Subgraph, plan: Plan, groups: Sequence[Sequence[Node]]) -> tuple[Subgraph, ...]:
-    """Split a subgraph into consecutive parts, each a subgraph; values that later parts read become outputs.
+    """Split a subgraph into consecutive subgraphs; values that later parts read become outputs.
 
     Args:
-        groups: the nodes of each part, all nodes together, in an order in which they can run.
+        groups: the nodes of each part, in an order in which they can run; each node is in one group.
     """
     order = {node.name: index for index, node in enumerate(subgraph.nodes)}
     groups = [sorted(group, key=lambda node: order[node.name]) for group in groups]
@@ -41,11 +41,11 @@ def cut(subgraph: Subgraph, plan: Plan, groups: Sequence[Sequence[Node]]) -> tup
 
 
 class SectionedExecutable:
-    """Runs sections in order. Each call passes values between them in a set of buffers of its own.
+    """Executable that runs sections in order. Each call uses its own set of buffers for the values between sections.
 
     Args:
         subgraph: the subgraph that the sections form.
-        sections: its parts, each with an executable for up to `chunk_length` rows.
+        sections: the subgraph's parts, each with an executable for up to `chunk_length` rows.
     """
 
     def __init__(

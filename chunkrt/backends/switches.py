@@ -1,11 +1,11 @@
-"""Switches: operators that run in their backend's or a plug-in's form, or in the reference's.
+"""Switches, which select whether an operator runs in its backend's or a plug-in's implementation, or in the reference.
 
     all            every operator (the default)
     none           no operator (the default of npu "reference")
     +rms_norm      switch this one on, regardless of the other switches
     -rms_norm      switch this one off
 
-Several may be given, separated by commas or as several texts: "none,+linear". A part of an operator, e.g. `rope` of
+Several switches may be given, separated by commas or as a list: "none,+linear". A part of an operator, e.g. `rope` of
 `cached_attention`, follows the operator unless it is named.
 """
 
@@ -21,7 +21,7 @@ ALL, NONE = "all", "none"
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """Parsed switches of `ops`. `base`: "all", "none", or empty if neither was given."""
+    """Parsed switches of `ops`. `base` is "all", "none", or empty if neither was given."""
 
     base: str = ""
     on: frozenset[str] = frozenset()
@@ -32,7 +32,7 @@ class Switches:
         """Parse the user's switches.
 
         Raises:
-            ConfigError: it is not text, a switch is empty or has no sign, or two contradict each other.
+            ConfigError: the value is not text, a switch is empty or has no sign, or two switches contradict each other.
         """
         texts = [] if ops is None else [ops] if isinstance(ops, str) else ops
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
@@ -56,10 +56,11 @@ class Switches:
 
         Args:
             known: every operator.
-            required: operators that require their form.
+            required: operators that cannot be switched off.
 
         Raises:
-            ConfigError: a name is unknown (the message offers the nearest), or its operator cannot be switched off.
+            ConfigError: a name is unknown (the message suggests the nearest name), or the operator cannot be switched
+                off.
         """
         for name in sorted(self.on | self.off):
             if name not in known:
@@ -68,7 +69,7 @@ class Switches:
             raise ConfigError(f"ops: the operator {refused[0]!r} requires its form and cannot be switched off")
 
     def why_off(self, operator: str, *, default: str = ALL) -> str:
-        """Return why an operator is switched off; empty if it is on.
+        """Return the reason why an operator is switched off; empty if it is on.
 
         Args:
             default: "all" or "none", used if the switches name neither.

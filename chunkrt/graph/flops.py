@@ -9,8 +9,9 @@ from chunkrt.graph.plan import Node, Plan, resolve
 
 
 def node_flops(node: Node, plan: Plan) -> int:
-    """Return the FLOPs for one row of the result; for attention, for each pair of a row and a position that it attends
-    to."""
+    """Return an operator's FLOPs for one row of the result; for attention, for one pair of a row and a position that it
+    attends to.
+    """
     row = OPERATORS.get((node.domain, node.op))
     if row is None or row.flops is None:
         return sum(prod(resolve(plan.tensors[name].shape[1:], {})) for name in node.outputs)
@@ -18,7 +19,8 @@ def node_flops(node: Node, plan: Plan) -> int:
 
 
 def attended_pairs(position: int, num_tokens: int, window: int = 0) -> int:
-    """Count pairs of a row and a position that it attends to: itself and all earlier ones, or the last of these.
+    """Count pairs of a row and a position that it attends to: its own and all earlier positions, or the last `window`
+    of these.
 
     Args:
         position: position of the first row.

@@ -11,8 +11,10 @@ from typing import NamedTuple
 class Route(NamedTuple):
     """Subgraphs that one chunk passes through.
 
-    subgraphs: in order. first: the subgraphs that wait for no other. followers: for every subgraph of the plan, the
-    subgraphs of the route that wait for it.
+    Attributes:
+        subgraphs: the subgraphs in order.
+        first: the subgraphs that depend on no other subgraph of the route.
+        followers: for every subgraph of the plan, the subgraphs of the route that depend on it.
     """
 
     subgraphs: tuple[int, ...]
@@ -27,7 +29,7 @@ class Flow:
         reads: for every subgraph, the earlier subgraphs whose outputs it reads.
         has_state: for every subgraph, whether it owns state.
         sums: the subgraphs that are sums over ranks.
-        hidden: the subgraph that writes the hidden states after the last norm, if known.
+        hidden: the subgraph that writes the hidden states after the last norm; None if unknown.
     """
 
     def __init__(
@@ -47,31 +49,38 @@ class Flow:
             waits_for.append(tuple(source for source in sorted(set(sources)) if not implied >> source & 1))
             ancestors.append(implied | as_set(sources))
         self.waits_for = tuple(waits_for)
-        """Dependencies of every subgraph, except those that others imply: one each in a chain."""
+        """Direct dependencies of every subgraph, without those that other dependencies imply. In a chain, every
+        subgraph has one.
+        """
         self.num_waits = tuple((len(w) or 1) + owns for w, owns in zip(waits_for, has_state, strict=True))
-        """Number of conditions that a task of each subgraph waits for: tasks of its chunk, or without any the chunk's
-        entry; and with state its chunk's turn."""
+        """Number of conditions that a task of each subgraph waits for: tasks of the same chunk, or the chunk's entry if
+        there are none; and, for a subgraph with state, the turn of its chunk.
+        """
         self.ancestors = tuple(ancestors)
-        """Set of all subgraphs that have ended when each one starts: bit i stands for subgraph i."""
+        """For each subgraph, the set of subgraphs that have ended when it starts; bit i stands for subgraph i."""
         everything = (1 << len(waits_for)) - 1
         state = _union(ancestors[i] | 1 << i for i, owns in enumerate(has_state) if owns)
         self.with_logits = self._route(everything)
         """Route of a chunk with rows that need logits: all subgraphs."""
         self.without_logits = self._route(state or everything & 1)
-        """Route of any other chunk: the subgraphs that update state. Without state it is the first subgraph alone."""
+        """Route of a chunk without rows that need logits: the subgraphs that update state. Without state it is the
+        first subgraph alone.
+        """
         self.with_sums = self._route(state | _union(ancestors[i] | 1 << i for i in sums) or everything & 1)
-        """Route of a chunk whose logits another rank computes: the subgraphs of its sums, and of state."""
+        """Route of a chunk whose logits another rank computes: the subgraphs that are needed for sums over ranks and
+        for state.
+        """
 
         self.with_hidden = self.with_logits if hidden is None else self._route(state | ancestors[hidden] | 1 << hidden)
-        """Route of a chunk that needs hidden states, and no logits."""
+        """Route of a chunk that needs hidden states but no logits."""
 
     @property
     def is_chain(self) -> bool:
-        """True if each subgraph waits for the one before it, so that no two tasks of a chunk can overlap."""
+        """True if each subgraph depends on the previous one, so that no two tasks of a chunk can overlap."""
         return all(waits == (i - 1,) for i, waits in enumerate(self.waits_for) if i > 0)
 
     def routes(self, num_chunks: int, logit_chunks: Container[int]) -> list[Route]:
-        """Return the routes of a prompt's chunks, some of which have rows that need logits."""
+        """Return the route of each chunk of a prompt, depending on whether the chunk has rows that need logits."""
         return [self.with_logits if chunk in logit_chunks else self.without_logits for chunk in range(num_chunks)]
 
     def _route(self, members: int) -> Route:

@@ -1,4 +1,4 @@
-"""Plans whose int8 caches hold keys without the bias that is added to all of them.
+"""Plans whose int8 caches hold keys without the bias that is added to all keys.
 
 A bias of hundreds in a few channels, as in Qwen2 and Qwen2.5, would make the scales of these channels so coarse that
 the differences between keys would be lost. The bias is a constant, so no cache has to hold it.
@@ -13,8 +13,11 @@ from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph
 
 
 def without_key_biases(plan: Plan) -> Plan:
-    """Return the same decoder with keys cached before RoPE, and with the key bias as an input of each attention that
-    has one: int8 caches omit it. A decoder without such biases is returned unchanged."""
+    """Return the decoder with keys cached before RoPE and without their bias.
+
+    The bias becomes an input of each attention node that has one. A decoder without such biases is returned
+    unchanged.
+    """
     nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
     makers = {name: node for node in nodes for name in node.outputs}
     found = {node.name: _bias(node.inputs[0], plan, makers) for node in nodes if node.op in ATTENTION_OPS}
@@ -35,9 +38,9 @@ def without_key_biases(plan: Plan) -> Plan:
 
 
 def _bias(value: str, plan: Plan, makers: Mapping[str, Node]) -> str:
-    """Return the weight that is added to each row of a value, possibly among others; empty if there is none.
+    """Return the name of the weight that is added to each row of a value; empty if there is none.
 
-    A norm of heads after the bias rules it out.
+    Other terms may be added too. If a norm of heads follows the addition, the name is empty.
     """
     node = makers.get(value)
     if node is None or (node.domain, node.op) != ("", "Add"):

@@ -1,8 +1,9 @@
 """The kinds of linear attention: properties that distinguish the values of `attn_type` of `chunkrt::LinearAttention`.
 
-All share one operator: a causal convolution over each channel, whose last inputs are state, and for some a recurrence
-with a state matrix for each head. A new kind is registered here with its expansion into standard ONNX, and with each
-backend that will run it (`backends/linear_attention.py` for the reference); the shared code does not know its name.
+All kinds share one operator: a causal convolution over each channel, whose last inputs are state, and for some kinds a
+recurrence with a state matrix for each head. A new kind is registered here with its expansion into standard ONNX, and
+with each backend that will run it (`backends/linear_attention.py` for the reference); the shared code does not know its
+name.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ from dataclasses import dataclass
 from chunkrt.errors import ConfigError, UnsupportedModelError
 
 LINEAR_ATTENTION_OP = "LinearAttention"
-"""Linear attention's operator in our domain."""
+"""Name of linear attention's operator in chunkrt's domain."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """One kind of linear attention.
 
-    `columns_per_channel`: number of the input's columns for each channel of the convolution (3 if it is multiplied by a
-    gate before and after). `is_recurrent`: whether each head has a state matrix. `num_gates`: number of inputs among
-    gate and beta; None if that varies. `expansion`: the body of an ONNX function in ONNX's text form, opset 23, in
-    which `chunkrt.CausalConvolution` may be used. Its inputs are qkv, gate, beta, conv_weight, conv_bias (a zero if the
-    node has none), conv_state and recurrent_state, its attributes the operator's, its outputs output, new_conv_state
-    and, if it is recurrent, new_recurrent_state. Empty if there is none: `onnxrt` then refuses the kind.
+    Attributes:
+        columns_per_channel: number of the input's columns for each channel of the convolution (3 if the convolution is
+            multiplied by a gate before and after it).
+        is_recurrent: True if each head has a state matrix.
+        num_gates: number of the inputs gate and beta that are present; None if it varies.
+        expansion: the body of an ONNX function in ONNX's text form, opset 23, which may call
+            `chunkrt.CausalConvolution`. Its inputs are qkv, gate, beta, conv_weight, conv_bias (a zero if the node has
+            none), conv_state and recurrent_state. Its attributes are the operator's. Its outputs are output,
+            new_conv_state and, for a recurrent kind, new_recurrent_state. If the expansion is empty, `onnxrt` refuses
+            the kind.
     """
 
     columns_per_channel: int
@@ -129,17 +134,17 @@ _variants = {
 
 
 def register_variant(attn_type: str, variant: Variant) -> None:
-    """Register a kind. Raises ConfigError if the name exists."""
+    """Register a kind of linear attention. Raises ConfigError if the name is already registered."""
     if attn_type in _variants:
         raise ConfigError(f"the attn_type {attn_type!r} is already registered")
     _variants[attn_type] = variant
 
 
 def find_variant(attn_type: str) -> Variant:
-    """Return the kind of that name; families of plug-ins are imported if it is unknown otherwise.
+    """Return the kind with a name; if the name is unknown, import plug-ins' families, which may register it.
 
     Raises:
-        UnsupportedModelError: there is none.
+        UnsupportedModelError: no such kind is registered.
     """
     if attn_type not in _variants:
         from chunkrt.graph.decoders import PLUGINS  # a compiled model runs without the family that built it

@@ -1,4 +1,4 @@
-"""Plans with fewer subgraphs: adjacent subgraphs on one processor are fused."""
+"""Fusion of adjacent subgraphs on one processor, for plans with fewer subgraphs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from chunkrt.graph.plan import Plan, Subgraph
 
 
 def merged_on_cpu(plan: Plan) -> Plan:
-    """Return the same decoder for the CPU alone: subgraphs are fused up to each sum over ranks, and to the rows of
-    logits.
+    """Return a plan of the same decoder for the CPU alone.
 
-    It has the same state, and computes the same bits.
+    All subgraphs between sums over ranks are fused, except those that run on the rows of logits. The plan has the same
+    state, and its results are bit-identical.
     """
     plan = plan.on_cpu()
     groups = [list(group) for _, group in groupby(plan.subgraphs, key=lambda s: (s.device, s.rows))]

@@ -1,8 +1,9 @@
-"""The parts that decoders are built from: modules, parameters, norms and tables; `graph/parallel.py` has the linears.
+"""The parts that decoders are built from: modules, parameters, norms and tables. `graph/parallel.py` contains the
+linears.
 
-A module knows its place in the tree (its path, which is also the prefix of its checkpoint tensors), may be placed on a
-device with `.to`, and describes its computation in `forward`, which `graph/tracing.py` records. A parameter knows how
-to load itself from a checkpoint.
+A module has a path in the tree, which is also the prefix of its checkpoint tensors. It may be placed on a device with
+`.to`, and describes its computation in `forward`, which `graph/tracing.py` records. A parameter loads itself from a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Float32 = NDArray[np.float32]
 class Parameter:
     """A weight of the graph and the way it is loaded.
 
-    `checkpoint_tensors` maps each tensor that it reads to that tensor's required shape; `combine` makes the weight, of
-    `shape`, from them in that order.
+    `checkpoint_tensors` maps the name of each tensor to read to its required shape. `combine` makes the weight, of
+    shape `shape`, from these tensors in that order.
     """
 
     shape: tuple[int, ...]
@@ -38,11 +39,11 @@ class Parameter:
     name: str = field(default="", init=False)
 
     def load(self, source: TensorSource) -> Float32:
-        """Read, check and combine.
+        """Return the weight: read the checkpoint's tensors, check their shapes, and combine them.
 
         Raises:
-            ModelError: a checkpoint tensor is missing or has another shape; the message names both. Or `combine` fails,
-                or does not return the declared shape.
+            ModelError: a checkpoint tensor is missing or has another shape; or `combine` fails, or does not return the
+                declared shape.
         """
         self.check(source)
         tensors = [source.read(name) for name in self.checkpoint_tensors]
@@ -61,7 +62,8 @@ class Parameter:
         return weight
 
     def load_blocks(self, source: TensorSource) -> BlockTensor | None:
-        """Return a linear's weight in the checkpoint's own blocks of 4 bits, [N, K]; None if a part of it has none.
+        """Return a linear's weight in the checkpoint's own blocks of 4 bits, [N, K]; None if a tensor is not stored in
+        such blocks.
 
         Raises:
             ModelError: as `load` does.
@@ -72,18 +74,20 @@ class Parameter:
 
     @property
     def keeps_blocks(self) -> bool:
-        """True if `load_blocks` returns a checkpoint's blocks when its tensors have them."""
+        """True if `load_blocks` can return blocks of 4 bits when all tensors are stored in them."""
         return False
 
     def stored_as(self, source: TensorSource) -> set[str]:
-        """Return the storage types of its tensors in the checkpoint. Raises ModelError if one is missing."""
+        """Return the storage types of the parameter's tensors in the checkpoint. Raises ModelError if a tensor is
+        missing.
+        """
         return {source.info(name).stored_as for name in self.checkpoint_tensors}
 
     def misfit(self, source: TensorSource) -> str:
-        """Describe its first tensor with a wrong shape; empty if there is none.
+        """Describe the parameter's first tensor with a wrong shape; empty if all shapes are right.
 
         Raises:
-            ModelError: the checkpoint lacks one of them.
+            ModelError: the checkpoint lacks a tensor.
         """
         for name, expected in self.checkpoint_tensors.items():
             found = source.info(name).shape
@@ -109,14 +113,14 @@ class Module:
         self.device: Place | None = None
 
     def to(self, device: Place) -> Self:
-        """Place this module, and everything below it that has no place of its own."""
+        """Place this module on a device, with all modules below it that are not placed themselves."""
         if device not in get_args(Place):
             raise ConfigError(f"a module can be placed on 'npu' or 'cpu', not {device!r}")
         self.device = device
         return self
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Return direct submodules by attribute name; those of a list are "name.index"."""
+        """Return direct submodules by attribute name; the elements of a list are named "name.index"."""
         for name, member in vars(self).items():
             if isinstance(member, Module):
                 yield name, member
@@ -135,7 +139,7 @@ class Module:
             yield from (member for member in vars(module).values() if isinstance(member, Parameter))
 
     def named(self, path: str = "") -> Self:
-        """Set the paths of every module and parameter below this one. Call it once, on the root.
+        """Set the paths of all modules and parameters below this module. Call this once, on the root.
 
         A module overrides `declare` to create parameters whose checkpoint names depend on the path.
         """
@@ -149,7 +153,7 @@ class Module:
         return self
 
     def declare(self) -> None:
-        """Create the parameters, now that `path` is known."""
+        """Create the parameters; called when `path` is known."""
 
     def forward(self, *inputs: Any) -> ir.Value:
         """Describe the computation with `graph/ops.py` and submodules."""
@@ -166,9 +170,9 @@ class Module:
 
 
 class Embedding(Module):
-    """Rows of a table [num_rows, width], picked by token id. Runs on the CPU unless placed.
+    """Rows of a table [num_rows, width], picked by token id. The look-up runs on the CPU unless placed.
 
-    `scale` multiplies the checkpoint's table; it does not affect an LM head that is tied to it.
+    `scale` multiplies the checkpoint's table; it does not affect an LM head that is tied to the table.
     """
 
     def __init__(self, num_rows: int, width: int, *, scale: float = 1.0) -> None:
@@ -210,12 +214,12 @@ class RMSNorm(Module):
 
 
 class HeadNorm(Module):
-    """RMSNorm of single heads. Runs on the CPU unless placed.
+    """RMSNorm of single heads. It runs on the CPU unless placed.
 
     Args:
         parts: number of consecutive heads for each checkpoint tensor `weight` [head_dim], a sibling of this module.
             Later heads pass through.
-        offset: as RMSNorm's.
+        offset: see `RMSNorm`.
     """
 
     def __init__(self, parts: dict[str, int], head_dim: int, epsilon: float, *, offset: float = 0.0) -> None:
@@ -262,7 +266,7 @@ class DepthwiseWeights(Module):
 
 
 class Constant(Module):
-    """Float32 numbers that are not in any checkpoint."""
+    """Constant float32 values that are not in any checkpoint."""
 
     def __init__(self, values: Float32) -> None:
         super().__init__()

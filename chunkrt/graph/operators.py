@@ -1,6 +1,7 @@
-"""Table of every operator: its name, its inputs and outputs, whether it is dynamic, and its FLOPs.
+"""Table of all operators: names, inputs and outputs, FLOPs, and whether they are dynamic.
 
-A plan that was read from a file is checked against it (`Plan.from_json`), so that backends and kernels can rely on it.
+A plan that was read from a file is checked against the table (`Plan.from_json`), so that backends and kernels can rely
+on its contents.
 Operators of plug-ins, which have their own domains, are not checked.
 """
 
@@ -26,15 +27,19 @@ MOST = 2**31 - 1
 class Operator:
     """One row of the table.
 
-    num_inputs: including the optional ones. optional: the places of inputs that may be missing, as the empty string.
-    least_inputs: number of inputs after which the others may be omitted entirely; None if none may. indices: the places
-    of int64 inputs; the others are float32. attributes: their types; all except `defaulted` are required. output:
-    computes the shape of the first output from the attributes and the shapes of the inputs (None for a missing one);
-    raises ValueError if they do not match. The other outputs have the shapes that the plan gives them. name: the
-    canonical name, if it is not ONNX's in lower case. is_dynamic: whether it depends on position, state, run-time
-    indices, other ranks or on which values are large; unless placed it then goes to the CPU. flops: for one row of the
-    result, for attention for each pair of a row and a position that it attends to; None for operators that take one for
-    each element of their results.
+    Attributes:
+        num_inputs: number of inputs, including optional inputs.
+        optional: indices of inputs that may be missing (an empty string).
+        least_inputs: number of inputs after which the others may be omitted; None if no input may be omitted.
+        indices: indices of int64 inputs; other inputs are float32.
+        attributes: types of the attributes; all except `defaulted` are required.
+        output: computes the shape of the first output from the attributes and the shapes of the inputs (None for a
+            missing input); raises ValueError if they do not match. The plan states the shapes of other outputs.
+        name: the canonical name, if it is not ONNX's name in lower case.
+        is_dynamic: True if the computation depends on position, state, run-time indices, other ranks or on which values
+            are large. The node then runs on the CPU unless placed.
+        flops: FLOPs for one row of the result; for attention, for each pair of a row and a position that it attends to.
+            None for operators with one FLOP for each element of their results.
     """
 
     num_inputs: int
@@ -55,7 +60,7 @@ def check_node(
     """Check one node against its operator's row.
 
     Args:
-        inputs: type and shape of each input, None for one that is missing.
+        inputs: type and shape of each input, None for a missing input.
         output: the shape of its first output.
 
     Raises:
@@ -102,7 +107,9 @@ def _same(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
 
 
 def _elementwise(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
-    """Check two matrices, or one with a value for each of its columns or rows, or with a single value."""
+    """Check operands that broadcast: two matrices, or a matrix and a value for each column or row, or a single
+    value.
+    """
     left, right = inputs
     require(right == left or right in (left[1:], (*left[:1], 1), (1,), ()), f"it takes {list(left)} and {list(right)}")
     return _matrix(left)
@@ -211,18 +218,19 @@ def _product_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
 
 
 def _attention_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
-    """Return the FLOPs of score and weighted sum, for all heads."""
+    """Return the FLOPs of a score and its weighted value, for all heads."""
     return 4 * int(attributes["num_heads"] * attributes["head_dim"])
 
 
 def _linear_attention_flops(attributes: Attributes, inputs: Sequence[Any]) -> int:
-    """Count the taps of the convolution and, for every element of the matrices, 7 FLOPs: it decays, is multiplied with
-    k and summed, is updated, and is multiplied with q and summed."""
+    """Return the FLOPs of the convolution's taps, and 7 FLOPs for every element of the state matrices: 1 for its decay,
+    2 for its product with k, 2 for its update and 2 for its product with q.
+    """
     return 2 * _size(inputs[3]) + (0 if inputs[6] is None else 7 * _size(inputs[6]))
 
 
 def _experts_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
-    """Return the FLOPs of the experts that a row picks."""
+    """Return the FLOPs of the experts that the router picks for a row."""
     return 2 * int(attributes["top_k"]) * sum(_size(shape[1:]) for shape in inputs[2:])
 
 
@@ -292,5 +300,5 @@ OPERATOR_NAMES = frozenset(op for _, op in OPERATORS)
 
 
 def is_dynamic(domain: str, op: str) -> bool:
-    """Return whether a node without a place of its own goes to the CPU; nodes of plug-ins go to the NPU."""
+    """Return whether a node that is not placed goes to the CPU; operators of plug-ins go to the NPU."""
     return (domain, op) in OPERATORS and OPERATORS[domain, op].is_dynamic

@@ -1,4 +1,4 @@
-"""The operators that a decoder may use while it is traced: standard ONNX, plus operators with state.
+"""The operators that a decoder may use while it is traced: standard ONNX operators and operators with state.
 
 Each function adds one node to the graph under construction and returns its output. Shapes are computed here, because a
 module needs them to build the next layer and the plan needs them for bytes and FLOPs.
@@ -22,7 +22,7 @@ def shape_of(value: ir.Value) -> tuple[int | str, ...]:
 
 
 def add(left: ir.Value, right: ir.Value, *, name: str = "add") -> ir.Value:
-    """Return left + right; right has left's shape, or is a row [N]."""
+    """Return left + right; right has the shape of left, or is a row [N]."""
     return _one("Add", [left, right], shape_of(left), name)
 
 
@@ -48,7 +48,7 @@ def rms_normalization(value: ir.Value, weight: ir.Value, *, epsilon: float, name
 
 
 def gather_rows(table: ir.Value, indices: ir.Value, *, name: str = "gather") -> ir.Value:
-    """Return rows of table [V, H] at indices [T] (or [R])."""
+    """Return the rows of table [V, H] at indices [T] (or [R])."""
     shape = (*shape_of(indices), *shape_of(table)[1:])
     return _one("Gather", [table, indices], shape, name, attributes={"axis": 0})
 
@@ -104,14 +104,14 @@ def cached_attention(
     long_context_from: int | None = None,
     name: str = "attention",
 ) -> ir.Value:
-    """Rotate q and k, append k and v to this layer's cache, attend causally over all of it.
+    """Rotate q and k, append k and v to this layer's cache, and attend causally over the complete cache.
 
     Args:
         qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], columns q | k | v, head after head.
         cos, sin: [positions, rotary_dim / 2] tables for rotate-half RoPE.
         window: number of keys that a row sees, its own included; 0 for all earlier keys.
-        long_context_from: cos and sin hold a second table behind the first, for contexts of more tokens than this; the
-            input "rope_position" selects one.
+        long_context_from: cos and sin hold a second table behind the first, for contexts of more tokens than this
+            number; the input "rope_position" selects a table.
 
     Returns:
         [T, num_heads * head_dim]. The caches [num_kv_heads, P (W with a window), head_dim] belong to the module that is
@@ -170,9 +170,10 @@ def linear_attention(
     """Compute a causal convolution over the last few rows and, by type, a recurrence over all earlier rows.
 
     Args:
-        qkv: [T, columns], interpreted by type: see `graph/linear_attention.py`, which has a row for each.
+        qkv: [T, columns], whose meaning depends on the type; see `graph/linear_attention.py`.
         gate, beta: [T, num_v_heads], if the type has a recurrence: the logarithm of the decay, and the step.
-        conv_weight: [channels, 1, taps], the last tap for the row itself. conv_bias: [channels].
+        conv_weight: [channels, 1, taps]; the last tap is for the row itself.
+        conv_bias: [channels].
 
     Returns:
         [T, num_v_heads * head_v_dim]. The states belong to the module that is being traced.
@@ -204,7 +205,7 @@ def linear_attention(
 
 
 def all_reduce(partial: ir.Value, *, name: str = "sum") -> ir.Value:
-    """Sum the ranks' partial results, [T, H]. A subgraph of its own, on the device "link"."""
+    """Sum the ranks' partial results, [T, H], in a separate subgraph on the device "link"."""
     inputs = [partial, current_trace().position()]
     return _one(ALL_REDUCE_OP, inputs, shape_of(partial), name, domain="chunkrt")
 
@@ -228,9 +229,11 @@ def routed_experts(
     """Sum the feed-forwards that a router picks for each row, weighted by the softmax over all of them.
 
     Args:
-        hidden: [T, H]. router_logits: [T, E].
-        gate_up: [E, H, 2 I], columns gate | up. down: [E, I, H].
-        norm_topk_prob: whether the weights of the picked ones are divided by their sum.
+        hidden: [T, H].
+        router_logits: [T, E].
+        gate_up: [E, H, 2 I], columns gate | up.
+        down: [E, I, H].
+        norm_topk_prob: whether the weights of the picked experts are divided by their sum.
     """
     attributes = {"top_k": top_k, "norm_topk_prob": int(norm_topk_prob)}
     inputs = [hidden, router_logits, gate_up, down]

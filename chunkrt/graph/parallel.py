@@ -1,11 +1,11 @@
-"""The linears of decoders, each complete or cut over ranks.
+"""The linears of decoders, complete or split over ranks.
 
-    y = x @ W      columns cut: every rank has some columns of y, from all of x
+    y = x @ W      columns cut: every rank has some columns of y, computed from all of x
                    rows cut:    every rank has some columns of x, and the sum over ranks of their products is y
 
-A column-parallel linear feeds a row-parallel one, so that the two need only one sum. Each linear's parameters know
-which part of the checkpoint's tensors to load, in floats or in blocks of 4 bits. On one rank all are the same linear.
-Source: Shoeybi et al., Megatron-LM (2019), section 3; the classes have the names of vLLM's.
+A column-parallel linear is followed by a row-parallel one, so that the two need only one sum. The parameters of a
+linear load their part of the checkpoint's tensors, as floats or as blocks of 4 bits. On one rank all classes compute
+the same complete linear. Source: Shoeybi et al., Megatron-LM (2019), section 3; the classes have the names of vLLM's.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from chunkrt.graph.ranks import ALONE, Ranks
 from chunkrt.graph.shares import HeadShare, Number, Share
 
 Outputs = int | Mapping[str, int]
-"""Number of columns of one tensor at the module's own path; or of each of several sibling tensors, by their names."""
+"""Number of columns of one tensor at the module's own path, or a mapping from the names of sibling tensors to their
+numbers of columns.
+"""
 
 
 @dataclass(kw_only=True)
 class LinearWeight(Parameter):
-    """A linear's weight [K, N]: the rows `rows` of all checkpoint tensors, which are N, and the columns `depth` of
-    each."""
+    """A linear's weight [K, N]: the rows `rows` (N) of the concatenated checkpoint tensors, and their columns `depth`
+    (K).
+    """
 
     rows: Share
     depth: Share
 
     @property
     def keeps_blocks(self) -> bool:
-        """See `Parameter.keeps_blocks`: whether the cut leaves blocks intact."""
+        """True if splitting the weight over ranks leaves blocks intact; see `Parameter.keeps_blocks`."""
         return self._blocks() is not None
 
     def load_blocks(self, source: TensorSource) -> BlockTensor | None:
@@ -60,16 +63,17 @@ class LinearWeight(Parameter):
 
 
 class LinearBase(Module, ABC):
-    """Product hidden [T, K] @ weight [K, N] (+ bias [N]). Subclasses select the part of the checkpoint's tensors in
-    `share`.
+    """Product hidden [T, K] @ weight [K, N] (+ bias [N]). Subclasses select a rank's part of the checkpoint's tensors
+    in `share`.
 
     The checkpoint holds each output as `weight` [columns, in_features] (and `bias` [columns]).
 
     Args:
-        in_features: of the complete linear.
-        outputs: of the complete linear.
-        stored_in: the checkpoint has the outputs one after another in one tensor of this name, a sibling of the module.
-        tied_to: another module, whose table [columns, in_features] is the weight (a tied LM head).
+        in_features: number of input columns of the complete linear.
+        outputs: outputs of the complete linear.
+        stored_in: name of the one tensor, a sibling of the module, in which the checkpoint stores the outputs one after
+            another.
+        tied_to: the module whose table [columns, in_features] is the weight of a tied LM head.
     """
 
     def __init__(
@@ -89,10 +93,10 @@ class LinearBase(Module, ABC):
 
     @abstractmethod
     def share(self) -> tuple[Share, Share]:
-        """Return this rank's part: of the columns of all outputs together, and of the input's columns."""
+        """Return this rank's shares of the concatenated outputs' columns, and of the input's columns."""
 
     def tensors(self) -> dict[str, int]:
-        """Return the checkpoint's tensors, without ".weight" and ".bias", with their numbers of rows."""
+        """Map the checkpoint's tensors, without ".weight" and ".bias", to their numbers of rows."""
         if self._stored_in:
             return {self.sibling(self._stored_in): sum(self.outputs.values())}
         if self._tied_to:
@@ -121,7 +125,9 @@ class LinearBase(Module, ABC):
         return self._tied_to[0] if self._tied_to else None
 
     def tie_to(self, table: Module | None) -> None:
-        """Read another module's table; None: the tensor at the module's own path. Call it on a named module."""
+        """Read the weight from another module's table or, with None, from the tensor at the module's own path. Call
+        this on a named module.
+        """
         self._tied_to = () if table is None else (table,)
         self.named(self.path)
 
@@ -130,12 +136,13 @@ class LinearBase(Module, ABC):
         return self.with_bias(product)
 
     def with_bias(self, product: ir.Value) -> ir.Value:
-        """Return the bias, if there is one."""
+        """Return the bias, or None."""
         return ops.add(product, self.bias.value(), name="output") if self.has_bias else product
 
     def even(self, sizes: Mapping[str, int], ranks: Ranks) -> list[Share]:
-        """Return a rank's slices of axes of some sizes. Raises ConfigError, which names axes that cannot be shared
-        evenly."""
+        """Return a rank's slices of several axes. Raises ConfigError, which names all axes that cannot be shared
+        evenly.
+        """
         shares = {name: Share.even(size, ranks) for name, size in sizes.items()}
         if odd := [f"{name} {sizes[name]}" for name, share in shares.items() if share is None]:
             raise ConfigError(
@@ -148,7 +155,7 @@ class ReplicatedLinear(LinearBase):
     """A linear that is complete on every rank.
 
     Args:
-        rows: the rows, of the outputs one after another, that are the linear's columns; by default all.
+        rows: the rows of the concatenated outputs' tensors that become the linear's columns; by default all.
     """
 
     def __init__(
@@ -170,8 +177,8 @@ class ReplicatedLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(LinearBase):
-    """Several linears over the same input, concatenated. Each of them is cut by its columns, and a rank has its slice
-    of each; their widths may differ.
+    """Several concatenated linears with the same input. Each linear is split by its columns, and a rank has its slice
+    of every linear; their widths may differ.
 
     Raises:
         ConfigError: an output cannot be shared evenly; the message names all such outputs (when the module is named).
@@ -189,14 +196,14 @@ class MergedColumnParallelLinear(LinearBase):
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
-    """One linear, cut by its columns: a rank has a slice of them, with their bias."""
+    """One linear, split by its columns: a rank has a slice of the columns and of the bias."""
 
     def __init__(self, in_features: int, out_features: int, ranks: Ranks = ALONE, *, bias: bool = False) -> None:
         super().__init__(in_features, out_features, ranks, bias=bias)
 
 
 class QKVParallelLinear(LinearBase):
-    """The query, key and value projections as one linear, columns q | k | v, head after head, cut by heads.
+    """The query, key and value projections as one linear, columns q | k | v, head after head, split by heads.
 
     Args:
         heads: a rank's heads; see `graph/shares.py` for copies and padding.
@@ -213,13 +220,13 @@ class QKVParallelLinear(LinearBase):
 
 
 class RowParallelLinear(LinearBase):
-    """One linear, cut by its rows: a rank multiplies its slice of the input, and the products are summed over ranks.
-    The bias is added to the sum, once.
+    """One linear, split by its rows: a rank multiplies its slice of the input, and the products are summed over ranks.
+    The bias is added once, to the sum.
 
     Args:
-        outputs: the columns; or with the name of the checkpoint's tensor, a sibling of this module, if it is not this
-            one's.
-        depth: the rank's part of the input, if it is not an even slice.
+        outputs: number of columns; or a mapping from the name of the checkpoint's tensor, a sibling of this module, to
+            it.
+        depth: the rank's share of the input's columns, if it is not an even slice.
 
     Raises:
         ConfigError: the input cannot be shared evenly (when the module is named).

@@ -1,14 +1,14 @@
-"""From a decoder to its plan: place, trace, split off shadows of linears, and cut into subgraphs.
+"""Construction of a decoder's plan: placement, tracing, separation of linears' shadows, and partition into subgraphs.
 
-Every node has a device: its module's, if one was placed, or the rule's. Adjacent nodes on one device are fused into one
-subgraph, so that a decoder of L layers makes L + 1 static and L dynamic subgraphs, between an embedding and an LM head.
-A linear with a shadow is a subgraph of its own, and so are its shadow and every sum over ranks.
+A node runs on the device on which its module was placed, or on the device that a rule selects. Adjacent nodes on one
+device form one subgraph, so a decoder of L layers has L + 1 static and L dynamic subgraphs, between an embedding and an
+LM head. A linear with a shadow is a subgraph of its own, and so are its shadow and every sum over ranks.
 
     x -> MatMul -> y      becomes      x -> MatMul ----------------> y.main --+
                                        x -> chunkrt::ShadowLinear -> y.shadow -+-> Add -> y
 
-A second processor can thus compute the part of the input that exceeds the linear's grid while the linear runs: both
-wait for the same subgraph, and for no other.
+A second processor can thus compute the part of the input that exceeds the linear's grid while the linear runs: the
+linear and its shadow depend only on the same earlier subgraph.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SHADOW_SUFFIX = ".shadow"
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A checkpoint with its decoder and plan: all facts that are known before a weight is read."""
+    """A checkpoint with its decoder and plan, which need no weights."""
 
     source: TensorSource
     decoder: Module
@@ -88,11 +88,12 @@ class Planned:
         return parameter.recipe(self.source)
 
     def within(self, num_tokens: int) -> Planned:
-        """Return the same with a plan for contexts of at most `num_positions` tokens; see `Plan.within`."""
+        """Return a copy with a plan for contexts of at most `num_positions` tokens; see `Plan.within`."""
         return replace(self, plan=self.plan.within(num_tokens))
 
     def load_blocks(self, name: str) -> BlockTensor | None:
-        """Return a linear's weight in the checkpoint's own blocks of 4 bits, by its plan name; None if it has none.
+        """Return a linear's weight in the checkpoint's own blocks of 4 bits, by its plan name; None if it is not stored
+        in them.
 
         Raises:
             ModelError, QuantizationError: see `Parameter.load_blocks`.
@@ -106,8 +107,9 @@ class Planned:
 
     @property
     def num_parameters(self) -> int:
-        """Count the values of all tensors that the decoder reads, without those of RoPE. A tied LM head and its table
-        count once."""
+        """Number of values in all tensors that the decoder reads, except RoPE's. A tied LM head and its table count
+        once.
+        """
         modules = [module for module in self.decoder.modules() if not isinstance(module, RotaryTables)]
         members = (member for module in modules for member in vars(module).values())
         tensors = [member.checkpoint_tensors for member in members if isinstance(member, Parameter)]
@@ -120,10 +122,10 @@ def plan_decoder(
     """Place a decoder, trace it, and cut it into subgraphs.
 
     Args:
-        is_shadowed: whether the linear of a weight gets a shadow.
+        is_shadowed: returns whether the linear of a weight gets a shadow.
 
     Raises:
-        ConfigError: the placement names no module.
+        ConfigError: a pattern of the placement matches no module.
         ModelError: the decoder cannot be traced, or declares a parameter that it does not use.
     """
     place(decoder, placement)
@@ -144,7 +146,7 @@ def plan_decoder(
 
 
 def check_new_plan(plan: Plan) -> None:
-    """Raise ModelError, which names the family, if the plan of its decoder is not one that chunkrt can run."""
+    """Raise ModelError, which names the family, if chunkrt cannot run the plan of its decoder."""
     try:
         check_plan(plan)
     except ValueError as error:
@@ -156,7 +158,7 @@ def check_new_plan(plan: Plan) -> None:
 def unused_parameters(decoder: Module, traced: ir.Model) -> list[Parameter]:
     """Return the parameters that a decoder declares and that no operator of its traced graph reads.
 
-    Rotary tables are exempt: layers of one kind share them, and a decoder may have no layer of that kind.
+    Rotary tables are exempt: layers of one kind share a pair of tables, and a decoder may have no layer of that kind.
     """
     tables = {id(p) for m in decoder.modules() if isinstance(m, RotaryTables) for p in m.parameters()}
     unread = (p for p in decoder.parameters() if p.name not in traced.graph.initializers)
@@ -170,8 +172,8 @@ def partition(model: ir.Model, *, family: str) -> Plan:
         model: a model that `trace` returned.
         family: Hugging Face's model_type.
 
-    Requires: nodes in an order in which they can run, as after tracing. Ensures: every node is in exactly one subgraph,
-    and running the subgraphs in order computes the graph.
+    Requires: nodes in execution order, as after tracing. Ensures: every node is in exactly one subgraph, and running
+    the subgraphs in order computes the graph.
     """
     graph = model.graph
     nodes = list(graph)
@@ -223,7 +225,9 @@ def _is_static(nodes: Sequence[ir.Node]) -> bool:
 
 
 def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
-    """Return readable names: embedding, static.0, dynamic.0, static.1, ..., shadow.0, link.0, ..., head."""
+    """Return readable names of the subgraphs: embedding, static.0, dynamic.0, static.1, ..., shadow.0, link.0, ...,
+    head.
+    """
     counts: dict[str, int] = {}
     names = []
     for index, group in enumerate(groups):
@@ -246,8 +250,11 @@ def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
 def _subgraph(
     name: str, group: Sequence[ir.Node], reads: Counter[str | None], graph: ir.Graph, state: set[str]
 ) -> Subgraph:
-    """Make a subgraph. `reads`: the number of reads of a value in the graph; if it exceeds those in the group, the
-    value is an output."""
+    """Make a subgraph from a group of nodes.
+
+    `reads` is the number of reads of each value in the graph. If it exceeds the reads in the group, the value is an
+    output.
+    """
     made = {value.name for node in group for value in node.outputs}
     read = Counter(v.name or "" for node in group for v in node.inputs if v is not None)
     return Subgraph(
@@ -294,10 +301,10 @@ def _tensors(graph: ir.Graph, subgraphs: Sequence[Subgraph], state: set[str]) ->
 
 
 def cut_shadowed(model: ir.Model, is_shadowed: Callable[[str], bool]) -> None:
-    """Add a shadow to every linear whose weight's name is chosen, in place.
+    """Add a shadow, in place, to every linear whose weight is selected by name.
 
     Requires: a traced decoder. Ensures: the outputs of linears keep their names and, except for rounding, their values;
-    the two halves of a linear are marked to become separate subgraphs, the second on the CPU.
+    a linear and its shadow are marked to become separate subgraphs, the shadow's on the CPU.
     """
     graph = model.graph
     for node in list(graph):

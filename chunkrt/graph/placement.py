@@ -1,7 +1,7 @@
-"""Placement: assigns modules to devices by a file or a mapping, before the decoder is traced.
+"""Placement: assignment of modules to devices by a file or a mapping, before the decoder is traced.
 
-A placement file is TOML, one line for each pattern of module paths. A line applies to the modules that it names and all
-below them; later lines win:
+A placement file is TOML, with one line for each pattern of module paths. A line applies to the matching modules and to
+all modules below them; later lines take precedence:
 
     "model.layers.*.mlp.down_proj" = "cpu"
     "lm_head" = "npu"
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from chunkrt.graph.modules import Module
 
 Placement = Mapping[str, Place]
-"""Device by pattern of module paths; the pattern "" is the complete decoder."""
+"""Devices by pattern of module paths; the pattern "" matches the complete decoder."""
 
 ALL_ON_CPU: Placement = {"": "cpu"}
 
@@ -32,7 +32,7 @@ def read_placement(path: Path) -> Placement:
     """Read a placement file.
 
     Raises:
-        ConfigError: it cannot be read, is not TOML, or names something that is not a device.
+        ConfigError: the file cannot be read, is not TOML, or names an unknown device.
     """
     try:
         placement = read_toml(path)
@@ -42,14 +42,14 @@ def read_placement(path: Path) -> Placement:
 
 
 def check_placement(placement: Any, where: str) -> Placement:
-    """Check an untrusted placement.
+    """Validate an untrusted placement and return it.
 
     Args:
         placement: the object from the file or the argument.
         where: the file or the argument, for messages.
 
     Raises:
-        ConfigError: it is not a mapping of patterns to devices.
+        ConfigError: the placement is not a mapping of patterns to devices.
     """
     if not isinstance(placement, Mapping):
         raise ConfigError(f"{where} holds {placement!r}, expected a mapping such as {{'lm_head': 'npu'}}")
@@ -61,10 +61,10 @@ def check_placement(placement: Any, where: str) -> Placement:
 
 
 def place(decoder: Module, placement: Placement) -> None:
-    """Place every module that a pattern names, and all below it, overriding earlier patterns.
+    """Place every module that a pattern matches, and all modules below it; later patterns override earlier ones.
 
     Raises:
-        ConfigError: a pattern matches no module; the message offers the nearest path.
+        ConfigError: a pattern matches no module; the message suggests the nearest path.
     """
     modules = {module.path: module for module in decoder.modules()}
     by_themselves = {path: module.device for path, module in modules.items()}
@@ -82,7 +82,7 @@ def place(decoder: Module, placement: Placement) -> None:
 
 
 def placed_by_name(placement: Placement, node: str) -> Place | None:
-    """Return the device of a node, whose name begins with the path of its module; None if no pattern matches."""
+    """Return the device of a node by its name, which begins with its module's path; None if no pattern matches."""
     parts = node.split(".")
     paths = [".".join(parts[:length]) for length in range(len(parts))]
     devices = [device for pattern, device in placement.items() if any(fnmatchcase(path, pattern) for path in paths)]

@@ -1,12 +1,16 @@
 """The plan: the ordered subgraphs of one decoder, as plain data.
 
-All later steps use it: backends compile its subgraphs, the executor streams chunks through them, the simulator predicts
-them. It is JSON on disk; msgspec reads it into the classes below, and it is checked against the table of operators
-(`graph/operators.py`). A device which only runs an engine never imports ONNX.
+All later steps use the plan: backends compile its subgraphs, the executor streams chunks through them, and the
+simulator predicts their times. A plan is stored as JSON. msgspec reads it into the classes below, and its nodes are
+checked against the table of operators (`graph/operators.py`). A device that only runs an engine never imports ONNX.
 
-A shape holds integers and symbols. `"T"`: the tokens of one chunk. `"R"`: the requested rows of logits (one for a
-prompt, unless all are needed). `"P"`: the cache's capacity in positions. `"W"`: the capacity of a layer that sees only
-a window; its cache is a ring, with position p at slot p modulo W.
+A shape consists of integers and these symbols:
+
+- `"T"` is the number of tokens in one chunk.
+- `"R"` is the number of requested rows of logits (one for a prompt, unless all are needed).
+- `"P"` is the cache's capacity in positions.
+- `"W"` is the capacity of the cache of a layer with a sliding window. This cache is a ring, with position p at slot p
+  modulo W.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from chunkrt.files import check_keys, parse_json
 from chunkrt.graph.flow import Flow
 
 Device = Literal["npu", "cpu", "link"]
-"""Devices of subgraphs. The link joins ranks: its subgraphs are sums over them."""
+"""Devices of subgraphs. The subgraphs of the link are sums over ranks."""
 Place = Literal["npu", "cpu"]
 """Devices that modules can be placed on."""
 Kind = Literal["value", "weight", "state"]
@@ -36,32 +40,34 @@ Rotary = Literal["", "cos", "sin"]
 Dtype = Literal["float32", "float16", "int64", "int32", "int8", "bool"]
 
 DOMAIN = "chunkrt"
-"""Domain of our own operators."""
+"""Domain of chunkrt's own operators."""
 
 SHADOW_OP = "ShadowLinear"
-"""Operator of our domain: the part of a linear's input that exceeds its grid, times its weight; see
-`graph/partition.py`."""
+"""Operator of chunkrt's domain: the product of the weight and the part of a linear's input that exceeds its grid; see
+`graph/partition.py`.
+"""
 
 ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
-"""Operators of our domain: attention over a cache of rotated keys, or of keys that are rotated at every use."""
+"""Operators of chunkrt's domain: attention over a cache of rotated keys, or of keys that are rotated at every use."""
 
 KEY_FORMS = ("after RoPE", "before RoPE", "before RoPE and without their biases")
-"""Forms in which keys are cached, the last in int8 alone; see `graph/key_biases.py`."""
+"""Forms in which keys are cached; the last form is for int8 caches only. See `graph/key_biases.py`."""
 
 EXPERTS_OP = "RoutedExperts"
-"""Operator of our domain: feed-forwards of which every row uses a few; inputs hidden, router_logits, gate_up [E, H, 2
-I]
-and down [E, I, H]."""
+"""Operator of chunkrt's domain: feed-forwards of which every row uses a few; inputs hidden, router_logits, gate_up [E,
+H, 2 I] and down [E, I, H].
+"""
 
 ALL_REDUCE_OP = "AllReduce"
-"""Operator of our domain: the sum over ranks of a partial result [T, H]; inputs partial and position, which identifies
-the sum. It is alone in its subgraph, on the device "link"."""
+"""Operator of chunkrt's domain: the sum over ranks of a partial result [T, H]; inputs partial and position, which
+identifies the sum. It is the only node of its subgraph, on the device "link".
+"""
 
 RING_STEP = 64
 """Divisor of a ring's number of slots, unless the ring has the cache's capacity."""
 
 MAIN_SUFFIX = ".main"
-"""Suffix of a linear's own output if a shadow is added to it; the sum has the name without it."""
+"""Suffix of a linear's own output if a shadow is added to it; the sum has the name without the suffix."""
 
 INPUTS: Mapping[str, tuple[Dimension, ...]] = {
     "input_ids": ("T",),
@@ -76,10 +82,10 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "b
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A named value. Kinds: a "value" is computed, a "weight" is constant, a "state" persists.
+    """A named value. Its kind is "value" (computed), "weight" (constant) or "state" (persistent).
 
-    Weights are float32 in the plan under every scheme: the scheme decides how a linear's weight is stored. `rotary`:
-    the function of a rotary table, if chunkrt makes it (see `graph/rotary_tables.py`). The weights on disk hold the
+    Weights are float32 in the plan under every scheme: the scheme decides how a linear's weight is stored. `rotary` is
+    "cos" or "sin" for a rotary table that chunkrt makes (see `graph/rotary_tables.py`). The weights on disk hold the
     recipe of such a table; tables from a checkpoint are ordinary weights.
     """
 
@@ -90,13 +96,14 @@ class Tensor:
     rotary: Rotary = ""
 
     def num_bytes(self, **symbols: int) -> int:
-        """Return the size in bytes, given values of the symbols (T, R, P)."""
+        """Return the size in bytes, given the values of the symbols."""
         return prod(resolve(self.shape, symbols)) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One operator: ONNX's own op_type, domain ("" is standard ONNX, "chunkrt" ours), tensor names, attributes.
+    """One operator: ONNX's op_type, domain ("" for standard ONNX, "chunkrt" for chunkrt's), names of tensors, and
+    attributes.
 
     An absent optional input is the empty string, as in ONNX.
     """
@@ -113,10 +120,13 @@ class Node:
 class Subgraph:
     """A connected part of the decoder that one device runs.
 
-    `inputs` and `outputs` are the values that cross its boundary (graph inputs such as "input_ids" and "position"
-    included); `weights` are constants it reads; `state` are cache tensors that it updates in place. `rows` is the
-    symbol that counts its rows: "T" for a subgraph that runs once a chunk, "R" for one that runs on the rows that need
-    logits.
+    Attributes:
+        inputs, outputs: the values that cross the boundary, including graph inputs such as "input_ids" and "position".
+        weights: the constants that the subgraph reads.
+        state: the state tensors that it updates in place.
+        rows: the symbol of its number of rows: "T" for a subgraph that runs once per chunk, "R" for one that runs on
+            the
+            rows that need logits.
     """
 
     name: str
@@ -131,19 +141,22 @@ class Subgraph:
 
     @property
     def window(self) -> int:
-        """Largest number of positions that a row attends to; 0 if some of its attention sees all earlier ones, or there
-        is none."""
+        """Largest number of positions that a row attends to; 0 if a node attends to all earlier positions, or if there
+        is no attention.
+        """
         windows = [node.attributes["window"] for node in self.nodes if node.op in ATTENTION_OPS]
         return max((w for w in windows if isinstance(w, int)), default=0) if all(windows) else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The subgraphs of one decoder, each after those whose outputs it reads, with every tensor they name.
+    """The subgraphs of one decoder, in execution order, with all tensors that they name.
 
-    `context_length`: number of positions that it can distinguish. `long_context_from`: with more tokens than this, it
-    uses the second rotary tables, which follow the `context_length` rows of the first; None if there is one of each.
-    `has_head`: False if the checkpoint has no LM head, so that only the hidden states are valid.
+    Attributes:
+        context_length: number of positions that the decoder can distinguish.
+        long_context_from: contexts with more tokens than this use the second rotary tables, which follow the
+            `context_length` rows of the first; None if the decoder has only one pair of tables.
+        has_head: False if the checkpoint has no LM head, so that only the hidden states are valid.
     """
 
     family: str
@@ -158,7 +171,7 @@ class Plan:
 
     @property
     def static_subgraphs(self) -> tuple[Subgraph, ...]:
-        """Subgraphs that depend on the chunk length alone."""
+        """Subgraphs whose shapes depend on the chunk length alone."""
         return tuple(s for s in self.subgraphs if s.is_static)
 
     @cached_property
@@ -203,7 +216,7 @@ class Plan:
         return plan_html(self)
 
     def with_raw_keys(self) -> Plan:
-        """Return the same decoder, with keys cached before RoPE and rotated at every use."""
+        """Return a plan of the same decoder with keys cached before RoPE and rotated at every use."""
 
         def switched(node: Node) -> Node:
             return replace(node, op="RawKeyAttention") if node.op == "CachedAttention" else node
@@ -211,7 +224,7 @@ class Plan:
         return replace(self, subgraphs=tuple(replace(s, nodes=tuple(map(switched, s.nodes))) for s in self.subgraphs))
 
     def on_cpu(self) -> Plan:
-        """Return the same subgraphs, with the CPU serving as the NPU."""
+        """Return a plan with the same subgraphs, in which the CPU serves as the NPU."""
         return replace(
             self, subgraphs=tuple(replace(s, device="cpu") if s.device == "npu" else s for s in self.subgraphs)
         )
@@ -219,7 +232,7 @@ class Plan:
     def slots(self, capacity: int, chunk_length: int) -> dict[str, int]:
         """Return the values of "P" and "W" in the state of a session.
 
-        A ring has room for all positions that the rows of one chunk see, and for the chunk itself: nothing is
+        A ring has room for all positions that the rows of one chunk see, and for the chunk itself, so no position is
         overwritten before it has been used.
 
         Args:
@@ -235,11 +248,11 @@ class Plan:
         return self.context_length if is_long else 0
 
     def within(self, num_tokens: int) -> Plan:
-        """Return the same decoder for contexts of at most `num_positions` tokens: its rotary tables lose the rows that
-        these do not use.
+        """Return a plan of the same decoder for contexts of at most `num_positions` tokens, without the unused rows of
+        its rotary tables.
 
-        If that many tokens use the second tables, all rows stay: `rope_offset` is a row of the complete tables, and
-        sessions on disk hold it. Tables from a checkpoint stay complete too.
+        If that many tokens use the second tables, all rows remain: `rope_offset` is a row of the complete tables, and
+        sessions on disk contain it. Tables from a checkpoint also remain complete.
         """
         if self.rope_offset(num_tokens):
             return self
@@ -252,7 +265,7 @@ class Plan:
 
     @cached_property
     def flow(self) -> Flow:
-        """Dependencies: a subgraph waits for those that write its inputs."""
+        """Dependencies between subgraphs: a subgraph depends on those that write its inputs."""
         writers: dict[str, int] = {}
         reads = []
         for index, subgraph in enumerate(self.subgraphs):
@@ -271,7 +284,7 @@ class Plan:
         """Read the output of `to_json`.
 
         Raises:
-            ModelError: the text is not a plan.
+            ModelError: the text is not a valid plan.
         """
         from chunkrt.graph.plan_check import check_plan
 
@@ -295,7 +308,7 @@ def resolve(shape: tuple[Dimension, ...], symbols: Mapping[str, int]) -> tuple[i
 
 
 def linear_nodes(plan: Plan) -> dict[str, Node]:
-    """Return every MatMul with a weight, by that weight's name: a scheme quantises these."""
+    """Return every MatMul with a weight, by the weight's name; schemes quantise these nodes."""
     return {
         node.inputs[1]: node
         for subgraph in plan.subgraphs
@@ -310,8 +323,9 @@ def linear_weights(plan: Plan) -> set[str]:
 
 
 def expert_weights(plan: Plan) -> set[str]:
-    """Return the names of the weights of all routed experts. If linears are quantised, these are int8 for each output
-    channel of each expert, and their activations dynamic, under every scheme."""
+    """Return the names of the weights of all routed experts. If linears are quantised, the experts have int8 weights,
+    with a scale for each output channel of each expert, and dynamic activations under every scheme.
+    """
     return {name for s in plan.subgraphs for node in s.nodes if node.op == EXPERTS_OP for name in node.inputs[2:]}
 
 

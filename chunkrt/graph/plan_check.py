@@ -7,7 +7,7 @@ from chunkrt.graph.plan import ATTENTION_OPS, INPUTS, Plan, Subgraph, Tensor
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse plans that no compiler wrote. Raises ValueError, or KeyError for an unknown tensor name."""
+    """Raise ValueError for an inconsistent plan, or KeyError for an unknown tensor name."""
     require(set(plan.inputs) <= INPUTS.keys(), f"it has inputs {plan.inputs}")
     require(1 <= plan.vocab_size <= MOST and 1 <= plan.context_length <= MOST, "its sizes are invalid")
     require(plan.long_context_from is None or 1 <= plan.long_context_from <= MOST, "its longer context is invalid")

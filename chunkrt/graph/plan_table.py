@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def plan_html(plan: Plan) -> str:
-    """Make a row for each subgraph: its device, whether its shape is fixed, and its operators."""
+    """Return a table with a row for each subgraph: its device, whether its shape is fixed, and its operators."""
     rows = []
     for subgraph in plan.subgraphs:
         operators = Counter(node.op for node in subgraph.nodes)

@@ -1,4 +1,4 @@
-"""The rank of a process among those that share a decoder."""
+"""The rank of a process among the processes that share a decoder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Ranks:
     """This process's rank among `size` processes: `rank` counts from 0 to `size` - 1; rank 0 prints.
 
     Raises:
-        ConfigError: there is no such rank.
+        ConfigError: `rank` or `size` is out of range.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class Ranks:
 
     @property
     def are_alone(self) -> bool:
-        """True if there is only one rank, which has all of the decoder."""
+        """True if the only rank runs the complete decoder."""
         return self.size == 1
 
     def __str__(self) -> str:

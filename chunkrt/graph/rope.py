@@ -23,10 +23,10 @@ from chunkrt.graph.rotary_tables import Float64, rotary_table
 from chunkrt.graph.tracing import ROTARY_KEY
 
 LEAST_DIVISOR = 1e-6
-"""Smallest accepted factor of frequencies: smaller ones are not used in training, and may overflow."""
+"""Smallest accepted factor of frequencies. Smaller factors are not used in training, and may cause overflows."""
 
 LARGEST_FLOAT = float_info.max
-"""Largest float. A config's whole number may be larger: it is then less than infinity and still not a float."""
+"""Largest float. A whole number of a config may exceed it: such a number is finite but cannot be converted to float."""
 
 LONGEST_CONTEXT = 2**24
 """Largest accepted context, in tokens."""
@@ -35,7 +35,7 @@ _UNSCALED = ("partial_rotary_factor", "attention_factor")
 """Factors that scale no frequency."""
 
 SCALING_KEY = "rope_scaling"
-"""Key that error messages name, wherever the config has it: in newer ones it is a part of `rope_parameters`."""
+"""Key that error messages name, although newer configs store it in `rope_parameters`."""
 
 
 @dataclass(kw_only=True)
@@ -71,7 +71,7 @@ class RotaryTable(Parameter):
 
 
 class RotaryTables(Module):
-    """Tables cos and sin [context_length, rotary_dim / 2], one pair for all layers that share it.
+    """Tables cos and sin [context_length, rotary_dim / 2], a pair that several layers share.
 
     Args:
         divisor: a tensor that a GGUF divides the inverse frequencies by (`rope_freqs.weight`).
@@ -100,8 +100,9 @@ class RotaryTables(Module):
         self.cos, self.sin = self._table("cos"), self._table("sin")
 
     def frequencies(self, source: TensorSource) -> list[Float64]:
-        """Return radians a position for each table: float64 [rotary_dim / 2], divided if the checkpoint has a
-        divisor."""
+        """Return the radians per position for each table: float64 [rotary_dim / 2], divided by the checkpoint's divisor
+        if it has one.
+        """
         return self._divided(*([source.read(self._divisor)] if self._divisor else []))
 
     def _divided(self, *divisor: NDArray[np.float32]) -> list[Float64]:
@@ -125,8 +126,8 @@ class RotaryTables(Module):
 def inverse_frequencies(config: Mapping[str, Any], head_dim: int, *, may_be_partial: bool = True) -> Float64:
     """Return theta^(-2i/d) for i in 0..d/2, scaled by the config's rule; float64 [rotary_dim / 2].
 
-    Reads Hugging Face's `rope_theta`, `partial_rotary_factor` and `rope_scaling`, or the newer `rope_parameters` with
-    the same keys, and `rope_dimension_count`, which only GGUF files have.
+    The function reads Hugging Face's `rope_theta`, `partial_rotary_factor` and `rope_scaling`, or the newer
+    `rope_parameters` with the same keys, and `rope_dimension_count`, which only GGUF files have.
 
     Args:
         may_be_partial: False in families whose implementation in Transformers ignores `partial_rotary_factor`.
@@ -162,10 +163,11 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int, *, may_be_part
 
 
 def longrope_tables(config: Mapping[str, Any], head_dim: int, context_length: int) -> RotaryTables:
-    """Make tables under the rule "longrope": frequencies divided by short factors, or in a long context by long ones.
+    """Make tables under the rule "longrope", which divides frequencies by short factors or, in a long context, by long
+    factors.
 
-    cos and sin are multiplied by `attention_factor`; by default sqrt(1 + ln(s) / ln(original)), s = context / original.
-    Source: Ding et al., LongRoPE (2024); Hugging Face's `_compute_longrope_parameters`.
+    cos and sin are multiplied by `attention_factor`. Its default is sqrt(1 + ln(s) / ln(original)), s = context /
+    original. Source: Ding et al., LongRoPE (2024); Hugging Face's `_compute_longrope_parameters`.
 
     Raises:
         UnsupportedModelError: the config does not have both lists of factors.
@@ -195,11 +197,11 @@ def longrope_tables(config: Mapping[str, Any], head_dim: int, context_length: in
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's parameters of RoPE from all their places, with Hugging Face's defaults and a "rope_type".
+    """Return a config's parameters of RoPE, merged from all sections, with Hugging Face's defaults and a "rope_type".
 
     Raises:
-        ModelError: a section of it is not a table of numbers.
-        UnsupportedModelError: it has a section for each kind of layer, or a factor without a rule.
+        ModelError: a section is not a table of numbers.
+        UnsupportedModelError: the config has a section for each kind of layer, or a factor without a rule.
     """
     parameters: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "rope_dimension_count": None}
     parameters |= {key: config[key] for key in parameters if config.get(key) is not None}
@@ -252,7 +254,9 @@ def _factors(parameters: Mapping[str, Any], key: str, length: int) -> Float64:
 
 
 def _llama3(base: Float64, parameters: Mapping[str, Any]) -> Float64:
-    """Scale frequencies: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Scale frequencies by the rule "llama3": stretch long wavelengths by `factor`, keep short wavelengths, and
+    interpolate between the two.
+    """
     factor = _divisor(parameters, "factor")
     low, high = _positive(parameters, "low_freq_factor"), _positive(parameters, "high_freq_factor")
     if low >= high:

@@ -1,8 +1,8 @@
-"""Rotary tables: cos and sin of positions times inverse frequencies, made when a model is loaded.
+"""Rotary tables, which hold cos and sin of positions times inverse frequencies, and are made when a model is loaded.
 
-A table is made from a few numbers, its recipe, which an engine directory stores: float64 [tables, 1 + rotary_dim / 2],
-each row the magnitude and then the inverse frequencies of one table. The table thus takes no space on disk, and memory
-only for the rows that the context of an engine needs.
+A table is made from a few numbers, its recipe, which an engine directory stores. A recipe is float64 [tables, 1 +
+rotary_dim / 2]; each row holds the magnitude and the inverse frequencies of one table. The table thus takes no space on
+disk, and memory only for the rows that the context of an engine needs.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ Float64 = NDArray[np.float64]
 
 FUNCTIONS: dict[Rotary, Callable[[Float64], Float64]] = {"cos": np.cos, "sin": np.sin}
 _ROWS_AT_ONCE = 4096
-"""Number of rows whose float64 values are in memory together."""
+"""Number of rows whose float64 values are in memory at the same time."""
 
 
 def rotary_table(function: Rotary, recipe: Float64, *, num_positions: int, num_rows: int) -> NDArray[np.float32]:
-    """Compute the first rows of a recipe's tables, one table behind the other, in float64, rounded to float32.
+    """Compute the first rows of a recipe's concatenated tables in float64, and round them to float32.
 
     Args:
         function: "cos" or "sin".
         recipe: float64 [tables, 1 + rotary_dim / 2].
-        num_positions: rows of each table.
-        num_rows: number of rows to make, of all tables together.
+        num_positions: number of rows of each table.
+        num_rows: number of rows to make, over all tables.
 
     Returns:
         float32 [num_rows, rotary_dim / 2].

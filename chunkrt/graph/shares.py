@@ -1,15 +1,17 @@
 """Shares: a rank's part of an axis, and its attention heads.
 
-Heads are distributed in groups, a key/value head with the query heads that read it. All ranks have the same number:
+Heads are distributed in groups. A group consists of a key/value head and the query heads that read it. All ranks have
+the same number of groups:
 
 - If the number of ranks divides the number of groups, each rank has its groups.
 - If the number of groups divides the number of ranks (fewer groups than ranks), each group is copied to several ranks,
   which divide its query heads. A group's query heads are padded with zeros if they cannot be divided evenly.
-- Otherwise the groups are padded with groups of zeros up to the next multiple of the ranks. For example, 3 groups on 2
-  ranks are 2 on each, one of them of zeros. Padding costs the time of the largest share, which some rank would take in
-  any case.
+- Otherwise the groups are padded with groups of zeros up to the next multiple of the ranks. For example, with 3 groups
+on 2 ranks each rank has 2 groups, and one of these four is padding. Padding costs no additional time, because the rank
+with the largest share determines the time in any case.
 
-A head of zeros has rows of zeros in q, k and v and columns of zeros in the output projection: it adds nothing.
+A head of zeros has rows of zeros in q, k and v and columns of zeros in the output projection, so it does not change the
+result.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ Number = TypeVar("Number", bound=np.generic)
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Some elements of an axis of `size`: their `indices`, in order. The index `size` stands for a zero of padding."""
+    """Selection of elements of an axis of length `size`, by their `indices` in order. The index `size` stands for a
+    zero of padding.
+    """
 
     size: int
     indices: NDArray[np.int64]
 
     @staticmethod
     def whole(size: int) -> Share:
-        """Return the complete axis."""
+        """Return the share that consists of the complete axis."""
         return Share(size, np.arange(size))
 
     @staticmethod
@@ -46,7 +50,7 @@ class Share:
 
     @staticmethod
     def joined(shares: Sequence[Share]) -> Share:
-        """Concatenate shares of axes that lie one after another."""
+        """Concatenate shares of consecutive axes."""
         size = sum(share.size for share in shares)
         starts = np.cumsum([0, *(share.size for share in shares)])
         parts = [
@@ -56,7 +60,7 @@ class Share:
         return Share(size, np.concatenate(parts))
 
     def spread(self, width: int) -> Share:
-        """Return the same share for elements of `width` each."""
+        """Return the share of an axis in which each element is replaced by `width` elements."""
         return Share(self.size * width, self._spread(width))
 
     def _spread(self, width: int) -> NDArray[np.int64]:
@@ -65,11 +69,11 @@ class Share:
 
     @property
     def length(self) -> int:
-        """Number of elements, padding included."""
+        """Number of elements, including padding."""
         return len(self.indices)
 
     def take(self, array: NDArray[Number], axis: int = 0) -> NDArray[Number]:
-        """Return this part of an array along one of its axes, which has `size`."""
+        """Return this part of an array along one of its axes, which has length `size`."""
         if np.array_equal(self.indices, np.arange(self.size)):
             return array
         if self.size in self.indices:
@@ -79,7 +83,9 @@ class Share:
         return taken
 
     def in_blocks(self, length: int) -> Share | None:
-        """Return the same part of an axis of blocks of `length` adjacent elements; None if it cuts a block."""
+        """Return the share of an axis whose elements are blocks of `length` adjacent elements of this axis; None if the
+        share splits a block.
+        """
         if self.size % length or self.length % length:
             return None
         blocks = Share(self.size // length, self.indices[::length] // length)
@@ -88,7 +94,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadShare:
-    """A rank's attention heads: `query` heads and `key` heads, which also determine the value heads."""
+    """A rank's attention heads: `query` heads, and `key` heads, which also select the value heads."""
 
     query: Share
     key: Share
@@ -116,7 +122,7 @@ class HeadShare:
 
 
 def share_heads(num_heads: int, num_kv_heads: int, head_dim: int, ranks: Ranks) -> HeadShare:
-    """Return a rank's heads; see above.
+    """Return a rank's heads, distributed as the module's docstring describes.
 
     Args:
         num_heads: a multiple of `num_kv_heads`.

@@ -1,7 +1,7 @@
-"""A plan whose attention is static, over a window of a fixed number of past slots, so that an NPU can compute it.
+"""Plans whose attention is static, over a window of a fixed number of past slots, so that an NPU can compute it.
 
-It has the same state as the plan that it is made from, and may replace it as long as the history fits. A short
-convolution sees the same few rows before a chunk at any position: its history always fits.
+Such a plan has the same state as the original plan, and can replace it as long as the history fits the window. A short
+convolution reads the same few rows before a chunk at any position, so its history always fits.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from chunkrt.graph.merging import merged
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
 
 HEAD_NORM_OP = "HeadNorm"
-"""Operator of our domain: RMS normalisation of each head's columns."""
+"""Operator of chunkrt's domain: RMS normalisation of each head's columns."""
 
 PAST_SLOTS = "past_slots"
-"""Attribute of static attention: number of slots of its cache that a graph sees, besides the rows of the chunk; for a
-convolution all rows of its state."""
+"""Attribute of static attention: number of slots of its cache that a graph reads, in addition to the rows of the chunk;
+for a convolution, the number of rows of its state.
+"""
 
 CONVOLUTION = "short_conv"
-"""Kind of linear attention that can be static."""
+"""The kind of linear attention that can be static."""
 
 
 def attention_nodes(plan: Plan) -> list[str]:
-    """Return the names of all attention over a cache that can be static."""
+    """Return the names of all nodes with attention over a cache that can be static."""
     return [node.name for s in plan.subgraphs if _is_attention(s) for node in s.nodes if node.op in ATTENTION_OPS]
 
 
 def convolution_nodes(plan: Plan) -> list[str]:
-    """Return the names of all linear attention that can be static."""
+    """Return the names of all nodes with linear attention that can be static."""
     return [node.name for s in plan.subgraphs if _is_attention(s) for node in s.nodes if is_convolution(node)]
 
 
@@ -49,13 +50,13 @@ def is_convolution(node: Node) -> bool:
 def with_static_attention(
     plan: Plan, nodes: Collection[str], slots: Mapping[str, int], *, fits: Callable[[Subgraph], bool]
 ) -> Plan:
-    """Put attention on the NPU, and fuse it with adjacent subgraphs there.
+    """Move attention to the NPU, and fuse it with adjacent subgraphs on the NPU.
 
     Args:
-        plan: a plan whose attention lies in subgraphs of its own on the CPU, alone or with norms of heads.
+        plan: a plan whose attention is in separate subgraphs on the CPU, alone or with norms of heads.
         nodes: the names of nodes that become static: attention over caches, and convolutions.
-        slots: numbers of slots: "P" for caches, and "W" for rings; convolutions need none.
-        fits: whether a subgraph is small enough to be one graph of the NPU.
+        slots: number of slots by symbol, "P" for caches and "W" for rings; convolutions need none.
+        fits: returns whether a subgraph is small enough to be one graph on the NPU.
     """
     subgraphs = tuple(_static(s, plan, nodes, slots) for s in plan.subgraphs)
     plan = replace(plan, subgraphs=subgraphs)
@@ -67,17 +68,17 @@ def with_static_attention(
 
 
 def num_layers(subgraph: Subgraph) -> int:
-    """Return a subgraph's attention over caches and convolutions."""
+    """Return the nodes of a subgraph with attention over caches, or with convolutions."""
     return sum(node.op in ATTENTION_OPS or is_convolution(node) for node in subgraph.nodes)
 
 
 def num_static(subgraph: Subgraph) -> int:
-    """Return a subgraph's static attention and convolutions."""
+    """Return the nodes of a subgraph with static attention or static convolutions."""
     return sum(PAST_SLOTS in node.attributes for node in subgraph.nodes)
 
 
 class WindowElements(NamedTuple):
-    """Inputs and outputs of static attention for a chunk, besides the values between subgraphs; in elements."""
+    """Numbers of elements that static attention adds to the inputs and outputs of a chunk's subgraphs."""
 
     entering: int
     leaving: int
@@ -85,11 +86,15 @@ class WindowElements(NamedTuple):
 
 
 def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> WindowElements:
-    """Count elements. Entering: masks (one for each window) and rows of rotary tables; leaving: new rows of the caches.
-    The state of a convolution enters, and the rows that form it leave.
+    """Count the elements that static attention transfers for a chunk.
 
-    The history consists of slots of caches and rings. They stay in the graph's buffers: for one sequence they are
-    converted once, but the driver copies all of them at each run, because the memory is not shared with the NPU.
+    Inputs are masks (one for each window), rows of rotary tables, and states of convolutions. Outputs are new rows of
+    the
+    caches, and the rows that form the next states of convolutions. The history consists of slots of caches and rings,
+    which
+    stay in the graph's buffers: for one sequence they are converted once, but the driver copies all of them at each
+    run,
+    because the memory is not shared with the NPU.
     """
     leaving = history = 0
     shared: dict[tuple[object, ...], int] = {}
@@ -111,8 +116,9 @@ def window_elements(subgraph: Subgraph, plan: Plan, rows: int) -> WindowElements
 
 
 def static_slots(node: Node) -> int:
-    """Return the number of cache slots that static attention sees, or of rows of a convolution's state; 0 if it is not
-    static."""
+    """Return the number of cache slots that a node's static attention reads, or of rows of its convolution's state; 0
+    if the node is not static.
+    """
     return int(str(node.attributes.get(PAST_SLOTS, 0)))
 
 
@@ -138,7 +144,9 @@ def _static(subgraph: Subgraph, plan: Plan, nodes: Collection[str], slots: Mappi
 
 
 def _melted(subgraphs: list[Subgraph], plan: Plan, fits: Callable[[Subgraph], bool]) -> list[Subgraph]:
-    """Fuse adjacent subgraphs into as few as fit; those of linears with a shadow stay separate."""
+    """Fuse adjacent subgraphs into as few graphs as possible that fit; linears with a shadow stay in separate
+    subgraphs.
+    """
     made: list[list[Subgraph]] = []
     for subgraph in subgraphs:
         if made and fits(merged([*made[-1], subgraph], plan)):

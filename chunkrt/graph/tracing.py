@@ -1,8 +1,9 @@
-"""Tracing: running a decoder's module tree once to record it as an ONNX graph.
+"""Tracing: a decoder's module tree is run once and recorded as an ONNX graph.
 
 While a trace is open, every operator of `graph/ops.py` appends a node to it. Nodes and values are named after the
-module that made them ("model.layers.0.mlp.down_proj.output"), and a node remembers the device of its module, so that
-the graph is readable in Netron and partitioning does not need the modules.
+module
+that made them ("model.layers.0.mlp.down_proj.output"), so the graph is readable in Netron. A node's metadata state the
+device of its module, so partitioning does not need the modules.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ OPSET = 23
 """Opset of traced graphs: the first with RMSNormalization, RotaryEmbedding and Attention."""
 IR_VERSION = 10
 DEVICE_KEY = "chunkrt.device"
-"""Metadata key of a node's own device; a node without it is placed by rule."""
+"""Metadata key of a node's device; a node without the key is placed by rule."""
 MODULE_KEY = "chunkrt.module"
 STATE_KEY = "chunkrt.state"
 """Mark of a graph input that persists from chunk to chunk."""
 CONTEXT_KEY = "chunkrt.context_length"
 LONG_CONTEXT_KEY = "chunkrt.long_context_from"
 NO_HEAD_KEY = "chunkrt.no_head"
-"""Metadata keys of the number of positions that the graph can distinguish, and of the number from which on it uses
-its long rotary tables."""
+"""Metadata keys: of the number of positions that the graph can distinguish, and of the number of tokens above which it
+uses its long rotary tables.
+"""
 ROTARY_KEY = "chunkrt.rotary"
 """Mark of a weight that is a rotary table made by chunkrt; see `Tensor.rotary`."""
 ALONE_KEY = "chunkrt.alone"
@@ -39,7 +41,7 @@ _current: ContextVar[Trace] = ContextVar("trace")
 
 
 def current_trace() -> Trace:
-    """Return the trace that operators add to. Raises LookupError outside of `Trace.open`."""
+    """Return the trace to which operators append nodes. Raises LookupError outside of `Trace.open`."""
     return _current.get()
 
 
@@ -71,7 +73,9 @@ class Trace:
 
     @contextmanager
     def scope(self, path: str, device: Device | None) -> Iterator[None]:
-        """Name nodes after a module, and place them on its device, or on that of the nearest placed ancestor."""
+        """Name the nodes added in this context after a module, and place them on the device of the module or of its
+        nearest placed ancestor.
+        """
         self._scopes.append((path, device or self._scopes[-1][1]))
         try:
             yield
@@ -93,7 +97,7 @@ class Trace:
         """Append a node with float32 outputs, given as (name within the module, shape).
 
         Raises:
-            ValueError: the shapes do not fit the operator, or a name of an output is taken.
+            ValueError: the shapes do not fit the operator, or the name of an output already exists.
         """
         path, device = self._scopes[-1]
         try:
@@ -136,7 +140,7 @@ class Trace:
         return self.input("position", (1,))
 
     def rope_position(self) -> ir.Value:
-        """Return the graph input that holds row 0's row in concatenated rotary tables: int64 [1]."""
+        """Return the graph input that holds the index of row 0 in the concatenated rotary tables: int64 [1]."""
         return self.input("rope_position", (1,))
 
     def weight(self, name: str, shape: tuple[int, ...]) -> ir.Value:
@@ -180,7 +184,8 @@ def trace(decoder: Callable[[ir.Value, ir.Value], ir.Value], *, title: str = "de
     """Record a decoder as an ONNX graph.
 
     Args:
-        decoder: called once with "input_ids" int64 [T] and "logit_rows" int64 [R]; returns logits [R, vocab].
+        decoder: module that is called once with "input_ids" int64 [T] and "logit_rows" int64 [R]; it returns logits [R,
+            vocab].
         title: noun phrase for the decoder in errors, without an article.
 
     Returns:
@@ -215,7 +220,7 @@ def trace(decoder: Callable[[ir.Value, ir.Value], ir.Value], *, title: str = "de
 
 
 def _type_of(value: ir.Value) -> tuple[str, tuple[int | str, ...]]:
-    """Return the name of a value's type, and its shape."""
+    """Return the name of a value's data type, and its shape."""
     assert value.shape is not None
     name = "int64" if value.dtype == ir.DataType.INT64 else "float32"
     return name, tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)

@@ -1,6 +1,6 @@
 """Uses of operators in a plan, by their canonical names, independent of the backend that runs them.
 
-A use of an operator is one node, or several that form one operation: the four nodes of a gate with SiLU are one
+A use of an operator is one node, or several nodes that form one operation: the four nodes of a gate with SiLU are one
 `silu_mul`. This module needs only the standard library, like the plan itself.
 """
 
@@ -21,19 +21,21 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "logits": ("quantize",),
     "routed_experts": ("quantize",),
 }
-"""Operators that are steps of others, and not nodes of their own: the rotation of queries and keys, and the measuring
-of activations under schemes that do it row by row."""
+"""Operators that are steps of other operators and not separate nodes: the rotation of queries and keys, and the
+quantisation of activations under dynamic schemes.
+"""
 
 SAMPLER = "sampler"
-"""The operator that is in no plan: a session's choice of the next token."""
+"""The operator that no plan contains: the choice of the next token in a session."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
     """A use of an operator in a plan.
 
-    `node`: the inputs, attributes and outputs with which a function for it is called. `nodes`: the plan's nodes that it
-    consists of, in their order.
+    Attributes:
+        node: the inputs, attributes and outputs with which a function for the operator is called.
+        nodes: the plan's nodes that form the use, in their order.
     """
 
     operator: str
@@ -42,7 +44,7 @@ class Use:
 
 
 def uses(subgraph: Subgraph, plan: Plan) -> tuple[Use, ...]:
-    """Return the uses in a subgraph, in an order in which they can run; each node is in one of them."""
+    """Return the uses in a subgraph in execution order; each node belongs to one use."""
     gated = {use.nodes[-1].name: use for use in gated_products(subgraph)}
     inner = {node.name for use in gated.values() for node in use.nodes[:-1]}
     last_linears = _last_linears(subgraph, plan)
@@ -66,7 +68,8 @@ def uses(subgraph: Subgraph, plan: Plan) -> tuple[Use, ...]:
 def use_of(node: Node) -> Use:
     """Return the use of a node as a separate operator.
 
-    Both kinds of cached attention are one operator; its function distinguishes them by the attribute `has_raw_keys`.
+    Both kinds of cached attention are one operator, whose function distinguishes the kinds by the attribute
+    `has_raw_keys`.
     """
     called = node
     if node.op in ATTENTION_OPS:
@@ -76,8 +79,9 @@ def use_of(node: Node) -> Use:
 
 
 def canonical_name(domain: str, op: str) -> str:
-    """Return an operator's name: "rms_norm", "head_norm"; with its domain if it is neither ONNX's nor ours:
-    "acme_mixer"."""
+    """Return an operator's canonical name, e.g. "rms_norm". The name of a plug-in's operator begins with its domain:
+    "acme_mixer".
+    """
     if domain.partition(".")[0] in ("", DOMAIN) and op in _NAMES:
         return _NAMES[op]
     is_foreign = domain.partition(".")[0] not in ("", DOMAIN)
@@ -86,13 +90,13 @@ def canonical_name(domain: str, op: str) -> str:
 
 
 def gated_products(subgraph: Subgraph) -> list[Use]:
-    """Find gates that go through an activation and are multiplied with the other half of a value.
+    """Find gates: one half of a value goes through an activation and is multiplied by the other half.
 
         Split -> Sigmoid(gate) -> Mul(gate, .) -> Mul(., up)   SiluMul(x)
         Split -> Gelu(gate) -> Mul(., up)                      GeluMul(x)
 
-    They are not fused if an inner result is needed elsewhere. Each takes the place of its last node, where its operand
-    is available.
+    Nodes are not fused if an inner result is needed elsewhere. A fused node takes the place of its last node, where its
+    operand is available.
     """
     readers = _Readers(subgraph)
     found = (_gated_product(node, readers) for node in subgraph.nodes if node.op == "Split")
@@ -110,12 +114,14 @@ class _Readers:
                 self._readers.setdefault(name, []).append(node)
 
     def only(self, name: str, op: str) -> Node | None:
-        """Return the only reader of a value, if it is that operator and the value is not needed outside."""
+        """Return the only reader of a value if it has a given operator and the value is not needed elsewhere; otherwise
+        None.
+        """
         found = self.inside(name)
         return found[0] if len(found) == 1 and found[0].op == op else None
 
     def inside(self, name: str) -> list[Node]:
-        """Return all readers of a value; empty if it leaves the subgraph."""
+        """Return all readers of a value; empty if the value is an output of the subgraph."""
         return [] if name in self._outputs else self._readers.get(name, [])
 
 
@@ -146,7 +152,7 @@ def _is_linear(node: Node, plan: Plan) -> bool:
 
 
 def _last_linears(subgraph: Subgraph, plan: Plan) -> set[str]:
-    """Return the linears that compute the plan's output, by node; operations on logits after them are elementwise."""
+    """Return the linears that compute the plan's output, by node; only elementwise operations may follow them."""
     writers = {name: node for node in subgraph.nodes for name in node.outputs}
     found, pending = set(), [plan.output]
     while pending:

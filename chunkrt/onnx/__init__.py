@@ -1,1 +1,1 @@
-"""Import of ONNX decoders from other tools, and export of chunkrt's."""
+"""Import of ONNX decoders that other tools exported, and export of chunkrt's decoders."""

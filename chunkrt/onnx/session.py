@@ -1,4 +1,4 @@
-"""Execution of an exported fixed window with ONNX Runtime: a small loop, the reference for the export.
+"""Execution of an exported fixed window with ONNX Runtime, by a small loop that serves as the export's reference.
 
 States stay on the device, in two alternating sets of buffers: the next run reads the set that this run writes.
 """
@@ -28,17 +28,18 @@ _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(in
 class OnnxSession:
     """A decoder exported by `chunkrt export`, run window by window.
 
-    Tokens are run in windows of W; the first is padded on the left. After a number of tokens that W does not divide,
-    and for every generated token, a window of one row is needed: another export of the same model and context.
+    Tokens are run in windows of W rows; the first window is padded on the left. Generated tokens, and tokens after the
+    first call that do not fill a window, need a window of one row, which is another export of the same model and
+    context.
 
     Args:
         model: the ONNX file, of any window.
-        step: the same with a window of 1; not needed if `model` has one.
+        step: an export with a window of 1; not needed if the window of `model` is 1.
         providers: ONNX Runtime's providers, the preferred one first.
         threads: number of ONNX Runtime's threads; by default its own choice.
 
     Raises:
-        ModelError: a file is damaged, or not a fixed window of chunkrt's.
+        ModelError: a file is damaged, or is not a fixed window that chunkrt exported.
         ConfigError: the two files do not match.
     """
 
@@ -70,7 +71,7 @@ class OnnxSession:
 
     @property
     def position(self) -> int:
-        """Number of tokens so far. Attention sees only the last ones once they exceed the sequence length."""
+        """Number of tokens so far. If it exceeds the sequence length T, attention covers only the last T tokens."""
         return self._position
 
     def reset(self) -> None:
@@ -88,8 +89,8 @@ class OnnxSession:
         """Return logits [tokens, vocabulary] of tokens that follow the earlier ones, in the model's type.
 
         Raises:
-            ConfigError: there are no tokens, or one is not in the vocabulary; or some need a window of one row, and
-                there is none; or, with keys cached after RoPE, they exceed the model's context.
+            ConfigError: there are no tokens, or a token is not in the vocabulary; or tokens need a window of one row,
+                and the session has none; or, with keys cached after RoPE, the tokens exceed the model's context.
             BackendError: ONNX Runtime failed.
         """
         tokens = self._window.checked(token_ids)
@@ -102,8 +103,8 @@ class OnnxSession:
         in_windows = len(tokens) if self._position == 0 else len(tokens) // self.window * self.window
         if in_windows < len(tokens) and self._step.size != 1:
             raise ConfigError(
-                f"{len(tokens)} tokens after {self._position} do not fill windows of {self.window}; pass OnnxSession "
-                "an export with --window 1 as its step"
+                f"after position {self._position}, {len(tokens)} tokens are not a multiple of the window of "
+                f"{self.window}; pass OnnxSession an export with --window 1 as its step"
             )
         padding = -in_windows % self.window
         padded = np.concatenate([np.zeros(padding, np.int64), tokens[:in_windows]])
@@ -114,7 +115,7 @@ class OnnxSession:
     def generate(
         self, token_ids: Sequence[int], max_new_tokens: int, *, eos_ids: Collection[int] = ()
     ) -> Iterator[int]:
-        """Run a prompt, then repeatedly the likeliest next token; an end token is not returned.
+        """Run a prompt, then yield the likeliest next token repeatedly; an end token is not returned.
 
         Raises:
             ConfigError: `max_new_tokens` is negative; or see `run`.
@@ -165,7 +166,7 @@ class _Window:
                 f"{', '.join(ort.get_available_providers())}"
             )
         try:
-            model = read_proto(path) if path.is_symlink() else path  # in a hub's cache, its data are links as well
+            model = read_proto(path) if path.is_symlink() else path  # in a hub's cache, the data files are links too
             self._session = open_session(model, options, providers)
         except Exception as error:  # onnxruntime raises a dozen unrelated types
             raise ModelError(f"ONNX Runtime cannot load {path}: {_in_a_line(error)}") from error
@@ -195,7 +196,9 @@ class _Window:
         }
 
     def checked(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
-        """Return tokens as an array. Raises ConfigError if there are none, or one is not in the vocabulary."""
+        """Return tokens as an array. Raises ConfigError if there are no tokens, or if a token is not in the
+        vocabulary.
+        """
         tokens = np.asarray(token_ids)
         if not tokens.size:
             raise ConfigError("no tokens to run")
@@ -212,7 +215,7 @@ class _Window:
         present: Mapping[str, ort.OrtValue],
         device: str,
     ) -> NDArray[Any]:
-        """Return logits [W, vocabulary]; `present` is filled."""
+        """Run the model, fill `present`, and return logits [W, vocabulary]."""
         binding = self._session.io_binding()
         for name in self._inputs:
             binding.bind_cpu_input(name, inputs[name])

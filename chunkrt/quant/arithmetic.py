@@ -1,7 +1,7 @@
-"""A linear under a scheme, in NumPy: its weight as integers, and products of that weight with rows.
+"""Linears under a scheme, in NumPy: quantisation of their weights, and products of rows with the weights.
 
-The reference computes in float64, where every sum of integers is exact. Trials of schemes compute in float32: there
-sums are exact below 2^24, which sums of 8-bit inputs practically always are; larger ones are rounded.
+The reference computes in float64, in which every sum of integers is exact. Trials of schemes compute in float32, in
+which sums below 2^24 are exact. Sums of 8-bit inputs are practically always below 2^24; larger sums are rounded.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ from chunkrt.quant.scheme import BLOCK_LENGTH, Scheme, Storage
 Float32 = NDArray[np.float32]
 Dtype = type[np.float64] | type[np.float32]
 Quantize = Callable[[Float32], tuple[NDArray[np.int8], Float32]]
-"""x float32 [T, K] to integers of the same shape and the scale of each row [T, 1]; `quantize_rows` is ours."""
+"""Function that quantises rows: from x float32 [T, K] to integers [T, K] and the scale of each row [T, 1]. chunkrt's is
+`quantize_rows`.
+"""
 
 MOST_4_BIT, MOST_MULTIPLIER = 7, 16
 
 COLUMNS_AT_ONCE = 1024
-"""Number of output channels quantised together: bounds the temporary copies of a large linear."""
+"""Number of output channels that are quantised at once, which bounds the temporary copies of a large linear."""
 
 MOST = 15
 """The largest unsigned integer of 4 bits."""
 
 
 class Integers(NamedTuple):
-    """A linear's weight [K, N] ~ values * scale: values int8 (or as floats), scale float32 [N].
+    """A linear's weight [K, N] ~ values * scale.
 
-    multipliers: for 4-bit integers, int8 [ceil(K / BLOCK_LENGTH), N]: the factors in the values.
+    Attributes:
+        values: int8, or the same integers as floats.
+        scale: float32 [N].
+        multipliers: for 4-bit integers, the factors that `values` include: int8 [ceil(K / BLOCK_LENGTH), N].
     """
 
     values: NDArray[Any]
@@ -44,8 +49,9 @@ class Integers(NamedTuple):
 
 
 def quantize_linear(weight: Float32, storage: Storage, *, name: str) -> Integers | BlockTensor:
-    """Quantise a linear's weight float32 [K, N] for a scheme. Raises QuantizationError as the functions that it
-    calls."""
+    """Quantise a linear's weight float32 [K, N] for a scheme. Raises QuantizationError if a weight is infinite or not a
+    number.
+    """
     if storage == "blocks":
         return quantize_to_blocks(weight, name=name)
     if storage == "int4":
@@ -55,7 +61,7 @@ def quantize_linear(weight: Float32, storage: Storage, *, name: str) -> Integers
 
 
 def quantize_weight(weight: Float32, *, name: str = "weight") -> tuple[NDArray[np.int8], Float32]:
-    """Quantise to symmetric int8 per output channel.
+    """Quantise a weight to symmetric int8 with a scale for each output channel.
 
     Args:
         weight: float32 [K, N], as in `X @ W`; any strides.
@@ -83,9 +89,10 @@ def quantize_weight(weight: Float32, *, name: str = "weight") -> tuple[NDArray[n
 def quantize_weight_in_blocks(
     weight: Float32, *, name: str = "weight"
 ) -> tuple[NDArray[np.int8], Float32, NDArray[np.int8]]:
-    """Quantise to 4 bits in blocks of BLOCK_LENGTH along the depth, whose scales are whole multiples of their column's.
+    """Quantise a weight to 4 bits in blocks of BLOCK_LENGTH along the depth, whose scales are integer multiples of
+    their column's scale.
 
-    A block takes the multiplier with the least square error; the block with a column's largest weight always takes 16.
+    A block takes the multiplier with the least squared error; the block with a column's largest weight always takes 16.
     Hexagon's compiler divides a column's largest block scale by 16 again, so it finds the same integers.
 
     Args:
@@ -125,7 +132,7 @@ def quantize_weight_in_blocks(
 
 
 def quantize_to_blocks(weight: NDArray[np.float32], *, name: str = "weight") -> BlockTensor:
-    """Quantise to blocks as in Q4_1, each from its smallest weight to its largest.
+    """Quantise a weight to blocks as in Q4_1; the range of a block extends from its smallest to its largest weight.
 
     Args:
         weight: float32 [K, N], as in `X @ W`; any strides; K a multiple of BLOCK_DEPTH.
@@ -167,16 +174,21 @@ def _column_limits(weight: Float32, name: str) -> Float32:
 
 
 def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
-    """Quantise to dynamic int8 per row: q = round-half-even(x * (127 / max|x|)) and max|x| / 127; x float32 [T, K]."""
+    """Quantise the rows of x float32 [T, K] to int8: return q = round-half-even(x * (127 / max|x|)) and the scales
+    max|x| / 127.
+    """
     limit = np.abs(x).max(axis=-1, keepdims=True)
     multiplier = np.float32(127) / np.where(limit > 0, limit, np.float32(1))
     return np.rint(x * multiplier).astype(np.int8), (limit / np.float32(127)).astype(np.float32)
 
 
 class IntegerWeight:
-    """An int8 weight with its scales, both kept as they are; products convert COLUMNS_AT_ONCE columns at a time.
+    """An int8 weight with its scales, stored unchanged; products convert COLUMNS_AT_ONCE columns at a time.
 
-    integers: int8 [K, N] as stored (or as floats). scale: float32 [N]. shape: [K, N].
+    Attributes:
+        integers: int8 [K, N] as stored, or the same integers as floats.
+        scale: float32 [N].
+        shape: [K, N].
     """
 
     def __init__(self, integers: NDArray[Any], scale: Float32, dtype: Dtype = np.float64) -> None:
@@ -208,7 +220,9 @@ class IntegerWeight:
 
 
 class DynamicWeight(IntegerWeight):
-    """An int8 weight [K, N] with its scales [N], as MatMul's right operand; the left one is measured row by row."""
+    """An int8 weight [K, N] with its scales [N], as MatMul's right operand; the left operand is quantised row by
+    row.
+    """
 
     def multiply(self, left: Float32, quantize: Quantize = quantize_rows) -> Float32:
         """Return left float32 [T, K] @ this, float32 [T, N]; rows are quantised without their outliers."""
@@ -221,9 +235,11 @@ class DynamicWeight(IntegerWeight):
 
 
 class BlockWeight:
-    """A weight in blocks of 4 bits, as MatMul's right operand; the left one is measured row by row.
+    """A weight in blocks of 4 bits, as MatMul's right operand; the left operand is quantised row by row.
 
-    blocks: as stored, of the transposed weight [N, K]. shape: [K, N].
+    Attributes:
+        blocks: the stored blocks of the transposed weight [N, K].
+        shape: [K, N].
     """
 
     def __init__(self, blocks: BlockTensor, dtype: Dtype = np.float64) -> None:
@@ -235,8 +251,9 @@ class BlockWeight:
         return self.blocks.integers.shape[::-1]
 
     def multiply(self, left: Float32, quantize: Quantize = quantize_rows) -> Float32:
-        """Return left float32 [T, K] @ this, float32 [T, N]: block after block, each product and sum rounded once
-        together."""
+        """Return left float32 [T, K] @ this, float32 [T, N]. Blocks are added one after another by fused
+        multiply-adds.
+        """
         outliers, rest = take_outliers(left)
         quantized, row_scale = quantize(rest)
         value = np.zeros((len(left), self.shape[1]), np.float32)
@@ -257,9 +274,12 @@ class BlockWeight:
 
 
 class StaticWeight(IntegerWeight):
-    """An int8 weight with its scales, the grid of the left operand, and that of the result if it has one.
+    """An int8 weight with its scales, the grid of the left operand, and optionally the grid of the result.
 
-    bits: of both grids. input_step: float32 [1]. output_step: float32 [1] or [N], or None.
+    Attributes:
+        bits: number of bits of both grids.
+        input_step: float32 [1].
+        output_step: float32 [1] or [N]; None if the result is not rounded to a grid.
     """
 
     def __init__(
@@ -284,7 +304,7 @@ class StaticWeight(IntegerWeight):
         return round_to_grid(result, self.output_step, self.bits) * self.output_step
 
     def multiply_excess(self, left: Float32) -> Float32:
-        """Return the part that `multiply` omits because left [T, K] exceeds its grid, float32 [T, N]."""
+        """Return the part of the product that `multiply` omits because left [T, K] exceeds its grid, float32 [T, N]."""
         (excess,) = self._products(excess_over_grid(left, self.input_step))
         result: Float32 = (excess * self.scale).astype(np.float32, copy=False)
         return result
@@ -296,7 +316,7 @@ QuantizedWeight = DynamicWeight | BlockWeight | StaticWeight
 def right_operand(
     quantized: Integers | BlockTensor, name: str, scheme: Scheme, grids: LinearGrids | None, dtype: Dtype = np.float64
 ) -> QuantizedWeight:
-    """Return a linear's weight in the form that is multiplied under a scheme; `grids`: for a static one."""
+    """Return a linear's weight in the form that a scheme multiplies. Static schemes need `grids`."""
     if isinstance(quantized, BlockTensor):
         return BlockWeight(quantized, dtype)
     if grids is None:

@@ -1,4 +1,4 @@
-"""Calibration: the magnitudes of a decoder's values on some text, from which static schemes take their grids."""
+"""Calibrations: magnitudes of a decoder's values on a text, which determine the grids of static schemes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from chunkrt.quant.ranges import METHODS, Method
 FORMAT = 5
 NUMBERS = ("peaks", "limits", "shadow_limits")
 BY_NAME = ("column_peaks", "channel_peaks", "shadowed_column_peaks", "hot_channels")
-"""Fields of a calibration: a number for each name, an array for each name."""
+"""Names of a calibration's fields that hold a number for each name, and of those that hold an array for each name."""
 
 
 SHADOW_SHARE = 0.005
-"""Fraction of a shadowed linear's input values that its grid leaves to the shadow. The steps for the rest are finer."""
+"""Fraction of a shadowed linear's input values that exceed its grid. The grid's steps are therefore finer."""
 
 
 def num_hot_channels(depth: int) -> int:
-    """Return the number of rows of a shadowed linear's weight that are kept dequantised, out of `depth`."""
+    """Return the number of rows, out of `depth`, of a shadowed linear's weight that are stored dequantised."""
     return max(1, depth // 32)
 
 
@@ -38,19 +38,21 @@ def num_hot_channels(depth: int) -> int:
 class Calibration:
     """Measurements of one decoder on one text.
 
-    model: name of the calibrated model, as the user gave it. weights: its `weights_digest`. token_ids: int64 [n], the
-    text's. method: the method that chose the limits.
-    equalisation, is_rotated: of the scheme that it is for. folding: the transformations of the weights that they
-    caused.
-    peaks: the largest magnitude of every value between the nodes of a plan, by name: 16-bit grids reach that far.
-    limits: for every linear's input, the end of an 8-bit grid: at the peak or, depending on the method, below it.
+    model: name of the calibrated model, as the user gave it.
+    weights: the model's `weights_digest`.
+    token_ids: int64 [n], the tokens of the text.
+    method: the method that chose the limits.
+    equalisation, is_rotated: settings of the scheme that the calibration is for.
+    folding: the transformations of the weights that these settings caused.
+    peaks: the largest magnitude of every value between the nodes of a plan, by name; 16-bit grids extend to it.
+    limits: for every linear's input, the limit of an 8-bit grid: the peak or, depending on the method, a smaller value.
     column_peaks: float32 [N], for every linear's output: the largest magnitude of each column.
     channel_peaks: float32 [K], for every linear's input: the largest magnitude of each channel.
 
-    For a linear that gets a shadow, which computes the part of its input that exceeds the grid:
-    shadow_limits: the end of its input's 8-bit grid, by the input's name.
-    shadowed_column_peaks: as column_peaks, for the product of the part within the grid.
-    hot_channels: int32 [num_hot_channels(K)], ascending: the input's channels that exceed the grid most often.
+    These attributes are for linears that get a shadow, which multiplies the part of the input that exceeds the grid:
+    shadow_limits: the limit of the input's 8-bit grid, by the input's name. shadowed_column_peaks: like column_peaks,
+    for the product of the part of the input within the grid. hot_channels: int32 [num_hot_channels(K)], ascending: the
+    input's channels that exceed the grid most often.
     """
 
     model: str
@@ -69,7 +71,7 @@ class Calibration:
     hot_channels: Mapping[str, NDArray[np.int32]]
 
     def save(self, path: Path) -> None:
-        """Write a NumPy .npz archive to a temporary name, then rename it. Raises ModelError if that fails."""
+        """Write a NumPy .npz archive to a temporary name, then rename it. Raises ModelError if writing fails."""
         about = {name: getattr(self, name) for name in ("model", "weights", "method", "equalisation", "is_rotated")}
         names: dict[str, list[str]] = {}
         arrays = {f"{field}/{name}": array for field in BY_NAME for name, array in getattr(self, field).items()}
@@ -152,7 +154,7 @@ class Calibration:
 
 
 def _check_headers(archive: ZipFile) -> None:
-    """Raise ValueError for an array whose header claims a wrong size; NumPy would allocate it."""
+    """Raise ValueError for an array whose header claims a wrong size, because NumPy would allocate that size."""
     for member in archive.infolist():
         with archive.open(member) as file:
             is_first_version = npy.read_magic(file) == (1, 0)

@@ -1,4 +1,4 @@
-"""The writer and the readers of every value of a plan, over all its subgraphs."""
+"""The data flow of a plan: the node that computes each value, and the nodes that read it, over all subgraphs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from chunkrt.graph.plan import Node, Plan
 
 
 class DataFlow:
-    """A plan's nodes, joined by the values between them.
+    """A plan's nodes and the values between them.
 
-    nodes: of all subgraphs, in an order in which they can run. makers: the node that computes a value. readers: the
-    nodes that read a value or a weight, once for each read.
+    Attributes:
+        nodes: the nodes of all subgraphs, in execution order.
+        makers: maps a value to the node that computes it.
+        readers: maps a value or a weight to the nodes that read it, once for each read.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -34,11 +36,11 @@ class DataFlow:
         return self.readers[value] == [node] and value != self.plan.output
 
     def is_linear(self, node: Node) -> bool:
-        """Return whether a node is a MatMul with a weight of its own on the right."""
+        """Return whether a node is a MatMul whose right operand is a weight that no other node reads."""
         return node.op == "MatMul" and self.owns(node, node.inputs[1]) and not self.is_weight(node.inputs[0])
 
     def is_norm(self, node: Node) -> bool:
-        """Return whether a node is an RMSNorm over the channels with a weight of its own."""
+        """Return whether a node is an RMSNorm over the channels whose weight no other node reads."""
         over_channels = node.op == "RMSNormalization" and node.attributes.get("axis", -1) == -1
         return over_channels and self.owns(node, node.inputs[1])
 
@@ -51,9 +53,9 @@ class DataFlow:
         return int(self.plan.tensors[name].shape[-1]) if self.plan.tensors[name].shape else 1
 
     def linears_of(self, value: str) -> list[Node] | Node:
-        """Return the linears that read a value, or rows picked from it; or a reader that is not a linear.
+        """Return the linears that read a value or rows picked from it; if a reader is not a linear, return that reader.
 
-        The decoder's output also has readers outside, so its maker is returned for it.
+        The decoder's output has readers outside the plan, so the node that computes it is returned.
         """
         if value == self.plan.output:
             return self.makers[value]

@@ -1,7 +1,8 @@
-"""Equalisation: large channels of a linear's input are made smaller, and the weight's rows for them larger.
+"""Equalisation: large channels of a linear's input are made smaller, and the weight's rows for these channels larger.
 
-This is SmoothQuant's migration (Xiao et al., 2023, section 4). The factors are divided out where the input is made:
-from the weight of a norm, or from columns of an earlier linear.
+This is SmoothQuant's migration (Xiao et al., 2023, section 4). The division by the factors is applied where the input
+is
+made: to the weight of a norm, or to columns of an earlier linear.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
 MOST_FOR_PRODUCTS = 0.5
-"""The largest alpha for inputs that no norm makes: products of gate and up, and attention. Single channels of these are
-thousands of times the median; moving them into the weights would cost more there than 8-bit inputs gain."""
+"""The largest alpha for inputs that no norm makes: products of gate and up, and attention's results. Single channels of
+such inputs are thousands of times larger than the median; with a larger alpha the weights would lose more accuracy than
+8-bit inputs gain.
+"""
 
 UNREACHED = -1
 
 LARGEST_EXPONENT = 10
-"""Factors lie between 2^-10 and 2^10: a usual norm's weight, divided by one, stays a normal number of float16."""
+"""Factors lie between 2^-10 and 2^10: the quotient of a usual norm's weight and a factor is a normal float16 number."""
 
 
 def equalise(
@@ -45,19 +48,19 @@ def equalise(
 
         d[k] = peak(x[:, k])^alpha / max|W[k, :]|^(1 - alpha), geometric mean 1; x becomes x / d, W becomes diag(d) W
 
-    Linears that read one value share its factors. A linear is left unchanged if factors cannot pass through the maker
-    of its input, or if the input has other readers.
+    Linears that read the same value share its factors. A linear is left unchanged if the node that makes its input does
+    not permit factors, or if the input has other readers.
 
     Args:
         load: returns a weight's float32 values by its plan name; called once for each linear.
         channel_peaks: float32 [K], the largest magnitude of each channel, by the name of a linear's input.
         alpha: 0 equalises the weight's rows, 1 the input's channels.
         most_for_products: the largest alpha for inputs that no norm makes; see MOST_FOR_PRODUCTS.
-        left_alone: weights of linears whose inputs are not changed.
+        left_alone: names of weights of linears whose inputs are not changed.
 
     Raises:
         ConfigError: alpha is not between 0 and 1.
-        QuantizationError: the peaks are another decoder's; a peak or a weight is not finite.
+        QuantizationError: the peaks are those of another decoder; a peak or a weight is not finite.
     """
     if not 0 <= alpha <= 1:
         raise ConfigError(f"the strength of the equalisation is {alpha}, expected a number from 0 to 1")
@@ -90,10 +93,12 @@ def equalise(
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Weights that take the factors of a value's channels.
+    """Weights that absorb the factors of a value's channels.
 
-    weights: a linear's or a norm's, and biases after it. columns: int64 [K], the column of them that makes each
-    channel; UNREACHED for a channel that factors do not pass to.
+    Attributes:
+        weights: the weight of a linear or a norm, and biases after it.
+        columns: int64 [K], the column of these weights that makes each channel; UNREACHED for a channel without
+            factors.
     """
 
     weights: tuple[str, ...]
@@ -101,7 +106,9 @@ class _Source:
 
 
 def _source(flow: DataFlow, value: str) -> _Source | None:
-    """Return the source of a value; None if factors cannot pass from a weight to it, or would reach another value."""
+    """Return the source of a value; None if no weight can absorb its factors, or if the factors would affect another
+    value.
+    """
     node = flow.makers.get(value)
     if node is None:
         return None
@@ -115,7 +122,7 @@ def _source(flow: DataFlow, value: str) -> _Source | None:
 
 
 def _operands(flow: DataFlow, node: Node) -> Sequence[str]:
-    """Return inputs of which a node's output is a multiple, channel by channel, while the others are unchanged."""
+    """Return the inputs of a node in which its output is linear, channel by channel, if other inputs are unchanged."""
     width = flow.width(node.outputs[0])
     if node.op == "Mul":
         return [name for name in node.inputs if flow.width(name) == width]
@@ -135,7 +142,7 @@ def _through(flow: DataFlow, node: Node, value: str, operand: _Source) -> _Sourc
         widths = [flow.width(name) for name in node.outputs]
         index = node.outputs.index(value)
         return replace(operand, columns=operand.columns[sum(widths[:index]) :][: widths[index]])
-    if node.op == "HeadNorm":  # it cancels factors of the heads that it normalises, and passes those of v
+    if node.op == "HeadNorm":  # the norm cancels factors of q and k; factors of v pass through
         num_normed = prod(int(size) for size in flow.plan.tensors[node.inputs[1]].shape)
         return replace(operand, columns=np.where(np.arange(flow.width(value)) < num_normed, UNREACHED, operand.columns))
     if node.op in ATTENTION_OPS:
@@ -144,8 +151,9 @@ def _through(flow: DataFlow, node: Node, value: str, operand: _Source) -> _Sourc
 
 
 def _attended_columns(attention: Node) -> NDArray[np.int64]:
-    """Return the column of q | k | v of which each channel of attention's output is a mean: heads of a group share
-    theirs."""
+    """Return, for each channel of attention's output, the column of q | k | v of which it is a mean; heads of a group
+    share columns.
+    """
     names = ("num_heads", "num_kv_heads", "head_dim")
     num_heads, num_kv_heads, head_dim = (cast(int, attention.attributes[name]) for name in names)
     kv_heads = num_heads + num_kv_heads + np.arange(num_heads) // (num_heads // num_kv_heads)
@@ -184,7 +192,7 @@ def _row_peaks(weight: Float32, name: str) -> Float32:
 
 
 def _factors(peaks: Float64, row_peaks: Float64, alpha: float) -> Float64:
-    """Return d of `equalise`, float64; 1 for a channel that was always zero, or whose weights are."""
+    """Return the factors d of `equalise`, float64; 1 for a channel whose values or weights are all zero."""
     exponents = np.zeros_like(peaks)
     used = (peaks > 0) & (row_peaks > 0)
     if used.any():

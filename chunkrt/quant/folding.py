@@ -1,7 +1,8 @@
-"""Folding: transformations of a decoder's float weights that keep its results and make it easier to quantise.
+"""Folding: transformations of a decoder's float weights that keep its results and make the decoder easier to quantise.
 
-One weight gains a factor that another loses; one applies a rotation that the next undoes. `quant/equalisation.py` and
-`quant/rotation.py` find such transformations; a folding holds them, and is applied as weights are loaded.
+One weight is multiplied by a factor by which another is divided; one weight applies a rotation that the next weight
+undoes. `quant/equalisation.py` and `quant/rotation.py` find such transformations. A folding holds them, and is applied
+when weights are loaded.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ FACTORS = ("gains", "rows", "columns")
 
 @dataclass(frozen=True, kw_only=True)
 class Folding:
-    """Transformations of a plan's weights by name, applied in this order; none by default.
+    """Transformations of a plan's weights by name, applied in this order; empty by default.
 
     ones: weights of norms that become 1, because linears absorbed them.
-    gains: float32 [K], of those norms: factors of the rows of such a linear.
+    gains: float32 [K], the weights of these norms, which are factors of the rows of the linears.
     rotated_rows: linears that read the rotated residual stream: W becomes R^T W.
-    rotated_columns: linears and tables that write it: W becomes W R; and biases: b becomes b R.
+    rotated_columns: linears and tables that write the stream: W becomes W R; and their biases: b becomes b R.
     rows: float32 [K]: factors of the rows of a linear's weight.
     columns: float32 [N]: factors of the columns of a linear's weight, or of the values of a vector.
 
-    R is derived from the width (`quant/hadamard.py`) and not stored.
+    R depends only on the width (`quant/hadamard.py`) and is not stored.
     """
 
     ones: frozenset[str] = frozenset()
@@ -51,10 +52,12 @@ class Folding:
         """Return this folding followed by `later`.
 
         Raises:
-            QuantizationError: `later` rotates, and this one is not empty.
+            QuantizationError: `later` rotates, and this folding is not empty.
         """
         if later.has_rotation and self != Folding():
-            raise QuantizationError("a rotation comes first: rotate, calibrate the result, then equalise it")
+            raise QuantizationError(
+                "cannot rotate weights that are already transformed; rotate first, calibrate the result, then equalise"
+            )
         first = later if later.has_rotation else self
         return Folding(
             ones=first.ones,
@@ -80,10 +83,10 @@ class Folding:
             weight: float32 [K, N], any strides, or a vector [N]; it is not modified.
 
         Returns:
-            float32 of the same shape; the weight itself if it is unchanged.
+            float32 of the same shape; the same array if no transformation applies.
 
         Raises:
-            QuantizationError: its shape differs from that of the weight that the folding was made for.
+            QuantizationError: the weight's shape differs from the shape that the folding was made for.
         """
         if not self._changes(name):
             return weight
@@ -102,7 +105,7 @@ class Folding:
         return folded
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the folding as arrays of numbers and of text, by keys such as "rows/lm_head.weight"."""
+        """Return the folding as arrays of numbers and of text by key, such as "rows/lm_head.weight"."""
         found: dict[str, NDArray[Any]] = {}
         for kind in (member.name for member in fields(self)):
             held = getattr(self, kind)
@@ -114,7 +117,7 @@ class Folding:
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> Folding:
-        """Return the folding that `arrays` described.
+        """Return the folding that a result of `arrays` describes.
 
         Raises:
             ModelError: an array is not part of a folding.

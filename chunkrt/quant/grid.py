@@ -1,9 +1,9 @@
-"""Grids: the evenly spaced values that the inputs and outputs of a linear take under a static scheme.
+"""Grids: the evenly spaced values to which a static scheme rounds the inputs and outputs of linears.
 
     x ~ q * step, q = round-half-even(x / step), saturating at the grid's levels; step = limit / levels
 
-Grids are symmetric around zero, so one number defines a grid. Zero is on it, and a product of two grids needs no
-correction.
+Grids are symmetric around zero, so one number defines a grid. Zero is on the grid, and a product of values on two grids
+needs no correction.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ FLOAT16_MAX = 65504
 """Limit of the headroom of a column's own grid: on an NPU the grid's limit is a factor in float16."""
 
 SUM_RESOLUTION = 256
-"""Hexagon drops the last 8 bits of a 16-bit linear's sum of integers. No output has finer steps than that."""
+"""Number of integer units below which no output step may be: Hexagon drops the last 8 bits of a 16-bit linear's sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearGrids:
-    """The steps of one linear: of its input float32 [1]; of its output float32 [1], by column [N], or None."""
+    """The steps of one linear's grids: input float32 [1]; output float32 [1], or [N] for grids of columns, or None."""
 
     input_step: Float32
     output_step: Float32 | None
 
 
 def round_to_grid(x: Float32, step: Float32, bits: int) -> Float32:
-    """Return the integers q of x on a grid, as float32; x [T, N], step [1] or [N]."""
+    """Return the integers q of x [T, N] on a grid with step [1] or [N], as float32."""
     levels = np.float32(LEVELS[bits])
     quotient: Float32 = np.rint(x / step).clip(-levels, levels)
     return quotient
 
 
 def excess_over_grid(x: Float32, step: Float32) -> Float32:
-    """Return the part by which x [T, K] exceeds an 8-bit grid, 0 where it does not; step [1]. A NaN stays a NaN."""
+    """Return the part of x [T, K] that exceeds an 8-bit grid with step [1]; 0 where x is within the grid. A NaN stays a
+    NaN.
+    """
     levels = np.float32(LEVELS[8])
     quotient = np.rint(x / step)
     excess: Float32 = np.where(np.abs(quotient) <= levels, np.float32(0), x - quotient.clip(-levels, levels) * step)
@@ -57,10 +59,10 @@ def grids_of(linear: Node, scheme: Scheme, calibration: Calibration | None, scal
     """Return the grids of a linear (a MatMul node with a weight) under a static scheme.
 
     Args:
-        scale: float32 [N], of the quantised weight.
+        scale: float32 [N], the scales of the quantised weight.
 
     Raises:
-        QuantizationError: there is no calibration, or it is not of this decoder.
+        QuantizationError: the calibration is missing, or belongs to another decoder.
     """
     if calibration is None:
         raise QuantizationError(f"the scheme {scheme.name!r} needs a calibration; run `chunkrt calibrate` on the model")
@@ -92,7 +94,7 @@ def grids_of(linear: Node, scheme: Scheme, calibration: Calibration | None, scal
 
 
 def _steps(limits: Float32 | float, bits: int) -> Float32:
-    """Return the step for a limit; a value that was always zero gets the step of limit 1."""
+    """Return the step for a limit; a limit of 0 (values that are always zero) is treated as 1."""
     known = np.atleast_1d(np.asarray(limits, np.float32))
     steps: Float32 = np.where(known > 0, known, np.float32(1)).astype(np.float32) / np.float32(LEVELS[bits])
     return steps

@@ -2,9 +2,9 @@
 
     R = diag(signs) (F1 x F2 x ...) / sqrt(width)        x: the Kronecker product
 
-The factors are Hadamard matrices, with entries of 1 and -1, for the powers of two in the width; the odd part takes a
-Hartley matrix, whose entries stay below 1.5. R itself is never computed, because a product with its factors is cheaper.
-The signs prevent a component common to all channels from accumulating in the one column without sign changes.
+The factors are Hadamard matrices, with entries of 1 and -1, for the powers of two in the width, and a Hartley matrix,
+whose entries are below 1.5, for the odd part. R itself is never computed, because products with its factors are
+cheaper. Without the signs, a component common to all channels would accumulate in the one column without sign changes.
 Source: Ashkboos et al., QuaRot (2024), section 3; Bracewell, Discrete Hartley transform (1983).
 """
 
@@ -19,10 +19,10 @@ Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
 LARGEST_POWER = 64
-"""Order of the largest Hadamard factor: a product costs the sum of the orders."""
+"""Order of the largest Hadamard factor. The cost of a product is proportional to the sum of the orders."""
 
 ROWS_AT_ONCE = 1024
-"""Number of rows that are in float64 at a time."""
+"""Number of rows that are converted to float64 at a time."""
 
 
 def rotate(x: Float32) -> Float32:
@@ -69,7 +69,7 @@ def hartley(order: int) -> Float64:
 
 @cache
 def _signs(width: int) -> Float64:
-    """Draw the signs from the generator that is the same in every release of NumPy, and divide them by sqrt(width)."""
+    """Return the signs divided by sqrt(width), from a generator whose values are the same in every release of NumPy."""
     drawn = np.random.RandomState(width).randint(0, 2, width)
     signs: Float64 = (2 * drawn - 1) / np.sqrt(width)
     return signs

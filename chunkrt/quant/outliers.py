@@ -1,7 +1,7 @@
-"""The few large values of a row, which are removed before the others are quantised to int8.
+"""The few large values of a row, which are removed before the other values are quantised to int8.
 
-One value a thousand times the median would leave too coarse a grid for the others. Dettmers et al., LLM.int8() (2022),
-section 3.2, remove channels that are fixed beforehand; here every row determines its own.
+A value a thousand times larger than the median would make the grid too coarse for the other values. Dettmers et al.,
+LLM.int8() (2022), section 3.2, remove channels that are fixed beforehand; here every row determines its own outliers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ NUM_SUMS = 64
 
 
 def take_outliers(x: Float32) -> tuple[Float32, Float32]:
-    """Split rows [T, K] into (outliers, rest), each 0 where the other is not. A row that is not finite has no outliers.
+    """Split rows [T, K] into (outliers, rest); at each place, at least one of the two is 0. A row that is not finite
+    has no outliers.
 
     The magnitudes are summed in the order of the native kernels, so that both find the same outliers.
     """

@@ -1,4 +1,4 @@
-"""Ranges: from a stream of values to the limit of their grid, in bounded memory."""
+"""Ranges: determine the limit of a grid from a stream of values, in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 PERCENTILE = 99.99
 MSE_LEVELS = 127
-"""Levels of the grid whose error is minimised: 8 bits; a 16-bit grid has hardly any error below its limit."""
+"""Levels of the 8-bit grid whose error is minimised. A 16-bit grid has hardly any error below its limit."""
 
 OCTAVES, CANDIDATES_AN_OCTAVE = 6, 24
-"""Candidate limits of mse relative to the largest magnitude, in steps of 3 %."""
+"""Candidate limits of the method "mse" relative to the largest magnitude, in steps of 3 %."""
 
 NEGLIGIBLE = 2.0**-24
 """Smallest counted magnitude, relative to the largest; smaller values are rounded to zero, and their squares are
@@ -31,21 +31,23 @@ EDGES = np.append(_STARTS.view(np.float32).astype(np.float64), 2.0**128)
 finite."""
 
 VALUES_AT_ONCE = 1 << 17
-"""Number of values that are binned together: bounds the temporary copies, and keeps them in the processor's cache."""
+"""Number of values that are binned at once, so that temporary copies are bounded and fit the processor's cache."""
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
 
 class Range:
-    """The magnitudes of one value, accumulated from a stream.
+    """The magnitudes of one value of the plan, accumulated from a stream.
 
-    absmax keeps the largest. percentile and mse count them in bins, 128 an octave, for any float32, so that the result
-    does not depend on how the stream is divided. percentile is the magnitude that exceeds 99.99 % of the values; mse is
-    the limit whose 8-bit grid has the least square error, from rounding below it and saturation above it.
+    The method "absmax" keeps the largest magnitude. The methods "percentile" and "mse" count magnitudes in bins, 128
+    per octave, for any float32, so the result does not depend on how the stream is divided. The limit by "percentile"
+    is the magnitude that exceeds 99.99 % of the values. The limit by "mse" is the one whose 8-bit grid has the least
+    squared error, which includes rounding below the limit and saturation above it.
 
-    counts: None if only the largest is kept.
-    largest: so far; infinite or not a number if a value was.
+    Attributes:
+        counts: number of magnitudes in each bin; None for "absmax".
+        largest: the largest magnitude so far; infinite or not a number if a value was.
     """
 
     def __init__(self, method: Method, *, counts: bool = True) -> None:
@@ -74,7 +76,7 @@ class Range:
         return float(min(np.float32(_least_square_error(self._counts, float(self.largest))), self.largest))
 
     def quantile(self, share: float) -> float:
-        """Return a magnitude, a float32, that at least this share of the counted values stays below."""
+        """Return a magnitude, a float32, below which at least the given share of the counted values lies."""
         assert self._counts is not None
         num_below = np.cumsum(self._counts)
         found = int(np.searchsorted(num_below, num_below[-1] * share))
@@ -82,7 +84,9 @@ class Range:
 
 
 def _least_square_error(counts: NDArray[np.int64], largest: float) -> float:
-    """Return the candidate with the least square error, assuming values evenly distributed within their bin."""
+    """Return the candidate with the least squared error, assuming that values are evenly distributed within their
+    bins.
+    """
     first = np.searchsorted(EDGES, largest * NEGLIGIBLE)
     last = int(counts.nonzero()[0][-1]) + 1
     edges = EDGES[first : last + 1]
@@ -93,7 +97,7 @@ def _least_square_error(counts: NDArray[np.int64], largest: float) -> float:
 
 
 def _integral(x: Float64, step: float) -> Float64:
-    """Integrate the square error from 0 to x, if each magnitude is rounded to a grid."""
+    """Integrate the squared error of rounding magnitudes from 0 to x to a grid."""
     levels = np.minimum(np.rint(x / step), MSE_LEVELS)
     error = x - levels * step
     integral: Float64 = levels * (step**3 / 12) + error * error * error / 3

@@ -1,12 +1,12 @@
-"""Residual scaling: a residual stream that exceeds float16 is made smaller by a power of two, in weights.
+"""Residual scaling: a residual stream that exceeds float16 is made smaller by a power of two, by changing weights.
 
-Values between linears are float16 on an NPU, whose largest is 65,504. Gemma 3's stream exceeds that. An RMSNorm is
-invariant to scale, so the complete stream can be multiplied by s = 2^-k: the embeddings, and all terms added to them,
-times s, and epsilon of the norms that read it times s^2. If norms follow the linears, as in Gemma 3, the weights of
-those norms are scaled instead of the linears'. LM heads that are tied to the embeddings are separate weights in a plan,
-read a norm, and are not scaled.
+Values between linears are float16 on an NPU. Gemma 3's stream exceeds float16's largest value, 65,504. An RMSNorm is
+invariant to scale, so the complete stream can be multiplied by s = 2^-k: the embeddings, and all terms added to the
+stream, are multiplied by s, and the epsilon of norms that read the stream is multiplied by s^2. If norms follow the
+linears, as in Gemma 3, the weights of those norms are scaled instead of the linears'. Tied LM heads are separate
+weights in a plan. They read a norm's result, and are not scaled.
 
-Powers of two are exact: no bit of a decoder's results changes, unless a value becomes subnormal in its type.
+Powers of two are exact: a decoder's results do not change unless a value becomes subnormal in its type.
 """
 
 from __future__ import annotations
@@ -28,23 +28,27 @@ from chunkrt.quant.grid import FLOAT16_MAX
 Number = TypeVar("Number", float, NDArray[np.float32])
 
 HEADROOM = 2.0
-"""Factor by which the stream may exceed its peak in calibration on other text. A 16-bit output grid has the same."""
+"""Factor by which the stream may exceed its peak in calibration on other text. 16-bit output grids have the same
+headroom.
+"""
 
 LARGEST_EXPONENT = 10
-"""Limit of k in s = 2^-k. Beyond it usual embeddings, some 2^-5, would be subnormal in float16: no scale is
-possible."""
+"""Limit of k in s = 2^-k. With a larger k usual embeddings, about 2^-5, would be subnormal in float16, so no scale is
+possible.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualScaling:
     """A scale of a decoder's residual stream, and the places where it is applied.
 
-    exponent: k of s = 2^-k; 0: nothing is scaled.
+    exponent: k of s = 2^-k; 0 if nothing is scaled.
     peak: the stream's largest magnitude in calibration, unscaled.
-    values: the plan's values by name: the stream, and all terms added to it.
+    values: names of the plan's values that are scaled: the stream, and all terms added to it.
     norms: nodes whose epsilon is multiplied by s^2.
-    writers: weights whose columns are multiplied by s. readers: linears whose rows are divided by it.
-    obstacle: the reason why a stream that needs a scale has none; empty otherwise.
+    writers: weights whose columns are multiplied by s.
+    readers: linears whose rows are divided by s.
+    obstacle: the reason why a stream that needs a scale cannot be scaled; empty otherwise.
     """
 
     exponent: int
@@ -64,7 +68,7 @@ class ResidualScaling:
         return f"{reach} and is scaled by 2^-{self.exponent}, to {self.peak * 2.0**-self.exponent:.6g}"
 
     def plan(self, plan: Plan) -> Plan:
-        """Return a plan of the decoder with the norms' epsilons scaled; the plan itself if nothing is scaled."""
+        """Return the plan with the norms' epsilons scaled; the same plan if nothing is scaled."""
         if not self.exponent:
             return plan
 
@@ -78,7 +82,7 @@ class ResidualScaling:
         return replace(plan, subgraphs=tuple(replace(s, nodes=tuple(map(scaled, s.nodes))) for s in plan.subgraphs))
 
     def folding(self, plan: Plan) -> Folding:
-        """Return the folding of the scale for a plan's weights."""
+        """Return the folding that applies the scale to a plan's weights."""
         if not self.exponent:
             return Folding()
 
@@ -108,7 +112,7 @@ class ResidualScaling:
 
 
 def residual_scaling(plan: Plan, calibration: Calibration) -> ResidualScaling:
-    """Choose a scale by calibration: the largest that leaves the stream HEADROOM below the end of float16.
+    """Choose a scale by calibration: the largest scale at which HEADROOM times the stream's peak fits float16.
 
     Then 2 * peak * 2^-k is at most 65,504, and k is 0 for streams that stay below 32,752. If values reach the stream by
     a path that cannot be scaled, or k would exceed LARGEST_EXPONENT, nothing is scaled, and `obstacle` states the
@@ -153,12 +157,14 @@ def _times(numbers: Mapping[str, Number], names: Collection[str], factor: float)
 
 
 class _ObstacleError(Exception):
-    """A node that a scale cannot pass, with the reason."""
+    """Exception for a node that prevents scaling, with the reason."""
 
 
 @dataclass
 class _Stream:
-    """Values that a scale reaches from the embeddings on, and the nodes around them; see ResidualScaling."""
+    """Search for the values that a scale affects, starting from the embeddings, and the nodes around them; see
+    ResidualScaling.
+    """
 
     flow: DataFlow
     values: set[str] = field(default_factory=set)
@@ -184,7 +190,7 @@ class _Stream:
         return ""
 
     def _made_from(self, value: str) -> list[str]:
-        """Return the values that must be scaled for this one to be scaled; weights are recorded."""
+        """Return the values that must be scaled so that this value is scaled, and record weights."""
         flow, node = self.flow, self.flow.makers.get(value)
         if node is None:
             raise _ObstacleError(f"{value!r} is an input of the decoder")
@@ -209,8 +215,9 @@ class _Stream:
         return []
 
     def _factor_of(self, product: Node) -> list[str]:
-        """Return the one factor of a product that takes the scale: an already scaled value, a weight, a linear's
-        output."""
+        """Return the factor of a product that takes the scale: a value that is already scaled, a weight, or a linear's
+        output.
+        """
         flow = self.flow
         if any(name in self.values for name in product.inputs):
             return []
@@ -229,7 +236,7 @@ class _Stream:
                 raise _ObstacleError(f"node {node.name!r} (Mul) multiplies two parts of it")
 
     def _writes(self, node: Node, name: str) -> bool:
-        """Record a weight that a node writes the stream with; return False if it has none."""
+        """Record the weight with which a node writes the stream; return False if the node has no weight."""
         flow = self.flow
         if not flow.is_weight(name):
             return False
@@ -241,7 +248,7 @@ class _Stream:
         return True
 
     def _goes_to(self, value: str) -> list[str]:
-        """Return the values that are scaled because this one is; norms and linears that read it are recorded."""
+        """Return the values that are scaled because this value is, and record the norms and linears that read it."""
         flow = self.flow
         if value == flow.plan.output:
             raise _ObstacleError(f"node {flow.makers[value].name!r} makes it the decoder's output")

@@ -1,7 +1,8 @@
-"""Rotation of the residual stream, so that no channel of it is much larger than others.
+"""Rotation of the residual stream, so that none of its channels is much larger than others.
 
-RMSNorm divides by a length, which a rotation preserves; once the linears after them have absorbed the norms' weights, a
-rotation passes through the norms. Weights that write into the stream rotate, weights that read it rotate back.
+RMSNorm divides by a length, which a rotation preserves. If the subsequent linears absorb the norms' weights, a rotation
+therefore passes through the norms. Weights that write into the stream rotate it; weights that read the stream rotate it
+back.
 Source: Ashkboos et al., QuaRot (2024), section 4; Liu et al., SpinQuant (2024), R1 in section 3.
 """
 
@@ -40,10 +41,12 @@ def rotation(plan: Plan, load: Callable[[str], Float32]) -> Folding:
 
 
 class _Stream:
-    """The values that are rotated, found from the embeddings on, and the weights around them.
+    """Search for the values that are rotated, starting from the embeddings, and the weights around them.
 
-    writers: weights whose columns are rotated. readers: linears whose rows are rotated. norms: for such a linear, the
-    weight of the norm before it, if there is one.
+    Attributes:
+        writers: weights whose columns are rotated.
+        readers: linears whose rows are rotated.
+        norms: for each such linear with a norm before it, the weight of the norm.
     """
 
     def __init__(self, flow: DataFlow) -> None:
@@ -62,7 +65,7 @@ class _Stream:
                 pending += [*self._goes_to(value), *self._made_from(value)]
 
     def _made_from(self, value: str) -> list[str]:
-        """Return the values that must be rotated for this one to be rotated."""
+        """Return the values that must be rotated so that this value is rotated."""
         flow, node = self._flow, self._flow.makers.get(value)
         if node is None:
             raise QuantizationError(f"the residual stream cannot be rotated: {value!r} is an input of the decoder")
@@ -83,7 +86,7 @@ class _Stream:
         return [name for name in node.inputs if name not in weights] if node.op == "Add" else []
 
     def _goes_to(self, value: str) -> list[str]:
-        """Return the values that are rotated because this one is."""
+        """Return the values that are rotated because this value is."""
         flow = self._flow
         if value == flow.plan.output:
             raise _refusal(flow.makers[value], "makes it the decoder's output")

@@ -1,7 +1,7 @@
 """Quantisation schemes, as data: the storage of linears' weights and the arithmetic of their products.
 
-Linears are the MatMul nodes whose right operand is a weight. Their products are sums of integers, exact on every
-backend. Values between them stay in float32, and in float16 on an NPU.
+Linears are the MatMul nodes whose right operand is a weight. Their products are sums of integers, which are exact on
+every backend. Values between linears are float32, or float16 on an NPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK_LENGTH = 32
 
 LEVELS = {8: 127, 16: 127 * 257}
 """Steps of an activation grid on each side of zero. 127 * 257 = 32639 is the largest number of two int8 digits to the
-base 256; a 16-bit integer product can therefore be computed from two of 8 bits."""
+base 256; a 16-bit integer product can therefore be computed from two 8-bit products."""
 
 
 Storage = Literal["float32", "int8", "int4", "blocks"]
@@ -42,15 +42,16 @@ class Scheme:
     activations: "dynamic", a scale for each row (token), max|x| / 127, measured at run time after the row's few
         outliers are removed, which are multiplied in float32 (`quant/outliers.py`); "static", one grid for a linear's
         input and one for its output, calibrated beforehand; None, float32.
-    activation_bits: of the linears that `wide` does not name.
-    wide: static only: the linears that lose most in 8 bits; their activations take 16 bits.
-    column_grids: static only: linears whose every output column has a grid of its own.
+    activation_bits: bits of the activations of linears that `wide` does not name.
+    wide: static only: linears whose activations take 16 bits, because they lose most accuracy in 8 bits.
+    column_grids: static only: linears with a separate grid for every output column.
     float_outputs: static only: linears whose output stays float32. Not supported on an NPU, where outputs have as many
         bits as inputs.
     shadowed: static only: linears whose 8-bit input grid holds all but the few largest values; a
         `chunkrt::ShadowLinear` on the CPU multiplies the part that exceeds the grid in float.
-    weights_of_8_bits: linears that keep 8-bit weights where others have 4. With dynamic activations this also depends
-        on the checkpoint: the scheme of a compiled engine names them all (`engine_directory/weights.py`).
+    weights_of_8_bits: linears that keep 8-bit weights when other linears have 4-bit weights. With dynamic activations
+        this also depends on the checkpoint: the scheme of a compiled engine names them all
+        (`engine_directory/weights.py`).
     equalisation: static only: fraction of the unevenness between the channels of an input that is moved into the
         weights beforehand, 0 to 1; None: off. See `quant/folding.py`.
     is_rotated: whether the residual stream is rotated beforehand, so that no channel is much larger than others.
@@ -70,7 +71,7 @@ class Scheme:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Scheme:
-        """Read the result of `dataclasses.asdict` after JSON. Raises ValueError for anything else."""
+        """Return the scheme from the result of `dataclasses.asdict` after JSON. Raises ValueError for other data."""
         scheme = msgspec.convert(data, Scheme)
         check_keys(data, Scheme)
         equalisation = scheme.equalisation
@@ -108,7 +109,7 @@ class Scheme:
         return self.storage_of(weight) == "blocks"
 
     def has_column_grids(self, weight: str) -> bool:
-        """Return whether the columns of a linear's output have grids of their own."""
+        """Return whether every column of a linear's output has a separate grid."""
         return _matches(weight, self.column_grids) and not self.has_float_output(weight)
 
     def has_float_output(self, weight: str) -> bool:
@@ -128,8 +129,10 @@ def _matches(weight: str, patterns: tuple[str, ...]) -> bool:
 DOWN_PROJ, HEAD = "*.down_proj.weight", "lm_head.weight"
 
 DEFAULT_EQUALISATION = 0.75
-"""For inputs that norms make; others get 0.5 (`quant/equalisation.py`), the LM head none. On SmolLM2-135M it halves the
-8-bit loss of qkv and gate_up compared with 0.5, SmoothQuant's choice, at no measurable cost in their weights."""
+"""Alpha of equalisation for inputs that norms make. Other inputs get 0.5 (`quant/equalisation.py`), and the LM head's
+none. On SmolLM2-135M this value halves the 8-bit loss of qkv and gate_up compared with 0.5, SmoothQuant's choice, at no
+measurable cost in their weights.
+"""
 
 SCHEMES = {
     scheme.name: scheme
@@ -137,8 +140,8 @@ SCHEMES = {
         Scheme(name="float", weight_bits=None, activations=None),
         Scheme(name="w8a8-dynamic", weight_bits=8, activations="dynamic"),
         Scheme(name="w4a8-dynamic", weight_bits=4, activations="dynamic", weights_of_8_bits=(HEAD,)),
-        # down_proj writes the massive values of the residual stream: they are in a few columns, and one grid for all
-        # columns would have to fit these.
+        # down_proj writes the massive values of the residual stream into a few columns; one grid for all columns would
+        # have to cover them.
         Scheme(name="w8a16", weight_bits=8, activations="static", activation_bits=16, column_grids=(DOWN_PROJ,)),
         Scheme(
             name="w8a8",
@@ -160,8 +163,9 @@ SCHEMES = {
 }
 
 MIXED = "mixed"
-"""Starts from w8a8; a search decides which linears take 16 bits, which of these take 4-bit weights, and which others
-have shadows."""
+"""Starting point of the search, as w8a8. The search decides which linears take 16 bits, which of these take 4-bit
+weights, and which other linears have shadows.
+"""
 
 SCHEME_NAMES = (*SCHEMES, MIXED)
 
@@ -170,14 +174,14 @@ DEFAULT_NPU_SCHEME = "w8a16"
 """Default scheme on an NPU that does not support the other default."""
 
 STATIC_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.is_static)
-"""Names of the schemes that need a calibration; an NPU runs no others."""
+"""Names of the schemes that need a calibration. An NPU runs only these."""
 
 
 def find_scheme(name: str) -> Scheme:
     """Find a scheme by name.
 
     Raises:
-        ConfigError: there is none of that name; the message offers the nearest and lists all.
+        ConfigError: no scheme has that name; the message suggests the nearest name and lists all names.
     """
     if name == MIXED:
         return replace(SCHEMES["w8a8"], name=MIXED)
@@ -203,15 +207,15 @@ DEFAULT_BUDGETS: Mapping[Search, float] = {"shadow": 0.015, "mixed": 0.01}
 
 
 CHOICE_FORMAT = 2
-"""Version of the searches' decisions; raised when they would decide differently."""
+"""Version of the searches' decisions, raised when a search would return different results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The scheme of a compilation, or the starting point of a search for one.
 
-    search: "shadow": the fewest shadows; "mixed": the most 8-bit linears; each with a mean KL divergence of at most
-        `budget` nats on the calibration text; None without a search. See `chunkrt/compile/search.py`.
+    search: "shadow" for the fewest shadows, or "mixed" for the most 8-bit linears, with a mean KL divergence of at most
+    `budget` nats on the calibration text; None without a search. See `chunkrt/compile/search.py`.
     """
 
     scheme: Scheme

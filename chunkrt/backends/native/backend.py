@@ -20,7 +20,7 @@ _FAILURES = (KeyError, ValueError, IndexError, TypeError, MemoryError)
 
 
 class NativeBackend:
-    """The C++ core on this machine's processor.
+    """Backend of the C++ core, which runs on this machine's CPU.
 
     Args:
         threads: number of threads that may compute at once, over all executables of this backend. Results do not depend
@@ -61,7 +61,7 @@ class NativeBackend:
         """Lower the subgraph to one program over the memory-mapped weights.
 
         Raises:
-            PartitionError: see `supports`; or an operator does not take operands of that shape or type.
+            PartitionError: see `supports`; or an operator does not support the shape or type of an operand.
         """
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         builder = ProgramBuilder(self._pool, chunk_length, self._times)
@@ -75,7 +75,7 @@ class NativeBackend:
 
 
 class NativeExecutable:
-    """One program; `run` passes the arrays in the order of its values."""
+    """Executable of one native program; `run` passes the arrays in the order of the program's values."""
 
     fixed_length: int | None = None
 

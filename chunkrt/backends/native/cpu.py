@@ -1,4 +1,4 @@
-"""Instruction sets of the native kernels: built, supported by this processor, and chosen."""
+"""Instruction sets of the native kernels, with their availability on this machine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from chunkrt.errors import ConfigError
 
 
 class IsaInfo(TypedDict):
-    """One instruction set.
+    """Availability of one instruction set.
 
-    `built`: this installation contains its kernels. `present`: this processor has it. `supported`: the operating system
-    also allows it.
+    Attributes:
+        built: True if this installation contains kernels for it.
+        present: True if this processor implements it.
+        supported: True if the operating system also allows it.
     """
 
     name: str
@@ -32,12 +34,13 @@ class CpuInfo(TypedDict):
 
 
 def cpu_info() -> CpuInfo:
-    """Return the processor and its kernels.
+    """Return a description of the processor and of the kernels for it.
 
     Returns:
-        `processor`: its name as reported by the operating system. `architecture`: the one that the kernels were
-            compiled for.
-        `isas`: every instruction set that chunkrt has kernels for. `selected`: the chosen one, by kernel.
+        `processor`: the processor's name as reported by the operating system.
+        `architecture`: the architecture that the kernels were compiled for.
+        `isas`: every instruction set that chunkrt has kernels for.
+        `selected`: the chosen instruction set by kernel.
 
     Raises:
         ConfigError: CHUNKRT_FORCE_ISA names an instruction set that is unknown, not built or not supported here.

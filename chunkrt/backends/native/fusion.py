@@ -1,14 +1,16 @@
-"""Fusion: sequences of nodes that a kernel computes in one step become one node.
+"""Fusion: replace sequences of nodes that a kernel computes in one step by one node.
 
     MatMul -> Add(bias) -> Add(residual)    Linear(x, weight, bias, residual)
 
 The products of a gate that form one named operator (`graph/uses.py`) are fused too.
 
-Requires: nodes in execution order. Ensures: the same bits as without fusion, except for rows of a linear's input that
-have outliers. Fusion adds the products of outliers after bias and residual, and no fusion adds them before, which
-rounds differently. Under a static scheme no linear is fused, because its result is scaled, and rounded to its grid if
-it has one, before anything is added. Nodes whose inner results are needed elsewhere are not fused. A fused node takes
-the place of its last part, where all its operands are available.
+Requires: nodes in execution order. Ensures: results that are bit-identical to those without fusion, except for rows
+of a linear's input that have outliers. The fused kernel adds the products of outliers after bias and residual, whereas
+separate nodes add them before, which rounds differently.
+
+Under a static scheme no linear is fused, because its result is scaled, and rounded to its grid if it has one, before
+another value is added. Nodes whose inner results are needed elsewhere are not fused. A fused node takes the place of
+its last part, where all its operands are available.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from chunkrt.quant.scheme import Scheme
 DOMAIN = "chunkrt.native"
 
 Match = tuple[list[Node], Node]
-"""Nodes to replace, the last one last, and the node that replaces them."""
+"""Nodes to replace, in execution order, and the node that replaces them."""
 
 
 def fuse(subgraph: Subgraph, plan: Plan, scheme: Scheme) -> list[Node]:
-    """Return the subgraph's nodes, fused where that is possible."""
+    """Return the subgraph's nodes, fused where possible."""
     matches: dict[str, Match] = {}
     for match in _Matcher(subgraph, plan, scheme).matches():
         # If one Add joins two products, the later product takes the Add and the earlier one stays unchanged.

@@ -1,4 +1,4 @@
-"""Lowering: each operator as calls on a ProgramBuilder."""
+"""Lowering: the emission of each operator by calls of a ProgramBuilder."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Lowering:
 
 
 def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
-    """Return why a node of a known operator cannot be lowered; empty if it can."""
+    """Return the reason why a node of a known operator cannot be lowered; empty if it can."""
     if node.op == "Gelu" and (approximation := node.attributes.get("approximate", "none")) != "tanh":
         return f"native supports Gelu with the tanh approximation only, not {approximation!r}"
     rank = len(plan.tensors[node.inputs[0]].shape)
@@ -228,7 +228,7 @@ def _attention(lowering: Lowering, node: Node) -> list[int]:
 
 
 def _missing_kind(node: Node) -> str:
-    """Return why native lacks the kind of a linear-attention node; empty if it has it."""
+    """Return a message if native lacks the kind of a linear-attention node; empty if it supports the kind."""
     if (kind := node.attributes["attn_type"]) in linear_attentions:
         return ""
     return f"native has no linear attention of attn_type {kind!r}; it has: {', '.join(sorted(linear_attentions))}"

@@ -1,6 +1,7 @@
 """Export of the plan to ONNX: one model for a subgraph, or for the complete decoder.
 
-The NPU compiles these models, ONNX Runtime executes them as the oracle, and `chunkrt plan --save-onnx` writes them.
+The NPU's compiler and ONNX Runtime, which serves as the oracle, take these models. `chunkrt plan --save-onnx` writes
+them to files.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, Tensor
 from chunkrt.graph.tracing import IR_VERSION, OPSET, attribute
 
 PAST = "past"
-"""Symbol for the length of a cache input; the output is longer by the new rows. In a layer with a window, the cache
-holds all positions here, not a ring."""
+"""Symbol for the length of a cache input; the cache output is longer by the new rows. In these models the cache of a
+layer with a window also holds all positions and is not a ring.
+"""
 
 PRESENT_SUFFIX = ".present"
 """Suffix of a cache's name as an output."""
@@ -28,11 +30,12 @@ _DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int64"
 
 
 def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model:
-    """Build one ONNX model of consecutive subgraphs.
+    """Build one ONNX model from consecutive subgraphs.
 
-    Ensures: inputs are the values from outside, then the caches [kv_heads, past, D] and other state; outputs are the
-    values that leave, then the caches with the new rows appended, and the new state. Weights are initializers without
-    values; see `backends/onnx/scheme.py`. Operators of our domain come with their expansions.
+    Ensures: inputs are the values that the subgraphs read from outside, then the caches [kv_heads, past, D] and other
+    state. Outputs are the values that are read outside, then the caches with the new rows appended, and the new state.
+    Weights are initializers without values; see `backends/onnx/scheme.py`. The model contains the functions that define
+    operators of chunkrt's domain.
     """
     values: dict[str, ir.Value] = {}
 
@@ -73,7 +76,7 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
 
 
 def overload(node: Node) -> str:
-    """Return the overload of the function that defines a node's operator: the one of its kind of linear attention."""
+    """Return the overload of the function that defines a node's operator: its kind of linear attention, or empty."""
     return str(node.attributes["attn_type"]) if (node.domain, node.op) == (DOMAIN, LINEAR_ATTENTION_OP) else ""
 
 
@@ -98,6 +101,8 @@ def _node(node: Node, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Va
 
 
 def _zero(name: str) -> ir.Node:
-    """Return a zero in place of an absent bias, because a function cannot test whether an input is present."""
+    """Add a zero in place of an absent bias, and return its name, because a function cannot test whether an input is
+    present.
+    """
     output = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
     return ir.Node("", "Constant", [], [ir.AttrFloat32s("value_floats", [0.0])], outputs=[output], name=name)

@@ -1,7 +1,7 @@
-"""The operators of our own domain, defined in standard ONNX.
+"""The operators of chunkrt's own domain, defined as functions in standard ONNX.
 
 Every model that uses one of these functions contains it, so any ONNX runtime can run the model and Netron can expand
-the operator. RotaryEmbedding and Attention are standard since opset 23.
+the operator. The functions use RotaryEmbedding and Attention, which are standard since opset 23.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ LinearAttention <attn_type, num_k_heads, num_v_heads, head_k_dim, head_v_dim, us
     (qkv, gate, beta, conv_weight, conv_bias, conv_state, recurrent_state) => ({outputs})
 {body}
 """
-"""Template of LinearAttention's functions: its kinds are overloads of one name."""
+"""Template of LinearAttention's functions, in which each kind is an overload of the same name."""
 
 
 @cache
@@ -240,7 +240,9 @@ def expansion(op: str, overload: str = "") -> ir.Function:
 
 
 def expansions(ops: Iterable[tuple[str, str]]) -> list[ir.Function]:
-    """Return fresh copies of functions that define operators, given as (op, overload), and of those that they use."""
+    """Return fresh copies of functions that define operators, given as (op, overload), and of the functions that these
+    call.
+    """
     found: dict[tuple[str, str], ir.Function] = {}
     pending = list(ops)
     while pending:

@@ -1,4 +1,4 @@
-"""Linears other than plain MatMuls, and experts made of them, in standard ONNX: a part of `functions.py`."""
+"""Standard ONNX functions of linears other than plain MatMuls, and of experts; a part of `functions.py`."""
 
 LINEARS = """
 <domain: "chunkrt", opset_import: ["": 23]>

@@ -1,6 +1,7 @@
 """The operators of device `npu` as ONNX, for the backends that run ONNX (`qnn`, `onnxrt`).
 
-Most are standard. Those of our own domain are functions over standard ONNX, which the model contains.
+Most operators are standard ONNX. Operators of chunkrt's own domain are functions in standard ONNX, which the model
+contains.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FUNCTIONS = ("cached_attention", "float_linear", "head_norm", "linear_attention"
 
 
 def standard(node: Node) -> None:
-    """Accept a node whose operator is standard ONNX: it is passed unchanged."""
+    """Accept a node whose operator is standard ONNX; the node is exported unchanged."""
 
 
 def expanded(node: Node) -> ir.Function:
@@ -46,7 +47,7 @@ def expanded(node: Node) -> ir.Function:
 
 
 def missing_expansion(node: Node) -> str:
-    """Return why no ONNX function exists for a node of this kind; empty if one does."""
+    """Return a message if no ONNX function defines a node's operator or kind; empty if one does."""
     from chunkrt.backends.onnx.export import overload
     from chunkrt.backends.onnx.functions import has_expansion
 

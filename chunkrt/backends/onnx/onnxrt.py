@@ -1,8 +1,9 @@
 """The onnxrt backend: subgraphs as standard ONNX on ONNX Runtime's CPU provider.
 
-It shares no code with our implementations, so it is the oracle for the others. Weights are passed without a copy; ONNX
-Runtime makes its own float32 copy of quantised ones. A cache is passed as its used part, and its new rows are then
-written in place; a ring is passed with its positions in order.
+ONNX Runtime shares no code with chunkrt's implementations, so this backend is the oracle for the other backends.
+Weights are passed without a copy; ONNX Runtime makes its own float32 copy of quantised weights. Only the used part of a
+cache is passed; the new rows of ONNX Runtime are then written into the cache. A ring is passed with its positions in
+order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from chunkrt.quant.scheme import Scheme
 
 
 class OnnxRuntimeBackend:
-    """Runs any plan on ONNX Runtime's CPU provider."""
+    """Backend that runs any plan on ONNX Runtime's CPU provider."""
 
     name = "onnxrt"
     concurrency: int | None = None
@@ -36,18 +37,18 @@ class OnnxRuntimeBackend:
     def compile(
         self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore
     ) -> Executable:
-        """Make one inference session for the subgraph and any number of rows.
+        """Create one inference session for the subgraph, for any number of rows.
 
         Raises:
             PartitionError: see `supports`.
-            CompileError: ONNX Runtime refused the model; the cause has its message.
+            CompileError: ONNX Runtime refused the model; the exception's cause states the reason.
         """
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         return OnnxRuntimeExecutable((subgraph,), plan, scheme, weights)
 
 
 class OnnxRuntimeExecutable:
-    """An inference session over consecutive subgraphs; all of them together are the unchunked decoder."""
+    """An inference session over consecutive subgraphs. Over all subgraphs of a plan it runs the unchunked decoder."""
 
     fixed_length: int | None = None
 

@@ -1,13 +1,14 @@
-"""Static linears in standard ONNX: the QDQ form, which NPU compilers read and any ONNX runtime can run.
+"""The QDQ form of static linears in standard ONNX, which NPU compilers read and any ONNX runtime can run.
 
     input -> Quantize -> Dequantize -> MatMul(., Dequantize(weight)) -> Quantize -> Dequantize [-> Mul(column limits)]
 
-Activations are unsigned with their zero in the middle, because Hexagon's matrix unit takes this form. It supports one
-grid for all columns of an output. If columns have grids of their own, the weight's scales bring them to the range
--1..1, and the Mul brings them back. An output that stays in float has neither grid nor Mul.
+Activations are unsigned with their zero in the middle, because Hexagon's matrix unit takes this form. The matrix unit
+supports one grid for all columns of an output. If columns have separate grids, the weight's scales bring the columns to
+the range -1..1, and the Mul multiplies them by their limits again. An output that stays in float has neither grid nor
+Mul.
 
-Unsigned integers have one more value below zero than above. A linear's shadow starts from the grid's last level, so a
-Max keeps the input of such a linear from that value.
+Unsigned integers have one more level below zero than above. A shadow assumes that the grid is symmetric, so a Max keeps
+the input of a linear with a shadow above that additional level.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def insert_qdq(graph: ir.Graph, linear: ir.Node, scheme: Scheme) -> None:
 
 
 class _Builder:
-    """Adds nodes in front of a node that will be replaced."""
+    """Builder of nodes in front of a node that will be replaced."""
 
     def __init__(self, graph: ir.Graph, old: ir.Node) -> None:
         self._graph = graph

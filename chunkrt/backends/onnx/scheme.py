@@ -1,4 +1,4 @@
-"""ONNX models under a scheme: their linears take the scheme's form, and their initializers get values."""
+"""ONNX models under a scheme: rewrite linears to the scheme's form, and give initializers their values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from chunkrt.quant.scheme import Scheme
 
 MINIMUM_SUFFIX = ".minimum"
 DYNAMIC_FUNCTIONS = ("TakeOutliers", "QuantizeRows", "MultiplyBlocks", "DynamicLinear", "BlockLinear")
-"""Functions of which linears with dynamic activations consist."""
+"""Functions that linears with dynamic activations call."""
 
 DYNAMIC_EXPERTS = "DynamicRoutedExperts"
 
@@ -43,9 +43,9 @@ def quantize_linears(model: ir.Model, scheme: Scheme) -> None:
 
     Requires: linears are MatMul nodes whose right operand is an initializer. Ensures: the initializers are those of
     `initializer_values`. Under a dynamic scheme each linear is a DynamicLinear or a BlockLinear, and the model contains
-    the functions that define these. Under a static scheme each is standard ONNX that quantises and dequantises its
-    input, weight and output, the form for an NPU's compiler. Routed experts are dynamic in either case. Under "float"
-    nothing changes.
+    the functions that define these. Under a static scheme each linear is standard ONNX that quantises and dequantises
+    its input, weight and output, the form for an NPU's compiler. Routed experts are dynamic in either case. Under
+    "float" nothing changes.
     """
     if scheme.weight_bits is None:
         return
@@ -104,8 +104,9 @@ def _make_experts_dynamic(model: ir.Model, node: ir.Node) -> None:
 
 
 def _complete_shadow(graph: ir.Graph, node: ir.Node, weight: ir.Value) -> None:
-    """Give a shadow its own copy of the weight's scale, because the main half may have folded its output's grid into
-    it."""
+    """Give a shadow its own copy of the weight's scale, because the output's grid of the linear may be folded into the
+    original scale.
+    """
     assert weight.shape is not None
     weight.type = ir.TensorType(ir.DataType.INT8)
     node.resize_inputs(4)
@@ -119,7 +120,9 @@ def _complete_shadow(graph: ir.Graph, node: ir.Node, weight: ir.Value) -> None:
 def initializer_values(
     plan: Plan, scheme: Scheme, weights: WeightStore, names: Collection[str]
 ) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a model's initializers: the scheme's form for linears, float32 for the rest."""
+    """Return the arrays of a model's initializers by name: in the scheme's form for linears, float32 for other
+    initializers.
+    """
     quantized = linear_weights(plan) if scheme.weight_bits else set()
     values: dict[str, NDArray[Any]] = {}
     for name in quantized.intersection(names):
@@ -154,7 +157,8 @@ def save_subgraph(
     """Write a subgraph under a scheme, with its weights, for any number of rows. Raises OSError.
 
     Args:
-        keeps_float16: keep an embedding table in float16 if it is stored so; its rows become float32 after the gather.
+        keeps_float16: keep an embedding table in float16 if it is stored in float16; its rows become float32 after the
+            gather.
     """
     model = to_onnx(plan, [subgraph], name=subgraph.name)
     quantize_linears(model, scheme)

@@ -1,18 +1,18 @@
-"""Attention over a static window of the cache, and short convolutions, in the NPU's form: standard operators of fixed
-shapes.
+"""Attention over a static window of the cache, and short convolutions, as standard operators of fixed shapes for the
+NPU.
 
     qkv -> Split -> heads -> RoPE (rows of the tables are inputs)
     scores = q (past keys | own keys)^T + mask,   output = softmax(scores) (past values | own values)
 
-A cache enters with all slots that the node's `past_slots` counts: the first positions of a full cache, or every slot of
-a ring. The mask states which slots a row sees, so their order does not matter. The rows' new keys and values leave the
-graph, and its caller writes them into the state.
+A cache is passed with the number of slots that the node's `past_slots` states: the first positions of a full cache, or
+every slot of a ring. The mask states which slots a row sees, so the order of slots does not matter. The rows' new keys
+and values are outputs of the graph, which its caller writes into the state.
 
     qkv -> Split -> before, after, x
     rows = (state | before * x),   output = after * sum over taps j of weight_j rows_(t+j)
 
-The state of a convolution enters as rows, [taps - 1, C]. All of before * x leaves, because the next state depends on
-the number of padding rows in the chunk.
+The state of a convolution is passed as rows, [taps - 1, C]. All rows of before * x are outputs, because the next state
+depends on the number of padding rows in the chunk.
 """
 
 from __future__ import annotations
@@ -68,20 +68,20 @@ def write_out(graph: ir.Graph, nodes: Sequence[Node], rows: int) -> None:
 
 @dataclass
 class _Builder:
-    """Adds nodes in front of a node that will be replaced."""
+    """Builder of nodes in front of a node that will be replaced."""
 
     graph: ir.Graph
     inputs: dict[str | None, ir.Value]
     rows: int
 
     def at(self, node: ir.Node) -> None:
-        """Add later nodes in front of this one."""
+        """Insert subsequent nodes in front of this node."""
         self._old, self._count = node, 0
 
     def head_norm(self, node: Node, old: ir.Node) -> ir.Value:
-        """Normalise the first heads of every row, and multiply each by its own weights.
+        """Normalise the first heads of every row, and multiply each head by its own weights.
 
-        Rows and heads share one axis: with more axes the NPU normalises wrongly if the last one is shorter than 64.
+        Rows and heads share one axis: with more axes the NPU normalises wrongly if the last axis is shorter than 64.
         """
         x, weight = old.inputs
         assert x is not None
@@ -131,7 +131,7 @@ class _Builder:
         return self._op("Reshape", by_row, self._ints(rows, heads * dim))
 
     def convolution(self, node: Node, old: ir.Node) -> ir.Value:
-        """Return the convolution of the state's rows followed by the chunk's, gated before and after."""
+        """Return the convolution over the state's and then the chunk's rows, with a gate before and after it."""
         qkv, _, _, weight, bias = old.inputs[:5]
         assert qkv is not None
         assert weight is not None
@@ -155,7 +155,7 @@ class _Builder:
         return self._op("Mul", after, total)
 
     def _rows_from(self, value: ir.Value, start: int) -> ir.Value:
-        """Return as many rows as the chunk has."""
+        """Return a slice with as many rows as the chunk has."""
         return self._op("Slice", value, self._ints(start), self._ints(start + self.rows), self._ints(0))
 
     def _heads(self, value: ir.Value, heads: int, dim: int) -> ir.Value:
@@ -164,7 +164,7 @@ class _Builder:
         return self._op("Transpose", by_head, perm=[1, 0, 2])
 
     def _rope(self, x: ir.Value, cos: ir.Value, sin: ir.Value, dim: int, rotary: int) -> ir.Value:
-        """Rotate halves; columns past `rotary` pass through."""
+        """Apply rotate-half RoPE to the first `rotary` columns; the other columns are unchanged."""
         half = rotary // 2
         first, second, *rest = self._split(x, [half, half, *([dim - rotary] if dim > rotary else [])])
         turned = self._op("Sub", self._op("Mul", first, cos), self._op("Mul", second, sin))
@@ -205,7 +205,7 @@ class _Builder:
         return value
 
     def _input(self, name: str, shape: Sequence[int]) -> ir.Value:
-        """Return an input of the graph; layers that need the same one share it."""
+        """Return an input of the graph, which all layers that need it share."""
         value = self.inputs.get(name)
         if value is None:
             value = self.inputs[name] = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT))

@@ -1,4 +1,4 @@
-"""The qnn backend: static subgraphs on Qualcomm's Hexagon NPU, or on its emulator."""
+"""The qnn backend, which runs static subgraphs on Qualcomm's Hexagon NPU or on its emulator."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 
 class QnnBackend:
-    """Compiles each static subgraph once for a chunk length and a SoC, and keeps the results on disk.
+    """Backend that compiles each static subgraph once for a chunk length and an SoC, and stores the results on disk.
 
     Args:
         soc: the SoC to compile for, and to run on or to emulate.
         contexts: a folder for compiled contexts, shared by all models; missing contexts are compiled into it.
         compiled: a folder that is searched first and never written: the contexts of an engine directory.
-        compiled_by: the versions of onnxruntime-qnn that compiled these contexts.
-        compiled_for: descriptions of the targets that they were compiled for.
+        compiled_by: the versions of onnxruntime-qnn that compiled the contexts in `compiled`.
+        compiled_for: descriptions of the targets of the contexts in `compiled`.
         options: settings of the NPU.
 
     Raises:
@@ -80,7 +80,7 @@ class QnnBackend:
             PartitionError: see `supports`.
             CompileError: Qualcomm's compiler failed; a package that compilation needs is not installed; a grid exceeds
                 float16.
-            DeviceLostError: the NPU refuses the context, or has no memory for its inputs and outputs.
+            DeviceLostError: the NPU refuses the context, or lacks memory for its inputs and outputs.
         """
         wrapper = self.prepare(subgraph, plan, chunk_length, scheme, weights)
         try:
@@ -141,9 +141,9 @@ class QnnBackend:
             raise CompileError(f"the NPU's compiler refuses {subgraph.name} for {self.soc.name}: {error}") from error
 
     def key(self, subgraph: Subgraph, plan: Plan, chunk_length: int, scheme: Scheme, weights: WeightStore) -> str:
-        """Return the name of a context: readable, then a hash of everything that it is compiled from.
+        """Return the name of a context: a readable prefix, then a hash of all inputs of its compilation.
 
-        Chunk lengths whose graphs have the same number of rows share it.
+        Chunk lengths whose graphs have the same number of rows share a context.
         """
         rows = graph_rows(chunk_length)
         names = {name for node in subgraph.nodes for name in (*node.inputs, *node.outputs) if name}
@@ -168,8 +168,9 @@ class QnnBackend:
 
 
 def _as_compiled(tensor: Tensor) -> dict[str, Any]:
-    """Return the properties of a tensor that affect a context: not the rows of a rotary table, which enter with every
-    chunk."""
+    """Return the properties of a tensor that affect a context. The number of rows of a rotary table is omitted, because
+    its rows are passed with every chunk.
+    """
     return asdict(replace(tensor, shape=tensor.shape[1:]) if tensor.rotary else tensor)
 
 

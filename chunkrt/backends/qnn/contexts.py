@@ -1,7 +1,7 @@
 """Compiled contexts on disk, found by a hash of their sources; a context is used only if it is complete.
 
-A context is a folder with ONNX Runtime's wrapper, Qualcomm's binary, and a record of both with their hashes, written
-last. A damaged context is never loaded.
+A context is a folder with ONNX Runtime's wrapper, Qualcomm's binary, and a record with the hashes of both files, which
+is written last. A damaged context is never loaded.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from pathlib import Path
 from chunkrt.files import fingerprint, made_once, read_json, written_aside
 
 FORMAT = 2
-"""Version of the format of contexts, and of the graphs that `model.py` makes: raised when either changes."""
+"""Version of the format of contexts, and of the graphs that `model.py` makes: raised when the format or the graphs
+change.
+"""
 
 RECORD, WRAPPER = "context.json", "context.onnx"
 log = logging.getLogger(__name__)
 
 
 class ContextFolder:
-    """A folder of contexts by key. A key is a file name."""
+    """A folder of contexts. A key is the file name of a context."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def find(self, key: str) -> Path | None:
-        """Return the wrapper of a context if it exists and is intact."""
+        """Return the path of a context's wrapper if the context exists and is intact; otherwise None."""
         folder = self.path / key
         if not folder.is_dir():
             return None
@@ -38,7 +40,8 @@ class ContextFolder:
             return None
 
     def make(self, key: str, write: Callable[[Path], None]) -> Path:
-        """Return the wrapper of a context, written now by `write(wrapper path)` unless it exists and is intact.
+        """Return the path of a context's wrapper; unless the context exists and is intact, `write(wrapper path)` writes
+        it.
 
         If several processes need the same context, one writes it and the others wait.
 
@@ -59,7 +62,7 @@ class ContextFolder:
 
 
 def _whole(folder: Path) -> Path:
-    """Return the wrapper of a context. A damaged one raises errors of several types, among them ValueError."""
+    """Return the path of a context's wrapper. A damaged context raises errors of various types."""
     record = read_json(folder / RECORD)
     if record["format"] != FORMAT:
         raise ValueError(f"its format is {record['format']}, not {FORMAT}")

@@ -1,4 +1,4 @@
-"""Execution of a compiled context: buffers are bound once, and values are converted at its edges."""
+"""Execution of a compiled context, whose buffers are bound once and whose inputs and outputs are converted."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ FLOAT16_SUFFIX = ".float16"
 
 
 NUM_PLACES = 2
-"""Number of buffer sets: while the NPU computes from one, the values of the next call enter the other."""
+"""Number of buffer sets: while the NPU computes with one set, the inputs of the next call are converted into the other.
+"""
 
 
 class Context:
-    """A context on the NPU, with its buffers and the turn that its calls take.
+    """A context on the NPU, with its buffers.
 
     Args:
-        name: the subgraph's, for messages.
+        name: the subgraph's name, for messages.
         session: a session of ONNX Runtime over a graph of `graph_rows` rows.
         inputs, outputs: shapes by name.
-        htp: the processor, whose turn calls wait for.
+        htp: the processor, which computes one call at a time.
         num_places: number of calls that can be in progress at once.
     """
 
@@ -55,7 +56,7 @@ class Context:
         return next((place for place in self._places if not place.turn.locked()), self._places[0])
 
     def compute(self, place: Place) -> Passage:
-        """Compute from the values that have entered. Raises DeviceLostError if the NPU fails."""
+        """Run the graph on the values in the buffers. Raises DeviceLostError if the NPU fails."""
         entered_ns = perf_counter_ns()
         with self._turn:
             began_ns = perf_counter_ns()
@@ -67,9 +68,10 @@ class Context:
 
 
 class Place:
-    """The float16 buffers of one call, by name, bound to the session. They never move.
+    """The float16 buffers of one call, by name, bound to the session at fixed addresses.
 
-    turn: held while a call uses them.
+    Attributes:
+        turn: lock that a call holds while it uses the buffers.
     """
 
     def __init__(self, binding: Any, inputs: Mapping[str, Sequence[int]], outputs: Mapping[str, Sequence[int]]) -> None:
@@ -89,13 +91,15 @@ class Place:
                 self._is_finite[name] = np.empty(buffer.shape, np.bool_)
 
     def enter(self, name: str, array: Array) -> None:
-        """Convert an input, whose rows come first. Raises NumberRangeError if it exceeds float16."""
+        """Convert an input into the first rows of its buffer. Raises NumberRangeError if a value exceeds float16."""
         with np.errstate(over="ignore", invalid="ignore"):  # reported as an error
             np.copyto(self.buffers[name][: len(array)], array, casting="same_kind")
         self.check_finite(name, len(array))
 
     def enter_at(self, name: str, slots: NDArray[np.int64], array: Array) -> None:
-        """Convert some of the second axis of an input. Raises NumberRangeError if it exceeds float16."""
+        """Convert a range of an input's second axis into its buffer. Raises NumberRangeError if a value exceeds
+        float16.
+        """
         with np.errstate(over="ignore"):  # reported as an error
             values = array.astype(np.float16)
         if not np.isfinite(values).all():
@@ -103,7 +107,7 @@ class Place:
         self.buffers[name][:, slots] = values
 
     def leave(self, name: str, array: Array) -> None:
-        """Convert an output, whose rows come first. Raises NumberRangeError if it exceeds float16."""
+        """Convert the first rows of an output's buffer. Raises NumberRangeError if a value exceeds float16."""
         self.check_finite(name, len(array))
         np.copyto(array, self.buffers[name][: len(array)])
 
@@ -121,7 +125,7 @@ class Place:
 
 
 class QnnExecutable:
-    """A static subgraph: it takes complete chunks."""
+    """Executable of a static subgraph, which takes complete chunks."""
 
     def __init__(self, subgraph: Subgraph, plan: Plan, chunk_length: int, session: Any, htp: Htp) -> None:
         self.fixed_length: int | None = chunk_length
@@ -133,7 +137,7 @@ class QnnExecutable:
         self._context = Context(subgraph.name, session, inputs, outputs, htp, num_places=NUM_PLACES)
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Passage:
-        """See `Executable.run`. If several threads call it, one call computes while the others convert.
+        """See `Executable.run`. If several threads call this, one call computes while the others convert values.
 
         Raises:
             DeviceLostError: the NPU failed.

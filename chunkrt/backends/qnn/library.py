@@ -1,7 +1,7 @@
 """Qualcomm's libraries: detection of the packages and of an NPU, and sessions on the NPU.
 
-`onnxruntime-qnn` is a plug-in of ONNX Runtime. On x86-64 its Hexagon library compiles for any Snapdragon and executes
-with that processor's arithmetic in emulation; on Arm it communicates with the NPU of the machine.
+`onnxruntime-qnn` is a plug-in of ONNX Runtime. On x86-64 its Hexagon library compiles for any Snapdragon and emulates
+that processor's arithmetic; on Arm it communicates with the NPU of the machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EMULATING_MACHINES = ("x86_64", "amd64")
 _OPTION = re.compile(
     rb"(?<=\0)(?:htp|qnn_context|enable|profiling|offload|skip|dump|op_packages|device)_?[a-z0-9_]+(?=\0)"
 )
-"""Prefix of the string constants that name options."""
+"""Prefix of the string constants that name options in the library."""
 
 LINUX_DEVICES = Path("/sys/devices")
 LINUX_NPU_DEVICES = ("fastrpc-cdsp", "fastrpc-cdsp-secure", "adsprpc-smd")
@@ -39,9 +39,11 @@ LINUX_NPU_DEVICES = ("fastrpc-cdsp", "fastrpc-cdsp-secure", "adsprpc-smd")
 
 @dataclass(frozen=True, kw_only=True)
 class Htp:
-    """The Hexagon Tensor Processor as ONNX Runtime lists it. Sessions are opened on `device`.
+    """The Hexagon Tensor Processor as ONNX Runtime lists it.
 
-    turn: held while it computes, because it computes one graph at a time.
+    Attributes:
+        device: the device on which sessions are opened.
+        turn: lock that a call holds while the processor computes, because it computes one graph at a time.
     """
 
     version: str
@@ -57,7 +59,7 @@ def is_installed() -> bool:
 
 
 def library_version() -> str:
-    """Return the installed plug-in's version. Raises BackendUnavailableError if there is none."""
+    """Return the installed plug-in's version. Raises BackendUnavailableError if it is not installed."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError as error:
@@ -70,7 +72,8 @@ def library_version() -> str:
 def provider_option_names() -> tuple[str, ...]:
     """Return the options of the installed plug-in's provider, read from its library; empty if it is not installed.
 
-    The plug-in has no function that lists them. Short names, which compilers put into code, are not found.
+    The plug-in has no function that lists its options. Short names, which compilers store within instructions, are not
+    found.
     """
     if not is_installed():
         return ()
@@ -93,13 +96,13 @@ def this_soc() -> Soc | None:
         if any(mark.lower() in described.lower() for mark in (soc.name, *soc.marks)):
             return soc
     raise ConfigError(
-        f"unknown SoC of this machine ({described or 'it says nothing'}); name it with `soc` ("
+        f"cannot determine the SoC of this machine ({described or 'the system reports no name'}); name it with `soc` ("
         f"{', '.join(SOCS)}), or run with `npu='native'`"
     )
 
 
 def _descriptions() -> Iterator[str]:
-    """Yield the operating system's names of the processor: from Linux's soc bus or Windows' registry."""
+    """Yield the operating system's names for the processor, from Linux's soc bus or Windows' registry."""
     for path in sorted(LINUX_DEVICES.glob("soc[0-9]*/machine")):
         yield path.read_text(errors="replace").strip()
     if sys.platform == "win32":
@@ -126,7 +129,7 @@ def has_npu() -> bool:
 
 @cache
 def open_htp() -> Htp:
-    """Load the plug-in, once a process.
+    """Load the plug-in once per process, and return the processor.
 
     Raises:
         BackendUnavailableError: it is not installed, or does not load.
@@ -163,7 +166,7 @@ def open_session(
     options: Mapping[str, str],
     write_context: Path | None = None,
 ) -> Any:
-    """Open an inference session whose nodes all run on the NPU; if one cannot, it fails.
+    """Open an inference session that runs all nodes on the NPU; it fails if a node is not supported.
 
     Args:
         model: an ONNX model, or the path of one; for a compiled context, its ONNX wrapper.
@@ -176,7 +179,7 @@ def open_session(
     import onnxruntime as ort
 
     settings = ort.SessionOptions()
-    settings.intra_op_num_threads = 1  # no node runs on the session's own threads, of which there would be one a core
+    settings.intra_op_num_threads = 1  # all nodes run on the NPU, and the default is a thread per core
     settings.log_severity_level = 4  # the exception has the relevant message
     settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     if write_context is not None:

@@ -1,7 +1,7 @@
 """The ONNX model of a static subgraph in the NPU's form.
 
-Linears are in QDQ form (`backends/onnx/qdq.py`), everything between them is float16, and shapes are fixed. Values enter
-and leave as float16: this takes half the bytes, and no range has to be calibrated for them.
+Linears are in QDQ form (`backends/onnx/qdq.py`), all values between linears are float16, and shapes are fixed. Inputs
+and outputs of the graph are float16, which takes half the bytes of float32 and needs no calibrated ranges.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from chunkrt.graph.plan import Node, Plan, Subgraph
 from chunkrt.quant.scheme import Scheme
 
 FLOAT16_OVERFLOW = 65520
-"""From this magnitude on, float16 has only infinity."""
+"""Smallest magnitude that float16 rounds to infinity."""
 
 
 def npu_model(plan: Plan, subgraph: Subgraph, chunk_length: int, scheme: Scheme, weights: WeightStore) -> bytes:
-    """Build one subgraph for chunks of exactly `chunk_length` rows, weights included, as ONNX.
+    """Build an ONNX model, with weights, of one subgraph for chunks of exactly `chunk_length` rows.
 
     Raises:
-        CompileError: the grid of a column exceeds float16. The NPU would silently clip it.
+        CompileError: the grid of a column exceeds float16, and the NPU would silently clip its values.
     """
     rows = graph_rows(chunk_length)
     model = to_onnx(plan, [subgraph], name=f"{subgraph.name}.{rows}")
@@ -60,7 +60,7 @@ def npu_model(plan: Plan, subgraph: Subgraph, chunk_length: int, scheme: Scheme,
 
 
 def _make_up_for_dropped_bits(graph: ir.Graph, linear: Node, weights: WeightStore) -> None:
-    """Add to a linear the mean of the NPU's rounding error: half of the last bits of each sum.
+    """Add the mean of the NPU's rounding error, half of the dropped bits of each sum, to a linear's result.
 
     The error has the same sign at every position, so it accumulates over the layers; this correction more than halves
     it.

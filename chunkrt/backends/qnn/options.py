@@ -47,7 +47,7 @@ SET_BY_CHUNKRT = {
     "ep.share_ep_contexts": "a context holds one subgraph and shares no weights with others",
     "offload_graph_io_quantization": "values enter and leave as float16",
 }
-"""Provider options that chunkrt alone sets, with the reasons."""
+"""Provider options that only chunkrt may set, with the reasons."""
 
 NOT_FOUND = ("rpc_control_latency", "vtcm_mb")
 """Options that the search in the library does not find."""
@@ -59,15 +59,14 @@ _WHOLE_NUMBERS = ("vtcm_mb", "rpc_control_latency_us", "graph_optimization")
 class HtpOptions:
     """Settings of the Hexagon Tensor Processor.
 
-    performance_mode: clocks and votes, one of PERFORMANCE_MODES.
-    vtcm_mb: vector tightly coupled memory that a graph may use, in MiB; by default all that the SoC has. Compiled in.
-    rpc_control_latency_us: the longest wait of a call into the NPU, in microseconds; by default the driver's.
-    graph_optimization: optimisation level of the compiler, 0 to 3; by default its own choice. Compiled in.
-    context_priority: priority of our contexts relative to those of other programs, one of CONTEXT_PRIORITIES; by
-        default
-        normal.
-    profiling_level, profiling_file: the provider's measurements, one of PROFILING_LEVELS, and the CSV file that it
-        appends them to; both or none.
+    performance_mode: clock and power mode, one of PERFORMANCE_MODES.
+    vtcm_mb: vector tightly coupled memory that a graph may use, in MiB; by default all of the SoC's. Compiled in.
+    rpc_control_latency_us: longest wait of a call into the NPU, in microseconds; by default the driver's setting.
+    graph_optimization: optimisation level of the compiler, 0 to 3; by default the compiler's choice. Compiled in.
+    context_priority: priority of contexts relative to those of other programs, one of CONTEXT_PRIORITIES; default:
+    normal.
+    profiling_level: the provider's measurements, one of PROFILING_LEVELS; needs profiling_file.
+    profiling_file: the CSV file to which the provider appends its measurements; needs profiling_level.
     more: other options of the provider, as pairs of name and value, under the provider's names. Treated as compiled in.
     """
 
@@ -106,13 +105,14 @@ class HtpOptions:
 
     @property
     def compiled_in(self) -> dict[str, str]:
-        """Options that affect contexts, besides VTCM, by the provider's names; empty unless one is set."""
+        """Options other than VTCM that affect contexts, by the provider's names; empty if none is set."""
         graph = {} if self.graph_optimization is None else {"graph_optimization": self.graph_optimization}
         return {PROVIDER_NAMES[name]: str(value) for name, value in graph.items()} | dict(sorted(self.more))
 
     def check_known(self) -> None:
-        """Raise ConfigError if the installed onnxruntime-qnn does not know an option, because its provider would ignore
-        it."""
+        """Raise ConfigError if the installed onnxruntime-qnn does not support an option, because its provider would
+        ignore it.
+        """
         known = (*provider_option_names(), *NOT_FOUND)
         for name in self.as_provider_options():
             if name not in known:

@@ -1,10 +1,10 @@
-"""SoCs that can be compiled for: the numbers of Qualcomm's compiler, and the limits on a model's size.
+"""SoCs that contexts can be compiled for, with Qualcomm's numbers and the limits on a model's size.
 
-Numbers are those of `Qnn_SocModel_t` in Qualcomm's QnnTypes.h, or of its compiler for newer SoCs. The compiler of
-onnxruntime-qnn 2.7.0 writes its data about the target into each context: name, minimum architecture, VTCM and memory
-limit come from there, and tests compare them again. Where other sources contradict the compiler, it takes precedence
-(some call SM8735 a v79; the compiler reports v73, without float16). Products, cores and RAM are public knowledge and
-not checked here.
+The numbers come from `Qnn_SocModel_t` in Qualcomm's QnnTypes.h, or from its compiler for newer SoCs. The compiler of
+onnxruntime-qnn 2.7.0 writes its data about the target into each context. Names, minimum architectures, VTCM and memory
+limits come from these data, and tests compare them. Where other sources contradict the compiler, the compiler takes
+precedence (some sources call SM8735 a v79; the compiler reports v73, without float16). Products, cores and RAM come
+from public sources and are not checked.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ GB = 10**9
 class Soc:
     """A system on a chip with a Hexagon NPU.
 
-    name: Qualcomm's name, e.g. "SM8650". products: its product names, without "Snapdragon". marks: prefixes of the name
-        that operating systems report, if it differs.
-    soc_model: its number in Qualcomm's headers. htp_arch: the version of its tensor processor, e.g. 75 for v75.
-    vtcm_bytes: the NPU's own fast memory.
-    npu_window_bytes: total bytes that one session on the NPU can address: the compiler's own limit.
+    name: Qualcomm's name, e.g. "SM8650".
+    products: its product names, without "Snapdragon".
+    marks: prefixes of the names that operating systems report, if they differ from `name`.
+    soc_model: its number in Qualcomm's headers.
+    htp_arch: the version of its tensor processor, e.g. 75 for v75.
+    vtcm_bytes: size of the NPU's own fast memory.
+    npu_window_bytes: number of bytes that one session on the NPU can address, according to the compiler.
     num_cores: number of CPU cores.
-    typical_ram_bytes: RAM of typical devices with it. An estimate.
+    typical_ram_bytes: estimated RAM of typical devices with this SoC.
     """
 
     name: str
@@ -99,14 +101,15 @@ SOCS = {
 }
 
 WITHOUT_FLOAT16 = {"SM8350": "888", "SM8635": "8s Gen 3", "SM8735": "8s Gen 4", "QCS6490": ""}
-"""SoCs whose NPU computes in integers alone, by name, with the product; values between linears need float16."""
+"""Product names, by name, of SoCs whose NPU does not support float16, which values between linears need."""
 
 
 def find_soc(name: str) -> Soc:
-    """Find a SoC by its own or a product's name, ignoring case: "SM8650", "8gen3", "sd8gen3", "Snapdragon 8 Gen 3".
+    """Find an SoC by its name or a product's name, ignoring case: "SM8650", "8gen3", "sd8gen3", "Snapdragon 8 Gen 3".
 
     Raises:
-        ConfigError: no SoC has that name, or its NPU has no float16; the message offers the nearest and lists all.
+        ConfigError: no SoC has that name (the message suggests the nearest name and lists all names), or the SoC's NPU
+            does not support float16.
     """
     known = {_plain(alias): soc for soc in SOCS.values() for alias in (soc.name, *soc.products, *soc.marks)}
     if soc := known.get(_plain(name)):

@@ -1,9 +1,9 @@
 """Operators and products that the NPU supports, checked before compilation.
 
-The table lists the operators that Qualcomm's compiler accepts and computes for v69 to v81. A product of 8-bit
+The tables list the operators that Qualcomm's compiler accepts and computes correctly for v69 to v81. A product of 8-bit
 activations is within one step of its output's grid of the exact integer sum. A product of 16-bit activations drops the
-last 8 bits of the sum: it is within one step and 256 * input step * weight's scale, downwards. On v69 it additionally
-deviates by up to 1/1000 of the grid's range.
+last 8 bits of the sum: the result is lower than the exact sum by at most 256 * input step * weight's scale, plus one
+step of its output's grid. On v69 the result additionally deviates by up to 1/1000 of the grid's range.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from chunkrt.graph.static_attention import HEAD_NORM_OP, PAST_SLOTS
 from chunkrt.quant.scheme import BLOCK_LENGTH, STATIC_SCHEMES, Scheme
 
 OPERATORS = ("Add", "Gelu", "MatMul", "Mul", "RMSNormalization", "Sigmoid", "Split")
-"""Operators of standard ONNX; all but MatMul in float16. The NPU computes Gelu the same for any `approximate`: the
-exact
+"""Operators of standard ONNX; all except MatMul compute in float16. The NPU ignores Gelu's `approximate`: the exact
 form and the tanh form differ by less than 0.0005, and the steps of float16 around 2 are 0.002."""
 
 LINEARS = {(8, 8), (16, 8), (16, 4)}
-"""Bits of activations and weights that the matrix unit multiplies; 4-bit weights in blocks."""
+"""Pairs of bits of activations and weights that the matrix unit multiplies; 4-bit weights are in blocks."""
 
 MEAN_DROPPED = 255 / 2
-"""Factor of the dropped bits: a sum of 16-bit products loses its last 8 bits."""
+"""Value of the lowest bit that is kept: a sum of 16-bit products loses its last 8 bits."""
 
 ROWS_MULTIPLE = 32
-"""Divisor of the number of rows in every compiled graph. Other numbers are silently computed wrongly: 16 rows of a
-gated
-feed-forward with 16-bit activations, and the last 8-bit values if their number is not a multiple of 128 bytes."""
+"""Divisor of the number of rows in every compiled graph. The NPU silently returns wrong
+values for other numbers: for 16 rows of a gated feed-forward with 16-bit activations, and for the last 8-bit values if
+their number is not a multiple of 128."""
 
 DEPTH_MULTIPLE_OF_8_BITS = 4
-"""Divisor of the depth with which 8-bit values fill multiples of 128 bytes at ROWS_MULTIPLE rows."""
+"""Divisor of the depth of linears with 8-bit activations: with ROWS_MULTIPLE rows, the number of values is then a
+multiple of 128.
+"""
 
 _STATIC = ", ".join(STATIC_SCHEMES)
 
 
 def graph_rows(chunk_length: int) -> int:
-    """Return the number of rows of the graph for a chunk length; the rows after the chunk's are padding."""
+    """Return the number of rows of the graph for a chunk length; the rows after those of the chunk are padding."""
     return -(-chunk_length // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
 
 def npu_support(subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
-    """Return whether the NPU can run a subgraph under a scheme; if not, the first unsupported node."""
+    """Return whether the NPU can run a subgraph under a scheme, and the first unsupported node if it cannot."""
     for node in subgraph.nodes:
         if reason := _refusal(node, plan, scheme):
             return Support(ok=False, node=node.name, reason=reason)

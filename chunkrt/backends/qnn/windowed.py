@@ -1,8 +1,9 @@
-"""Execution of a context with attention over a static window: its inputs from the state, and its results for the state.
+"""Execution of a context with attention over a static window, whose inputs and outputs include parts of the state.
 
-The state belongs to the caller. Before a run, the slots that the graph sees are copied into its buffers, together with
-masks and rows of the rotary tables; slots that are still there from the previous run are not copied again. After a
-successful run the new rows are written into both. The few rows of a convolution's state are copied every time.
+The caller owns the state. Before a run, the slots that the graph sees are copied into its buffers, together with masks
+and rows of the rotary tables. Slots that the buffers still hold from the previous run are not copied again. After a
+successful run the new rows are written into the state and the buffers. The few rows of a convolution's state are copied
+every time.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
 from chunkrt.graph.static_attention import is_convolution, static_slots
 
 NEW_SUFFIX, ROWS_SUFFIX = ".new", ".rows"
-"""Suffixes of a state's output for its new rows, and of a rotary table's input for its rows of the chunk."""
+"""Suffixes of names: of the output with a state's new rows, and of the input with the chunk's rows of a rotary table.
+"""
 
 HIDDEN = np.float16(-30000)
-"""Term added to the score of a slot that a row does not see. No float16 sum of a score with it is infinite, and its
-exponential is 0."""
+"""Term added to the score of a slot that a row does not see. The sum with a score is finite in float16, and its
+exponential is 0.
+"""
 
 
 def mask_name(node: Node) -> str:
@@ -38,11 +41,12 @@ def mask_name(node: Node) -> str:
 class WindowEdges:
     """Inputs and outputs of a graph with attention.
 
-    values: values between subgraphs. tables: rotary tables, whose rows of the chunk enter. masks: one node that uses
-    each
-        mask. caches: caches and rings, with the slots that the graph sees. convolutions: their states, which enter as
-        rows.
-    inputs, outputs: shapes of all by name; float16.
+    values: values between subgraphs.
+    tables: rotary tables; the chunk's rows of each are an input.
+    masks: by name of the mask, a node that uses it.
+    caches: caches and rings, with the number of slots that the graph sees.
+    convolutions: states of convolutions, which are passed as rows.
+    inputs, outputs: shapes of all float16 inputs and outputs by name.
     """
 
     def __init__(self, subgraph: Subgraph, plan: Plan, rows: int) -> None:
@@ -78,8 +82,9 @@ NOTHING = Held(None, 0)
 
 
 class WindowedExecutable:
-    """A subgraph with attention or convolutions. It takes any number of rows up to the chunk length, and pads them
-    itself."""
+    """Executable of a subgraph with attention or convolutions. It takes any number of rows up to the chunk length, and
+    pads the chunk itself.
+    """
 
     fixed_length: int | None = None
 
@@ -92,7 +97,8 @@ class WindowedExecutable:
         self._values, self._masks, self._caches = edges.values, edges.masks, edges.caches
         self._convolutions = edges.convolutions
         self._tables = {name: weights.array(name) for name in edges.tables}
-        # The state orders the chunks of a sequence, so nothing of the next chunk could enter while one is computed.
+        # The state orders the chunks of a sequence, so the next chunk's inputs cannot be converted while a chunk is
+        # computed.
         self._context = Context(subgraph.name, session, edges.inputs, edges.outputs, htp, num_places=1)
         self._held = NOTHING
 
@@ -143,7 +149,7 @@ class WindowedExecutable:
         return passage
 
     def _copy(self, place: Place, inputs: Mapping[str, Array], start: int, end: int) -> None:
-        """Copy the state's positions that the graph sees. Raises NumberRangeError if they exceed float16."""
+        """Copy the positions of the state that the graph sees. Raises NumberRangeError if a value exceeds float16."""
         for cache, past in self._caches.items():
             size = inputs[cache].shape[1]
             slots = np.arange(max(start, end - size), end) % size
@@ -151,8 +157,9 @@ class WindowedExecutable:
             place.enter_at(cache, slots, inputs[cache][:, slots])
 
     def _mask(self, mask: NDArray[np.float16], node: Node, position: int, num_rows: int) -> None:
-        """Return the mask: 0 if a row sees a slot or a row of the chunk, else HIDDEN. Padding sees the same as the last
-        row."""
+        """Return the mask: 0 if a row sees a slot or a row of the chunk, else HIDDEN. Rows of padding have the mask of
+        the last row.
+        """
         past, window = static_slots(node), int(str(node.attributes["window"]))
         slots = np.arange(past)
         # the last earlier position in each slot; negative if there is none

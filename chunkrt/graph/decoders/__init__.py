@@ -51,14 +51,14 @@ PREDICTION_TENSORS = re.compile(r"^mtp\.")
 """Tensors of heads that predict several tokens at once, which Transformers omits as well."""
 
 PLUGINS: PluginGroup[Builder] = PluginGroup("chunkrt.decoders", error=UnsupportedModelError, own=FAMILIES)
-"""Builders of plug-ins, by model_type; a builder's attribute `defaults`, if it has one, holds the family's defaults."""
+"""Plug-ins' builders by model_type. A builder's optional attribute `defaults` holds the family's defaults."""
 
 BODY_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
 """Prefixes of the body's tensors: "" is that of Transformers' `AutoModel`, the others are those of composite models."""
 INNER_HEAD = "language_model.lm_head."
 
 UNUSED_TENSORS = re.compile(r"rotary_emb\.inv_freq|^(language_model\.)?lm_head\.weight$")
-"""Buffers that old exports hold although the config determines them; and the equal copy of a tied LM head."""
+"""Tensors that may be ignored: buffers of old exports that the config determines, and the copy of a tied LM head."""
 
 
 def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
@@ -69,7 +69,7 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
 
     Raises:
         UnsupportedModelError: the architecture, or a feature of it, is not implemented.
-        ModelError: a tensor is missing, has another shape than the config requires, or is not read.
+        ModelError: a tensor is missing, has a shape that differs from the config's, or is not read.
         ConfigError: the ranks cannot share a linear evenly.
     """
     decoder, _ = make_decoder(source, ranks)
@@ -106,7 +106,7 @@ def describe_family(model_type: str) -> str:
 
 
 def find_family(model_type: str) -> Family | None:
-    """Return the family of a model_type, ours or a plug-in's; None if there is none.
+    """Return the family of a model_type, chunkrt's or a plug-in's; None if the model_type is unknown.
 
     Raises:
         UnsupportedModelError: the plug-in is broken.
@@ -118,7 +118,7 @@ def find_family(model_type: str) -> Family | None:
 
 
 def _told(plugin: Plugin[Builder], build: Builder) -> Builder:
-    """Return a plug-in's builder, whose errors name it."""
+    """Return a plug-in's builder, wrapped so that its errors name the plug-in."""
 
     @wraps(build)
     def built(config: DecoderConfig) -> Module:
@@ -137,7 +137,7 @@ def _told(plugin: Plugin[Builder], build: Builder) -> Builder:
 
 
 def make_decoder(source: TensorSource, ranks: Ranks = ALONE) -> tuple[Module, DecoderConfig]:
-    """Build the module tree of a checkpoint's config, regardless of its tensors; and return the config as it was read.
+    """Build the module tree of a checkpoint's config, regardless of its tensors; also return the config as it was read.
 
     Raises:
         UnsupportedModelError: the architecture, or a feature of it, is not implemented.
@@ -158,9 +158,10 @@ def make_decoder(source: TensorSource, ranks: Ranks = ALONE) -> tuple[Module, De
 def find_tensors(decoder: Module, source: TensorSource) -> None:
     """Make a decoder's parameters read tensors under the checkpoint's names.
 
-    A prefix may differ. If the checkpoint has only one tensor for a tied LM head and its table, both read it. If it has
-    two and they differ, the LM head was trained separately and the config is stale: both are read, with a warning.
-    Transformers 5 and llama.cpp's converter do the same.
+    A prefix of the names may differ. If the checkpoint has only one tensor for a tied LM head and its table, both
+    parameters read it. If the checkpoint has two tensors that differ, the LM head was trained separately and the config
+    is stale: each parameter reads its own tensor, and a warning is logged. Transformers 5 and llama.cpp's converter do
+    the same.
     """
     found = _stored_names(source)
     for module in decoder.modules():
@@ -182,7 +183,9 @@ def find_tensors(decoder: Module, source: TensorSource) -> None:
 
 
 def _stored_names(source: TensorSource) -> dict[str, str]:
-    """Return the checkpoint's name of each tensor, by itself and by the name in a causal text decoder."""
+    """Map each tensor's name in the checkpoint, and its name in a causal text decoder, to the name in the
+    checkpoint.
+    """
     names = source.names()
     stored = {name: name for name in names}
     prefix = next((p for p in BODY_PREFIXES if any(name.startswith(f"{p}layers.0.") for name in names)), None)
@@ -197,14 +200,13 @@ def _stored_names(source: TensorSource) -> dict[str, str]:
 
 
 def _is_body_alone(source: TensorSource) -> bool:
-    """Return True if a checkpoint has no LM head, as Transformers' `AutoModel` saves embedding models."""
+    """Return whether a checkpoint lacks an LM head, like the embedding models that Transformers' `AutoModel` saves."""
     names = source.names()
     return "embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
 def match_tensors(parameters: Iterable[Parameter], source: TensorSource) -> tuple[dict[str, str], list[str]]:
-    """Return the tensors that the checkpoint lacks, with the parameter that needs each; and those that no parameter
-    reads."""
+    """Return two results: missing tensors with the parameters that need them, and tensors that no parameter reads."""
     present = set(source.names())
     needed = {t: p.name for p in parameters for t in p.checkpoint_tensors}
     missing = {name: parameter for name, parameter in needed.items() if name not in present}

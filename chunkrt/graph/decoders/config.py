@@ -1,6 +1,6 @@
 """Configuration of a decoder family, read from Hugging Face's config keys and validated.
 
-A key that would change the result and is not implemented is refused by name; no key is silently ignored.
+A key that would change the result and is not implemented is refused by name; no such key is silently ignored.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from chunkrt.graph.rope import LARGEST_FLOAT, LONGEST_CONTEXT, inverse_frequenci
 from chunkrt.graph.shares import HeadShare, share_heads
 
 LARGEST_SIZE = 2**20
-"""Limit of all counts of a config except positions: a config with more is damaged, and no array of that size is
-made."""
+"""Limit of all counts of a config except positions. A config that exceeds it is damaged; the check prevents the
+allocation of huge arrays.
+"""
 ROPE_DIVISOR = "rope_freqs.weight"
 ACTIVATIONS = {
     "silu": "silu",
@@ -36,11 +37,15 @@ ACTIVATIONS = {
 class DecoderConfig:
     """Fields common to most families: sizes in elements, counts, and switches; names as in the glossary.
 
-    `activation`: "silu" or "gelu_tanh". `sliding_window`: number of keys that a row of a layer with a window sees; 0 if
-    there is no such layer, or if the window covers the context. `norm_offset`: offset that norms add to their weights;
-    1 in families that multiply by 1 + w, unless the checkpoint holds that sum. `raw`: the complete config; a family
-    reads its own keys by `count`, `number`, `flag` and `layer_types`. `where`: the checkpoint's name, for messages.
-    `ranks`: the rank that this decoder is for; sizes and counts cover all ranks together.
+    Attributes:
+        activation: "silu" or "gelu_tanh".
+        sliding_window: number of keys that a row of a layer with a window sees; 0 if no layer has a window, or if the
+            window covers the context.
+        norm_offset: offset that norms add to their weights; 1 in families that multiply by 1 + w, unless the checkpoint
+            holds that sum.
+        raw: the complete config; a family reads its own keys by `count`, `number`, `flag` and `layer_types`.
+        where: the checkpoint's name, for messages.
+        ranks: the rank that this decoder is for; sizes and counts cover all ranks together.
     """
 
     hidden_size: int
@@ -63,12 +68,12 @@ class DecoderConfig:
 
     @cached_property
     def heads(self) -> HeadShare:
-        """The rank's attention heads."""
+        """Attention heads of the decoder's rank."""
         return share_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.ranks)
 
     @cached_property
     def inverse_frequencies(self) -> NDArray[np.float64]:
-        """Inverse frequencies of RoPE, float64 [rotary_dim / 2], under the one rule that most configs have.
+        """Inverse frequencies of RoPE, float64 [rotary_dim / 2], for configs with one rule for all layers.
 
         Raises:
             UnsupportedModelError, ModelError: see `rope.inverse_frequencies`.
@@ -98,12 +103,13 @@ class DecoderConfig:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return a switch. Raises ModelError if it is neither true nor false."""
+        """Return a boolean key. Raises ModelError if it is neither true nor false."""
         return _flag(self.raw, self.where, key, default)
 
     def layer_indices(self, key: str) -> Sequence[int]:
-        """Return some layers, by their indices; None if the config has no such key. Raises ModelError if it is not a
-        list."""
+        """Return a key's list of layer indices; None if the config lacks the key. Raises ModelError if the value is not
+        such a list.
+        """
         indices = self.raw.get(key)
         if indices is None:
             return ()
@@ -115,8 +121,8 @@ class DecoderConfig:
         """Return the kind of each layer from the config's `layer_types`.
 
         Raises:
-            ModelError: it is not a list with a word for each layer.
-            UnsupportedModelError: the family does not know a word.
+            ModelError: `layer_types` is not a list with a word for each layer.
+            UnsupportedModelError: the family does not support a word.
         """
         types = self.raw.get("layer_types") or default
         if not isinstance(types, Sequence) or len(types) != self.num_layers:
@@ -130,7 +136,8 @@ class DecoderConfig:
         return types
 
     def sliding_layers(self, rule: Callable[[int], bool]) -> list[bool]:
-        """Return which layers see only a window: from `layer_types`, or if it is absent by a rule on the layer's index.
+        """Return for each layer whether it has a sliding window, by `layer_types` or, if that key is absent, by a rule
+        on the layer's index.
 
         Raises:
             ModelError, UnsupportedModelError: see `layer_types`.
@@ -140,7 +147,7 @@ class DecoderConfig:
         return [kind == "sliding_attention" for kind in types]
 
     def refuse(self, **settings: bool) -> None:
-        """Refuse features in the config that the family does not have. Raises UnsupportedModelError."""
+        """Raise UnsupportedModelError for features in the config that the family does not support."""
         if asked := [name for name, is_asked in settings.items() if is_asked]:
             value = self.raw.get(asked[0])
             raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""A mixture of experts: a router picks a few feed-forwards for each row; a shared one takes every row.
+"""Mixtures of experts: a router picks a few feed-forwards for each row, and a shared feed-forward takes every row.
 
 Source: Hugging Face's `Qwen3NextSparseMoeBlock`; Shazeer et al., The Sparsely-Gated Mixture-of-Experts Layer (2017).
 """
@@ -20,7 +20,7 @@ MOST_EXPERTS = 4096
 
 
 class SparseMixture(Module):
-    """The routed experts, plus the shared one times the sigmoid of its own gate. Router and gate are on the CPU."""
+    """The routed experts, plus the shared expert times the sigmoid of its gate. Router and gate run on the CPU."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class SparseMixture(Module):
 
 
 class Gate(Module):
-    """Product hidden @ weight, in float32 under every scheme. Runs on the CPU unless placed."""
+    """The product hidden @ weight, in float32 under every scheme. It runs on the CPU unless placed."""
 
     def __init__(self, width: int, num_columns: int) -> None:
         super().__init__()
@@ -60,10 +60,10 @@ class Gate(Module):
 
 
 class Experts(Module):
-    """The routed feed-forwards. Run on the CPU unless placed.
+    """The routed feed-forwards. They run on the CPU unless placed.
 
     Raises:
-        ModelError: the router would pick more than there are.
+        ModelError: the router would pick more experts than the model has.
     """
 
     def __init__(self, config: DecoderConfig, num_experts: int) -> None:

@@ -46,7 +46,7 @@ def gemma3(config: DecoderConfig) -> Module:
 
 
 class GemmaBody(Body):
-    """The stack of layers, with separate tables for those with a window."""
+    """The stack of layers, with separate rotary tables for layers with a window."""
 
     def __init__(self, config: DecoderConfig) -> None:
         pattern = config.count("sliding_window_pattern", 6)
@@ -60,7 +60,7 @@ class GemmaBody(Body):
 
 
 class GemmaLayer(Module):
-    """Attention and feed-forward, each between two norms and added back to the residual stream."""
+    """Attention and feed-forward; each has a norm before and after it, and is added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, rope: RotaryTables, window: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class GemmaDecoder(CausalDecoder):
 
 
 class SoftCap(Module):
-    """Soft cap of logits: cap * tanh(logits / cap). Runs on the CPU unless placed."""
+    """Soft cap of logits: cap * tanh(logits / cap). It runs on the CPU unless placed."""
 
     def __init__(self, width: int, cap: float) -> None:
         super().__init__()
@@ -108,8 +108,9 @@ class SoftCap(Module):
 
 
 def _tables(config: DecoderConfig) -> tuple[RotaryTables, RotaryTables]:
-    """Return RoPE's parameters of layers that see everything, which a scaling rule applies to, and of those with a
-    window."""
+    """Return RoPE's parameters of layers without a window, to which a scaling rule applies, and of layers with a
+    window.
+    """
     sections = config.raw.get("rope_parameters") or {}
     kinds = ("full_attention", "sliding_attention")
     if not isinstance(sections, Mapping) or not sections.keys() <= set(kinds):

@@ -1,6 +1,6 @@
 """LFM2: gated short convolutions, with occasional layers of grouped-query attention.
 
-Every layer has a SwiGLU feed-forward; q and k have norms of their own; the LM head shares the embedding's table.
+Every layer has a SwiGLU feed-forward, heads of q and k are normalised, and the LM head shares the embedding's table.
 Source: Hugging Face's `Lfm2ForCausalLM`.
 """
 
@@ -37,7 +37,9 @@ def lfm2(config: DecoderConfig) -> Module:
 
 
 def _feed_forward_size(config: DecoderConfig) -> int:
-    """Return the width between gate and down; older configs give it before it is reduced to 2/3 and rounded up."""
+    """Return the width between gate and down. Older configs state the width before it is reduced to 2/3 and rounded
+    up.
+    """
     size = config.count("block_ff_dim", config.intermediate_size)
     if not config.flag("block_auto_adjust_ff_dim", True):
         return size
@@ -48,8 +50,9 @@ def _feed_forward_size(config: DecoderConfig) -> int:
 
 
 class ShortConvolution(Module):
-    """Gated convolution out_proj(C * convolve(B * x)), where B, C and x are the thirds of in_proj. Complete on every
-    rank."""
+    """Gated convolution out_proj(C * convolve(B * x)), where B, C and x are the thirds of in_proj. It is complete on
+    every rank.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -76,7 +79,9 @@ class ShortConvolution(Module):
 
 
 class Layer(Module):
-    """Convolution or attention, then the feed-forward, each on a normalised input and added back."""
+    """Convolution or attention, then the feed-forward; each takes a normalised input and is added to the residual
+    stream.
+    """
 
     def __init__(self, config: DecoderConfig, rope: RotaryTables, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The Llama family: SmolLM2, Llama 2 and 3, TinyLlama; and Mistral, whose layers may see only a window.
+"""The Llama family (SmolLM2, Llama 2 and 3, TinyLlama), and Mistral, whose layers may have a sliding window.
 
 Pre-norm blocks of grouped-query attention with RoPE and a SwiGLU feed-forward; the LM head may share the embedding's
 table. Source: Touvron et al., LLaMA (2023), section 2.2; Hugging Face's `LlamaForCausalLM`, `MistralForCausalLM`.
@@ -15,13 +15,13 @@ MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 
 
 def llama(config: DecoderConfig) -> Module:
-    """Build a decoder whose layers see all earlier tokens."""
+    """Build a decoder whose layers attend to all earlier tokens."""
     config.refuse(sliding_window=config.sliding_window > 0)
     return mistral(config)
 
 
 def mistral(config: DecoderConfig) -> Module:
-    """Build a decoder whose layers all see a window, if the config has one."""
+    """Build a decoder whose layers all have a sliding window, if the config states one."""
     rope = RotaryTables(config.full_inverse_frequencies, config.context_length, divisor=config.rope_divisor)
     has_bias = config.flag("attention_bias")
 

@@ -24,9 +24,9 @@ class Attention(Module):
     """Grouped-query self-attention with RoPE, over a rank's heads.
 
     Args:
-        rotary: tables of another module, shared by layers.
+        rotary: module of the rotary tables, shared by layers.
         qkv: the projection to q | k | v; by default that of the checkpoint's q_proj, k_proj and v_proj.
-        norm: of single heads of q and k before RoPE.
+        norm: norm of single heads of q and k before RoPE.
         output: the projection of the heads' results; by default the checkpoint's o_proj.
         scale: factor of the scores; by default head_dim^-1/2.
         window: number of keys that a row sees, its own included; 0 for all earlier keys.
@@ -97,7 +97,9 @@ class FeedForward(Module):
 
 
 def output_projection(config: DecoderConfig, name: str = "", *, bias: bool = False) -> RowParallelLinear:
-    """Return the projection of a rank's head results. `name`: the checkpoint's, if it differs from the module's."""
+    """Return the projection of the results of a rank's heads. `name` is the checkpoint's name, if it differs from the
+    module's.
+    """
     columns, hidden = config.heads.q_columns, config.hidden_size
     return RowParallelLinear(columns.size, {name: hidden} if name else hidden, config.ranks, depth=columns, bias=bias)
 
@@ -114,9 +116,9 @@ def head_norm(config: DecoderConfig) -> HeadNorm:
 
 
 class Layer(Module):
-    """Attention and feed-forward, each on a normalised input and added back to the residual stream.
+    """Attention and feed-forward; each takes a normalised input and is added to the residual stream.
 
-    `mixer` is attention, or the family's replacement for it under the name of `mixer_name`.
+    `mixer` is attention or the family's replacement for attention; `mixer_name` is its name in the checkpoint.
     """
 
     def __init__(self, config: DecoderConfig, mixer: Module, mlp: Module, *, mixer_name: str = "self_attn") -> None:
@@ -134,9 +136,11 @@ class Layer(Module):
 
 
 class Body(Module):
-    """Embedding, the layers, the final norm: the modules under "model." in Hugging Face's names.
+    """Embedding, layers and final norm: the modules under "model." in Hugging Face's names.
 
-    `rope`: the tables of all layers, or of one kind of them. `embedding_scale`: factor of the embeddings.
+    Args:
+        rope: the rotary tables of all layers, or of one kind of layers.
+        embedding_scale: factor of the embeddings.
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class Body(Module):
 
 
 class CausalDecoder(Module):
-    """Token ids [T] to logits [R, vocab] of the requested rows.
+    """Decoder that computes logits [R, vocab] of the requested rows from token ids [T].
 
     `body` maps token ids to normalised hidden rows; its `embed_tokens` is also the LM head's table if they are tied.
     """
@@ -170,9 +174,9 @@ class CausalDecoder(Module):
         self.lm_head = ReplicatedLinear(config.hidden_size, config.vocab_size, tied_to=tied_to).to("cpu")
 
     def leave_out_head(self) -> None:
-        """Use the table in place of an LM head that the checkpoint lacks. Call it on a named decoder.
+        """Use the embedding's table in place of an LM head that the checkpoint lacks. Call this on a named decoder.
 
-        The logits must not be read then (`Plan.has_head`).
+        The logits are then not valid (`Plan.has_head`).
         """
         self._has_head = False
         self.lm_head.tie_to(*self._embedding)

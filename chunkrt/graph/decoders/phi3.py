@@ -1,6 +1,6 @@
 """Phi-3, 3.5 and Phi-4-mini: the Llama family with q, k and v, and gate and up, each merged in the checkpoint.
 
-RoPE may rotate a part of every head, and be stretched for long contexts; all layers may see only a window.
+RoPE may rotate only a part of every head, and may be stretched for long contexts. Layers may have a sliding window.
 Source: Abdin et al., Phi-3 Technical Report (2024), section 2; Hugging Face's `Phi3ForCausalLM`.
 """
 
@@ -14,11 +14,11 @@ from chunkrt.graph.rope import RotaryTables, longrope_tables, rope_parameters
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 LONGROPE = ("longrope", "su", "yarn")
-"""Names of one scaling rule in configs of this family."""
+"""Names of the longrope rule in configs of this family."""
 
 
 def phi3(config: DecoderConfig) -> Module:
-    """Build a decoder whose layers all see a window, if the config has one."""
+    """Build a decoder whose layers all have a sliding window, if the config states one."""
     rope = _tables(config)
     hidden, inner = config.hidden_size, config.intermediate_size
 

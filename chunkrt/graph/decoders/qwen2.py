@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: the Llama family with biases on q, k and v.
 
-Later layers may see only a window. Source: Yang et al., Qwen2 Technical Report (2024), section 2.2; Hugging Face's
+Later layers may have a sliding window. Source: Yang et al., Qwen2 Technical Report (2024), section 2.2; Hugging Face's
 `Qwen2ForCausalLM`.
 """
 
@@ -15,7 +15,7 @@ DEFAULTS = {"sliding_window": 4096}
 
 
 def qwen2(config: DecoderConfig) -> Module:
-    """Build a decoder whose layers see all earlier tokens, unless the config switches windows on."""
+    """Build a decoder whose layers attend to all earlier tokens, unless the config enables sliding windows."""
     rope = RotaryTables(config.full_inverse_frequencies, config.context_length, divisor=config.rope_divisor)
 
     def layer(window: int) -> Layer:
@@ -25,8 +25,9 @@ def qwen2(config: DecoderConfig) -> Module:
 
 
 def windows(config: DecoderConfig) -> list[int]:
-    """Return the number of keys that each layer sees; windows are off unless `use_sliding_window` is set, and then
-    start at a certain layer."""
+    """Return the number of keys that each layer sees; 0 for all.
+
+    Windows are off unless `use_sliding_window` is set. They then apply from the layer `max_window_layers` on."""
     if not config.flag("use_sliding_window"):
         return [0] * config.num_layers
     first = config.count("max_window_layers", 28, least=0)

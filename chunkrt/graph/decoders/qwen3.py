@@ -15,7 +15,7 @@ DEFAULTS = {"head_dim": 128, "sliding_window": 4096}
 
 
 def qwen3(config: DecoderConfig) -> Module:
-    """Build a decoder whose layers see all earlier tokens, unless the config switches windows on."""
+    """Build a decoder whose layers attend to all earlier tokens, unless the config enables sliding windows."""
     rope = RotaryTables(config.full_inverse_frequencies, config.context_length, divisor=config.rope_divisor)
     has_bias = config.flag("attention_bias")
 

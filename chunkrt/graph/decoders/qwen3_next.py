@@ -1,7 +1,8 @@
 """Qwen3-Next and Qwen3.5's text half: three layers of the gated delta rule, then one of gated attention.
 
-Attention's heads have a gate on their results, and RoPE on a quarter of their dimensions; norms multiply by 1 + w.
-Source: Yang et al., Gated Delta Networks (2024); Hugging Face's `Qwen3NextForCausalLM`, `Qwen3_5ForCausalLM`.
+The results of attention's heads are multiplied by a gate, RoPE rotates a quarter of their dimensions, and norms
+multiply by 1 + w. Source: Yang et al., Gated Delta Networks (2024); Hugging Face's `Qwen3NextForCausalLM`,
+`Qwen3_5ForCausalLM`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_offset": 1}
 
 
 def qwen3_next(config: DecoderConfig) -> Module:
-    """Build a decoder whose projections of the delta rule are interleaved, key head by key head."""
+    """Build a decoder whose checkpoint interleaves the projections of the delta rule, key head by key head."""
     return _decoder(config, has_grouped_projections=True)
 
 
 def qwen3_5(config: DecoderConfig) -> Module:
-    """Build a decoder whose projections of the delta rule are separate tensors."""
+    """Build a decoder whose checkpoint stores the projections of the delta rule as separate tensors."""
     return _decoder(config, has_grouped_projections=False)
 
 
@@ -60,8 +61,9 @@ def _has_experts(config: DecoderConfig, index: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaSizes:
-    """Sizes of the delta rule: `k_heads` key and query heads, shared by `v_heads` value heads; taps of the
-    convolution."""
+    """Sizes of the delta rule: `k_heads` key and query heads, shared by `v_heads` value heads, and taps of the
+    convolution.
+    """
 
     k_heads: int
     v_heads: int
@@ -100,11 +102,11 @@ class DeltaSizes:
 
 
 class GatedDeltaRule(Module):
-    """The gated delta rule with its projections, its gates, and the norm of its heads' results; complete on every rank.
+    """The gated delta rule with projections, gates and a norm of its heads' results. It is complete on every rank.
 
     Args:
-        is_grouped: whether the checkpoint has the rows of q, k, v and z by key head in one tensor (unless its config
-            says that z is a tensor of its own), and those of b and a in another.
+        is_grouped: whether the checkpoint stores the rows of q, k, v and z by key head in one tensor (unless its config
+            states that z is a separate tensor), and the rows of b and a in another tensor.
     """
 
     def __init__(self, config: DecoderConfig, sizes: DeltaSizes, *, is_grouped: bool) -> None:
@@ -151,7 +153,7 @@ class GatedDeltaRule(Module):
 
 
 class Decay(Module):
-    """Logarithm of the state's decay: -exp(A_log) * softplus(a + dt_bias). Runs on the CPU unless placed."""
+    """Logarithm of the state's decay: -exp(A_log) * softplus(a + dt_bias). It runs on the CPU unless placed."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -175,7 +177,7 @@ def _negative_exp(a_log: Float32) -> Float32:
 
 
 class Step(Module):
-    """Step sigmoid(b): the fraction of the state's error that an update corrects. Runs on the CPU unless placed."""
+    """Step sigmoid(b): the fraction of the state's error that an update corrects. It runs on the CPU unless placed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,10 +188,9 @@ class Step(Module):
 
 
 class GatedAttention(Attention):
-    """Attention whose results are multiplied by the sigmoid of a gate. q_proj also yields the gate, head by head q |
-    gate.
+    """Attention whose results are multiplied by the sigmoid of a gate.
 
-    Every rank has all of its heads.
+    The columns of q_proj are q | gate, head by head. Every rank has all heads.
     """
 
     def __init__(self, config: DecoderConfig, rope: RotaryTables) -> None:
@@ -210,6 +211,6 @@ class GatedAttention(Attention):
 
 
 def _by_kind(num_groups: int, widths: Sequence[int]) -> list[NDArray[np.int64]]:
-    """Return the rows of each kind, group by group, of rows that are stored by group and within each group by kind."""
+    """Return the indices of each kind's rows in a tensor that stores rows by group, and within each group by kind."""
     rows = np.arange(num_groups * sum(widths)).reshape(num_groups, -1)
     return [part.ravel() for part in np.split(rows, np.cumsum(widths)[:-1], axis=1)]

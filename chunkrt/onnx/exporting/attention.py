@@ -1,8 +1,8 @@
 """Attention over a cache of fixed length: the form of `CachedAttention` in a fixed window.
 
-Of the context's M slots, attention sees the last T; a layer with a window of its own sees only those of them that lie
-in the window of one of the rows. Row r of W is at slot M - W + r. With keys cached before RoPE the slot determines the
-position; with keys cached after RoPE the input "position_ids" does.
+Attention covers the last T of the cache's M slots. A layer with its own sliding window reads only the slots that one of
+the rows can see. Row r of W is at slot M - W + r. With keys cached before RoPE, the slot determines the position; with
+keys cached after RoPE, the input "position_ids" states it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ WINDOW_SUFFIX = ".window"
 
 
 class WindowAttention:
-    """Emits attention layers; masks and tables that they share are emitted once.
+    """Emitter of attention layers; masks and tables that several layers share are emitted once.
 
     Args:
-        table_rows: the rows of each rotary table that a sequence of this length needs.
+        table_rows: the rows of each rotary table that a sequence of the fixed length needs.
     """
 
     def __init__(self, e: Emitter, settings: WindowSettings, table_rows: slice) -> None:
@@ -37,7 +37,7 @@ class WindowAttention:
         self._visible: dict[int, ir.Value] = {}
 
     def layer(self, node: Node, past: Sequence[ir.Value]) -> Sequence[ir.Value]:
-        """Add a layer. Returns the new keys and values."""
+        """Add a layer, and return the new keys and values."""
         e, s, (out,) = self._e, self._settings, node.outputs
         heads, kv_heads, dim = (cast(int, node.attributes[k]) for k in ("num_heads", "num_kv_heads", "head_dim"))
         window, scale = cast(int, node.attributes["window"]), cast(float, node.attributes["scale"])
@@ -79,10 +79,10 @@ class WindowAttention:
         return self._e.cut(present, context - span, context, axis=2, name=f"{present.name}/seen")
 
     def _sees(self, window: int, span: int) -> ir.Value:
-        """Return which of the last `span` slots each row sees [W, span]; below opset 23 the terms added to their
+        """Return the mask of the last `span` slots [W, span]: True if a row sees a slot; below opset 23, terms for the
         scores.
 
-        A row of padding sees itself, so that its softmax has a term to sum.
+        A row of padding sees itself, so that its softmax is defined.
         """
         if window not in self._visible:
             e, s, name = self._e, self._settings, f"visible.{window}" if window else "visible"
@@ -118,7 +118,7 @@ class WindowAttention:
         return e.shared(f"{name}.{num_rows}.batch", lambda name: e.op("Unsqueeze", table, e.ints(0), name=name))
 
     def _attend(self, q: ir.Value, k: ir.Value, v: ir.Value, node: Node, added: ir.Value) -> ir.Value:
-        """Compute softmax(scale q k^T + added) v; query heads that share a key head are stacked in one product."""
+        """Compute softmax(scale q k^T + added) v. Query heads that share a key head are stacked into one product."""
         e, (out,), window = self._e, node.outputs, self._settings.window
         heads, kv_heads, dim = (cast(int, node.attributes[key]) for key in ("num_heads", "num_kv_heads", "head_dim"))
         shared = heads // kv_heads
@@ -135,7 +135,9 @@ class WindowAttention:
 
 
 def rotate(e: Emitter, x: ir.Value, cos: ir.Value, sin: ir.Value, rotary_dim: int, node: Node) -> ir.Value:
-    """Apply RoPE to x [B, heads, rows, D] with cos and sin [B, rows, rotary_dim / 2]; later dimensions pass through."""
+    """Apply RoPE to x [B, heads, rows, D] with cos and sin [B, rows, rotary_dim / 2]; later dimensions are
+    unchanged.
+    """
     dim, half = cast(int, node.attributes["head_dim"]), rotary_dim // 2
     name = f"{x.name}/roped"
     if e.opset >= 23:

@@ -30,7 +30,7 @@ Files = dict[str, bytes]
 
 
 def tokenizer_files(planned: Planned) -> Files:
-    """Return a folder's own files by name; for a GGUF file, files made from the tokenizer that chunkrt reads from it.
+    """Map file names to contents: a folder's own tokenizer files or, for a GGUF file, files made from its tokenizer.
 
     Raises:
         ModelError: the checkpoint's tokenizer is damaged.
@@ -68,7 +68,7 @@ def tokenizer_files(planned: Planned) -> Files:
 
 
 def _as_folders_have_it(template: str, chat_adds_bos: bool) -> str:
-    """Return a GGUF file's chat template, with the beginning token if it leaves that to the tokenizer."""
+    """Return a GGUF file's chat template; prepend the beginning token if the tokenizer would add it."""
     return "{{- bos_token }}" + template if chat_adds_bos and "bos_token" not in template else template
 
 
@@ -81,7 +81,7 @@ def check_beside(folder: Path, files: Files) -> None:
 
 
 def write_beside(folder: Path, files: Files) -> None:
-    """Write missing files, each to a temporary name that is then renamed. Raises ConfigError if that fails."""
+    """Write missing files, each to a temporary name that is then renamed. Raises ConfigError if writing fails."""
     for name, content in files.items():
         if (folder / name).exists():
             continue

@@ -26,7 +26,7 @@ _STATES = {"key_cache": "key", "value_cache": "value"}
 
 Dimensions = Sequence[int | str]
 EmitLayer = Callable[[Node, Sequence[ir.Value]], Sequence[ir.Value]]
-"""A function that adds a layer with state, and returns the new states for the old ones."""
+"""A function that adds a layer with state, and maps its old states to the new states."""
 
 
 def make_emitter(planned: Planned, *, opset: int, dtype: ir.DataType) -> Emitter:
@@ -58,7 +58,7 @@ def emit_decoder(
 
     Args:
         layer: adds nodes with state.
-        describe: returns the type of a state, and its shape before and after.
+        describe: returns the type of a state, and its shapes as an input and as an output.
         rows: the first dimensions of input_ids and logits.
 
     Raises:
@@ -84,7 +84,7 @@ def emit_decoder(
 
 
 def emit_node(e: Emitter, node: Node) -> None:
-    """Add a node without state. Raises UnsupportedModelError if it has no form for export."""
+    """Add a node without state. Raises UnsupportedModelError if its operator has no form for export."""
     if node.op == "Gather" and node.inputs[1] == "logit_rows":
         e.alias(node.outputs[0], e.read(node.inputs[0]))  # all rows get logits
     elif (node.domain, node.op) in LOWERINGS:
@@ -94,10 +94,9 @@ def emit_node(e: Emitter, node: Node) -> None:
 
 
 def state_names(plan: Plan) -> dict[str, str]:
-    """Return the names of states in a model's inputs and outputs: "3.key", "3.value", "3.conv_state",
-    "3.recurrent_state".
+    """Map each state tensor to its name in the model's inputs and outputs, such as "3.key" or "3.conv_state".
 
-    The number counts the modules that own states, regardless of the names of the family's layers.
+    The number is the index of the module among those that own states, regardless of the names of the family's layers.
     """
     names: dict[str, str] = {}
     owners: dict[str, int] = {}
@@ -108,7 +107,7 @@ def state_names(plan: Plan) -> dict[str, str]:
 
 
 def metadata(planned: Planned, settings: Settings) -> dict[str, str]:
-    """Return metadata that the ONNX graph lacks: the plan, the settings, and the frequencies of the rotary tables."""
+    """Return the metadata of the model: the plan, the settings, and the frequencies of the rotary tables."""
     form = "window" if isinstance(settings, WindowSettings) else "dynamic"
     rope = {
         module.path: {

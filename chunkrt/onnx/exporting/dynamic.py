@@ -20,7 +20,7 @@ from chunkrt.onnx.exporting.emitter import CONTRIB_DOMAIN, INT64, Emitter
 from chunkrt.onnx.exporting.settings import DynamicSettings
 
 HEAD_STEP = 16
-"""Divisor of the dimensions of a rotated head in GroupQueryAttention."""
+"""Divisor of the number of a head's dimensions in GroupQueryAttention."""
 
 INT32 = ir.DataType.INT32
 BATCH, ROWS, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
@@ -31,7 +31,7 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
 
     Raises:
         ConfigError: the context is longer than the model's.
-        UnsupportedModelError: the model has layers without a dynamic form.
+        UnsupportedModelError: the model has layers that the dynamic form does not support.
     """
     plan = planned.plan
     check_length(plan, "--context", settings.context)

@@ -1,7 +1,7 @@
 """Emission of ONNX nodes at a given opset; this module alone handles the differences between opsets.
 
-Values are found by name. Values of the plan keep their names. The nodes into which an operator is lowered are named
-after its result: "model.norm.output/mean".
+Values are found by name. Values of the plan keep their names. If an operator is lowered to several nodes, they are
+named after its result: "model.norm.output/mean".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from chunkrt.graph.plan import Attribute, Dimension, resolve
 from chunkrt.graph.tracing import attribute
 
 IR_VERSIONS = {14: 7, 18: 8, 21: 10, 23: 10}
-"""Versions of ONNX's file format, by the opsets that a model can be exported at."""
+"""Versions of ONNX's file format by opset, for the opsets that models can be exported at."""
 
 CONTRIB_DOMAIN = "com.microsoft"
 
@@ -35,7 +35,7 @@ class Emitter:
     Args:
         opset: one of IR_VERSIONS.
         dtype: data type of linears and their weights.
-        shapes: shapes of the plan's tensors, by name.
+        shapes: shapes of the plan's tensors by name.
         load: returns a weight's values; called when the model is written.
         tied: weights that are the transpose of another.
     """
@@ -59,7 +59,7 @@ class Emitter:
         self._shapes, self._load, self._tied = shapes, load, tied
 
     def shared(self, name: str, make: Callable[[str], ir.Value]) -> ir.Value:
-        """Return a value that several layers read; it is made at its first use."""
+        """Return a value that several layers read, and make it at its first use."""
         return self._values[name] if name in self._values else make(name)
 
     def width(self, name: str) -> int:
@@ -81,8 +81,9 @@ class Emitter:
         self.outputs.append(value)
 
     def read(self, name: str, dtype: ir.DataType | None = None) -> ir.Value:
-        """Return a value or a weight of the plan as `dtype`; without it a value unchanged, a weight in the type of
-        linears."""
+        """Return a value or a weight of the plan as `dtype`. Without `dtype`, a value keeps its type and a weight has
+        the type of linears.
+        """
         if name not in self._values:
             if name in self._tied:
                 return self.op("Transpose", self.read(self._tied[name], dtype), name=name, perm=[1, 0])
@@ -95,7 +96,7 @@ class Emitter:
         self._values[name] = value
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """Return the value in another type; all its readers share one Cast."""
+        """Return the value in another type; all readers share one Cast."""
         if value.dtype == dtype:
             return value
         key = (value.name or "", dtype)
@@ -114,8 +115,7 @@ class Emitter:
         domain: str = "",
         **attributes: Attribute,
     ) -> ir.Value:
-        """Add a node with one output; node and output have one name, and by default the output has the first input's
-        type."""
+        """Add a node with one output, which has the node's name and, by default, the first input's type."""
         (output,) = self.ops(op, *inputs, names=[name], dtype=dtype, domain=domain, **attributes)
         return output
 
@@ -144,17 +144,17 @@ class Emitter:
         return self.op("Slice", value, self.ints(start), self.ints(end), self.ints(axis), name=name)
 
     def reshape(self, value: ir.Value, *shape: int, name: str) -> ir.Value:
-        """Reshape as ONNX does: 0 keeps a size, -1 infers it."""
+        """Reshape a value; as in ONNX, 0 keeps a size and -1 infers it."""
         return self.op("Reshape", value, self.ints(*shape), name=name)
 
     def reduce_mean(self, value: ir.Value, *, name: str) -> ir.Value:
-        """Average over the last axis, which keeps size 1. Its axes became an input at opset 18."""
+        """Average over the last axis, which keeps size 1. The operator takes its axes as an input since opset 18."""
         if self.opset < 18:
             return self.op("ReduceMean", value, name=name, axes=[-1], keepdims=1)
         return self.op("ReduceMean", value, self.ints(-1), name=name, keepdims=1)
 
     def reduce_sum(self, value: ir.Value, axis: int, *, name: str, keepdims: bool = True) -> ir.Value:
-        """Sum over an axis. Its axes became an input at opset 13."""
+        """Sum over an axis. The operator takes its axes as an input since opset 13."""
         return self.op("ReduceSum", value, self.ints(axis), name=name, keepdims=int(keepdims))
 
     def ints(self, *numbers: int) -> ir.Value:
@@ -214,7 +214,7 @@ class Emitter:
 
 
 def stored_as(array: NDArray[np.float32], dtype: ir.DataType, name: str) -> NDArray[Any]:
-    """Return the array in the type in which it is written, contiguous.
+    """Return the array, contiguous, in the type in which it is written.
 
     Raises:
         QuantizationError: a value exceeds float16.

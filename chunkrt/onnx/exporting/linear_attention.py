@@ -1,8 +1,7 @@
 """Linear attention over a window of fixed length: convolutions, and the delta rule in closed form.
 
-Everything is float32, including the state. Rows of padding do not change the state: they add nothing to the
-convolution's input, and have a decay of 1 and a step of 0. They may only come before the first token, where the state
-is zero.
+All values are float32, including the state. Rows of padding do not change the state: their convolution input is zero,
+their decay is 1 and their step is 0. Padding may only come before the first token, where the state is zero.
 
 Source: Yang et al., Gated Delta Networks (2024), section 3.3, for the closed form of a chunk.
 """
@@ -23,7 +22,7 @@ States = Sequence[ir.Value]
 
 
 class WindowLinearAttention:
-    """Emits layers of linear attention over `window` rows, the first of which may be padding.
+    """Emitter of layers of linear attention over `window` rows, the first of which may be padding.
 
     Args:
         is_token: int64 [1, T] for the complete sequence, 0 for padding.
@@ -33,10 +32,10 @@ class WindowLinearAttention:
         self._e, self._window, self._mask, self._sequence = e, window, is_token, sequence
 
     def layer(self, node: Node, states: States) -> States:
-        """Add a layer. Returns the new states.
+        """Add a layer, and return the new states.
 
         Raises:
-            UnsupportedModelError: the kind has no closed form here.
+            UnsupportedModelError: no closed form of the kind is implemented.
         """
         kind = cast(str, node.attributes["attn_type"])
         if kind not in _KINDS:
@@ -108,7 +107,7 @@ class WindowLinearAttention:
         return [new_conv_state, new_state]
 
     def _convolve(self, node: Node, x: ir.Value, state: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Convolve x [1, W, C] causally after the state; also return the last columns, [1, C, K - 1]."""
+        """Convolve the state and x [1, W, C] causally; also return the last inputs as the new state, [1, C, K - 1]."""
         e, (out,), rows = self._e, node.outputs, self._window
         weight = e.read(node.inputs[3], FLOAT)
         assert weight.shape is not None
@@ -151,7 +150,7 @@ class WindowLinearAttention:
         return e.op("Mul", by_head, self._is_token(), name=f"{name}/of_tokens")
 
     def _is_token(self) -> ir.Value:
-        """Return which rows are not padding: 1 or 0, [1, W]."""
+        """Return 1 for each row that is a token and 0 for padding, [1, W]."""
         e, start, end = self._e, self._sequence - self._window, self._sequence
         rows = e.shared("is_token", lambda name: e.cut(self._mask, start, end, axis=1, name=name))
         return e.cast(rows, FLOAT)

@@ -18,7 +18,7 @@ from chunkrt.graph.plan import DOMAIN, Node
 from chunkrt.onnx.exporting.emitter import FLOAT, Emitter
 
 Lowering = Callable[[Emitter, Node], None]
-"""A function that adds the nodes for a node of the plan, with a value under its output's name."""
+"""A function that lowers a node of the plan; the result has the name of the node's output."""
 
 
 def _embedding(e: Emitter, node: Node) -> None:
@@ -79,7 +79,9 @@ def _rms_norm(e: Emitter, node: Node) -> None:
 
 
 def _head_norm(e: Emitter, node: Node) -> None:
-    """Normalise the first heads of a row, each with its own row of the weight [heads, D]; the others pass through."""
+    """Normalise the first heads of a row, each with its own row of the weight [heads, D]; the other heads are
+    unchanged.
+    """
     (out,) = node.outputs
     x = e.read(node.inputs[0])
     weight, epsilon = e.read(node.inputs[1], FLOAT), cast(float, node.attributes["epsilon"])
@@ -110,7 +112,7 @@ def _normed(e: Emitter, x: ir.Value, epsilon: float, out: str) -> ir.Value:
 
 
 def _routed_experts(e: Emitter, node: Node) -> None:
-    """Compute all experts of all rows; the weight of an expert is 0 for rows that do not use it."""
+    """Compute all experts for all rows; the factor of an expert is 0 for rows that do not use it."""
     (out,) = node.outputs
     hidden, router_logits = e.read(node.inputs[0], e.dtype), e.read(node.inputs[1], FLOAT)
     gate_up, down = (e.read(name, e.dtype) for name in node.inputs[2:])

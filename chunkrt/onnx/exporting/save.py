@@ -1,4 +1,6 @@
-"""Model files: complete or absent, and with external data tensor by tensor, so that memory holds one at a time."""
+"""Writing of model files, which are complete or absent. External data is written tensor by tensor, with one in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ DATA_SUFFIX = ".data"
 """Suffix of a model's name for the file of its weights."""
 
 LARGEST_FILE = 2**31 - 2**24
-"""Bytes of weights that one ONNX file holds: protobuf's limit is 2 GiB, and the graph takes some."""
+"""Largest number of bytes of weights in one ONNX file: protobuf's limit is 2 GiB, which includes the graph."""
 
 SMALLEST_EXTERNAL = 1024
 """Size in bytes below which a tensor stays in the model, where shape inference finds it."""
@@ -26,9 +28,9 @@ def model_files(path: Path) -> tuple[Path, Path]:
 
 
 def check_output(path: Path) -> None:
-    """Raise ConfigError for known reasons why a model cannot be written.
+    """Raise ConfigError if a model cannot be written to a path.
 
-    The model's or its weights' file may exist already, or the name may not be valid for a model.
+    Reasons are that the model's or the weights' file already exists, or that the name is not valid for a model.
     """
     if path.suffix != ".onnx":
         raise ConfigError(f"--output is {path}, expected a name that ends with .onnx")
@@ -78,7 +80,7 @@ def save_model(
         )
         for file in sorted(aside.iterdir(), key=lambda file: file.name == path.name):  # the model's file last
             file.rename(path.with_name(file.name))
-    except ir.serde.SerdeError as error:  # the exception that a weight raised while it was read, wrapped several times
+    except ir.serde.SerdeError as error:  # the exception of reading a weight is wrapped several times
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ChunkrtError):
             cause = cause.__cause__

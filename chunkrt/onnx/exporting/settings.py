@@ -19,10 +19,10 @@ Keys = Literal["pre-rope", "post-rope"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of every form: the type of linears, states and logits, "fp16" or "fp32", and the opset.
+    """Settings of every form of export: the type of linears, states and logits ("fp16" or "fp32"), and the opset.
 
     Raises:
-        ConfigError: an unknown type or opset, or values that the forms below refuse.
+        ConfigError: the type or the opset is unknown, or a subclass refuses one of its values.
     """
 
     dtype: str = "fp16"
@@ -36,13 +36,13 @@ class Settings:
 
     @property
     def tensor_type(self) -> ir.DataType:
-        """Name of the type in ONNX."""
+        """Name of the data type in ONNX."""
         return DTYPES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubgraphSettings(Settings):
-    """Static subgraphs of `window` rows, at least 1."""
+    """Settings for static subgraphs of `window` rows, at least 1."""
 
     window: int
 
@@ -54,10 +54,14 @@ class SubgraphSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSettings(SubgraphSettings):
-    """A fixed window: W rows a run, attention over the last T slots of caches of M; 1 <= W <= T <= M.
+    """Settings for a fixed window: W rows per run, attention over the last T slots of caches of M; 1 <= W <= T <= M.
 
-    window: W. sequence: T. context: M. keys: whether keys are cached before RoPE, so that their slot in the cache is
-    their position, or after it.
+    Attributes:
+        window: W.
+        sequence: T.
+        context: M.
+        keys: "pre-rope" if keys are cached before RoPE, so that the slot in the cache determines the position;
+            "post-rope" if they are cached after RoPE.
     """
 
     sequence: int
@@ -81,10 +85,10 @@ class WindowSettings(SubgraphSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSettings(Settings):
-    """Any number of rows and of positions, for ONNX Runtime GenAI; keys are cached after RoPE.
+    """Settings for any number of rows and positions, for ONNX Runtime GenAI; keys are cached after RoPE.
 
-    context: the greatest number of positions in use; if a decoder has rotary tables for short and for long contexts,
-        this number selects one.
+    context: the largest number of positions; if a decoder has rotary tables for short and for long contexts, this
+    number selects the table.
     """
 
     context: int

@@ -40,7 +40,7 @@ def subgraph_model(planned: Planned, subgraph: Subgraph, settings: SubgraphSetti
 
 
 def check_subgraph_outputs(planned: Planned, folder: Path) -> None:
-    """Raise ConfigError for known reasons why `save_static_subgraphs` could not write."""
+    """Raise ConfigError if `save_static_subgraphs` could not write its files."""
     for name in _static_files(planned):
         check_output(folder / name)
 
@@ -53,7 +53,7 @@ def save_static_subgraphs(
     external_data: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Path]:
-    """Write the subgraphs, all or none, named after their place in the plan: "03_static.1.onnx".
+    """Write all subgraphs or none, with names that begin with the index in the plan: "03_static.1.onnx".
 
     Returns:
         The paths of the files.

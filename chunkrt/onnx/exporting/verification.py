@@ -1,7 +1,7 @@
 """Check that a decoder's values fit float16, before it is written in float16.
 
-ONNX Runtime's CPU provider computes float16 by casts to float32, which hides overflows. Therefore ONNX's own reference
-evaluates the nodes here, one after another, and each value is rounded to float16.
+ONNX Runtime's CPU provider computes float16 by casts to float32, which hides overflows. Therefore this module evaluates
+the nodes one after another with ONNX's own reference, and rounds each value to float16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from chunkrt.onnx.exporting.settings import Settings, WindowSettings
 from chunkrt.onnx.exporting.window import window_model
 
 NUM_ROWS = 16
-"""Number of tokens in the window that is run; the cost is mainly reading all weights once."""
+"""Number of tokens in the window that is run. The cost hardly depends on it, because reading all weights takes most of
+the time.
+"""
 
 Array = NDArray[Any]
 
@@ -34,16 +36,16 @@ log = logging.getLogger(__name__)
 def check_float16(
     planned: Planned, settings: Settings, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Run a short window of tokens from all over the vocabulary, the first of them the one that begins texts.
+    """Run a short window of tokens spread over the vocabulary, after the token that begins texts.
 
-    The window has the linears, norms and residual stream of every form of export; memory holds one weight at a time.
-    For types other than float16 the check is skipped.
+    The window runs the linears, norms and residual stream that all forms of export share. Memory holds one weight at a
+    time. For types other than float16 the check is skipped.
 
     Args:
         progress: called with (nodes evaluated, total).
 
     Raises:
-        QuantizationError: a value or a weight exceeds float16; the message has its name and magnitude.
+        QuantizationError: a value or a weight exceeds float16; the message states its name and magnitude.
     """
     if settings.dtype != "fp16":
         return
@@ -121,7 +123,7 @@ def _evaluate(node: ir.Node, inputs: Sequence[Array | None], opsets: dict[str, i
 
 
 def _product(left: Array, right: Array) -> Array:
-    """Compute left @ right in the type of both; batched matrices one at a time."""
+    """Compute left @ right in the operands' type, one matrix of a batch at a time."""
     axes = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     lefts = np.broadcast_to(left, (*axes, *left.shape[-2:]))
     rights = np.broadcast_to(right, (*axes, *right.shape[-2:]))
@@ -132,7 +134,7 @@ def _product(left: Array, right: Array) -> Array:
 
 
 def _refuse(name: str, node: ir.Node, inputs: Sequence[Array | None], opsets: dict[str, int]) -> None:
-    """Raise QuantizationError, with the node's value in float32."""
+    """Raise QuantizationError with the magnitude of the node's result in float32."""
     narrow = node.op_type == "Cast"
     wide = [None if x is None or x.dtype != np.float16 else x.astype(np.float32) for x in inputs]
     given = [x if y is None else y for x, y in zip(inputs, wide, strict=True)]

@@ -1,4 +1,4 @@
-"""The fixed-window form: every shape is static, caches are inputs and outputs. docs/onnx.md has its contract."""
+"""The fixed-window form: every shape is static, caches are inputs and outputs. docs/onnx.md describes the contract."""
 
 from __future__ import annotations
 

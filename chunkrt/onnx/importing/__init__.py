@@ -1,9 +1,9 @@
 """Import of decoders that other tools exported to ONNX.
 
-    reading -> signature -> passes/ (each raises one meaning) -> names -> a module tree
+    reading -> signature -> passes/ (each converts one construct) -> names -> module tree
 
-The result has the form of a decoder that `graph/decoders` builds from a checkpoint's config: a tree of modules that can
-be placed, traced and cut, over a `TensorSource`. An unknown operator is an error; the import never guesses.
+The result has the form of a decoder that `graph/decoders` builds from a checkpoint's config: a tree of modules over a
+`TensorSource`, which can be placed, traced and partitioned. An unknown operator is an error; the import never guesses.
 docs/onnx-import.md lists the supported forms.
 """
 

@@ -1,4 +1,4 @@
-"""Meaning common to all forms of attention, and its expression in chunkrt's operators."""
+"""Common description of all forms of attention, and its conversion to chunkrt's operators."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from chunkrt.onnx.importing.widths import width
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionNode:
-    """Meaning of an attention node, regardless of its form.
+    """Description of an attention node, regardless of its form.
 
-    query, key, value: rows before RoPE; key and value are None if the query holds all three. window: number of keys
-    that a row sees, its own included; 0 for all earlier keys. scale: factor of the scores; 0 for head_dim^-1/2.
-    results: the rows that the result becomes; by default the node's first output.
+    Attributes:
+        query, key, value: rows before RoPE; key and value are None if the query holds all three.
+        window: number of keys that a row sees, including its own; 0 for all earlier keys.
+        scale: factor of the scores; 0 for head_dim^-1/2.
+        results: name of the value that holds the result as rows; by default the node's first output.
     """
 
     query: ir.Value
@@ -42,7 +44,7 @@ def put(draft: Draft, node: ir.Node, attention: AttentionNode) -> None:
     """Replace a node whose first output is rows [T, num_heads * head_dim] by chunkrt's attention.
 
     Raises:
-        UnsupportedModelError: its queries, keys and values are not linears of one input, or its past is not a state.
+        UnsupportedModelError: the queries, keys and values are not linears of one input, or the past is not a state.
     """
     for past in (attention.past_key, attention.past_value):
         if past is None or past.name not in draft.signature.states:
@@ -73,13 +75,15 @@ def put(draft: Draft, node: ir.Node, attention: AttentionNode) -> None:
 
 
 def _scale(stated: float, head_dim: int) -> float:
-    """Return the factor of the scores: the number that a float32 approximates, or head_dim^-1/2 if it equals that."""
+    """Return the factor of the scores: head_dim^-1/2 if it equals that, otherwise the decimal number that a float32
+    approximates.
+    """
     usual: float = head_dim**-0.5
     return usual if not stated or np.float32(stated) == np.float32(usual) else decimal(stated)
 
 
 def _joined(draft: Draft, node: ir.Node, attention: AttentionNode) -> ir.Value:
-    """Concatenate queries, keys and values; norms of their heads become one norm after it."""
+    """Merge queries, keys and values into one linear; norms of their heads become one norm after it."""
     norms = [producer(value, "HeadNorm", DOMAIN) for value in (attention.query, attention.key, attention.value)]
     under = [
         value if norm is None else norm.inputs[0]

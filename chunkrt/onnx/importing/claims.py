@@ -1,4 +1,4 @@
-"""Checks of a foreign graph's nodes, before a node is analysed or run.
+"""Validation of a foreign graph's nodes, before a node is analysed or run.
 
 A file of a few bytes can request an array of 10^9 elements, and a node may lack operands that its operator needs.
 """
@@ -14,10 +14,11 @@ from onnx import defs, helper, shape_inference
 from chunkrt.errors import ModelError, UnsupportedModelError
 
 MOST_ELEMENTS = 2**28
-"""Largest number of elements of a value whose size does not depend on the number of tokens, unless a weight has
-more."""
+"""Largest number of elements of a value whose size does not depend on the number of tokens, unless a weight is
+larger.
+"""
 STANDARD = {"ai.onnx": ""}
-"""Two names of one domain."""
+"""Two names of ONNX's default domain."""
 
 SMALL = 1024
 """Largest number of elements of a constant that may determine the size of another value."""
@@ -43,7 +44,7 @@ _LEAST_OPERANDS = {
 
 
 def check_claims(proto: onnx.ModelProto, path: Path) -> None:
-    """Check operands and sizes.
+    """Check the operands of all nodes, and the sizes of all values.
 
     Raises:
         ModelError: a node has too few operands or results for its operator, or a value has an impossible size.

@@ -1,4 +1,4 @@
-"""Constants of a foreign graph: weights that stay in their file, and small numbers that passes need."""
+"""Constants of a foreign graph: weights, which stay in their file, and small numbers that passes need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkrt.onnx.importing.draft import Draft, int_attribute
 from chunkrt.onnx.importing.tensors import Derived, FloatTensor, StoredTensor, dequantised_tensor, transposed
 
 MAX_COMPUTED = 2**28
-"""Largest number of elements of a weight that results from arithmetic, except of those that are read on demand."""
+"""Largest number of elements of a weight that results from arithmetic and is not read on demand."""
 
 
 def is_constant(draft: Draft, value: ir.Value | None) -> bool:
@@ -29,7 +29,7 @@ def numbers(draft: Draft, value: ir.Value) -> NDArray[Any]:
 
 
 def scalar(draft: Draft, value: ir.Value | None) -> float | None:
-    """Return the value of a constant that is one number, else None."""
+    """Return the value of a constant that consists of one number, else None."""
     if value is None or not is_constant(draft, value):
         return None
     if value.const_value is not None and value.const_value.size != 1:
@@ -41,8 +41,8 @@ def scalar(draft: Draft, value: ir.Value | None) -> float | None:
 def stored(draft: Draft, value: ir.Value) -> StoredTensor:
     """Return a constant of floats as a tensor that is read on demand.
 
-    Requires: `is_constant`. Between the file and the value may be a change of type, a transposition or a
-    dequantisation; ONNX Runtime computes other arithmetic.
+    Requires: `is_constant`. A change of type, a transposition and a dequantisation of the file's tensor are done on
+    demand. ONNX Runtime computes any other arithmetic beforehand.
     """
     node = value.producer()
     if (node is None or node.op_type == "Constant") and (tensor := raw(value)) is not None:

@@ -1,7 +1,7 @@
 """A foreign decoder while passes convert it to chunkrt's operators.
 
-Passes replace nodes that they recognise by nodes of a small vocabulary, that of `module_tree.py`, and keep the rest.
-Values of that vocabulary are rows: [T, N], where the exporter has [batch, T, N].
+Passes replace nodes that they recognise by nodes of a small vocabulary, which `module_tree.py` converts to modules, and
+keep all other nodes. Values of the vocabulary are rows [T, N], where the exporter has [batch, T, N].
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ Layout = Literal["linear", "as it is", "heads"]
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """Source of a constant of the graph: tensors of the source, concatenated.
+    """Definition of a constant of the graph by concatenated tensors of the source.
 
-    layout: "linear" is [in, out] of tensors [out, in]; "as it is" joins them along their first axis; "heads" repeats
-    each vector as given by `repeats`, [heads, head_dim]. rows: the selected rows of the joined tensors, if not all.
-    scale: factor of all values.
+    Attributes:
+        layout: "linear" makes [in, out] from tensors [out, in]; "as it is" joins tensors along their first axis;
+            "heads"
+            repeats each vector as `repeats` states, which makes [heads, head_dim].
+        rows: the selected rows of the joined tensors; None for all.
+        scale: factor of all values.
     """
 
     tensors: tuple[str, ...]
@@ -79,10 +82,11 @@ class Weight:
 
 @dataclass
 class Draft:
-    """The graph, and the facts known about it.
+    """The graph under conversion, with its properties.
 
-    `logits_index`: index of the logits among its outputs. `weights`: the source of each constant that nodes of the
-    vocabulary read.
+    Attributes:
+        logits_index: index of the logits among the graph's outputs.
+        weights: the source of each constant that nodes of the vocabulary read.
     """
 
     where: str
@@ -110,7 +114,7 @@ class Draft:
 
     @property
     def graph(self) -> ir.Graph:
-        """The graph that passes change."""
+        """The graph, which passes change in place."""
         return self.model.graph
 
     @property
@@ -125,7 +129,7 @@ class Draft:
         return value
 
     def keep(self, name: str, tensor: StoredTensor, *, is_transposed: bool = False) -> str:
-        """Put a tensor into the source, once for each value of the foreign graph; returns its name there."""
+        """Put a tensor into the source, once for each value of the foreign graph, and return its name in the source."""
         key = name, is_transposed
         if key not in self._kept:
             self._kept[key] = self.source.add(name, tensor)
@@ -145,18 +149,18 @@ class Draft:
         num_outputs: int = 1,
         **attributes: Attribute,
     ) -> Sequence[ir.Value]:
-        """Insert a node of the vocabulary before another; returns its outputs."""
+        """Insert a node of the vocabulary before another node, and return its outputs."""
         of_node = [attribute(name, value) for name, value in attributes.items()]
         node = ir.Node(domain, op, inputs, of_node, num_outputs=num_outputs, name=before.name)
         self.graph.insert_before(before, node)
         return node.outputs
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
-        """Make all readers of a value read another one."""
+        """Make all readers of a value read another value."""
         old.replace_all_uses_with(new, replace_graph_outputs=True)
 
     def unsupported(self, node: ir.Node, reason: str) -> UnsupportedModelError:
-        """Return the error that names a node, its operator and the domain."""
+        """Return an error that names a node, its operator and the operator's domain."""
         return UnsupportedModelError(
             f"{self.where}: node {node.name!r}, an operator {node.op_type} of the domain "
             f"{node.domain or 'ai.onnx'}, cannot be imported: {reason}"
@@ -164,23 +168,23 @@ class Draft:
 
 
 def producer(value: ir.Value | None, op: str, domain: str = "") -> ir.Node | None:
-    """Return the node that makes a value if it has this operator, else None."""
+    """Return the node that makes a value, if it has the given operator; otherwise None."""
     node = None if value is None else value.producer()
     return node if node is not None and (node.domain, node.op_type) == (domain, op) else None
 
 
 def int_attribute(node: ir.Node, name: str, default: int = 0) -> int:
-    """Return an attribute that is a whole number."""
+    """Return the value of a whole-number attribute."""
     found = node.attributes.get(name)
     return default if found is None else int(found.value)
 
 
 def float_attribute(node: ir.Node, name: str, default: float = 0.0) -> float:
-    """Return an attribute that is a number."""
+    """Return the value of a numeric attribute."""
     found = node.attributes.get(name)
     return default if found is None else float(found.value)
 
 
 def input_of(node: ir.Node, index: int) -> ir.Value | None:
-    """Return an input that may be absent."""
+    """Return an input, or None if it is absent."""
     return node.inputs[index] if index < len(node.inputs) else None

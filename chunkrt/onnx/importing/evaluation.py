@@ -1,7 +1,7 @@
 """Evaluation of parts of a foreign graph on ONNX Runtime, which determines their meaning without guessing.
 
-Masks, positions and sizes depend only on the numbers of past and new tokens, so a few probes show their values. Any
-arithmetic of an exporter can thus be interpreted, or refused because of its values.
+Masks, positions and sizes depend only on the numbers of past and new tokens, so a few probes reveal their values. The
+import can thus interpret any arithmetic of an exporter, or refuse it because of its values.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SIZES = ("Shape", "Size")
 """Operators that read only the shape of a value."""
 
 PROBES = (Probe(0, 1), Probe(0, 6), Probe(5, 1), Probe(5, 3), Probe(19, 7))
-"""A first chunk, a single token, and a chunk after others; sizes that no tensor has by chance."""
+"""Probes: a first chunk, a single token, and a later chunk, with sizes that no tensor has by chance."""
 
 LONGEST_PROMPT = 1024
 """Number of tokens of the longest prompt at which complete positions, lengths and masks are checked."""
 
 MOST_TOKENS, MOST_STATES = 256, 2**30
-"""Limits of a run that determines sizes far from the start: tokens at once, and bytes of the states that it reads."""
+"""Limits of a run that determines sizes far from the start: the number of tokens, and the bytes of its states."""
 
 
 def decimal(number: float) -> float:
@@ -46,10 +46,10 @@ def far_probes(context: int) -> tuple[Probe, Probe]:
 
 
 class Evaluator:
-    """A foreign model as it was read; any of its values can be computed.
+    """Evaluator of a foreign model, which can compute any of its values.
 
     Args:
-        proto: its external data stay in their files, as from `read_proto`.
+        proto: the model, whose external data are in their files, as from `read_proto`.
         context: the assumed number of positions; sizes are checked near its end.
     """
 
@@ -63,9 +63,8 @@ class Evaluator:
         return inputs_of(self.proto)
 
     def is_positional(self, name: str) -> bool:
-        """Return whether a value of the original model depends on sizes, masks and positions alone.
-
-        It then depends neither on tokens nor on cached values.
+        """Return whether a value of the original model depends on sizes, masks and positions alone, and neither on
+        tokens nor on cached values.
         """
         return name in self._known and name not in self._data
 
@@ -78,8 +77,7 @@ class Evaluator:
         return [values[name] for values in self.runs([name], probes)]
 
     def run(self, names: Sequence[str], probe: Probe) -> dict[str, NDArray[Any]]:
-        """Return values at one probe. If values depend on tokens or states, only their shapes and types are the
-        model's.
+        """Return values at one probe. If a value depends on tokens or states, only its shape and type are meaningful.
 
         Raises:
             ModelError: ONNX Runtime cannot compute them.
@@ -87,11 +85,11 @@ class Evaluator:
         return self.runs(names, [probe])[0]
 
     def runs(self, names: Sequence[str], probes: Sequence[Probe]) -> list[dict[str, NDArray[Any]]]:
-        """Return the same as `run` at several probes, at little more cost than one."""
+        """Return the results of `run` at several probes, at little more cost than one run."""
         return self._run(names, probes, self._sizes) if names else [{} for _ in probes]
 
     def constant(self, name: str) -> NDArray[Any]:
-        """Return a value that depends on no input. Raises ModelError as `probe` does."""
+        """Return the value of a constant, which depends on no input. Raises ModelError as `probe` does."""
         if (tensor := self._tensor(name)) is not None:
             return ir.serde.deserialize_tensor(tensor).numpy()
         graph = _part([name], self.proto.graph.node, self._initializers, set())
@@ -112,7 +110,7 @@ class Evaluator:
 
     @cached_property
     def _data(self) -> set[str]:
-        """Names of values that depend on tokens or states by more than their shapes."""
+        """Names of values that depend on the contents of tokens or states, and not only on their shapes."""
         data = {self.signature.tokens, *self.signature.states}
         for node in self.proto.graph.node:
             if node.op_type not in SIZES and (data.intersection(node.input) or _has_subgraph(node)):
@@ -134,7 +132,8 @@ class Evaluator:
 
     @cached_property
     def _sizes(self) -> dict[str, NDArray[np.int64]]:
-        """Results of Shape and Size for values that depend on tokens or states, as [1, past, length] @ a matrix.
+        """Maps results of Shape and Size for values that depend on tokens or states to a matrix m: the result is
+        [1, past, length] @ m.
 
         Large contexts can thus be checked without running the model over them. Results without this form are omitted.
         """
@@ -154,10 +153,11 @@ class Evaluator:
         return sizes
 
     def _far_sizes(self, names: Sequence[str]) -> tuple[list[Probe], list[dict[str, NDArray[Any]]]]:
-        """Return probes of a longer prompt and of the context's last token; of an earlier token if the states would
-        exceed `MOST_STATES`, or if the model cannot run so far.
+        """Return probes of a longer prompt and of the context's last token.
 
-        A context length that is only a default may exceed the model's.
+        An earlier token takes the place of the last one if the states would exceed `MOST_STATES`, or if the model
+        cannot run at
+        the last position: a context length that is only a default may exceed the model's.
         """
         part = _part(names, *self._skeleton, set())
         read = {name for node in part.node for name in node.input}.intersection(self.signature.states)
@@ -217,7 +217,7 @@ def _part(
     initializers: Mapping[str, onnx.TensorProto],
     given: Collection[str],
 ) -> onnx.GraphProto:
-    """Return the nodes that make some values, in order, and the initializers that they read."""
+    """Return the nodes that compute some values, in order, and the initializers that these nodes read."""
     writers = {name: index for index, node in enumerate(nodes) for name in node.output if name and name not in given}
     needed: set[int] = set()
     read = set(names)
@@ -255,10 +255,10 @@ def reason_of(error: Exception) -> str:
 def open_session(
     model: onnx.ModelProto | Path, options: Any = None, providers: Sequence[str] = ("CPUExecutionProvider",)
 ) -> Any:
-    """Open an inference session of a model whose external data are as from `read_proto`, or of a file.
+    """Open an inference session of a file, or of a model whose external data are in their files, as from `read_proto`.
 
-    ONNX Runtime refuses absolute locations. They are made relative to the root of the file system, in place, so the
-    model must be the caller's own copy.
+    ONNX Runtime refuses absolute locations of data. They are made relative to the root of the file system, in place, so
+    the model must be the caller's own copy.
     """
     import onnxruntime as ort
 

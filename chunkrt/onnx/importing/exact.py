@@ -1,7 +1,7 @@
 """A version of the original model that does not round activations, for comparison with the import.
 
 Some exports round activations to int8 before each product. chunkrt leaves rounding to its schemes, so the import is
-compared with the same graph and weights without it.
+compared with the same graph and weights without rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUNDING = {
 
 
 def is_exact(proto: onnx.ModelProto) -> bool:
-    """Return whether a model rounds no activations."""
+    """Return whether a model does not round activations."""
     return not any((node.domain, node.op_type) in ROUNDING for node in proto.graph.node)
 
 
@@ -66,7 +66,7 @@ def _exact(node: onnx.NodeProto) -> list[onnx.NodeProto]:
 
 
 def _float_weight(node: onnx.NodeProto, weight: str, zero: str) -> tuple[str, list[onnx.NodeProto]]:
-    """Subtract the zero point from integers, as floats; named after the node's result."""
+    """Subtract the zero point from integers, as floats; the difference is named after the node's result."""
     name = f"{node.output[0]}.weight"
     nodes = [helper.make_node("Cast", [weight], [name], to=onnx.TensorProto.FLOAT)]
     if zero:

@@ -1,7 +1,7 @@
-"""Decoders that `chunkrt export` wrote: the plan is in the file's metadata, and the weights have the plan's names.
+"""Decoders that `chunkrt export` wrote, with the plan in the file's metadata and weights under the plan's names.
 
-A fixed window has caches that shift and masks as inputs, so its graph does not determine a decoder of any length. The
-plan from the metadata is therefore used, and checked: the decoder that is made from it must yield the same plan, and
+A fixed window has caches that shift and masks as inputs, so its graph does not define a decoder of any length. The plan
+from the metadata is therefore used and checked: the decoder that is made from it must yield the same plan, and
 `verification.py` compares it with the file's own graph.
 """
 
@@ -42,7 +42,8 @@ def metadata_of(proto: onnx.ModelProto) -> dict[str, str]:
 
 
 def export_settings(proto: onnx.ModelProto) -> Mapping[str, Any]:
-    """Return the settings of a model's export; empty if another tool wrote it. A fixed window's include its sizes.
+    """Return the settings of a model's export; empty if another tool wrote the model. The settings of a fixed window
+    include its sizes.
 
     Raises:
         ModelError: the settings are invalid.
@@ -60,7 +61,7 @@ def replay_plan(draft: Draft) -> ReplayedDecoder:
     """Build the decoder of an exported plan.
 
     Raises:
-        ModelError: the plan is damaged, or the file's weights do not belong to it.
+        ModelError: the plan is damaged, or does not match the file's weights.
         UnsupportedModelError: the file lacks the frequencies that extend its rotary tables.
     """
     try:
@@ -87,7 +88,9 @@ def _decoder(draft: Draft, plan: Plan) -> ReplayedDecoder:
     for subgraph in plan.subgraphs:
         for node in subgraph.nodes:
             if (node.domain, node.op) not in OPERATORS:
-                raise ModelError(f"node {node.name!r} has the operator {node.op!r} of the domain {node.domain!r}")
+                raise ModelError(
+                    f"node {node.name!r} has the unknown operator {node.op!r} of the domain {node.domain!r}"
+                )
             path = node.name.rpartition(".")[0]
             is_elsewhere = subgraph.device != ("cpu" if is_dynamic(node.domain, node.op) else "npu")
             if is_elsewhere or devices.get(path):
@@ -120,7 +123,7 @@ def _step(node: Node, path: str, plan: Plan) -> Step:
 
 
 def _weight(draft: Draft, name: str, shape: tuple[int, ...], *, is_linear: bool) -> Parameter:
-    """Return a weight that the file has under the plan's name; a Transpose makes a tied LM head from the embedding."""
+    """Return a weight by its name in the plan; the weight of a tied LM head is a Transpose of the embedding."""
     value = draft.graph.initializers.get(name)
     if value is None:
         value = next((v for node in draft.graph for v in node.outputs if v.name == name), None)
@@ -134,7 +137,7 @@ def _weight(draft: Draft, name: str, shape: tuple[int, ...], *, is_linear: bool)
 
 
 def _tables(draft: Draft, plan: Plan) -> dict[str, Parameter]:
-    """Return rotary tables by their names, from the frequencies in the file."""
+    """Return rotary tables by name, made from the frequencies in the file."""
     found: dict[str, Parameter] = {}
     known = json.loads(draft.model.metadata_props.get(ROPE_KEY, "{}"))
     nodes = [node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS]

@@ -1,7 +1,7 @@
 """Removal of nodes that return their input unchanged, before any other analysis of a foreign decoder.
 
-Exporters leave such nodes behind: the TorchScript exporter of PyTorch writes a Concat of one input where a cache of
-Transformers was empty. They stand between a state and the node that appends to it.
+Exporters leave such nodes in the graph: PyTorch's TorchScript exporter writes a Concat of one input where a cache of
+Transformers was empty. Such nodes may be between a state and the node that appends to it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from chunkrt.onnx.importing.evaluation import PROBES, Evaluator
 from chunkrt.onnx.importing.rewriting import replaced
 
 JOINING = ("Concat", "Max", "Mean", "Min", "Sum")
-"""Operators that return their input if they have only one."""
+"""Operators that return their input if they have only one input."""
 
 SHAPING = ("Expand", "Flatten", "Reshape", "Tile")
-"""Operators that return their input if the result has its shape."""
+"""Operators that return their input if the result has the same shape."""
 
 BY_SHAPE = (*SHAPING, "Cast", "Slice")
-"""Operators that are identities depending on shapes and types."""
+"""Operators that are identities for some shapes and types."""
 
 Seen = list[dict[str, NDArray[Any]]]
 
 
 def without_identities(evaluator: Evaluator, path: Path, *, runs: bool) -> onnx.ModelProto:
-    """Return the same decoder without identities among the values that depend on tokens or states.
+    """Return the decoder without identities among the values that depend on tokens or states.
 
     Args:
         runs: whether the decoder is run at the probes, to determine shapes and types. Without runs, a node is kept if
-            these decide and are unknown.
+            it depends on unknown shapes or types whether the node is an identity.
 
     Ensures: inputs and outputs keep their names. If there is no identity, the model is returned unchanged.
 
@@ -76,7 +76,7 @@ def without_identities(evaluator: Evaluator, path: Path, *, runs: bool) -> onnx.
 
 
 def _read_inside(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
-    """Return names that graphs inside nodes read; names are not changed there."""
+    """Return the names that graphs inside nodes read; these names must not change."""
     for attribute in (attribute for node in nodes for attribute in node.attribute):
         for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
             yield from (name for node in graph.node for name in node.input)
@@ -91,7 +91,7 @@ def _final(names: dict[str, str], name: str) -> str:
 
 
 def _may_be_identity(node: onnx.NodeProto, evaluator: Evaluator) -> bool:
-    """Return whether operator and inputs allow a node to be an identity; shapes and types may decide."""
+    """Return whether a node can be an identity by its operator and inputs; shapes and types may rule it out."""
     inputs = [name for name in node.input if name]
     if node.domain not in ("", "ai.onnx") or not inputs or inputs[0] != node.input[0] or not node.output[0]:
         return False
@@ -121,7 +121,7 @@ def _is_identity(node: onnx.NodeProto, evaluator: Evaluator, seen: Seen) -> bool
 
 
 def _takes_all(node: onnx.NodeProto, evaluator: Evaluator, shapes: list[tuple[int, ...]]) -> bool:
-    """Return whether a Slice takes all of each axis at any length, not only at the probes' lengths."""
+    """Return whether a Slice takes the complete axes at any length, not only at the probes' lengths."""
     given = {i: evaluator.constant(name).reshape(-1) for i, name in enumerate(node.input) if i and name}
     by_name = {a.name: np.array(a.ints) for a in node.attribute}  # opsets before 10
     starts, ends = given.get(1, by_name.get("starts")), given.get(2, by_name.get("ends"))

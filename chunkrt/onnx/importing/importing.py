@@ -1,4 +1,4 @@
-"""Import of an ONNX file as a decoder that chunkrt compiles: the passes, and their order."""
+"""Import of an ONNX file as a decoder that chunkrt can compile, by an ordered list of passes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ UNKNOWN_CONTEXT = 4096
 """Context length if no file states one."""
 
 MALFORMED = (KeyError, IndexError, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
-"""Exceptions raised for nodes without inputs or attributes that ONNX requires: too many cases to check one by one."""
+"""Exceptions that passes raise for nodes without required inputs or attributes, because not all cases are checked one
+by one.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
 
     Raises:
         ModelError: it is damaged or inconsistent.
-        UnsupportedModelError: it has an unsupported operator, or an unsupported use of one; the message names it.
+        UnsupportedModelError: an operator, or a use of an operator, is not supported; the message names the node.
     """
     file = find_model(path)
     try:

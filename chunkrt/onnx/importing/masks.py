@@ -1,4 +1,4 @@
-"""Interpretation of masks by running them: which keys a row sees, up to the length of the context."""
+"""Interpretation of masks: running them shows which keys a row sees, up to the length of the context."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from chunkrt.onnx.importing.evaluation import PROBES, Evaluator, far_probes
 from chunkrt.onnx.importing.signature import Probe
 
 HIDDEN = -1e4
-"""Upper bound of the terms that hide keys: added to a score, its exponential is 0 in float32."""
+"""Upper bound of the terms that hide keys: the exponential of a score plus such a term is 0 in float32."""
 
 
 class MaskError(Exception):
-    """A mask with an unsupported meaning, which the message describes."""
+    """Error for a mask with an unsupported meaning, which the message describes."""
 
 
 class Masks:
-    """The masks of a decoder; each is run once, regardless of the number of layers that read it."""
+    """The masks of a decoder. Each mask is run once, regardless of the number of layers that read it."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
         self._windows: dict[tuple[str, int], int] = {}
 
     def window(self, name: str, context: int) -> int:
-        """Return the number of keys that a row sees by a mask, its own included; 0 for all earlier keys.
+        """Return the number of keys that a row sees according to a mask, including its own; 0 for all earlier keys.
 
         Args:
             name: bool (true is seen) or float (added to scores), of a shape that broadcasts to [1, heads, T, past + T].
             context: number of positions that the decoder can distinguish.
 
         Raises:
-            MaskError: it is not a causal mask, with or without a window.
-            ModelError: ONNX Runtime cannot compute it.
+            MaskError: the mask is not causal, with or without a window.
+            ModelError: ONNX Runtime cannot compute the mask.
         """
         if (name, context) not in self._windows:
             self._windows[name, context] = self._find(name, context)
@@ -60,13 +60,13 @@ class Masks:
 
 
 def visible(probe: Probe, window: int) -> NDArray[np.bool_]:
-    """Return which keys each row sees with a window: [T, past + T]."""
+    """Return the mask of a window, which is True for keys that a row sees: [T, past + T]."""
     rows, keys = np.arange(probe.length)[:, None] + probe.past, np.arange(probe.past + probe.length)
     return (keys <= rows) & (keys > rows - window)
 
 
 def _shows(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return a mask as booleans, [T, keys], the same for all heads. Raises MaskError if it is another kind."""
+    """Return a mask as booleans, [T, keys], the same for all heads. Raises MaskError for other kinds of masks."""
     flat = values.reshape(-1, *values.shape[-2:]) if values.ndim >= 2 else values.reshape(1, 1, -1)
     if values.dtype != np.bool_:
         if not ((flat == 0) | (flat <= HIDDEN)).all():

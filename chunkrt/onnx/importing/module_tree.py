@@ -1,4 +1,4 @@
-"""The last step: conversion of a graph of the vocabulary to a tree of modules."""
+"""Conversion of a graph of the vocabulary to a tree of modules: the last step of an import."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ WEIGHTS = {
     ("LinearAttention", 3): ("conv", "weight"),
     ("LinearAttention", 4): ("conv", "bias"),
 }
-"""Modules and attributes of an operator's constants, by input: the module below the operator's own, and the attribute.
-Other constants are the weight of the operator's own module."""
+"""For operators with several constants, by input: the name of the module below the operator's own module, and the
+attribute. Other constants are the weight of the operator's own module.
+"""
 
 OF_DELTA_RULE = {
     ("LinearAttention", 3): ("conv1d", "weight"),
     ("LinearAttention", 4): ("conv1d", "bias"),
 }
 OF_DECAY = {("Add", 1): ("", "dt_bias"), ("Mul", 1): ("", "rate")}
-"""The same for the modules of the gated delta rule."""
+"""Like `WEIGHTS`, for the modules of the gated delta rule."""
 
 
 def build_tree(draft: Draft, places: Mapping[ir.Node, Place], logit_rows: ir.Value) -> ReplayedDecoder:
     """Build the decoder of a draft.
 
     Args:
-        places: the place of each node of its graph.
+        places: module and names of outputs for each node of the draft's graph.
 
     Raises:
         UnsupportedModelError: an operator, or its use, is not in the vocabulary.
@@ -62,7 +63,9 @@ def build_tree(draft: Draft, places: Mapping[ir.Node, Place], logit_rows: ir.Val
 
 
 def _check_use(draft: Draft, node: ir.Node, logit_rows: ir.Value) -> None:
-    """Refuse a foreign node whose operator is in the vocabulary, but with other operands or another meaning."""
+    """Refuse a foreign node whose operator has the name of one of the vocabulary, but other operands or another
+    meaning.
+    """
     known = {*draft.weights, logit_rows, None}
     inputs = {draft.signature.tokens, *draft.signature.states}
     for value in (v for v in node.inputs if v not in known and v is not None and v.name not in inputs):

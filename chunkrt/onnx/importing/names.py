@@ -1,7 +1,7 @@
 """Names of an imported decoder's parts, after Hugging Face's names, which chunkrt's own decoders also use.
 
-Names follow from a node's function and position, never from the exporter's names: the linear before attention is its
-layer's self_attn.qkv_proj. Schemes and placements refer to them.
+A node's name follows from its function and position, never from the exporter's names: the linear before attention is
+named self_attn.qkv_proj in its layer. Schemes and placements refer to these names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from chunkrt.graph.plan import DOMAIN
 from chunkrt.onnx.importing.draft import Draft, producer
 
 MIXERS = ("CachedAttention", "LinearAttention")
-"""Operators of our domain of which every layer has one."""
+"""Operators of chunkrt's domain of which every layer has one."""
 
 ACTIVATIONS = {"Sigmoid": "silu_sigmoid", "Gelu": "gelu", "Tanh": "tanh", "Softplus": "softplus"}
 
@@ -32,11 +32,11 @@ class Words(NamedTuple):
 
 
 LFM2 = Words("operator_norm", "ffn_norm", "feed_forward", "operator_residual", "embedding_norm")
-"""Names in decoders with short-convolution layers."""
+"""Names of a layer's parts in decoders with short convolutions."""
 
 
 class Place(NamedTuple):
-    """A node's module, and the names of its outputs in it."""
+    """Path of a node's module, and the names of the node's outputs in the module."""
 
     path: str
     outputs: Sequence[str]
@@ -71,7 +71,7 @@ class _Namer:
         self._has_rows = False  # True once the rows that get logits have been picked.
 
     def name_mixer(self, mixer: ir.Node, layer: str) -> None:
-        """Name a layer's mixer with the linears before and after it."""
+        """Name a layer's mixer, and the linears before and after it."""
         if mixer.op_type == "LinearAttention" and not _is_short_convolution(mixer):
             self._name_delta_rule(mixer, layer)
             return
@@ -123,7 +123,7 @@ class _Namer:
                 self._name_result(user.outputs[0], path, linear)
 
     def _name_gate(self, gate: ir.Value | None, path: str) -> None:
-        """Return the factor of a mixer's result: the sigmoid of a linear, or its SiLU."""
+        """Return the factor of a mixer's result: the sigmoid or the SiLU of a linear."""
         silu, sigmoid = producer(gate, "Mul"), producer(gate, "Sigmoid")
         if silu is not None:
             self.places[silu] = Place(path, ["silu"])
@@ -174,7 +174,7 @@ class _Namer:
             self.places[node] = Place("lm_head", [node.op_type.lower()])
 
     def _norm(self, node: ir.Node, layer: str) -> str:
-        """Return which of a layer's norms one is, from its input and the norms before it."""
+        """Return the name of a norm in its layer, from its input and the earlier norms."""
         read = node.inputs[0]
         maker = read.producer() if read is not None else None
         place = self.places.get(maker) if maker is not None else None
@@ -197,7 +197,7 @@ class _Namer:
         return product
 
     def _name_linear(self, value: ir.Value | None, path: str) -> ir.Node | None:
-        """Find a MatMul, and the Add of its bias; returns the MatMul."""
+        """Return the MatMul that makes a value, either directly or before the Add of its bias."""
         add = producer(value, "Add")
         if add is not None and add.inputs[1] in self._weights:
             self.places[add] = Place(path, ["output"])
@@ -209,7 +209,7 @@ class _Namer:
 
 
 def _unique(places: dict[ir.Node, Place]) -> dict[ir.Node, Place]:
-    """Number equal names, of parts that no family of chunkrt's has."""
+    """Append numbers to equal names, which occur for parts that no family of chunkrt has."""
     seen: Counter[tuple[str, str]] = Counter()
     result = {}
     for node, (path, outputs) in places.items():

@@ -17,7 +17,8 @@ from chunkrt.onnx.importing.signature import Probe
 def check_positions(draft: Draft, node: ir.Node, value: ir.Value | None, context: int, *, streams: int = 1) -> None:
     """Refuse positions that do not continue from the past's length, up to the end of the context.
 
-    None means that the operator counts by itself. `streams`: the number of times that all positions are repeated.
+    If the positions are None, the operator counts them itself. `streams` is the number of times that all positions are
+    repeated.
     """
 
     def expected(probe: Probe) -> NDArray[np.int64]:
@@ -28,7 +29,7 @@ def check_positions(draft: Draft, node: ir.Node, value: ir.Value | None, context
 
 
 def check_total(draft: Draft, node: ir.Node, value: ir.Value | None, context: int, *, less: int = 0) -> None:
-    """Refuse a length other than that of past and present together, minus `less`."""
+    """Refuse a length that differs from the length of past and present together, minus `less`."""
     if value is None:
         raise draft.unsupported(node, "it has no number of tokens as an input")
     _check(draft, node, value, "length", context, lambda probe: np.array([probe.past + probe.length - less]))
@@ -56,19 +57,19 @@ def _check(
 
 
 def _few(values: NDArray[np.int64], start: int) -> str:
-    """Format four values from the first wrong one, with its index if that is not 0."""
+    """Format four values, beginning with the first wrong value, and its index if it is not 0."""
     few = str(values[start : start + 4].tolist())
     return f"{few} from number {start}" if start > 3 else str(values[:4].tolist())
 
 
 def find_window(draft: Draft, node: ir.Node, value: ir.Value, context: int) -> int:
-    """Return the number of keys that a row sees by a mask, its own included; 0 for all earlier keys.
+    """Return the number of keys that a row sees according to a mask, including its own; 0 for all earlier keys.
 
     Args:
         value, context: see `Masks.window`.
 
     Raises:
-        UnsupportedModelError: it is not a causal mask.
+        UnsupportedModelError: the mask is not causal.
     """
     _check_positional(draft, node, value, "mask")
     try:

@@ -1,6 +1,6 @@
-"""Rewriting of a foreign decoder to an equal one that the passes recognise and that ONNX Runtime runs on a CPU.
+"""Rewriting of a foreign decoder to an equivalent one that the passes recognise and that ONNX Runtime can run on a CPU.
 
-The rewritten decoder is also the original that an import is compared with. Its weights stay in their files.
+The rewritten decoder also serves as the original with which an import is compared. Its weights stay in their files.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ LARGEST = np.iinfo(np.int32).max
 
 
 def prepare(proto: onnx.ModelProto, signature: Signature, path: Path) -> None:
-    """Rewrite a decoder in place: no extra outputs, logits of all rows, float32 instead of bfloat16.
+    """Rewrite a decoder in place.
 
-    Norms of heads inside GroupQueryAttention become nodes before it.
+    Ensures: logits and states are the only outputs, all rows have logits, bfloat16 is replaced by float32, and norms of
+    heads
+    inside GroupQueryAttention are nodes before it.
     """
     steps: tuple[Callable[[onnx.GraphProto, Signature], bool], ...] = (
         _without_extra_outputs,
@@ -59,7 +61,7 @@ def _without_extra_outputs(graph: onnx.GraphProto, signature: Signature) -> bool
 
 
 def _with_all_logits(graph: onnx.GraphProto, signature: Signature) -> bool:
-    """Drop the choice of the last row before the LM head: chunkrt chooses rows itself."""
+    """Remove the selection of the last row before the LM head, because chunkrt selects rows itself."""
     writers = {name: node for node in graph.node for name in node.output}
     node = writers.get(signature.logits)
     while node is not None and node.op_type in ROWWISE:
@@ -109,7 +111,7 @@ def _with_norms_before_attention(graph: onnx.GraphProto, signature: Signature) -
 
 
 def _norm_heads(graph: onnx.GraphProto, attention: onnx.NodeProto, head_dim: int) -> list[onnx.NodeProto]:
-    """Make nodes for the norms of an attention node, which then reads their results."""
+    """Add nodes for the norms of an attention node, and make the attention node read their results."""
     options = {a.name: helper.get_attribute_value(a) for a in attention.attribute}
     counts = [options["num_heads"], options["kv_num_heads"]]
     nodes = []
@@ -162,7 +164,9 @@ def _in_float32(graph: onnx.GraphProto, signature: Signature) -> bool:
 
 
 def _cast_halves(graph: onnx.GraphProto, outer: frozenset[str]) -> bool:
-    """Do the same in a graph and in the graphs of its nodes; `outer` has names of bfloat16 values around it."""
+    """Replace bfloat16 in a graph and in the graphs of its nodes; `outer` holds the names of bfloat16 values of
+    enclosing graphs.
+    """
     half, whole = TensorProto.BFLOAT16, TensorProto.FLOAT
     names = {tensor.name for tensor in graph.initializer if tensor.data_type == half}
     names |= {n.output[0] for n in graph.node for a in n.attribute if n.op_type == "Constant" and a.t.data_type == half}
@@ -196,7 +200,9 @@ def _constant(graph: onnx.GraphProto, name: str) -> np.ndarray | None:
 
 
 def _ints(graph: onnx.GraphProto, node: onnx.NodeProto, place: int, name: str) -> list[int] | None:
-    """Return whole numbers of a node's input or, in early opsets, attribute; None if it has none."""
+    """Return whole numbers from a node's input or, in early opsets, from its attribute; None if the node has
+    neither.
+    """
     if attribute := next((a for a in node.attribute if a.name == name), None):
         return list(attribute.ints)
     if place >= len(node.input) or not node.input[place]:

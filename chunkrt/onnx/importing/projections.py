@@ -1,4 +1,4 @@
-"""Linears with one input that chunkrt merges: the columns of several, in a given order."""
+"""Merging of linears with the same input into one linear."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from chunkrt.onnx.importing.widths import groups_of, width
 class Projection:
     """Some columns of a linear's result.
 
-    `product`: its MatMul. `bias`: the weight that is added, if any. `value`: the result. `columns`: the selected ones.
+    Attributes:
+        product: the linear's MatMul.
+        bias: the weight that is added; None without a bias.
+        value: the linear's result.
+        columns: the selected columns.
     """
 
     product: ir.Node
@@ -29,7 +33,7 @@ class Projection:
 
 
 def find_projection(draft: Draft, value: ir.Value | None) -> Projection | None:
-    """Return the linear that makes a value, or a part of its result; None if the value comes from another operator."""
+    """Return the linear, or the columns of it, that make a value; None if the value comes from another operator."""
     if value is None or (columns := width(draft, value)) is None:
         return None
     chosen = np.arange(columns)
@@ -50,9 +54,9 @@ def find_projection(draft: Draft, value: ir.Value | None) -> Projection | None:
 
 
 def merge(draft: Draft, before: ir.Node, parts: Sequence[Projection]) -> ir.Value | None:
-    """Return one linear whose columns are those of all parts, in their order; None if they do not share an input.
+    """Return one linear whose columns are those of all parts, in their order; None if the parts do not share an input.
 
-    An existing linear is used if it has exactly these columns.
+    If an existing linear has exactly these columns, it is returned.
     """
     first = parts[0]
     if any(part.product.inputs[0] is not first.product.inputs[0] for part in parts):
@@ -85,7 +89,7 @@ def _weight(draft: Draft, value: ir.Value | None) -> Weight:
 
 
 def _bias(draft: Draft, part: Projection) -> tuple[str, ...]:
-    """Return a part's bias; zeros if it has none and other parts have one."""
+    """Return a part's bias; zeros if the part has no bias but other parts have one."""
     if part.bias is not None:
         return draft.weights[part.bias].tensors
     columns = width(draft, part.value) or 0

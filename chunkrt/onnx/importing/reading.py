@@ -1,7 +1,7 @@
-"""Opening of an untrusted ONNX file: every claim is checked before anything is allocated.
+"""Reading of an untrusted ONNX file, in which all sizes are checked before memory is allocated.
 
 Initializers stay in their files, and are memory-mapped when they are read. Links are resolved here, once: ONNX Runtime
-and onnx_ir get the file itself, because both refuse links such as those of hubs' caches.
+and onnx_ir get the path of the file itself, because they refuse links such as those in hubs' caches.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _EXTERNAL = 1
 def read_proto(path: Path) -> onnx.ModelProto:
     """Read the graph of an ONNX file; weights stay in their files.
 
-    Ensures: nodes are in an order in which they can run, every value has a unique name, and every initializer lies
-    completely in this file or in one next to it, whose absolute path is its location then.
+    Ensures: nodes are in execution order, every value has a unique name, and the data of every initializer is in this
+    file or in a file next to it, whose absolute path becomes the location of the data.
 
     Raises:
-        ModelError: it is damaged, contradicts itself, or names data that is missing or elsewhere.
-        UnsupportedModelError: it holds a kind of tensor that no decoder has.
+        ModelError: the file is damaged or contradicts itself, or its data is missing or in another folder.
+        UnsupportedModelError: the file contains a kind of tensor that no decoder needs.
     """
     try:
         proto = onnx.ModelProto()
@@ -60,7 +60,7 @@ def to_graph(proto: onnx.ModelProto, path: Path) -> ir.Model:
 
 
 def _check_names(graph: onnx.GraphProto, path: Path) -> None:
-    """Check that every name is written once: ONNX is in static single assignment form."""
+    """Check that every name is written once, as ONNX requires (static single assignment)."""
     made = [name for node in graph.node for name in node.output if name]
     initializers = {tensor.name for tensor in graph.initializer}
     made += [*initializers, *(v.name for v in graph.input if v.name not in initializers)]
@@ -88,7 +88,7 @@ def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 
 def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:
-    """Check that a tensor's shape matches its bytes, and that these exist."""
+    """Check that a tensor's data exists and that its size matches the tensor's shape."""
     name, dims = tensor.name, list(tensor.dims)
     if any(size < 0 for size in dims) or prod(dims) > MAX_ELEMENTS:
         raise ModelError(f"{path} is damaged: {name!r} has the impossible shape {dims}")
@@ -112,8 +112,9 @@ def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:
 
 
 def _check_external(tensor: onnx.TensorProto, needed: int, path: Path) -> None:
-    """Check that the data lies in a regular file next to the model that is long enough; its location becomes
-    absolute."""
+    """Check that the data is in a regular file next to the model that is long enough, and make its location
+    absolute.
+    """
     name = tensor.name
     claims = {entry.key: entry.value for entry in tensor.external_data}
     location = claims.get("location", "")
@@ -146,7 +147,7 @@ def _is_cached(beside: Path, path: Path) -> bool:
 
 
 def sort_nodes(graph: onnx.GraphProto, path: Path) -> None:
-    """Put the nodes in an order in which they can run; the exporter's order is kept if it is valid."""
+    """Sort the nodes into execution order; the exporter's order is kept if it is valid."""
     nodes = list(graph.node)
     made: set[str] = set()
     writers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
@@ -171,7 +172,7 @@ def find_model(path: Path) -> Path:
     """Return the decoder's file of a folder, or the file itself.
 
     Raises:
-        ModelError: there is none, or several without a distinction.
+        ModelError: the folder contains no decoder, or several candidates.
     """
     if not path.is_dir():
         return path

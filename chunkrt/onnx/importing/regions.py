@@ -1,8 +1,9 @@
-"""Parts of a foreign graph, run on chosen values: the meaning of many small operators is tested, not parsed.
+"""Evaluation of parts of a foreign graph on chosen values, to test the meaning of small operators instead of parsing
+them.
 
-Exporters without an operator for attention each write it in their own way, which changes between releases. All variants
-compute the same function of queries, keys and values. The part between these and the result is therefore run on random
-values, and accepted as attention only if it computes the values of attention.
+Every exporter without an operator for attention writes attention in its own way, which changes between releases. All
+variants compute the same function of queries, keys and values. The part between queries, keys and values and the result
+is therefore run on random values, and is accepted as attention only if it computes the values of attention.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from chunkrt.onnx.importing.signature import Probe
 Array = NDArray[Any]
 
 PROBE = Probe(5, 13)
-"""Sizes at which parts are run: new tokens after others, in numbers that no decoder has as its number of heads."""
+"""Sizes at which parts are run: the numbers of past and new tokens, which differ from any decoder's number of heads."""
 
 
 class Regions:
@@ -68,7 +69,7 @@ class Regions:
         return rng.standard_normal(like.shape).astype(like.dtype)
 
     def writer(self, name: str) -> onnx.NodeProto:
-        """Return the node that makes a value; one without an operator for inputs and initializers."""
+        """Return the node that makes a value; for inputs and initializers, a node without an operator."""
         return self._nodes[self._writers[name]] if name in self._writers else onnx.NodeProto()
 
     def readers(self, name: str) -> list[onnx.NodeProto]:
@@ -76,7 +77,9 @@ class Regions:
         return [self._nodes[index] for index in self._readers[name]]
 
     def above(self, name: str) -> Iterator[str]:
-        """Return `name`, and values upstream through which everything passes on its path to it, the nearest first."""
+        """Return `name` and its dominators: the earlier values through which all paths to `name` lead, the nearest
+        first.
+        """
         yield name
         frontier = {name}
         while made := [n for n in frontier if n in self._writers]:
@@ -86,8 +89,9 @@ class Regions:
                 yield next(iter(frontier))
 
     def below(self, name: str) -> Iterator[str]:
-        """Return `name`, and values downstream through which everything passes that depends on it, the nearest
-        first."""
+        """Return `name` and its post-dominators: the later values through which all paths from `name` lead, the nearest
+        first.
+        """
         yield name
         waiting = Counter({name: len(self._readers[name])})
         pending = list(self._readers[name])
@@ -111,17 +115,17 @@ class Regions:
                 yield next(iter(waiting))
 
     def positional_inputs(self, target: str, roots: set[str]) -> list[str]:
-        """Return the values frozen at the probe that the part between `roots` and `target` reads."""
+        """Return the frozen values that the part between `roots` and `target` reads."""
         return sorted({n for node in self._between(target, roots) for n in node.input if n in self.frozen})
 
     def is_between(self, target: str, roots: set[str]) -> bool:
-        """Return whether `target` depends on `roots`, and on no other value that depends on tokens or states."""
+        """Return whether `target` depends on `roots` and on no other values that depend on tokens or states."""
         outside = self.data - roots - self._writers.keys()
         return not any(name in outside for node in self._between(target, roots) for name in node.input)
 
     @cached_property
     def fixed(self) -> dict[str, Array]:
-        """Values of `frozen` that are the same at other probes: sizes that are fixed, although they are computed."""
+        """Values of `frozen` that are the same at other probes: sizes that are computed but fixed."""
         others = self._frozen[1:]
         return {
             name: value
@@ -131,15 +135,16 @@ class Regions:
 
     @cached_property
     def _frozen(self) -> list[dict[str, Array]]:
-        """Values of `frozen` at the probe, at another near it, and at the context's end."""
+        """Values of `frozen` at the probe, at another probe near it, and at the context's end."""
         read = {n for node in self._nodes if self.data.intersection(node.output) for n in node.input if n}
         near, last = Probe(self.probe.past + 2, self.probe.length + 6), Probe(self.context - 1, 1)
         probes = [self.probe, near, *([last] if last.past > near.past else [])]
         return self.evaluator.runs(sorted(read - self.data - self.evaluator.constants), probes)
 
     def is_size(self, name: str) -> bool:
-        """Return whether a value frozen at the probe is whole numbers that grow with the tokens, up to the context's
-        end."""
+        """Return whether a frozen value consists of whole numbers that grow with the number of tokens, up to the
+        context's end.
+        """
         if not np.issubdtype(self.frozen[name].dtype, np.integer):
             return False
         here, later, longer, last = (values[name] for values in (self.frozen, *self._sizes))
@@ -151,7 +156,9 @@ class Regions:
 
     @cached_property
     def _sizes(self) -> list[dict[str, Array]]:
-        """Whole numbers with one more token before, one more new token, and the last of all tokens alone."""
+        """Frozen whole numbers at three more probes: with one more past token, with one more new token, and with the
+        context's last token alone.
+        """
         names = [name for name, value in self.frozen.items() if np.issubdtype(value.dtype, np.integer)]
         past, length = self.probe.past, self.probe.length
         probes = Probe(past + 1, length), Probe(past, length + 1), Probe(self.context - 1, 1)
@@ -167,7 +174,7 @@ class Regions:
             given: replacements for frozen values, for sizes other than the probe's.
 
         Raises:
-            ModelError: it depends on more than these, or ONNX Runtime cannot run it.
+            ModelError: `target` depends on other values, or ONNX Runtime cannot compute it.
         """
         nodes = self._between(target, set(roots))
         known = {**self.frozen, **(given or {})}

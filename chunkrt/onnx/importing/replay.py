@@ -1,6 +1,7 @@
-"""A decoder as a list of steps over a tree of modules: the result of an import.
+"""The result of an import: a decoder as a list of steps over a tree of modules.
 
-It has the form that `graph/decoders` builds from a config, so it is placed, traced, cut and loaded like any other.
+It has the form of decoders that `graph/decoders` builds from a config, so it is placed, traced, partitioned and loaded
+like any other decoder.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ImportedModule(Module):
         yield from self._parts.items()
 
     def part(self, path: str) -> ImportedModule:
-        """Return the module at a path below this one, making it if it does not exist."""
+        """Return the module at a path below this module; it is created if it does not exist."""
         module = self
         for name in path.split(".") if path else ():
             if name not in module._parts:
@@ -57,7 +58,7 @@ class ImportedModule(Module):
 
 
 class ReplayedDecoder(ImportedModule):
-    """Token ids [T] to logits [R, vocab], step by step.
+    """Decoder that computes logits [R, vocab] from token ids [T], step by step.
 
     Args:
         tokens, rows, logits: keys of the inputs and of the output.
@@ -75,7 +76,7 @@ class ReplayedDecoder(ImportedModule):
         self._steps.append(step)
 
     def add_weight(self, key: Hashable, path: str, attribute: str, parameter: Parameter) -> None:
-        """Add a constant value: an attribute of the module at a path."""
+        """Add a constant value, which is an attribute of the module at a path."""
         setattr(self.part(path), attribute, parameter)
         self._weights[key] = parameter
 
@@ -92,7 +93,7 @@ class ReplayedDecoder(ImportedModule):
         return values[self._logits]
 
     def _scope(self, path: str) -> AbstractContextManager[None]:
-        """Enter a module's scope, on its own device or on that of the nearest ancestor."""
+        """Enter a module's scope, on the device of the module or of its nearest placed ancestor."""
         device: Device | None = self.device
         module: ImportedModule = self
         for name in path.split(".") if path else ():
@@ -103,7 +104,7 @@ class ReplayedDecoder(ImportedModule):
 
 Attributes = Mapping[str, Any]
 Operands = Sequence[Any]
-"""Return traced values; None if an input is absent, or is a state, which tracing creates."""
+"""Return the traced values of inputs; None for an absent input, and for a state, which tracing creates."""
 
 Names = Sequence[str]
 
@@ -173,4 +174,4 @@ OPERATORS: dict[tuple[str, str], Operator] = {
     (DOMAIN, "FloatLinear"): _plain(ops.float_linear),
     (DOMAIN, "RoutedExperts"): _experts,
 }
-"""The vocabulary of drafts and plans, with the function that traces each operator."""
+"""Functions that trace the operators of the vocabulary, by domain and name."""

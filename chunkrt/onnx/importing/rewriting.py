@@ -13,10 +13,11 @@ from chunkrt.onnx.importing.reading import sort_nodes
 def replaced(
     proto: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], initializers: Sequence[onnx.TensorProto], path: Path
 ) -> onnx.ModelProto:
-    """Return a model with other nodes and constants, without the replaced nodes and all that are no longer read.
+    """Return a model with additional nodes and constants, without the replaced nodes and without nodes that are no
+    longer read.
 
     Raises:
-        ModelError: there is no order in which the nodes can run.
+        ModelError: the nodes have no execution order.
     """
     made = {*(tensor.name for tensor in initializers), *(name for node in nodes for name in node.output)}
     everything = [*(node for node in proto.graph.node if not made.intersection(node.output)), *nodes]

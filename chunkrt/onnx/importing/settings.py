@@ -36,7 +36,7 @@ def read_settings(folder: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def named_file(folder: Path) -> Path | None:
-    """Return the file that genai_config.json names. Raises ModelError if it does not exist."""
+    """Return the path of the model file that genai_config.json names. Raises ModelError if it does not exist."""
     model = _read(folder / GENAI).get("model")
     decoder = model.get("decoder") if isinstance(model, dict) else None
     name = decoder.get("filename") if isinstance(decoder, dict) else None
@@ -48,7 +48,7 @@ def named_file(folder: Path) -> Path | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty if there is no such file."""
+    """Return the JSON object of a file; empty if the file does not exist."""
     try:
         values = json.loads(read_text(path))
     except FileNotFoundError:

@@ -1,9 +1,7 @@
 """Classification of an exported decoder's inputs and outputs, and of its exporter.
 
-| exporter | by |
-| --- | --- |
-| ONNX Runtime GenAI's builder | producer "onnxruntime-genai", or attention of the domain com.microsoft |
-| Optimum, torch | everything else with past and present states |
+| exporter | recognised by | | --- | --- | | ONNX Runtime GenAI's builder | producer "onnxruntime-genai", or attention
+of the domain com.microsoft | | Optimum, torch | past and present states, with another producer |
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """The names of a decoder's inputs and outputs. `mask` and `positions` are empty if it takes none.
+    """The names of a decoder's inputs and outputs. `mask` and `positions` are empty if the decoder has no such input.
 
-    `states`: by the name of the input, layer after layer; some layers may have none.
+    `states` maps the name of each state's input to the state, layer after layer; some layers may have no state.
     """
 
     exporter: str
@@ -56,15 +54,16 @@ class Signature:
 
 @dataclass(frozen=True)
 class Probe:
-    """Sizes of a run: the numbers of past and of new tokens."""
+    """Sizes of a run: the number of past tokens and the number of new tokens."""
 
     past: int
     length: int
 
 
 def inputs_of(proto: onnx.ModelProto) -> dict[str, ir.Value]:
-    """Return the inputs of a model by name, with their types and shapes. Raises ModelError if one has an invalid
-    type."""
+    """Return the inputs of a model by name, with their types and shapes. Raises ModelError if an input has an invalid
+    type.
+    """
     try:
         values = [ir.serde.deserialize_value_info_proto(v, None) for v in proto.graph.input]
     except Exception as error:  # onnx_ir raises many types of exceptions
@@ -76,8 +75,8 @@ def find_signature(proto: onnx.ModelProto, where: str) -> Signature:
     """Classify the inputs and outputs of a model.
 
     Raises:
-        UnsupportedModelError: it takes no token ids, returns no logits, has an unknown input, or a state without its
-            counterpart.
+        UnsupportedModelError: the model takes no token ids, returns no logits, has an unknown input, or has a state
+            without its counterpart.
     """
     graph = proto.graph
     initializers = {tensor.name for tensor in graph.initializer}
@@ -124,13 +123,13 @@ def find_signature(proto: onnx.ModelProto, where: str) -> Signature:
 
 
 def refuse_fixed_lengths(inputs: Mapping[str, ir.Value], signature: Signature, where: str) -> None:
-    """Refuse a decoder of which an input has a fixed number of tokens, or a fixed batch of several sequences.
+    """Refuse a decoder if an input has a fixed number of tokens, or a fixed batch of several sequences.
 
     Args:
         inputs: as `inputs_of` returns them.
 
     Raises:
-        UnsupportedModelError: one of tokens, mask, positions, keys and values has such a size.
+        UnsupportedModelError: the tokens, the mask, the positions, keys or values have such a size.
     """
     by_rows = (signature.tokens, signature.mask, signature.positions)
     axes = {name: (-2, -1) for name in by_rows if name in inputs}
@@ -156,7 +155,7 @@ def feeds(
     """Return some inputs for a probe: token 0, no masked tokens, positions from the past's length on, zero states.
 
     Args:
-        widths: the last sizes of states that the model leaves open; 1 for others.
+        widths: last sizes of states, by name, that the model leaves open; 1 for states that are not listed.
     """
     total = probe.past + probe.length
     values: dict[str, NDArray[np.generic]] = {signature.tokens: np.zeros((1, probe.length), np.int64)}
@@ -175,7 +174,7 @@ def feeds(
 
 
 def _state_shape(value: ir.Value, probe: Probe, width: int) -> list[int]:
-    """Resolve open sizes: the batch is 1; the last one is the width, and one before it the past's."""
+    """Resolve open sizes: the batch is 1, the last size is the width, and a size between them is the past's."""
     if not value.shape:
         raise ModelError(f"the input {value.name!r}, which the model keeps between calls, has no shape")
     *sizes, last = (d if isinstance(d, int) else None for d in value.shape)

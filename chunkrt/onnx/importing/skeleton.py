@@ -1,7 +1,7 @@
-"""A decoder without its weights: every value has the shape that it would have, at almost no cost.
+"""A decoder without its weights, in which every value has its original shape, at almost no cost.
 
-The sizes of masks and positions are often read from values that depend on tokens. Only their shapes matter then, so
-products with constant matrices, and the look-up of tokens, need no matrix.
+The sizes of masks and positions are often read from the shapes of values that depend on tokens. The contents of these
+values do not matter, so products with constant matrices, and the look-up of tokens, need no matrix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNDER = ("Identity", "Transpose", "DequantizeLinear")
 
 
 class Skeleton(NamedTuple):
-    """`nodes`: in the order of the decoder's. `initializers`: the decoder's, and replacements of matrices."""
+    """Nodes in the decoder's order, and initializers: the decoder's, and replacements of matrices."""
 
     nodes: list[onnx.NodeProto]
     initializers: dict[str, onnx.TensorProto]
@@ -39,7 +39,7 @@ def skeleton(proto: onnx.ModelProto, data: Collection[str]) -> Skeleton:
     """Return the nodes of a decoder with replacements for products and look-ups.
 
     Args:
-        data: values that depend on tokens or states, of which only the shape is needed.
+        data: values that depend on tokens or states; only their shapes are needed.
 
     Ensures: values keep their names, types and shapes; values outside `data` are unchanged.
     """

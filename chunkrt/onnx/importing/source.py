@@ -16,10 +16,12 @@ from chunkrt.onnx.importing.tensors import StoredTensor
 
 
 class OnnxSource:
-    """Tensors by the names of the initializers that they come from; linears are [out_features, in_features].
+    """Tensors by the names of the initializers from which they are made; linears are [out_features, in_features].
 
-    `path`: the folder that is searched for tokenizer files. `file`: the model's. `original`: the model as it was read;
-    `verify` releases it.
+    Attributes:
+        path: the folder that is searched for tokenizer files.
+        file: the model's file.
+        original: the model as it was read; `verify` releases it.
     """
 
     path: Path
@@ -33,7 +35,9 @@ class OnnxSource:
         self._tensors: dict[str, StoredTensor] = {}
 
     def add(self, name: str, tensor: StoredTensor) -> str:
-        """Add a tensor, and return its name here: another one if its own belongs to a different tensor."""
+        """Add a tensor, and return its name in the source, which differs from its own name if another tensor has that
+        name.
+        """
         unique, number = name, 1
         while unique in self._tensors:
             unique, number = f"{name}.{number}", number + 1
@@ -41,7 +45,7 @@ class OnnxSource:
         return unique
 
     def keep(self, names: Collection[str]) -> None:
-        """Remove all tensors except these."""
+        """Remove all tensors except those with the given names."""
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
 
     def names(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The forms in which an ONNX file stores a weight, each readable as float32, and if possible as blocks of 4 bits."""
+"""The forms in which an ONNX file stores weights. All forms can be read as float32, and some as blocks of 4 bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES = {
 
 
 def shape_of(tensor: ir.TensorProtocol) -> tuple[int, ...]:
-    """Return a tensor's sizes; all are known, because it is not a value that is still to be computed."""
+    """Return a tensor's sizes, which are all known because the tensor is constant."""
     return tuple(int(size) for size in tensor.shape if isinstance(size, int))
 
 
@@ -38,16 +38,16 @@ class StoredTensor(Protocol):
     def stored_as(self) -> str: ...
 
     def read(self) -> Float32:
-        """Return its values; a view of the file if it stores float32."""
+        """Return the tensor's values; a view of the file if it stores float32."""
         ...
 
     def read_blocks(self) -> BlockTensor | None:
-        """Return the same values in blocks of 4 bits if that is exact, else None; it is [N, K] then."""
+        """Return the values [N, K] in blocks of 4 bits if the conversion is exact, else None."""
         ...
 
 
 class FloatTensor:
-    """Plain numbers: float64, float32, float16 or bfloat16."""
+    """A tensor of plain numbers: float64, float32, float16 or bfloat16."""
 
     def __init__(self, tensor: ir.TensorProtocol) -> None:
         self._tensor = tensor
@@ -66,7 +66,7 @@ class FloatTensor:
 class Derived:
     """The result of a computation on other tensors.
 
-    `stored_as`: the storage of the tensors under it.
+    `stored_as` is the storage type of the underlying tensors.
     """
 
     def __init__(self, shape: tuple[int, ...], stored_as: str, compute: Callable[[], Float32]) -> None:
@@ -95,7 +95,7 @@ class Transposed:
         return self.tensor.read().T
 
     def read_blocks(self) -> BlockTensor | None:
-        """Return None: blocks lie along the rows of the matrix under it."""
+        """Return None, because blocks extend along the rows of the underlying matrix."""
         return None
 
 
@@ -119,7 +119,7 @@ class GroupedTensor:
     """A weight [N, K] of whole numbers in groups along K.
 
     Args:
-        decode: reads it; called whenever values are needed.
+        decode: reads the integers, scales and zero points; called whenever values are needed.
         group: number of adjacent columns that share a scale.
     """
 
@@ -128,7 +128,7 @@ class GroupedTensor:
 
     @cached_property
     def stored_as(self) -> str:
-        """Q4_1 if conversion to blocks is lossless, else a name of its own."""
+        """Storage type: "Q4_1" if the conversion to blocks is lossless, else another name."""
         is_exact = self._can_be_blocks and _minima(self._decode()) is not None
         return "Q4_1" if is_exact else f"INT{self._bits}_GROUPS_OF_{self._group}"
 
@@ -144,7 +144,9 @@ class GroupedTensor:
         return (values * np.repeat(scales, self._group, axis=1)[:, :depth]).astype(np.float32, copy=False)
 
     def read_blocks(self) -> BlockTensor | None:
-        """Return the integers, with scales and minima in float16, if float16 holds these exactly."""
+        """Return the integers, with scales and minima in float16, if float16 represents them exactly; otherwise
+        None.
+        """
         if not self._can_be_blocks:
             return None
         groups = self._decode()
@@ -156,7 +158,7 @@ class GroupedTensor:
 
 
 def _minima(groups: Groups) -> NDArray[np.float16] | None:
-    """Return -zero * scale in float16; None if float16 does not hold it, or a scale, exactly."""
+    """Return -zero * scale in float16; None if float16 does not represent it and the scale exactly."""
     exact = -groups.zeros.astype(np.float64) * groups.scales
     with np.errstate(over="ignore"):
         minima, scales = exact.astype(np.float16), groups.scales.astype(np.float16)

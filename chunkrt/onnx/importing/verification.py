@@ -26,7 +26,9 @@ from chunkrt.quant.scheme import SCHEMES
 
 NUM_TOKENS = 33
 BEYOND_WINDOW, LARGEST_WINDOW = 9, 1024
-"""Number of tokens beyond a window's size, so that the window moves; windows larger than the limit are not exceeded."""
+"""Number of tokens by which a run exceeds a window, so that the window moves, and the largest window to which this
+applies.
+"""
 
 TOLERANCE, FLOAT16_TOLERANCE = 1e-4, 2e-2
 """Tolerances relative to the largest logit. An original that computes in float16 differs from float32 by that much."""
@@ -38,7 +40,8 @@ log = logging.getLogger(__name__)
 
 
 def verify(source: OnnxSource, plan: Plan, load: Load) -> float:
-    """Compare an imported decoder with its original on random tokens; once, because it releases the original.
+    """Compare an imported decoder with its original on random tokens. This works only once, because it releases the
+    original.
 
     Args:
         source: from `import_decoder`.
@@ -49,7 +52,7 @@ def verify(source: OnnxSource, plan: Plan, load: Load) -> float:
         The largest difference of two logits, relative to the largest logit.
 
     Raises:
-        ModelError: it exceeds the tolerance, or ONNX Runtime cannot run the original.
+        ModelError: the difference exceeds the tolerance, or ONNX Runtime cannot run the original.
     """
     file, proto, source.original = source.file, source.original, None
     assert proto is not None, "it was verified before"
@@ -82,7 +85,7 @@ def original_logits(file: Path, proto: onnx.ModelProto, tokens: NDArray[np.int64
     Activations are not rounded to integers, even if the original does so: see `exact.py`.
 
     Args:
-        plan: of the import; its states, in the same order, have the widths that the original may leave open.
+        plan: the import's plan, whose states, in the same order, have the widths that the original may leave open.
 
     Raises:
         ModelError: ONNX Runtime cannot run it.
@@ -101,8 +104,9 @@ def original_logits(file: Path, proto: onnx.ModelProto, tokens: NDArray[np.int64
 
 
 def original_session(file: Path, proto: onnx.ModelProto) -> Any:
-    """Open ONNX Runtime on a model that rounds no activations; on the file itself if it rounds none and holds its
-    weights."""
+    """Open an ONNX Runtime session of a model that does not round activations. The file itself is opened if it rounds
+    no activations and contains its weights.
+    """
     if (
         is_exact(proto)
         and not is_prepared(proto)
@@ -113,7 +117,7 @@ def original_session(file: Path, proto: onnx.ModelProto) -> Any:
 
 
 def _has_halves(proto: onnx.ModelProto) -> bool:
-    """Return whether a model has weights in float16 or bfloat16, and so computes in them."""
+    """Return whether a model has weights in float16 or bfloat16, and therefore computes in these types."""
     return any(tensor.data_type in HALVES for tensor in proto.graph.initializer)
 
 

@@ -1,4 +1,4 @@
-"""Widths of values, derived from the constants that made them, because shapes in a file may be wrong."""
+"""Widths of values, derived from the constants that determine them, because shapes in a file may be wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def groups_of(columns: ir.Node) -> int:
 
 
 def width(draft: Draft, value: ir.Value | None) -> int | None:
-    """Return the number of columns of a value from the vocabulary's operators; None if another operator made it."""
+    """Return the number of columns of a value that an operator of the vocabulary made; None for other values."""
     while value is not None and (node := value.producer()) is not None:
         kind = node.domain, node.op_type
         if kind == ("", "MatMul") and node.inputs[1] in draft.weights:

@@ -15,7 +15,9 @@ MOST_STEPS = 8
 
 
 def find_gelus(regions: Regions) -> Iterator[tuple[str, str]]:
-    """Find each (source, result) where result is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), by evaluation."""
+    """Find all pairs (source, result) where result is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), by
+    evaluation.
+    """
     for node in regions.proto.graph.node:
         if node.op_type == "Tanh" and node.output[0] in regions.data:
             yield from islice(_around(regions, node.output[0]), 1)

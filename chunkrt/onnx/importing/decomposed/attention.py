@@ -1,8 +1,8 @@
-"""Attention written as MatMul, Softmax, MatMul: its inputs, its result, and the numbers between them.
+"""Recognition of attention that is written as MatMul, Softmax, MatMul: its inputs, its result and its parameters.
 
 The part between a layer's projections, its states and its result is run on random values (`regions.py`). The first runs
-determine the numbers (scale, window, rotary tables); another verifies that attention with these numbers computes the
-same result. Masks, the repetition of key heads, rotation and reshaping may have any form.
+determine its parameters (scale, window, rotary tables). Another run verifies that attention with these parameters
+computes the same result. Masks, the repetition of key heads, rotation and reshaping may have any form.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from chunkrt.onnx.importing.regions import Regions
 Array = NDArray[Any]
 
 TOLERANCE = {np.dtype(np.float32): 1e-4, np.dtype(np.float16): 2e-2}
-"""Tolerance relative to the largest value, for different orders of summation; any other function differs by more."""
+"""Tolerance relative to the largest value, for different orders of summation; other functions differ by more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """Attention between rotated queries, all keys, all values, and the result: names of values, and numbers.
+    """The core of attention: names of the rotated queries, all keys, all values and the result, and its parameters.
 
-    window: number of keys that a row sees, its own included; 0 for all.
+    `window` is the number of keys that a row sees, including its own; 0 for all keys.
     """
 
     query: str
@@ -46,8 +46,8 @@ class Core:
 class DecomposedAttention:
     """One layer's attention, by the names of values in the foreign graph.
 
-    query, key, value: [1, T, heads * head_dim], before norms of heads and rotation; the core's result has that shape
-        too.
+    `query`, `key` and `value` are [1, T, heads * head_dim], before norms of heads and rotation. The result of the core
+    has this shape too.
     """
 
     core: Core
@@ -65,7 +65,7 @@ class DecomposedAttention:
 
 
 class AttentionFinder:
-    """Finds the attention around each Softmax of a decoder.
+    """Finder of the attention around each Softmax of a decoder.
 
     Args:
         norms: the norms of the graph, by their results.
@@ -169,10 +169,11 @@ class AttentionFinder:
         )
 
     def _window(self, roots: set[str], scores: str, result: str, is_visible: NDArray[np.bool_]) -> int:
-        """Return the number of keys that a row sees by the mask; 0 for all earlier keys.
+        """Return the number of keys that a row sees according to the mask; 0 for all earlier keys.
 
-        Apart from the mask, only sizes may depend on the number of tokens, and they must grow with it, so that the
-        results at the probe hold at any length.
+        Apart from the mask, only sizes may depend on the number of tokens, and they must grow with it, so that results
+        at the
+        probe are valid for any length.
         """
         regions, total = self._regions, self._regions.probe.past + self._regions.probe.length
         read = regions.positional_inputs(result, roots)
@@ -195,7 +196,9 @@ class AttentionFinder:
         return window
 
     def _before_rotation(self, name: str) -> tuple[str, Rotation | None]:
-        """Return the input of the rotation that ends in `name`, and its tables; `name` itself if there is none."""
+        """Return the input of the rotation that ends in `name`, and its tables; `name` and None if `name` is not
+        rotated.
+        """
         regions = self._regions
         for source in self._up(name):
             if len(regions.shape(source)) != 4:
@@ -219,8 +222,9 @@ class AttentionFinder:
         return name, None
 
     def _before_heads(self, name: str) -> tuple[str, Norm | None]:
-        """Return the rows [1, T, heads * head_dim] that heads [1, heads, T, head_dim] come from, and the norm between
-        them."""
+        """Return the rows [1, T, heads * head_dim] from which heads [1, heads, T, head_dim] are made, and the norm
+        between the two.
+        """
         regions, base, norm = self._regions, name, None
         for source in self._up(name):
             shape = regions.shape(source)
@@ -234,7 +238,7 @@ class AttentionFinder:
         self._refuse(f"{name!r} does not come from rows")
 
     def _require_heads(self, target: str, source: str) -> None:
-        """Check that a value equals another except for reshaping: heads of the same numbers."""
+        """Check that a value equals another one except for reshaping it to heads."""
         x = self._regions.random(source, self._rng)
         shape = self._regions.shape(target)
         found = self._regions.run(target, {source: x})
@@ -247,7 +251,7 @@ class AttentionFinder:
         return self._regions.above(name) if name in self._regions.data else iter(())
 
     def _is_scaled(self, name: str) -> bool:
-        """Return whether a value is another one times a number, or in another type."""
+        """Return whether a value is the product or quotient of another value and a scalar, or a cast of it."""
         node = self._regions.writer(name)
         others = [n for n in node.input if n not in self._regions.data]
         constants = self._regions.evaluator.constants
@@ -259,7 +263,7 @@ class AttentionFinder:
         return node.op_type == "Concat" and len(node.input) == 2 and node.input[0] in self._states
 
     def _appended(self, name: str) -> tuple[str, str]:
-        """Return a state, and the value that is appended to it along the positions."""
+        """Return a state, and the value that is appended to the state along its positions."""
         past, new = self._regions.writer(name).input
         x, y = (self._regions.random(n, self._rng) for n in (past, new))
         if not np.array_equal(self._regions.run(name, {past: x, new: y}), np.concatenate([x, y], axis=2)):

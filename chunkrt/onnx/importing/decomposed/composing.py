@@ -27,17 +27,17 @@ CONTRIB = "com.microsoft"
 
 
 def is_written_out(proto: onnx.ModelProto) -> bool:
-    """Return whether a decoder has attention or norms of small operators."""
+    """Return whether a decoder contains attention or norms that are written as small operators."""
     return any(node.op_type in ("Softmax", "ReduceMean") for node in proto.graph.node)
 
 
 def compose(evaluator: Evaluator, path: Path) -> onnx.ModelProto:
-    """Return the same decoder with single operators in place of small ones.
+    """Return an equivalent decoder, with a single operator in place of each group of small operators.
 
     Ensures: inputs, outputs and initializers that are still read keep their names; the batch is 1.
 
     Raises:
-        UnsupportedModelError: a Softmax is not that of causal attention over past and present keys.
+        UnsupportedModelError: a Softmax is not part of causal attention over past and present keys.
         ModelError: ONNX Runtime cannot run a part of it.
     """
     proto, signature = evaluator.proto, evaluator.signature
@@ -57,7 +57,7 @@ def compose(evaluator: Evaluator, path: Path) -> onnx.ModelProto:
 
 
 class _Writer:
-    """Nodes that replace others and write values under the same names."""
+    """Replacements for nodes, which write values under the same names."""
 
     def __init__(self, signature: Signature) -> None:
         self._signature = signature
@@ -67,14 +67,14 @@ class _Writer:
         self._lengths: tuple[str, str] | None = None
 
     def node(self, op: str, inputs: list[str], outputs: list[str], *, domain: str = "", **attributes: Any) -> str:
-        """Add a node; returns its first output."""
+        """Add a node, and return its first output."""
         name = f"composed/{op}_{len(self._nodes)}"
         outputs = outputs or [f"{name}/output"]
         self._nodes.append(helper.make_node(op, inputs, outputs, name=name, domain=domain, **attributes))
         return outputs[0]
 
     def norm(self, norm: Norm, regions: Regions) -> None:
-        """Add a norm of rows. Norms of heads belong to attention."""
+        """Add a norm of rows. Norms of heads are added with attention."""
         if len(regions.shape(norm.result)) == 3:
             weight = norm.weight
             if len(regions.evaluator.constant(weight).shape) != 1:
@@ -82,7 +82,7 @@ class _Writer:
             self._norm(norm.source, weight, norm.epsilon, [norm.result])
 
     def attention(self, found: DecomposedAttention) -> None:
-        """Add one layer's attention."""
+        """Add the attention of one layer."""
         core, heads, kv_heads = found.core, found.num_heads, found.num_kv_heads
         query = self._normalised(found.query, found.query_norm, heads * found.head_dim, found.head_dim)
         key = self._normalised(found.key, found.key_norm, kv_heads * found.head_dim, found.head_dim)
@@ -100,11 +100,11 @@ class _Writer:
         )
 
     def constants(self, values: Mapping[str, np.ndarray]) -> None:
-        """Add computed values as constants."""
+        """Add computed values to the model as constants."""
         self._initializers |= {name: numpy_helper.from_array(value, name) for name, value in values.items()}
 
     def replaced(self, proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-        """Return the model with these nodes."""
+        """Return the model with the replacements."""
         result = replaced(proto, self._nodes, list(self._initializers.values()), path)
         if not any(opset.domain == CONTRIB for opset in result.opset_import):
             result.opset_import.append(helper.make_opsetid(CONTRIB, 1))

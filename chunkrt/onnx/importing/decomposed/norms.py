@@ -1,4 +1,6 @@
-"""Root-mean-square norms written as small operators: x * w / sqrt(mean(x^2) + epsilon), in any exporter's order."""
+"""Recognition of root-mean-square norms, x * w / sqrt(mean(x^2) + epsilon), that are written as small operators in any
+order.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class Norm:
 def find_norms(regions: Regions) -> dict[str, Norm]:
     """Find all norms of a graph, by their results.
 
-    A candidate is a norm only if it computes the formula's values on random input.
+    A candidate is accepted as a norm only if it computes the formula's values on random input.
     """
     found = (_norm_around(regions, node.output[0]) for node in regions.proto.graph.node if node.op_type == "ReduceMean")
     return {norm.result: norm for norm in found if norm is not None}
@@ -65,8 +67,9 @@ def _norm_around(regions: Regions, mean: str) -> Norm | None:
 
 
 def _source(regions: Regions, mean: str) -> str | None:
-    """Return the squared value: ignoring casts, the nearest value above the mean that is as wide as the averaged
-    one."""
+    """Return the value that is squared: ignoring casts, the nearest input of the mean that is as wide as the averaged
+    value.
+    """
     squared = regions.writer(mean).input[0]
     for name in regions.above(squared):
         node = regions.writer(name)

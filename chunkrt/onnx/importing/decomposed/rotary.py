@@ -1,4 +1,4 @@
-"""Rotary embedding written as small operators: its tables are read from its effect on unit vectors."""
+"""Recognition of rotary embedding that is written as small operators, by its effect on unit vectors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chunkrt.onnx.importing.signature import Probe
 Array = NDArray[Any]
 
 BLOCK = 1024
-"""Number of positions whose rows are read at once."""
+"""Number of positions whose rows of the tables are read at once."""
 
 FEW = 8
 """Number of tokens of a short prompt."""
@@ -23,13 +23,13 @@ FEW = 8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rotation:
-    """Tables cos, sin: float32 [context, rotary_dim / 2], for rotate-half RoPE; other columns pass through."""
+    """Tables cos and sin, float32 [context, rotary_dim / 2], for rotate-half RoPE; other columns are unchanged."""
 
     cos: NDArray[np.float32]
     sin: NDArray[np.float32]
 
     def rotate(self, x: Array, start: int) -> Array:
-        """Rotate x: [1, heads, T, head_dim], rows from position `start` on."""
+        """Rotate x [1, heads, T, head_dim], whose rows are at positions from `start` on."""
         half = self.cos.shape[1]
         cos, sin = (table[start : start + x.shape[2]] for table in (self.cos, self.sin))
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -37,8 +37,9 @@ class Rotation:
 
 
 def rotary_dim(regions: Regions, source: str, result: str) -> int | None:
-    """Return the number of columns rotated between two values [1, heads, T, head_dim]; None if it is not a rotation in
-    halves."""
+    """Return the number of columns that are rotated between two values [1, heads, T, head_dim]; None if the second is
+    not a rotate-half rotation of the first.
+    """
     zeros = np.zeros_like(regions.random(source, np.random.default_rng(0)))
     part = regions.part(result, {source: zeros})
     width = zeros.shape[-1]
@@ -60,8 +61,9 @@ def rotary_dim(regions: Regions, source: str, result: str) -> int | None:
 
 
 def is_by_position(regions: Regions, names: Sequence[str]) -> bool:
-    """Return whether the rotation of the first rows is independent of the number of later ones; it is not if long
-    contexts have a table of their own, as in longrope."""
+    """Return whether the rotation of the first rows is independent of the number of later rows; with longrope it is
+    not, because long contexts use other tables.
+    """
     few = min(FEW, regions.context)
     short, long = regions.evaluator.runs(names, [Probe(0, few), Probe(0, regions.context)])
     for name in names:
@@ -74,7 +76,7 @@ def is_by_position(regions: Regions, names: Sequence[str]) -> bool:
 
 
 def read_tables(regions: Regions, source: str, result: str, width: int) -> Rotation:
-    """Return the rows of all positions, read from the rotation of a vector with ones in its first half."""
+    """Return the tables for all positions, read from the rotation of a vector with ones in its first half."""
     context, names = regions.context, regions.positional_inputs(result, {source})
     like = regions.random(source, np.random.default_rng(0))
     half = width // 2
