@@ -143,7 +143,7 @@ def _load_finite(planned: Planned, name: str) -> Float32:
 
 
 def shipped_text() -> str:
-    """Return the text that is part of chunkrt, for users without their own."""
+    """Return the calibration text that is part of chunkrt."""
     return resources.files("chunkrt").joinpath("calibration_text.txt").read_text("utf-8")
 
 

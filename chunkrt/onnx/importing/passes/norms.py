@@ -52,7 +52,7 @@ def raise_head_norms(draft: Draft) -> None:
         columns = width(draft, before.inputs[0])
         (head_dim,) = draft.shape(node.inputs[1])
         if columns is None or columns % head_dim:
-            raise draft.unsupported(node, f"it normalises {head_dim} columns of a row of {columns}")
+            raise draft.unsupported(node, f"its {head_dim} columns do not divide a row of {columns}")
         weight = draft.weights[node.inputs[1]]
         by_head = draft.add_weight(Weight(tensors=weight.tensors, layout="heads", repeats=(columns // head_dim,)))
         epsilon = float_attribute(node, "epsilon")
