@@ -67,8 +67,7 @@ class Architecture:
 
 
 EACH = "{}"
-"""Placeholder in the name of a tensor that stacks several of Hugging Face's tensors; it stands for the number of
-each.
+"""Placeholder for the index of a tensor, in the name of a tensor that stacks several of Hugging Face's.
 """
 
 MODEL = {
