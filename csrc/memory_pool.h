@@ -1,5 +1,6 @@
-// Memory that programs borrow while they run. The block returned last is lent first, because the caches may
-// still hold it. The pool has as many blocks as were ever lent at once, each as large as its largest request.
+// Memory that programs borrow while they run. The most recently returned block is lent first, because it may
+// still be in the processor's caches. The pool keeps as many blocks as were ever lent at the same time; each
+// block is as large as its largest request.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +16,7 @@ class MemoryPool {
  public:
   static constexpr std::size_t kAlignment = 64;  // a cache line, and the widest vector
 
-  // Returns to its pool, which must outlive it.
+  // A block that returns to its pool on destruction. The pool must outlive the block.
   class Block {
    public:
     Block(Block&& other) noexcept = default;

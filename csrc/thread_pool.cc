@@ -14,8 +14,8 @@
 namespace chunkrt {
 namespace {
 
-// The loops of a program, and the programs of a chunk, follow each other within microseconds, which is faster
-// than sleeping and waking; so a waiting thread polls for this long before it sleeps.
+// The time for which a waiting thread polls before it sleeps. The loops of a program, and the programs of a
+// chunk, follow each other within microseconds, which is faster than sleeping and waking.
 constexpr std::chrono::microseconds kTimeBeforeSleep{50};
 constexpr int kPausesPerLook = 8;
 
@@ -43,11 +43,12 @@ void wait_while(const std::atomic<std::uint32_t>& value, std::uint32_t old) {
 
 }  // namespace
 
-// A caller's current loop. Its memory outlives it, so that a helper may read it at any time; members that are
-// not atomic are read only between taking a piece and reporting it done, while the caller cannot continue.
+// The current loop of a caller. The object outlives the loop, so that a helper may read it at any time.
+// Members that are not atomic are read only between taking a piece and reporting it as done; the caller
+// cannot continue in this time.
 struct ThreadPool::Loop {
-  // Adjacent pieces, initially for one thread. The loop's number is in the upper half, so that no thread can
-  // take a piece of a finished loop; the number of taken pieces is in the lower half.
+  // A stretch of adjacent pieces, initially for one thread. The upper half contains the loop's number, so
+  // that no thread can take a piece of a finished loop; the lower half contains the number of taken pieces.
   struct alignas(64) Stretch {
     std::atomic<std::uint64_t> taken{0};
   };
@@ -55,8 +56,8 @@ struct ThreadPool::Loop {
   explicit Loop(std::size_t num_stretches) : stretches(num_stretches) {}
 
   void open(std::size_t new_count, std::size_t new_piece, const Body& new_body) {
-    // The stretches first: a thread that sees the new number of pieces but the old loop's number must find no
-    // piece.
+    // The stretches are updated first: a thread that reads the new number of pieces but the old loop's number
+    // must not find a piece.
     const std::uint32_t next = number.load(std::memory_order_relaxed) + 1;
     for (Stretch& stretch : stretches)
       stretch.taken.store(std::uint64_t{next} << 32, std::memory_order_relaxed);
@@ -68,7 +69,8 @@ struct ThreadPool::Loop {
     number.store(next, std::memory_order_release);
   }
 
-  // Takes a piece for `member`: from its own stretch if one is left, else from another's.
+  // Takes a piece for `member`: from the member's own stretch if a piece is left there, otherwise from
+  // another member's stretch.
   bool take(std::size_t member, std::size_t& index) {
     const std::uint32_t present = number.load(std::memory_order_acquire);
     const std::size_t total = num_pieces.load(std::memory_order_acquire);

@@ -1,9 +1,9 @@
-// One thread budget for all computation: the callers' own threads and the helpers that join them.
+// One thread budget for all computation: the threads of callers, and the helpers that join them.
 //
-// A caller leads its loops itself; helpers take pieces of any loops, as long as the number of computing
-// threads stays within the budget. So concurrent callers run on one thread each, and a single caller has all
-// threads. A caller waits for a helper only while that helper computes a piece; it does not wait for one that
-// is late or preempted. Results must not depend on which thread computes them.
+// A caller executes its own loops; helpers take pieces of any loops, as long as the number of computing
+// threads stays within the budget. So concurrent callers run on one thread each, and a single caller uses all
+// threads. A caller waits for a helper only while that helper computes a piece, not if the helper is late or
+// preempted. Results must not depend on the thread that computes them.
 #pragma once
 
 #include <atomic>
@@ -23,13 +23,14 @@ namespace chunkrt {
 
 class ThreadPool {
  public:
-  // Computes the items [begin, end). `member` identifies a thread within a loop: 0 is the caller, helpers are
-  // 1 to budget - 1.
+  // Computes the items [begin, end). `member` identifies a thread within a loop: 0 is the caller, and helpers
+  // have the numbers 1 to budget - 1.
   using Body = std::function<void(std::size_t begin, std::size_t end, std::size_t member)>;
 
   class Team;
 
-  // `budget`: threads that may compute at once, at least 1; the pool starts budget - 1 helpers.
+  // `budget` is the number of threads that may compute at once, at least 1; the pool starts budget - 1
+  // helpers.
   explicit ThreadPool(std::size_t budget);
   // All teams must have ended.
   ~ThreadPool();
@@ -58,9 +59,9 @@ class ThreadPool {
   std::condition_variable permit_returned_;
   std::vector<Loop*> idle_loops_;
   std::vector<std::unique_ptr<Loop>> loops_;  // one for each caller that may compute
-  // loops so far, over all callers: idle helpers wait for a change
+  // number of loops so far, over all callers; idle helpers wait for a change
   std::atomic<std::uint32_t> num_opened_{0};
-  // callers that have left: helpers without a permit wait for a change
+  // number of callers that have left; helpers without a permit wait for a change
   std::atomic<std::uint32_t> num_left_{0};
   std::atomic<bool> is_stopping_{false};
   std::vector<std::thread> helpers_;
@@ -75,9 +76,10 @@ class ThreadPool::Team {
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  // Runs body over pieces of at most `piece` (1 or more) items that together make [0, count), and returns
-  // when all are done. Adjacent pieces go to one thread as far as possible, and a single piece goes to the
-  // caller. After an exception the rest is skipped, and the first exception is thrown.
+  // Runs `body` over pieces of at most `piece` (1 or more) items that together cover [0, count), and returns
+  // when all pieces are done. As far as possible, one thread computes adjacent pieces, and the caller
+  // computes a single piece. After an exception the remaining pieces are skipped, and the first exception is
+  // thrown.
   void parallel_for(std::size_t count, std::size_t piece, const Body& body);
 
  private:

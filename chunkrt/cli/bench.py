@@ -61,8 +61,8 @@ DEFAULT_PROMPTS, DEFAULT_NEW = (128, 512), 32
     "--prompt-lengths",
     group="Measurement",
     metavar="NUMBERS",
-    help="Prompt lengths of prefill tests, e.g. 128,512 or 16-64+16 or 1-8*2; 0 for none.  [default: 128,512, as far "
-    "as they fit]",
+    help="Prompt lengths of prefill tests: a list (128,512), or a range with a step (16-64+16) or a factor (1-8*2); 0: "
+    "none.  [default: those of 128,512 that fit the context]",
 )
 @option(
     "-n",

@@ -1,4 +1,4 @@
-"""`chunkrt fit`: check if a model fits a device, by its plan, before it is compiled."""
+"""`chunkrt fit`: check whether a model fits a device, by its plan, before it is compiled."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def fit(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Check if MODEL, or a built-in shape without weights, fits a device: the NPU's address space, and the RAM.
+    """Check whether MODEL, or a built-in shape without weights, fits a device: the NPU's address space, and the RAM.
 
     The exit status is 3 if it does not fit.
     """

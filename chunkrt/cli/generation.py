@@ -82,7 +82,11 @@ _OPTIONS = (
         help="Sampling temperature; 0 always takes the likeliest token.",
     ),
     option(
-        "--top-k", group="Sampling", type=int, callback=none_if(0), help="Sample from the K likeliest tokens; 0: all."
+        "--top-k",
+        group="Sampling",
+        type=int,
+        callback=none_if(0),
+        help="Sample from this number of likeliest tokens; 0: all.",
     ),
     option(
         "--top-p",
@@ -90,7 +94,7 @@ _OPTIONS = (
         type=float,
         default=1.0,
         show_default=True,
-        help="Sample from the likeliest tokens that together have probability P.",
+        help="Sample from the smallest set of likeliest tokens whose total probability is at least this.",
     ),
     option(
         "--min-p",
@@ -98,7 +102,7 @@ _OPTIONS = (
         type=float,
         default=0.0,
         show_default=True,
-        help="Exclude tokens less likely than P times the likeliest token.",
+        help="Exclude tokens whose probability is less than this factor times that of the likeliest token.",
     ),
     option(
         "--repetition-penalty",

@@ -32,7 +32,9 @@ from chunkrt.cli.prompts import read_prompt, read_prompts
     ),
 )
 @model_argument
-@option("-p", "--prompt", group="Prompt", metavar="TEXT", help="Prompt; - reads standard input, @FILE reads a file.")
+@option(
+    "-p", "--prompt", group="Prompt", metavar="TEXT", help="Prompt; - reads it from standard input, @FILE from a file."
+)
 @option(
     "-f",
     "--file",
@@ -40,25 +42,27 @@ from chunkrt.cli.prompts import read_prompt, read_prompts
     group="Prompt",
     multiple=True,
     metavar="FILE",
-    help="Read text to put before -p; - reads standard input.",
+    help="File whose text is put before the prompt; - is standard input.",
 )
 @option(
     "--messages",
     "messages_file",
     group="Prompt",
     metavar="FILE",
-    help="Continue a chat, given as a JSON list of messages.",
+    help="Continue the chat in FILE, a JSON list of messages.",
 )
 @option(
     "--prompts",
     "prompts_file",
     group="Prompt",
     metavar="FILE",
-    help="Answer many prompts, given as JSON lines; prints one JSON line per answer.",
+    help="Answer the prompts in FILE, JSON lines, and print one JSON line per answer.",
 )
 @option("--prefill-answer", group="Prompt", metavar="TEXT", help="Begin the answer with this text.")
 @option("--raw", group="Prompt", is_flag=True, help="Continue the prompt without the model's chat template.")
-@option("--json", "as_json", group="Output", is_flag=True, help="Print the answer and its figures as one JSON object.")
+@option(
+    "--json", "as_json", group="Output", is_flag=True, help="Print the answer and its statistics as one JSON object."
+)
 @trace_option
 @generation_options
 @engine_options
@@ -77,8 +81,8 @@ def run(
     """Answer a prompt with MODEL: a catalogue name, a hub id (org/name or org/name:Q4_0), a GGUF file, a Hugging Face
     folder, an ONNX decoder or an engine directory.
 
-    Without -p, -f and --messages, the prompt is read from standard input. The answer goes to stdout, its figures to
-    stderr. `chunkrt chat MODEL` holds a conversation.
+    Without -p, -f and --messages, the prompt is read from standard input. The answer is printed on stdout, and
+    statistics on stderr. For a conversation, use `chunkrt chat MODEL`.
     """
     engine_settings, sampling, generation = split_options(options)
     refuse_idle(sampling)

@@ -37,14 +37,14 @@ LATE_SECONDS = 5.0
     ),
 )
 @click.argument("model")
-@option("--host", group="Access", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@option("--host", group="Access", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @option(
     "--port",
     group="Access",
     type=click.IntRange(0, 65535),
     default=8080,
     show_default=True,
-    help="Port to listen at; 0 takes a free one.",
+    help="Port to listen on; 0 selects a free port.",
 )
 @option("--name", group="Answer", help="Name of the model for clients.  [default: MODEL]")
 @option(
@@ -65,7 +65,7 @@ LATE_SECONDS = 5.0
     type=click.IntRange(1),
     default=16,
     show_default=True,
-    help="Number of sequences that are computed at the same time.",
+    help="Maximum number of sequences that are computed at the same time.",
 )
 @option(
     "--max-waiting",
@@ -73,7 +73,7 @@ LATE_SECONDS = 5.0
     type=click.IntRange(0),
     default=64,
     show_default=True,
-    help="Number of requests that may wait; further ones get status 503.",
+    help="Maximum number of waiting requests; further ones get status 503.",
 )
 @option(
     "--grace",
@@ -81,7 +81,7 @@ LATE_SECONDS = 5.0
     type=click.FloatRange(0),
     default=30.0,
     show_default=True,
-    help="Seconds for running requests to finish on shutdown; 5 s later the process ends in any case.",
+    help="Seconds for running requests to finish on shutdown; the process exits at most 5 s later.",
 )
 @option(
     "--max-body",
@@ -109,7 +109,7 @@ LATE_SECONDS = 5.0
     group="Answer",
     type=click.Choice(["last", "mean"]),
     help="Serve embeddings: the hidden state of the last token, or the mean of all.  [default: as the model's files "
-    "say]",
+    "specify]",
 )
 @template_option("a request's own options take precedence")
 @engine_options
@@ -133,7 +133,7 @@ def serve(
     """Serve MODEL over OpenAI's HTTP API: chats, completions, scores and embeddings, and a web page for chats.
 
     Concurrent requests are batched into shared chunks. On Ctrl-C or SIGTERM, the server refuses new requests and
-    finishes running ones within --grace.
+    waits for running ones for at most --grace seconds.
     """
     keys = {} if api_key_file is None else _read_keys(api_key_file)
     if host.startswith("[") and host.endswith("]"):  # an IPv6 address, written as in URLs

@@ -61,22 +61,32 @@ LEAST_SHARE = 0.0005
     "device_name",
     group="Devices",
     required=True,
-    help=f"Device: {', '.join(DEVICES)}, a name of their SoCs, or a file from `chunkrt profile`.",
+    help=f"Device: {', '.join(DEVICES)}, one of their SoCs, or a file from `chunkrt profile`.",
 )
-@option("-p", "--prompt-lengths", group="Workload", help="Prompt lengths in tokens.  [default: 64,256,1024]")
-@option("--chunk", "chunk_lengths", group="Execution", help="Tokens per chunk.  [default: 32,128,256, or as profiled]")
+@option(
+    "-p",
+    "--prompt-lengths",
+    group="Workload",
+    help="Prompt lengths in tokens, separated by commas.  [default: 64,256,1024]",
+)
+@option(
+    "--chunk",
+    "chunk_lengths",
+    group="Execution",
+    help="Chunk lengths in tokens, separated by commas.  [default: 32,128,256, or as profiled]",
+)
 @option(
     "--policy",
     group="Execution",
     default=DEFAULT_POLICY,
     show_default=True,
-    help=f"Policies, separated by commas: {', '.join(POLICIES)}, a plug-in's, or all.",
+    help=f"Policies, separated by commas: {', '.join(POLICIES)}, the name of a plug-in's policy, or all.",
 )
 @option(
     "--scheme",
     group="Quantisation",
     type=click.Choice(list(SCHEMES)),
-    help="Quantisation of weights and activations.  [default: as compiled or profiled, or w8a16]",
+    help="Quantisation of weights and activations.  [default: the engine directory's or the profile's, else w8a16]",
 )
 @option("--threads", group="Execution", type=int, help="Number of threads, one that was profiled.  [default: the most]")
 @engine_fields("attention", "npu_window", "npu_graph")
@@ -111,7 +121,7 @@ LEAST_SHARE = 0.0005
 @option(
     "--arrivals",
     group="Workload",
-    help=f"Simulate a server with these arrivals: {ARRIVALS_FORM}, each after the previous answer.",
+    help=f"Simulate a server with arrivals {ARRIVALS_FORM} (after each answer).",
 )
 @option("--prompt", group="Workload", help=f"Prompt tokens per request: {LENGTHS_FORM}.")
 @option("--generate", group="Workload", help="Generated tokens per request, in the same notation.")
@@ -142,7 +152,7 @@ LEAST_SHARE = 0.0005
     metavar="FILE",
     help="Draw the predictions as .png or .svg (needs matplotlib).",
 )
-@option("--json", "as_json", group="Output", is_flag=True, help="Print a JSON list.")
+@option("--json", "as_json", group="Output", is_flag=True, help="Print the predictions as a JSON list.")
 @verbose_option
 def simulate(
     model: str,
@@ -163,11 +173,11 @@ def simulate(
     npu_graph: str,
     **serving: Any,
 ) -> None:
-    """Simulate the prefill of MODEL, or of a built-in shape without weights, on a device.
+    """Simulate the prefill of MODEL on a device. MODEL may also be the name of a built-in shape, listed below.
 
-    With --ranks, one rank is simulated, on the CPU: all ranks have equal shares and take equal time. With --arrivals, a
-    server is simulated, whose sequences share chunks. With --attention npu, all chunks of a prompt use the graphs of
-    the smallest --npu-window that is large enough.
+    With --ranks, the model is split over the CPUs of several machines, of which one is simulated, as all take equal
+    time. With --arrivals, a server is simulated that batches sequences into shared chunks. With --attention npu, all
+    chunks of a prompt use the graphs of the smallest --npu-window that holds the tokens before its last chunk.
     """
     npu = EngineOptions(npu="qnn", attention=attention, npu_window=npu_window, npu_graph=npu_graph)
     if attention != "npu":

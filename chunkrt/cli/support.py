@@ -1,4 +1,4 @@
-"""`chunkrt support`: check if a checkpoint is supported, and list missing features."""
+"""`chunkrt support`: check whether a checkpoint is supported, and list missing features."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chunkrt.progress import ShownProgress
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @verbose_option
 def support(model: str, as_json: bool) -> None:
-    """Show the architecture of MODEL, and check if chunkrt supports it. Only headers are read.
+    """Show the architecture of MODEL, and check whether chunkrt supports it. Only headers are read.
 
     MODEL is a GGUF file, a Hugging Face folder or an ONNX decoder of any architecture, or a name of the catalogue.
 

@@ -46,7 +46,7 @@ NUM_SHOWN = 12
     "device_name",
     group="Devices",
     required=True,
-    help=f"Device: {', '.join(DEVICES)}, a name of their SoCs, or a file from `chunkrt profile`.",
+    help=f"Device: {', '.join(DEVICES)}, one of their SoCs, or a file from `chunkrt profile`.",
 )
 @option(
     "-o",
@@ -62,7 +62,7 @@ NUM_SHOWN = 12
     group="Workload",
     default="512",
     show_default=True,
-    help="Prompt lengths in tokens; for several, the geometric mean of the times to first token counts.",
+    help="Prompt lengths in tokens; several are ranked by the geometric mean of the times to first token.",
 )
 @option(
     "--chunk",
@@ -97,7 +97,13 @@ NUM_SHOWN = 12
     metavar="FILE",
     help="Draw time over memory as .png or .svg (needs matplotlib).",
 )
-@option("--json", "as_json", group="Output", is_flag=True, help="Print every choice as JSON.")
+@option(
+    "--json",
+    "as_json",
+    group="Output",
+    is_flag=True,
+    help="Print the best, the default and all simulated settings as JSON.",
+)
 @verbose_option
 def tune(
     model: str,

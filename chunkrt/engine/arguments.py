@@ -11,21 +11,22 @@ from chunkrt.errors import ConfigError
 
 
 def require_whole(name: str, value: object) -> int:
-    """Return an argument that must be a whole number, including NumPy's integers. Raises ConfigError if it is not."""
+    """Return an argument as an int. Raise ConfigError unless it is a whole number; NumPy's integers are allowed."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigError(f"{name} is {value!r}, expected a whole number")
     return int(value)
 
 
 def as_token_ids(prompt: object) -> list[int]:
-    """Return a prompt of token ids as a list. Raises ConfigError if it contains anything except integers: nothing is
-    rounded."""
-    expected = "expected text, or token ids, which are whole numbers"
+    """Return a prompt of token ids as a list. Raise ConfigError if it contains values that are not integers; floats are
+    not rounded.
+    """
+    expected = "expected text, or a list of token ids (whole numbers)"
     if isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set) or not isinstance(prompt, Iterable):
         raise ConfigError(f"the prompt is of type {type(prompt).__name__}; {expected}")
     ids = listed("the prompt", prompt)
     if wrong := [token for token in ids if isinstance(token, bool) or not isinstance(token, Integral)]:
-        raise ConfigError(f"the prompt holds {wrong[0]!r}; {expected}")
+        raise ConfigError(f"the prompt contains {wrong[0]!r}; {expected}")
     return [int(token) for token in ids]
 
 
@@ -43,7 +44,7 @@ def listed(name: str, several: object) -> list[Any]:
 
 
 def require_path(name: str, value: object) -> str:
-    """Return a path as text. Raises ConfigError if it is not a path, or one that is not a valid file name."""
+    """Return a path as text. Raise ConfigError if it is not a path, or not a valid file name."""
     if isinstance(value, str | os.PathLike) and isinstance(path := os.fspath(value), str):
         try:
             if path and b"\0" not in os.fsencode(path):
@@ -54,8 +55,9 @@ def require_path(name: str, value: object) -> str:
 
 
 def checked_salt(cache_salt: object) -> str:
-    """Return the salt of a prefix cache; None becomes an empty string. Raises ConfigError if it is not a string, or
-    empty."""
+    """Return the salt of a prefix cache; None becomes an empty string. Raise ConfigError unless it is None or a
+    non-empty string.
+    """
     if cache_salt is None:
         return ""
     if not isinstance(cache_salt, str) or not cache_salt:

@@ -1,4 +1,4 @@
-"""Asynchronous counterparts of the session methods that wait."""
+"""Asynchronous counterparts of the session methods that block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AsyncSession(ABC):
-    """The part of a session for event loops."""
+    """Base class of sessions with the methods for event loops."""
 
     _engine: SessionEngine
     _sequence: TokenSequence
@@ -38,26 +38,28 @@ class AsyncSession(ABC):
         progress: Progress | bool | None = None,
         follows_text: bool | None = None,
     ) -> PrefillResult:
-        """Prefill like `Session.prefill` without blocking the event loop. Cancelling the task ends the prefill at the
-        next chunk; the session is then unchanged.
+        """Prefill like `Session.prefill` without blocking the event loop.
+
+        If the task is cancelled, the prefill ends at the next chunk, and the session is unchanged.
 
         Args:
             prompt, logits, progress: see `Session.prefill`.
-            follows_text: True if the generation continues a text, so that a leading space is kept, which SentencePiece
-                would otherwise drop. The default is True if the prompt is text; token ids may be those of a text, too.
+            follows_text: True if the generation continues a text. A leading space is then kept, which SentencePiece
+            would
+                otherwise drop. By default True if the prompt is text. Pass True for token ids of a text.
         """
         with self._one_user(), self._telling(progress, prompt):
             return await drive_async(self._extension(prompt, logits, follows_text), self._engine.arun)
 
     async def atell(self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities] = ()) -> Told:
-        """Prefill the tokens of a text in a session without other tokens, and return the model's log-probabilities from
-        the second token on.
+        """Prefill the tokens of a text, and return the model's log-probabilities from the second token on. The session
+        must contain no other tokens.
 
         Args:
             prompt: token ids.
-            number: number of likeliest tokens in each place to report in addition.
-            before: the results for the text that the session holds, with the same number: the session goes back only as
-                far as this text differs from that, and the shared beginning is not run again.
+            number: number of likeliest tokens to report at each position, in addition to the prompt's token.
+            before: the results for the text that the session contains, with the same `number`. The session is rewound
+                only to the first difference between the texts, so their shared beginning is not run again.
         """
         with self._one_user():
             told = await drive_async(self._told(prompt, number, before), self._engine.arun, in_threads=True)
@@ -98,13 +100,13 @@ class AsyncSession(ABC):
 
     @abstractmethod
     def scoring(self, context: Sequence[int], continuation: Sequence[int]) -> Steps[Score]:
-        """Return the steps of a score."""
+        """Return the steps that compute a score."""
 
     @abstractmethod
     def _extension(
         self, prompt: str | Sequence[int], logits: Logits, follows_text: bool | None = None
     ) -> Steps[PrefillResult]:
-        """Return the steps of a prefill."""
+        """Return the steps that compute a prefill."""
 
     @abstractmethod
     def _generation(
@@ -119,11 +121,12 @@ class AsyncSession(ABC):
 
     @abstractmethod
     def _telling(self, progress: Progress | bool | None, prompt: str | Sequence[int]) -> AbstractContextManager[object]:
-        """Return a context manager that reports how many of a prompt's tokens are done."""
+        """Return a context manager that reports the number of computed tokens of a prompt."""
 
     @abstractmethod
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return a prompt's tokens. Raises ConfigError if there are none, or ids outside the vocabulary."""
+        """Return the tokens of a prompt. Raise ConfigError if the prompt is empty, or an id is outside the
+        vocabulary."""
 
     @abstractmethod
     def _check_open(self) -> None:
@@ -131,7 +134,7 @@ class AsyncSession(ABC):
 
     @abstractmethod
     def _copy(self) -> Session:
-        """Return another session that has seen the same tokens."""
+        """Return another session with the same tokens and state."""
 
     def _told(self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities]) -> Steps[Told]:
         self._check_open()

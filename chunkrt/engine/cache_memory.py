@@ -1,4 +1,4 @@
-"""Memory for caches: the limit for the states of an engine, and the queue of sequences that wait for room."""
+"""Memory for caches: the limit for the states of an engine, and the queue of sequences that wait for memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from chunkrt.runtime.state import State
 
 
 class CacheMemory:
-    """Allocator that creates states as long as there is room, first come, first served.
+    """Allocator of states within a memory limit; requests are served in order of arrival.
 
-    A state counts with all memory that is reserved for it, until it is deleted.
+    A state counts with all its reserved memory until it is deleted.
 
     Args:
-        limit: bytes of all states together; None for no limit.
-        most_waiting: largest number of sequences that may wait for room.
+        limit: maximum number of bytes of all states; None for no limit.
+        most_waiting: maximum number of sequences that may wait for memory.
     """
 
     def __init__(self, limit: int | None, most_waiting: int) -> None:
@@ -28,7 +28,7 @@ class CacheMemory:
         self.most_waiting = most_waiting
         self._states: weakref.WeakSet[State] = weakref.WeakSet()
         self._waiting: deque[Callable[[], object]] = deque()
-        """Callbacks that make the waiting sequences look again, in order of arrival."""
+        """Callbacks that make the waiting sequences call `take` again, in order of arrival."""
         self._lock = Lock()
 
     @property
@@ -38,17 +38,19 @@ class CacheMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes currently reserved by the states."""
+        """Number of bytes that the states reserve."""
         with self._lock:
             return self._taken()
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences that wait for room."""
+        """Number of sequences that wait for memory."""
         return len(self._waiting)
 
     def open(self, make: Callable[[], State]) -> State:
-        """Return a state at once. Raises BusyError if there is no room for it, or others wait for room already."""
+        """Return a state immediately. Raise BusyError if its memory exceeds the limit, or if other sequences already
+        wait.
+        """
         if (state := self._at_once(make)) is None:
             raise BusyError(
                 f"the caches of {self.num_states} sessions leave no room within their limit of {self.limit} bytes "
@@ -57,25 +59,27 @@ class CacheMemory:
         return state
 
     def queue(self, look: Callable[[], object]) -> None:
-        """Wait for room.
+        """Add a sequence to the queue.
 
         Args:
-            look: called, in any thread, whenever `take` may succeed.
+            look: called, in any thread, whenever `take` may succeed. It also identifies the sequence.
 
         Raises:
-            BusyError: the largest number of waiting sequences is reached.
+            BusyError: the maximum number of waiting sequences is reached.
         """
         with self._lock:
             if len(self._waiting) >= self.most_waiting:
                 raise BusyError(
-                    f"{len(self._waiting)} sequences wait for room in the caches already (`queue`); try again later"
+                    f"{len(self._waiting)} sequences already wait for cache memory, the limit of `queue`; "
+                    "try again later"
                 )
             self._waiting.append(look)
         look()
 
     def take(self, look: Callable[[], object], make: Callable[[], State]) -> State | None:
-        """Return a state for the sequence that waits with `look`, and end its wait. None if there is no room, or others
-        come first."""
+        """Return a state for the sequence that waits with `look`, and remove the sequence from the queue. Return None
+        if the memory is not available yet, or another sequence comes first.
+        """
         with self._lock:
             if not self._waiting or self._waiting[0] is not look or (state := self._try(make)) is None:
                 return None
@@ -84,14 +88,14 @@ class CacheMemory:
         return state
 
     def leave(self, look: Callable[[], object]) -> None:
-        """Stop waiting, if it still waits."""
+        """Remove the sequence from the queue, if it still waits."""
         with self._lock:
             if look in self._waiting:
                 self._waiting.remove(look)
         self._tell()
 
     def wait(self, make: Callable[[], State]) -> State:
-        """Return a state as soon as there is room; blocks this thread. Raises BusyError like `queue`."""
+        """Block this thread until memory is available, and return a state. Raise BusyError like `queue`."""
         news: SimpleQueue[None] = SimpleQueue()
 
         def look() -> None:
@@ -109,13 +113,13 @@ class CacheMemory:
             self.leave(look)
 
     async def await_room(self, make: Callable[[], State]) -> State:
-        """Return a state as soon as there is room, without blocking the event loop."""
+        """Wait until memory is available without blocking the event loop, and return a state."""
         import asyncio
 
         news, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def look() -> None:
-            with suppress(RuntimeError):  # the loop has ended
+            with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(news.set)
 
         if (state := self._at_once(make)) is not None:
@@ -130,11 +134,11 @@ class CacheMemory:
             self.leave(look)
 
     def look_again(self) -> None:
-        """Make the first waiting sequence look whether there is room, or why there will be none."""
+        """Make the first waiting sequence check again for memory, or for an error."""
         self._tell()
 
     def _at_once(self, make: Callable[[], State]) -> State | None:
-        """Return a state, or None if others wait for room, or there is none."""
+        """Return a state, or None if another sequence waits or the memory is not available."""
         with self._lock:
             return None if self._waiting else self._try(make)
 
@@ -150,9 +154,11 @@ class CacheMemory:
         return state
 
     def _tell(self) -> None:
-        """Make the first one look. The garbage collector may call this anywhere, so it takes no lock."""
+        """Make the first waiting sequence check again. The garbage collector may call this method at any point, so it
+        takes no lock.
+        """
         try:
-            first = self._waiting[0]  # a single step, because another thread may change the queue
+            first = self._waiting[0]  # in a single step, because another thread may change the queue
         except IndexError:
             return
         first()

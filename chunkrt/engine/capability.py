@@ -1,7 +1,8 @@
 """Placement by capability: operators that the NPU's backend cannot compile go to the CPU.
 
-The plan is adapted when an engine is loaded, because one engine directory serves any NPU and none. An operator that a
-placement puts on the NPU by name stays there, and is an error; with `npu_strict` every such operator is.
+The plan is adapted when an engine is loaded, because the same engine directory is used with any NPU, and without one.
+If a placement puts an unsupported operator on the NPU by name, this is an error. With `npu_strict` every unsupported
+operator is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """An operator that goes to the CPU: its name, its last node, and the NPU's reason."""
+    """An operator that moves to the CPU: its name, its last node, and the NPU's reason for refusing it."""
 
     operator: str
     node: str
@@ -46,15 +47,17 @@ def plan_by_capability(
 ) -> tuple[Plan, list[Moved]]:
     """Move operators that the NPU cannot compile to the CPU by cutting their subgraphs.
 
-    The plan is returned unchanged if the NPU takes all of it, if no NPU is used, or if the NPU has no linear layers
-    under the scheme. With `npu_strict` it is also unchanged, except for attention that a near plan has on the NPU:
+    The plan is returned unchanged if the NPU supports all operators, if no NPU is used, or if the NPU does not support
+    linear layers under the scheme. With `npu_strict` only attention that a near plan computes on the NPU is moved;
     `check_runs` then rejects operators that cannot run.
 
     Args:
         placement: the placement of the plan.
 
     Raises:
-        PartitionError: no backend has an operator, or the placement puts one on the NPU that cannot compile it.
+        PartitionError: no backend supports an operator, or the placement puts an operator on the NPU that the NPU
+        cannot
+            compile.
         ConfigError, BackendUnavailableError: see `check_runs`.
     """
     supports = npu_under(options, scheme)
@@ -89,8 +92,9 @@ def plan_by_capability(
 
 
 def plan_to_run(folder: Path, manifest: Manifest, options: EngineOptions) -> Plan:
-    """Return the plan of an engine directory as an engine runs it. Raises the errors of `plan_by_capability`, and
-    ModelError."""
+    """Return the plan of an engine directory with the changes for an engine. Raise ModelError, and the errors of
+    `plan_by_capability`.
+    """
     plan = read_plan(folder)
     plan = with_cached_keys(plan, options)
     plan, moved = plan_by_capability(plan, manifest.scheme, options, manifest.placement)
@@ -100,12 +104,12 @@ def plan_to_run(folder: Path, manifest: Manifest, options: EngineOptions) -> Pla
 
 
 def check_plan(plan: Plan, scheme: Scheme, options: EngineOptions) -> None:
-    """Check that an engine could run a plan before it is compiled. Raises the errors of the functions that it calls."""
+    """Check that an engine could run a plan, before it is compiled. The errors of the called functions propagate."""
     check_runs(plan_by_capability(plan, scheme, options, options_placement(options))[0], scheme, options)
 
 
 def told(moved: Sequence[Moved]) -> str:
-    """Describe in one line how many of each operator go to the CPU, the first of them, and the reason."""
+    """Return one line with the number of operators of each name that move to the CPU, the first one, and the reason."""
     groups = [list(group) for _, group in groupby(sorted(moved, key=lambda m: m.operator), key=lambda m: m.operator)]
     parts = [f"{len(group)} {group[0].operator} (first {group[0].node}: {group[0].reason})" for group in groups]
     what = "; ".join(parts)
@@ -113,8 +117,9 @@ def told(moved: Sequence[Moved]) -> str:
 
 
 def _near(plan: Plan, options: EngineOptions, npu: str) -> set[str]:
-    """Return attention and convolution nodes that the NPU computes by another plan (attention for short histories
-    only); see `npu_attention`."""
+    """Return the attention and convolution nodes that the NPU computes in another plan; see `npu_attention`. For
+    attention this applies only to short histories.
+    """
     if npu != QNN or options.attention == "cpu":
         return set()
     return {node.name for s in plan.subgraphs for node in s.nodes if can_be_static(node)}
@@ -128,7 +133,9 @@ def _is_taken(dispatcher: Dispatcher, subgraph: Subgraph, name: str, supports: S
 def _checked_alone(
     dispatcher: Dispatcher, subgraph: Subgraph, plan: Plan, name: str, supports: Supports, scheme: Scheme
 ) -> list[tuple[Use, Moved | None]]:
-    """Return the operators of a subgraph, with the reason for each that a backend does not take by itself."""
+    """Return the operators of a subgraph. For an operator that a backend does not support by itself, include the
+    reason.
+    """
     runners = dispatcher.runners(subgraph, name)
     parts = cut(subgraph, plan, [use.nodes for use, _ in runners])
     alone = _with_parts(plan, subgraph, parts)

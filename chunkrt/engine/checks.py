@@ -15,22 +15,26 @@ from chunkrt.runtime.state_tensors import CacheDtype
 
 
 def default_cache_dtype(options: EngineOptions, scheme: Scheme, backend: Backend) -> CacheDtype:
-    """Return the default type: the one that bfloat16 attention reads directly, or the first of the attention backend;
-    float32 under "float"."""
+    """Return the default data type of caches. It is bfloat16 with bfloat16 attention, float32 under the scheme "float",
+    and otherwise the first type that the backend of attention lists.
+    """
     if options.attention_math == "bfloat16" and not options.context_shift:
         return "bfloat16"
     return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])
 
 
 def with_cached_keys(plan: Plan, options: EngineOptions) -> Plan:
-    """Return the plan with keys cached as the options require: before RoPE if the context shifts, in int8 without their
-    biases."""
+    """Return the plan with keys cached as the options require: before RoPE for a context that shifts, and without
+    biases in int8 caches.
+    """
     plan = plan.with_raw_keys() if options.context_shift else plan
     return without_key_biases(plan) if options.cache_dtype == "int8" else plan
 
 
 def check_cache(options: EngineOptions, plan: Plan, dispatcher: Dispatcher, backend: Backend) -> None:
-    """Check that int8 caches and bfloat16 attention run natively. Raises ConfigError if another function would run."""
+    """Check that the native backend runs attention with int8 caches or in bfloat16. Raise ConfigError if another
+    function would run.
+    """
     if options.cache_dtype == "int8":
         what, others = "int8 caches are", "float32 or float16"
     elif options.attention_math != "float32":
@@ -47,7 +51,7 @@ def check_cache(options: EngineOptions, plan: Plan, dispatcher: Dispatcher, back
 
 
 def check_shift(context_length: int, options: EngineOptions) -> None:
-    """Raise ConfigError if a context that shifts keeps so many tokens that nothing can move."""
+    """Raise ConfigError if a context that shifts keeps so many tokens that no token can be dropped."""
     if options.context_shift and options.context_keep > context_length - 2:
         raise ConfigError(
             f"`context_keep` is {options.context_keep}, but in a context of {context_length} at least two tokens must "
@@ -56,7 +60,7 @@ def check_shift(context_length: int, options: EngineOptions) -> None:
 
 
 def check_cache_memory(limit: int, needed: int, context_length: int) -> None:
-    """Raise ConfigError if the limit is less than the `needed` bytes of one session."""
+    """Raise ConfigError if the memory limit is less than the `needed` bytes of one session."""
     if needed > limit:
         raise ConfigError(
             f"cache_memory is {limit} bytes, but the caches of one session with a context of {context_length} take "

@@ -36,8 +36,8 @@ class Declaration:
         help: help text, in terms of the command line.
         group: title of the option's group in `--help-all` and in the documentation.
         metavar: placeholder of the value in help texts.
-        choices: allowed names. With a `noun` for them, `require` refuses other names; else `check` does.
-        must: predicate of allowed values, and its description, where the type is not enough.
+        choices: allowed names. If `noun` is set, `require` refuses other names; otherwise `check` must do this.
+        must: predicate of allowed values with its description, if the type is not sufficient.
         check: function that raises ConfigError for a value that is not allowed.
     """
 
@@ -51,7 +51,9 @@ class Declaration:
     check: Callable[[Any], object] = id
 
     def require(self, name: str, kind: str, value: Any) -> None:
-        """Raise ConfigError unless this value is allowed; a whole number is at least 1 unless `must` says otherwise."""
+        """Raise ConfigError unless this value is allowed. Whole numbers must be at least 1 unless `must` states another
+        rule.
+        """
         accepts, expected = self.must or _KINDS.get(kind, (lambda value: True, ""))
         if not accepts(value):
             raise ConfigError(f"`{name}` is {value!r}, expected {expected}")

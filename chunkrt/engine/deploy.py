@@ -1,4 +1,6 @@
-"""Engine directories for devices: a model compiled for chosen SoCs and chunk lengths, in a folder to be copied."""
+"""Engine directories for devices: a model that is compiled for chosen SoCs and chunk lengths, in a folder that can be
+copied.
+"""
 
 from __future__ import annotations
 
@@ -41,25 +43,25 @@ def compile_engine(
 ) -> dict[str, Any]:
     """Write an engine directory for chosen SoCs and chunk lengths to a temporary folder, and rename it.
 
-    Everything is compiled into the cache first, piece by piece, so that an interrupted compilation continues where it
-    stopped.
+    All parts are first compiled into the cache, so an interrupted compilation can be continued.
 
     Args:
         model: a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
         output: path that must not exist.
         options: scheme, placement, calibration, NPU settings, and the options of attention on the NPU.
-        for_host: also write the files with which a program without chunkrt runs it (`engine/host.py`).
+        for_host: also write the files with which a program without chunkrt can run the model (`engine/host.py`).
         progress: called with (description, amount done, total).
 
     Returns:
-        Description of the directory: model, scheme, bytes, and a list of SoCs and chunk lengths with their contexts.
+        Mapping that describes the directory: model, scheme, bytes, and a list of SoCs and chunk lengths with their
+        contexts.
 
     Raises:
-        ConfigError: the folder exists already, an unknown SoC, or no SoC for a host; see `check_host`.
+        ConfigError: the folder already exists, a SoC is unknown, or `for_host` is set without a SoC; see `check_host`.
         ModelError, QuantizationError, PartitionError, BackendError: see `chunkrt.load`.
     """
     if for_host and not socs:
-        raise ConfigError("a program without chunkrt runs contexts of a SoC; name a SoC")
+        raise ConfigError("no SoC is given, but the files for a program without chunkrt need one; set `soc`")
     _check_absent(output)
     targets = list(dict.fromkeys((find_soc(soc), length) for soc in socs for length in chunk_lengths))
     engine = engine_folder(model, options, progress)
@@ -88,7 +90,7 @@ def compile_engine(
             progress(f"compiling for {soc.name}, chunks of {chunk_length}", done, len(subgraphs))
             paths.append(backend.prepare(subgraph, of, chunk_length, scheme, weights).parent)
         target = NpuTarget(soc=soc.name, chunk_length=chunk_length, library=backend.htp.version)
-        # subgraphs that are not fused with attention are in several plans
+        # several plans contain the subgraphs that are not fused with attention
         compiled[target] = list(dict.fromkeys(paths))
         if for_host:
             of_longest = {s.name: path for (s, of), path in zip(subgraphs, paths, strict=True) if of is longest}
@@ -129,11 +131,11 @@ def _assemble(
     npu_attention: Mapping[str, str | int],
 ) -> None:
     with only_writer(contexts_folder(), "compiling for the NPU"), written_aside(output) as aside:
-        _check_absent(output)  # another process may have written it meanwhile
+        _check_absent(output)  # another process may have written the folder in the meantime
         aside.mkdir()
         for name in manifest.files:
             shutil.copyfile(engine / name, aside / name)
-        for path in dict.fromkeys(path for paths in compiled.values() for path in paths):  # targets may share some
+        for path in dict.fromkeys(path for paths in compiled.values() for path in paths):  # targets may share contexts
             shutil.copytree(path, aside / CONTEXTS / path.name)
         add_host(aside)
         write_manifest(

@@ -18,11 +18,11 @@ Result = TypeVar("Result")
 
 
 def drive(steps: Steps[Result], run: Callable[[Run], RunResult]) -> Result:
-    """Run steps to their end in the calling thread.
+    """Execute steps to their end in the calling thread.
 
     Args:
         steps: steps of a sequence that have not begun.
-        run: computes a run; its errors are raised in the steps.
+        run: function that computes a run; its errors are raised in the steps.
     """
     try:
         wanted = next(steps)
@@ -37,17 +37,17 @@ def drive(steps: Steps[Result], run: Callable[[Run], RunResult]) -> Result:
         value: Result = end.value
         return value
     finally:
-        steps.close()  # an interrupt may have come between a run and its processing by the sequence
+        steps.close()  # an interrupt may have occurred before the sequence processed the run's result
 
 
 async def drive_async(
     steps: Steps[Result], run: Callable[[Run], Awaitable[RunResult]], *, in_threads: bool = False
 ) -> Result:
-    """Run steps to their end like `drive` without blocking the event loop: work is done in a thread. Cancelling the
-    task ends the run at the next chunk.
+    """Execute steps to their end like `drive`, without blocking the event loop. If the task is cancelled, the run ends
+    at the next chunk.
 
     Args:
-        in_threads: True if the steps process results for long, so that a thread does it.
+        in_threads: True if the steps take long to process results, so this is also done in a thread.
     """
     try:
         wanted = next(steps)
@@ -73,8 +73,9 @@ async def drive_async(
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:
-    """Do slow work in a thread, without blocking the event loop. A cancelled task waits for its end, because the work
-    uses objects that would be deleted."""
+    """Do slow work in a thread, without blocking the event loop. A cancelled task waits for the end of the work,
+    because the work uses objects that would otherwise be deleted.
+    """
     import asyncio
 
     context = copy_context()
@@ -84,16 +85,16 @@ async def in_thread(work: Callable[[], Result]) -> Result:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
         while not working.done():
-            with suppress(asyncio.CancelledError):  # it is running already
+            with suppress(asyncio.CancelledError):  # the work is running already
                 await asyncio.wait([working])
-        working.cancelled() or working.exception()  # its result has no receiver any more
+        working.cancelled() or working.exception()  # the result is no longer needed
         raise
     finally:
-        del context, working  # they hold the task, and errors, whose tracebacks hold this frame
+        del context, working  # these refer to the task and to errors, whose tracebacks refer to this frame
 
 
 def _send(steps: Steps[Result], result: RunResult | None) -> tuple[Run | Work | None, StopIteration | None]:
-    """Return the next run, or the end: a future cannot raise StopIteration."""
+    """Return the next run, or the end of the steps, because a future cannot raise StopIteration."""
     try:
         return steps.send(result), None
     except StopIteration as end:
@@ -101,7 +102,7 @@ def _send(steps: Steps[Result], result: RunResult | None) -> tuple[Run | Work | 
 
 
 class OneUser:
-    """Guard of an object: rejects a second thread or task while one uses it."""
+    """Guard of an object, which rejects a second thread or task while another one uses the object."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -109,8 +110,9 @@ class OneUser:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Enter the guard. Raises ConfigError if another user is inside. After an interrupt the same thread may enter
-        again."""
+        """Enter the guard. Raise ConfigError if another thread or task is inside. After an interrupt the same thread
+        may enter again.
+        """
         me, other = _thread_or_task(), self._user
         if other is not None and other != me:
             raise ConfigError(f"{self._what} is in use by another thread or task; create one for each")
@@ -122,7 +124,7 @@ class OneUser:
 
 
 _acting_for: ContextVar[object] = ContextVar("acting for", default=None)
-"""The task on whose behalf this thread works."""
+"""Task for which this thread works."""
 
 
 def _thread_or_task() -> object:
@@ -130,7 +132,7 @@ def _thread_or_task() -> object:
         return task
     asyncio = sys.modules.get("asyncio")
     if asyncio is not None:
-        with suppress(RuntimeError):  # no event loop runs here
+        with suppress(RuntimeError):  # no event loop runs in this thread
             if (current := asyncio.current_task()) is not None:
                 return current
-    return threading.get_ident()  # also for a callback of an event loop, which belongs to no task
+    return threading.get_ident()  # None also for a callback of an event loop, which belongs to no task

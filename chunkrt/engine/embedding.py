@@ -1,4 +1,4 @@
-"""Embeddings: a text as one vector, computed from the hidden states that are the LM head's input."""
+"""Embeddings: the vector of a text, which is computed from the hidden states before the LM head."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from chunkrt.quant.scheme import Scheme
 
 Float32 = NDArray[np.float32]
 Pooling = Literal["last", "mean"]
-"""Selection of hidden states: the last token's, which depends on all others; or the mean of all."""
+"""Selection of hidden states: that of the last token, which depends on all other tokens, or the mean of all."""
 
 
 def check_hidden(scheme: Scheme) -> None:
-    """Raise ConfigError if the hidden states under a scheme are not the model's."""
+    """Raise ConfigError if a scheme changes the hidden states of the model."""
     if scheme.is_rotated:
         raise ConfigError(
             f"the scheme {scheme.name!r} rotates the residual stream, so its hidden states are not the model's; "
-            "choose another (`scheme`)"
+            "choose another `scheme`"
         )
 
 
@@ -28,7 +28,7 @@ def pooled(hidden: Float32, pooling: Pooling) -> Float32:
     """Return the embedding of a text, float32 [H], of length 1.
 
     Args:
-        hidden: float32 [T, H], hidden states of its tokens.
+        hidden: float32 [T, H], the hidden states of the text's tokens.
         pooling: "last" or "mean".
 
     Raises:

@@ -86,7 +86,7 @@ class Engine(ManyPrompts):
             self._process_id = os.getpid()
             self._lock = threading.Lock()
             cpus = find_cpus(options.affinity)
-            with running_on(cpus):  # the native pool starts its threads here
+            with running_on(cpus):  # this starts the threads of the native pool
                 self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
             self._mirror = mirror
             """The engines of the other ranks, if this is rank 0 of several."""
@@ -160,12 +160,13 @@ class Engine(ManyPrompts):
         """Open a new, empty session.
 
         Args:
-            cache_salt: a string that separates users of the prefix cache. The session reuses, and keeps for reuse, only
-                prefixes of sessions with the same salt; None is a salt of its own.
+            cache_salt: a string that separates users of the prefix cache. The session shares prefixes only with
+            sessions
+                that use the same salt. Sessions without a salt (None) share prefixes with each other.
 
         Raises:
             ClosedError: the engine is closed.
-            BusyError: the caches of other sessions leave no room (`EngineOptions.cache_memory`).
+            BusyError: the memory for caches is exhausted (`EngineOptions.cache_memory`).
             ConfigError: the salt is not a string, or is empty.
         """
         salt = checked_salt(cache_salt)
@@ -173,20 +174,20 @@ class Engine(ManyPrompts):
         return Session(self, self._cache_memory.open(self.make_state), cache_salt=salt)
 
     async def asession(self, *, cache_salt: str | None = None) -> Session:
-        """Open a session like `session`, but wait for room in the caches, in order of arrival.
+        """Open a session like `session`, but wait until memory for its caches is available, in order of arrival.
 
-        Raises BusyError if the queue is full (`EngineOptions.queue`).
+        Raise BusyError if the queue is full (`EngineOptions.queue`).
         """
         salt = checked_salt(cache_salt)
         self.check_open()
         return Session(self, await self._cache_memory.await_room(self.make_state), cache_salt=salt)
 
     def load_session(self, path: str | os.PathLike[str], *, cache_salt: str | None = None) -> Session:
-        """Open a session that continues the one that `Session.save` wrote. `cache_salt`: see `session`.
+        """Open a session with the contents of a file that `Session.save` wrote. For `cache_salt`, see `session`.
 
         Raises:
             ClosedError, BusyError: see `session`.
-            ConfigError: the engine has ranks.
+            ConfigError: the engine is one of several ranks.
             ModelError: the file is missing, damaged, or does not fit; see `Session.load`.
         """
         session = self.session(cache_salt=cache_salt)
@@ -198,7 +199,7 @@ class Engine(ManyPrompts):
         return session
 
     def session_file(self, path: str | os.PathLike[str], conversation: Conversation | None = None) -> SessionFile:
-        """Return a file to read or write a session. Raises ConfigError with ranks."""
+        """Return a file for reading or writing a session. Raise ConfigError if the engine is one of several ranks."""
         if self._has_ranks:
             raise ConfigError(
                 "each rank holds only a share of a session, so it cannot be saved or loaded; load without ranks"
@@ -213,7 +214,7 @@ class Engine(ManyPrompts):
         )
 
     def fork_state(self, state: State) -> State:
-        """Copy a state; called by `Session.fork`. Raises BusyError if there is no room for it in the caches."""
+        """Copy a state for `Session.fork`. Raise BusyError if the memory for caches is exhausted."""
         self.check_open()
         return self._cache_memory.open(state.fork)
 
@@ -242,8 +243,9 @@ class Engine(ManyPrompts):
         return self._conductor
 
     def make_state(self) -> State:
-        """Return an empty state. Raises ClosedError if the engine is closed, OutOfMemoryError if there is no room for
-        it."""
+        """Return an empty state. Raise ClosedError if the engine is closed, OutOfMemoryError if the memory is not
+        sufficient.
+        """
         self.check_open()
         return self._make_state(State if self._mirror is None else self._mirror.make_state)
 
@@ -262,7 +264,7 @@ class Engine(ManyPrompts):
         return self.options.cache_dtype or default_cache_dtype(self.options, self.scheme, self.cpu_backend)
 
     def run(self, run: Run) -> RunResult:
-        """Run tokens through the decoder; called by sequences.
+        """Run tokens through the decoder. Sequences call this method.
 
         Concurrent runs share chunks (docs/serving.md).
         """
@@ -272,18 +274,21 @@ class Engine(ManyPrompts):
         return self._conductor.run(run)
 
     def take_part(self, lane: str, runs: Sequence[tuple[Run, int]], number: int, gives_way: GivesWay) -> None:
-        """Compute the same as the leading rank; see `Lanes.take_part`."""
+        """Compute the same work as the leading rank; see `Lanes.take_part`."""
         self._conductor.lanes.take_part(lane, runs, number, gives_way)
 
     async def arun(self, run: Run) -> RunResult:
-        """Run like `run` without blocking the event loop. Cancelling the task ends the run at the next chunk."""
+        """Run tokens like `run` without blocking the event loop. If the task is cancelled, the run ends at the next
+        chunk.
+        """
         import asyncio
 
         self.check_open()
         loop = asyncio.get_running_loop()
         if self._conductor.takes_turns:
             raise ConfigError(
-                "ranks without a leader take one run at a time; use prefill and generate, or start them with mpiexec"
+                "ranks without a leader cannot compute runs asynchronously; use prefill and generate, "
+                "or start the ranks with mpiexec"
             )
         if not self._verification.is_done:
             await loop.run_in_executor(None, self._verification.wait)
@@ -299,7 +304,8 @@ class Engine(ManyPrompts):
         return ticket.result()
 
     def check_ready(self) -> None:
-        """Raise ClosedError if the engine is closed, ModelError if its files have changed since they were written."""
+        """Raise ClosedError if the engine is closed, or ModelError if its files have changed since they were
+        written."""
         self.check_open()
         self._verification.wait()
 
@@ -307,7 +313,7 @@ class Engine(ManyPrompts):
         """Return the tokenizer.
 
         Raises:
-            ModelError: the checkpoint came without one.
+            ModelError: the checkpoint contains no tokenizer.
         """
         if self.tokenizer is None:
             raise ModelError(
@@ -317,17 +323,17 @@ class Engine(ManyPrompts):
         return self.tokenizer
 
     def close(self) -> None:
-        """Release the executables; sessions cannot be used afterwards.
+        """Release the executables. Sessions cannot be used afterwards.
 
-        Runs in other threads end with the chunks that have begun, and raise ClosedError there. Closing twice is
-        allowed, and does nothing in a forked process.
+        Runs in other threads complete the chunks that have begun, and then raise ClosedError. Repeated calls are
+        allowed. In a forked process the method has no effect.
         """
         if os.getpid() != self._process_id:
             return
         with self._lock:
             if not self.is_closed:
                 self.is_closed = True
-                self._cache_memory.look_again()  # each woken waiter leaves, and wakes the next
+                self._cache_memory.look_again()  # each woken waiter ends its wait, and wakes the next
                 self._conductor.close()
                 if self.prefix_cache is not None:
                     self.prefix_cache.close()
@@ -336,7 +342,7 @@ class Engine(ManyPrompts):
                     self._mirror.close()
 
     def __repr__(self) -> str:
-        """Return the model, and how it runs."""
+        """Return the model's name with its scheme, backend and lengths."""
         how = f"scheme {self.scheme.name}, on {self.npu_backend.name}, chunks of {self.chunk_length}"
         return f"Engine({self.manifest.model!r}, {how}, context of {self.context_length}{', closed' * self.is_closed})"
 
@@ -347,8 +353,9 @@ class Engine(ManyPrompts):
         self.close()
 
     def check_open(self) -> None:
-        """Raise ClosedError if the engine is closed, or in a process that was forked from the engine's: that has
-        neither its threads nor its NPU."""
+        """Raise ClosedError if the engine is closed. Also raise it in a forked process, where neither the engine's
+        threads nor its NPU exist.
+        """
         if os.getpid() != self._process_id:
             raise ClosedError(
                 "the engine belongs to the process that this one was forked from; load the model here, or start "

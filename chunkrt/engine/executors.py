@@ -1,5 +1,4 @@
-"""An engine's executors: its subgraphs compiled for the backends that run them, and the executors of prompts and
-tokens."""
+"""Executors of an engine: compile its subgraphs for their backends, and create the executors of prompts and tokens."""
 
 from __future__ import annotations
 
@@ -33,18 +32,21 @@ _NPU_ERRORS = (CompileError, DeviceLostError, PartitionError)
 log = logging.getLogger(__name__)
 
 BY_ROWS = {NATIVE, QNN}
-"""Backends that compute every row by itself; see `parting_step` for the exceptions."""
+"""Backends that compute every row independently of other rows; see `parting_step` for the exceptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Executors:
-    """An engine's executors.
+    """Executors of an engine.
 
-    Prompts stream through the NPU, if there is one, and the CPU. Single tokens, which an NPU compiled for complete
-    chunks would pad, run on the CPU alone; native runs as few subgraphs as possible for them, because each costs time.
-    Without an NPU it does the same for chunks that several sequences share.
-    npu_backend: the backend that serves as the NPU; the CPU's if the NPU already failed at compilation. exactness: the
-        conditions for equal bits. is_npu_lost: returns True if the CPU has taken over since.
+    Prompts stream through the NPU, if one is used, and the CPU. Single tokens, which an NPU compiled for complete
+    chunks would pad, run only on the CPU. For single tokens the native backend fuses subgraphs, because every subgraph
+    adds overhead. Without an NPU it also does this for chunks that several sequences share.
+
+    Attributes:
+        npu_backend: the backend that serves as the NPU; the CPU's backend if the NPU already failed at compilation.
+        exactness: the conditions under which reused states give bit-identical results.
+        is_npu_lost: function that returns True if the CPU has taken over from the NPU.
     """
 
     lanes: Lanes
@@ -73,7 +75,7 @@ class ExecutorBuilder:
     progress: Progress
 
     def build(self) -> Executors:
-        """Compile the plan and return the executors. Raises the errors of `Engine`."""
+        """Compile the plan and return the executors. The errors are those of `Engine`."""
         has_npu = self.npu_backend is not self.cpu_backend
         keeps_all = not has_npu or self.options.weights == "both"
         on_cpu = {
@@ -141,13 +143,14 @@ class ExecutorBuilder:
         return prompts if self.options.decode_on == "npu" else tokens, few, many
 
     def _near(self, on_cpu: Mapping[str, Executable], health: NpuHealth) -> list[Executor]:
-        """Return the executors for short histories, with attention on the NPU. Raises the errors of
-        `_compile_for_npu`."""
+        """Return the executors for short histories, with attention on the NPU. The errors are those of
+        `_compile_for_npu`.
+        """
         context_length = choose_context_length(self.plan, self.options)
         made = []
         for near in near_plans(self.plan, self.placement, self.options, context_length, self.chunk_length):
             if self.link is not None:
-                raise ConfigError("with ranks attention runs on the CPU; omit `attention='npu'`")
+                raise ConfigError("`attention='npu'` is not supported with several ranks; omit it")
             dispatcher = self.dispatcher.for_plan(near.plan)
             self._check_whole(near.plan)
             own = {
@@ -169,7 +172,7 @@ class ExecutorBuilder:
         return made
 
     def _exactness(self, lanes: Lanes, *, has_npu: bool) -> Exactness:
-        """Return the exactness: native and the HTP compute rows independently of their chunk; other backends may
+        """Return the exactness. Native and the HTP compute rows independently of their chunk; other backends may
         not."""
         backends = {self.cpu_backend.name, self.npu_backend.name if has_npu else self.cpu_backend.name}
         is_by_rows = backends <= BY_ROWS and all(
@@ -218,7 +221,7 @@ class ExecutorBuilder:
         return self.dispatcher.compile(subgraph, backend, self.chunk_length, self.weights)
 
     def _check_whole(self, plan: Plan) -> None:
-        """Raise ConfigError if a function would run between operators of a graph with attention."""
+        """Raise ConfigError if a function would run an operator of an NPU graph that contains attention."""
         dispatcher = self.dispatcher.for_plan(plan)
         for subgraph in (s for s in plan.subgraphs if s.device == "npu" and s.state):
             for use, runner in dispatcher.runners(subgraph, QNN):
@@ -229,7 +232,8 @@ class ExecutorBuilder:
                     )
 
     def _compile_or_fall_back(self, on_cpu: Mapping[str, Executable], health: NpuHealth) -> dict[str, Executable]:
-        """Return the NPU's subgraphs; an empty mapping if the NPU fails and the CPU takes over."""
+        """Map names to the compiled subgraphs of the NPU. The mapping is empty if the NPU fails and the CPU takes
+        over."""
         try:
             return self._compile_for_npu(self.plan, on_cpu, health)
         except _NPU_ERRORS as error:
@@ -243,7 +247,9 @@ class ExecutorBuilder:
     def _compile_for_npu(
         self, plan: Plan, on_cpu: Mapping[str, Executable], health: NpuHealth
     ) -> dict[str, Executable]:
-        """Compile a plan's NPU subgraphs. Raises CompileError, DeviceLostError or PartitionError if the NPU fails."""
+        """Compile the NPU's subgraphs of a plan. Raise CompileError, DeviceLostError or PartitionError if the NPU
+        fails.
+        """
         subgraphs = [s for s in plan.subgraphs if s.device == "npu"]
         dispatcher = self.dispatcher.for_plan(plan)
         on_npu: dict[str, Executable] = {}

@@ -1,4 +1,4 @@
-"""A generation: the tokens of an answer one by one, and their text."""
+"""A generation, which produces the tokens of an answer one by one, and their text."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ FinishReason = Literal["stop", "length", "context"]
 
 
 class Constraint(Protocol):
-    """Set of tokens that may come next, for example of a grammar. Each generation needs its own."""
+    """Constraint on the next token, for example by a grammar. An object may be used for one generation only."""
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return the tokens that may come next, bool [V]; at least one."""
+        """Return a mask of the tokens that may come next, bool [V], with at least one True."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """Note a drawn token, which is one of the allowed ones."""
+        """Accept a drawn token, which is one of the allowed tokens."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A step of generation: text that is now certain (perhaps empty), and the reason for the end if this is the last.
+    """A step of a generation.
 
-    `finish_reason`: "stop" at an end-of-generation token or a stop string, "length" at max_new_tokens, "context" when
-    the context is full and does not shift; None before the last piece. `token_id` is None on a closing piece without a
-    token. `log_probabilities` if requested: the model's own, before the sampling options are applied.
+    Attributes:
+        text: the text that later tokens can no longer change, possibly empty.
+        token_id: the token; None for a last piece without a token.
+        finish_reason: "stop" at an end-of-generation token or a stop string, "length" at max_new_tokens, "context" if
+        the
+            context is full and does not shift; None before the last piece.
+        log_probabilities: if requested, the log-probabilities of the model before the sampling options are applied.
     """
 
     text: str
@@ -54,16 +58,18 @@ class Generation:
 
     Args:
         sequence: a sequence with at least one token.
-        tokenizer: turns tokens into text; without one there is no text. Rows of logits without a token of the tokenizer
-            are not drawn.
+        tokenizer: converts tokens to text. Without a tokenizer the text is empty. Ids that the tokenizer does not
+        contain are
+            never drawn.
         sampler: draws tokens.
         stops: strings that end the generation.
-        max_new_tokens: largest number of tokens.
-        num_likeliest: number of likeliest tokens whose log-probabilities each piece has in addition to its own; None
-            for no log-probabilities.
-        constraint: the tokens that may come, if not all.
+        max_new_tokens: maximum number of tokens.
+        num_likeliest: number of likeliest tokens for which a piece contains log-probabilities, in addition to that of
+        its own
+            token; None for no log-probabilities.
+        constraint: restricts the tokens; by default all tokens are allowed.
         ignore_eos, min_new_tokens: see `SamplingOptions`.
-        check_open: raises ClosedError if nothing may be computed any more.
+        check_open: raises ClosedError if the session or the engine is closed.
     """
 
     def __init__(
@@ -111,7 +117,9 @@ class Generation:
         return replace(piece, log_probabilities=told)
 
     def _choose(self, logits: NDArray[np.float32]) -> int:
-        """Draw one of the allowed tokens. Raises ConstraintError if there is none, or another is drawn."""
+        """Draw one of the allowed tokens. Raise ConstraintError if no token is allowed, or a sampler draws another
+        token.
+        """
         excluded = np.zeros(len(logits), np.bool_)
         excluded[self._missing_ids] = True
         if self._num_drawn < self._fewest:
@@ -132,7 +140,7 @@ class Generation:
         return token_id
 
     def _take(self, token_id: int) -> Piece:
-        """Add a token to the sequence and to the text, and return the piece."""
+        """Add a token to the sequence and to the text, and return the resulting piece."""
         sequence, text = self._sequence, self._text
         sequence.follows_text = True
         reason: FinishReason | None = None
@@ -151,7 +159,8 @@ class Generation:
 
 
 def _mask(constraint: Constraint, vocab_size: int) -> NDArray[np.bool_]:
-    """Return the tokens that a constraint allows, bool [V]. Raises ConstraintError if it returns anything else."""
+    """Return the mask of a constraint, bool [V]. Raise ConstraintError if the constraint returns another type or
+    shape."""
     allowed = np.asarray(constraint.allowed())
     if allowed.shape != (vocab_size,) or allowed.dtype != np.bool_:
         raise ConstraintError(
@@ -162,7 +171,7 @@ def _mask(constraint: Constraint, vocab_size: int) -> NDArray[np.bool_]:
 
 
 class _Text:
-    """Certain text of the tokens of one generation, up to a stop string. Empty without a tokenizer."""
+    """Converter of the tokens of one generation to text, up to a stop string. Without a tokenizer the text is empty."""
 
     def __init__(self, tokenizer: Tokenizer | None, stops: StopStrings, *, follows_text: bool) -> None:
         # Control tokens have no text, so a stop string that is a control token is recognised as a token.
@@ -172,7 +181,7 @@ class _Text:
         self._stops = stops
 
     def push(self, token_id: int, *, may_stop: bool) -> tuple[str, bool]:
-        """Return the text that a token makes certain, and whether a stop string was met, if that is possible."""
+        """Return the text that is final after a token, and True if a stop string ended the text."""
         if self._decoder is None:
             return "", False
         text = self._decoder.push(token_id)

@@ -1,8 +1,8 @@
 """Files with which a program without chunkrt runs a compiled model, for example on a phone: `host/` of an engine
 directory.
 
-The NPU has all layers, including attention; the host provides masks, rows of tables, and caches. `host.json` describes
-the inputs and outputs of every graph, in the order in which they run; docs/phones.md explains their use.
+The NPU computes all layers, including attention; the host provides masks, rows of tables, and caches. `host.json`
+describes the inputs and outputs of every graph, in the order in which they run; docs/phones.md explains their use.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ BINARY = ".bin"
 
 @dataclass(frozen=True, kw_only=True)
 class HostTarget:
-    """A SoC and a chunk length: the plan with the complete context visible, and the folder of each compiled
-    subgraph."""
+    """A SoC and a chunk length, with the plan whose window is the complete context, and the folder of each compiled
+    subgraph.
+    """
 
     target: NpuTarget
     plan: Plan
@@ -42,18 +43,19 @@ class HostTarget:
 
 
 LARGEST_GRAPH = 2**31 - 2**24
-"""Largest size of the weights in an ONNX file; a protobuf has at most 2 GiB."""
+"""Maximum size of the weights in an ONNX file, because a protobuf message is limited to 2 GiB."""
 
 
 def check_host(plan: Plan, context_length: int) -> None:
-    """Check that a host can run a plan by `host.json` alone.
+    """Check that a host can run a plan with `host.json` alone.
 
     Args:
-        plan: the plan with the complete context visible.
+        plan: the plan whose window is the complete context.
 
     Raises:
-        ConfigError: the plan has no LM head; the CPU has state to keep or the NPU rows of logits to pick; there are
-            convolutions; the rotary tables change with the position; or the weights are too large for a file.
+        ConfigError: the plan has no LM head, contains convolutions, or keeps state on the CPU; the NPU would have to
+        select
+            rows of logits; the rotary tables change with the position; or the weights are too large for a file.
     """
     if not plan.has_head:
         raise ConfigError(
@@ -62,7 +64,7 @@ def check_host(plan: Plan, context_length: int) -> None:
     for subgraph in (s for s in plan.subgraphs if s.device == "cpu"):
         if _bytes_in_file(plan, subgraph) > LARGEST_GRAPH:
             raise ConfigError(
-                f"{subgraph.name} has more than 2 GiB of weights, which an ONNX file cannot hold; run "
+                f"{subgraph.name} has more than 2 GiB of weights, which an ONNX file cannot contain; run "
                 "this model with chunkrt itself"
             )
     left = [s.name for s in plan.subgraphs if (s.state if s.device == "cpu" else s.rows == "R")]
@@ -96,7 +98,7 @@ def write_host(
     """Write `host/` into an engine directory: the CPU's graphs, rotary tables and the description.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the files cannot be written.
     """
     from chunkrt.backends.onnx.scheme import save_subgraph
 

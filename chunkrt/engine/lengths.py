@@ -1,4 +1,4 @@
-"""Choice of the context length and the chunk length of an engine, the same for every command."""
+"""Choice of the context length and the chunk length of an engine, which is the same for every command."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from chunkrt.graph.plan import Plan
 
 
 def choose_context_length(plan: Plan, options: EngineOptions) -> int:
-    """Return the number of positions that a session holds. Raises ConfigError if it exceeds the model's context
-    length."""
+    """Return the context length of sessions in tokens. Raise ConfigError if it exceeds the model's context length."""
     wanted = options.context_length or plan.context_length
     if wanted > plan.context_length:
         raise ConfigError(f"`context_length` is {wanted}, but the model takes at most {plan.context_length}")
@@ -24,7 +23,7 @@ def choose_chunk_length(
 
     Args:
         has_npu: True if a backend other than the CPU's serves as the NPU.
-        manifest: manifest of the engine directory, if there is one already.
+        manifest: manifest of the engine directory, if it exists already.
 
     Raises:
         ConfigError: a chunk would be longer than the context.
@@ -41,9 +40,9 @@ def choose_chunk_length(
 
 
 def compiled_chunk_length(manifest: Manifest) -> int:
-    """Return the chunk length of an engine directory: of several the usual one, or else the longest.
+    """Return the chunk length of an engine directory. Of several lengths, prefer the usual one, then the longest.
 
-    The first in the list would not be suitable: with "1,32,128" the NPU would run token by token.
+    The first length of the list would not be suitable: with "1,32,128" the NPU would run token by token.
     """
     lengths = {target.chunk_length for target in manifest.npu}
     return DEFAULT_CHUNK_LENGTH if DEFAULT_CHUNK_LENGTH in lengths or not lengths else max(lengths)

@@ -1,4 +1,4 @@
-"""The fields of `EngineOptions` as arguments of `load`: for editors, type checkers, and introspection of the
+"""The fields of `EngineOptions` as arguments of `load`, for editors, type checkers, and introspection of the
 signature."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loading: from a model's name to an engine, here and on every other rank."""
+"""Load a model by name, on this rank and on all other ranks."""
 
 from __future__ import annotations
 
@@ -38,24 +38,25 @@ def load(
 ) -> Engine:
     """Load a model, compiling it first if necessary.
 
-    If mpiexec launched several of this process, they share the model (docs/parallel.md). Rank 0 continues with an
-    engine; on all other ranks this function does not return, but computes with rank 0 until that ends, and raises
+    If mpiexec started several processes, they share the model (docs/parallel.md). On rank 0 the function returns an
+    engine. On all other ranks it does not return: it computes with rank 0 until rank 0 ends, and then raises
     SystemExit.
 
     Args:
         model: a catalogue name, an id of the Hugging Face hub ("org/name", "org/name:Q4_0", "org/name@revision"), a
             GGUF file, a Hugging Face folder, or an engine directory.
         progress: called during downloads, calibration and compilation; True displays it.
-        communicator: connection to the other ranks, if this process is one of several that share the model; see
-            `chunkrt/runtime/ranks/`. All of them load it, with the same chunk length, and make the same runs. By
-            default the processes that mpiexec launched together.
+        communicator: connection to the other ranks, if several ranks share the model; see `chunkrt/runtime/ranks/`. All
+            ranks must load the model with the same chunk length, and execute the same runs. By default the ranks are
+            the
+            processes that mpiexec started together.
         options: the fields of `EngineOptions`.
 
     Raises:
         ConfigError: an unknown option or model name, a value out of range, or CPUs that are not available.
         ModelError: the checkpoint is missing, damaged or unsupported.
         BackendError: a backend is not available or cannot compile the model.
-        PartitionError: a backend does not run the operators that were placed on it.
+        PartitionError: a backend does not support the operators that were placed on it.
         DeviceLostError: another rank has ended.
         OutOfMemoryError: the memory is not sufficient.
     """
@@ -76,7 +77,7 @@ def load(
 def _load(
     model: str | Path, tell: Progress, communicator: Communicator | None, options: Mapping[str, object]
 ) -> Engine:
-    """Implement `load`."""
+    """Load a model. The arguments are those of `load`."""
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model is {model!r}, expected a name or a path")
     known = EngineOptions.__dataclass_fields__
@@ -84,7 +85,7 @@ def _load(
         if name not in known:
             raise unknown_name("option", name, known)
     chosen = EngineOptions(**options)  # type: ignore[arg-type]
-    find_cpus(chosen.affinity)  # report errors in them before a model is compiled
+    find_cpus(chosen.affinity)  # report errors in the options before a model is compiled
     check_switches(Switches.parse(chosen.ops), registered_operators())
     if communicator is None and (launch := connect([str(model), repr(chosen)])) is not None:
         if launch.rank > 0:
@@ -100,7 +101,8 @@ def _load(
 
 
 def follow(launch: MessageCommunicator) -> int:
-    """Compute with rank 0 until it ends; called on all other ranks that mpiexec launched. Returns the exit status."""
+    """Compute with rank 0 until rank 0 ends, and return the exit status. All other ranks of mpiexec call this
+    function."""
     from chunkrt.engine.ranks.follower import Follower
 
     return Follower(launch, load_part).serve()
@@ -113,7 +115,7 @@ def load_part(
     progress: Progress = no_progress,
     mirror: EngineMirror | None = None,
 ) -> Engine:
-    """Load this rank's part of a model; the ranks of a machine share its processor."""
+    """Load this rank's share of a model. Ranks on one machine divide its CPUs."""
     folder = engine_folder(model, options, progress, ranks_of(launch), check=check_plan)
     if options.threads is None:
         options = replace(options, threads=launch.share_of(find_cpus(options.affinity) or available_cpus()))

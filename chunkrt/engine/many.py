@@ -1,4 +1,5 @@
-"""Many sequences at once, from one thread: their runs share chunks, and their results come as they are ready."""
+"""Many sequences at once, driven by one thread. Their runs share chunks, and results are returned when they are
+ready."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from chunkrt.runtime.run import Run, RunResult
 
 Result = TypeVar("Result")
 Part = Generator[Steps[Result], None, None]
-"""Work of one of the many sequences: several series of steps, each with a result."""
+"""Work of one of many sequences: consecutive series of steps, and every series returns a result."""
 
 MOST_AT_ONCE = 16
-"""Default number of sequences in progress at a time."""
+"""Default maximum number of sequences in progress."""
 
 
 class Pending(Protocol):
@@ -28,23 +29,23 @@ class Pending(Protocol):
 
 
 class Runs(Protocol):
-    """Interface that computes runs alongside each other; see `Conductor`."""
+    """Interface of an object that computes concurrent runs; see `Conductor`."""
 
     def ticket(self, run: Run, on_end: Callable[[], object]) -> Any:
-        """Return a `Pending`; `on_end` is called when it has ended."""
+        """Return a `Pending` for a run. `on_end` is called when the run has ended."""
         ...
 
     def begin(self, pending: Any) -> None:
-        """Begin to compute it."""
+        """Start computing a pending run."""
         ...
 
     def abandon(self, pending: Any) -> None:
-        """End it."""
+        """End a pending run."""
         ...
 
 
 class _Active(Generic[Result]):
-    """A part in progress. `ticket`: ticket of the run that it waits for, until its result has been taken."""
+    """A part in progress. `ticket` is the run for which the part waits, until the result has been taken."""
 
     def __init__(self, index: int, part: Part[Result]) -> None:
         self.index, self.part = index, part
@@ -53,7 +54,7 @@ class _Active(Generic[Result]):
         self.is_done = False
 
     def advance(self, runs: Runs, on_end: Callable[[], object]) -> Iterator[tuple[int, Result]]:
-        """Continue until a run has begun, or everything is done; yield the results until then."""
+        """Continue the part until it has started a run or has ended. Yield its results."""
         while True:
             try:
                 if self.steps is None:
@@ -80,7 +81,7 @@ class _Active(Generic[Result]):
 
 
 def _after_work(steps: Steps[Result], wanted: Run | Work) -> Run:
-    """Do the pending work, and return the run that follows it."""
+    """Do the pending work, and return the next run."""
     while isinstance(wanted, Work):
         try:
             wanted.do()
@@ -94,20 +95,22 @@ def _after_work(steps: Steps[Result], wanted: Run | Work) -> Run:
 def drive_many(
     num_parts: int, open_part: Callable[[int, bool], Part[Result] | None], runs: Runs, most: int
 ) -> Iterator[tuple[int, Result]]:
-    """Run all parts to their end, at most `most` at a time.
+    """Execute all parts to their end, at most `most` at a time.
 
     Args:
         num_parts: number of parts.
-        open_part: begins a part; returns None if it cannot begin alongside those in progress. With True it waits until
-            it can.
+        open_part: begins the part with a given index. It returns None if the part cannot begin yet. If its second
+        argument
+            is True, it waits until the part can begin.
         runs: computes the runs of the parts.
-        most: largest number of parts in progress.
+        most: maximum number of parts in progress.
 
     Yields:
-        Results, each with the number of its part.
+        Results, each with the index of its part.
 
     Raises:
-        BaseException: the error of a part. Then, and if the caller stops, the other parts are ended.
+        BaseException: the error of a part. After an error, or if the caller closes the generator, all other parts are
+        ended.
     """
     begun = 0
     active: dict[int, _Active[Result]] = {}

@@ -25,11 +25,13 @@ from chunkrt.tokenizer import Tokenizer
 Result = TypeVar("Result")
 
 LEAST_AWAITED = 32
-"""Smallest shared beginning in tokens for which a context waits until another is in the prefix cache."""
+"""Minimum number of shared tokens at the beginning of two contexts for which one context waits until the other is in
+the prefix cache.
+"""
 
 
 class Beginnings:
-    """Record of the beginnings of contexts that were run, in steps of LEAST_AWAITED tokens."""
+    """Record of the beginnings of computed contexts, in steps of LEAST_AWAITED tokens."""
 
     def __init__(self) -> None:
         self._known: set[int] = set()
@@ -38,12 +40,14 @@ class Beginnings:
         self._known.update(self._keys(context))
 
     def num_known(self, context: Sequence[int]) -> int:
-        """Return the number of tokens at the beginning of a context that a recorded one shares."""
+        """Return the number of tokens at the beginning of a context that it shares with a recorded context."""
         keys = self._keys(context)
         return LEAST_AWAITED * sum(1 for _ in takewhile(self._known.__contains__, keys))
 
     def _keys(self, context: Sequence[int]) -> Iterator[int]:
-        """Yield keys of the context's first step, its first two, and so on. A collision costs a wait, or omits one."""
+        """Yield keys of the first step of a context, the first two steps, and so on. A collision of keys only adds or
+        omits a wait.
+        """
         key = 0
         for start in range(0, len(context) - LEAST_AWAITED + 1, LEAST_AWAITED):
             key = hash((key, *context[start : start + LEAST_AWAITED]))
@@ -51,7 +55,9 @@ class Beginnings:
 
 
 class ManyPrompts(ABC):
-    """The part of an engine that takes many prompts, each in a session of its own; all share chunks."""
+    """Base class of engines with the methods for many prompts. Each prompt runs in a separate session, and all share
+    chunks.
+    """
 
     plan: Plan
     context_length: int
@@ -60,24 +66,24 @@ class ManyPrompts(ABC):
 
     @abstractmethod
     def session(self, *, cache_salt: str | None = None) -> Session:
-        """Return a session at once. Raises BusyError if there is no room for it."""
+        """Return a session immediately. Raise BusyError if the memory for caches is exhausted."""
 
     @abstractmethod
     def require_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises ModelError if there is none."""
+        """Return the tokenizer. Raise ModelError if the model has none."""
 
     @abstractmethod
     def check_ready(self) -> None:
-        """Raise ClosedError if the engine is closed, ModelError if its files are damaged."""
+        """Raise ClosedError if the engine is closed, or ModelError if its files are damaged."""
 
     @abstractmethod
     def _open_waiting(self, cache_salt: str | None) -> Session:
-        """Return a session as soon as there is room for it."""
+        """Return a session as soon as memory for its caches is available."""
 
     @property
     @abstractmethod
     def _runs(self) -> Runs:
-        """Interface that computes the sessions' runs alongside each other."""
+        """Object that computes the concurrent runs of sessions."""
 
     def generate(
         self,
@@ -92,16 +98,16 @@ class ManyPrompts(ABC):
         """Answer prompts, many at a time.
 
         Args:
-            prompts: one text, or several prompts, each text or token ids as for `Session.prefill`.
+            prompts: one text, or a list of prompts, which are texts or lists of token ids as for `Session.prefill`.
             max_new_tokens, sampling, stop: see `Session.generate`.
-            max_sessions: largest number of prompts in progress at once, as far as there is room in the caches.
+            max_sessions: maximum number of prompts in progress; the memory for caches may lower it.
             cache_salt: see `Engine.session`.
 
         Returns:
-            The answer, or one for each prompt, in their order.
+            The answer, or for a list of prompts a list of answers in the same order.
 
         Raises:
-            ChunkrtError: the errors of `Session.prefill` and `Session.generate`; then no answer is returned.
+            ChunkrtError: an error of `Session.prefill` or `Session.generate`. No answer is returned in this case.
         """
         several = [prompts] if isinstance(prompts, str) else listed("prompts", prompts)
         texts = [""] * len(several)
@@ -130,9 +136,9 @@ class ManyPrompts(ABC):
         """Return the answer to a chat.
 
         Args:
-            messages: each with "role" and "content", for example [{"role": "user", "content": "Hello"}].
+            messages: mappings with "role" and "content", for example [{"role": "user", "content": "Hello"}].
             max_new_tokens, sampling, stop: see `Session.generate`.
-            template_options: further variables of the chat template, for example {"enable_thinking": False}.
+            template_options: additional variables of the chat template, for example {"enable_thinking": False}.
             cache_salt: see `Engine.session`.
 
         Raises:
@@ -155,9 +161,13 @@ class ManyPrompts(ABC):
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
     ) -> Iterator[tuple[int, Piece]]:
-        """Answer prompts like `generate`, and yield pieces as they come, each with the index of its prompt."""
+        """Answer prompts like `generate`, and yield each piece as soon as it is generated, with the index of its
+        prompt.
+        """
         if isinstance(prompts, str):
-            raise ConfigError("prompts is one text; pass a list of texts, or pass the text to generate")
+            raise ConfigError(
+                "prompts is a single text, expected a list; pass a list of texts, or pass the text to generate"
+            )
         several = listed("prompts", prompts)
 
         def answer(session: Session, index: int) -> Part[Piece | None]:
@@ -174,19 +184,20 @@ class ManyPrompts(ABC):
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
     ) -> list[Score]:
-        """Score texts after others, many at a time: how likely the model finds them.
+        """Compute the log-probabilities of continuations after their contexts, many at a time.
 
         Args:
-            pairs: a context and its continuation, both text or both token ids. Texts are divided into tokens like in
-                lm-evaluation-harness. Pairs with one context run it once.
-            max_sessions: largest number of contexts in progress at once, as far as there is room in the caches.
+            pairs: pairs of a context and its continuation, both as texts or both as token ids. Texts are tokenised as
+            in
+                lm-evaluation-harness. If several pairs have the same context, it is run once.
+            max_sessions: maximum number of contexts in progress; the memory for caches may lower it.
             cache_salt: see `Engine.session`.
 
         Returns:
-            A score for each pair, in their order: those of `Session.score`.
+            A list with the result of `Session.score` for each pair, in the same order.
 
         Raises:
-            ConfigError: a part is empty, or both together do not fit the context.
+            ConfigError: a context or continuation is empty, or both together exceed the context length.
             BackendError: a subgraph failed.
         """
         found = dict(self.scores(pairs, max_sessions=max_sessions, cache_salt=cache_salt))
@@ -199,7 +210,7 @@ class ManyPrompts(ABC):
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
     ) -> Iterator[tuple[int, Score]]:
-        """Score pairs like `score`, and yield scores as they come, each with the index of its pair."""
+        """Score pairs like `score`, and yield each score as soon as it is computed, with the index of its pair."""
         tokens = [self._encode_pair(pair) for pair in listed("pairs", pairs)]
         for pair in tokens:
             check_pair(*pair, self.plan.vocab_size, self.context_length)
@@ -207,7 +218,7 @@ class ManyPrompts(ABC):
         contexts = [tokens[group[0]][0] for group in groups]
         left = [iter(group) for group in groups]
         beginning: set[int] = set()
-        """Groups whose context is in progress."""
+        """Groups of pairs whose context is in progress."""
         ran = Beginnings()
 
         def scoring(session: Session, index: int) -> Part[Score]:
@@ -215,8 +226,9 @@ class ManyPrompts(ABC):
                 yield session.scoring(*tokens[pair])
 
         def may_begin(index: int) -> bool:
-            """Return False if a context in progress has the same beginning: once that is done, the prefix cache has the
-            shared part. A part that the cache has already is not waited for."""
+            """Return False if a context in progress has the same beginning, because the prefix cache will contain the
+            shared tokens afterwards. Tokens that the cache already contains do not count.
+            """
             context = contexts[index]
             least = max(len(context) // 2, ran.num_known(context) + LEAST_AWAITED)
             if self.prefix_cache is not None and any(
@@ -243,19 +255,22 @@ class ManyPrompts(ABC):
         """Compute the embeddings of texts from their hidden states after the last norm, many at a time.
 
         Args:
-            texts: one text, or several, each text or token ids. A text gets the special tokens that the model expects;
-                token ids are used unchanged.
-            pooling: "last": the hidden state of the last token; "mean": the mean of all; None: the choice in the
-                model's files. For a model that was not trained to give embeddings neither is reliable.
-            max_sessions: largest number of texts in progress at once, as far as there is room in the caches.
+            texts: one text, or a list of texts or lists of token ids. The special tokens that the model expects are
+            added to
+                texts; token ids are used unchanged.
+            pooling: "last" for the hidden state of the last token, "mean" for the mean of all hidden states, None for
+            the
+                choice in the model's files. Embeddings of a model that was not trained for embeddings are not reliable.
+            max_sessions: maximum number of texts in progress; the memory for caches may lower it.
             cache_salt: see `Engine.session`.
 
         Returns:
-            float32 [N, H], or [H] of one text; each of length 1.
+            float32 [N, H], or [H] for one text. Every embedding has length 1.
 
         Raises:
-            ConfigError: a text is empty or does not fit the context, the scheme rotates hidden states, or no pooling is
-                given and the model's files name none.
+            ConfigError: a text is empty or exceeds the context length, the scheme rotates hidden states, or `pooling`
+            is None
+                and the model's files do not name one.
             BackendError: a subgraph failed.
         """
         if pooling is None and self.tokenizer is not None:
@@ -284,7 +299,7 @@ class ManyPrompts(ABC):
         cache_salt: str | None,
         may_begin: Callable[[int], bool] = lambda index: True,
     ) -> Iterator[tuple[int, Result]]:
-        """Run parts to their end, each in a session of its own, as soon as `may_begin` allows it."""
+        """Execute parts to their end, each in a separate session. A part begins as soon as `may_begin` allows it."""
         if require_whole("max_sessions", most) < 1:
             raise ConfigError(f"max_sessions is {most}, expected at least 1")
 

@@ -86,9 +86,9 @@ class EngineOptions:
 
     npu: str = declared_option(
         "--npu",
-        "Backend that serves as the NPU. auto: a Hexagon NPU if one is found, else native; qnn: the Hexagon NPU or "
-        "its emulator; native, onnxrt and reference: CPU backends; off: no partition, all work on the CPU; or the "
-        "name of a plug-in.",
+        "Backend for the NPU's part of the model. auto: a Hexagon NPU if one is found, else native; qnn: the Hexagon "
+        "NPU or its emulator; native, onnxrt, reference: CPU backends; off: run everything on the CPU, without a "
+        "partition. The name of a plug-in is also accepted.",
         group="Devices",
         default="auto",
         choices=npu_choices,
@@ -96,14 +96,15 @@ class EngineOptions:
     )
     scheme: str | None = declared_option(
         "--scheme",
-        "Quantisation of weights and activations.  [default: as compiled, or the model's]",
+        "Quantisation of weights and activations (docs/quantisation.md).  [default: the engine directory's, else the "
+        "model's]",
         group="Quantisation",
         choices=lambda: SCHEME_NAMES,
         check=find_scheme,
     )
     calibration: Path | None = declared_option(
         "--calibration",
-        "File that `chunkrt calibrate` wrote.  [default: made when needed]",
+        "Calibration file from `chunkrt calibrate`.  [default: calibrate when needed]",
         group="Quantisation",
         must=(lambda value: isinstance(value, Path), "a pathlib.Path"),
     )
@@ -115,14 +116,15 @@ class EngineOptions:
     )
     budget: float | None = declared_option(
         "--budget kl=NATS",
-        "Mean KL divergence from the float model that --shadow auto and --scheme mixed may cause.  "
-        f"[default: kl={DEFAULT_BUDGETS['shadow']} and kl={DEFAULT_BUDGETS['mixed']}]",
+        "Mean KL divergence from the float model that a search may cause.  "
+        f"[default: kl={DEFAULT_BUDGETS['shadow']} for --shadow auto, "
+        f"kl={DEFAULT_BUDGETS['mixed']} for --scheme mixed]",
         group="Quantisation",
         must=(lambda value: is_number(value) and value > 0, "a number of nats above 0"),
     )
     outputs: Outputs | None = declared_option(
         "--outputs",
-        "Outputs of static linear layers: rounded to a grid, as on an NPU, or float.  [default: float for w8a8 on a "
+        "Outputs of static linear layers: quantised (grid), as on an NPU, or float.  [default: float for w8a8 on a "
         "CPU, else grid]",
         group="Quantisation",
         choices=lambda: get_args(Outputs),
@@ -130,7 +132,8 @@ class EngineOptions:
     )
     equalisation: float | Literal["off"] | None = declared_option(
         "--equalise 0..1|off",
-        "Share of the unevenness of activations that static schemes move into the weights.  [default: the scheme's]",
+        "Degree to which static schemes move outliers of activations into the weights; 0: not at all, 1: all.  "
+        "[default: the scheme's]",
         group="Quantisation",
         must=(
             lambda value: (isinstance(value, str) and value == "off") or (is_number(value) and 0 <= value <= 1),
@@ -145,20 +148,21 @@ class EngineOptions:
     )
     ops: tuple[str, ...] | str | None = declared_option(
         "--ops all|none|+NAME|-NAME",
-        "Operators that use the form of their backend or of a plug-in; all other operators use the reference form. "
-        "Separate several by commas or repeat the option; `chunkrt ops` lists them.  [default: all; none for --npu "
-        "reference]",
+        "Operators that use the implementation of their backend or of a plug-in; all others use the reference "
+        "implementation. Separate several by commas or repeat the option; `chunkrt ops` lists them.  [default: all; "
+        "none for --npu reference]",
         group="Devices",
         check=Switches.parse,
     )
     chunk_length: int | None = declared_option(
         "--chunk",
-        "Tokens per chunk.  [default: as compiled (32 if possible), else 32 with an NPU, 128 without]",
+        "Tokens per chunk.  [default: the compiled length, 32 if there are several; otherwise 32 with an NPU, 128 "
+        "without]",
         group="Execution",
     )
     policy: str = declared_option(
         "--policy",
-        "Order in which the tasks of the chunks in flight run.",
+        "Scheduling policy, which selects the next task.",
         group="Execution",
         default=DEFAULT_POLICY,
         choices=policy_names,
@@ -166,7 +170,7 @@ class EngineOptions:
     )
     batcher: str = declared_option(
         "--batcher",
-        "Rule by which rows of several sequences are put into a chunk.",
+        "Rule for putting rows of several sequences into a chunk.",
         group="Execution",
         default=DEFAULT_BATCHER,
         choices=batcher_names,
@@ -183,20 +187,20 @@ class EngineOptions:
     )
     cache_memory: int | None = declared_option(
         "--cache-memory SIZE",
-        "Memory limit for the KV caches of all sessions, e.g. 2GB or 512MiB. A session counts with its whole "
-        "reservation.  [default: no limit]",
+        "Memory limit for the KV caches of all sessions, e.g. 2GB or 512MiB. Each session counts with all the memory "
+        "reserved for it.  [default: no limit]",
         group="Context and memory",
     )
     queue: int = declared_option(
         "--queue",
-        "Number of sequences that may wait for --cache-memory; further ones are refused.",
+        "Maximum number of sequences that wait for cache memory; further ones are refused.",
         group="Execution",
         default=64,
     )
     prefix_cache: str | Path | None = declared_option(
         "--prefix-cache memory|disk|off|FOLDER",
-        "Where computed prompt prefixes are kept for later prompts with the same beginning. disk: chunkrt's own "
-        "folder, with memory in front of it; several processes may share a folder.  [default: memory; off with ranks]",
+        "Storage of computed prompt prefixes, for reuse by later prompts. disk: chunkrt's own folder, cached in "
+        "memory; several processes may share a folder.  [default: memory; off with ranks]",
         group="Context and memory",
         must=(
             lambda value: isinstance(value, str | Path) and bool(str(value).strip()),
@@ -215,13 +219,15 @@ class EngineOptions:
     )
     chunks_in_flight: int | None = declared_option(
         "--in-flight",
-        "Chunks in flight at once, 1 to 256, each with its own buffers.  [default: as many as help, within 64 MiB]",
+        "Number of chunks in flight, 1 to 256, each with separate buffers.  [default: as many as improve speed, "
+        "within 64 MiB of buffers]",
         group="Execution",
         check=check_chunks_in_flight,
     )
     threads: int | None = declared_option(
         "--threads",
-        "Number of threads, for workers and kernels together.  [default: the cores, or those of --affinity]",
+        "Number of threads, for workers and kernels together.  [default: the number of cores, or of CPUs in "
+        "--affinity]",
         group="Execution",
         check=_check_threads,
     )
@@ -252,7 +258,7 @@ class EngineOptions:
     attention: AttentionOn = declared_option(
         "--attention",
         "Processor for attention when an NPU is present. npu: the NPU, for chunks with at most --npu-window tokens "
-        "before them; auto: as --place assigns it, else the CPU.",
+        "before them; auto: the CPU, unless a placement assigns attention to the NPU.",
         group="Devices",
         default="auto",
         choices=lambda: get_args(AttentionOn),
@@ -269,7 +275,7 @@ class EngineOptions:
     )
     npu_window: str | int = declared_option(
         "--npu-window TOKENS[,TOKENS...]",
-        "Numbers of past tokens for which attention on the NPU is compiled, one graph each.",
+        "Context lengths for which attention on the NPU is compiled, with one graph for each.",
         group="Devices",
         default=DEFAULT_NPU_WINDOW,
         must=(
@@ -286,8 +292,8 @@ class EngineOptions:
     )
     weights: KeptWeights = declared_option(
         "--weights",
-        "Processors that keep the weights of NPU subgraphs. npu-only: no copy for the CPU, so decoding runs on the "
-        "NPU and the CPU cannot take over.",
+        "Processors that keep the weights of NPU subgraphs. npu-only: the CPU keeps no copy, so decoding runs on the "
+        "NPU, and the CPU cannot take over.",
         group="Devices",
         default="both",
         choices=lambda: get_args(KeptWeights),
@@ -295,7 +301,7 @@ class EngineOptions:
     )
     soc: str | None = declared_option(
         "--soc",
-        "SoC whose NPU is used or emulated.  [default: this machine's, as compiled, or SM8650]",
+        "SoC whose NPU is used or emulated.  [default: this machine's, else the one compiled for, else SM8650]",
         group="Devices",
         check=find_soc,
     )
@@ -328,9 +334,9 @@ class EngineOptions:
     )
     cache_dtype: CacheDtype | None = declared_option(
         "--cache-type",
-        "Data type of the KV cache: float32, float16, int8 or bfloat16 (the command line also accepts f32, f16, q8_0 "
-        "and bf16). int8 (native only) has one scale per 32 values; bfloat16 is for --attention-math bfloat16 only, "
-        "where it is the default.  [default: float16 on native, else float32]",
+        "Data type of the KV cache: float32, float16, int8 or bfloat16; on the command line also f32, f16, q8_0 or "
+        "bf16. int8 (native only) has one scale per 32 values. bfloat16 needs --attention-math bfloat16, where it is "
+        "the default.  [default: float16 on native, else float32]",
         group="Context and memory",
         choices=lambda: CACHE_DTYPES,
         noun="type of the cache",
@@ -344,14 +350,18 @@ class EngineOptions:
         if self.npu == "off" and self.placement is not None:
             raise ConfigError("`placement` and `npu='off'` contradict each other; give one of them")
         if self.cache_dtype == "int8" and self.npu in BACKENDS and self.npu != "native":
-            raise ConfigError(f"`npu={self.npu!r}` has no int8 caches; choose float32 or float16, or another `npu`")
+            raise ConfigError(
+                f"`npu={self.npu!r}` does not support `cache_dtype='int8'`; use float32, float16, or another `npu`"
+            )
         if self.cache_dtype == "bfloat16":
             if self.attention_math != "bfloat16":
-                raise ConfigError("bfloat16 caches need attention in bfloat16; set `attention_math='bfloat16'`, too")
+                raise ConfigError("`cache_dtype='bfloat16'` needs `attention_math='bfloat16'`")
             if self.context_shift:
                 raise ConfigError("bfloat16 caches cannot shift; choose float16, or omit `context_shift`")
         if self.attention_math == "bfloat16" and self.npu in BACKENDS and self.npu != "native":
-            raise ConfigError(f"`npu={self.npu!r}` has no attention in bfloat16; choose float32, or another `npu`")
+            raise ConfigError(
+                f"`npu={self.npu!r}` does not support `attention_math='bfloat16'`; use float32, or another `npu`"
+            )
 
         self._check_npu_only()
         if self.attention == "npu":

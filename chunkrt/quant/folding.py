@@ -56,7 +56,7 @@ class Folding:
         """
         if later.has_rotation and self != Folding():
             raise QuantizationError(
-                "cannot rotate weights that are already transformed: rotate first, then calibrate and equalise"
+                "cannot rotate weights that are already transformed; rotate first, calibrate the result, then equalise"
             )
         first = later if later.has_rotation else self
         return Folding(

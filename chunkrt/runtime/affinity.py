@@ -1,7 +1,7 @@
 """CPU affinity: the CPUs that an engine's threads may run on, for processors with cores of different speeds.
 
-On Linux a new thread inherits the CPUs of the thread that starts it. So `running_on` pins a thread permanently if it
-surrounds the start of the thread, and pins the caller for the duration of a call if it surrounds the call.
+On Linux a new thread inherits the CPUs of the thread that starts it. So a `running_on` block around the start of a
+thread pins the new thread permanently. A block around a call pins the calling thread for the duration of the call.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ CGROUP_FOLDER = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
 _SPEEDS = (("cpu_capacity", 0.5), ("cpufreq/cpuinfo_max_freq", 0.85))
-"""Files that report a CPU's speed, the better source first, and the minimum speed of a big core relative to the fastest
-one. Capacity is work per second; little cores do not reach half of a big core's. Frequencies differ less, but even
-equal cores differ by a few per cent, because the best of them may boost a little higher."""
+"""Files that report the speed of a CPU, in order of preference, and the minimum speed of a big core relative to the
+fastest core. `cpu_capacity` is work per second; the capacity of little cores is below half of a big core's. Frequencies
+differ less, but even equal cores differ by a few per cent, because the best ones may boost a little higher.
+"""
 
 
 def check_affinity(affinity: str) -> None:
@@ -40,14 +41,16 @@ def find_cpus(affinity: str) -> frozenset[int] | None:
         affinity: "none", "big" (see `big_cores`), or CPUs such as "0,2,4-7".
 
     Raises:
-        ConfigError: the affinity is none of these, this system has no affinity, or this thread may not use one of the
-            CPUs.
+        ConfigError: the affinity is invalid, this system does not support CPU affinity, or this thread may not use one
+            of the CPUs.
     """
     if affinity == NO_AFFINITY:
         return None
     check_affinity(affinity)
     if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError(f"`affinity` is {affinity!r}, but {platform.system()} has no affinity; use 'none'")
+        raise ConfigError(
+            f"`affinity` is {affinity!r}, but {platform.system()} does not support CPU affinity; use `affinity='none'`"
+        )
     if affinity == BIG:
         return big_cores()
     cpus, allowed = _parse(affinity), os.sched_getaffinity(0)
@@ -65,13 +68,13 @@ def available_cpus() -> frozenset[int]:
 
 
 def available_cores(cpus: Collection[int] | None = None) -> int:
-    """Return the number of cores' worth of time that this process may use, at least 1.
+    """Return the number of cores that this process may use under its CPU quota, at least 1.
 
     A container may see all CPUs of its host and still have a quota (`docker run --cpus 2`); more threads would only be
     throttled. A fraction of a core is rounded up.
 
     Args:
-        cpus: the CPUs to choose from; by default those that the process may run on.
+        cpus: the CPUs that limit the number; by default all CPUs that the process may run on.
     """
     count = len(available_cpus() if cpus is None else cpus)
     quota = cpu_quota()
@@ -79,8 +82,8 @@ def available_cores(cpus: Collection[int] | None = None) -> int:
 
 
 def cpu_quota() -> float | None:
-    """Return the CPU quota of this process's control groups, in cores; None without a quota, or on systems other than
-    Linux.
+    """Return the CPU quota of this process's control groups, in cores. Return None if no quota applies, or on systems
+    other than Linux.
 
     The smallest quota on the path to the root applies. Source: Linux kernel documentation, cgroup-v2.rst (`cpu.max`)
     and sched-bwc.rst (`cpu.cfs_quota_us`, version 1).
@@ -98,14 +101,14 @@ def cpu_quota() -> float | None:
         if not root.is_dir():
             root = CGROUP_FOLDER / "cpu"
         folder = root / path.strip("/")
-        # In a container the path may be the host's, and the container's own group is mounted as the root.
+        # In a container the path may be that of the host; the container's own group is then mounted as the root.
         folders = [folder, *folder.parents] if folder.is_dir() else [root]
         quotas += [quota for f in folders if f.is_relative_to(root) and (quota := _quota_of(f)) is not None]
     return min(quotas, default=None)
 
 
 def _quota_of(folder: Path) -> float | None:
-    """Return the quota of one control group, in cores; None if it has none."""
+    """Return the quota of one control group, in cores; None if the group has no quota."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
@@ -118,8 +121,8 @@ def _quota_of(folder: Path) -> float | None:
 
 
 def big_cores() -> frozenset[int]:
-    """Return the fast CPUs among those that this thread may use; all of them if they are alike or their speed is
-    unknown.
+    """Return the big cores among the CPUs that this thread may use. If the CPUs are equally fast, or their speed is
+    unknown, return all of them.
 
     Requires `os.sched_getaffinity`.
     """
@@ -135,12 +138,12 @@ def big_cores() -> frozenset[int]:
 
 @contextmanager
 def running_on(cpus: Collection[int] | None) -> Iterator[None]:
-    """Keep this thread, and threads that it starts inside the block, on these CPUs; None changes nothing.
+    """Pin this thread, and threads that it starts inside the block, to the given CPUs. None has no effect.
 
     After the block this thread may use its previous CPUs again; the new threads stay pinned.
 
     Raises:
-        ConfigError: the system refuses, because CPUs have been removed.
+        ConfigError: the system rejects the CPUs, for example because some were removed.
     """
     if cpus is None:
         yield

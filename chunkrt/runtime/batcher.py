@@ -1,7 +1,7 @@
 """Batchers choose the rows of the next chunk from the waiting sequences.
 
-A batcher is pure, like a policy: it gets the waiting sequences, names rows, and keeps no state. The conductor and the
-simulator use the same objects. A batcher cannot change a result, only the time at which it is available.
+A batcher is pure, like a policy: it receives the waiting sequences, returns rows, and keeps no state. The conductor and
+the simulator use the same objects. A batcher cannot change a result, only the time at which it is available.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from chunkrt.plugins import PluginGroup
 DEFAULT_BATCHER = "packed"
 
 MOST_PASSED_OVER = 8
-"""Number of chunks without a row of a prompt after which that prompt comes first."""
+"""Number of consecutive chunks without a row of a prompt after which this prompt takes precedence."""
 
 
 class Waiting(NamedTuple):
     """A sequence that waits for rows.
 
-    num_tokens: waiting tokens, at least 1. is_decode: True if the sequence decodes, so that a caller waits for its one
-    token. num_passed: number of chunks formed since the last one that held a row of the sequence. step: the tokens may
-    only be split after multiples of this number, because other splits would give different bits.
+    Attributes:
+        num_tokens: number of waiting tokens, at least 1.
+        is_decode: True if the sequence decodes, so a caller waits for its single token.
+        num_passed: number of chunks formed since the last chunk that contained a row of the sequence.
+        step: the tokens may be split only after a multiple of this number, because other splits would change results.
     """
 
     num_tokens: int
@@ -33,7 +35,7 @@ class Waiting(NamedTuple):
 
 
 class Take(NamedTuple):
-    """Rows of the next chunk: the index of a waiting sequence, and the number of its tokens."""
+    """Rows of the next chunk: pairs of the index of a waiting sequence and the number of its tokens."""
 
     place: int
     num_tokens: int
@@ -45,33 +47,33 @@ class Batcher(Protocol):
     name: str
 
     def next_chunk(self, waiting: Sequence[Waiting], chunk_length: int) -> Sequence[Take]:
-        """Name the rows of the next chunk.
+        """Choose the rows of the next chunk.
 
         Args:
-            waiting: at least one sequence, in order of arrival.
-            chunk_length: rows that the chunk has room for.
+            waiting: the waiting sequences in order of arrival, at least one.
+            chunk_length: maximum number of rows of the chunk.
 
         Returns:
-            At least one entry, in the order of the rows in the chunk; each of `waiting` at most once.
+            At least one entry, in the order of the rows in the chunk. Each sequence occurs at most once.
         """
         ...
 
 
 class Sequential:
-    """One sequence a chunk, in order of arrival until it is done: as if each caller had the engine alone."""
+    """Batcher that processes one sequence after the other, in order of arrival, without sharing chunks."""
 
     name = "sequential"
 
     def next_chunk(self, waiting: Sequence[Waiting], chunk_length: int) -> Sequence[Take]:
-        """Take as many tokens of the first sequence as fit."""
+        """Fill the chunk with tokens of the first sequence only."""
         return [Take(0, min(waiting[0].num_tokens, chunk_length))]
 
 
 class Packed:
-    """Batcher that fills every chunk: decoding sequences come first, then prompts, the oldest first.
+    """Batcher that fills every chunk: decoding sequences come first, then prompts in order of arrival.
 
-    So a sequence that waits for one row never waits behind a long prompt, which takes the remaining rows. A prompt that
-    has been passed over for long comes first.
+    So a decoding sequence never waits behind a long prompt, because prompts only take the remaining rows. A prompt
+    takes precedence if several consecutive chunks contained none of its rows.
 
     Source: Agrawal et al., Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve, OSDI 2024.
     """
@@ -79,7 +81,7 @@ class Packed:
     name = "packed"
 
     def next_chunk(self, waiting: Sequence[Waiting], chunk_length: int) -> Sequence[Take]:
-        """Take as many rows as fit."""
+        """Fill the chunk with rows of all waiting sequences, in order of precedence."""
 
         def rank(index: int) -> tuple[bool, bool, int, int]:
             one = waiting[index]
@@ -95,7 +97,7 @@ class Packed:
 
 
 def most_tokens(one: Waiting, room: int, chunk_length: int) -> int:
-    """Return how many of a sequence's tokens fit into `room` rows of a chunk; perhaps none."""
+    """Return the number of a sequence's tokens that fit into `room` rows of a chunk, possibly 0."""
     if one.num_tokens <= room:
         return one.num_tokens
     return room if room == chunk_length else room - room % one.step
@@ -115,7 +117,7 @@ def _check_plugin(name: str, found: Any) -> str:
 PLUGINS: PluginGroup[Batcher] = PluginGroup(
     "chunkrt.batchers", error=ConfigError, own=tuple(BATCHERS), check=_check_plugin
 )
-"""Entry points that each refer to a batcher with the entry point's name."""
+"""Entry points of plug-in batchers. The name of an entry point is the name of its batcher."""
 
 
 def batcher_names() -> tuple[str, ...]:
@@ -127,16 +129,17 @@ def find_batcher(name: str) -> Batcher:
     """Find a built-in or plug-in batcher by name.
 
     Raises:
-        ConfigError: no batcher has that name (the message offers the nearest and lists all), or the plug-in is broken.
+        ConfigError: no batcher has that name (the message suggests the nearest name and lists all), or the plug-in is
+        broken.
     """
     return PLUGINS.choose(name, BATCHERS, "batcher")
 
 
 def next_chunk(batcher: Batcher, waiting: Sequence[Waiting], chunk_length: int) -> list[Take]:
-    """Call a batcher, built-in or from a plug-in, and check its answer.
+    """Call a batcher, built-in or from a plug-in, and check its result.
 
     Raises:
-        ConfigError: the batcher failed, or named impossible rows.
+        ConfigError: the batcher failed, or returned invalid rows.
     """
     try:
         taken = [Take(*take) for take in batcher.next_chunk(waiting, chunk_length)]
@@ -152,7 +155,7 @@ def next_chunk(batcher: Batcher, waiting: Sequence[Waiting], chunk_length: int) 
 
 def _problem(taken: Sequence[Take], waiting: Sequence[Waiting], chunk_length: int) -> str:
     if not taken:
-        return f"took nothing although {len(waiting)} wait"
+        return f"took no tokens although {len(waiting)} wait"
     if len({take.place for take in taken}) < len(taken) or sum(take.num_tokens for take in taken) > chunk_length:
         return f"took {taken} for a chunk of {chunk_length} rows"
     for place, num_tokens in taken:

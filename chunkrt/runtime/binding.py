@@ -1,9 +1,9 @@
-"""A subgraph's executable bound to the buffers of chunks: the rows that it sees, and the handling of padding.
+"""Bind the executable of a subgraph to the buffers of chunks, and handle padding.
 
-An executable of any length gets views of the rows that hold tokens. An executable of fixed length gets complete
-buffers. The padding rows of its inputs are zeroed before every call, because an earlier subgraph may have written to
-them. Several subgraphs may read one value at once: those of any length do not see its padding, and the others all write
-the same zeros.
+An executable without a fixed length receives views of the rows that contain tokens. An executable with a fixed length
+receives complete buffers. The padding rows of its inputs are zeroed before every call, because an earlier subgraph may
+have written to them. Several subgraphs may read one value concurrently: executables without a fixed length do not read
+the padding, and all others write the same zeros to it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from chunkrt.runtime.job import Segment
 
 
 class BoundSubgraph:
-    """One subgraph, ready to run on any chunk slot.
+    """A subgraph that is ready to run on any chunk slot.
 
     Args:
         subgraph: the subgraph.
-        executable: compiled for chunks of `chunk_length` rows.
+        executable: the executable of the subgraph, compiled for chunks of `chunk_length` rows.
         slots: the buffers of each chunk slot.
-        chunk_length: C.
-        output: the plan's output, which is written to a run's logits and has no buffer.
+        chunk_length: C, the maximum number of rows of a chunk.
+        output: name of the plan's output, which is written directly to a run's logits and has no buffer.
 
     Raises:
         ConfigError: the executable's fixed length does not fit the chunk length, or padding would reach state.
@@ -90,7 +90,7 @@ class BoundSubgraph:
 
     @property
     def logit_group(self) -> int:
-        """Rows of logits that one call writes if that number is fixed; otherwise 1."""
+        """Number of rows of logits that one call writes if this number is fixed; otherwise 1."""
         return self._fixed_length or 1
 
     @property
@@ -103,8 +103,8 @@ class BoundSubgraph:
 
         Args:
             slot: chunk slot that holds the chunk.
-            segments: the segments in its rows; their jobs' states are updated in place.
-            num_tokens: rows of the chunk that hold tokens, 1 to C.
+            segments: the segments of the chunk; the states of their jobs are updated in place.
+            num_tokens: number of rows that contain tokens, 1 to C.
             number: number of the chunk if other ranks compute it too; see `Key.number`.
 
         Returns:
@@ -134,7 +134,7 @@ class BoundSubgraph:
         return self._compute(inputs, outputs)
 
     def _run_segments(self, slot: int, segments: Sequence[Segment], num_tokens: int) -> None:
-        """Compute the segments in one call if the executable supports that, otherwise one call each."""
+        """Compute the segments, in one call if the executable supports it, otherwise in one call per segment."""
         buffers, row = self._slots[slot], 0
         if self._compute_segments is not None:
             tokens = slice(num_tokens)
@@ -155,13 +155,13 @@ class BoundSubgraph:
         return {name: tensors[name] for name in self.subgraph.state}
 
     def run_logit_rows(self, slot: int, num_tokens: int, num_rows: int, logits: Array) -> None:
-        """Compute the rows of one chunk whose logits are wanted, as many at a time as the executable takes.
+        """Compute the logits of the requested rows of one chunk, in groups if the executable has a fixed length.
 
         Args:
             slot: chunk slot that holds the chunk.
-            num_tokens: rows of the chunk that hold tokens, 1 to C.
-            num_rows: rows wanted, 1 to C.
-            logits: float32 [num_rows or more, V], written completely: `num_rows` rounded up to `logit_group`.
+            num_tokens: number of rows that contain tokens, 1 to C.
+            num_rows: number of requested rows, 1 to C.
+            logits: float32 [N, V], written completely; N is `num_rows` rounded up to a multiple of `logit_group`.
         """
         buffers = self._slots[slot]
         step, tokens = num_rows, slice(num_tokens)

@@ -1,7 +1,7 @@
 """Memory of the chunks in flight: the values that pass from one subgraph to the next.
 
-Every chunk slot holds one chunk's values. Within a slot a value reuses the memory of another only if, in any order of
-tasks, the subgraph that writes it starts after all subgraphs that write or read the other have ended.
+Every chunk slot contains the values of one chunk. Within a slot, a value B reuses the memory of a value A only if, in
+any order of tasks, the subgraph that writes B starts after all subgraphs that write or read A have ended.
 """
 
 from __future__ import annotations
@@ -25,30 +25,33 @@ if TYPE_CHECKING:  # job.py, which allocates its logits here, imports this modul
 Array = NDArray[Any]
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and the widest vector load."""
+"""Alignment of arrays in bytes: the size of a cache line, and of the widest vector load."""
 
 MAPPED_BYTES = 2**20
-"""Arrays of at least this many bytes are mapped. `np.zeros` may reuse memory that this process has freed, and would
-then write the zeros."""
+"""Minimum size in bytes of arrays that are memory-mapped. `np.zeros` may reuse memory that this process has freed, and
+must then write the zeros.
+"""
 
 HUGE_PAGES_BYTES = 32 * 2**20
-"""Minimum size in bytes of arrays that get huge pages. In smaller arrays, including caches, huge pages would be
-committed for a few rows."""
+"""Minimum size in bytes of arrays that use huge pages. In smaller arrays, including caches, a few rows would commit a
+complete huge page.
+"""
 
 KEPT_LOGIT_BYTES = 8 * 2**20
-"""Largest array of shared logits, in bytes, that a chunk slot keeps for reuse."""
+"""Maximum size in bytes of the array of shared logits that a chunk slot keeps for reuse."""
 
 EMPTY = slice(0)
 
 GRAPH_INPUTS = ("input_ids", "position", "rope_position", "logit_rows")
-"""Inputs that a chunk provides: int64 [T] tokens; for each segment the position of its first row, and that row's index
-in the rotary tables, int64 [1]; int64 [R] rows with wanted logits."""
+"""Inputs that a chunk provides: the tokens, int64 [T]; for each segment the position of its first row, and the index of
+this row in the rotary tables, int64 [1]; the rows with requested logits, int64 [R].
+"""
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Return a zeroed C-contiguous array that starts at a multiple of ALIGNMENT.
 
-    Large arrays cost memory only as they are written: the operating system commits their pages on first use.
+    The operating system commits the pages of large arrays on their first use, so unused parts take no memory.
     """
     num_bytes = prod(shape) * np.dtype(dtype).itemsize
     if num_bytes >= MAPPED_BYTES:
@@ -59,8 +62,9 @@ def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
-    """Map zeroed pages, huge pages for large arrays if the system has them. They are freed with the last array that
-    uses them."""
+    """Map zeroed pages. Large arrays use huge pages if the system supports them. The pages are freed with the last
+    array that uses them.
+    """
     try:
         if sys.platform == "win32":
             return mmap.mmap(-1, num_bytes)
@@ -77,12 +81,12 @@ class BufferLayout:
     """Assignment of values to physical buffers, the same in every slot.
 
     Args:
-        plan: the decoder. Its output has no buffer: logits are written straight into a run's result.
+        plan: the decoder. Its output has no buffer, because logits are written directly to a run's result.
         chunk_length: C, the rows reserved for every value.
 
     Raises:
-        ModelError: a value is read before it is written, does not have its rows first, or is a graph input that no run
-            provides.
+        ModelError: a value is read before it is written, its first axis is not its rows, or it is a graph input that no
+            run provides.
     """
 
     def __init__(self, plan: Plan, chunk_length: int) -> None:
@@ -108,8 +112,9 @@ class BufferLayout:
         return sum(self.buffer_bytes)
 
     def _place(self, name: str, ended: int) -> None:
-        """Assign a value to a buffer whose users have all ended. Of several choose the most recently used one, which
-        may still be in the CPU caches."""
+        """Assign a value to a buffer whose users have all ended. Prefer the most recently used buffer, which may still
+        be in the CPU caches.
+        """
         size, users = self._num_bytes(name), self._last_users
         free = [i for i, num_bytes in enumerate(self.buffer_bytes) if num_bytes == size and not users[i] & ~ended]
         if free:
@@ -126,11 +131,11 @@ class BufferLayout:
     def _num_bytes(self, name: str) -> int:
         tensor, rows = self.values[name], self.chunk_length
         num_bytes = tensor.num_bytes(T=rows, R=rows)
-        return num_bytes if tensor.shape[0] in ("T", "R") else num_bytes * rows  # one row for every segment
+        return num_bytes if tensor.shape[0] in ("T", "R") else num_bytes * rows  # one row per segment
 
 
 class ChunkBuffers:
-    """One chunk slot: the values of one chunk in flight, by name, each with room for C rows."""
+    """A chunk slot: the values of one chunk in flight, by name. Every value has room for C rows."""
 
     def __init__(self, layout: BufferLayout) -> None:
         buffers = [aligned_zeros((num_bytes,), np.uint8) for num_bytes in layout.buffer_bytes]
@@ -146,7 +151,7 @@ class ChunkBuffers:
             self._symbols[name] = tensor.shape[0]
 
     def load(self, segments: Sequence[Segment]) -> None:
-        """Fill the graph inputs: T rows of tokens, T in 1..C, from consecutive segments."""
+        """Fill the graph inputs from consecutive segments, with T tokens in total, T in 1..C."""
         row = num_rows = 0
         for index, (segment, position) in enumerate((s, s.position) for s in segments):
             rows = slice(row, row + segment.num_tokens)
@@ -162,8 +167,9 @@ class ChunkBuffers:
             self._arrays[name][where] = value
 
     def logits(self, num_rows: int) -> Array:
-        """Return room for logits of rows that several jobs want, float32 [num_rows, V]. Small arrays are kept for
-        reuse."""
+        """Return a buffer for the logits of rows that several jobs request, float32 [num_rows, V]. Small arrays are
+        kept for reuse.
+        """
         if self._logits is not None and len(self._logits) >= num_rows:
             return self._logits[:num_rows]
         made = aligned_zeros((num_rows, self._vocab_size), np.float32)
@@ -172,7 +178,7 @@ class ChunkBuffers:
         return made
 
     def give_hidden(self, segments: Sequence[Segment]) -> None:
-        """Copy the hidden states of the chunk's rows to the jobs that want them."""
+        """Copy the hidden states of the chunk's rows to the jobs that request hidden states."""
         assert self._hidden is not None
         rows, row = self._arrays[self._hidden], 0
         for segment in segments:
@@ -183,25 +189,26 @@ class ChunkBuffers:
     def views(
         self, names: Iterable[str], tokens: slice, logit_rows: slice = EMPTY, segment: int = 0
     ) -> dict[str, Array]:
-        """Return values by name: values with "T" rows cut to `tokens`, with "R" rows to `logit_rows`, others to one
-        segment."""
+        """Return views of values by name: values with "T" rows are cut to `tokens`, values with "R" rows to
+        `logit_rows`, and other values to one segment.
+        """
         cuts: dict[Dimension, slice] = {"T": tokens, "R": logit_rows}
         own = slice(segment, segment + 1)
         return {name: self._arrays[name][cuts.get(self._symbols[name], own)] for name in names}
 
     def has_rows(self, name: str) -> bool:
-        """Return True if a value has one row for each of the chunk's rows, False if it has one for each segment."""
+        """Return True if a value contains one row per row of the chunk, False if it contains one per segment."""
         return self._symbols[name] in ("T", "R")
 
     def clear_padding(self, names: Iterable[str], num_tokens: int, num_logit_rows: int = 0) -> None:
-        """Zero the rows of the named values that hold no token, or no row with wanted logits."""
+        """Zero the padding rows of the named values: rows without a token, or without requested logits."""
         cuts: dict[Dimension, slice] = {"T": slice(num_tokens, None), "R": slice(num_logit_rows, None)}
         for name in names:
             self._arrays[name][cuts.get(self._symbols[name], EMPTY)] = 0
 
 
 def _users(plan: Plan) -> dict[str, int]:
-    """Return the subgraphs that write or read each value, as sets."""
+    """Map each value to the set of subgraphs that write or read it."""
     users = dict.fromkeys(plan.inputs, 0)
     for index, subgraph in enumerate(plan.subgraphs):
         for name in (*subgraph.inputs, *subgraph.outputs):
@@ -210,7 +217,7 @@ def _users(plan: Plan) -> dict[str, int]:
 
 
 def _boundary_values(plan: Plan) -> list[str]:
-    """Check the graph inputs and subgraph outputs, and yield them in order of appearance."""
+    """Check the graph inputs and subgraph outputs, and yield their names in order of appearance."""
     for name in plan.inputs:
         if name not in GRAPH_INPUTS:
             raise ModelError(f"the plan's input {name!r} is not one of {', '.join(GRAPH_INPUTS)}; recompile the model")
@@ -225,5 +232,7 @@ def _boundary_values(plan: Plan) -> list[str]:
         if name not in ("position", "rope_position") and (
             shape[0] not in ("T", "R") or any(isinstance(d, str) for d in shape[1:])
         ):
-            raise ModelError(f"{name!r} has shape {shape}; values between subgraphs have their rows (T or R) first")
+            raise ModelError(
+                f"{name!r} has shape {shape}; the first axis of values between subgraphs must be their rows (T or R)"
+            )
     return known

@@ -12,9 +12,9 @@ class ChunkProgress:
 
     Args:
         number: number of the chunk.
-        route: subgraphs that it passes through.
+        route: subgraphs that the chunk passes through.
         durations: estimated durations of its tasks, by subgraph.
-        after: chunks that come before it at subgraphs with state.
+        after: numbers of the chunks that precede this one at subgraphs with state.
         flow: data flow of the decoder.
     """
 
@@ -26,15 +26,16 @@ class ChunkProgress:
         """Number of tasks that have not ended."""
         self.num_running = 0
         self.num_sums = len(flow.sums.intersection(route.subgraphs))
-        """Number of sums over ranks that have not been handed out."""
+        """Number of sums over ranks that no worker has claimed yet."""
         self.is_failed = False
         self.next: list[ChunkProgress] = []
-        """Chunks that come after it at subgraphs with state."""
+        """Chunks that follow this one at subgraphs with state."""
         self.passed: set[int] = set()
         """Subgraphs with state that the chunk has passed."""
         self.waits = [len(waits_for) or 1 for waits_for in flow.waits_for]
-        """Number of dependencies of each task that are not yet met: tasks of its chunk, or the chunk's entry if there
-        are none; with state also the preceding chunks."""
+        """Number of unmet dependencies of each task. A task depends on tasks of its chunk, or, if it reads no other
+        task, on the chunk's entry. A task with state also depends on the preceding chunks.
+        """
         for earlier in after:
             earlier.next.append(self)
             for subgraph, owns in enumerate(flow.has_state):

@@ -10,30 +10,35 @@ from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.tasks import Processor
 
 DEFAULT_SLOT_BYTES = 64 * 1024 * 1024
-"""Bytes that the buffers of all slots may take. A chunk of 32 tokens takes 0.3 MB for SmolLM2-135M, 3 MB for
-Llama-2-7B."""
+"""Maximum number of bytes of the buffers of all slots. A chunk of 32 tokens takes 0.3 MB for SmolLM2-135M, 3 MB for
+Llama-2-7B.
+"""
 
 MOST_CHUNKS_IN_FLIGHT = 32
-"""Number of slots where memory would allow more: a prompt of 1024 tokens in chunks of 32. Slots help most if they hold
-the complete prompt: attention takes longer as the position grows, so early chunks keep the NPU busy and late ones the
-CPU."""
+"""Maximum number of slots even if memory allows more: enough for a prompt of 1024 tokens in chunks of 32. Slots help
+most if they can contain the complete prompt: attention takes longer as the position grows, so early chunks keep the NPU
+busy and late chunks the CPU.
+"""
 
 MOST_SLOTS = 256
-"""Largest number of slots that can be requested: no prompt gains from more, and each takes memory."""
+"""Largest number of slots that can be requested. No prompt gains from more slots, and every slot takes memory."""
 
 CHUNKS_A_WORKER = 2
-"""Chunks in flight per worker if one processor runs everything: any task suits any worker, and fewer chunks stay in the
-CPU caches. On two cores this prefills 512 tokens of SmolLM2-135M 4 % faster than 32 slots do, 1024 tokens 10 %."""
+"""Chunks in flight per worker if one processor runs all tasks. Any worker can then execute any task, and the data of
+few chunks stay in the CPU caches. On two cores this prefills 512 tokens of SmolLM2-135M 4 % faster than 32 slots, and
+1024 tokens 10 % faster.
+"""
 
 
 CHUNKS_WITH_LINK = 16
-"""Chunks in flight if one processor and the link run everything: while some chunks wait for other ranks, others keep
-the workers busy. The number does not depend on the workers, so ranks on different machines have the same number: a run
-that is stopped on one rank still gets the sums that it waits for."""
+"""Chunks in flight if one processor and the link run all tasks: while some chunks wait for other ranks, others keep the
+workers busy. The number does not depend on the number of workers, so it is the same for ranks on different machines.
+This ensures that a run that is stopped on one rank still receives the sums that it waits for.
+"""
 
 
 def check_chunks_in_flight(number: int) -> None:
-    """Raise ConfigError unless this many chunks may be in flight."""
+    """Raise ConfigError unless the number of chunks in flight is allowed."""
     if not 1 <= number <= MOST_SLOTS:
         raise ConfigError(f"{number} chunks in flight, expected 1 to {MOST_SLOTS}")
 
@@ -43,18 +48,17 @@ def chunk_slots(
 ) -> int:
     """Return the number of slots of an executor.
 
-    With one slot more than workers all workers can be busy; more slots let a policy keep them busy. The memory bound
-    takes precedence: the number of slots never exceeds it. Memory is committed as it is used, so a short prompt takes
-    less.
+    All workers can be busy if there is one more slot than workers; with more slots a policy can keep them busy. The
+    memory limit takes precedence. Memory is committed when it is used, so a short prompt takes less.
 
     Args:
         plan: the decoder.
         chunk_length: C.
-        processors: processors that run tasks, except the link's workers.
-        num_bytes: bytes that the slots may take together.
+        processors: the processors that run tasks, without the link.
+        num_bytes: maximum number of bytes of all slots.
 
     Returns:
-        At least 1, even if one slot exceeds `num_bytes`.
+        The number of slots. It is at least 1, even if one slot exceeds `num_bytes`.
     """
     workers = sum(processor.workers for processor in processors)
     has_link = any(subgraph.device == "link" for subgraph in plan.subgraphs)

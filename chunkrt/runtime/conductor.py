@@ -1,9 +1,9 @@
 """The conductor: shares a decoder's executors among concurrent runs.
 
-A single run is computed in its caller's thread, in chunks of its own. When another run arrives, the first gives way as
-soon as the chunks that it has begun are done. All runs are then batched into the same chunks, in the conductor's
-thread, until no run is left. Callers only put tickets into the conductor's inbox and wait, so an interrupted caller
-leaves no lock held.
+A single run is computed in its caller's thread, without sharing chunks. When another run arrives, the first run gives
+way as soon as the chunks that have begun are done. The conductor's thread then batches all runs into the same chunks,
+until no run is left. Callers only put tickets into the conductor's inbox and wait, so an interrupted caller never
+leaves a lock held.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ class Conductor:
     """Scheduler that assigns a decoder's runs to executors and batches them into chunks.
 
     Args:
-        lanes: the executors, used by this conductor only.
+        lanes: the executors, which only this conductor uses.
         batcher: forms the chunks that runs share.
-        followers: other ranks that compute the same work as this one.
-        takes_turns: True if other ranks do the same without a leader; each run is then computed alone, in order.
+        followers: the other ranks, which compute the same work as this rank.
+        takes_turns: True if the other ranks execute the same runs without a leader. Runs are then computed one after
+            another, in order of arrival, and never share chunks.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class Conductor:
         self._turn = Lock()
         """Lock held by the thread that uses the executors: the caller of a single run, or the conductor's thread."""
         self._asking: dict[int, Job] = {}
-        """Runs that callers wait for, by thread. An entry left here by an interrupt is harmless: runs that could have
-        run alone then use the conductor's thread."""
+        """Runs that callers wait for, by thread. If an interrupt leaves an entry behind, it is harmless: runs that
+        could be computed alone then use the conductor's thread.
+        """
         self._queue = TicketQueue()
         self._starting = Lock()
         self._thread: Thread | None = None
@@ -78,13 +80,15 @@ class Conductor:
         self._process_id = os.getpid()
         _conductors.add(self)
         self._in_stream: dict[int, tuple[list[Ticket], int]] = {}
-        """By number of a chunk in the stream: the tickets whose rows it holds, and its start time in nanoseconds."""
+        """Maps the number of a chunk in the stream to the tickets whose rows it contains, and its start time in
+        nanoseconds.
+        """
         self._last_lane: Executor | None = None
-        """Executor of the last chunk that the conductor's thread computed by itself."""
+        """Executor of the last chunk that the conductor's thread computed itself."""
         self.num_chunks = 0
-        """Number of chunks computed for runs that could share them."""
+        """Number of chunks computed for runs that share chunks, whether or not several runs had rows in them."""
         self.num_rows = 0
-        """Number of tokens in these chunks."""
+        """Number of tokens in the chunks that `num_chunks` counts."""
 
     @property
     def lanes(self) -> Lanes:
@@ -95,11 +99,11 @@ class Conductor:
 
     @property
     def num_waiting(self) -> int:
-        """Number of runs that share chunks, or wait to."""
+        """Number of runs that share chunks, or wait for a shared chunk."""
         return self._queue.num_tickets
 
     def run(self, run: Run) -> RunResult:
-        """Compute a run, alone or with others, and advance its state; see `Executor.run`."""
+        """Compute a run, alone or batched with other runs, and advance its state; see `Executor.run`."""
         job = self.job(run)
         thread = get_ident()
         self._asking[thread] = job
@@ -109,8 +113,8 @@ class Conductor:
             self._asking.pop(thread, None)
 
     def ticket(self, run: Run, on_end: Callable[[], object]) -> Ticket:
-        """Return the ticket with which a run is computed alongside others: `begin` begins it, its `result` or `abandon`
-        ends it.
+        """Return a ticket for a run that is batched with other runs. `begin` starts the run; `Ticket.result` or
+        `abandon` ends it.
 
         Raises ConfigError or ClosedError if the run cannot be computed.
         """
@@ -131,14 +135,14 @@ class Conductor:
         ticket.end()
 
     def abandon(self, ticket: Ticket) -> None:
-        """End a run. Its state is restored as soon as the chunk that holds some of its tokens is done."""
+        """End a run. Its state is restored as soon as the chunks with its tokens are done."""
         ticket.is_cancelled = True
         ticket.job.wait_for_writers = ticket.waiter
-        ticket.job.give_up()  # from here on the state waits, even if an interrupt comes
+        ticket.job.give_up()  # from here on every use of the state waits, even after an interrupt
         self._send(ticket)
 
     def job(self, run: Run) -> Job:
-        """Return a run as a job that any lane can compute. Raises ConfigError if the run does not fit."""
+        """Return a run as a job that any lane can compute. Raise ConfigError if the run does not fit the decoder."""
         lane = self.lanes.prompts if run.token_ids.size > 1 else self.lanes.tokens
         run.check(lane.plan, lane.chunk_length)
         if self._followers is not None:
@@ -146,9 +150,9 @@ class Conductor:
         return Job(run, lane.plan, self._logit_group)
 
     def close(self) -> None:
-        """End all runs with ClosedError once the chunks that they have begun are done, and release the executors.
+        """End all runs with ClosedError once their chunks in progress are done, and release the executors.
 
-        Without a leader among the ranks, a run in progress is completed, because the other ranks continue it.
+        If ranks work without a leader, a run in progress is completed, because the other ranks continue it.
         """
         self._is_closed = True
         self._queue.close()
@@ -156,8 +160,9 @@ class Conductor:
             self._lanes = self._last_lane = None
 
     def end(self) -> None:
-        """End everything before the process exits: a thread that returned from a kernel after the interpreter has gone
-        would crash the process. A thread that is stuck in a driver is not waited for."""
+        """End all runs before the process exits: a thread that returned from a kernel after the interpreter has shut
+        down would crash the process. Do not wait for a thread that is stuck in a driver.
+        """
         if os.getpid() != self._process_id:
             return
         self._is_closed = True
@@ -166,7 +171,7 @@ class Conductor:
             self._turn.release()
 
     def _compute(self, job: Job) -> None:
-        """Compute a job alone as long as there is no other run, then together with the others."""
+        """Compute a job alone while it is the only run, and then batched with the other runs."""
         if self.takes_turns or not (self._turn.locked() or self._others_ask()):
             with self._turn:
                 self._check_open()
@@ -177,7 +182,9 @@ class Conductor:
             self._share(job)
 
     def _compute_alone(self, job: Job) -> None:
-        """Compute a job in one executor after the other, as far as each reaches, until another run arrives."""
+        """Compute a job until another run arrives. Each executor continues up to its reach, and then the next one takes
+        over.
+        """
         while True:
             lane = self.lanes.of_lone(job)
 
@@ -189,13 +196,13 @@ class Conductor:
                 return
 
     def _on_all_ranks(self, lane: Executor, segments: Sequence[Segment], work: Callable[[int], Result]) -> Result:
-        """Do some work here and on the other ranks."""
+        """Do some work on this rank and on the other ranks."""
         if self._followers is None:
             return work(0)
         return self._followers.compute(self.lanes.name_of(lane), segments, work)
 
     def _give_way(self, number: int, schedule: Schedule) -> None:
-        """End a single run after the chunks that have begun, on all ranks, once another run arrives."""
+        """Once another run arrives, withdraw the chunks of a single run that have not begun, on all ranks."""
         if not self.takes_turns and self._others_ask():
             before, left = schedule.num_chunks, schedule.withdraw()
             if left < before and self._followers is not None:
@@ -205,17 +212,18 @@ class Conductor:
         return self._is_closed or len(self._asking) > 1 or not self._queue.is_quiet
 
     def _share(self, job: Job) -> None:
-        """Wait while the conductor's thread computes a job. An interrupt waits for the chunk that holds some of its
-        tokens."""
+        """Wait while the conductor's thread computes a job. After an interrupt, wait for the chunks that contain its
+        tokens.
+        """
         ticket = Ticket(job, self._step, _nothing)
         try:
             self._check_open()
             self._send(ticket)
             ticket.wait()
         except BaseException:
-            job.wait_for_writers = ticket.waiter  # after a second interrupt the state waits for the writers later
+            job.wait_for_writers = ticket.waiter  # after a second interrupt the state waits at its next use
             ticket.is_cancelled = True
-            self._send(ticket)  # the interrupt may have come before the ticket was sent
+            self._send(ticket)  # the interrupt may have occurred before the ticket was sent
             ticket.wait()
             job.wait_for_writers = None
             raise
@@ -225,7 +233,8 @@ class Conductor:
         """Put a ticket into the queue, and start the thread that serves it.
 
         While the interpreter shuts down, no thread can start: `Thread.start` would wait forever (Python 3.11) or raise.
-        A generator that is collected then ends its runs here, after `_end_all` has stopped all computing.
+        If a generator is garbage-collected at this time, its runs end here, after `_end_all` has stopped all
+        computation.
         """
         if sys.is_finalizing():
             ticket.end(ClosedError(CLOSED))
@@ -251,7 +260,7 @@ class Conductor:
             with self._turn:
                 try:
                     self._compute_shared()
-                except BaseException as error:  # any error of a batcher, a policy or a backend
+                except BaseException as error:  # an error of a batcher, a policy or a backend
                     self._in_stream.clear()
                     self._queue.end_all(error)
             with self._starting:
@@ -266,7 +275,7 @@ class Conductor:
                 if stream is None and for_stream(self.lanes, self._queue.waiting):
                     stream = OpenStream(self.lanes.many, self._queue.wake)
                 if stream is not None:
-                    self._settle(stream)  # the message that woke this thread has left the inbox by now
+                    self._settle(stream)  # the message that woke this thread is no longer in the inbox
                     self._admit_to(stream)
                 if not self._compute_apart() and stream is not None and stream.num_in_flight:
                     self._queue.wait()
@@ -275,14 +284,16 @@ class Conductor:
                 stream.close()
 
     def _compute_apart(self) -> bool:
-        """Compute a chunk in this thread, if there is one for it. No ticket is held here while this thread waits."""
+        """Compute a chunk in this thread if one can be formed. This thread keeps no reference to a ticket while it
+        waits.
+        """
         apart = for_thread(self.lanes, self._queue.waiting, self._last_lane)
         if apart is not None:
             self._compute_chunk(*apart)
         return apart is not None
 
     def _form(self, tickets: Sequence[Ticket], lane: Executor) -> tuple[Chunk, list[Ticket]]:
-        """Form the next chunk with the batcher, and return it with the tickets whose rows it holds."""
+        """Form the next chunk with the batcher, and return it with the tickets whose rows it contains."""
         takes = next_chunk(self._batcher, [ticket.waiting for ticket in tickets], lane.chunk_length)
         taken = [tickets[take.place] for take in takes]
         for ticket in tickets:
@@ -293,7 +304,9 @@ class Conductor:
         return Chunk(segments, lane.plan.flow), taken
 
     def _admit_to(self, stream: OpenStream) -> None:
-        """Fill the stream's slots; only two while a sequence decodes in it, because it waits for all earlier chunks."""
+        """Fill the stream's slots. While a sequence decodes in the stream, use only two slots, because its token waits
+        for all earlier chunks.
+        """
         while stream.has_room and (waiting := for_stream(self.lanes, self._queue.waiting)):
             if stream.num_in_flight >= 2 and any(ticket.waiting.is_decode for ticket in self._queue.tickets):
                 return
@@ -304,7 +317,7 @@ class Conductor:
             self._in_stream[number] = taken, perf_counter_ns()
 
     def _settle(self, stream: OpenStream) -> None:
-        """Note the chunks that have passed through the stream."""
+        """Record the chunks that have ended in the stream."""
         for number, chunk, events, error in stream.take_ended():
             taken, start_ns = self._in_stream.pop(number)
             self._note(chunk, taken, events, error, self.lanes.many.pipeline, start_ns)
@@ -329,7 +342,7 @@ class Conductor:
         pipeline: Pipeline,
         start_ns: int,
     ) -> None:
-        """Record that a chunk has ended: its jobs have advanced, or have failed."""
+        """Record the end of a chunk, after which its jobs have advanced or failed."""
         record = ChunkRecord(self.num_chunks, tuple(_recorded(segment) for segment in chunk.segments))
         for ticket, segment in zip(tickets, chunk.segments, strict=True):
             ticket.num_in_flight -= 1
@@ -348,4 +361,4 @@ def _recorded(segment: Segment) -> SegmentRecord:
 
 
 def _nothing() -> None:
-    """Do nothing: the caller waits on the ticket."""
+    """Do nothing, because the caller waits on the ticket."""

@@ -1,9 +1,9 @@
 """Cost estimates: the expected duration of every task of a run, for policies.
 
-Before any measurement a task's estimate is its floating point operations divided by a round figure of its device's
-speed. Every run then adds measurements: the estimate of each subgraph is a line over the operations. If the operations
-do not vary, as in a static subgraph, the line is a mean; attention's operations grow with the position, and so does its
-line.
+Before the first measurement, the estimate of a task is its number of floating point operations divided by a typical
+speed of its device. Every run then adds measurements: the estimate of a subgraph is a linear fit of the durations over
+the operations. For a static subgraph, whose number of operations is constant, the fit is the mean duration. The
+operations of attention grow with the position, and so does its estimate.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan
 from chunkrt.runtime.tasks import TaskEvent
 
 FLOPS_PER_NS = {"npu": 1000.0, "cpu": 50.0, "link": 0.03}
-"""First estimate: a phone's NPU on int8 linears of 64 rows (llm.npu, table 3: 600 to 1400), its CPU cores, and 1 Gbit/s
-between ranks, which transfers one float of a sum every 32 ns."""
+"""First estimates of the speed of each device. The NPU's is that of a phone on int8 linears of 64 rows (llm.npu, table
+3: 600 to 1400). The CPU's is that of the phone's cores. The link's is that of 1 Gbit/s between ranks, which transfers
+one float of a sum every 32 ns.
+"""
 
 MEMORY = 0.75
-"""Weight of a run's measurements after the next run; speeds change with temperature."""
+"""Factor by which every run reduces the weight of earlier measurements, because speeds change with the temperature."""
 
 
 class Costs:
-    """Estimated durations of one decoder's tasks, on the machine that runs them.
+    """Estimates of the durations of a decoder's tasks, on the machine that runs them.
 
     Args:
         plan: the decoder.
@@ -38,15 +40,15 @@ class Costs:
         self._window = plan.window or 0
         self._guesses = np.array([1 / FLOPS_PER_NS[subgraph.device] for subgraph in plan.subgraphs])
         self._sums = np.zeros((5, len(plan.subgraphs)))
-        """Sums over the measurements: 1, flops, duration, flops squared, flops times duration."""
+        """Sums over the measurements of 1, flops, duration, flops squared, and flops times duration."""
 
     def flops(self, num_tokens: Sequence[int], num_rows: Sequence[int], position: int) -> NDArray[np.float64]:
         """Return the floating point operations of every task, at least 1.
 
         Args:
-            num_tokens: tokens of every chunk, at least 1.
-            num_rows: rows of every chunk whose logits are wanted.
-            position: position of the first chunk's first token.
+            num_tokens: number of tokens of every chunk, at least 1.
+            num_rows: number of rows of every chunk whose logits are requested.
+            position: position of the first token of the first chunk.
 
         Returns:
             float64 [subgraphs, chunks].
@@ -58,11 +60,11 @@ class Costs:
     def flops_of_segments(
         self, chunks: Sequence[Sequence[tuple[int, int]]], num_rows: Sequence[int]
     ) -> NDArray[np.float64]:
-        """Return the `flops` of chunks that may hold tokens of several sequences.
+        """Return the floating point operations like `flops`, for chunks that may contain tokens of several sequences.
 
         Args:
-            chunks: the segments of each chunk: position of the first token, and number of tokens.
-            num_rows: rows of every chunk whose logits are wanted.
+            chunks: for every chunk the list of its segments, as position of the first token and number of tokens.
+            num_rows: number of rows of every chunk whose logits are requested.
         """
         num_tokens = [sum(count for _, count in chunk) for chunk in chunks]
         pairs = [
@@ -85,7 +87,9 @@ class Costs:
         ratio = np.divide(y, x, out=self._guesses.copy(), where=is_measured)
         varies = variance > 1e-6 * mean**2
         slope = np.divide(xy / n - mean * y / n, variance, out=ratio.copy(), where=varies)
-        slope = np.clip(slope, 0, ratio)  # more operations never take less time, and no task takes no time
+        slope = np.clip(
+            slope, 0, ratio
+        )  # the fit must not decrease with the operations, and every duration must be positive
         estimates = slope[:, None] * flops + (y / n - slope * mean)[:, None]
         durations: list[list[int]] = np.rint(estimates).astype(np.int64).tolist()
         return durations
@@ -107,8 +111,9 @@ class Costs:
 
 
 def _flops(node: Node, plan: Plan) -> NDArray[np.float64]:
-    """Operations of one operator: per token, per row of logits, per pair of a token and a position that it attends to,
-    and per pair within the window."""
+    """Operations of one operator: per token, per row of logits, per pair of a token and an attended position, and per
+    such pair within the window.
+    """
     flops = node_flops(node, plan)
     if node.op in ATTENTION_OPS:
         has_window = bool(node.attributes["window"])

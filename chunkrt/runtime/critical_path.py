@@ -1,8 +1,9 @@
 """Upward ranks: for every task of a run, the longest path from its start to the run's end.
 
-A path follows the dependencies: from a task to the tasks of its chunk that read its outputs; to the next chunk's turn
-at a subgraph that owns state; and, at the end of a chunk, to the chunk that takes over its chunk slot. The latter
-depends on the order in which chunks end; here it is the chunk that comes as many chunks later as there are slots.
+A path follows the dependencies of tasks. It leads from a task to the tasks of its chunk that read its outputs. At a
+subgraph that owns state, it leads to the task of the next chunk. At the end of a chunk, it leads to the chunk that
+takes over the chunk slot. The next owner of a slot depends on the order in which chunks end. This module assumes that
+with N slots chunk c is followed by chunk c + N.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ def upward_ranks(
     has_state: Sequence[bool],
     chunks_in_flight: int,
 ) -> list[list[int]]:
-    """Return the rank of every task, including its own duration.
+    """Return the upward rank of every task, which includes the task's own duration.
 
     Args:
         durations: duration of every task, [subgraphs][chunks].
-        routes: the subgraphs that every chunk passes through, [chunks].
-        has_state: True for a subgraph that owns state and so takes the chunks in order, [subgraphs].
+        routes: the subgraphs that each chunk passes through, [chunks].
+        has_state: True for a subgraph that owns state and therefore processes the chunks in order, [subgraphs].
         chunks_in_flight: number of chunk slots.
 
     Returns:
-        Ranks [chunks][subgraphs]; 0 for subgraphs that a chunk does not pass.
+        Ranks [chunks][subgraphs]. The rank is 0 for subgraphs that a chunk does not pass through.
     """
     num_chunks, num_subgraphs = len(routes), len(durations)
     ranks = [[0] * num_subgraphs for _ in routes]

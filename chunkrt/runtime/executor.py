@@ -1,7 +1,7 @@
 """The executor: streams the chunks of a prompt through a decoder's subgraphs.
 
-Decode is the same with one token. An executor keeps the chunk buffers and the bound subgraphs; the schedule, the
-threads and the stream belong to one run.
+Decoding uses the same path, with a prompt of one token. An executor owns the chunk buffers and the bound subgraphs; the
+schedule, the threads and the stream belong to one run.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class Executor:
 
     Args:
         plan: the decoder.
-        executables: one for every subgraph, by subgraph name.
-        chunk_length: C, tokens of a chunk, 1 to the plan's context length.
-        processors: the workers of each device role; together they cover the plan's devices except the link, whose tasks
-            wait for other ranks in threads of their own.
+        executables: the executable of every subgraph, by subgraph name.
+        chunk_length: C, maximum number of tokens of a chunk, 1 to the plan's context length.
+        processors: the workers of each device role. They must cover all devices of the plan except the link, whose
+        tasks
+            wait for other ranks in separate threads.
         policy: chooses among ready tasks.
-        chunks_in_flight: chunk slots, at least 1; by default the number that `chunk_slots` returns.
+        chunks_in_flight: number of chunk slots, at least 1; by default the number that `chunk_slots` returns.
         cpus: CPUs that tasks run on, in any thread; by default those that the thread may use.
-        reach: the last position at which a chunk may begin, if the history that subgraphs see is bounded.
+        reach: the last position at which a chunk may begin, if the subgraphs support only a limited history.
 
     Raises:
         ConfigError: an argument is out of range or does not fit the others.
@@ -96,10 +97,11 @@ class Executor:
             for subgraph in plan.subgraphs
         ]
         self.is_concurrent = policy.is_concurrent and num_workers > 1
-        """True if tasks may run at once; otherwise no run starts threads."""
+        """True if tasks may run concurrently. Otherwise no run starts threads."""
         self.splits_chunks = self.is_concurrent and len(self.processors) > 1 and not plan.flow.is_chain
-        """True if tasks of one chunk may run at once, on different processors. A single chunk gains nothing from this
-        on one processor: the kernels of each task use all its threads."""
+        """True if tasks of one chunk may run concurrently, on different processors. On one processor a single chunk
+        gains nothing from this, because the kernels of each task use all threads of the processor.
+        """
         self._pipeline = Pipeline(
             stages=stages_of(plan),
             processors=self.processors,
@@ -116,30 +118,35 @@ class Executor:
         self._one_run = Lock()
 
     def job(self, run: Run) -> Job:
-        """Return a run as a job for this executor. Raises ConfigError if tokens, state or an option do not fit."""
+        """Return a run as a job for this executor. Raise ConfigError if tokens, state or an option do not fit the
+        decoder.
+        """
         run.check(self.plan, self.chunk_length)
         last = run.state.position + (run.token_ids.size - 1) // self.chunk_length * self.chunk_length
         if not self.reaches(last):
-            raise ConfigError(f"a chunk would begin at position {last}, and this executor reaches to {self.reach}")
+            raise ConfigError(
+                f"a chunk would begin at position {last}, but the last position for this executor is {self.reach}"
+            )
         return Job(run, self.plan, self.logit_group)
 
     def reaches(self, position: int) -> bool:
-        """Return True if a chunk may begin at the position."""
+        """Return True if a chunk of this executor may begin at the position."""
         return self.reach is None or position <= self.reach
 
     @property
     def logit_group(self) -> int:
-        """Rows of logits that are written at once; see `BoundSubgraph.logit_group`."""
+        """Number of rows of logits that one call writes; see `BoundSubgraph.logit_group`."""
         return self.subgraphs[-1].logit_group
 
     def run(self, run: Run) -> RunResult:
         """Run tokens through the decoder at the state's position, and advance it.
 
-        A sequential policy, a single worker, a single token and a single chunk run in the calling thread (the chunk
-        unless it has tasks for several processors at once); otherwise the processors' workers are started and this
-        thread waits, so that an interrupt reaches it. After any error all threads have ended, the state is restored,
-        and the executor can be used again. (A second interrupt returns while tasks still run; then the next run, or the
-        next user of the state, waits for them.)
+        The run is computed in the calling thread if the policy is sequential, if only one worker exists, or if the run
+        consists of a single token. A run of a single chunk also uses the calling thread, unless the chunk contains
+        tasks for several processors at once. Otherwise the workers of the processors are started, and the calling
+        thread waits, so that an interrupt reaches it. After an error all threads have ended, the state is restored, and
+        the executor can be used again. (After a second interrupt `run` returns while tasks still run. The next run, or
+        the next use of the state, then waits for these tasks.)
 
         Raises:
             ConfigError: the tokens, the state or an option do not fit; nothing has run.
@@ -152,13 +159,13 @@ class Executor:
         return job.carry_out(self.compute)
 
     def compute(self, job: Job, gives_way: GivesWay = never, *, number: int = 0) -> None:
-        """Compute the rest of a job as far as this executor reaches, in chunks of its own; the caller manages the
-        state.
+        """Compute the remaining tokens of a job up to this executor's reach, without sharing chunks. The caller manages
+        the state.
 
         Args:
             job: a job that fits this executor.
             gives_way: called before every task; it may withdraw chunks, whose tokens the job keeps.
-            number: number of the rest of the job if other ranks compute it too; see `Key.number`.
+            number: number of this unit of work if other ranks compute it too; see `Key.number`.
 
         Raises:
             ConfigError, BackendError, ClosedError: see `run`.
@@ -187,9 +194,9 @@ class Executor:
             job.record(pipeline, segments, events, start_ns=start_ns, end_ns=perf_counter_ns())
 
     def compute_chunk(self, chunk: Chunk, number: int = 0) -> list[TaskEvent]:
-        """Compute one chunk of any jobs in the calling thread. Raises BackendError if a task failed.
+        """Compute one chunk, with rows of one or more jobs, in the calling thread. Raise BackendError if a task failed.
 
-        `number`: number of the chunk if other ranks compute it too; see `Key.number`.
+        `number` identifies the chunk if other ranks compute it too; see `Key.number`.
         """
         with self._one_run:
             chunk.number = number
@@ -204,12 +211,12 @@ class Executor:
             return events
 
     def learn(self, chunk: Chunk, events: Sequence[TaskEvent]) -> None:
-        """Learn from the tasks of a chunk, which may have shared the processors with others."""
+        """Update the cost estimates from a chunk's tasks, which may have shared the processors with other chunks."""
         first = [event._replace(task=event.task._replace(chunk=0)) for event in events]
         self.costs.learn(self._flops_of([chunk]), first)
 
     def durations_of(self, chunk: Chunk) -> list[int]:
-        """Return the nanoseconds that each subgraph is expected to take on a chunk."""
+        """Return the expected duration of each subgraph on a chunk, in nanoseconds."""
         return [durations[0] for durations in self.costs.durations(self._flops_of([chunk]))]
 
     def open_schedule(self) -> Schedule:
@@ -228,11 +235,11 @@ class Executor:
         return self._pipeline_in_caller
 
     def estimate(self, segments: Sequence[tuple[int, int]], num_rows: int) -> int:
-        """Return the nanoseconds that a chunk is expected to take by itself, without overlap.
+        """Return the expected duration of a chunk without overlap, in nanoseconds.
 
         Args:
             segments: for each segment the position of the first token, and the number of tokens.
-            num_rows: rows whose logits are wanted.
+            num_rows: number of rows whose logits are requested.
         """
         durations = self.costs.durations(self.costs.flops_of_segments([segments], [num_rows]))
         return sum(of_subgraph[0] for of_subgraph in durations)
@@ -254,12 +261,13 @@ class Executor:
         )
 
     def stream(self, chunks: dict[int, Chunk]) -> Stream:
-        """Return the stream that computes tasks of chunks, by number, in this executor's slots."""
+        """Return a stream that computes the tasks of these chunks (numbers to chunks) in this executor's slots."""
         return Stream(chunks, self.plan.flow, self.subgraphs, self.slots, self.clock)
 
     def _flops(self, chunks: Sequence[Chunk]) -> NDArray[np.float64] | None:
-        """Estimate every task, [subgraphs, chunks]; return None if no tasks can overlap, so that the order makes no
-        difference."""
+        """Return the operations of every task, [subgraphs, chunks]. Return None if tasks cannot overlap, because their
+        order then does not matter.
+        """
         if not (self.is_concurrent if len(chunks) > 1 else self.splits_chunks and chunks[0].num_tokens > 1):
             return None
         return self._flops_of(chunks)
@@ -298,14 +306,17 @@ class Executor:
 
 
 def _check_plan(plan: Plan) -> None:
-    """Check that logits come last and from subgraphs that run on the requested rows, and that state comes before
-    them."""
+    """Check that the last subgraphs compute the logits of the requested rows, and that all subgraphs with state precede
+    them.
+    """
     rows = [subgraph.rows for subgraph in plan.subgraphs]
     if rows != sorted(rows, reverse=True) or rows[-1:] != ["R"] or plan.output not in plan.subgraphs[-1].outputs:
         raise ModelError(f"the plan's last subgraph does not compute {plan.output!r} row by row; recompile the model")
     for subgraph in plan.subgraphs:
         if subgraph.rows == "R" and subgraph.state:
-            raise ModelError(f"{subgraph.name} keeps state, but does not run on every token; recompile the model")
+            raise ModelError(
+                f"{subgraph.name} keeps state, but runs only on rows with requested logits; recompile the model"
+            )
 
 
 def _check_executables(plan: Plan, executables: Mapping[str, Executable]) -> None:

@@ -1,4 +1,4 @@
-"""The other ranks of a decoder, as the leading rank sees them: they compute the same work."""
+"""Interface of the leading rank to the other ranks of a decoder, which compute the same work."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ Result = TypeVar("Result")
 
 
 class Followers(Protocol):
-    """All other ranks; implemented in `engine/ranks/leader.py`."""
+    """Protocol of all other ranks, which `engine/ranks/leader.py` implements."""
 
     def check(self, run: Run) -> None:
-        """Check a run. Raises ConfigError if the other ranks do not have its state."""
+        """Raise ConfigError if the state of a run does not exist on the other ranks."""
         ...
 
     def compute(self, lane: str, segments: Sequence[Segment], work: Callable[[int], Result]) -> Result:
-        """Compute some tokens on the other ranks at the same time as on this one.
+        """Compute some tokens on the other ranks and on this rank concurrently.
 
         Args:
             lane: name of the executor that computes them; see `Lanes.name_of`.
-            segments: the rest of one run, or the segments of a chunk.
-            work: does the work here; it gets the number that identifies its sums.
+            segments: the remaining tokens of one run, or the segments of a chunk.
+            work: does the work on this rank; its argument is the number that identifies its sums.
 
         Returns:
-            The result of `work`, once all ranks have done their part.
+            The result of `work`, after all ranks have completed the work.
 
         Raises:
             BaseException: the error of `work`; the other ranks then stop too.
-            BackendError: it failed on another rank.
+            BackendError: the work failed on another rank.
             DeviceLostError: a rank is lost.
         """
         ...
 
     def keep(self, number: int, num_chunks: int) -> None:
-        """Withdraw all except the first `num_chunks` chunks of the run with this number on the other ranks; see
-        `Schedule.withdraw`."""
+        """Keep only the first `num_chunks` chunks of the run with this number on the other ranks; see
+        `Schedule.withdraw`.
+        """
         ...

@@ -1,4 +1,4 @@
-"""An open stream: several chunks in flight through an executor, which are admitted as they are formed."""
+"""An open stream: several chunks in flight through an executor, which are admitted while others run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkrt.runtime.workers import Workers
 
 
 class EndedChunk(NamedTuple):
-    """A chunk that has ended, its tasks in the order in which they ended, and its error if it failed."""
+    """A chunk that has ended, with its tasks in the order in which they ended, and its error if it failed."""
 
     number: int
     chunk: Chunk
@@ -22,11 +22,11 @@ class EndedChunk(NamedTuple):
 
 
 class OpenStream:
-    """Threads that take chunks through an executor, which has no other user meanwhile.
+    """Threads that take chunks through an executor, which is not used by other code at the same time.
 
     Args:
-        executor: provides subgraphs, slots and policy.
-        on_end: called, in any thread, when a chunk has ended or everything has stopped. It must not wait.
+        executor: the executor, which provides subgraphs, slots and policy.
+        on_end: called, in any thread, when a chunk has ended or the stream has stopped. It must not block.
     """
 
     def __init__(self, executor: Executor, on_end: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ class OpenStream:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of chunks that are in flight, or have ended and not been taken out."""
+        """Number of chunks that are in flight, or have ended but were not returned by `take_ended` yet."""
         return len(self._stream.chunks)
 
     @property
@@ -51,10 +51,9 @@ class OpenStream:
         return self.num_in_flight < len(self._executor.slots)
 
     def admit(self, chunk: Chunk, after: Iterable[int]) -> int:
-        """Admit a chunk; requires `has_room`. `after`: numbers of the chunks with earlier tokens of the same sequences.
+        """Admit a chunk, and return its number. Requires `has_room`.
 
-        Returns:
-            Number of the chunk.
+        `after` lists the numbers of the chunks with earlier tokens of the same sequences.
         """
         durations = self._executor.durations_of(chunk)
 
@@ -66,7 +65,7 @@ class OpenStream:
         return self._workers.change(admit)
 
     def take_ended(self) -> list[EndedChunk]:
-        """Return the chunks that have ended since the last call. Raises the error of the policy."""
+        """Return the chunks that have ended since the last call. Raise the error of the policy, if it failed."""
         passed, events = self._workers.change(self._take)
         if self._workers.error is not None:
             raise self._workers.error
@@ -84,7 +83,7 @@ class OpenStream:
         return ended
 
     def close(self) -> None:
-        """End the threads, and wait for running tasks."""
+        """Stop the threads after their running tasks, and wait for them."""
         self._workers.close()
 
     def _take(self) -> tuple[list[tuple[int, tuple[Task, BaseException] | None]], list[TaskEvent]]:

@@ -1,8 +1,8 @@
-"""Policies: which ready task runs next.
+"""Policies choose the ready task that runs next.
 
-A policy is pure: it gets the ready tasks and the schedule, names a task, and keeps no state. The threaded executor and
-the simulator use the same objects, so the real order is the simulated one. A policy cannot change a result, only the
-time at which it is available.
+A policy is pure: it receives the ready tasks and the schedule, returns a task, and keeps no state. The threaded
+executor and the simulator use the same objects, so the real order is the simulated one. A policy cannot change a
+result, only the time at which it is available.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from chunkrt.runtime.tasks import Processor, Task
 DEFAULT_POLICY = "look_ahead"
 
 MOST_TASKS_FORESEEN = 256
-"""Number of tasks of the longest run that `LookAhead` simulates. For longer ones another policy is hardly ever faster
-than the critical path, and simulating them would take longer than they could gain."""
+"""Number of tasks of the longest run that `LookAhead` simulates. In longer runs other policies are hardly ever faster
+than the critical path, and a simulation would take longer than it could gain.
+"""
 
 
 BY_CHUNK = itemgetter(1, 0)
-"""Key that sorts tasks by chunk, and those of a chunk in the plan's order."""
+"""Sort key that orders tasks by chunk, and tasks of the same chunk in the plan's order."""
 
 
 class ScheduleView(Protocol):
-    """View of the schedule that a policy gets in addition to the ready tasks."""
+    """View of the schedule that a policy receives in addition to the ready tasks."""
 
     @property
     def processors(self) -> Sequence[Processor]:
@@ -37,21 +38,21 @@ class ScheduleView(Protocol):
 
     @property
     def num_tasks(self) -> int:
-        """Number of tasks of the complete run; while more chunks may come, of the admitted ones."""
+        """Number of tasks of the complete run. If more chunks may come, number of tasks of the admitted chunks."""
         ...
 
     @property
     def is_open(self) -> bool:
-        """True if more chunks may come: chunks of several sequences, which are not known in advance."""
+        """True if more chunks may come, because chunks of several sequences are not known in advance."""
         ...
 
     @property
     def running(self) -> Collection[Task]:
-        """Tasks claimed and not yet ended."""
+        """Tasks that were claimed and have not ended yet."""
         ...
 
     def device(self, task: Task) -> Device:
-        """Return the device that a task is for."""
+        """Return the device on which a task runs."""
         ...
 
     def duration(self, task: Task) -> float:
@@ -59,12 +60,13 @@ class ScheduleView(Protocol):
         ...
 
     def upward_rank(self, task: Task) -> float:
-        """Return the time from a task's start to the end of all, if every later task started at once: the longest
-        path."""
+        """Return the length of the longest path from a task's start to the end of all tasks, assuming that no task
+        waits for a processor.
+        """
         ...
 
     def makespan(self, policy: Policy) -> float:
-        """Return the duration of the complete run under a policy if every task took its estimated time."""
+        """Return the duration of the complete run under a policy, assuming that every task takes its estimated time."""
         ...
 
     def unlocked_by(self, task: Task) -> Sequence[Task]:
@@ -77,45 +79,47 @@ class Policy(Protocol):
 
     name: str
     is_concurrent: bool
-    """True if it ever lets two tasks run at once; otherwise the executor starts no threads."""
+    """True if the policy may let two tasks run at once. Otherwise the executor starts no threads."""
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """Name the task to run next.
+        """Choose the task to run next.
 
         Args:
-            ready: the tasks that the claiming processor could run now, at least one, in no order.
+            ready: the tasks that the claiming processor could run now, at least one, in no particular order.
             schedule: the schedule.
 
         Returns:
-            One of `ready`, or None to wait until a running task ends. None is allowed only while a task runs.
+            A task of `ready`, or None to wait until a running task ends. None is allowed only while a task runs.
         """
         ...
 
 
 class Sequential:
-    """One task at a time, chunk after chunk: the baseline without overlap."""
+    """Policy that runs one task at a time, chunk after chunk; this is the baseline without overlap."""
 
     name = "sequential"
     is_concurrent = False
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """Select the earliest chunk's earliest task, unless a task runs."""
+        """Select the earliest task of the earliest chunk, unless a task is running."""
         return None if schedule.running else earliest(ready)
 
 
 class InOrder:
-    """Pipeline order: every processor takes the earliest chunk that has a task for it, and its earliest task."""
+    """Pipeline order: every processor takes the earliest chunk that has a ready task for this processor, and the
+    earliest such task.
+    """
 
     name = "in_order"
     is_concurrent = True
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """Select the earliest chunk's earliest task."""
+        """Select the earliest task of the earliest chunk."""
         return earliest(ready)
 
 
 class OutOfOrder:
-    """The rule of llm.npu: the task that unlocks the most NPU work comes first.
+    """Policy of llm.npu: the task that unlocks the most NPU work comes first.
 
     Source: Xu et al., Fast On-device LLM Inference with NPUs, ASPLOS 2025, out-of-order subgraph execution.
     """
@@ -124,9 +128,10 @@ class OutOfOrder:
     is_concurrent = True
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """Select the task with the largest C; in case of a tie the earliest.
+        """Select the task with the largest contribution, or the earliest task in case of a tie.
 
-        C is the time of the NPU's tasks that become ready when the task ends; negative for the NPU's own tasks.
+        The contribution (C in the source) is the total time of the NPU's tasks that become ready when the task ends. If
+        the task itself runs on the NPU, this time counts as negative.
         """
 
         def contribution(task: Task) -> float:
@@ -149,18 +154,19 @@ class CriticalPath:
     is_concurrent = True
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """Select the task with the longest path to the run's end; in case of a tie the earliest."""
+        """Select the task with the longest path to the end of the run, or the earliest task in case of a tie."""
         if len(ready) == 1:
             return ready[0]
         return min(ready, key=lambda task: (-schedule.upward_rank(task), task.chunk, task.subgraph))
 
 
 class LookAhead:
-    """Policy that follows the one of the other policies that ends first by the estimated durations.
+    """Policy that simulates several other policies with the estimated durations, and follows the fastest one.
 
-    So it is never slower than any of them, as far as the estimates are right. A long run uses the first of them, and so
-    does a run on a single processor: there every order keeps the workers busy, and simulation costs more than it gains.
-    While more chunks may come, the earliest chunk goes first, because a caller waits for it.
+    If the estimates are right, it is never slower than any of these policies. Long runs use the first policy without
+    simulation. Runs on a single processor do the same, because every order keeps the workers busy there, and a
+    simulation costs more than it gains. While more chunks may come, the earliest chunk goes first, because a caller
+    waits for it.
     """
 
     name = "look_ahead"
@@ -170,7 +176,7 @@ class LookAhead:
         self._policies = policies
 
     def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        """Select the task that the fastest policy selects."""
+        """Return the choice of the fastest policy."""
         if len(ready) == 1:
             return ready[0]
         if schedule.is_open:
@@ -206,7 +212,7 @@ ALL = "all"
 PLUGINS: PluginGroup[Policy] = PluginGroup(
     "chunkrt.policies", error=ConfigError, own=(*POLICIES, ALL), check=_check_plugin
 )
-"""Entry points that each refer to a policy with the entry point's name."""
+"""Entry points of plug-in policies. The name of an entry point is the name of its policy."""
 
 
 def policy_names() -> tuple[str, ...]:
@@ -218,11 +224,12 @@ def find_policy(name: str) -> Policy:
     """Find a built-in or plug-in policy by name.
 
     Raises:
-        ConfigError: no policy has that name (the message offers the nearest and lists all), or the plug-in is broken.
+        ConfigError: no policy has that name (the message suggests the nearest name and lists all), or the plug-in is
+        broken.
     """
     return PLUGINS.choose(name, POLICIES, "policy")
 
 
 def earliest(ready: Sequence[Task]) -> Task:
-    """Return the earliest chunk's task; of several the one that comes first in the plan."""
+    """Return the task of the earliest chunk. If the chunk has several tasks, return the first one in the plan."""
     return min(ready, key=BY_CHUNK)

@@ -1,8 +1,8 @@
-"""A prefix: the contents of a state for its first tokens, in pieces that other states can take over.
+"""A prefix: the contents of a state for its first tokens, as pieces that can be copied into other states.
 
-A piece holds the keys and values of some positions; for layers with a window only if they were still available.
-Recurrent tensors belong to one position. Tensors of the same form are in one array, so that a piece is a few arrays and
-not two for each layer.
+A piece contains the keys and values of consecutive positions. For layers with a window it contains them only if they
+were still available. Recurrent tensors belong to one position. Tensors of the same form share one array, so a piece
+consists of a few arrays instead of two for each layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from chunkrt.runtime.state_tensors import StateTensors, Write
 
 
 class Form(NamedTuple):
-    """Caches or rings of the same form, [heads, positions, width] of a dtype, that share one array of a piece."""
+    """Caches or rings with the same heads, width and dtype, which share one array of a piece."""
 
     names: tuple[str, ...]
     heads: int
@@ -27,7 +27,7 @@ class Form(NamedTuple):
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of one position of all tensors."""
+        """Bytes of one position in all tensors of the group."""
         return len(self.names) * self.heads * self.width * np.dtype(self.dtype).itemsize
 
     def empty(self, num_positions: int) -> Array:
@@ -36,8 +36,9 @@ class Form(NamedTuple):
 
 
 class PrefixPiece(NamedTuple):
-    """Positions `start` to `end`: an array for each form of caches, and one for each form of rings if they are
-    available."""
+    """Contents of the positions `start` to `end`: an array for each form of caches, and, if available, one for each
+    form of rings.
+    """
 
     start: int
     end: int
@@ -49,8 +50,10 @@ class PrefixPiece(NamedTuple):
 class Prefix:
     """Contents of a state at `position`.
 
-    pieces: consecutive, up to the position; those that the state already holds may be missing. rings_from: the position
-    from which on all pieces have rings. recurrent: a tensor for each of the state's, in their order.
+    Attributes:
+        pieces: consecutive pieces up to the position; pieces that the state already contains may be missing.
+        rings_from: the position from which all pieces contain rings.
+        recurrent: the recurrent tensors, in the order of the state's.
     """
 
     forms: StateForms
@@ -61,7 +64,7 @@ class Prefix:
 
 
 class StateForms:
-    """Layout of the pieces of all states with the same tensors, regardless of their capacity."""
+    """Layout of pieces, which is the same for all states with the same tensors, regardless of their capacity."""
 
     def __init__(self, tensors: StateTensors) -> None:
         self.caches = _forms(tensors.caches)
@@ -70,18 +73,18 @@ class StateForms:
         self.ring_slots = tensors.ring_slots if tensors.rings else 0
         self.window = tensors.window
         self.cache_bytes = sum(form.position_bytes for form in self.caches)
-        """Bytes of one position of all caches."""
+        """Bytes of one position in all caches."""
         self.ring_bytes = sum(form.position_bytes for form in self.rings)
-        """Bytes of one position of all rings."""
+        """Bytes of one position in all rings."""
         self.recurrent_bytes = sum(array.nbytes for array in tensors.recurrent.values())
 
     def describe(self) -> list[object]:
-        """Return a JSON description that is equal for states that can exchange pieces."""
+        """Return a JSON description. It is equal for states that can exchange pieces."""
         return [[list(map(list, self.caches)), list(map(list, self.rings))], sorted(self.recurrent.items())]
 
 
 def copied(tensors: StateTensors, forms: tuple[Form, ...], slots: slice | Array) -> tuple[Array, ...]:
-    """Copy the contents of caches or rings at some slots into the arrays of a piece."""
+    """Copy the contents of caches or rings at the given slots into new arrays of a piece."""
     found = []
     for form in forms:
         num_positions = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
@@ -93,7 +96,7 @@ def copied(tensors: StateTensors, forms: tuple[Form, ...], slots: slice | Array)
 
 
 def writes_of(prefix: Prefix, tensors: StateTensors) -> tuple[Write, ...]:
-    """Return the writes after which a state holds a prefix."""
+    """Return the writes that copy a prefix into a state."""
     writes: list[Write] = []
     forms, size = prefix.forms, tensors.ring_slots
     for piece in prefix.pieces:

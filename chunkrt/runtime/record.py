@@ -1,6 +1,6 @@
 """The record of one run: the events of its tasks, and the data that explain why its workers waited.
 
-Executors make a record of every run; a simulator makes the same from events on a virtual clock.
+Executors create a record of every run. A simulator creates the same kind of record from events on a virtual clock.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from chunkrt.graph.plan import EXPERTS_OP, Device, Plan
 from chunkrt.runtime.tasks import Processor, TaskEvent
 
 Work = Literal["linears", "attention", "layers", "embedding", "sums"]
-"""Kind of work of a subgraph: with state it is attention, or layers if it also has linear layers; on the link it is a
-sum over ranks; on the CPU, before or after the layers, it is embedding or LM head; all other subgraphs are linears."""
+"""Kind of work of a subgraph. A subgraph with state is attention, or layers if it also contains linear layers. A
+subgraph on the link is a sum over ranks. A subgraph on the CPU before or after the layers is embedding or LM head. All
+other subgraphs are linears.
+"""
 
 WORKS: tuple[Work, ...] = get_args(Work)
 
@@ -30,15 +32,18 @@ class Stage(NamedTuple):
 
     @property
     def has_state(self) -> bool:
-        """True if it takes the chunks in order."""
+        """True if the subgraph processes the chunks in order."""
         return self.work in ("attention", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Description shared by the runs of one executor.
+    """Description of a pipeline, shared by the records of one executor's runs.
 
-    `num_slots`: chunk slots, the largest number of chunks in flight. `slot_bytes`: memory of each. `policy`: its name.
+    Attributes:
+        num_slots: number of chunk slots, which is the maximum number of chunks in flight.
+        slot_bytes: bytes of one slot.
+        policy: name of the policy.
     """
 
     stages: tuple[Stage, ...]
@@ -52,13 +57,13 @@ class Pipeline:
     def flow(self) -> Flow:
         """Dependencies among the stages."""
         picks = (stage.waits_for for stage in self.stages if stage.work == "embedding" and stage.waits_for)
-        hidden = next((sources[-1] for sources in picks), None)  # the LM head picks rows of that stage's output
+        hidden = next((sources[-1] for sources in picks), None)  # the LM head selects rows of that stage's output
         waits_for = [stage.waits_for for stage in self.stages]
         return Flow(waits_for, [stage.has_state for stage in self.stages], hidden=hidden)
 
 
 class SegmentRecord(NamedTuple):
-    """Segment of a chunk: a number for the sequence, the position of its first token, and the number of tokens."""
+    """Segment of a chunk: the number of the sequence, the position of the first token, and the number of tokens."""
 
     sequence: int
     position: int
@@ -66,9 +71,9 @@ class SegmentRecord(NamedTuple):
 
 
 class ChunkRecord(NamedTuple):
-    """A chunk that several runs shared.
+    """A chunk that several runs may have shared.
 
-    number: unique among an engine's chunks, and the same in the records of all its runs.
+    `number` is unique among the chunks of an engine, and the same in the records of all runs of the chunk.
     """
 
     number: int
@@ -76,22 +81,24 @@ class ChunkRecord(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Number of rows that hold a token."""
+        """Number of rows that contain a token."""
         return sum(segment.num_tokens for segment in self.segments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run, on one monotonic clock in nanoseconds.
+    """Record of one run. All times are nanoseconds on one monotonic clock.
 
-    position: position of the first token. position_bytes: bytes of the caches for each position.
-    start_ns, end_ns: bounds of the complete run; no event is outside.
-    events: every task, once.
-    num_cached: tokens before the run that were taken from the prefix cache.
-    sequence: the number of the run's sequence, as in segments; 0 for a simulated prompt.
-    chunks: one entry for each chunk of a run that shared its chunks; empty for a run with chunks of its own.
-    copies: copies from one processor's memory to another's before a task could start: an event each, with the task that
-        waits for it. Executors record none, because today's processors share memory.
+    Attributes:
+        position: position of the first token.
+        position_bytes: bytes of the caches for each position.
+        start_ns, end_ns: bounds of the complete run, which include all events.
+        events: one event for every task.
+        num_cached: number of tokens before the run that came from the prefix cache.
+        sequence: number of the run's sequence, as in segments; 0 for a simulated prompt.
+        chunks: the chunks, if the run shared chunks with other runs; otherwise empty.
+        copies: copies between the memories of two processors: one event for each copy, with the task that waits for it.
+            Executors record none, because today's processors share memory.
     """
 
     pipeline: Pipeline
@@ -113,7 +120,7 @@ class RunRecord:
 
     @property
     def is_decode(self) -> bool:
-        """True if the run took a single token."""
+        """True if the run consisted of a single token."""
         return self.num_tokens == 1
 
     @property

@@ -16,20 +16,21 @@ from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.state import State
 
 Logits = Literal["last", "all", "none", "hidden"]
-"""Rows of logits to compute: the last token's, all, or none; "hidden" for no logits, but the hidden states of all
-tokens from which they would be computed."""
+"""Results to compute: the logits of the last token, of all tokens, or of none. With "hidden", no logits are computed,
+but the hidden states of all tokens, which are the input of the LM head.
+"""
 OF_ALL: tuple[Logits, ...] = ("all", "hidden")
-"""Values of Logits that need every token to be computed, so that no token may come from a cache."""
+"""Values of Logits that require every token to be computed, so no token may come from the prefix cache."""
 
 
 class Cancel:
-    """Flag that stops a run and may be set from any thread. It has no lock that an interrupt could leave held."""
+    """Flag that stops a run, and may be set from any thread. It uses no lock that an interrupt could leave held."""
 
     def __init__(self) -> None:
         self._is_set = False
 
     def set(self) -> None:
-        """Stop the run, and every later one until `clear` is called."""
+        """Stop the run, and every later run until `clear` is called."""
         self._is_set = True
 
     def clear(self) -> None:
@@ -43,16 +44,17 @@ class Cancel:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Tokens for a decoder, the state that they follow, and the requested results.
+    """Tokens for a decoder, the state that they continue, and the requested results.
 
-    token_ids: int64 [n], n at least 1.
-    state: a state of the same decoder; it advances by n.
-    logits: the rows of logits to compute.
-    cancel: set it from any thread to stop the run as soon as its running tasks have ended.
-    on_tokens: called in a computing thread with the number of tokens that another chunk has taken through the decoder;
-        it must not raise.
-    is_for_others: True if another rank wants the logits; this rank then computes only its part of the sums, and no
-        logits.
+    Attributes:
+        token_ids: int64 [n], n at least 1.
+        state: a state of the same decoder; it advances by n.
+        logits: the rows of logits to compute.
+        cancel: flag that stops the run as soon as its running tasks have ended; it may be set from any thread.
+        on_tokens: called in a computing thread after every chunk, with the number of tokens of that chunk; it must not
+            raise.
+        is_for_others: True if another rank requested the logits. This rank then computes only its part of the sums, and
+            no logits.
     """
 
     token_ids: NDArray[np.int64]
@@ -64,8 +66,7 @@ class Run:
     on_tokens: Callable[[int], object] | None = None
 
     def check(self, plan: Plan, chunk_length: int) -> None:
-        """Check the run. Raises ConfigError if tokens, state or an option do not fit a decoder with this chunk
-        length."""
+        """Raise ConfigError if tokens, state or an option do not fit a decoder with this chunk length."""
         token_ids, state = self.token_ids, self.state
         if self.logits not in get_args(Logits):
             raise unknown_name("choice of logits", self.logits, get_args(Logits))
@@ -74,7 +75,7 @@ class Run:
         if token_ids.ndim != 1 or token_ids.dtype != np.int64:
             raise ConfigError(f"token ids are {token_ids.dtype} {list(token_ids.shape)}, not int64 [n]")
         if token_ids.size == 0:
-            raise ConfigError("the prompt is empty; it takes at least one token")
+            raise ConfigError("the prompt is empty; pass at least one token")
         low, high = token_ids.min(), token_ids.max()
         if low < 0 or high >= plan.vocab_size:
             wrong = low if low < 0 else high
@@ -96,11 +97,12 @@ class Run:
 class RunResult:
     """Results of a run.
 
-    logits: float32 [1, V] of the last token, [n, V] of all, or None if none were requested.
-    hidden: float32 [n, H] if requested: the output of the last norm, which is the LM head's input.
-    records: records of consecutive parts of the run, each computed by one pipeline: every task in the order in which
-        they ended, and the data that explain why workers waited. A run that shares no chunk is one part, or one for
-        each executor if its history outgrows executors of limited reach.
+    Attributes:
+        logits: float32 [1, V] for the last token, [n, V] for all tokens, or None if no logits were requested.
+        hidden: float32 [n, H] if requested: the output of the last norm, which is the input of the LM head.
+        records: records of consecutive parts of the run. Each part was computed by one pipeline; its record lists every
+            task in the order in which they ended, and the data that explain why workers waited. A run that shares no
+            chunk is one part, or one part for each executor if the history outgrows executors of limited reach.
     """
 
     logits: NDArray[np.float32] | None
@@ -109,7 +111,7 @@ class RunResult:
 
     @property
     def record(self) -> RunRecord:
-        """Record of a run in one part."""
+        """The only record of a run that consists of one part."""
         (record,) = self.records
         return record
 

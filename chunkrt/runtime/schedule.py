@@ -1,14 +1,20 @@
 """The schedule: which tasks are ready, running and ended.
 
-A state machine without threads, locks or clocks. The executor's workers drive it under their lock, simulators on a
-virtual clock.
+The schedule is a state machine without threads, locks or clocks. The executor's workers drive it under their lock, and
+simulators drive it on a virtual clock.
 
-The rules: A task waits for the tasks of its chunk whose values it reads, so several tasks of a chunk may be ready or
-running at once. A subgraph that owns state takes the chunks of a sequence in order; the turn passes on when a task
-ends. So attention of a chunk waits for the same subgraph on all earlier chunks of its sequences, and any other task
-only for its own chunk, so other chunks may overtake. A chunk enters when a chunk slot is free and keeps it until its
-last task has ended. A chunk without requested logits passes only through the subgraphs that state depends on, because
-the other results have no reader.
+These rules determine the order of tasks:
+
+- A task waits for the tasks of its chunk whose values it reads. Several tasks of a chunk may be ready or running at
+  once.
+- A subgraph that owns state processes the chunks of a sequence in order, and starts the next chunk after the task of
+  the
+  previous one has ended. So attention of a chunk waits for the same subgraph on all earlier chunks of its sequences.
+- All other tasks wait only for tasks of their own chunk, so chunks may overtake each other.
+- A chunk enters when a chunk slot is free, and keeps the slot until its last task has ended.
+- A chunk without requested logits passes only through the subgraphs on which the state depends, because no task uses
+  the
+  other results.
 """
 
 from __future__ import annotations
@@ -29,8 +35,9 @@ from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 class Schedule:
     """Tasks of chunks, and their progress.
 
-    The schedule of a run is given all its chunks at once, each after the one before it. A schedule without chunks is
-    open: chunks come by `admit` until it is closed, and a failed chunk does not stop the others.
+    The schedule of a run receives all chunks at once, and every chunk follows the previous one. A schedule without
+    initial chunks is open: `admit` adds chunks until the schedule is closed, and a failed chunk does not stop other
+    chunks.
 
     Args:
         plan: the decoder.
@@ -38,8 +45,8 @@ class Schedule:
         chunks_in_flight: number of chunk slots, at least 1.
         processors: processors that claim tasks.
         policy: chooses among ready tasks.
-        durations: estimated duration of every task of a run, for the policy: nanoseconds, [subgraphs][chunks]. Without
-            them all tasks are assumed to take equally long.
+        durations: estimated duration of every task of a run in nanoseconds, [subgraphs][chunks], for the policy. By
+            default all tasks are assumed to take equally long.
     """
 
     def __init__(
@@ -56,16 +63,17 @@ class Schedule:
         self.is_open = True
         """True if more chunks may come."""
         self.num_chunks = 0
-        """Number of chunks so far."""
+        """Number of chunks admitted so far."""
         self.num_tasks = 0
         self.chunks_done = 0
         self.running: list[Task] = []
         self.failure: tuple[Task, BaseException] | None = None
-        """The first task that failed and stopped everything, and its error."""
+        """The first failed task that stopped the schedule, and its error."""
         self.is_cancelled = False
         self.ended: list[tuple[int, tuple[Task, BaseException] | None]] = []
-        """Chunks that have ended, by number, with the first failed task of each and its error. The reader removes
-        them."""
+        """Maps the number of each chunk that has ended to its first failed task with the error, or to None. The reader
+        removes the entries.
+        """
         self._plan = plan
         self._flow = plan.flow
         self._chunks_in_flight = chunks_in_flight
@@ -78,7 +86,7 @@ class Schedule:
         """Ready tasks by device."""
         self._ready_for = {p.name: _distinct(self._ready[device] for device in p.devices) for p in self.processors}
         self._chunks: dict[int, ChunkProgress] = {}
-        """All chunks of a run; in an open schedule those that have not ended."""
+        """All chunks of a run. In an open schedule, the chunks that have not ended."""
         self._slots: dict[int, int] = {}
         """Chunk slot of every chunk that has entered."""
         self._free_slots = list(reversed(range(chunks_in_flight)))
@@ -92,26 +100,26 @@ class Schedule:
 
     @property
     def ready(self) -> list[Task]:
-        """The tasks that could run now, in no order."""
+        """The tasks that could run now, in no particular order."""
         return list(chain(*_distinct(self._ready.values())))
 
     @property
     def is_finished(self) -> bool:
-        """True if no further task will be handed out: all chunks are done, or everything was stopped."""
+        """True if no further task can be claimed, because all chunks are done or the schedule was stopped."""
         return self.is_stopped or (self.chunks_done == self.num_chunks and not self.is_open)
 
     @property
     def is_stopped(self) -> bool:
-        """True if everything failed or was cancelled."""
+        """True if a failure or a cancellation has stopped the schedule."""
         return self.is_cancelled or self.failure is not None
 
     def admit(self, route: Route, after: Iterable[int] = (), durations: Sequence[int] = ()) -> int:
         """Admit a chunk, which enters as soon as a slot is free.
 
         Args:
-            route: the subgraphs that it passes through.
-            after: numbers of the chunks that it follows at subgraphs with state, because they hold earlier tokens of
-                the same sequences. Some may have ended.
+            route: the subgraphs that the chunk passes through.
+            after: numbers of the chunks that precede this one at subgraphs with state, because they contain earlier
+                tokens of the same sequences. Some of these may have ended.
             durations: estimated durations of its tasks, in nanoseconds by subgraph.
 
         Returns:
@@ -136,11 +144,11 @@ class Schedule:
         self.is_open = False
 
     def withdraw(self, most: int | None = None) -> int:
-        """Withdraw the last chunks of a run if none of their tasks has been handed out; the first chunk stays.
+        """Withdraw the last chunks of a run of which no task was claimed yet. The first chunk always stays.
 
-        With sums over ranks, chunks that another rank may have begun stay as well: it has as many slots, and none of
-        its chunks ends before the last sum of that chunk was handed out here. `most`: number of chunks to keep, if
-        another rank decides.
+        With sums over ranks, chunks that another rank may have begun stay as well. These are known, because the other
+        rank has the same number of slots, and none of its chunks ends before this rank has claimed the last sum of that
+        chunk. If another rank decides, `most` is the number of chunks to keep.
 
         Returns:
             Number of chunks left.
@@ -188,7 +196,7 @@ class Schedule:
         return self._upward_ranks[task.chunk][task.subgraph]
 
     def makespan(self, policy: Policy) -> int:
-        """Estimate the duration of all admitted chunks under a policy, from their beginning."""
+        """Estimate the total duration of all admitted chunks under a policy, from their beginning."""
         if policy not in self._makespans:
             chunks = self._chunks.values()
             fresh = Schedule(
@@ -207,10 +215,10 @@ class Schedule:
         return sum(map(len, self._ready_for[processor.name]))
 
     def claim(self, processor: Processor) -> Task | None:
-        """Hand out the task that the policy chooses for one of the processors, or None if there is none at present.
+        """Claim the task that the policy chooses for one of the processors. Return None if no task can run at present.
 
         Raises:
-            ConfigError: the policy chose nothing although no task runs, so that nothing would ever happen.
+            ConfigError: the policy chose no task although none is running, so the schedule would never continue.
         """
         queues = self._ready_for[processor.name]
         ready = queues[0] if len(queues) == 1 else list(chain(*queues))
@@ -271,8 +279,9 @@ class Schedule:
             self._release(self._leave(chunk))
 
     def fail(self, task: Task, error: BaseException) -> None:
-        """Mark a running task as failed. A run then hands out no further task; an open schedule hands out no further
-        task of the chunk, and later chunks need not wait for it. The first failure is kept."""
+        """Mark a running task as failed. No further task of a run can then be claimed. In an open schedule, no further
+        task of the same chunk can be claimed, and later chunks do not wait for it. The first failure is kept.
+        """
         chunk = self._end(task)
         if self._is_run:
             self._clear()
@@ -290,7 +299,7 @@ class Schedule:
             self._release(self._leave(chunk))
 
     def cancel(self) -> None:
-        """Stop everything: no further task is handed out."""
+        """Stop the schedule: no further task can be claimed."""
         self._clear()
         self.is_cancelled = True
 
@@ -306,13 +315,15 @@ class Schedule:
             queue[:] = [] if chunk is None else [task for task in queue if task.chunk != chunk]
 
     def _enter(self) -> Sequence[int]:
-        """Give a slot to the next chunk, and return its first subgraphs."""
+        """Assign a slot to the next chunk, and return the subgraphs of its first tasks."""
         number = self._outside.pop(0)
         self._slots[number] = self._free_slots.pop()
         return self._chunks[number].route.first
 
     def _leave(self, chunk: ChunkProgress) -> list[tuple[int, int]]:
-        """End a chunk, give its slot to the next, and return the tasks, (subgraph, chunk), that waited for the slot."""
+        """End a chunk, assign its slot to the next chunk, and return the tasks (subgraph, chunk) that waited for the
+        slot.
+        """
         number = chunk.number
         self.chunks_done += 1
         self.ended.append((number, self._errors.pop(number, None)))
@@ -326,7 +337,7 @@ class Schedule:
         return [(first, entering) for first in self._enter()]
 
     def _released_by(self, task: Task) -> list[tuple[int, int]]:
-        """Return the tasks, (subgraph, chunk), that have one dependency less once a task ends; two entries for two."""
+        """Return the tasks (subgraph, chunk) that depend on a task. A task with two such dependencies occurs twice."""
         subgraph, number = task
         chunk = self._chunks[number]
         released = [(follower, number) for follower in chunk.route.followers[subgraph]]

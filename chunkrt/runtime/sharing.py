@@ -1,4 +1,4 @@
-"""Choice of the executor that takes the next tokens of runs that share chunks."""
+"""Choose the executor for the next tokens of runs that share chunks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def for_stream(lanes: Lanes, waiting: Sequence[Ticket]) -> list[Ticket]:
 
 
 def for_thread(lanes: Lanes, waiting: Sequence[Ticket], last: Executor | None) -> tuple[list[Ticket], Executor] | None:
-    """Return the tickets whose next tokens go into a chunk that one thread computes by itself, and the executor for it.
+    """Return the tickets for the next chunk outside the open stream, and the executor of this chunk.
 
-    If several executors have tickets, they take turns: the one after `last` comes next.
+    A single thread computes such chunks. If several executors have tickets, the executors take turns: the executor
+    after `last` comes next. Return None if no ticket waits.
     """
     far = _far(lanes, waiting)
     others = _beside_decoding(lanes, far)
@@ -44,7 +45,7 @@ def _far(lanes: Lanes, waiting: Sequence[Ticket]) -> list[Ticket]:
 
 
 def _beside_decoding(lanes: Lanes, waiting: Sequence[Ticket]) -> list[Ticket]:
-    """Return all tickets, except those that decode single tokens if these have an executor of their own."""
+    """Return all tickets, without decoding ones if single tokens are computed by a separate executor."""
     if lanes.many is lanes.few:
         return list(waiting)
     is_apart = lanes.decode_apart([ticket.job.position for ticket in waiting if ticket.waiting.is_decode])

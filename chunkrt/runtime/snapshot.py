@@ -1,4 +1,4 @@
-"""Contents of a state at an earlier position (a snapshot) and at present."""
+"""The contents of a state at an earlier position (a snapshot), and the description of its present contents."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ _histories = count()
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Contents of a state at a position. `tensors`: copies by name, for caches only the filled part.
+    """Contents of a state at a position.
 
-    `first`: the first position that rings hold. `kept`: snapshots that the state could be rewound to.
+    Attributes:
+        tensors: copies of the tensors by name; of caches only the filled part.
+        first: the first position that rings contain.
+        kept: the snapshots to which the state could be rewound.
     """
 
     position: int
@@ -28,10 +31,12 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Present:
-    """Description of a state after `writes` have been made. The writes of a run in progress undo it.
+    """Description of a state after `writes` have been executed. During a run, the writes undo the run.
 
-    `history`: unchanged as long as tokens are only added. The owner of a copy of caches and rings up to a position then
-    needs only the later positions. `is_running`: True if a run has begun, and has not completed.
+    Attributes:
+        history: number that stays the same as long as tokens are only added. If it is unchanged, a copy of caches and
+            rings up to a position needs only the later positions.
+        is_running: True if a run has begun and has not completed.
     """
 
     position: int = 0
@@ -43,15 +48,18 @@ class Present:
     is_running: bool = False
 
     def begun(self, undo: tuple[Write, ...]) -> Present:
-        """Return the present with a run that `undo` undoes. Copies elsewhere may hold data of an aborted run."""
+        """Return the description of the state during a new run, which the writes `undo` undo.
+
+        If the previous run was aborted, `history` changes, because copies of caches may contain data of that run.
+        """
         history = next(_histories) if self.is_running else self.history
         return replace(self, writes=undo, history=history, is_running=True)
 
     def advanced(self, position: int, first: int) -> Present:
-        """Return the present after a run."""
+        """Return the description of the state after a run."""
         return replace(self, position=position, first=first, writes=(), is_running=False)
 
     def rewound(self, position: int, kept: tuple[Snapshot, ...]) -> Present:
-        """Return the present at a position that is not after this one, and that requires no writes."""
+        """Return the description of the state at the same or an earlier position that requires no writes."""
         history = self.history if position == self.position else next(_histories)
         return replace(self, position=position, kept=kept, history=history)

@@ -1,10 +1,10 @@
 """State: the memory of a session between chunks.
 
-A cache can go back to any position, a ring as far as it still holds the positions that a window sees, a recurrent
-tensor only to a position with a kept copy (see `state_tensors.py`).
+A cache can be rewound to any position. A ring can be rewound to positions whose complete window it still contains. A
+recurrent tensor can be rewound only to a position with a stored copy (see `state_tensors.py`).
 
-An interrupt may come at any point, so every change is one assignment: the new description of the state, and the writes
-that it requires. The writes may be aborted; the next user of the state makes them again.
+An interrupt may occur at any point, so every change is a single assignment: the new description of the state, with the
+writes that it requires. If an interrupt aborts the writes, they are repeated at the next use of the state.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype, StateTensors
 _serials = count()
 
 MOST_KEPT = 2
-"""Number of snapshots that a state keeps to rewind to; a conversation returns to the most recent ones."""
+"""Number of snapshots that a state keeps for `rewind`. Conversations return to the most recent ones."""
 
 
 class State:
-    """All data that one decoder keeps of the tokens from position 0 up to `position`.
+    """All data that a decoder stores for the tokens before `position`.
 
-    The memory of caches is reserved at once and committed by the operating system as positions are written; data at
-    `position` and beyond are never read. Rings have a fixed size, regardless of the capacity (`Plan.slots`). Recurrent
-    tensors are float32, and zero at position 0.
+    The address space of caches is reserved at creation, and the operating system commits memory as positions are
+    written. Data at `position` and later positions are never read. The size of rings does not depend on the capacity
+    (`Plan.slots`). Recurrent tensors are float32, and zero at position 0.
 
     Args:
         plan: the decoder.
-        capacity: positions to hold, 1 to the plan's context length.
-        dtype: data type of caches and rings, regardless of the plan's.
-        chunk_length: largest number of tokens of a chunk, which determines the size of rings; by default the capacity.
+        capacity: maximum number of positions, 1 to the plan's context length.
+        dtype: data type of caches and rings; it overrides the plan's.
+        chunk_length: maximum number of tokens of a chunk, which determines the size of rings; by default the capacity.
 
     Raises:
-        ConfigError: the capacity, the dtype or the chunk length is out of range, or bfloat16 caches get raw keys.
-        ModelError: a tensor of the plan is of none of the three kinds.
+        ConfigError: the capacity, the dtype or the chunk length is out of range, or the dtype is bfloat16 although the
+        plan
+            caches keys before RoPE.
+        ModelError: a tensor of the plan is neither a cache, nor a ring, nor a recurrent tensor.
     """
 
     def __init__(
@@ -74,27 +76,27 @@ class State:
 
     @property
     def position(self) -> int:
-        """Number of tokens that the state has seen; the position of the next token."""
+        """Number of tokens that the state contains, which is the position of the next token."""
         return self._present.position
 
     @property
     def rope_offset(self) -> int:
-        """Offset from a position to its row in the rotary tables; see `Plan.rope_offset`."""
+        """Difference between a position's row in the rotary tables and the position; see `Plan.rope_offset`."""
         return self._present.rope_offset
 
     @property
     def first_in_rings(self) -> int:
-        """The first position that rings hold; they hold all from there to the present one."""
+        """The first position that rings contain; they contain all positions from there to the present one."""
         return self._present.first
 
     @property
     def history(self) -> int:
-        """Number that stays the same as long as tokens are only added; see `Present`."""
+        """Number that stays the same as long as tokens are only added; see `Present.history`."""
         return self._present.history
 
     @property
     def num_bytes(self) -> int:
-        """Bytes reserved, committed or not."""
+        """Number of reserved bytes, whether or not they are committed."""
         return sum(array.nbytes for array in self.tensors.values())
 
     @property
@@ -103,18 +105,19 @@ class State:
         return self._tensors.position_bytes
 
     def begin(self, num_tokens: int) -> None:
-        """Keep the data that a run of `num_tokens` will overwrite, until `advance` or `roll_back`; called by the
-        executor."""
+        """Copy the data that a run of `num_tokens` will overwrite. The copies are kept until `advance` or `roll_back`.
+        The executor calls this method.
+        """
         self._settle()
         changed = self._tensors.overwritten(self.first_in_rings, self.position, num_tokens)
         undo = tuple((array, ..., array.copy()) for array in changed)
         self._present = self._present.begun(undo)
 
     def advance(self, num_tokens: int) -> None:
-        """Count tokens that have been written; called by the executor when a run completes.
+        """Advance the position after tokens have been written. The executor calls this method when a run completes.
 
         Raises:
-            ConfigError: they do not fit.
+            ConfigError: the tokens do not fit the capacity.
         """
         if not 0 <= num_tokens <= self.capacity - self.position:
             raise ConfigError(
@@ -126,23 +129,25 @@ class State:
         self._present = self._present.advanced(position, first)
 
     def roll_back(self, wait: Callable[[], None] | None = None) -> None:
-        """Undo a run that did not complete: the state is the same as when the run began.
+        """Undo a run that did not complete, so the state is the same as before the run.
 
         Args:
-            wait: waits for tasks of the run that may still write; all this then happens at the next use of the state.
+            wait: function that waits for tasks of the run that may still write. If it is given, the run is undone at
+                the next use of the state.
         """
         self._wait = wait
         if wait is None:
             self._settle()
 
     def rewind(self, position: int) -> int:
-        """Forget everything from `position` on, and more if the data needed there are gone.
+        """Rewind the state to `position`, or to an earlier position if the data needed at `position` are no longer
+        stored.
 
         Returns:
-            The nearest possible position at or below the requested one. Tokens from there on must be run again.
+            The nearest possible position at or below the requested one. The tokens after it must be run again.
 
         Raises:
-            ConfigError: the position is outside 0..the present one.
+            ConfigError: the position is negative, or after the present one.
         """
         if not 0 <= position <= self.position:
             raise ConfigError(f"cannot rewind to position {position}; the state holds positions 0 to {self.position}")
@@ -157,16 +162,16 @@ class State:
         return self.position
 
     def reset(self, rope_offset: int = 0) -> None:
-        """Forget everything, and use the rows of the rotary tables from `rope_offset` on."""
+        """Return to position 0, and use the rows of the rotary tables from `rope_offset` on."""
         self._settle()
         self._present = Present(rope_offset=rope_offset, writes=self._tensors.to_be_empty())
         self._settle()
 
     def keep_snapshot(self) -> None:
-        """Make the present position one that `rewind` can go back to, until an earlier position is forgotten.
+        """Store a snapshot, so `rewind` can return to the present position.
 
-        This copies the rings and recurrent tensors; without such tensors nothing is kept. The last few snapshots are
-        kept.
+        The snapshot contains copies of the rings and recurrent tensors; without such tensors no snapshot is needed.
+        Only the last few snapshots are kept. A snapshot is dropped when the state is rewound to an earlier position.
         """
         if fixed := self._tensors.rings | self._tensors.recurrent:
             before = [kept for kept in self._present.kept if kept.position < self.position]
@@ -174,13 +179,17 @@ class State:
             self._present = replace(self._present, kept=(*before, self._snapshot(copies))[-MOST_KEPT:])
 
     def mark(self) -> Snapshot:
-        """Return a mark for `return_to`. Caches keep their contents and are not copied."""
+        """Return a mark of the present contents for `return_to`. Caches are not copied, because runs do not overwrite
+        their filled part.
+        """
         self._settle()
         fixed = self._tensors.rings | self._tensors.recurrent if self.position else {}
         return self._snapshot({name: array.copy() for name, array in fixed.items()}, self._present.kept)
 
     def return_to(self, mark: Snapshot) -> None:
-        """Go back to where `mark` was called; no earlier position has been forgotten since."""
+        """Restore the contents at the call of `mark`. Since that call, the state must not have been rewound to an
+        earlier position.
+        """
         self._settle()
         if mark.position:
             self._become(mark, mark.kept)
@@ -189,11 +198,11 @@ class State:
 
     @property
     def forms(self) -> StateForms:
-        """Layout of its tensors in the pieces of a prefix."""
+        """Layout of the state's tensors in the pieces of a prefix."""
         return StateForms(self._tensors)
 
     def piece(self, forms: StateForms, start: int, end: int, *, caches: bool = True) -> PrefixPiece:
-        """Copy the contents of caches and rings at some positions; rings may have lost them."""
+        """Return a copy of the caches at some positions, and of the rings if they still contain these positions."""
         self._settle()
         tensors, size = self._tensors, self._tensors.ring_slots
         in_rings = np.arange(start, end) % size
@@ -206,12 +215,14 @@ class State:
         )
 
     def recurrent(self) -> tuple[Array, ...]:
-        """Copy the recurrent tensors."""
+        """Return copies of the recurrent tensors."""
         self._settle()
         return tuple(array.copy() for array in self._tensors.recurrent.values())
 
     def take(self, prefix: Prefix) -> None:
-        """Take over a prefix that begins with the tokens seen by the state, if any. Its pieces are copied."""
+        """Replace the contents by a prefix, whose first tokens must be the tokens that the state contains, if any. The
+        pieces are copied.
+        """
         self._settle()
         self._present = Present(
             position=prefix.position,
@@ -223,13 +234,13 @@ class State:
         self._settle()
 
     def snapshot(self) -> Snapshot:
-        """Copy everything that the state holds."""
+        """Return a copy of all contents of the state."""
         self._settle()
         copies = {name: array.copy() for name, array in self._tensors.held(self.position).items()}
         return self._snapshot(copies, self._present.kept)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Restore the contents of a snapshot, bit for bit.
+        """Restore the contents of a snapshot exactly.
 
         Raises:
             ConfigError: the snapshot is of another decoder, capacity, dtype or chunk length.
@@ -241,27 +252,28 @@ class State:
         self._become(snapshot, snapshot.kept)
 
     def fork(self) -> State:
-        """Return an independent copy that continues from the same prefix; for caches only the filled part is copied."""
+        """Return an independent copy of the state. Only the filled part of caches is copied."""
         copy = State(self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length)
         self._copy_to(copy)
         return copy
 
     def shift(self, keep: int, drop: int) -> int:
-        """Forget the positions from `keep` to `keep + drop` and move later ones down, without computing anything again.
+        """Remove the positions from `keep` to `keep + drop` and move later ones down, without computing tokens again.
 
-        Needs a plan with raw keys. Caches move their keys and values, which were computed while the dropped tokens were
-        visible and do not change. Rings move too. Recurrent tensors do not change: they have absorbed the dropped
-        tokens. The kept snapshots are forgotten.
+        The plan must cache keys before RoPE. The keys and values of caches and rings are moved without change, so in
+        deeper layers they still depend on the dropped tokens. Recurrent tensors do not change, so they depend on the
+        dropped tokens, too. All snapshots for `rewind` are dropped.
 
         Returns:
-            The new position. It is less than the number of remaining tokens if the state had not seen the dropped
-            tokens yet, or its rings have lost a kept token that a window would see. The other tokens must be run again.
+            The new position. It is less than the number of remaining tokens if the state did not contain all dropped
+            tokens, or if the rings no longer contain a kept token within a window. The tokens after the new position
+            must be run again.
 
         Raises:
-            ConfigError: a count is negative, or keys were cached after RoPE.
+            ConfigError: `keep` or `drop` is negative, or the plan caches keys after RoPE.
         """
         if (self._tensors.caches or self._tensors.rings) and not self.plan.has_raw_keys:
-            raise ConfigError("keys are cached after RoPE and cannot move; load the model with context_shift")
+            raise ConfigError("keys are cached after RoPE and cannot move; load the model with `context_shift=True`")
         if keep < 0 or drop < 0:
             raise ConfigError(f"cannot keep {keep} positions and drop {drop}; both are counts")
         self._settle()
@@ -275,7 +287,7 @@ class State:
         return position
 
     def save(self, path: str | os.PathLike[str] | StateFile) -> None:
-        """Write the data that later tokens see to a NumPy .npz file, through a temporary file that is renamed.
+        """Write the data that later tokens depend on to a NumPy .npz file, through a temporary file that is renamed.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -285,13 +297,14 @@ class State:
         state_file(path).write(numbers, self._tensors.seen(self.position))
 
     def load(self, path: str | os.PathLike[str] | StateFile) -> None:
-        """Replace the contents by those that `save` wrote for the same decoder and dtype.
+        """Replace the contents by the contents of a file that `save` wrote for the same decoder and dtype.
 
-        The capacity and the chunk length may differ.
+        The capacity and the chunk length may differ from those of the saved state.
 
         Raises:
-            ModelError: the file is missing, damaged, of another decoder or dtype, or longer than the capacity. The
-                state is then unchanged.
+            ModelError: the file is missing or damaged, belongs to another decoder or dtype, or contains more positions
+            than
+                the capacity. The state is then unchanged.
         """
         self._settle()
         arrays, numbers = state_file(path).read(self._expected, ("position", "rope_offset", "raw_keys"), self.tensors)
@@ -305,8 +318,9 @@ class State:
         self._settle()
 
     def _expected(self, numbers: Mapping[str, int]) -> Mapping[str, Array]:
-        """Return arrays of the form expected in a file with these numbers. Raises ValueError if the state cannot load
-        it."""
+        """Return arrays with the shapes and dtypes that a file with these numbers must contain. Raise ValueError if the
+        state cannot load such a file.
+        """
         position = numbers["position"]
         if not 0 <= position <= self.capacity:
             raise ValueError(f"it holds {position} positions; the state has room for {self.capacity}")
@@ -336,7 +350,7 @@ class State:
         self._settle()
 
     def _settle(self) -> None:
-        """Make the pending writes, after waiting for the tasks of an abandoned run."""
+        """Wait for the tasks of an abandoned run, and then execute the pending writes."""
         if self._wait is not None:
             self._wait()
             self._wait = None

@@ -1,5 +1,6 @@
-"""A state's file: integers and tensors as a NumPy .npz archive, which is read only if it is complete and as
-expected."""
+"""The file of a state: a NumPy .npz archive with integers and tensors. It is read only if its contents are complete and
+have the expected shapes and dtypes.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ Numbers = Mapping[str, int]
 
 
 class StateFile:
-    """The file at a path; nothing is opened yet."""
+    """The file of a state at a path. Creating the object does not open the file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def write(self, numbers: Numbers, arrays: Mapping[str, Array]) -> None:
-        """Write everything to a temporary file next to the path, and then rename it.
+        """Write the arrays and numbers to a temporary file next to the path, and then rename it.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -42,10 +43,11 @@ class StateFile:
     def read(
         self, expect: Callable[[Numbers], Mapping[str, Array]], numbers: Collection[str], arrays: Collection[str]
     ) -> tuple[Mapping[str, Array], Numbers]:
-        """Read the contents that `write` wrote.
+        """Read a file that `write` wrote.
 
         Args:
-            expect: called with the numbers; returns arrays with the shapes and dtypes of those to be read, or raises
+            expect: called with the numbers. It returns arrays with the shapes and dtypes of the arrays in the file, or
+            raises
                 ValueError if the numbers do not fit.
             numbers, arrays: the names of all entries of the file.
 
@@ -53,7 +55,7 @@ class StateFile:
             The arrays and the numbers.
 
         Raises:
-            ModelError: the file is missing, damaged, or has other contents.
+            ModelError: the file is missing or damaged, or its contents differ from the expected ones.
         """
         try:
             check_regular(self.path)
@@ -77,11 +79,11 @@ class StateFile:
             ) from error
 
     def _check(self, archive: zipfile.ZipFile) -> None:
-        """Check an archive that has all its names, as this kind of file requires; raises ModelError."""
+        """Check a complete archive. Subclasses raise ModelError if it is not valid for their kind of file."""
 
 
 def state_file(path: str | os.PathLike[str] | StateFile) -> StateFile:
-    """Return the file at a path, unless it is a StateFile already."""
+    """Return a StateFile for a path. A StateFile is returned unchanged."""
     return path if isinstance(path, StateFile) else StateFile(path)
 
 
@@ -96,13 +98,13 @@ def _check_names(archive: zipfile.ZipFile, names: Collection[str]) -> None:
     found, expected = set(archive.namelist()), {f"{name}.npy" for name in names}
     if found != expected:
         raise ValueError(
-            f"it holds {len(found)} tensors, not the {len(expected)} of this decoder (such as "
-            f"{min(found ^ expected)!r})"
+            f"its {len(found)} tensors do not match the {len(expected)} tensors of this decoder; "
+            f"{min(found ^ expected)!r} is in only one of the two"
         )
 
 
 def read_array(archive: zipfile.ZipFile, name: str, form: Array) -> Array:
-    """Read one tensor of the file with the shape and dtype of `form`; raises ValueError if it has another form."""
+    """Read one tensor of the file. Raise ValueError unless it has the shape and dtype of `form`."""
     num_bytes = prod(form.shape) * form.dtype.itemsize
     with archive.open(f"{name}.npy") as file:
         _check_header(file, name, form)

@@ -1,8 +1,9 @@
-"""The tensors of a state: their memory, and the place of a position in them.
+"""The tensors of a state: their memory, and the slot of each position.
 
-There are three kinds. A cache [kv_heads, P, head_dim] holds the keys or values of every position. A window's ring
-[kv_heads, W, head_dim] holds those of the last positions, position p at slot p modulo W. A recurrent tensor of fixed
-shape holds a layer's state after all tokens so far. `tiled_cache.py` defines the place of a position in bfloat16.
+Three kinds of tensors exist. A cache [kv_heads, P, head_dim] contains the keys or values of every position. The ring of
+a window [kv_heads, W, head_dim] contains the keys or values of the last W positions; position p is stored in slot p
+modulo W. A recurrent tensor has a fixed shape, and contains the state of a layer after all tokens so far.
+`tiled_cache.py` defines the layout of bfloat16 caches.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from chunkrt.runtime.tiled_cache import BLOCK, by_slot, tiled_shape, whole_block
 CacheDtype = Literal["float32", "float16", "int8", "bfloat16"]
 CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
 INT8_GROUP = 32
-"""Number of values of a position and head in an int8 cache that share a float32 scale; the scales follow the head_dim
-values, as bytes."""
+"""Number of consecutive values of one position and head that share a float32 scale in an int8 cache. The bytes of the
+scales follow the head_dim values.
+"""
 
 Write = tuple[Array, Any, Any]
-"""An array, a key, and the value to store there; writing it twice has the same result."""
+"""A pending write: an array, an index, and the value to store there. Repeating a write does not change the result."""
 
 
 def state_bytes(tensor: Tensor, slots: Mapping[str, int]) -> int:
-    """Return the bytes of one tensor of a state: recurrent tensors are float32, caches and rings are counted as
-    float16."""
+    """Return the number of bytes of one tensor of a state, with float32 recurrent tensors and float16 caches and
+    rings."""
     has_positions = any(isinstance(size, str) for size in tensor.shape)
     return prod(resolve(tensor.shape, slots)) * np.dtype(np.float16 if has_positions else np.float32).itemsize
 
 
 def first_seen(window: int | None, position: int) -> int:
-    """Return the first position that a row at `position`, or after it, sees in a ring."""
+    """Return the first position of a ring that a row at `position` or later attends to."""
     return max(0, position - window + 1) if window else 0
 
 
@@ -46,19 +48,20 @@ class StateTensors:
 
     Args:
         plan: the decoder.
-        capacity: positions to hold.
+        capacity: maximum number of positions.
         dtype: data type of caches and rings.
-        chunk_length: largest number of tokens of a chunk, which determines the size of rings.
+        chunk_length: maximum number of tokens of a chunk, which determines the size of rings.
 
     Raises:
-        ConfigError: keys are raw, which bfloat16 caches do not support.
-        ModelError: a tensor of the plan is of none of the three kinds.
+        ConfigError: the plan caches keys before RoPE, which bfloat16 caches do not support.
+        ModelError: a tensor of the plan is neither a cache, nor a ring, nor a recurrent tensor.
     """
 
     def __init__(self, plan: Plan, capacity: int, dtype: CacheDtype, chunk_length: int) -> None:
         if dtype == "bfloat16" and plan.has_raw_keys:
             raise ConfigError(
-                "bfloat16 caches hold keys after RoPE only, but a context that shifts needs them before RoPE"
+                "bfloat16 caches support only keys after RoPE, but `context_shift` needs keys before RoPE; "
+                "choose another cache dtype, or omit `context_shift`"
             )
         slots = plan.slots(capacity, chunk_length)
         kinds: dict[str, dict[str, Array]] = {"P": {}, "W": {}, "": {}}
@@ -69,7 +72,9 @@ class StateTensors:
                     f"state {tensor.name!r} has shape {tensor.shape}, not [kv_heads, P or W, head_dim] or a fixed one"
                 )
             if kind == "W" and plan.window is None:
-                raise ModelError(f"state {tensor.name!r} is a ring, but no layer of the plan has a window")
+                raise ModelError(
+                    f"state {tensor.name!r} is a ring, but no layer of the plan has a window; recompile the model"
+                )
             shape = resolve(tensor.shape, slots)
             kinds[kind][tensor.name] = _cache(shape, dtype) if kind else aligned_zeros(shape, np.float32)
         self.caches, self.rings, self.recurrent = kinds["P"], kinds["W"], kinds[""]
@@ -83,16 +88,18 @@ class StateTensors:
         self.window = plan.window
 
     def first_seen(self, position: int) -> int:
-        """Return the first position that a row at `position`, or after it, sees in a ring."""
+        """Return the first position of a ring that a row at `position` or later attends to."""
         return first_seen(self.window, position)
 
     def can_rewind(self, first: int, position: int) -> bool:
-        """Return True if everything that rows from `position` on need is available, given that rings hold positions
-        from `first` on."""
+        """Return True if the state can continue at `position`, given that rings contain the positions from `first`
+        on."""
         return not self.recurrent and (not self.rings or first <= self.first_seen(position))
 
     def rows(self, name: str, slots: slice | Array) -> Array:
-        """Return the contents of a cache or ring at some slots, [heads, slots, width]; a copy for bfloat16."""
+        """Return the contents of a cache or ring at some slots, [heads, slots, width]. The result is a copy for
+        bfloat16, and otherwise may be a view.
+        """
         array = self.by_name[name]
         if not self._are_tiled:
             return array[:, slots]
@@ -101,7 +108,7 @@ class StateTensors:
         return found
 
     def to_be_rows(self, name: str, slots: slice | Array, rows: Array) -> Write:
-        """Return the write after which `rows` returns these rows."""
+        """Return the write that stores the given rows, in the format of `rows`."""
         if not self._are_tiled:
             return self.by_name[name], np.s_[:, slots], rows
         view, key = self._by_slot(name, slots)
@@ -112,8 +119,9 @@ class StateTensors:
         return by_slot(self.by_name[name], slots, are_values=name in self._values)
 
     def overwritten(self, first: int, position: int, num_tokens: int) -> Iterator[Array]:
-        """Yield the parts that a run changes and that hold data, given that rings hold positions `first` to
-        `position`."""
+        """Yield the parts of tensors that a run overwrites and that contain data, given that rings contain positions
+        `first` to `position`.
+        """
         yield from self.recurrent.values()
         size = self.ring_slots
         first = max(first, position - size)
@@ -127,44 +135,44 @@ class StateTensors:
                     yield array[:, :beyond]
 
     def _whole(self, start: int, *ends: int) -> tuple[int, ...]:
-        """Extend slots from `start` to each end to complete blocks, if blocks are stored together."""
+        """Extend the slots from `start` to each end to complete blocks, if the layout stores slots in blocks."""
         return (start // BLOCK * BLOCK, *map(whole_blocks, ends)) if self._are_tiled else (start, *ends)
 
     def held(self, position: int) -> dict[str, Array]:
-        """Return all tensors, of caches the part up to a position."""
+        """Return all tensors by name; of caches only the part before a position."""
         _, end = self._whole(0, position)
         return {name: array[:, :end] if name in self.caches else array for name, array in self.by_name.items()}
 
     def seen(self, position: int) -> dict[str, Array]:
-        """Return the contents that rows from `position` on see; for rings a copy in the order of positions."""
+        """Return the contents that rows from `position` on depend on. The contents of rings are copied in the order of
+        positions.
+        """
         slots = np.arange(self.first_seen(position), position) % self.ring_slots
         caches = {name: self.rows(name, slice(position)) for name in self.caches}
         return caches | {name: self.rows(name, slots) for name in self.rings} | self.recurrent
 
     def to_be(self, held: Mapping[str, Array], position: int) -> tuple[Write, ...]:
-        """Return the writes after which `held` returns this again."""
+        """Return the writes that restore a result of `held`."""
         _, end = self._whole(0, position)
         keys = dict.fromkeys(self.caches, np.s_[:, :end])
         return tuple((self.by_name[name], keys.get(name, ...), array) for name, array in held.items())
 
     def to_be_seen(self, seen: Mapping[str, Array], position: int) -> tuple[Write, ...]:
-        """Return the writes after which `seen` returns this again, with all other slots of the rings zero."""
+        """Return the writes that restore a result of `seen`, and zero all other slots of the rings."""
         slots = np.arange(self.first_seen(position), position) % self.ring_slots
         keys: dict[str, Any] = dict.fromkeys(self.caches, slice(position)) | dict.fromkeys(self.rings, slots)
         rows = (self.to_be_rows(name, key, seen[name]) for name, key in keys.items())
         return (*self.to_be_empty(), *rows, *((array, ..., seen[name]) for name, array in self.recurrent.items()))
 
     def to_be_empty(self) -> tuple[Write, ...]:
-        """Return the writes for position 0."""
+        """Return the writes that reset the tensors to position 0."""
         return tuple((array, ..., 0) for array in (*self.rings.values(), *self.recurrent.values()))
 
     def to_be_shifted(self, first: int, position: int, keep: int, drop: int) -> tuple[Write, ...]:
-        """Return the writes that move positions from `keep + drop` down by `drop`, given that rings hold those from
-        `first` on.
+        """Return the writes that move the positions from `keep + drop` on down by `drop`.
 
-        Requires raw keys, and no cache of bfloat16.
-
-        Rings keep the first `keep` positions only if they still hold all of them, from position 0 on.
+        Rings must contain the positions from `first` on. They keep the first `keep` positions only if `first` is 0.
+        Requires keys before RoPE, and no bfloat16 caches.
         """
         writes: list[Write] = [
             (array, np.s_[:, keep : position - drop], array[:, keep + drop : position].copy())
@@ -177,7 +185,7 @@ class StateTensors:
 
 
 def _cache(shape: tuple[int, ...], dtype: CacheDtype) -> Array:
-    """Allocate a cache or ring of these values, [heads, slots, head_dim]."""
+    """Allocate a cache or ring for values [heads, slots, head_dim]."""
     heads, slots, head_dim = shape
     if dtype == "bfloat16":
         return aligned_zeros(tiled_shape(heads, slots, head_dim), np.uint16)

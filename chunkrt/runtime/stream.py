@@ -1,4 +1,4 @@
-"""Chunks in flight through the decoder: the jobs whose rows they hold, and the computation of their tasks."""
+"""Chunks in flight through the decoder: the segments of jobs in each chunk, and the computation of tasks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from chunkrt.runtime.tasks import Task
 
 
 class Chunk:
-    """Rows of one job or of several: a segment each, in consecutive rows.
+    """A chunk: consecutive segments, one for each job with rows in the chunk.
 
-    `number`: number of the chunk if other ranks compute it too; see `Key.number`.
+    `number` identifies the chunk if other ranks compute it too; see `Key.number`.
     """
 
     def __init__(self, segments: Sequence[Segment], flow: Flow, number: int = 0) -> None:
@@ -27,10 +27,10 @@ class Chunk:
         self.segments = tuple(segments)
         self.num_tokens = sum(segment.num_tokens for segment in self.segments)
         self.num_rows = sum(segment.num_rows for segment in self.segments)
-        """Number of rows whose logits are wanted."""
+        """Number of rows whose logits are requested."""
         self.wants_hidden = any(segment.job.run.logits == "hidden" for segment in self.segments)
         self.route: Route = self._route(flow)
-        """Subgraphs that it passes through."""
+        """Subgraphs that the chunk passes through."""
         self.loading = Lock()
         self.is_loaded = False
 
@@ -42,7 +42,7 @@ class Chunk:
         return flow.with_logits if self.num_rows else flow.with_hidden
 
     def load(self, buffers: ChunkBuffers) -> None:
-        """Fill the graph inputs once; called by every first task, and done by the earliest."""
+        """Fill the graph inputs. Every first task calls this method, but only the first call has an effect."""
         with self.loading:
             if not self.is_loaded:
                 buffers.load(self.segments)
@@ -53,7 +53,7 @@ class Stream:
     """The chunks in flight.
 
     Args:
-        chunks: chunks by number.
+        chunks: the chunks by number.
         flow: data flow of the decoder.
         subgraphs: the plan's subgraphs, bound to `slots`.
         slots: the buffers of each chunk slot.
@@ -72,14 +72,14 @@ class Stream:
         self._waits_for, self._hidden, self._subgraphs, self._slots = flow.waits_for, flow.hidden, subgraphs, slots
 
     def compute(self, task: Task, slot: int) -> Passage | None:
-        """Compute one task, whose chunk has a chunk slot; called from any worker's thread."""
+        """Compute one task, whose chunk is in the given chunk slot. The thread of any worker may call this method."""
         index, number = task
         chunk, subgraph = self.chunks[number], self._subgraphs[index]
         if not self._waits_for[index]:
             chunk.load(self._slots[slot])
         with self._clock.running():
             passage = self._run(subgraph, slot, chunk)
-        if chunk.wants_hidden and index == self._hidden:  # a later task may reuse their memory
+        if chunk.wants_hidden and index == self._hidden:  # before a later task reuses the memory
             self._slots[slot].give_hidden(chunk.segments)
         if index == chunk.route.subgraphs[-1]:
             for segment in chunk.segments:
@@ -97,7 +97,7 @@ class Stream:
         return None
 
     def _run_logit_rows(self, subgraph: BoundSubgraph, slot: int, chunk: Chunk) -> None:
-        """Compute the wanted rows, which are consecutive in the chunk, and copy them to their jobs."""
+        """Compute the logits of the requested rows, which are consecutive in the chunk, and copy them to the jobs."""
         group = subgraph.logit_group
         together = self._slots[slot].logits(-(-chunk.num_rows // group) * group)
         subgraph.run_logit_rows(slot, chunk.num_tokens, chunk.num_rows, together)

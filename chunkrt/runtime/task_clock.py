@@ -1,4 +1,4 @@
-"""A clock of tasks in progress, which reveals a device that does not answer."""
+"""A clock of tasks in progress, which detects a device that does not respond."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from time import monotonic
 
 
 class TaskClock:
-    """Start times of the tasks that threads compute at this moment."""
+    """Start times of the tasks in progress."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -17,7 +17,7 @@ class TaskClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count a task as in progress."""
+        """Record a task as in progress inside the block."""
         key = object()
         with self._lock:
             self._starts[key] = monotonic()
@@ -28,6 +28,6 @@ class TaskClock:
                 del self._starts[key]
 
     def longest_s(self) -> float:
-        """Return the seconds since the oldest task in progress began; 0 without one."""
+        """Return the seconds since the oldest task in progress began, or 0 if no task is in progress."""
         with self._lock:
             return monotonic() - min(self._starts.values()) if self._starts else 0.0

@@ -12,21 +12,22 @@ from chunkrt.graph.plan import Device, Plan
 
 
 class Task(NamedTuple):
-    """One subgraph on one chunk, by their indices."""
+    """Execution of one subgraph on one chunk, identified by their indices."""
 
     subgraph: int
     chunk: int
 
 
 Span = Literal["entering", "waiting", "computing", "leaving"]
-"""Parts of a task on an NPU that converts values: its inputs are converted; it waits for the NPU's turn; the NPU
-computes; its outputs are converted."""
+"""Parts of a task on an NPU that converts values, in this order: conversion of the inputs, wait for the NPU,
+computation on the NPU, conversion of the outputs.
+"""
 
 SPANS: tuple[Span, ...] = get_args(Span)
 
 
 class TaskEvent(NamedTuple):
-    """One completed task: its worker and its times, on one monotonic clock in nanoseconds."""
+    """Record of a completed task: its worker, and its times in nanoseconds on one monotonic clock."""
 
     task: Task
     processor: str
@@ -38,13 +39,13 @@ class TaskEvent(NamedTuple):
 
     @property
     def own_ns(self) -> int:
-        """Duration without the wait for the NPU's turn."""
+        """Duration in nanoseconds, without the wait for the NPU."""
         waited_ns = 0 if self.passage is None else self.passage.began_ns - self.passage.entered_ns
         return self.end_ns - self.start_ns - waited_ns
 
     @property
     def spans(self) -> Sequence[tuple[Span, int, int]]:
-        """Parts of the time, each with start and end; empty without a passage."""
+        """The parts of the task with their start and end times; empty if the task has no passage."""
         if self.passage is None:
             return ()
         times = (self.start_ns, *self.passage, self.end_ns)
@@ -53,10 +54,12 @@ class TaskEvent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """Workers that run tasks of one device role, or of both if both run on the same CPU threads.
+    """Workers that run the tasks of one device role, or of both roles if both run on the same CPU threads.
 
-    `workers`: number of tasks that it takes at once. `num_computing`: number of these that an NPU computes at once,
-    while the others convert their values or wait; None for all.
+    Attributes:
+        workers: maximum number of tasks in progress.
+        num_computing: maximum number of tasks that an NPU computes at once, while other tasks convert their values or
+            wait; None for no limit.
     """
 
     name: str
@@ -68,9 +71,10 @@ class Processor:
 def processors_for(
     npu_workers: int | None, cpu_workers: int, *, num_computing: int | None = None
 ) -> tuple[Processor, ...]:
-    """Return the processors: an NPU and the CPU's threads, or without an NPU (None) the CPU's threads for both roles.
+    """Return the processors: one for the NPU and one for the CPU's threads.
 
-    `num_computing`: limit for the NPU's tasks; see `Processor`.
+    If `npu_workers` is None, return one processor of CPU threads for both roles. `num_computing` limits the NPU's
+    tasks; see `Processor`.
     """
     if npu_workers is None:
         return (Processor(name="cpu", devices=frozenset(("npu", "cpu")), workers=cpu_workers),)
@@ -83,9 +87,9 @@ def processors_for(
 def with_link(processors: Sequence[Processor], plan: Plan, chunks_in_flight: int) -> tuple[Processor, ...]:
     """Return the processors, preceded by the link's workers if the plan has sums over ranks.
 
-    The link has a worker for every chunk in flight, so that no sum waits for a worker while the other ranks wait for
-    it: in any order of tasks on the ranks, the earliest chunk can always continue. The link's workers come first, so
-    that an executor that runs one task at a time finishes a chunk before it begins the next.
+    The link has one worker for every chunk in flight. So no sum waits for a worker while other ranks wait for the sum,
+    and the earliest chunk can always continue, in any order of tasks on the ranks. The link's workers come first, so an
+    executor that runs one task at a time finishes a chunk before it begins the next.
     """
     if not any(subgraph.device == "link" for subgraph in plan.subgraphs):
         return tuple(processors)
@@ -94,7 +98,7 @@ def with_link(processors: Sequence[Processor], plan: Plan, chunks_in_flight: int
 
 
 def task_lists(processors: Sequence[Processor]) -> dict[Device, list[Task]]:
-    """Return an empty list of tasks for every device; devices of the same processors share one."""
+    """Map each device to an empty list of tasks. Devices of the same processor share one list."""
     lists: dict[frozenset[str], list[Task]] = {}
     takers = {d: frozenset(p.name for p in processors if d in p.devices) for d in get_args(Device)}
     return {device: lists.setdefault(names, []) for device, names in takers.items()}

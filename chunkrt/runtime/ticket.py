@@ -1,4 +1,4 @@
-"""Tickets: jobs that wait for their share of chunks."""
+"""Tickets: jobs that wait for rows of shared chunks."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from chunkrt.runtime.tasks import Task, TaskEvent
 
 
 class Ticket:
-    """A job that waits for its share of chunks.
+    """A job that waits for rows of shared chunks.
 
     Args:
-        job: a job that has begun; its owner finishes it or gives it up, once the ticket has ended.
+        job: a job that has begun; its owner finishes or abandons it after the ticket has ended.
         step: see `Waiting.step`.
-        on_end: called, in the conductor's thread, when no token of it is left to compute. It must not fail.
+        on_end: called in the conductor's thread when the ticket ends; it must not raise.
     """
 
     def __init__(self, job: Job, step: int, on_end: Callable[[], object]) -> None:
         self.job = job
         self._step = step
         self.error: BaseException | None = None
-        """Error that kept some of its tokens from being computed."""
+        """Error because of which some tokens were not computed."""
         self.is_cancelled = False
         self.num_passed = 0
         """Number of chunks formed since the last one with rows of this ticket."""
         self.num_in_flight = 0
-        """Number of chunks in flight that hold some of its tokens."""
+        """Number of chunks in flight that contain tokens of the job."""
         self.last_chunk = -1
-        """Number of the last of these chunks in an open stream."""
+        """Number of the last chunk in an open stream that contains tokens of the job."""
         self.is_ended = False
         self._on_end = on_end
         self._pipeline: Pipeline | None = None
@@ -43,7 +43,7 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        """True if no further token may go into a chunk."""
+        """True if no further token of the job may go into a chunk."""
         cancel = self.job.run.cancel
         return self.error is not None or self.is_cancelled or (cancel is not None and cancel.is_set())
 
@@ -54,17 +54,18 @@ class Ticket:
         return Waiting(self.job.num_left, run.token_ids.size == 1, self.num_passed, self._step)
 
     def wait(self) -> None:
-        """Wait until it has ended. (An interrupt gets through, and leaves no lock held.)"""
+        """Wait until the ticket has ended. An interrupt ends the wait, and leaves no lock held."""
         self.waiter()
 
     @property
     def waiter(self) -> Callable[[], None]:
-        """Function that waits like `wait`, for a state that outlives the ticket: a reference to the ticket would be a
-        cycle."""
+        """Function that waits like `wait`, but does not refer to the ticket. A state that outlives the ticket can keep
+        it without a reference cycle.
+        """
         return self._gate.wait
 
     def note(self, pipeline: Pipeline, segment: Segment, events: Sequence[TaskEvent], record: ChunkRecord) -> None:
-        """Note the events of a chunk with some of its tokens. Consecutive chunks of one pipeline become one record."""
+        """Record the events of a chunk with tokens of the job. Consecutive chunks of one pipeline form one record."""
         if pipeline is not self._pipeline:
             self._write_record()
             self._pipeline = pipeline
@@ -73,7 +74,7 @@ class Ticket:
     def _write_record(self) -> None:
         if self._pipeline is None:
             return
-        # a chunk may have waited at its end for rows of others
+        # a chunk may have waited at its end for rows of other runs
         noted = sorted(self._noted, key=lambda one: one[0].start)
         events = [
             event._replace(task=Task(event.task.subgraph, chunk))
@@ -91,14 +92,16 @@ class Ticket:
         self._noted = []
 
     def result(self) -> RunResult:
-        """Advance the state of a run that has ended. Raises the error of the run; the state is then restored."""
+        """Advance the state of a run that has ended. If the run failed, restore the state and raise the error."""
         if self.error is not None:
             self.job.give_up()
         self.check()
         return self.job.finish()
 
     def check(self) -> None:
-        """Raise the error, once: an error and the ticket in its traceback would form a reference cycle."""
+        """Remove the error from the ticket and raise it, because the error and the ticket in its traceback would form a
+        reference cycle.
+        """
         if self.error is not None:
             try:
                 raise self.error
@@ -106,7 +109,7 @@ class Ticket:
                 self.error = None
 
     def stop(self, error: BaseException) -> None:
-        """Let no further token go into a chunk; the first error is kept."""
+        """Prevent further tokens from going into a chunk. Only the first error is kept."""
         if self.error is None:
             self.error = _copied(error)
 
@@ -127,12 +130,12 @@ class Ticket:
 
 
 def _copied(error: BaseException) -> BaseException:
-    """Return a copy of the error for another thread, which adds its own traceback."""
+    """Return a copy of the error for the waiting thread, which adds its own traceback."""
     if not isinstance(error, ChunkrtError):
         return error
     try:
         other = type(error)(*error.args)
-    except Exception:  # a plug-in's error with other arguments
+    except Exception:  # an exception class of a plug-in may require other arguments
         return error
     other.__cause__ = error.__cause__
     return other

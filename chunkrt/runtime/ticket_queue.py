@@ -1,4 +1,4 @@
-"""The queue of tickets: those that share chunks, those that have ended, and those that may return in a moment."""
+"""The queue of tickets that share chunks, with a short wait for sequences that are about to return."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from chunkrt.runtime.job import Job
 from chunkrt.runtime.ticket import Ticket
 
 LINGER = 0.25
-"""Share of the last chunk's duration for which the next chunk waits for sequences that had a row in the last one and
-may return: with them the chunk takes little longer than without."""
+"""Time for which the next chunk waits for sequences that had a row in the last chunk and may return, as a share of the
+last chunk's duration. With their rows the next chunk takes little longer than without them.
+"""
 
 
 class TicketQueue:
@@ -25,34 +26,36 @@ class TicketQueue:
         self.tickets: list[Ticket] = []
         """Tickets that have not ended, in order of arrival."""
         self._inbox: SimpleQueue[Ticket | None] = SimpleQueue()
-        """New tickets; None requests another look at the known ones."""
+        """New tickets. None requests another examination of the known tickets."""
         self._bell = Lock()
-        """Unlocked once a message has come. `SimpleQueue.get` is not used with a timeout: before Python 3.13 it waits
-        forever if its thread is suspended for longer than the timeout as it begins."""
+        """Unlocked once a message has arrived. `SimpleQueue.get` is not used with a timeout, because before Python 3.13
+        it waits forever if its thread is suspended at the beginning for longer than the timeout.
+        """
         self._bell.acquire()
         self._is_closed = False
         self._last_states: frozenset[int] = frozenset()
-        """Serial numbers of the states whose last row was in the last chunk; `_linger_until_ns` limits the wait for
-        them."""
+        """Serial numbers of the states whose runs ended with the last chunk; `_linger_until_ns` limits the wait for
+        these states.
+        """
         self._linger_until_ns = 0
 
     @property
     def num_tickets(self) -> int:
-        """Number of tickets, including those in the inbox."""
+        """Number of tickets, including the tickets in the inbox."""
         return len(self.tickets) + self._inbox.qsize()
 
     @property
     def is_quiet(self) -> bool:
-        """True if there is no message."""
+        """True if the inbox is empty."""
         return self._inbox.empty()
 
     def put(self, ticket: Ticket) -> None:
-        """Queue a ticket, or have it examined again. An interrupt at any point leaves no lock held."""
+        """Queue a ticket, or request that it is examined again. An interrupt at any point leaves no lock held."""
         self._inbox.put(ticket)
         self._ring()
 
     def wake(self) -> None:
-        """Have all tickets examined."""
+        """Request that all tickets are examined again."""
         self._inbox.put(None)
         self._ring()
 
@@ -66,12 +69,12 @@ class TicketQueue:
         self._take_in(self._inbox.get())
 
     def somebody_waits(self) -> bool:
-        """Wait briefly for sequences that may return from the last chunk; return True if there is work then."""
+        """Wait briefly for sequences that may return from the last chunk. Return True if a ticket is waiting then."""
         self._take_in()
         if len(self._last_states) < 2 and not self.tickets:
             return False
         while self._absent() and (left_ns := self._linger_until_ns - perf_counter_ns()) > 0:
-            if not self._bell.acquire(timeout=left_ns / 1e9):  # its messages may have been taken already
+            if not self._bell.acquire(timeout=left_ns / 1e9):  # the messages may have been received already
                 break
             self._take_in()
         return bool(self.tickets)
@@ -82,37 +85,39 @@ class TicketQueue:
         return [ticket for ticket in self.tickets if ticket.job.num_left and ticket.error is None]
 
     def note_end(self, took_ns: int, done: Sequence[Job]) -> None:
-        """Note that a chunk has just ended after `took_ns`, and with it the last row of some jobs."""
+        """Record that a chunk has ended after `took_ns` nanoseconds, with the last rows of some jobs."""
         self._last_states = frozenset(job.run.state.serial for job in done)
         self._linger_until_ns = perf_counter_ns() + int(LINGER * took_ns)
 
     def let_go(self) -> None:
-        """End the tickets without remaining work."""
+        """End the tickets that have no work left."""
         for ticket in self.tickets:
             if not ticket.num_in_flight and (ticket.error is not None or not ticket.job.num_left):
                 ticket.end()
         self.tickets = [ticket for ticket in self.tickets if not ticket.is_ended]
 
     def end_all(self, error: BaseException) -> None:
-        """End all tickets; none of their chunks is in flight."""
+        """End all tickets. No chunk with their tokens may be in flight."""
         for ticket in self.tickets:
             ticket.end(error)
         self.tickets = []
 
     def _ring(self) -> None:
-        with suppress(RuntimeError):  # it is unlocked already
+        with suppress(RuntimeError):  # the lock is released already
             self._bell.release()
 
     def _absent(self) -> frozenset[int]:
-        """Return the states that had their last row in the last chunk and have not returned."""
+        """Return the states whose runs ended with the last chunk and that have no new ticket yet."""
         return self._last_states.difference(ticket.job.run.state.serial for ticket in self.tickets)
 
     def _take_in(self, *messages: Ticket | None) -> None:
-        """Take all messages from the inbox, and end the tickets that want no more rows."""
+        """Receive all messages from the inbox, and end the tickets that need no more rows."""
         while not self._inbox.empty():
             messages = (*messages, self._inbox.get())
         news = [ticket for ticket in dict.fromkeys(messages) if ticket and ticket not in self.tickets]
-        self.tickets += [ticket for ticket in news if not ticket.is_ended]  # one may have been cancelled too late
+        self.tickets += [
+            ticket for ticket in news if not ticket.is_ended
+        ]  # a ticket may have been cancelled after its last token was computed
         for ticket in self.tickets:
             if self._is_closed:
                 ticket.stop(ClosedError("the engine was closed; load the model again"))

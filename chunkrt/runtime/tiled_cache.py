@@ -1,8 +1,9 @@
-"""bfloat16 caches, whose blocks are stored as the tiles that attention multiplies (csrc/kernels/attention/attention.h).
+"""Layout of bfloat16 caches: blocks are stored in the tile layout of attention (csrc/kernels/attention/attention.h).
 
-An array is uint16 [heads, slots, width]: slots to a multiple of 64, width the head's dimensions to a multiple of 32,
-each bfloat16 the upper half of a float32. Within 64 slots keys are [4, width / 2, 16 slots, 2 dimensions], values
-[width / 16, 32, 16 dimensions, 2 slots]. Elsewhere, in files and prefixes, there are rows [heads, slots, width].
+An array is uint16 [heads, slots, width]. The number of slots is padded to a multiple of 64, and width is the head
+dimension padded to a multiple of 32. Each element is the upper half of a float32. A block of 64 slots is stored as [4,
+width / 2, 16 slots, 2 dimensions] for keys, and as [width / 16, 32, 16 dimensions, 2 slots] for values. Files and
+prefixes store rows [heads, slots, width] instead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _TILE, _DEPTH = 16, 32
 
 
 def tiled_shape(heads: int, slots: int, head_dim: int) -> tuple[int, int, int]:
-    """Return the shape of an array with room for at least `slots` slots."""
+    """Return the shape of an array for at least `slots` slots."""
     return heads, whole_blocks(slots), -(-head_dim // _DEPTH) * _DEPTH
 
 
@@ -28,7 +29,8 @@ def whole_blocks(slots: int) -> int:
 
 
 def by_slot(array: Array, slots: Array, *, are_values: bool) -> tuple[Array, Any]:
-    """Return a view of an array, and a key that selects some slots of it, [heads, slots, width / n, n]."""
+    """Return a view of an array and an index into the view that selects the given slots, [heads, slots, width / n,
+    n]."""
     heads, num_slots, width = array.shape
     if are_values:
         tiles = array.reshape(heads, num_slots // BLOCK, width // _TILE, BLOCK // 2, _TILE, 2)

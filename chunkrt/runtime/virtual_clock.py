@@ -1,6 +1,7 @@
-"""A schedule on a virtual clock: the timeline of a run if its tasks took given times. No threads, no waiting.
+"""Simulate a schedule on a virtual clock: the timeline of a run whose tasks take given times.
 
-At any moment each running task proceeds at a speed, which may depend on the other running tasks.
+The simulation uses no threads, and does not wait. Every running task proceeds at a speed, which may depend on the other
+running tasks.
 """
 
 from __future__ import annotations
@@ -13,44 +14,51 @@ from typing import TYPE_CHECKING
 from chunkrt.backends.base import Passage
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 
-if TYPE_CHECKING:  # a schedule looks ahead with this module
+if TYPE_CHECKING:  # a schedule simulates policies with this module
     from chunkrt.runtime.schedule import Schedule
 
 NOTHING_LEFT_NS = 1e-3
 """Remaining work that is only a rounding error."""
 
 Speeds = Callable[[Collection[Task]], Sequence[float]]
-"""Speeds of tasks that run at the same time: above 0 and at most 1."""
+"""Function that returns the speeds of tasks that run at the same time, above 0 and at most 1."""
 
 
 def at_full_speed(running: Collection[Task]) -> Sequence[float]:
-    """Return full speed for all tasks: none slows another down."""
+    """Return full speed for all tasks, so no task slows down another."""
     return [1.0] * len(running)
 
 
 Outside = Callable[[float], float | None]
-"""Source of chunks for an open schedule. It is called with the time at every moment at which a task ends, and at the
-times that it returns. It admits chunks, and closes the schedule when no more come. It returns the time of its next
-call; None for the end of the next task."""
+"""Source of chunks for an open schedule. It is called with the current time whenever a task ends, and at the times that
+it returns. It admits chunks, and closes the schedule after the last one. It returns the time of its next call, or None
+to be called at the end of the next task.
+"""
 
 
 def nothing_comes(now: float) -> float | None:
-    """Admit no chunks: all are known from the beginning."""
+    """Admit no chunks, because all chunks are known from the beginning."""
     return None
 
 
 Edges = Callable[[Task], tuple[float, float]]
-"""Shares of a task's duration on an NPU that are the conversion of its inputs, and of its outputs."""
+"""Function that returns the shares of a task's duration on an NPU for the conversion of its inputs and of its
+outputs."""
 
 
 def without_edges(task: Task) -> tuple[float, float]:
-    """Return no conversion."""
+    """Return shares of 0: the task converts no values."""
     return 0.0, 0.0
 
 
 @dataclass
 class _Way:
-    """A task in progress. `parts`: remaining work after the present part. `times`: start and end times of the parts."""
+    """A task in progress.
+
+    Attributes:
+        parts: work of the parts after the present one.
+        times: start and end times of the parts.
+    """
 
     processor: Processor
     worker: int
@@ -67,20 +75,20 @@ def run_on_virtual_clock(
 ) -> list[TaskEvent]:
     """Drive a schedule to its end.
 
-    At every moment the tasks that end then are completed first, in the order in which they started. Then `outside` is
-    called. Then processors in their order take the tasks that the schedule hands out, each until its workers are busy
-    or no task is left for it. If `Processor.num_computing` bounds it, tasks convert their inputs, wait for their turn
-    (first come, first served), compute, and convert their outputs.
+    At every point in time, tasks that end are completed first, in the order in which they started. Then `outside` is
+    called. Then each processor, in order, claims tasks until its workers are busy or the schedule offers no task for
+    it. If `Processor.num_computing` limits a processor, its tasks convert their inputs, wait for their turn (first
+    come, first served), compute, and convert their outputs.
 
     Args:
         schedule: a new schedule.
-        duration: returns a task's duration at full speed, in nanoseconds, at least 0; waiting for a turn is extra.
+        duration: returns a task's duration at full speed in nanoseconds, at least 0, without the wait for its turn.
         speeds: returns the speeds of the running tasks.
         outside: source of chunks for an open schedule.
-        edges: the parts of a duration that are conversion, if a processor bounds the number of computing tasks.
+        edges: returns the shares of a duration for conversions, if a processor limits the number of computing tasks.
 
     Returns:
-        Every task in the order in which they ended; the clock starts at 0.
+        The events of all tasks, in the order in which they ended. The clock starts at 0.
     """
     now = 0.0
     idle = {processor.name: list(reversed(range(processor.workers))) for processor in schedule.processors}
@@ -89,7 +97,7 @@ def run_on_virtual_clock(
     running: dict[Task, _Way] = {}
     """Running tasks in the order in which they started."""
     left: dict[Task, float] = {}
-    """Remaining work of each task in its present part; tasks that wait for a turn have no entry."""
+    """Remaining work of each task in its present part. Tasks that wait for their turn have no entry."""
     events: list[TaskEvent] = []
     while True:
         next_call = outside(now)

@@ -1,8 +1,8 @@
 """Workers drive a schedule in real time, with threads or in the calling thread.
 
-Threads wait on condition variables. All of these share one lock, under which a worker reports the task that ended and
-claims the next in one step. A ready task is always announced: the worker that ends a task claims one itself and wakes
-one idle worker for each remaining task.
+Threads wait on condition variables that share one lock. Under this lock a worker reports the task that has ended and
+claims the next one in a single step. No ready task is missed: the worker that ends a task claims one task itself, and
+wakes one idle worker for each remaining ready task.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Changed = TypeVar("Changed")
 
 
 GivesWay = Callable[[Schedule], object]
-"""Function called before every claim; it may withdraw chunks."""
+"""Function that is called before every claim, and may withdraw chunks."""
 
 
 def never(schedule: Schedule) -> None:
@@ -40,7 +40,7 @@ def run_in_caller(
 ) -> list[TaskEvent]:
     """Drive a schedule to its end in the calling thread, one task at a time.
 
-    See `Workers.run`; here an interrupt is raised in `execute` itself.
+    See `Workers.run`. In contrast to `Workers.run`, an interrupt is raised within `execute`.
     """
     events: list[TaskEvent] = []
     while not schedule.is_finished:
@@ -67,16 +67,17 @@ def run_in_caller(
 
 
 class Workers:
-    """The threads of one run: each claims tasks from the schedule on behalf of its processor.
+    """The threads of one run. Each thread claims tasks from the schedule for its processor.
 
     Args:
-        schedule: the schedule to drive, which has no other user until `run` has returned. Each of its processors gets
-            as many threads as it has workers.
+        schedule: the schedule to drive, which must not be used by other code until `run` has returned. One thread is
+            started for each worker of its processors.
         execute: runs one task, in a worker's thread.
-        cancel: checked before every claim.
+        cancel: flag that is checked before every claim.
         gives_way: called before every claim, under the lock; it may withdraw chunks.
-        cpus: CPUs that the threads run on; by default those of the thread that starts them.
-        on_chunk_end: for an open schedule: called under the lock when `ended` has a new chunk, or all has stopped.
+        cpus: CPUs that the threads run on; by default the CPUs of the thread that starts them.
+        on_chunk_end: for an open schedule, called under the lock when `Schedule.ended` contains a new chunk or the
+            schedule has stopped.
     """
 
     def __init__(
@@ -96,13 +97,14 @@ class Workers:
         self._cpus = cpus
         self._on_chunk_end = on_chunk_end
         self.events: list[TaskEvent] = []
-        """Completed tasks, in the order in which they ended; guarded by the lock."""
+        """Events of completed tasks, in the order in which they ended; guarded by the lock."""
         self.error: BaseException | None = None
-        """Error of a policy, or any other error that stopped a thread."""
+        """Error of a policy, or another error that stopped a thread."""
         self._lock = Lock()
         self._num_working = 0
-        """Number of working threads. `Thread.is_alive` is not reliable: in Python 3.11 it is False for a running thread
-        after an interrupt has come in a `join` on it."""
+        """Number of threads that have not ended. `Thread.is_alive` is not reliable: in Python 3.11 it is False for a
+        running thread after an interrupt during a `join` on it.
+        """
         self._no_thread_works = Lock()
         self._finished = Gate()
         self._has_told = False
@@ -112,7 +114,7 @@ class Workers:
                 target=self._work,
                 args=(processor, idle, worker),
                 name=f"chunkrt-{processor.name}-{worker}",
-                daemon=True,  # a thread stuck in a driver must not keep the process alive
+                daemon=True,  # a thread that is stuck in a driver must not keep the process alive
             )
             for processor, idle in self._idle
             for worker in range(processor.workers)
@@ -121,14 +123,15 @@ class Workers:
     def run(self) -> list[TaskEvent]:
         """Drive the schedule to its end.
 
-        The error of a failed task is in the schedule's `failure`; cancellation sets its `is_cancelled`.
+        If a task fails, the schedule's `failure` contains the error. A cancellation sets the schedule's `is_cancelled`.
 
         Returns:
-            Completed tasks, in the order in which they ended.
+            The events of completed tasks, in the order in which they ended.
 
         Raises:
-            BaseException: an error of this thread, such as KeyboardInterrupt, or of the policy. The threads have ended
-                then, unless a second interrupt came while this thread waited for them; `close` waits again.
+            BaseException: an error of this thread, such as KeyboardInterrupt, or of the policy. The threads have ended,
+            unless
+                a second interrupt occurred while this thread waited for them; `close` then waits again.
         """
         try:
             self.start()
@@ -200,7 +203,9 @@ class Workers:
                 task = self._claim(processor, idle, event)
 
     def _claim(self, processor: Processor, idle: Condition, ended: TaskEvent | None = None) -> Task | None:
-        """Report the completed task and claim the next in one step; return None when no further task will come."""
+        """Report the completed task and claim the next one in a single step. Return None when no further task will
+        follow.
+        """
         schedule = self._schedule
         with self._lock:
             if ended is not None:

@@ -1,4 +1,4 @@
-"""Requests to a simulated server: arrival times and lengths, drawn from distributions with a seed."""
+"""Requests to a simulated server. Arrival times and lengths are drawn from distributions with a seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from random import Random
 from chunkrt.errors import ConfigError
 
 CLOSED, POISSON = "closed", "poisson:"
-ARRIVALS_FORM = f"{POISSON}RATE, requests a second, or {CLOSED}"
+ARRIVALS_FORM = f"{POISSON}RATE (requests per second) or {CLOSED}"
 LENGTHS_FORM = "a number, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, or a file with one number a line"
 
 MOST_TOKENS = 1 << 31
@@ -22,7 +22,8 @@ MOST_TOKENS = 1 << 31
 class Request:
     """A prompt, and the number of tokens to generate after it.
 
-    arrival_ns: arrival time; None for as soon as another request has been answered.
+    Attributes:
+        arrival_ns: arrival time; None if the request arrives as soon as another request has been answered.
     """
 
     arrival_ns: float | None
@@ -32,7 +33,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests, and the number of them that were clipped to the context length."""
+    """Requests, and the number of requests that were clipped to the context length."""
 
     requests: Sequence[Request]
     num_cut: int
@@ -41,17 +42,18 @@ class Load:
 def draw(arrivals: str, prompt: str, generate: str, *, requests: int, context_length: int, seed: int = 0) -> Load:
     """Draw requests.
 
-    Arrivals and both lengths are drawn independently: another distribution of one does not change the others.
+    Arrivals and both lengths are drawn independently: changing the distribution of one of them does not change the
+    others.
 
     Args:
-        arrivals: `poisson:RATE` for RATE requests a second on average; or `closed`.
-        prompt: tokens of a prompt: a number, `uniform:LOW:HIGH`, `lognormal:MEDIAN:SIGMA`, or the path of a file with
-            one number a line; its numbers are used in order and repeated.
-        generate: tokens to generate, in the same forms.
+        arrivals: `poisson:RATE` for RATE requests per second on average; or `closed`.
+        prompt: number of tokens of a prompt: an integer, `uniform:LOW:HIGH`, `lognormal:MEDIAN:SIGMA`, or the path of a
+            file with one integer per line; the integers of a file are used in order and repeated.
+        generate: number of tokens to generate, in the same forms as `prompt`.
         requests: number of requests, at least 1.
-        context_length: context length of the model. A longer request is an error, except for lognormal lengths, which
-            are unbounded: these are clipped.
-        seed: at least 0.
+        context_length: context length of the model. A longer request is an error, except that lognormal lengths, which
+            are unbounded, are clipped.
+        seed: random seed, at least 0.
 
     Raises:
         ConfigError: a value is out of range or malformed.

@@ -1,6 +1,7 @@
 """Evaluation of one function at many points on an existing Dask cluster.
 
-The user starts the cluster: `dask scheduler`, and on every machine `dask worker ADDRESS`, with the same chunkrt.
+The user starts the cluster with `dask scheduler`, and with `dask worker ADDRESS` on every machine. All machines need
+the same version of chunkrt.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Point = TypeVar("Point")
 Result = TypeVar("Result")
 
 CONNECT_SECONDS = 10
-"""Timeout for the scheduler, and then for its first worker."""
+"""Timeout for the connection to the scheduler, and then for its first worker."""
 
 
 def run_on_dask(
@@ -34,13 +35,13 @@ def run_on_dask(
     Args:
         cluster: the address of a scheduler, or a `distributed.Client`, which stays open.
         function: a function of a module that the workers can import.
-        held: the argument that all points share; sent to every worker once.
-        points: the arguments that differ.
+        held: the argument that all points share; it is sent to every worker once.
+        points: the arguments of the single calls.
         progress: called with the number of finished points.
 
     Raises:
         ConfigError: distributed is not installed, the cluster cannot be reached, has no workers, or is lost.
-        ChunkrtError: the function raised it.
+        ChunkrtError: `function` raised this error.
     """
     with _connected(cluster) as (distributed, client):
         futures = []
@@ -96,9 +97,7 @@ def _open_client(distributed: Any, address: str) -> Any:
             answer.put(error)
 
     try:
-        import_module("distributed.comm").resolve_address(
-            address
-        )  # a client that fails like this blocks when it is closed
+        import_module("distributed.comm").resolve_address(address)  # a client that failed like this blocks on close
         Thread(target=connect, daemon=True).start()
         found = answer.get(timeout=CONNECT_SECONDS + 1)
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Partition experiments: one model simulated over a grid of choices, on all cores.
+"""Partition experiments: simulations of one model over a grid of choices, on all cores.
 
 rows = chunkrt.experiment(
     "gemma-2b",
@@ -12,7 +12,7 @@ rows = chunkrt.experiment(
 best = max(rows, key=lambda row: row.tokens_per_s)
 frame = rows.to_pandas()
 
-The worker processes import the calling script, so a script has to call it under `if __name__ == "__main__":`.
+The worker processes import the calling script, so a script has to call `experiment` under `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ from chunkrt.simulate.dask_cluster import run_on_dask
 T = TypeVar("T")
 
 POINTS_OF_A_WORKER = 100
-"""Simulations that take about as long as the start of a worker process."""
+"""Number of simulations that take about as long as the start of a worker process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One point of the grid and its figures, as in `chunkrt.simulate.Simulation`.
+    """One point of the grid and its results, as in `chunkrt.simulate.Simulation`.
 
-    chunks_in_flight: as simulated, at most the number of chunks of the prompt. energy_joules: None if the profile has
-    no power figures.
+    Attributes:
+        chunks_in_flight: the simulated number, which is at most the number of chunks of the prompt.
+        energy_joules: None if the profile has no power figures.
     """
 
     model: str
@@ -82,7 +83,8 @@ class Rows(list[Row]):
     """The rows of an experiment, in the order of its grid."""
 
     def to_pandas(self) -> Any:
-        """Return a pandas DataFrame with the columns of `Row`; a placement is text, e.g. "lm_head=npu, model.norm=cpu".
+        """Return a pandas DataFrame with the fields of `Row` as columns. Placements are texts: "lm_head=npu,
+        model.norm=cpu".
 
         Raises:
             ConfigError: pandas is not installed.
@@ -110,7 +112,7 @@ class Rows(list[Row]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Grid:
-    """Data that every worker holds; points refer to its plans and devices by index."""
+    """Data that every worker holds. Points refer to the plans and devices by index."""
 
     model: str
     placements: list[Placement]
@@ -119,7 +121,7 @@ class _Grid:
 
 
 _Point = tuple[int, int, str, int, int, str, int | None]
-"""Device, placement, scheme, prompt length, chunk length, policy, chunks in flight."""
+"""Coordinates of a point: device, placement, scheme, prompt length, chunk length, policy, chunks in flight."""
 
 
 def experiment(
@@ -139,16 +141,17 @@ def experiment(
     """Simulate the prefill of a model at every point of a grid.
 
     Args:
-        model: a shape or its name; else a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
+        model: a shape or its name; otherwise a catalogue name, a GGUF file, a Hugging Face folder, or an engine
+            directory.
         devices: profiles, or names and files of profiles.
-        chunk_lengths: tokens, 1 to the model's context.
+        chunk_lengths: numbers of tokens, 1 to the model's context.
         policies: names of policies.
         schemes: names of schemes.
-        prompt_lengths: tokens, 1 to the model's context.
+        prompt_lengths: numbers of tokens, 1 to the model's context.
         placements: devices by patterns of module paths; by default every module is on its default device.
         chunks_in_flight: at least 1; None for the executor's default.
-        workers: processes, at least 1; by default one for each POINTS_OF_A_WORKER simulations, at most the cores of
-            this machine. 1 simulates in this process.
+        workers: number of processes, at least 1; by default one for each POINTS_OF_A_WORKER simulations, but at most
+            the number of cores of this machine. With 1, simulations run in this process.
         dask: the address of a Dask scheduler, or a `distributed.Client`, whose workers replace the processes.
         progress: function that is called during downloads and after every simulation; True shows a bar.
 
@@ -212,7 +215,7 @@ def _run_here(grid: _Grid, points: list[_Point], progress: Progress) -> list[Row
 
 
 def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress) -> list[Row]:
-    """Run on worker processes. They are spawned, because a fork would copy locks that threads of this process hold."""
+    """Run on worker processes. These are spawned, because a fork would copy locks that threads of this process hold."""
     rows = list[Row]()
     others = set(active_children())
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (grid,)) as pool:
@@ -229,7 +232,7 @@ def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress)
             ) from error
         except BaseException:
             for process in set(active_children()) - others:
-                process.terminate()  # some may not have started yet
+                process.terminate()  # some processes may not have started yet
             pool.shutdown(cancel_futures=True)
             raise
     return rows
@@ -239,7 +242,7 @@ def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress)
 def _interrupts_held_back() -> Iterator[None]:
     """Delay Ctrl-C until the block ends, so that no process that is being started is orphaned.
 
-    Processes that are started within the block never receive it; their parent ends them.
+    Processes that are started within the block never receive the signal; their parent ends them.
     """
     before = signal.getsignal(signal.SIGINT)
     if current_thread() is not main_thread() or before is None:  # no KeyboardInterrupt will be raised here
@@ -260,7 +263,7 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 _worker_grid: _Grid
-"""Grid of a worker process, set when it starts."""
+"""Grid of this worker process; it is set when the process starts."""
 
 
 def _start_worker(grid: _Grid) -> None:
@@ -289,7 +292,7 @@ def _row(grid: _Grid, point: _Point) -> Row:
 
 
 def plans_of(model: str | Path | Shape, placements: Sequence[Placement], progress: Progress) -> list[Plan]:
-    """Return the plan of every placement; arguments and errors are those of `experiment`."""
+    """Return the plan of every placement. Arguments and errors are those of `experiment`."""
     name = str(model)
     if isinstance(model, Shape) or name in shapes():
         shape = model if isinstance(model, Shape) else find_shape(name)

@@ -1,8 +1,10 @@
-"""Check of a model's memory on a device, from its plan alone: nothing is compiled, and no weight is read.
+"""Check whether a model fits in the memory of a device.
+
+The check needs only the plan: nothing is compiled, and no weight is read.
 
 NPU memory holds the compiled contexts with their weights, the spilled part of each context, and the buffers at its
-edges. A session has a fixed address window; several sessions share a larger model. RAM holds all of that and the CPU's
-data: caches, the chunks in flight, and its own copy of the weights for decode.
+edges. A session has a fixed address window; a larger model is divided among several sessions. RAM holds the NPU's
+memory and the CPU's data: caches, the chunks in flight, and the CPU's copy of the weights for decode.
 """
 
 from __future__ import annotations
@@ -29,30 +31,30 @@ from chunkrt.runtime.state_tensors import state_bytes
 from chunkrt.runtime.tasks import processors_for
 
 MOST_SESSIONS = 4
-"""NPU sessions of a process, as others report; an emulator has no such limit."""
+"""Number of NPU sessions of a process, as published by others; an emulator has no such limit."""
 
 SMALLEST_SCHEME, SHORTEST_CONTEXT = "w4a16", 1024
 """Smallest scheme and shortest context that a remedy suggests."""
 
 USABLE_RAM = 0.6
-"""Share of a device's RAM that one program may use. A guess; the system and other programs use the rest."""
+"""Share of a device's RAM that one program may use. This is a guess; the system and other programs use the rest."""
 
 CONTEXT_OVERHEAD_BYTES, CONTEXT_COLUMN_BYTES = 64 * 1024, 24
-"""Size of a context in addition to its weights: a constant, and a term for every output column of a linear. If columns
-have quantisation ranges of their own, their limits come on top, as float16 for every row of a chunk.
+"""Size of a context in addition to its weights: a constant, and a term for every output column of a linear. If each
+column has its own quantisation range, the limits of the columns add a float16 for every row of a chunk.
 
-Fitted to 162 contexts compiled for SM8650: hidden sizes of 192 to 2048, chunks of 1, 32 and 128. None is larger than
-estimated; from 1 MB upwards they are at most 2 % smaller with 16-bit activations, 13 % with 8-bit ones. Chunks of 8
-with 8-bit activations take up to 4 % more than estimated.
+The numbers were fitted to 162 contexts compiled for SM8650, with hidden sizes of 192 to 2048 and chunks of 1, 32 and
+128. No context is larger than estimated. From 1 MB upwards, contexts are at most 2 % smaller with 16-bit activations,
+and at most 13 % smaller with 8-bit activations. Chunks of 8 with 8-bit activations take up to 4 % more than estimated.
 """
 
 LEAST_ROWS = 32
 """Fewest rows for which column limits are stored."""
 
 WIDEST_VALUES_HELD = {16: 1.5, 8: 10.0}
-"""Working memory of a context, in units of its widest value as float16, by the bits of activations; the part that
-exceeds VTCM is spilled. Fitted to the same contexts and to chunks of up to 1024: at most 3 MB too small; for 8 bits and
-chunks of 512 and more often far too large.
+"""Working memory of a context by the bits of activations, in units of its widest value as float16. The part that
+exceeds VTCM is spilled. The numbers were fitted to the same contexts and to chunks of up to 1024. Estimates are at most
+3 MB too small; for 8 bits and chunks of 512 and more, they are often far too large.
 """
 
 
@@ -60,9 +62,12 @@ chunks of 512 and more often far too large.
 class ContextFit:
     """One NPU subgraph, in bytes.
 
-    weight_bytes: weights of its linears on the NPU; a 4-bit linear takes half a byte a weight and a byte a block.
-    context_bytes: estimate of the compiled context, including these weights. spill_bytes: estimate of working memory
-    that exceeds VTCM. edge_bytes: float16 buffers for inputs and outputs, for two calls; for one with attention.
+    Attributes:
+        weight_bytes: weights of its linears on the NPU; a 4-bit linear takes half a byte per weight and a byte per
+            block.
+        context_bytes: estimate of the compiled context, including these weights.
+        spill_bytes: estimate of working memory that exceeds VTCM.
+        edge_bytes: float16 buffers for inputs and outputs of two calls, or of one call with attention.
     """
 
     name: str
@@ -73,7 +78,7 @@ class ContextFit:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of an NPU session's window that it takes."""
+        """Number of bytes of an NPU session's window that this subgraph takes."""
         return self.context_bytes + self.spill_bytes + self.edge_bytes
 
 
@@ -81,9 +86,11 @@ class ContextFit:
 class Fit:
     """Memory that a model takes on a device, and the device's memory, in bytes.
 
-    sessions: names of the NPU subgraphs that share each NPU session. cache_bytes: keys and values of one conversation,
-    in float16, and its recurrent state, in float32. chunk_bytes: values of the chunks in flight, in prompts and in
-    decode. cpu_weight_bytes: the mapped file of weights.
+    Attributes:
+        sessions: for each NPU session, the names of its subgraphs.
+        cache_bytes: keys and values of one conversation, in float16, and its recurrent state, in float32.
+        chunk_bytes: values of the chunks in flight, in prompts and in decode.
+        cpu_weight_bytes: the mapped file of weights.
     """
 
     soc: Soc
@@ -99,17 +106,17 @@ class Fit:
 
     @property
     def npu_bytes(self) -> int:
-        """Bytes on the NPU, in all sessions."""
+        """Number of bytes on the NPU, in all sessions."""
         return sum(context.num_bytes for context in self.contexts)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes in RAM, which both processors share."""
+        """Number of bytes in RAM, which both processors share."""
         return self.npu_bytes + self.cache_bytes + self.chunk_bytes + self.cpu_weight_bytes
 
     @property
     def usable_ram_bytes(self) -> int:
-        """RAM that the model may take."""
+        """Number of bytes of RAM that the model may take."""
         return int(self.ram_bytes * USABLE_RAM)
 
     @property
@@ -123,14 +130,15 @@ class Fit:
         ][:1]
         if len(self.sessions) > MOST_SESSIONS:
             found.append(
-                f"it takes {len(self.sessions)} NPU sessions of {_size(window)}, but only {MOST_SESSIONS} are available"
+                f"the model takes {len(self.sessions)} NPU sessions of {_size(window)}, "
+                f"but only {MOST_SESSIONS} are available"
             )
         if self.total_bytes > self.usable_ram_bytes:
-            found.append(f"it takes {_size(self.total_bytes)} of {_size(self.usable_ram_bytes)} usable RAM")
+            found.append(f"the model takes {_size(self.total_bytes)} of {_size(self.usable_ram_bytes)} usable RAM")
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain data, including sums and verdict."""
+        """Return all fields as plain data, including sums and the problems."""
         return asdict(self) | {
             "contexts": [asdict(c) | {"num_bytes": c.num_bytes} for c in self.contexts],
             "npu_bytes": self.npu_bytes,
@@ -193,7 +201,7 @@ def find_remedy(
 ) -> str:
     """Return command line options under which a model that does not fit would fit; empty if none are found.
 
-    They are tried in this order: shorter chunks, a shorter context, 4-bit weights.
+    Options are tried in this order: shorter chunks, a shorter context, 4-bit weights.
 
     Args:
         scheme: the scheme given to `fit`.
@@ -267,7 +275,8 @@ def _npu_weight_bytes(depth: int, columns: int, bits: int | None) -> int:
 
 
 def _share_sessions(contexts: Sequence[ContextFit], window_bytes: int) -> list[tuple[str, ...]]:
-    """Group contexts in order; each joins the session of its predecessors if that has room."""
+    """Group contexts into sessions in order. A context joins the session of its predecessor if that session has
+    room."""
     sessions: list[tuple[str, ...]] = []
     room = 0
     for context in contexts:

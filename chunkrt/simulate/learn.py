@@ -1,8 +1,10 @@
-"""Measured profiles from recorded runs: duration of every subgraph alone, and slowdown of concurrent tasks.
+"""Compute measured profiles from recorded runs.
 
-Costs come from runs of one task at a time, in which every subgraph finds the processor's caches as the others left
-them. Within a run they are means, because a run's time is a sum; over runs the median, which is robust against other
-load.
+A profile contains the duration of every subgraph alone, and the slowdown of concurrent tasks.
+
+Costs come from runs of one task at a time, in which the other subgraphs determine the content of the processor's
+caches. Costs are means within a run, because the time of a run is a sum, and medians over runs, because these are
+robust against other load.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ def learn_budget(
 
     Args:
         plan: the decoder.
-        threads: the budget.
-        alone: runs under the policy "sequential": some of a prompt of two or more complete chunks, and some of half a
+        threads: the thread budget.
+        alone: runs under the policy "sequential", some for a prompt of two or more complete chunks, and some for half a
             chunk.
-        crowded: runs of the same prompt of complete chunks under the policy to be predicted.
+        crowded: runs of the prompt of complete chunks under the policy to be predicted.
     """
     costs = learn_costs(plan, alone)
     workers = sum(processor.workers for processor in crowded[0].pipeline.processors)
@@ -54,7 +56,7 @@ def learn_budget(
 
 
 def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost]:
-    """Return the cost of every representative subgraph by its name; see `learn_budget` for the runs."""
+    """Return the costs of all representative subgraphs by name; `learn_budget` describes the runs."""
     first = twins(plan)
     whole: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     short: dict[str, list[float]] = defaultdict(list)
@@ -94,10 +96,11 @@ def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost
 def learn_speeds(
     plan: Plan, costs: Mapping[str, SubgraphCost], runs: Sequence[RunRecord], workers: int
 ) -> dict[str, tuple[float, ...]]:
-    """Return speeds of every representative subgraph as one of 1, 2, ... `workers` concurrent tasks.
+    """Return the speeds of every representative subgraph as one of 1, 2, ... `workers` concurrent tasks.
 
-    Tasks that mostly ran as one of k are grouped. The speed of a group is its work alone, less the time for which each
-    task ran alone, divided by the rest of its time. The result is the median over the runs.
+    Tasks that mostly ran as one of k concurrent tasks form a group. The speed of a group is the duration of its tasks
+    alone, minus the time in which a task ran alone, divided by the remaining time of the group. The result is the
+    median over the runs.
     """
     first = twins(plan)
     found: dict[tuple[str, int], list[float]] = defaultdict(list)

@@ -1,6 +1,6 @@
-"""Link profiles: the network between the ranks of one decoder, and the duration of a sum over ranks.
+"""Profiles of links, the network between the ranks of one decoder, and the duration of a sum over ranks.
 
-The profiles in `links/` name the source of every number, as device profiles do (`profile.py`).
+The profiles in `links/` name the source of every number, like device profiles (`profile.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ FORM = "gb_per_s=1.25,latency_us=50"
 class LinkProfile:
     """One link, full duplex and exclusive to each rank, through a non-blocking switch.
 
-    nominal_gbit_per_s: the advertised speed; not used in computations. gb_per_s: TCP's payload speed, one way.
-    latency_us: one-way latency of a message between two programs. sources: source of every number, by its name.
+    Attributes:
+        nominal_gbit_per_s: the advertised speed, which is not used in computations.
+        gb_per_s: TCP's payload speed in one direction.
+        latency_us: one-way latency of a message between two programs.
+        sources: source of every number, by its name.
     """
 
     name: str
@@ -46,10 +49,10 @@ class LinkProfile:
 
 
 def find_link(text: str) -> LinkProfile:
-    """Return a link by the name of a bundled one, by the path of a TOML file, or by its two numbers as in FORM.
+    """Return a link, given the name of a bundled link, the path of a TOML file, or two numbers as in FORM.
 
     Raises:
-        ConfigError: the name is unknown, the file is wrong, or a number is missing or invalid.
+        ConfigError: the name is unknown, the file is invalid, or a number is missing or invalid.
     """
     if text in LINKS:
         return read_link(_FOLDER / f"{text}.toml")

@@ -1,8 +1,8 @@
-"""Measured profiles: duration of every subgraph of one model on this machine, written by `chunkrt profile`.
+"""Measured profiles: durations of all subgraphs of one model on this machine, written by `chunkrt profile`.
 
-A subgraph's duration is linear in its rows and in the positions that they attend to. Subgraphs of the same shape share
-one measurement, under the name of the first of them. A profile also holds how much tasks slow each other down when all
-workers are busy: they share memory, caches and, where both roles run on the CPU, its threads.
+A subgraph's duration is linear in its rows and in the positions that these rows attend to. Subgraphs of the same shape
+share one measurement, under the name of the first such subgraph. A profile also contains the mutual slowdown of tasks
+when all workers are busy, because tasks share memory, caches and, if both roles run on the CPU, its threads.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from chunkrt.runtime.tasks import Processor, processors_for
 class SubgraphCost:
     """Microseconds of one subgraph: fixed_us + row_us * rows + pair_us * (pairs of a row and a position it attends to).
 
-    Measured with all threads of the budget and no other load. speeds: entry k-1 is the speed as one of k concurrent
-    tasks, relative to alone.
+    The costs are measured with all threads of the budget and without other load.
+
+    Attributes:
+        speeds: entry k-1 is the speed of the subgraph as one of k concurrent tasks, relative to its speed alone.
     """
 
     subgraph: str
@@ -37,7 +39,9 @@ class SubgraphCost:
 class ThreadsCost:
     """Measurements of one thread budget.
 
-    prompt_us: overhead of a prompt in addition to its tasks. task_us: overhead between two tasks.
+    Attributes:
+        prompt_us: overhead of a prompt in addition to its tasks.
+        task_us: overhead between two tasks.
     """
 
     threads: int
@@ -50,7 +54,9 @@ class ThreadsCost:
 class MeasuredProfile:
     """Measurements of one model on one machine.
 
-    has_npu: an NPU ran the static subgraphs, and the CPU the others. conditions: machine and date of the measurement.
+    Attributes:
+        has_npu: True if an NPU ran the static subgraphs, and the CPU ran the others.
+        conditions: machine and date of the measurement.
     """
 
     name: str
@@ -69,7 +75,7 @@ class MeasuredProfile:
         """Return the measurements of a thread budget, by default of the largest.
 
         Raises:
-            ConfigError: that budget was not measured.
+            ConfigError: the budget was not measured.
         """
         threads = threads or max(self.budgets)
         if threads not in self.budgets:
@@ -114,7 +120,7 @@ def read_measured(table: Mapping[str, Any], path: Path) -> MeasuredProfile:
             raise ConfigError(f"{path}: measured.{key} is {head[key]!r}, expected {kind.__name__}")
     budgets = [_budget(entry, path) for entry in head["threads"]]
     if not budgets:
-        raise ConfigError(f"{path}: it holds no measurement; run `chunkrt profile` again")
+        raise ConfigError(f"{path}: the profile contains no measurement; run `chunkrt profile` again")
     return MeasuredProfile(
         name=str(table["name"]),
         budgets={budget.threads: budget for budget in budgets},

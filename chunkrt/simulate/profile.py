@@ -1,7 +1,7 @@
 """Device profiles: cost models of devices, as TOML that users can read, correct and extend.
 
 The profiles in `devices/` are compiled from published numbers; every number names its source, and guesses are marked.
-`chunkrt profile` writes a measured profile of the machine it runs on instead; see `measured.py`.
+`chunkrt profile`, in contrast, writes a measured profile of the machine that it runs on; see `measured.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ OPERATORS = ("linear_a8", "linear_a16", "linear_float", "attention", "other")
 class OperatorCost:
     """Cost of one kind of operator: `fixed_us` plus the longer of the times of its bytes and its operations.
 
-    gb_per_s: streaming speed of its weights, keys and values, or (for "other") its inputs and outputs. gops: 10^9
-    operations a second, a multiply-add counted as two.
+    Attributes:
+        gb_per_s: speed of reading its weights, keys and values, or (for "other") its inputs and outputs.
+        gops: 10^9 operations per second; a multiply-add counts as two.
     """
 
     fixed_us: float
@@ -43,7 +44,9 @@ class OperatorCost:
 class ProcessorCost:
     """One processor, which runs one task at a time.
 
-    task_us: cost of starting and ending any task. busy_watts: power while it runs a task.
+    Attributes:
+        task_us: time for starting and ending any task.
+        busy_watts: power while the processor runs a task.
     """
 
     task_us: float
@@ -53,7 +56,8 @@ class ProcessorCost:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCost:
-    """Cost of values that cross to another device: converted and copied at `gb_per_s`, plus `fixed_us` for each."""
+    """Cost of values that cross to another device: conversion and copying at `gb_per_s`, plus `fixed_us` for each
+    value."""
 
     fixed_us: float
     gb_per_s: float
@@ -61,7 +65,7 @@ class TransferCost:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCost:
-    """Memory that all processors share: `gb_per_s` for all of them together, picojoules a byte read or written."""
+    """Memory that all processors share: its total bandwidth, and the picojoules per byte read or written."""
 
     gb_per_s: float
     pj_per_byte: float
@@ -71,8 +75,11 @@ class MemoryCost:
 class DeviceProfile:
     """One device.
 
-    soc: Qualcomm's name, as in `backends/qnn/socs.py`. prompt_us: overhead of a prompt before its first task.
-    idle_watts: constant power of the complete device. sources: source of every parameter, by its dotted path.
+    Attributes:
+        soc: Qualcomm's name, as in `backends/qnn/socs.py`.
+        prompt_us: overhead of a prompt before its first task.
+        idle_watts: constant power of the complete device.
+        sources: source of every parameter, by its dotted path.
     """
 
     name: str
@@ -86,9 +93,10 @@ class DeviceProfile:
     sources: Mapping[str, Source] = field(default_factory=dict)
 
     def processors(self, plan: Plan, *, overlaps_conversion: bool = False) -> tuple[Processor, ...]:
-        """Return the processors of a plan, each with one task at a time: the CPU alone if no subgraph is the NPU's.
+        """Return the processors of a plan, each with one task at a time. Without NPU subgraphs, it is the CPU alone.
 
-        `overlaps_conversion`: the NPU takes a second task, whose values are converted while the first computes.
+        Args:
+            overlaps_conversion: the NPU takes a second task, whose values are converted while the first task computes.
         """
         calls = 2 if overlaps_conversion else 1
         has_npu = any(s.device == "npu" for s in plan.subgraphs)
@@ -100,10 +108,10 @@ class DeviceProfile:
 
 
 def find_device(name: str) -> DeviceProfile | MeasuredProfile:
-    """Return a profile by the name of a bundled one, by any name of its SoC, or by the path of a TOML file.
+    """Return a profile, given the name of a bundled profile, any name of its SoC, or the path of a TOML file.
 
     Raises:
-        ConfigError: the name is unknown, or the file is wrong.
+        ConfigError: the name is unknown, or the file is invalid.
     """
     if name in DEVICES:
         return read_profile(_FOLDER / f"{name}.toml")

@@ -1,8 +1,8 @@
 """A server on a virtual clock: sequences arrive, are batched into chunks, and leave.
 
-It feeds an open schedule by the conductor's rules. The batcher sees all waiting sequences whenever a chunk may enter.
-While any sequence decodes, only two chunks are in flight. If single tokens run on the CPU alone although an NPU exists,
-they do so in one chunk at a time, and no other such chunk is formed in the meantime.
+The server feeds an open schedule by the conductor's rules. Whenever a chunk may enter, the batcher gets all waiting
+sequences. While any sequence decodes, only two chunks are in flight. If single tokens run on the CPU alone although an
+NPU exists, only one such chunk runs at a time.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from chunkrt.simulate.arrivals import Request
 
 
 class Admission(NamedTuple):
-    """Computation of a chunk: its route through the plan, and the durations of its tasks alone, by subgraph."""
+    """Computation of a chunk: its route through the plan, and the duration of each of its tasks alone, by subgraph."""
 
     route: Route
     durations: Sequence[int]
 
 
 Admit = Callable[[ChunkRecord, int, bool], Admission]
-"""Called with a chunk, its number of rows that want logits, and whether it bypasses the NPU and runs on the CPU alone.
+"""Function of a chunk, the number of its rows that need logits, and a flag: the chunk bypasses the NPU and runs on the
+CPU.
 """
 
 DecodesApart = Callable[[Sequence[int]], bool]
-"""Called with the positions of decoding sequences; returns True if they bypass the NPU."""
+"""Function of the positions of decoding sequences; returns True if these sequences bypass the NPU."""
 
 MOST_WHILE_DECODING = 2
-"""Most chunks in flight while any sequence decodes, because it waits for all chunks before its own; the conductor's
-rule.
+"""Maximum number of chunks in flight while any sequence decodes, because a decoding sequence waits for all chunks
+before its own. The conductor has the same rule.
 """
 
 
@@ -43,32 +44,32 @@ class Client:
 
     Args:
         number: number of the sequence.
-        request: its lengths.
+        request: lengths of its prompt and answer.
         arrival_ns: its arrival time.
     """
 
     def __init__(self, number: int, request: Request, arrival_ns: float) -> None:
         self.number, self.request, self.arrival_ns = number, request, arrival_ns
         self.start_ns = 0.0
-        """Time of its admission."""
+        """Time at which the request was admitted."""
         self.token_ns: list[float] = []
-        """Completion time of each of its tokens."""
+        """Completion times of the tokens of the answer."""
         self.position = 0
         """Position of the next token that a chunk takes."""
         self.num_left = request.prompt
-        """Tokens that wait: of the prompt, or the last generated one."""
+        """Number of waiting tokens: those of the prompt, or the last generated one."""
         self.num_passed = 0
         self.in_flight: list[int] = []
-        """Chunks that hold rows of it."""
+        """Chunks that contain rows of this sequence."""
 
     @property
     def is_decode(self) -> bool:
-        """True if it waits for one token's row."""
+        """True if the sequence waits for the row of a single token."""
         return bool(self.token_ns) or self.request.prompt == 1
 
     @property
     def time_to_first_token_ns(self) -> float:
-        """Time from its arrival to its first token."""
+        """Time from the arrival of the request to its first token."""
         return self.token_ns[0] - self.arrival_ns
 
 
@@ -76,11 +77,11 @@ class Server:
     """Admits requests, forms chunks of waiting sequences, and records the completion time of every token.
 
     Args:
-        schedule: open, without chunks; closed here once all requests have been answered.
-        requests: in order of arrival.
+        schedule: an open schedule without chunks; the server closes it once all requests have been answered.
+        requests: the requests in order of arrival.
         batcher: forms the chunks.
-        chunk_length: C.
-        most_sessions: requests that are admitted at once; others wait.
+        chunk_length: number of tokens of a chunk.
+        most_sessions: number of requests that are admitted at once; further requests wait.
         most_in_flight: limit of chunks in flight, except for those that bypass the NPU.
         step: see `Waiting.step`.
         prompt_ns: time from the admission of a request until its tokens may be taken.
@@ -109,7 +110,7 @@ class Server:
         self._coming = deque(enumerate(requests))
         self._queue: deque[Client] = deque()
         self._waiting: list[Client] = []
-        """Requests with tokens that no chunk has taken, longest wait first."""
+        """Requests with tokens that no chunk has taken; the request that has waited longest is first."""
         self._inside: list[Client] = []
         self._flying: dict[int, list[tuple[Client, bool]]] = {}
         """For every chunk in flight its requests, each with a flag: the chunk holds the last of the tokens that it
@@ -123,7 +124,7 @@ class Server:
         """All chunks that were formed."""
 
     def __call__(self, now: float) -> float | None:
-        """Process ended chunks and new requests, and form chunks; return the time of the next call."""
+        """Process finished chunks and new requests, and form chunks; return the time of the next call."""
         for number, _ in self._schedule.ended:
             if number == self._apart:
                 self._apart = None

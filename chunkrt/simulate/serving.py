@@ -1,4 +1,4 @@
-"""Serving simulation: speed of a device when many sequences share chunks.
+"""Simulation of serving: the speed of a device when many sequences share chunks.
 
 The batcher, the schedule and the policies are those of the runtime, on a virtual clock; a device profile gives the
 durations of tasks.
@@ -34,7 +34,7 @@ from chunkrt.simulate.work import Chunk
 
 
 class Spread(NamedTuple):
-    """Milliseconds: the mean, the median and the 95th percentile."""
+    """The mean, the median and the 95th percentile of a time, in milliseconds."""
 
     mean: float
     p50: float
@@ -43,14 +43,20 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """Figures of a server from the first request to the last token.
+    """Statistics of a server from the first request to the last token.
 
-    seconds: the total time. time_to_first_token_ms, queue_ms: time from a request's arrival to its first token, and to
-    its admission. gap_ms: time between two tokens of an answer; None if each answer is one token. rows_per_chunk: mean
-    number of rows with a token. packed: share of the chunks with more than one sequence. on_cpu: share of the chunks
-    that the CPU alone computed. padding: share of the NPU's rows without a token; None if it computed none. busy: share
-    of the time that each processor was busy. requests_cut: requests that were clipped to the context. records: of every
-    run, as sessions of an engine give them.
+    Attributes:
+        seconds: the total time.
+        time_to_first_token_ms: time from a request's arrival to its first token.
+        queue_ms: time from a request's arrival to its admission.
+        gap_ms: time between two tokens of an answer; None if each answer is one token.
+        rows_per_chunk: mean number of rows with a token.
+        packed: share of the chunks with more than one sequence.
+        on_cpu: share of the chunks that the CPU alone computed.
+        padding: share of the NPU's rows without a token; None if the NPU computed no rows.
+        busy: share of the time in which each processor was busy.
+        requests_cut: number of requests that were clipped to the context.
+        records: the records of all runs, like those of an engine's sessions.
     """
 
     device: str
@@ -81,7 +87,7 @@ class Serving:
     records: Callable[[], list[RunRecord]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures except the records, for JSON."""
+        """Return all statistics except the records, for JSON."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "records"}
         spreads = {name: value._asdict() for name, value in figures.items() if isinstance(value, Spread)}
         return figures | spreads
@@ -105,18 +111,19 @@ def simulate_serving(
 
     Args:
         plan: a complete decoder.
-        device: cost of its tasks.
+        device: costs of the tasks.
         load: the requests.
-        sessions: requests that are admitted at once, at least 1; others wait.
-        chunk_length: C, tokens, 1 to the plan's context.
+        sessions: number of requests that are admitted at once, at least 1; further requests wait.
+        chunk_length: number of tokens of a chunk, 1 to the plan's context.
         policy: name of the order of tasks.
-        scheme: quantisation of linears; by name, or as a checkpoint fixes it.
+        scheme: quantisation of linears, by name or fixed by a checkpoint.
         batcher: name of the rule that picks the rows of a chunk.
-        decode_on: processor of single tokens if an NPU exists: the CPU alone, the NPU with the CPU, or whichever is
-            expected to be faster for all that wait.
-        chunks_in_flight: limit, at least 1, if an NPU exists; by default the executor's. Without an NPU, and under a
-            policy that runs one task at a time, shared chunks run one after the other and include the single tokens.
-        threads: for a measured profile: one of the measured thread budgets, by default the largest.
+        decode_on: processor of single tokens if an NPU exists: the CPU alone, the NPU with the CPU, or the one that is
+            expected to be faster for all waiting sequences.
+        chunks_in_flight: maximum number if an NPU exists, at least 1; by default the executor's. Without an NPU, and
+            under a policy that runs one task at a time, shared chunks run one after the other and include the single
+            tokens.
+        threads: for a measured profile, one of the measured thread budgets; by default the largest.
 
     Raises:
         ConfigError: an argument is out of range, or does not fit the profile.
@@ -126,7 +133,7 @@ def simulate_serving(
     if not load.requests:
         raise ConfigError("there are no requests to serve")
     if sessions < 1:
-        raise ConfigError(f"{sessions} sessions, expected at least 1")
+        raise ConfigError(f"sessions is {sessions}, expected at least 1")
     if decode_on not in get_args(DecodeOn):
         raise unknown_name("way to decode", decode_on, get_args(DecodeOn))
     if chunks_in_flight is not None:
@@ -178,7 +185,7 @@ def serve(
         costs.plan, chunks_in_flight=chunks_in_flight + 1, processors=costs.processors, policy=find_policy(policy)
     )
     ways: list[str] = []
-    """Way of every chunk."""
+    """The way of every chunk through the decoder."""
 
     size = len(costs.plan.subgraphs)
     routes = {

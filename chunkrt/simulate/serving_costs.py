@@ -1,7 +1,7 @@
-"""Costs of serving: every way of a chunk through a decoder, and the durations of its tasks.
+"""Costs of serving: all ways of a chunk through a decoder, and the durations of its tasks.
 
-If an NPU exists, decoding sequences may bypass it: the same subgraphs, all on the CPU, follow the others in one plan,
-so that one schedule has both.
+If an NPU exists, decoding sequences may bypass it. For this, the plan contains the same subgraphs a second time, all on
+the CPU, so that one schedule covers both ways.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from chunkrt.simulate.work import Chunk, ModelledWork, Work, WorkOf, measured_wo
 class Way:
     """A way through a decoder.
 
-    plan: its subgraphs alone. first: index of its first subgraph in the plan of all ways. processors: its processors.
+    Attributes:
+        plan: a plan of only the subgraphs of this way.
+        first: index of its first subgraph in the plan of all ways.
+        processors: the processors of this way.
     """
 
     plan: Plan
@@ -51,9 +54,12 @@ class Way:
 class ServingCosts:
     """Costs of a decoder's tasks.
 
-    plan: the subgraphs of all ways, one way after the other. ways: "npu" with an NPU, "cpu" without. prompt_ns:
-    overhead of a prompt before its tasks. chunks: receives every chunk; `work_of` and `speeds` read it. decodes_apart:
-    if both ways exist, returns True if single tokens at some positions bypass the NPU.
+    Attributes:
+        plan: the subgraphs of all ways, one way after the other.
+        ways: the ways by name: "npu" with an NPU, "cpu" without.
+        prompt_ns: overhead of a prompt before its tasks.
+        chunks: receives every chunk; `work_of` and `speeds` read it.
+        decodes_apart: if both ways exist, returns True if single tokens at the given positions bypass the NPU.
     """
 
     plan: Plan

@@ -1,4 +1,4 @@
-"""Records of simulated serving, as sessions of an engine give them: one for every prompt and every generated token."""
+"""Records of simulated serving, like those of an engine's sessions: one for every prompt and every generated token."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def serving_records(
     """Return the records of all runs.
 
     Args:
-        costs: costs under which they were served.
+        costs: costs of the simulated tasks.
         server: the server, after the simulation.
         events: events of all tasks.
-        ways: way of each chunk.
+        ways: the way of each chunk.
         policy: name of the policy.
-        chunk_length: C.
-        chunks_in_flight: their limit.
+        chunk_length: number of tokens of a chunk.
+        chunks_in_flight: maximum number of chunks in flight.
     """
 
     def pipeline(way: Way) -> Pipeline:

@@ -1,8 +1,8 @@
-"""Shapes: a decoder's dimensions without its weights, and the plan that they make.
+"""Shapes: dimensions of decoders without weights, and the plans that result from them.
 
-A shape is one TOML file in `shapes/`. Its plan comes from the Llama family's modules, so that partition, runtime and
-simulator see the same as for a checkpoint. If a model differs from that family, the shape lists the approximations;
-operations and bytes of its linears and its attention are kept.
+A shape is a TOML file in `shapes/`. Its plan comes from the Llama family's modules, so partition, runtime and simulator
+process it like the plan of a checkpoint. If a model differs from that family, the shape lists the approximations; the
+operations and bytes of its linears and its attention are exact.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _FOLDER = Path(__file__).parent / "shapes"
 class Shape:
     """A decoder's dimensions, in elements.
 
-    intermediate_size: width of the gated feed-forward, which has three such matrices. source: source of the dimensions.
-    approximations: differences between the plan and the model.
+    Attributes:
+        intermediate_size: width of the gated feed-forward network, which has three matrices of this width.
+        source: source of the dimensions.
+        approximations: differences between the plan and the model.
     """
 
     source: str

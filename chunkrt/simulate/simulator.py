@@ -1,4 +1,5 @@
-"""The simulator: the schedule and the policies that run a prompt, on a virtual clock, with a device's costs."""
+"""The simulator: runs a prompt through the real schedule and policies on a virtual clock, with the costs of a
+device."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ from chunkrt.simulate.work import ModelledWork, WorkOf, cut, measured_work, with
 class ProcessorShares:
     """Usage of one processor, in shares of the makespan of its workers; `busy` and all of `idle` sum to 1.
 
-    idle: by its cause; see `runtime/trace/idle.py`. The link is reported separately.
+    Attributes:
+        idle: idle shares by cause; see `runtime/trace/idle.py`. The link is reported separately.
     """
 
     busy: float
@@ -44,9 +46,13 @@ class ProcessorShares:
 class LinkShares:
     """The link between ranks, and its usage.
 
-    name: name of the link. ranks: number of ranks. sent_bytes: bytes that each rank sends. busy_ms: time with at least
-    one sum in progress; busy: its share of the makespan. hidden: the share of busy_ms in which this rank computed other
-    tasks.
+    Attributes:
+        name: name of the link.
+        ranks: number of ranks.
+        sent_bytes: number of bytes that each rank sends.
+        busy_ms: time with at least one sum in progress.
+        busy: share of busy_ms in the makespan.
+        hidden: share of busy_ms in which this rank computed other tasks.
     """
 
     name: str
@@ -61,12 +67,18 @@ class LinkShares:
 class Simulation:
     """Result of one simulated prompt.
 
-    time_to_first_token_ms: from the prompt to its last token's logits. tokens_per_s: prompt tokens over that time.
-    makespan_ms: from the first task's start to the last one's end. npu_busy, cpu_busy: shares of it in which a task of
-    that role ran. overlap: share in which two or more tasks of these roles ran. link: None for a decoder on one rank.
-    peak_memory_bytes: weights, keys and values of the prompt, chunks in flight. energy_joules: None if the profile has
-    no power figures; links have none. record: of every task, as the executor records a run; traces are drawn from it.
-    With several ranks, all figures are those of one rank.
+    With several ranks, all values are those of one rank.
+
+    Attributes:
+        time_to_first_token_ms: time from the arrival of the prompt to the logits of its last token.
+        tokens_per_s: number of prompt tokens divided by that time.
+        makespan_ms: time from the start of the first task to the end of the last task.
+        npu_busy, cpu_busy: share of the makespan in which a task of that role ran.
+        overlap: share of the makespan in which two or more tasks of these roles ran.
+        link: usage of the link; None for a decoder on one rank.
+        peak_memory_bytes: weights, keys and values of the prompt, and chunks in flight.
+        energy_joules: None if the profile has no power figures, or with several ranks.
+        record: record of all tasks, like the executor's record of a run; traces are drawn from it.
     """
 
     device: str
@@ -88,7 +100,7 @@ class Simulation:
     record: RunRecord
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures except the record, for JSON."""
+        """Return all fields except the record, for JSON."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "record"}
         processors = {name: asdict(shares) for name, shares in self.processors.items()}
         return figures | {"processors": processors, "link": None if self.link is None else asdict(self.link)}
@@ -111,20 +123,20 @@ def simulate(
     """Run one prompt on a virtual clock.
 
     Args:
-        plan: the decoder; or one rank's share of it, which stands for all, because every rank has subgraphs of the same
-            shapes. All ranks are assumed to be such devices and to begin at once. A share runs on the CPU alone,
-            because NPUs run only static schemes, which sums over ranks do not allow.
-        device: cost of its tasks.
-        prompt_length: tokens, 1 to the plan's context.
-        chunk_length: C, tokens, 1 to the plan's context.
-        policy: name of the order of tasks, which uses the durations of tasks alone.
-        scheme: quantisation of linears; by name, or as a checkpoint fixes it.
-        chunks_in_flight: chunk slots, at least 1; by default the executor's number.
-        threads: for a measured profile: one of the measured thread budgets, by default the largest.
+        plan: the decoder; or one rank's share of it, which stands for all ranks, because every rank has subgraphs of
+            the same shapes. All ranks are assumed to be identical devices and to begin at once. A share runs on the CPU
+            alone, because NPUs run only static schemes, which do not support sums over ranks.
+        device: costs of the tasks.
+        prompt_length: number of tokens, 1 to the plan's context.
+        chunk_length: number of tokens of a chunk, 1 to the plan's context.
+        policy: name of the policy that orders tasks; it uses only the durations of tasks.
+        scheme: quantisation of linears, by name or fixed by a checkpoint.
+        chunks_in_flight: number of chunk slots, at least 1; by default the executor's number.
+        threads: for a measured profile, one of the measured thread budgets; by default the largest.
         ranks: number of ranks that share the decoder.
-        link: the link between them, if there are several.
-        overlaps_conversion: a modelled NPU computes while the values of another task are converted, as the qnn backend
-            does; else an NPU takes one task at a time, including conversion.
+        link: the link between the ranks, if there are several.
+        overlaps_conversion: a modelled NPU computes while the values of another task are converted, as in the qnn
+            backend; otherwise an NPU takes one task at a time, including conversion.
 
     Raises:
         ConfigError: an argument is out of range, or does not fit the profile.
@@ -201,7 +213,7 @@ def simulate(
 
 
 def check_costs_are_known(plan: Plan, scheme: Scheme) -> None:
-    """Raise ConfigError if no profile has the costs of some of a decoder's tasks."""
+    """Raise ConfigError if no profile can have costs for some task of a decoder."""
     if scheme.name == MIXED or any(node.op == SHADOW_OP for subgraph in plan.subgraphs for node in subgraph.nodes):
         raise ConfigError("the simulator has no costs of shadows and mixed schemes; simulate w8a8 or w8a16")
 
@@ -237,7 +249,7 @@ def _check_ranks(
         )
     if ranks > 1:
         if not has_sums:
-            raise ConfigError(f"the plan is that of a complete decoder, expected one of {ranks} ranks' share of it")
+            raise ConfigError(f"the plan is that of a complete decoder, expected the share of one of {ranks} ranks")
         if isinstance(device, MeasuredProfile):
             raise ConfigError(
                 f"{device.name} was measured on a complete decoder and has no costs of a share of it; simulate "
@@ -273,7 +285,8 @@ def _shares(record: RunRecord) -> dict[str, ProcessorShares]:
 def measured_costs(
     plan: Plan, profile: MeasuredProfile, budget: ThreadsCost, chunk_length: int, scheme: str
 ) -> dict[str, SubgraphCost]:
-    """Return the measured cost of every subgraph; raise ConfigError if the profile was measured for something else."""
+    """Return the measured costs of all subgraphs; raise ConfigError if the profile was measured on another
+    configuration."""
     if (scheme, chunk_length) != (profile.scheme, profile.chunk_length):
         raise ConfigError(
             f"{profile.name} was measured with scheme {profile.scheme} and chunks of {profile.chunk_length}, not "
@@ -290,7 +303,7 @@ def measured_costs(
 
 
 def _memory(plan: Plan, scheme: Scheme, record: RunRecord) -> int:
-    """Return the bytes at the peak: the CPU keeps all weights for decode, and an NPU a copy of its linears."""
+    """Return the peak memory in bytes. The CPU keeps all weights for decode, and an NPU keeps a copy of its linears."""
     stored, pipeline = weight_bytes(plan, scheme), record.pipeline
     weights = sum(stored.values())
     if any(processor.devices == {"npu"} for processor in pipeline.processors):

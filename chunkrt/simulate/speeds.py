@@ -1,4 +1,4 @@
-"""Slowdown of concurrent tasks by each other: see `runtime/virtual_clock.py`."""
+"""Rules for the mutual slowdown of concurrent tasks; `runtime/virtual_clock.py` uses them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def memory_speeds(gb_per_s: float, work_of: WorkOf) -> Speeds:
 
 
 def link_speeds(gb_per_s: float, work_of: WorkOf) -> Speeds:
-    """Return speeds of tasks that share a link; tasks that send nothing over it have 1."""
+    """Return speeds of tasks that share a link; tasks that send nothing over the link have speed 1."""
     return _shared(gb_per_s, lambda task: (work_of(task).sent_bytes, work_of(task).ns))
 
 
 def crowd_speeds(speeds_of: Callable[[Task], Sequence[float]]) -> Speeds:
-    """Return speeds by the number of running tasks, as a measured profile gives them; entry k-1 for k tasks."""
+    """Return speeds by the number of running tasks, from a measured profile; entry k-1 is for k tasks."""
 
     def speeds(running: Collection[Task]) -> list[float]:
         by_number = [speeds_of(task) for task in running]
@@ -30,14 +30,15 @@ def crowd_speeds(speeds_of: Callable[[Task], Sequence[float]]) -> Speeds:
 
 
 def slowest(*parts: Speeds) -> Speeds:
-    """Combine several rules: each task runs at its least speed."""
+    """Combine several rules: each task runs at the lowest of its speeds."""
     return lambda running: [min(speeds) for speeds in zip(*(part(running) for part in parts), strict=True)]
 
 
 def _shared(gb_per_s: float, streamed_by: Callable[[Task], tuple[float, int]]) -> Speeds:
     """Give each task the bandwidth that it needs, or an equal share of the remainder (max-min fairness).
 
-    A task's speed is its granted bandwidth over the bandwidth that it uses alone: its bytes over its nanoseconds.
+    A task's speed is its granted bandwidth divided by the bandwidth that it uses alone, i.e. its bytes divided by its
+    nanoseconds.
     """
 
     def speeds(running: Collection[Task]) -> list[float]:

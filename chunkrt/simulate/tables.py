@@ -1,7 +1,7 @@
-"""Dataclasses from TOML tables: every key is checked, and every number names its source.
+"""Build dataclasses from TOML tables. Every key is checked, and every number names its source.
 
-A parameter is written as `gops = { value = 3000, source = "llm.npu, table 3" }`. An unmeasured one has `guess = true`,
-and its source gives the reason for the guess.
+A parameter is written as `gops = { value = 3000, source = "llm.npu, table 3" }`. A parameter that was neither measured
+nor published has `guess = true`, and its source gives the reason for the guess.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Table = TypeVar("Table")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Source of a parameter's value; a guess was neither measured nor published."""
+    """Source of a parameter's value. A guess was neither measured nor published."""
 
     text: str
     is_guess: bool
@@ -36,13 +36,13 @@ def read_table(path: Path) -> dict[str, Any]:
 def build(kind: type[Table], table: Any, place: str, sources: dict[str, Source], prefix: str = "") -> Table:
     """Build a frozen dataclass from a table.
 
-    Fields of type float are parameters with a source; other plain types are written directly; dataclasses are tables,
-    and mappings of dataclasses are tables of tables.
+    Fields of type float are parameters with a source, and other plain types are written directly. Fields of a dataclass
+    type are tables, and mappings of dataclasses are tables of tables.
 
     Args:
         kind: the dataclass to build.
         table: the value found in the file.
-        place: the file, for messages.
+        place: path of the file, for messages.
         sources: receives the source of every parameter by its dotted path.
         prefix: path of the table, followed by a dot.
 

@@ -1,6 +1,6 @@
-"""Search for the best way to run a model on a device: chunk length, partition, policy and chunks in flight.
+"""Search for the best chunk length, partition, policy and number of chunks in flight for a model on a device.
 
-Every choice of a plain grid is simulated; choices within the memory limit are ranked by their time to first token.
+Every point of a grid is simulated; choices within the memory limit are ranked by their time to first token.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ PARTITIONS: Mapping[str, Placement] = {
     "all on cpu": ALL_ON_CPU,
 }
 """Partitions to search. By default linears, norms, residuals and activations are on the NPU; attention over the cache,
-the embedding and the LM head on the CPU. The embedding, a look-up, and attention stay there. Feed-forwards are called
-"mlp" here, see `partitions_of`.
+the embedding and the LM head are on the CPU. The embedding (a look-up) and attention stay on the CPU in all partitions.
+Feed-forward networks are called "mlp" here; `partitions_of` inserts a decoder's own name.
 """
 
 CHUNK_LENGTHS = (32, 64, 96, 128, 192, 256, 384, 512)
-"""Multiples of 32, because an NPU rounds other lengths up to the next one."""
+"""Multiples of 32, because an NPU rounds other lengths up to the next multiple."""
 
 CHUNKS_IN_FLIGHT = (None, 2, 4, 8, 16)
 """None stands for the executor's default."""
@@ -54,17 +54,23 @@ SEARCHED_POLICIES = (DEFAULT_POLICY, *(name for name in POLICIES if name not in 
 """All policies except the one without overlap."""
 
 TIE = 0.01
-"""Choices up to this much slower than the fastest count as equally fast; of these the one with the least memory wins.
+"""Relative tolerance: choices that are slower than the fastest by at most this share count as equally fast, and the one
+with the least memory wins.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One way to run, and its predicted figures.
+    """One choice, and its predicted performance.
 
-    partition: its name, placement: its content. chunks_in_flight: None for the executor's default. times_ms: time to
-    the first token of every prompt; time_ms: their geometric mean. peak_memory_bytes: the most over all prompts.
-    energy_joules: of all prompts together, None if the profile has no power figures.
+    Attributes:
+        partition: name of the partition.
+        placement: placement of modules in this partition.
+        chunks_in_flight: None for the executor's default.
+        times_ms: time to the first token of every prompt.
+        time_ms: geometric mean of `times_ms`.
+        peak_memory_bytes: maximum over all prompts.
+        energy_joules: sum over all prompts; None if the profile has no power figures.
     """
 
     partition: str
@@ -82,9 +88,12 @@ class Setup:
 class Tuned:
     """Result of a search.
 
-    choices: those that differ in a figure, the fastest first. best: the chosen one. default: the engine's default, with
-    the longest chunks searched if 32 is not among them. num_simulated: choices before duplicates were dropped.
-    left_out: why a partition was not simulated, by its name.
+    Attributes:
+        choices: choices with different predictions, the fastest first.
+        best: the best choice.
+        default: the engine's default, with the longest searched chunk length if 32 was not searched.
+        num_simulated: number of choices before duplicates were dropped.
+        left_out: reasons by name of partitions that were not simulated.
     """
 
     model: str
@@ -147,11 +156,14 @@ def tune(
     """Find the best way to run a model on a device.
 
     Args:
-        model: a shape or its name; else a catalogue name, a GGUF file, a Hugging Face folder, or an engine directory.
+        model: a shape or its name; otherwise a catalogue name, a GGUF file, a Hugging Face folder, or an engine
+            directory.
         device: a profile, or the name or the file of one.
-        prompt_lengths: tokens; of several the geometric mean of the times to first token is ranked.
-        scheme: by name; by default "w8a16", or that of the profile or the engine directory.
-        chunk_lengths: lengths to search; by default CHUNK_LENGTHS, or those of the profile or the engine directory.
+        prompt_lengths: numbers of tokens; several lengths are ranked by the geometric mean of their times to first
+            token.
+        scheme: name of the scheme; by default "w8a16", or the scheme of the profile or the engine directory.
+        chunk_lengths: lengths to search; by default CHUNK_LENGTHS, or the length of the profile or the engine
+            directory.
         placements: partitions by name to search in addition to PARTITIONS.
         memory_bytes: limit of the choice's peak memory; by default none.
         workers, dask, progress: see `chunkrt.experiment`.
@@ -211,7 +223,7 @@ def tune(
 
 
 def partitions_of(plan: Plan) -> dict[str, Placement]:
-    """Return PARTITIONS with this decoder's own name for its feed-forwards in its default plan."""
+    """Return PARTITIONS with the name that this decoder uses for its feed-forward networks."""
     names = {part for subgraph in plan.subgraphs for node in subgraph.nodes for part in node.name.split(".")}
     feed_forward = "feed_forward" if "feed_forward" in names else "mlp"
     return {
@@ -222,7 +234,8 @@ def partitions_of(plan: Plan) -> dict[str, Placement]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Fixed:
-    """Settings that a measured profile or an engine directory fixes; `reason` explains it; "" if none are fixed."""
+    """Settings that a measured profile or an engine directory fixes. `reason` explains them; it is "" if none are
+    fixed."""
 
     reason: str = ""
     is_measured: bool = False
@@ -250,8 +263,8 @@ class _Fixed:
         return _Fixed()
 
     def scheme_or(self, wanted: str | None) -> str:
-        """Return the scheme to search under. Raise ConfigError if another is wanted, or the NPU has no linears under
-        it.
+        """Return the scheme for the search. Raise ConfigError if a different scheme is requested, or the NPU has no
+        linears under the scheme.
         """
         if self.reason and wanted not in (None, self.scheme):
             raise ConfigError(f"{self.reason}, not {wanted}; omit the scheme")
@@ -264,7 +277,7 @@ class _Fixed:
         return scheme.name
 
     def chunk_lengths_or(self, wanted: Iterable[int] | None) -> list[int]:
-        """Return the chunk lengths to search. Raise ConfigError if others are wanted than the fixed ones."""
+        """Return the chunk lengths to search. Raise ConfigError if the request differs from a fixed length."""
         if wanted is None:
             return list(self.chunk_lengths or CHUNK_LENGTHS)
         wanted = list(dict.fromkeys(wanted))
@@ -274,7 +287,7 @@ class _Fixed:
 
 
 def _refused(partitions: Iterable[str], plans: Iterable[Plan], scheme: Scheme) -> dict[str, str]:
-    """Return why the NPU does not support a partition, by its name."""
+    """Map each partition that the NPU does not support to the reason."""
     refused = {}
     for name, plan in zip(partitions, plans, strict=True):
         supports = (npu_support(subgraph, plan, scheme) for subgraph in plan.subgraphs if subgraph.device == "npu")
@@ -313,7 +326,8 @@ def _best(choices: Sequence[Setup], memory_bytes: int | None) -> Setup:
 
 
 def _distinct(choices: Iterable[Setup]) -> list[Setup]:
-    """Return the first of the choices with the same partition, chunk length and figures: the nearest to the default."""
+    """Return, of choices with the same partition, chunk length and predictions, the first, which is nearest to the
+    default."""
     first: dict[Any, Setup] = {}
     for c in choices:
         first.setdefault((c.partition, c.chunk_length, c.times_ms, c.peak_memory_bytes, c.energy_joules), c)

@@ -1,4 +1,5 @@
-"""Work of a run: duration of every task alone, and the bytes of shared memory that it moves."""
+"""The work of a run: for every task, its duration alone and the number of bytes that it moves from and to shared
+memory."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ from chunkrt.simulate.profile import DeviceProfile, ProcessorCost
 
 
 class Work(NamedTuple):
-    """One task that runs alone: nanoseconds, bytes that it moves from and to the shared memory, and bytes that it sends
-    over the link.
+    """One task that runs alone: its nanoseconds, the bytes that it moves from and to shared memory, and the bytes that
+    it sends over the link.
 
-    edges_ns: for an NPU's task, the parts of that time in which its inputs and its outputs are converted.
+    Attributes:
+        edges_ns: for an NPU task, the parts of its time in which its inputs and its outputs are converted.
     """
 
     ns: int
@@ -36,9 +38,10 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Size of a task: tokens, rows whose logits are wanted, position of the first token.
+    """Size of a task: number of tokens, number of rows with logits, and position of the first token.
 
-    segments: position and tokens of each sequence in a shared chunk; else those of all its tokens.
+    Attributes:
+        segments: position and number of tokens of each sequence in a shared chunk; empty for the chunk of one sequence.
     """
 
     num_tokens: int
@@ -48,13 +51,13 @@ class Chunk:
 
     @staticmethod
     def shared(segments: Sequence[tuple[int, int]], num_rows: int) -> Chunk:
-        """Return a chunk of such segments."""
+        """Return a chunk of the given segments."""
         num_tokens = sum(count for _, count in segments)
         return Chunk(num_tokens=num_tokens, num_rows=num_rows, position=segments[0][0], segments=tuple(segments))
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """Position and tokens of each sequence."""
+        """Position and number of tokens of each sequence."""
         return self.segments or ((self.position, self.num_tokens),)
 
     def rows(self, subgraph: Subgraph) -> int:
@@ -70,7 +73,7 @@ WorkOf = Callable[[Task], Work]
 
 
 def cut(prompt_length: int, chunk_length: int) -> list[Chunk]:
-    """Return the chunks of a prompt; only the last token's logits are wanted."""
+    """Return the chunks of a prompt; only the last token gets logits."""
     starts = range(0, prompt_length, chunk_length)
     tokens = [min(chunk_length, prompt_length - start) for start in starts]
     return [
@@ -83,7 +86,7 @@ def measured_work(plan: Plan, costs: dict[str, SubgraphCost], budget: ThreadsCos
     """Return the durations of a measured profile.
 
     Args:
-        costs: of every subgraph, by its name.
+        costs: costs of all subgraphs, by name.
     """
 
     def work(task: Task) -> Work:
@@ -97,7 +100,7 @@ def measured_work(plan: Plan, costs: dict[str, SubgraphCost], budget: ThreadsCos
 
 
 def with_sums(work_of: WorkOf, plan: Plan, chunks: Sequence[Chunk], link: LinkProfile, ranks: int) -> WorkOf:
-    """Return the work of all tasks, given that of computing tasks: sums over ranks take the link's time."""
+    """Return the work of all tasks, given the work of computing tasks; sums over ranks take the link's time."""
 
     def work(task: Task) -> Work:
         subgraph = plan.subgraphs[task.subgraph]
@@ -112,15 +115,16 @@ def with_sums(work_of: WorkOf, plan: Plan, chunks: Sequence[Chunk], link: LinkPr
 
 
 class ModelledWork:
-    """Durations by a device's cost model: for every node a fixed time and the longer of its bytes and operations.
+    """Durations by the cost model of a device: for every node, a fixed time and the longer of the times of its bytes
+    and operations.
 
     An NPU's subgraphs are compiled for a complete chunk and always take the same time.
 
     Args:
         plan: the decoder.
-        scheme: quantisation of its linears.
+        scheme: quantisation of the linears.
         device: costs of operators.
-        chunk_length: C.
+        chunk_length: number of tokens of a chunk.
         chunks: chunks of the run, by number; more may be added.
     """
 
@@ -137,7 +141,7 @@ class ModelledWork:
         return self.of(task.subgraph, self._chunks[task.chunk])
 
     def of(self, index: int, chunk: Chunk) -> Work:
-        """Return the work of a subgraph on any chunk, of the run or not."""
+        """Return the work of a subgraph on any chunk, even if the chunk is not part of the run."""
         subgraph = self._plan.subgraphs[index]
         if subgraph.device == "npu":
             chunk = Chunk(num_tokens=self._chunk_length, num_rows=self._chunk_length, position=chunk.position)
@@ -154,7 +158,7 @@ class ModelledWork:
         taken, given = self._crossing(subgraph)
         us, num_bytes, edges_us = processor.task_us, 0.0, [0.0, 0.0]
         windows = window_elements(subgraph, self._plan, chunk.num_tokens)
-        if subgraph.device == "npu":  # within the NPU's turn: the driver copies the cache slots that a graph sees
+        if subgraph.device == "npu":  # within the NPU's turn, the driver copies the cache slots that a graph reads
             num_bytes += FLOAT16_BYTES * windows.history
             us += FLOAT16_BYTES * windows.history / (1000 * self._device.transfer.gb_per_s)
         for edge, crossing in enumerate((taken, given)):
@@ -185,7 +189,7 @@ class ModelledWork:
         elif node.op in ATTENTION_OPS:
             num_bytes = shared_bytes = float(FLOAT16_BYTES * self._state_elements(node, chunk))
             kind = "attention"
-            if past := static_slots(node):  # all slots of the window, filled or not, and the chunk's own rows
+            if past := static_slots(node):  # reads all slots of the window, filled or not, and the chunk's own rows
                 operations = rows * (past + rows) * node_flops(node, self._plan)
         elif node.op == LINEAR_ATTENTION_OP:
             width = FLOAT16_BYTES if static_slots(node) else DTYPE_BYTES["float32"]
@@ -208,7 +212,7 @@ class ModelledWork:
         return cost.fixed_us + max(num_bytes / cost.gb_per_s, operations / cost.gops) / 1000, shared_bytes
 
     def _state_elements(self, node: Node, chunk: Chunk) -> int:
-        """Count state elements of all sequences that the chunk holds rows of."""
+        """Return the number of state elements of all sequences that have rows in the chunk."""
         tensors = [self._plan.tensors[name] for name in node.inputs if name]
         if past := static_slots(node):
             slots = [dict.fromkeys(("P", "W"), past + chunk.num_tokens)]
@@ -217,14 +221,15 @@ class ModelledWork:
         return sum(prod(resolve(t.shape, of_one)) for of_one in slots for t in tensors if t.kind == "state")
 
     def _share_of_experts(self, node: Node, rows: int) -> float:
-        """Return the share of experts read for `rows` rows, if each picks its own evenly: 1 - (1 - picked / all) **
-        rows.
+        """Return the share of experts that `rows` rows read, if each row picks its experts independently and evenly: 1
+        - (1 - picked / all) ** rows.
         """
         num_experts, _, _ = resolve(self._plan.tensors[node.inputs[2]].shape, {})
         return 1.0 - float(1 - cast(int, node.attributes["top_k"]) / num_experts) ** rows
 
     def _crossing(self, subgraph: Subgraph) -> tuple[list[str], list[str]]:
-        """Return the values that a subgraph takes from the other device, and those that the other device takes."""
+        """Return the values that a subgraph takes from the other device, and the values that the other device takes
+        from it."""
         taken = [name for name in subgraph.inputs if self._homes.get(name, "cpu") != subgraph.device]
         given = [name for name in subgraph.outputs if self._readers.get(name, set()) - {subgraph.device}]
         return taken, given

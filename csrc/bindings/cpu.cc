@@ -1,4 +1,4 @@
-// Instruction sets: compiled, available on this processor, and selected.
+// Bindings that report the instruction sets that are compiled, available on this processor, and selected.
 #include <pybind11/stl.h>
 
 #include <map>

@@ -1,4 +1,4 @@
-// The parts of the extension module, one in each file.
+// The parts of the extension module; a separate file defines each part.
 #pragma once
 
 #include <pybind11/pybind11.h>

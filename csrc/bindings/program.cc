@@ -1,4 +1,4 @@
-// ThreadPool, ProgramBuilder and Program.
+// Bindings of ThreadPool, ProgramBuilder and Program.
 #include "program/program.h"
 
 #include <pybind11/numpy.h>

@@ -5,7 +5,7 @@ namespace py = pybind11;
 namespace chunkrt {
 namespace {
 
-// "float32", or with the byte order if that is not the processor's.
+// A type name such as "float32"; it includes the byte order if that is not the processor's.
 std::string dtype_name(const py::dtype& dtype) {
   const char kind = dtype.kind();
   const auto bits = [&dtype] { return std::to_string(dtype.itemsize() * 8); };

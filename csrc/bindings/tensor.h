@@ -1,4 +1,4 @@
-// NumPy arrays as the program sees them: no copies, no conversions.
+// Views of NumPy arrays for programs, without copies or conversions.
 #pragma once
 
 #include <pybind11/numpy.h>

@@ -1,5 +1,5 @@
-// The interface of the kernels, and the choice among the implementations of each. Kernel files for an
-// instruction set never include this, so that no inline function is compiled under two sets of flags.
+// The interface of the kernels, and the choice among the implementations of a kernel. Kernel files for an
+// instruction set never include this header, so that no inline function is compiled under two sets of flags.
 #pragma once
 
 #include <span>
@@ -11,7 +11,7 @@
 
 namespace chunkrt {
 
-// One compiled implementation of a kernel: its full name and its function.
+// A compiled implementation of a kernel, with its full name and its function.
 template <typename Function>
 struct KernelRow {
   Isa isa;

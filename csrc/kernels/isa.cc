@@ -143,7 +143,7 @@ bool is_allowed(Isa) { return true; }
 constexpr std::array<std::string_view, kAllIsas.size()> kNames = {
     "reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni", "amx", "amx_bf16"};
 
-// Caches `answer` for each instruction set.
+// Caches the result of `answer` for each instruction set.
 std::array<bool, kAllIsas.size()> ask_all(bool (*answer)(Isa)) {
   std::array<bool, kAllIsas.size()> answers{};
   for (const Isa each : kAllIsas) answers[static_cast<std::size_t>(each)] = answer(each);

@@ -1,8 +1,8 @@
 // Instruction sets: their names, and their availability in this build and on this processor.
 //
 // "Built", "present" and "supported" are distinct. A kernel file for another architecture is not compiled, so
-// its instruction set is not built; a built one may still be missing on the processor; and tiles, whose state
-// takes 8 KB in each thread, have to be allowed by the operating system.
+// its instruction set is not built. A built instruction set may still be missing on the processor. The
+// operating system has to allow tiles, whose state takes 8 KB in each thread.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace chunkrt {
 
-// Within one architecture a later one is better.
+// Within one architecture, a later instruction set is better.
 enum class Isa { reference, neon, neon_dotprod, neon_i8mm, avx2, avxvnni, avx512vnni, amx, amx_bf16 };
 
 inline constexpr std::array kAllIsas = {Isa::reference,  Isa::neon, Isa::neon_dotprod,
@@ -19,22 +19,21 @@ inline constexpr std::array kAllIsas = {Isa::reference,  Isa::neon, Isa::neon_do
 
 std::string_view name_of(Isa isa);
 
-// True if kernels for it were compiled into this binary.
+// True if kernels for the instruction set were compiled into this binary.
 bool is_built(Isa isa);
 
-// True if this processor has it.
+// True if this processor has the instruction set.
 bool is_present(Isa isa);
 
-// True if this processor has it, and the operating system allows it and saves its state.
+// True if this processor has the instruction set, and the operating system allows it and saves its state.
 bool is_supported(Isa isa);
 
-// The instruction set of that name, if it is built and supported.
-// Throws std::invalid_argument: unknown name, not built, not present, or not allowed (four different
-// messages).
+// Returns the instruction set of that name. Throws std::invalid_argument if the name is unknown, or the
+// instruction set is not built, not present, or not allowed (four different messages).
 Isa require_isa(std::string_view name);
 
-// The best instruction set that automatic selection may use: CHUNKRT_FORCE_ISA if it is set, else no limit.
-// Throws std::invalid_argument as require_isa does.
+// The best instruction set that automatic selection may use: CHUNKRT_FORCE_ISA if it is set, otherwise no
+// limit. Throws std::invalid_argument under the same conditions as require_isa.
 Isa selection_limit();
 
 // The architecture that this binary was compiled for: "x86-64", "aarch64" or "another architecture".

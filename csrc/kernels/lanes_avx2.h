@@ -1,5 +1,5 @@
 // Loads and stores of a vector's first lanes, for the files that are compiled with AVX2; nothing here is
-// visible outside of them.
+// visible outside of these files.
 #pragma once
 
 #include <immintrin.h>
@@ -9,13 +9,13 @@
 namespace chunkrt {
 namespace {
 
-// The first `count` of eight lanes, or all. A complete vector is stored without a mask, because a masked
-// store takes some twenty cycles on AMD's processors.
+// The first `count` of eight lanes, or all lanes. A complete vector is stored without a mask, because a
+// masked store takes about twenty cycles on AMD's processors.
 class Lanes {
  public:
   explicit Lanes(std::size_t count) : are_all_(count >= 8), count_(count) {}
 
-  // Zeros beyond them.
+  // Loads the lanes; the other lanes are zeros.
   __m256 load(const float* from) const {
     return are_all_ ? _mm256_loadu_ps(from) : _mm256_maskload_ps(from, mask());
   }

@@ -31,8 +31,7 @@
 #define CHUNKRT_ON_ARM(...)
 #endif
 
-// The instruction sets that a kernel has files for, as far as they are built: best first, the portable one
-// last.
+// The built instruction sets for which a kernel has files: best first, the portable one last.
 #define CHUNKRT_VECTORS(ROW, name, Function)                                \
   CHUNKRT_ON_X86(ROW(name, Function, avx512vnni) ROW(name, Function, avx2)) \
   CHUNKRT_ON_ARM(ROW(name, Function, neon))                                 \
@@ -48,8 +47,8 @@
   CHUNKRT_ON_X86(ROW(name, Function, avx2))         \
   ROW(name, Function, reference)
 
-// A kernel's name, its function's type and its instruction sets. The function in the file of an instruction
-// set is `name_isa`; the header that declares the function's type describes it.
+// A kernel's name, the type of its function and its instruction sets. The function in the file of an
+// instruction set is named `name_isa`; the header that declares the function's type describes the kernel.
 #define CHUNKRT_KERNELS(KERNEL)                                                   \
   KERNEL(gemm_f32_s8row_s8col, GemmFunction, CHUNKRT_TILES)                       \
   KERNEL(block_gemm_f32_s8row_u4block, BlockGemmFunction, CHUNKRT_TILES)          \

@@ -1,4 +1,5 @@
-// The end of a product, for the files that are compiled with AVX2; nothing here is visible outside of them.
+// The epilogue of a product (scales, bias, residual), for the files that are compiled with AVX2; nothing here
+// is visible outside of them.
 #pragma once
 
 #include "kernels/lanes_avx2.h"
@@ -6,8 +7,8 @@
 namespace chunkrt {
 namespace {
 
-// Eight adjacent columns of one row: (value * left_scales) * scales + bias + residual, each rounded, as far
-// as scales, bias and residual exist. Columns past N are not written.
+// Stores eight adjacent columns of one row: (value * left_scales) * scales + bias + residual, with a rounding
+// after each operation. Missing scales, bias or residual are omitted. Columns past N are not written.
 template <typename Args>
 [[gnu::always_inline]] inline void store_columns(const Args& args, std::size_t row, std::size_t column,
                                                  __m256 value, const float* scales) {

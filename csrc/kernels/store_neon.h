@@ -1,4 +1,5 @@
-// The end of a product, for the files that are compiled for Arm; nothing here is visible outside of them.
+// The epilogue of a product (scales, bias, residual), for the files that are compiled for Arm; nothing here
+// is visible outside of them.
 #pragma once
 
 #include <arm_neon.h>
@@ -8,8 +9,8 @@
 namespace chunkrt {
 namespace {
 
-// Four adjacent columns of one row: (value * left_scales) * scales + bias + residual, each rounded, as far as
-// scales, bias and residual exist. Columns past N are not written.
+// Stores four adjacent columns of one row: (value * left_scales) * scales + bias + residual, with a rounding
+// after each operation. Missing scales, bias or residual are omitted. Columns past N are not written.
 template <typename Args>
 void store_columns(const Args& args, std::size_t row, std::size_t column, float32x4_t value,
                    const float* scales) {

@@ -1,8 +1,9 @@
-// The common part of products by matrix tiles: two by two tiles of sums (0 to 3), two right ones (4 and 5)
-// and two left ones (6 and 7), so that each loaded tile is used twice. Down is the number of left ones in
-// use, Across that of right ones. See tiles.h in kernels/{gemm,attention} for the operations.
+// The common part of products with matrix tiles: two by two tiles of sums (0 to 3), two right tiles (4 and 5)
+// and two left tiles (6 and 7), so that each loaded tile is used twice. Down is the number of left tiles in
+// use, and Across is the number of right tiles in use. tiles.h in kernels/{gemm,attention} describes the
+// operations.
 //
-// Included by one file for each instruction set; nothing here is visible outside of it.
+// One file for each instruction set includes this header; nothing here is visible outside of that file.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +32,7 @@ void zero_sums(Tiles& tiles) {
   for_each_sum<Down, Across>([&]<std::size_t Sum>(std::size_t, std::size_t) { tiles.template zero<Sum>(); });
 }
 
-// Sums are rows of `width` elements.
+// The sums are stored in rows of `width` elements.
 template <std::size_t Down, std::size_t Across, typename Tiles, typename Element>
 void load_sums(Tiles& tiles, const Element* sums, std::size_t width) {
   for_each_sum<Down, Across>([&]<std::size_t Sum>(std::size_t row, std::size_t column) {
@@ -46,8 +47,9 @@ void store_sums(Tiles& tiles, Element* sums, std::size_t width) {
   });
 }
 
-// One step of depth: the products of the tiles at `left`, in rows of `stride` bytes, and `left_distance`
-// elements further, with those at `right`, whose rows are contiguous, and `right_distance` further.
+// Computes one step of depth: the products of the tiles at `left` and `left + left_distance`, whose rows are
+// `stride` bytes apart, and the tiles at `right` and `right + right_distance`, whose rows are contiguous.
+// Distances are in elements.
 template <std::size_t Down, std::size_t Across, typename Tiles, typename Element>
 void multiply_step(Tiles& tiles, const Element* left, std::size_t stride, std::size_t left_distance,
                    const Element* right, std::size_t right_distance) {

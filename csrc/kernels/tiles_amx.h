@@ -1,5 +1,5 @@
-// The tile operations of kernels/{gemm,block_gemm,attention}/tiles.h as AMX's instructions, for the files
-// that are compiled with them; nothing here is visible outside of them.
+// The tile operations of kernels/{gemm,block_gemm,attention}/tiles.h with AMX instructions, for the files
+// that are compiled with AMX; nothing here is visible outside of these files.
 #pragma once
 
 #include <immintrin.h>
@@ -21,7 +21,7 @@ struct alignas(64) TileConfig {
 };
 
 // Sets the rows of sums and left operands (tiles 0 to 3, 6 and 7), and the bytes of left operands' rows;
-// right operands (4 and 5) have a row for each 4 of these bytes.
+// right operands (4 and 5) have one row for every 4 of these bytes.
 constexpr TileConfig tile_config(std::uint8_t rows, std::uint8_t left_bytes) {
   TileConfig config;
   for (std::size_t tile = 0; tile < 8; ++tile) {
@@ -32,7 +32,8 @@ constexpr TileConfig tile_config(std::uint8_t rows, std::uint8_t left_bytes) {
   return config;
 }
 
-// Constants, because GCC 12 assumes that LDTILECFG reads 8 bytes, and removes the other stores.
+// These are constants, because GCC 12 assumes that LDTILECFG reads only 8 bytes, and removes the other
+// stores.
 template <std::uint8_t LeftBytes>
 constexpr auto kTileConfigs = [] {
   std::array<TileConfig, 17> configs{};
@@ -46,7 +47,7 @@ class TileRegisters {
   TileRegisters() = default;
   TileRegisters(const TileRegisters&) = delete;
   TileRegisters& operator=(const TileRegisters&) = delete;
-  // A thread with tiles in use saves their 8 KB at every context switch.
+  // Releases the tiles, because a thread with tiles in use saves 8 KB at every context switch.
   ~TileRegisters() { _tile_release(); }
 
   template <std::uint8_t LeftBytes = 64>

@@ -7,8 +7,8 @@
 namespace chunkrt {
 namespace {
 
-// More than processors can address, but far enough from the end of std::size_t that small multiples of a
-// value's sizes do not overflow.
+// A size larger than any processor can address, but far enough below the maximum of std::size_t that small
+// multiples of a value's sizes do not overflow.
 constexpr std::size_t kMostBytes = std::size_t{1} << 48;
 
 void require_room(const Value& value, std::size_t max_rows) {

@@ -1,4 +1,4 @@
-// Placement of a program's temporaries: in the arena by their lifetimes, or among a thread's rows in work.
+// Placement of a program's temporaries: in the arena by their lifetimes, or with a thread's rows in work.
 #include <algorithm>
 #include <utility>
 
@@ -54,7 +54,8 @@ void Program::lay_out_arena() {
     for (const Dimension& dimension : value.shape) {
       bytes = checked_multiply(bytes, dimension.symbol ? definition_.max_rows : dimension.size);
     }
-    // The lowest gap between values with overlapping lifetimes; `placed` is sorted by offset.
+    // Returns the offset of the lowest gap between values with overlapping lifetimes; `placed` is sorted by
+    // offset.
     std::size_t offset = 0;
     for (const Placed& other : placed) {
       const bool live_together =

@@ -11,7 +11,7 @@
 namespace chunkrt {
 namespace {
 
-constexpr std::size_t kPiecesPerThread = 4;  // so that a slower core takes fewer
+constexpr std::size_t kPiecesPerThread = 4;  // several pieces per thread, so that a slower core takes fewer
 
 std::string describe(const TensorView& view) {
   std::string text = view.dtype + " [";
@@ -36,8 +36,8 @@ Shape shape_in(const Value& value, Dtype dtype) {
   return shape;
 }
 
-// Returns true if the view has the shape's rank, fixed sizes, and the symbols' sizes as far as they are
-// known; learns the others. Only R may be 0: a chunk without logits.
+// Returns true if the view has the rank and the fixed sizes of the shape, and the sizes of the symbols that
+// are already known; sets the sizes of the other symbols. Only R may be 0, for a chunk without logits.
 bool match_shape(const Shape& shape, const TensorView& view, Sizes& sizes) {
   if (view.shape.size() != shape.size()) return false;
   for (std::size_t i = 0; i < view.shape.size(); ++i) {
@@ -76,7 +76,7 @@ void require_count(std::size_t found, std::size_t expected, const char* what) {
                               std::to_string(found));
 }
 
-// Adds the segment to exceptions of `act`, if there are several.
+// Adds the segment to the messages of exceptions of `act` if the chunk has several segments.
 template <typename Act>
 void name_segment(std::size_t index, std::size_t num_segments, const Act& act) {
   const auto named = [&](const std::exception& error) {
@@ -120,7 +120,8 @@ struct Program::Chunk {
   bool has_one_segment() const { return segments.size() == 1; }
 };
 
-// A thread's view: the chunk, except for its rows in work; with several segments, the current one.
+// A thread's view of the run. It is the view of the chunk, except for the thread's rows in work; with several
+// segments, it is that of the current segment.
 struct Program::Member {
   std::byte* row_locals;
   float* scratch;
@@ -159,7 +160,7 @@ void Program::execute(std::span<const TensorView* const> inputs, std::span<const
                       std::span<const SegmentInputs> segments) {
   std::vector<Stopwatch> watches;  // one for each member
   if (times_) watches.assign(pool_->budget(), Stopwatch(definition_.parts.size()));
-  ThreadPool::Team team(*pool_);  // a waiting caller holds no memory
+  ThreadPool::Team team(*pool_);  // memory is borrowed only here, so that a waiting caller holds none
   const MemoryPool::Block memory = pool_->memory().borrow(run_bytes_);
   Chunk chunk = make_chunk(memory.get());
   bind_chunk(inputs, outputs, chunk);
@@ -336,7 +337,8 @@ std::vector<Program::Member> Program::make_members(const Chunk& chunk, std::span
   return members;
 }
 
-// The frame of a segment, valid for the values in `uses`, until the member enters another.
+// Returns the frame of a segment. It is valid for the values in `uses`, until the member enters another
+// segment.
 Frame Program::enter(const Chunk& chunk, std::size_t index, const std::vector<ValueId>& uses,
                      Member& member) const {
   const Segment& segment = chunk.segments[index];
@@ -373,7 +375,7 @@ void Program::check(const Chunk& chunk, Member& member) const {
   }
 }
 
-// Number of items of the loop; segmented items follow each other.
+// Number of items of the loop; the items of successive segments are adjacent.
 std::size_t Program::number_items(const Loop& loop, Chunk& chunk, Member& member) const {
   const bool is_segmented = std::ranges::any_of(loop.steps, &Step::is_segmented);
   if (!is_segmented || chunk.has_one_segment())
@@ -395,7 +397,7 @@ void Program::compute(std::size_t loop_index, std::size_t begin, std::size_t end
   const std::size_t at_once = loop.steps.size() > 1 ? kRowsAtOnce : end - begin;
   whole.lap(kBetweenSteps);
   for (; begin < end; begin += at_once) {
-    // Address of row 0, if memory included it.
+    // The address that row 0 would have if the thread's memory included it.
     for (const RowLocal& local : row_locals_[loop_index]) {
       const auto place =
           reinterpret_cast<std::uintptr_t>(member.row_locals + local.offset) - begin * local.row_bytes;

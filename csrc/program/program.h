@@ -1,13 +1,15 @@
-// A program: a subgraph as loops of kernel calls over numbered values, compiled once and run in one call.
+// A program: a subgraph in the form of loops of kernel calls over numbered values. It is compiled once and
+// run in one call.
 //
-// Weights are constants, used in place. Temporaries share an arena, laid out once by their lifetimes. A loop
-// goes over independent items (rows, blocks of columns, ...) that a team's threads divide among themselves;
-// consecutive row-wise steps share one loop, so that a row stays in one thread's cache between them.
-// Temporaries that no other loop reads have memory only for the few rows in work.
+// Weights are constants that are used in place. Temporaries share an arena that is laid out once by their
+// lifetimes. A loop iterates over independent items (rows, blocks of columns, ...), which are divided among
+// the threads of a team. Consecutive row-wise steps share one loop, so that a row stays in one thread's cache
+// between the steps. Temporaries that no other loop reads have memory only for the few rows in work.
 //
-// A chunk's rows may be those of several sequences: contiguous segments. States, and inputs without rows such
-// as a position, belong to a segment. A step that uses one of these sees a segment at a time, as if it were
-// alone; one loop still goes over the items of all segments. Other steps see the chunk.
+// The rows of a chunk may belong to several sequences; the rows of each sequence form a contiguous segment.
+// States, and inputs without rows such as a position, belong to a segment. A step that uses such an operand
+// processes one segment at a time, as if the segment were alone; one loop still iterates over the items of
+// all segments. Other steps process the complete chunk.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +26,7 @@
 
 namespace chunkrt {
 
-// One run's buffers and sizes, as a step sees them: those of the chunk, or of one segment.
+// The buffers and sizes of a run that are passed to a step: those of the chunk, or of one segment.
 struct Frame {
   std::span<void* const> data;    // by ValueId
   std::span<const Dtype> dtypes;  // by ValueId; the caller chooses that of a cache
@@ -38,25 +40,26 @@ struct Frame {
     return static_cast<T*>(data[value]);
   }
 
-  // Attributes the time since the step's begin, or its last lap, to a part: see ProgramBuilder::part.
+  // Attributes the time since the start of the step, or since its last lap, to a part: see
+  // ProgramBuilder::part.
   void lap(std::size_t part) const {
     if (watch) watch->lap(part);
   }
 };
 
-// Computes the items [begin, end) of its loop. `scratch` is the thread's own.
+// Computes the items [begin, end) of the step's loop. Each thread has separate `scratch`.
 using Compute = std::function<void(const Frame& frame, std::size_t begin, std::size_t end, float* scratch)>;
 
 struct Step {
   std::size_t part;  // name under which its time counts
   Compute compute;
   std::vector<ValueId> uses;  // all values that it reads or writes
-  bool is_segmented;          // its frame is a segment's, and its items are numbered within the segment
+  bool is_segmented;          // the frame is that of a segment, and items are numbered within the segment
 };
 
 struct Loop {
   std::function<std::size_t(const Frame&)> num_items;  // rows of a segment, if the step is segmented
-  // pieces are multiples of it, for kernels that are fastest at such multiples
+  // pieces are multiples of this number, for kernels that are fastest at such multiples
   std::size_t piece_multiple = 1;
   std::optional<Symbol> rows;  // set if the items are rows
   std::vector<Step> steps;
@@ -72,7 +75,7 @@ struct Check {
 // The result of a ProgramBuilder.
 struct ProgramDefinition {
   std::vector<Value> values;
-  std::vector<ValueId> inputs;          // states included, in the order of their declaration
+  std::vector<ValueId> inputs;          // in the order of their declaration, including states
   std::vector<ValueId> chunk_inputs;    // the inputs that have rows
   std::vector<ValueId> segment_inputs;  // the others
   std::vector<ValueId> outputs;
@@ -91,21 +94,23 @@ struct SegmentViews {
 
 class Program {
  public:
-  // `times`: receives the times of runs; nullptr for no timing.
+  // `times` receives the times of runs; nullptr disables timing.
   Program(ProgramDefinition definition, std::shared_ptr<ThreadPool> pool, std::shared_ptr<StepTimes> times);
   ~Program();
 
   // Computes the outputs; states are updated in place. May be called by several threads at once. Throws
-  // std::invalid_argument if a tensor does not match its declaration, std::out_of_range if an index is out of
-  // range; then all outputs and states are unchanged.
+  // std::invalid_argument if a tensor does not match its declaration, and std::out_of_range if an index is
+  // out of range; in both cases all outputs and states are unchanged.
   void run(std::span<const TensorView> inputs, std::span<const TensorView> outputs);
-  // The same for a chunk of several segments, at least one row each, with the bits of running each alone.
-  // `inputs` are those with rows, of the complete chunk, like the outputs. Also throws std::invalid_argument
-  // if the segments' rows together are not T, or if two share a state's memory.
+  // Computes a chunk of several segments, each of at least one row. The results are bit-identical to those of
+  // separate runs. `inputs` are the inputs that have rows; like the outputs, they belong to the complete
+  // chunk. Also throws std::invalid_argument if the numbers of rows of the segments do not add up to T, or if
+  // two segments share the memory of a state.
   void run_segments(std::span<const TensorView> inputs, std::span<const TensorView> outputs,
                     std::span<const SegmentViews> segments);
 
-  // Bytes of the temporaries that loops share; scratch and each thread's rows in work are additional.
+  // Number of bytes of the temporaries that loops share, without scratch and without the threads' rows in
+  // work.
   std::size_t arena_bytes() const { return arena_bytes_; }
   std::size_t num_loops() const { return definition_.loops.size(); }
   // Names of the steps, by loop.
@@ -121,7 +126,7 @@ class Program {
   // cache.
   static constexpr std::size_t kRowsAtOnce = 2;
 
-  // A temporary of one loop's rows. A thread has room for its rows in work.
+  // A temporary that only one loop uses. Each thread has room for its rows in work.
   struct RowLocal {
     ValueId value;
     std::size_t row_bytes;
@@ -152,7 +157,7 @@ class Program {
   std::vector<std::vector<RowLocal>> row_locals_;  // by loop
   std::size_t row_local_bytes_ = 0;                // for each thread
   std::size_t scratch_bytes_ = 0;                  // for each thread
-  std::size_t run_bytes_ = 0;                      // total that a run borrows
+  std::size_t run_bytes_ = 0;                      // total size that a run borrows
 };
 
 }  // namespace chunkrt

@@ -13,14 +13,14 @@ namespace chunkrt {
 
 using Nanoseconds = std::chrono::nanoseconds;
 
-// The part of a caller's time in a program outside all steps: binding arrays, opening loops, and waiting for
-// its turn and for the other threads.
+// Name of the time that a caller spends in a program outside all steps: binding arrays, opening loops, and
+// waiting for its turn and for the other threads.
 inline constexpr std::size_t kBetweenSteps = 0;
 
 // One thread's time in one run, by part.
 class Stopwatch {
  public:
-  // Starts now.
+  // Starts the measurement.
   explicit Stopwatch(std::size_t num_parts) : times_(num_parts), since_(Clock::now()) {}
 
   // Attributes the time since the last lap to a part.
@@ -39,7 +39,8 @@ class Stopwatch {
   Clock::time_point since_;
 };
 
-// Sums by name, over all runs and threads of the programs that share it. Threads may add at once.
+// Sums of times by name, over all runs and threads of the programs that share this object. Threads may add
+// concurrently.
 class StepTimes {
  public:
   struct Sums {
@@ -47,8 +48,8 @@ class StepTimes {
     std::map<std::string, Nanoseconds> parts = {};  // over all threads
   };
 
-  // `watches`: those of a run, the caller's first. The time of helpers between steps does not count: they may
-  // work for other programs.
+  // `watches` are those of a run; the first belongs to the caller. The time of helpers between steps does not
+  // count, because helpers may work for other programs.
   void add(std::span<const std::string> parts, std::span<const Stopwatch> watches);
   // Returns the sums so far, and resets them.
   Sums take();

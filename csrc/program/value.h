@@ -1,4 +1,4 @@
-// Values of a program: typed tensors whose sizes are fixed or named by a symbol.
+// The values of a program: typed tensors whose sizes are fixed or given by a symbol.
 #pragma once
 
 #include <array>
@@ -19,8 +19,8 @@ std::string_view name_of(Dtype dtype);
 // Throws std::invalid_argument for an unknown type.
 Dtype dtype_named(std::string_view name);
 
-// T: tokens of the chunk. R: rows of logits. P: the cache's capacity in positions. W: the slots of a cache
-// that is a ring.
+// T: number of tokens of the chunk. R: number of rows of logits. P: capacity of the cache in positions. W:
+// number of slots of a cache that is a ring buffer.
 enum class Symbol { T, R, P, W };
 inline constexpr std::array kAllSymbols = {Symbol::T, Symbol::R, Symbol::P, Symbol::W};
 
@@ -42,13 +42,13 @@ inline bool counts_rows(const Dimension& dimension) {
 
 using Shape = std::vector<Dimension>;
 
-// The symbols' values in one run, as far as they are known from its tensors.
+// The values of the symbols in one run, as far as the tensors of the run determine them.
 using Sizes = std::array<std::optional<std::size_t>, kAllSymbols.size()>;
 
-// In readable form: "float32 [T, 576]".
+// Returns a readable form, such as "float32 [T, 576]".
 std::string describe(Dtype dtype, const Shape& shape);
 
-// A caller's tensor, as a binding describes it.
+// A caller's tensor, described by a binding.
 struct TensorView {
   void* data;
   std::string dtype;  // may be the name of an unsupported type
@@ -66,7 +66,7 @@ struct Value {
   std::string name = {};  // for inputs, states and outputs
   Dtype dtype;            // a cache may have other types: see builder.h
   Shape shape;
-  // For a state, or an input without rows: its index among the operands of a segment.
+  // The index among the operands of a segment, for a state or an input without rows.
   std::optional<std::size_t> segment_place = {};
   std::size_t bytes_of_row = 0;  // in the chunk, T; 0 if the first dimension is another
   bool is_cache = false;         // a state of keys or values
@@ -75,7 +75,7 @@ struct Value {
   // For a constant.
   const void* data = nullptr;
   std::shared_ptr<const void> owner = {};
-  // For a temporary: the loops from its first write to its last read, and its offset in the arena.
+  // For a temporary: the range of loops from its first write to its last read, and its offset in the arena.
   std::size_t first_loop = 0;
   std::size_t last_loop = 0;
   std::size_t arena_offset = 0;

@@ -24,7 +24,7 @@ void run_in_bfloat(Suite& suite, const std::string& name, void (*test)(const Ker
   };
   suite.run_rows(attend_f32_bf16_cache, name, [&](AttentionFunction* attend) { test(kernels(attend)); });
 #if defined(__linux__) && defined(__x86_64__)
-  // Instructions of AVX2 are not trapped.
+  // AVX2 instructions are not trapped.
   if (is_supported(Isa::avx2) && !is_present(Isa::amx)) {
     suite.run("attend_f32_bf16_cache_amx_bf16, trapped tiles: " + name,
               [&] { test(kernels(attend_by_trapped_tiles, true)); });

@@ -1,4 +1,4 @@
-// Tests of attention in bfloat16 on every kernel for it, and on AMX's even without AMX.
+// Tests of attention in bfloat16 on all its kernels. The AMX kernel is also tested on processors without AMX.
 #pragma once
 
 #include "tests/attention_prompt.h"
@@ -6,7 +6,7 @@
 
 namespace chunkrt::testing {
 
-// Runs a test for each.
+// Runs a test on each bfloat16 attention kernel.
 void run_in_bfloat(Suite& suite, const std::string& name, void (*test)(const Kernels&));
 
 }  // namespace chunkrt::testing

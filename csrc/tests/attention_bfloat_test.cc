@@ -1,5 +1,5 @@
-// attention in bfloat16 against double precision, with original and with rounded operands; neither splits nor
-// chunks change a bit on one instruction set.
+// Compares attention in bfloat16 with double precision, on original and on rounded operands. On one
+// instruction set, neither splits nor chunks may change the result.
 #include "tests/attention_bfloat.h"
 
 #include <algorithm>
@@ -19,7 +19,8 @@ constexpr double kUnit = 0x1p-24;       // half a unit in the last place of floa
 constexpr double kBfloatUnit = 0x1p-9;  // and of bfloat16
 constexpr float kLargeBfloat = 0x1.fep+127f;
 
-// To nearest even: a multiple of 2^(e - 7) in [2^e, 2^(e + 1)), of 2^-133 below 2^-126.
+// Rounds to nearest even: to a multiple of 2^(e - 7) in [2^e, 2^(e + 1)), and to a multiple of 2^-133 below
+// 2^-126.
 double rounded_to_bfloat(double value) {
   if (!std::isfinite(value)) return value;
   const int exponent = value == 0.0 ? -126 : std::max(std::ilogb(value), -126);
@@ -29,7 +30,7 @@ double rounded_to_bfloat(double value) {
              : rounded;
 }
 
-// A head's columns as attention.h ropes and scales them in float32, times `scale`.
+// The columns of a head, roped and multiplied by `scale` in float32 as in attention.h.
 std::vector<double> roped_in_float(const Prompt& prompt, std::size_t row, const std::vector<double>& values,
                                    float scale) {
   const std::size_t half = prompt.shape.rotary_dim / 2, table_row = prompt.shape.first_table_row + row;
@@ -50,8 +51,8 @@ std::vector<double> each_rounded(std::vector<double> values) {
   return values;
 }
 
-// With rounded operands the remaining errors are the sums' roundings in float32 and the weights' to bfloat16;
-// otherwise each operand is also off by a bfloat16's unit.
+// With rounded operands, the remaining errors are the roundings of sums to float32 and of weights to
+// bfloat16; otherwise each operand also has an error of one bfloat16 unit.
 void check_output(const Prompt& prompt, const Result& result, bool are_rounded) {
   const Shape& s = prompt.shape;
   const auto operand = [&](const std::vector<double>& values) {
@@ -88,9 +89,9 @@ void check_output(const Prompt& prompt, const Result& result, bool are_rounded) 
       }
       double sum = 0.0;
       for (std::size_t key = first_key; key <= row; ++key) sum += weights[key] = std::exp(weights[key] - max);
-      // Scores are off by at most this, weights relatively by twice that (one's own and the maximum's), the
-      // roundings of exp, of the rescaling of each block and of the sums, and once rounded by a unit, of
-      // which the same rounded weights make up the sum.
+      // This is the maximum error of scores. The relative error of weights is twice as large (that of the
+      // score and that of the maximum), plus the roundings of exp, of the rescaling of each block and of the
+      // sums, plus one unit for the rounding of the weight; the sum consists of the same rounded weights.
       const double unit = are_rounded ? 0.0 : kBfloatUnit;
       const double score_error = ((dims + 8.0) * kUnit + 2.0 * unit + unit * unit) * largest_sum;
       const double relative_error = 2.0 * std::expm1(2.0 * score_error) + (2.0 * num_keys + 32.0) * kUnit +
@@ -112,7 +113,7 @@ void check_output(const Prompt& prompt, const Result& result, bool are_rounded) 
   }
 }
 
-// Scores of tens and hundreds as well, for which rounding a key or a query shifts the weights by more than
+// Also tests scores of tens and hundreds, for which rounding a key or a query shifts the weights by more than
 // the bound.
 void test_truth(const Kernels& kernels) {
   for (const Shape& shape : kShapes) {
@@ -147,7 +148,8 @@ void test_splits(const Kernels& kernels) {
   }
 }
 
-// A cache in tile layout gives the bits of a float32 cache, which is rounded on reading.
+// A cache in tile layout gives results that are bit-identical to those of a float32 cache, which is rounded
+// on reading.
 void test_tiled_cache(const Kernels& kernels) {
   for (const Shape& shape : kTiledShapes) {
     Shape in_float = shape;
@@ -167,7 +169,7 @@ void test_tiled_cache(const Kernels& kernels) {
   }
 }
 
-// A cache in tile layout holds each position's input, roped and rounded.
+// A cache in tile layout contains the input of each position, roped and rounded.
 void test_append_to_tiles(AttentionFunction* append) {
   const Kernels kernels = {append, attend_f32_bf16_cache_reference, AttentionMath::bfloat16};
   for (const Shape& shape : kTiledShapes) {
@@ -188,7 +190,8 @@ void test_append_to_tiles(AttentionFunction* append) {
   }
 }
 
-// Every normal bfloat16, the midpoints between adjacent ones and their neighbouring floats; each rounded.
+// Tests the rounding of every normal bfloat16, of the midpoints between adjacent ones, and of the floats next
+// to these midpoints.
 struct Roundings {
   std::vector<float> inputs;
   std::vector<double> expected;
@@ -247,7 +250,8 @@ void test_rounded_keys(const Kernels& kernels) {
     const double expected = 1.0 / (1.0 + static_cast<double>(kRows - 1) * std::exp(-difference));
     const Result result = attend_prompt(prompt, kernels);
     const double found = static_cast<double>(result.out[row * kDims + d]);
-    // Products are exact; e's argument rounds by 2^-24 of a score below 128, a weight to bfloat16.
+    // Products are exact. The argument of e has a rounding error of 2^-24 of a score below 128, and a weight
+    // is rounded to bfloat16.
     check(std::fabs(found - expected) <= expected * (2.02 * kBfloatUnit + 256.0 * kUnit), [&] {
       return "dim " + std::to_string(d) + " of key " + std::to_string(other) + " gives " +
              std::to_string(found) + ", expected " + std::to_string(expected);
@@ -275,8 +279,8 @@ struct Weighed {
   std::vector<std::uint16_t> weights;
 };
 
-// Random rows of a block after others. The first sees the keys from `first` to before `visible`, later rows
-// some other keys, or none.
+// Random rows of a block that follows other blocks. The first row attends to the keys [first, visible); later
+// rows attend to other keys, or to none.
 Weighed weigh_random_rows(const TileOperations& operations, std::size_t num_rows, std::size_t first,
                           std::size_t visible) {
   constexpr std::size_t kColumns = 80;
@@ -308,7 +312,7 @@ Weighed weigh_random_rows(const TileOperations& operations, std::size_t num_rows
   return rows;
 }
 
-// The operations around the tiles are interchangeable without changing a bit.
+// The implementations of the operations around the tiles give bit-identical results.
 void test_operations() {
   const TileOperations expected_by = tile_operations_avx2(), found_by = tile_operations_avx512vnni();
   for (const std::size_t num_rows : {1u, 7u, 16u, 17u, 32u}) {
@@ -325,7 +329,7 @@ void test_operations() {
       }
     }
   }
-  // Every upper half of a float32's bits, with halves of a bfloat16's unit and the floats next to them.
+  // Tests every upper half of a float32, with lower halves at and next to half a bfloat16 unit.
   std::vector<float> values;
   for (std::uint32_t upper = 0; upper < 0x10000; ++upper) {
     for (const std::uint32_t lower : {0x0000u, 0x7fffu, 0x8000u, 0x8001u}) {

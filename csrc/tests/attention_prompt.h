@@ -1,4 +1,4 @@
-// A prompt through the two phases of attention, in arbitrary chunks and pieces.
+// Runs a prompt through the two phases of attention, in arbitrary chunks and pieces.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,8 @@ struct Shape {
   float bias = 0.0f;  // the largest part common to all keys, which an int8 cache omits
 };
 
-// Groups of 1, 2, 3, 5 and 40 heads; head dims off and on the kernels' vectors; lengths around their blocks;
-// windows around blocks, and larger than the prompt.
+// The shapes cover groups of 1, 2, 3, 5 and 40 heads, head dims that are and are not multiples of the
+// kernels' vectors, lengths and windows around the block size, and windows larger than the prompt.
 inline constexpr Shape kShapes[] = {
     {1, 1, 1, 0, 3, CacheType::float32},
     {2, 1, 3, 2, 7, CacheType::float16},
@@ -97,7 +97,7 @@ struct Kernels {
   bool are_caught = false;  // some trapped instructions, each with a signal
 };
 
-// Row by row, a long prompt takes seconds with trapped instructions; then the prompts are short.
+// With trapped instructions, a long prompt takes seconds row by row; such prompts are short.
 inline bool has_time_for(const Kernels& kernels, const Shape& shape, std::size_t chunk) {
   return !kernels.are_caught || chunk > 1 || shape.length <= 70;
 }
@@ -164,8 +164,8 @@ inline Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const 
   const Shape& s = prompt.shape;
   const std::size_t ring = ring_slots(s, std::min(run.chunk, s.length));
   const std::size_t slots = run.is_ring ? ring : cache_slots(s);
-  // Cache content beyond the appended positions must not matter: all bits set is a NaN in all types, in int8
-  // as the scale.
+  // Cache content beyond the appended positions must not affect the result. If all bits are set, each type
+  // contains NaNs; int8 contains them as scales.
   const std::size_t row_bytes = cache_row_bytes(s.cache_type, s.head_dim);
   const std::vector<std::byte> nans(s.num_kv_heads * slots * row_bytes, std::byte{0xff});
   GuardedBuffer<std::byte> keys(nans), values(nans);

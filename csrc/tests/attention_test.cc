@@ -1,5 +1,5 @@
-// attention against a double-precision softmax; neither splits, nor chunks, nor rings, nor the instruction
-// set change a bit.
+// Compares attention with a double-precision softmax. Splits, chunks, ring buffers and the instruction set
+// must not change the result.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -27,8 +27,9 @@ void check_cached(const std::vector<double>& found, const std::vector<double>& e
     for (std::size_t i = d / 32 * 32; i < std::min(d / 32 * 32 + 32, found.size()); ++i) {
       largest = std::max(largest, std::fabs(expected[i] - bias[i]));
     }
-    // float16 rounds relative to an element, int8 to half a step of its group, which is the largest magnitude
-    // / 254; scale, quotient and product round in float32, and so does a key without its bias.
+    // The rounding error of float16 is relative to the element; that of int8 is half a step of its group,
+    // which is the largest magnitude / 254. Scale, quotient and product round in float32, and so does a key
+    // without its bias.
     const double storage_error = type == CacheType::float16 ? std::fabs(expected[d]) * 0x1p-11 + 0x1p-25
                                  : type == CacheType::int8  ? largest * (1.0 / 254.0 + 0x1p-20)
                                                             : 0.0;
@@ -37,14 +38,14 @@ void check_cached(const std::vector<double>& found, const std::vector<double>& e
   }
 }
 
-// The caches hold the keys, roped unless they are raw, and the values, rounded as the type does.
+// The caches contain the keys (roped unless they are raw) and the values, rounded to the cache type.
 void check_caches(const Prompt& prompt, const Result& result) {
   const Shape& s = prompt.shape;
   for (std::size_t head = 0; head < s.num_kv_heads; ++head) {
     for (std::size_t row = 0; row < s.length; ++row) {
       const std::size_t key_column = (s.num_heads + head) * s.head_dim;
       const std::vector<double> key = head_of(prompt, row, key_column);
-      // Both products of a roped key are at most 2, each rounded at most once in float32.
+      // Both products of a roped key are at most 2, and each product is rounded at most once in float32.
       check_cached(cached(result.keys, s, head, row, true), s.has_raw_keys ? key : roped(prompt, row, key),
                    left_out(s, head, true), s.cache_type, s.has_raw_keys ? 0.0 : 4.0 * 0x1p-23, "a key");
       check_cached(cached(result.values, s, head, row, false),
@@ -74,8 +75,8 @@ void check_output(const Prompt& prompt, const Result& result) {
         for (std::size_t d = 0; d < s.head_dim; ++d) {
           const double product = query[d] * k[d] * scale;
           weights[key] += product;
-          // The error of a roped value is relative to its two terms, each at most 2, for a key with a bias
-          // correspondingly more; for int8 slightly more.
+          // The error of a roped value is relative to its two terms, each of which is at most 2, or
+          // correspondingly more for a key with a bias; for int8 it is slightly larger.
           const double larger = 1.0 + static_cast<double>(s.bias) / 2.0;
           const double terms = std::fabs(k[d]) + (s.has_raw_keys ? std::fabs(query[d]) * larger : 0.0);
           sum_of_magnitudes += std::fabs(product) + 4.1 * terms * scale;
@@ -87,8 +88,9 @@ void check_output(const Prompt& prompt, const Result& result) {
       for (std::size_t key = first_key; key <= row; ++key) {
         sum += weights[key] = std::exp(weights[key] - max);
       }
-      // Scores are off by at most this, weights relatively by twice that (one's own and the maximum's) and
-      // the roundings of exp, of the rescaling of each block and of the sums.
+      // This is the maximum error of scores. The relative error of weights is twice as large (that of the
+      // score and that of the maximum), plus the roundings of exp, of the rescaling of each block and of the
+      // sums.
       const double score_error = (dims + 4.0) * kUnit * largest_sum;
       const double relative_error = 2.0 * std::expm1(2.0 * score_error) + (2.0 * num_keys + 32.0) * kUnit;
       std::vector<double> expected_row(s.head_dim), magnitudes(s.head_dim);
@@ -141,7 +143,7 @@ void test_bits(const Kernels& kernels) {
   }
 }
 
-// A ring that wraps many times, as often as each chunk size allows.
+// A ring buffer gives the same results as a full cache for every chunk size, after many wraps.
 void test_rings(const Kernels& kernels) {
   for (const Shape& shape : kShapes) {
     if (shape.window == 0) continue;
@@ -156,8 +158,8 @@ void test_rings(const Kernels& kernels) {
   }
 }
 
-// Far from position 0 a ring's rows give the same results as near it, once their windows are full; a read of
-// all earlier positions would never end.
+// Far from position 0, the rows of a ring buffer give the same results as near it, once their windows are
+// full; reading all earlier positions would never end.
 void test_far_positions(const Kernels& kernels) {
   const Shape shape = {4, 2, 16, 16, 150, CacheType::float16, 40};
   const Prompt prompt(shape);
@@ -183,7 +185,8 @@ void test_raw_keys(const Kernels& kernels) {
   }
 }
 
-// Scores so far apart that all weights except one vanish: the output is that key's value.
+// The scores are so far apart that all weights except one vanish; the output is the value of the remaining
+// key.
 void test_extreme_scores(const Kernels& kernels) {
   const Shape shape = {1, 1, 8, 0, 200, CacheType::float32};
   Prompt prompt(shape);
@@ -208,8 +211,8 @@ void test_extreme_scores(const Kernels& kernels) {
 void test_small_weights(const Kernels& kernels) {
   const Shape shape = {1, 1, 1, 0, 70, CacheType::float32};
   constexpr std::size_t kNumPrompts = 100;
-  // e(-x) and the sum are off by 1.1 units in the last place each, at most 2.2 * 2^-24 relatively; four
-  // additions, the inverse and the product round.
+  // e(-x) and the sum each have an error of 1.1 units in the last place, a relative error of at most 2.2 *
+  // 2^-24; four additions, the inverse and the product round.
   constexpr double kRelativeError = (2.0 * 2.2 + 6.0) * 0x1p-24;
   for (std::size_t index = 0; index < kNumPrompts; ++index) {
     Prompt prompt(shape);
@@ -235,8 +238,8 @@ void test_small_weights(const Kernels& kernels) {
   }
 }
 
-// A row that is not finite affects itself and later rows that see it, but no earlier row and none whose
-// window has passed it, regardless of the other rows in a tile.
+// A row that is not finite affects itself and later rows that attend to it. It affects no earlier row and no
+// row whose window begins after it, regardless of the other rows in a tile.
 void test_not_finite(const Kernels& kernels) {
   constexpr std::size_t kBadRow = 70;
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN(),
@@ -264,7 +267,8 @@ void test_not_finite(const Kernels& kernels) {
   }
 }
 
-// Every float16, the midpoints between adjacent ones and their neighbouring floats, through a float16 cache.
+// Sends every float16, the midpoints between adjacent ones, and the floats next to these midpoints through a
+// float16 cache.
 void test_rounding_to_half(const Kernels& kernels) {
   std::vector<float> inputs;
   for (std::uint32_t half = 0; half < 0x10000; ++half) {

@@ -1,4 +1,4 @@
-// Values of attention's inputs and caches, in double precision.
+// The values of attention's inputs and caches, in double precision.
 #pragma once
 
 #include <bit>

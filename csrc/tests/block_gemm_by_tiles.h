@@ -1,4 +1,4 @@
-// block_gemm by matrix tiles on processors without AMX: the loops of kernels/block_gemm/tiles.h over plain
+// block_gemm with matrix tiles on processors without AMX: the loops of kernels/block_gemm/tiles.h over plain
 // values.
 #pragma once
 
@@ -6,11 +6,11 @@
 
 namespace chunkrt::testing {
 
-// With the portable twin.
+// Computes the product with the portable equivalent of tile instructions.
 BlockGemmFunction block_gemm_by_tile_twin;
 
 #if defined(__linux__) && defined(__x86_64__)
-// With AMX's instructions, which the processor has or TileTraps emulates.
+// Computes the product with AMX instructions, which the processor supports or TileTraps emulates.
 BlockGemmFunction block_gemm_by_tile_instructions;
 #endif
 

@@ -1,4 +1,4 @@
-// block_gemm against exact int64 sums and the order of roundings in block_gemm.h, in guarded memory.
+// Compares block_gemm with exact int64 sums and the order of roundings in block_gemm.h, in guarded memory.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -38,7 +38,8 @@ struct Operands {
     for (std::int8_t& value : left) value = std::max(value, std::int8_t{-127});
     const std::vector<std::int8_t> nibbles = Random(2).int8s(q.size());
     for (std::size_t i = 0; i < q.size(); ++i) q[i] = static_cast<std::uint8_t>(nibbles[i] & 15);
-    // Finite halves of every size, a third of them subnormal; scales above 0, minima of both signs.
+    // Finite float16 values of all magnitudes, a third of them subnormal. Scales are positive, and minima
+    // have both signs.
     const std::vector<std::int8_t> bits = Random(3).int8s(4 * scales.size());
     for (std::size_t i = 0; i < scales.size(); ++i) {
       const auto half = [&](std::size_t j) {
@@ -170,7 +171,7 @@ void check_problem(BlockGemmFunction* function, const Problem& problem, bool has
   check_same(out.data(), expected.data(), expected.size(), describe(problem.shape) + ", block by block");
 }
 
-// Rows, depths and columns at the edges of all kernels' tiles.
+// Tests rows, depths and columns at the edges of all kernels' tiles.
 void test_shapes(BlockGemmFunction* function) {
   for (const std::size_t rows : {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 9u, 31u, 32u, 33u}) {
     for (const std::size_t depth_blocks : {1u, 2u, 3u, 5u, 18u, 48u}) {
@@ -181,7 +182,7 @@ void test_shapes(BlockGemmFunction* function) {
   }
 }
 
-// Depths for which a panel of tiles has fewer blocks of columns, down to one.
+// Tests depths for which a panel of tiles has fewer column blocks, down to one.
 void test_deep(BlockGemmFunction* function) {
   for (const std::size_t rows : {3u, 9u, 33u}) {
     for (const std::size_t depth_blocks : {204u, 205u, 300u, 820u}) {
@@ -219,7 +220,8 @@ void test_residual_in_place(BlockGemmFunction* function) {
   }
 }
 
-// Largest and smallest factors together: 16-bit partial sums would saturate or wrap.
+// Tests combinations of the largest and smallest factors, for which 16-bit partial sums would saturate or
+// wrap.
 void test_extremes(BlockGemmFunction* function) {
   for (const int left : {-127, 127}) {
     for (const int q : {0, 15}) {
@@ -243,7 +245,7 @@ void test_mixed_extremes(BlockGemmFunction* function) {
   }
 }
 
-// Scales and minima at the ends of float16, of either sign: 0, subnormal and finite.
+// Tests scales and minima at the ends of the float16 range, with either sign: 0, subnormal and finite.
 void test_scales(BlockGemmFunction* function) {
   for (const std::size_t rows : {5u, 9u}) {
     for (const int magnitude : {0x0000, 0x0001, 0x03ff, 0x0400, 0x3c00, 0x7bff}) {
@@ -261,8 +263,8 @@ void test_scales(BlockGemmFunction* function) {
   }
 }
 
-// Any split of the blocks, written between canaries around the matrix and in the columns of other blocks,
-// which must not change. And any split of the rows.
+// Tests splits of the blocks and of the rows. Canaries around the matrix and in the columns of other blocks
+// must not change.
 void test_splits(BlockGemmFunction* function) {
   constexpr std::size_t kGuards = 64;
   constexpr float kCanary = 1e30f;
@@ -294,7 +296,7 @@ void test_splits(BlockGemmFunction* function) {
   }
 }
 
-// A row's bits do not depend on the other rows.
+// The result of a row does not depend on the other rows.
 void test_rows_alone(BlockGemmFunction* function) {
   const Problem problem({33, 5, 49});
   const std::vector<float> expected = problem.expected(true, false);

@@ -1,4 +1,5 @@
-// A program's linears with 4-bit blocks against the formulas of quantize.h and block_gemm.h, bit for bit.
+// Compares a program's linears with 4-bit blocks with the formulas of quantize.h and block_gemm.h, bit for
+// bit.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -29,7 +30,7 @@ struct BlockWeight {
         q[k * columns + n] = value;
         byte = static_cast<std::uint8_t>(byte | (k % 8 < 4 ? value : value << 4));
         if (k % 32 != 0) continue;
-        // 2^-10 to 2^-8, and its -8 times.
+        // A scale from 2^-10 to 2^-8, and the minimum -8 * scale.
         const int scale = 0x1400 + (bits[k * columns + n] & 127) * 16, minimum = (scale + 0x0c00) | 0x8000;
         packed_scales[block * 32 + n % 16] = static_cast<std::uint16_t>(scale);
         packed_scales[block * 32 + 16 + n % 16] = static_cast<std::uint16_t>(minimum);
@@ -45,7 +46,7 @@ struct BlockWeight {
   std::vector<std::uint16_t> packed_scales;
 };
 
-// One row's product: its outliers in float, the rest in int8.
+// The product of one row: its outliers are multiplied in float, and the rest in int8.
 void multiply(std::vector<float> row, const BlockWeight& weight, const float* bias, const float* residual,
               float* out) {
   const std::size_t depth = row.size(), columns = weight.q.size() / depth;
@@ -87,7 +88,7 @@ void multiply(std::vector<float> row, const BlockWeight& weight, const float* bi
   }
 }
 
-// Two linears in blocks with a common input: one alone, one with a bias and a residual. Every third row has
+// Two linears in blocks with a common input; one of them has a bias and a residual. Every third row has
 // outliers.
 void test_two_linears() {
   for (const std::size_t depth : {32u, 64u, 160u, 576u}) {

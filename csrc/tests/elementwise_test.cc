@@ -1,4 +1,4 @@
-// elementwise against exact arithmetic or double precision, and the bits of the reference.
+// Compares elementwise with exact arithmetic or double precision, and bit for bit with the reference.
 #include <algorithm>
 #include <limits>
 #include <numbers>
@@ -51,7 +51,7 @@ void test_exact(BinaryFunction* function) {
 double sum(double left, double right) { return left + right; }
 double product(double left, double right) { return left * right; }
 
-// A grid over all magnitudes of interest, its ends past where exp is clamped, and special values.
+// A grid over all relevant magnitudes, with ends beyond the clamping limits of exp, and special values.
 std::vector<float> unary_inputs() {
   std::vector<float> inputs;
   for (int i = -120000; i <= 120000; ++i) inputs.push_back(static_cast<float>(i) * 0.001f);
@@ -62,7 +62,7 @@ std::vector<float> unary_inputs() {
   return inputs;
 }
 
-// A function of one argument: its exact value and the tolerance of float32.
+// A function of one argument, with its exact value and the tolerance of float32.
 struct Truth {
   const char* name;
   double (*value)(double);
@@ -85,8 +85,8 @@ constexpr Truth kExp = {"exp", [](double x) { return x < -kLimit ? 0.0 : std::ex
                         [](double, double expected) { return 1.1 * unit_of(expected); },
                         exp_f32_f32_reference};
 
-// The argument of the sigmoid is off by 5 roundings, and its exponential by the same amount relative to its
-// size.
+// The argument of the sigmoid has the error of 5 roundings, and the relative error of its exponential is the
+// same amount.
 constexpr Truth kGelu = {
     "gelu",
     [](double x) {

@@ -1,4 +1,4 @@
-// float_linear: every instruction set against the definition, bit for bit.
+// Compares float_linear on every instruction set with the definition, bit for bit.
 #include <cmath>
 #include <vector>
 

@@ -1,4 +1,4 @@
-// gemm against the exact int64 sum and the epilogue of gemm.h, in guarded memory.
+// Compares gemm with the exact int64 sum and the epilogue of gemm.h, in guarded memory.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -160,7 +160,7 @@ void check_problem(GemmFunction* function, const Problem& problem, bool has_bias
   check_same(out.data(), expected.data(), expected.size(), describe(problem.shape) + ", not arranged");
 }
 
-// Rows, depths and columns at the edges of all kernels' tiles.
+// Tests rows, depths and columns at the edges of all kernels' tiles.
 void test_shapes(GemmFunction* function) {
   for (const std::size_t rows : {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 9u, 31u, 32u, 33u}) {
     for (const std::size_t depth : {1u, 3u, 4u, 5u, 8u, 12u, 15u, 16u, 17u, 63u, 64u, 65u}) {
@@ -171,7 +171,7 @@ void test_shapes(GemmFunction* function) {
   }
 }
 
-// Deeper than one step of any kernel, and wider than any tile.
+// Tests products that are deeper than one step of any kernel, and wider than any tile.
 void test_large(GemmFunction* function) {
   for (const std::size_t rows : {1u, 6u, 16u, 33u}) {
     for (const std::size_t depth : {1023u, 1024u, 1025u, 1100u}) {
@@ -206,7 +206,7 @@ void test_residual_in_place(GemmFunction* function) {
   }
 }
 
-// Every pair of ends of int8: 16-bit partial sums would saturate or wrap.
+// Tests all pairs of ends of the int8 range, for which 16-bit partial sums would saturate or wrap.
 void test_extremes(GemmFunction* function) {
   for (const int left : {-128, -127, 127}) {
     for (const int right : {-128, -127, 127}) {
@@ -233,8 +233,8 @@ void test_mixed_extremes(GemmFunction* function) {
   }
 }
 
-// Activations as quantised by row: small ones, and one in `rarity` at the ends of int8, so that few adjacent
-// ones are large. In the last quarter of the depth all are.
+// Activations like those of quantisation by row: most are small, and one in `rarity` is at an end of int8, so
+// that few adjacent ones are large. In the last quarter of the depth all are large.
 void test_rare_extremes(GemmFunction* function) {
   for (const std::size_t rows : {1u, 2u, 3u, 4u, 5u, 9u}) {
     for (const std::size_t depth : {7u, 32u, 36u, 63u, 576u, 1023u, 1028u, 2100u}) {
@@ -250,7 +250,7 @@ void test_rare_extremes(GemmFunction* function) {
             left[i] = static_cast<std::int8_t>(left[i] / 3);
           }
         }
-        // A column of each end of int8, in which a single missed pair would saturate.
+        // A column for each end of int8, in which a single missed pair would saturate.
         std::vector<std::int8_t> right = Random(11).int8s(depth * shape.columns);
         for (std::size_t i = 0; i < right.size(); ++i) {
           const std::size_t column = i % shape.columns;
@@ -263,8 +263,8 @@ void test_rare_extremes(GemmFunction* function) {
   }
 }
 
-// Fours that add up to the most that fits in int16 or one more, of one sign or of both, in every place, and
-// weights of one end: an element that was added too early would wrap or saturate.
+// Groups of four, in every place, whose sum is the largest that fits in int16 or one larger, with one sign or
+// both, and weights at one end: an element that is added too early would wrap or saturate.
 void test_edges_of_fours(GemmFunction* function) {
   const std::vector<std::vector<int>> fours = {
       {32, 32, 32, 32},   {33, 32, 32, 32},       {127, 1, 0, 0},   {127, 2, 0, 0},
@@ -289,7 +289,7 @@ void test_edges_of_fours(GemmFunction* function) {
   }
 }
 
-// The fitting part and the excess add up to the row; each is within the bounds of parted.h.
+// The fitting part and the excess add up to the row; both are within the bounds of parted.h.
 [[maybe_unused]] void test_parts() {
   for (const std::size_t groups : {1u, 2u, 7u, 8u, 9u, 16u, 144u, 145u}) {
     for (const int spread : {1, 2, 4, 16}) {
@@ -353,8 +353,8 @@ void test_largest_depth(GemmFunction* function) {
   }
 }
 
-// Any split of the blocks, written between canaries around the matrix and in the columns of other blocks,
-// which must not change. And any split of the rows.
+// Tests splits of the blocks and of the rows. Canaries around the matrix and in the columns of other blocks
+// must not change.
 void test_splits(GemmFunction* function) {
   constexpr std::size_t kGuards = 64;
   constexpr float kCanary = 1e30f;
@@ -382,7 +382,7 @@ void test_splits(GemmFunction* function) {
   }
 }
 
-// A row's bits do not depend on the other rows.
+// The result of a row does not depend on the other rows.
 void test_rows_alone(GemmFunction* function) {
   const Problem problem({33, 64, 48});
   const std::vector<float> expected = problem.expected(true, false);

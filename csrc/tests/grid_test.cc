@@ -1,7 +1,8 @@
-// The grid of a static scheme: quantize and round_to_grid against their definitions in double precision.
+// Compares quantize and round_to_grid, on the grid of a static scheme, with their definitions in double
+// precision.
 //
-// A double has more than twice a float's digits, so a quotient of two floats that is rounded to double first
-// and to float then is the quotient rounded once.
+// A double has more than twice a float's digits, so rounding a quotient of two floats first to double and
+// then to float gives the same result as rounding it once.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -99,8 +100,8 @@ void test_widths(GridQuantizeFunction* function) {
   }
 }
 
-// Every integer and every half that a grid distinguishes, and some that it does not, once exact and once
-// divided.
+// Tests every integer and every half that a grid distinguishes, and some that it does not distinguish, as
+// exact values and as quotients.
 void test_every_level(GridQuantizeFunction* function) {
   for (const float step : {1.0f, 0.3f, 0x1p-126f}) {
     std::vector<float> input;
@@ -130,7 +131,8 @@ void test_not_a_number(GridQuantizeFunction* function) {
   }
 }
 
-// Values around a tie of 0.5 steps, where x * (1 / step) would round the other way for some.
+// Tests values around a tie of 0.5 steps, where x * (1 / step) would round some values in the other
+// direction.
 void test_quotient_is_rounded(GridQuantizeFunction* function) {
   std::vector<float> steps = Random(3).floats(200, 1.0f), input;
   std::size_t num_different = 0;

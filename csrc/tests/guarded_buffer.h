@@ -25,7 +25,7 @@ class GuardedPages {
   void* data_;
 };
 
-// `size` elements of T in guarded pages, copied from `initial` or zero.
+// `size` elements of T in guarded pages, copied from `initial` or initialised to zero.
 template <typename T>
   requires std::is_trivially_copyable_v<T>
 class GuardedBuffer {

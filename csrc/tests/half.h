@@ -18,8 +18,8 @@ inline double half_value(std::uint16_t half) {
   return exponent == 0 ? sign * std::ldexp(fraction, -24) : sign * std::ldexp(1024 + fraction, exponent - 25);
 }
 
-// To nearest even: a multiple of 2^-24 below 2^-14, of 2^(e - 10) in [2^e, 2^(e + 1)), infinite from 65520
-// on.
+// Rounds to nearest even: to a multiple of 2^-24 below 2^-14, to a multiple of 2^(e - 10) in [2^e, 2^(e +
+// 1)), and to infinity from 65520 on.
 inline double rounded_to_half(float value) {
   const double exact = static_cast<double>(value);
   if (!std::isfinite(exact)) return exact;

@@ -1,4 +1,4 @@
-// Selection of a kernel: names, availability, CHUNKRT_FORCE_ISA.
+// Tests the selection of kernels: names, availability, and CHUNKRT_FORCE_ISA.
 #include <cstdlib>
 
 #include "kernels/dispatch.h"

@@ -1,4 +1,5 @@
-// Linear attention in programs: any thread budget gives the same bits, and the state connects chunks.
+// Tests linear attention in programs: all thread budgets give bit-identical results, and the state connects
+// chunks.
 #include <algorithm>
 #include <vector>
 
@@ -20,7 +21,7 @@ ValueId random_constant(ProgramBuilder& builder, std::vector<std::size_t> shape,
   return builder.constant(data->data(), Dtype::float32, shape, data);
 }
 
-// The delta rule, then a short convolution of a third of its result.
+// A program of the delta rule, followed by a short convolution of a third of its result.
 std::unique_ptr<Program> build(std::size_t budget) {
   ProgramBuilder builder(std::make_shared<ThreadPool>(budget), kLength);
   const ValueId qkv = builder.input("qkv", Dtype::float32, {kRows, fixed(kChannels)});

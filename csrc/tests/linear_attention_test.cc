@@ -1,4 +1,4 @@
-// linear_attention against double precision and against each other: the step form, the chunk form, any split.
+// Compares linear_attention with double precision, and its step form, chunk form and splits with each other.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -24,7 +24,7 @@ struct Heads {
 
 constexpr Heads kHeads[] = {{1, 1, 1, 1}, {1, 3, 7, 5}, {2, 4, 24, 80}, {2, 2, 64, 64}, {1, 2, 33, 130}};
 
-// Realistic rows of a layer: k of length 1, decays and betas in 0 .. 1; some rows of zeros.
+// Realistic rows of a layer: k has length 1, decays and betas are in 0 .. 1, and some rows are zeros.
 struct Problem {
   Problem(const Heads& shape, std::size_t num_rows) : heads(shape), rows(num_rows) {
     Random random(static_cast<std::uint32_t>(rows * 131 + shape.v_dim));
@@ -68,7 +68,7 @@ struct Result {
   std::vector<float> out, state;
 };
 
-// In calls of at most `chunk` rows and one head.
+// Computes the result in calls of at most `chunk` rows and one head.
 Result run(DeltaRuleFunction* function, const Problem& problem, std::size_t chunk) {
   const Heads& heads = problem.heads;
   const std::size_t out_width = heads.num_v_heads * heads.v_dim;
@@ -158,7 +158,8 @@ void test_delta_rule(DeltaRuleFunction* function) {
   }
 }
 
-// All except the reference have the same bits as the first that this processor supports.
+// All implementations except the reference give results that are bit-identical to those of the first
+// supported one.
 void test_delta_rule_bits(DeltaRuleFunction* function) {
   if (function == gated_delta_rule_f32_f32_reference) return;
   for (const KernelRow<DeltaRuleFunction>& row : gated_delta_rule_f32_f32.rows) {

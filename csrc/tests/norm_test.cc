@@ -1,4 +1,4 @@
-// norm against double precision, and the bits of the reference.
+// Compares norm with double precision, and bit for bit with the reference.
 #include <limits>
 #include <vector>
 
@@ -32,8 +32,8 @@ void test_truth(RmsNormFunction* function) {
     const std::vector<float> input = Random(1).floats(kRows * width, 5.0f);
     const std::vector<float> weight = Random(2).floats(width, 2.0f);
     const std::vector<float> found = norm(function, input, weight);
-    // The square root halves the sum's error in norm.h; then mean, epsilon, root, inverse and two products
-    // round.
+    // The square root halves the error of the sum that norm.h states; then mean, epsilon, root, inverse and
+    // two products round.
     const double relative_error = ((static_cast<double>(width) / 16.0 + 6.0) / 2.0 + 6.0) * 0x1p-24;
     for (std::size_t row = 0; row < kRows; ++row) {
       double sum = 0.0;

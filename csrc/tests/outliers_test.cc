@@ -1,4 +1,4 @@
-// outliers: every instruction set against the definition, and the definition against plain arithmetic.
+// Compares outliers on every instruction set with the definition, and the definition with plain arithmetic.
 #include <cmath>
 #include <limits>
 #include <string>
@@ -32,8 +32,8 @@ Taken take(TakeOutliersFunction* function, const std::vector<float>& input, std:
   return {rest.copy(), values.copy(), counts.copy(), channels.copy()};
 }
 
-// Rows: one is even, one has very many outliers, one a few, one is zero, two are not finite, and in one a
-// third is the smallest positive number.
+// One row has no outliers, one has very many, one has a few, one is zero, two are not finite, and in
+// one a third of the values are the smallest positive number.
 std::vector<float> rows_of_every_kind(std::size_t width) {
   Random random(static_cast<std::uint32_t>(width));
   std::vector<float> input = random.floats(7 * width, 1.0f);

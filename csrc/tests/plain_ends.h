@@ -1,4 +1,4 @@
-// Arguments of the loops over tiles in plain C++: the epilogue of gemm, and a kernel for the last few rows.
+// Arguments for the loops over tiles, in plain C++: the epilogue of gemm, and a kernel for the last few rows.
 #pragma once
 
 #include <numeric>

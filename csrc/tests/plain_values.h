@@ -1,5 +1,5 @@
-// Arguments of the loops of kernels/block_gemm/tiles.h, except for tiles, in plain C++: the values of 16 rows
-// by 16 columns, and a kernel for a few rows.
+// Arguments for the loops of kernels/block_gemm/tiles.h, in plain C++, except for the tiles: the values of 16
+// rows by 16 columns, and a kernel for a few rows.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// A program with every operator: the same bits with any thread budget, chunks and number of concurrent
-// callers.
+// Tests a program with every operator: its results are bit-identical for all thread budgets, chunks and
+// numbers of concurrent callers.
 #include <algorithm>
 #include <thread>
 #include <vector>
@@ -55,7 +55,7 @@ class Constants {
     return round_to_grid(builder_, sums, constant({step}), num_digits == 2 ? 32639 : 127);
   }
 
-  // Its rows 3 and 7 are hot; all but the smallest inputs are outliers.
+  // Rows 3 and 7 of the weight are hot; all inputs except the smallest ones are outliers.
   ValueId shadow_linear(ValueId input, std::size_t depth, std::size_t columns) {
     const auto hot = std::make_shared<std::vector<std::int32_t>>(std::initializer_list<std::int32_t>{3, 7});
     const ValueId hot_channels = builder_.constant(hot->data(), Dtype::int32, {hot->size()}, hot);
@@ -71,7 +71,7 @@ class Constants {
  private:
   ValueId packed(std::size_t depth, std::size_t columns) {
     const std::size_t blocks = (columns + 15) / 16, groups = (depth + 3) / 4;
-    // Every depth here is complete; the padding of the last columns reaches no result.
+    // All depths here are complete, and the padding of the last columns does not affect any result.
     const auto data = std::make_shared<std::vector<std::int8_t>>(random_.int8s(blocks * groups * 64));
     return builder_.constant(data->data(), Dtype::int8, {blocks, groups, 16, 4}, data);
   }
@@ -80,7 +80,7 @@ class Constants {
   Random random_{1};
 };
 
-// One decoder layer between an embedding and a head.
+// One decoder layer between an embedding and an LM head.
 std::unique_ptr<Program> build_decoder(std::size_t budget) {
   ProgramBuilder builder(std::make_shared<ThreadPool>(budget), kMaxRows);
   Constants constants(builder);
@@ -117,7 +117,7 @@ std::unique_ptr<Program> build_decoder(std::size_t budget) {
   return builder.build();
 }
 
-// Logits of every row of one prompt, in chunks.
+// Returns the logits of every row of a prompt that is run in chunks.
 std::vector<float> run_prompt(Program& program, std::size_t chunk) {
   std::vector<float> keys(kKvHeads * kLength * kHeadDim), values(keys.size()), logits(kLength * kVocabulary);
   for (std::size_t start = 0; start < kLength; start += chunk) {
@@ -170,7 +170,8 @@ void test_callers_together() {
   }
 }
 
-// A linear on a grid against sums of 64 bits, at depths whose digits' sums stay exact in float32.
+// Compares a linear on a grid with 64-bit sums, at depths at which the sums of the digits stay exact in
+// float32.
 void test_static_linear() {
   constexpr std::size_t kMaxDepth = 1032;  // 128 * 127 * 1032 < 2^24
   for (const std::size_t depth : {1u, 3u, 4u, 31u, 33u, 576u, 1032u}) {
@@ -239,7 +240,7 @@ std::vector<float> shadow(const std::vector<float>& x, const std::vector<std::in
   return result;
 }
 
-// With all rows of the weight hot, some, and none; from no outliers to only outliers.
+// Tests weights whose rows are all, partly or not hot, and inputs with no outliers to only outliers.
 void test_shadow_linear() {
   for (const std::size_t depth : {1u, 5u, 16u, 33u, 130u}) {
     for (const std::size_t columns : {1u, 15u, 17u, 300u}) {
@@ -281,7 +282,7 @@ void test_shadow_linear() {
   }
 }
 
-// Values whose size overflows std::size_t are an error, instead of getting less memory than they need.
+// Values whose size overflows std::size_t raise an error, instead of getting too little memory.
 void test_too_large() {
   const auto check_refused = [](const std::function<void()>& act, const std::string& what) {
     try {

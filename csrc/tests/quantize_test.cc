@@ -1,5 +1,5 @@
-// quantize by row against its definition, evaluated with exact rational steps in double precision where that
-// is possible.
+// Compares quantize by row with its definition, which is evaluated with exact rational steps in double
+// precision where possible.
 #include <limits>
 #include <vector>
 

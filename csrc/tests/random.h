@@ -19,7 +19,7 @@ class Random {
     return values;
   }
 
-  // All of -128 .. 127, the ends more often than the rest.
+  // Values from -128 to 127; the two ends are more frequent than other values.
   std::vector<std::int8_t> int8s(std::size_t count) {
     std::vector<std::int8_t> values(count);
     for (std::int8_t& value : values) {

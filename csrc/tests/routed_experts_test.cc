@@ -1,5 +1,5 @@
-// Routed experts in programs: each row's result is that of its experts as separate linears, bit for bit,
-// regardless of other rows and the number of threads.
+// Tests routed experts in programs: the result of each row is bit-identical to that of its experts as
+// separate linears, regardless of other rows and the number of threads.
 #include <algorithm>
 #include <vector>
 
@@ -76,7 +76,7 @@ std::vector<float> run(Case& given, std::size_t budget, std::size_t chunk, bool 
   return out;
 }
 
-// Every expert on every row, as linears.
+// A program that applies every expert to every row, as linears.
 std::vector<std::vector<float>> run_experts(Case& given) {
   ProgramBuilder builder(std::make_shared<ThreadPool>(1), kLength);
   const ValueId input = builder.input("x", Dtype::float32, {kRows, fixed(kWidth)});

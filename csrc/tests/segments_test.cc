@@ -1,5 +1,5 @@
-// Chunks of several segments: the bits and states of running each alone, for any positions, caches and
-// threads; and invalid calls, which are refused before any writes.
+// Tests chunks of several segments. Results and states are bit-identical to those of separate runs, for all
+// positions, caches and threads. Invalid calls are refused before any writes.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -35,8 +35,8 @@ ValueId packed(ProgramBuilder& builder, std::vector<std::size_t> shape, std::uin
   return builder.constant(data->data(), Dtype::int8, shape, data);
 }
 
-// input + position + the row within the segment, twice: a step between others of its loop, whose result has
-// memory only for the rows in work.
+// Computes input + position + the row within the segment, twice, as a step between other steps of its loop;
+// the result has memory only for the rows in work.
 ValueId marked(ProgramBuilder& builder, ValueId input, ValueId position) {
   const ValueId out = builder.float_rows(Symbol::T, kWidth);
   builder.add_row_step(Symbol::T, "marked", {input, position, out},
@@ -50,8 +50,8 @@ ValueId marked(ProgramBuilder& builder, ValueId input, ValueId position) {
   return add(builder, out, out);
 }
 
-// Every operator that has a state, after experts whose rows are out of order, and norms that share a loop
-// with the caches' new rows. Operands of a segment are declared between those of the chunk.
+// A program with every operator that has a state, after experts with reordered rows, and with norms that
+// share a loop with the new rows of caches. Operands of a segment are declared between those of the chunk.
 std::unique_ptr<Program> build(std::size_t budget) {
   ProgramBuilder builder(std::make_shared<ThreadPool>(budget), kMostSegments * kMostRows);
   const auto cache = [&](const char* name, Symbol slots) {
@@ -123,7 +123,7 @@ struct State {
   TensorView view() { return {bytes.data(), dtype, shape, true, true}; }
 };
 
-// State of one sequence, and the inputs of its next rows.
+// The state of one sequence, and the inputs of its next rows.
 struct Sequence {
   std::int64_t position = 0, rope_position = 0;
   std::vector<State> states;  // in the order of their declaration
@@ -285,7 +285,8 @@ void check_refused(const std::function<void()>& act, const std::string& expected
   throw Failure("not refused: " + expected);
 }
 
-// Three sequences, and a change to the call that makes it wrong: no memory may be written then.
+// A call with three sequences, and a change that makes the call invalid. The invalid call must not write any
+// memory.
 template <typename Error>
 void check_wrong(Program& program, const std::function<void(Packed&, std::vector<Sequence>&)>& change,
                  const std::string& expected) {
@@ -356,7 +357,7 @@ void test_refusals() {
         TensorView& given = chunk.segments[0].inputs[4];
         given.dtype = given.dtype == "int8" ? "float32" : "int8";
         given.shape[2] = given.dtype == "int8" ? 12 : 8;
-        given.data = elsewhere.data();  // as float32 it is larger, but must not overlap its neighbours
+        given.data = elsewhere.data();  // the float32 cache is larger, but must not overlap adjacent memory
       },
       "segment 0: attention: the key and value caches must be of one type");
   check_wrong<Argument>(
@@ -380,7 +381,7 @@ void test_refusals() {
       "segments 0 and 1 share the memory of 'recurrent' and 'columns'");
 }
 
-// Inputs that are not states may be shared; and the rows of a run are the chunk's.
+// Segments may share inputs that are not states, and the rows of a run are those of the chunk.
 void test_shared_inputs() {
   const std::unique_ptr<Program> program = build(2);
   Random random(4);
@@ -400,7 +401,8 @@ void test_shared_inputs() {
   }
 }
 
-// A step that sees one segment at a time needs rows of its own in all values that it uses.
+// A step that processes one segment at a time needs separate rows for each segment in all values that it
+// uses.
 void test_builder() {
   ProgramBuilder builder(std::make_shared<ThreadPool>(1), 4);
   const ValueId position = builder.input("position", Dtype::int64, {fixed(1)});

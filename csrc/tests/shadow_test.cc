@@ -1,7 +1,7 @@
-// The shadow of a linear: its kernels against their definitions in double precision.
+// Compares the kernels for the shadow of a linear with their definitions in double precision.
 //
-// A double has more than twice a float's digits, so a quotient, product or sum of two floats that is rounded
-// to double first and to float then is the one rounded once.
+// A double has more than twice a float's digits, so rounding a quotient, product or sum of two floats first
+// to double and then to float gives the same result as rounding it once.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -103,7 +103,7 @@ void test_find_at_the_threshold(FindOutliersFunction* function) {
     }
     check(check_outliers(function, input, input.size(), step) > 0, "no outliers");
   }
-  // Ties go to the even 128; smaller values are no outliers.
+  // Ties round to the even 128; smaller values are not outliers.
   check(check_outliers(function, {127.5f, -127.5f}, 2, 1.0f) == 2, "a tie is no outlier");
   const float below = std::nextafter(127.5f, 0.0f);
   check(check_outliers(function, {below, -below}, 2, 1.0f) == 0, "an outlier below the tie");

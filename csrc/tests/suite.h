@@ -29,13 +29,13 @@ void check(bool condition, const Message& message) {
   if (!condition) throw Failure(message());
 }
 
-// The same float: equal bits, or both NaN.
+// Returns true if the floats have equal bits or are both NaN.
 inline bool same(float left, float right) {
   return (std::isnan(left) && std::isnan(right)) ||
          std::bit_cast<std::uint32_t>(left) == std::bit_cast<std::uint32_t>(right);
 }
 
-// Throws Failure with the first element that differs, unless both hold the same bits.
+// Throws Failure with the first element that differs, unless both arrays are bit-identical.
 void check_same(const float* found, const float* expected, std::size_t count, const std::string& what);
 
 class Suite {
@@ -46,8 +46,8 @@ class Suite {
 
   void run(const std::string& name, const std::function<void()>& test);
 
-  // Runs test(function) for every implementation of a kernel; one that this processor lacks is skipped with a
-  // message.
+  // Runs test(function) for every implementation of a kernel; implementations that this processor does not
+  // support are skipped with a message.
   template <typename Function, std::invocable<Function*> Test>
   void run_rows(const Kernel<Function>& kernel, const std::string& name, const Test& test) {
     for (const KernelRow<Function>& row : kernel.rows) {

@@ -1,4 +1,4 @@
-// The thread pool: every item runs once; consecutive loops, concurrent callers, failures.
+// Tests the thread pool: single execution of every item, consecutive loops, concurrent callers, and failures.
 #include "thread_pool.h"
 
 #include <atomic>
@@ -15,8 +15,8 @@ namespace {
 
 constexpr std::size_t kBudgets[] = {1, 2, 3, 8};
 
-// Two loops, the second of which reads plain memory that other threads wrote in the first; and no two threads
-// have the same member number at once.
+// Runs two loops, the second of which reads plain memory that other threads wrote in the first. No two
+// threads may have the same member number at the same time.
 void check_two_loops(ThreadPool& pool, std::size_t count, std::size_t piece) {
   std::vector<std::size_t> visits(count), sums(count), members(pool.budget());
   {
@@ -66,7 +66,8 @@ void test_one_piece() {
   }
 }
 
-// A loop of few pieces, then one of many: late helpers of the first find the second.
+// Runs a loop of few pieces and then a loop of many pieces; late helpers of the first loop find the second
+// one.
 void test_loops_in_a_row() {
   constexpr std::size_t kNumRounds = 20000, kCount = 24;
   for (const std::size_t budget : kBudgets) {
@@ -102,7 +103,7 @@ void test_callers_together() {
   }
 }
 
-// A single caller has the complete budget: each piece waits until as many threads compute as allowed.
+// A single caller uses the complete budget: each piece waits until the maximum number of threads compute.
 void test_budget_is_used() {
   for (const std::size_t budget : kBudgets) {
     ThreadPool pool(budget);
@@ -120,7 +121,7 @@ void test_budget_is_used() {
   }
 }
 
-// Callers, more than may compute, never use more threads at once than the budget.
+// If more callers exist than may compute, they never use more threads at once than the budget allows.
 void test_budget_is_kept() {
   for (const std::size_t budget : kBudgets) {
     ThreadPool pool(budget);

@@ -31,7 +31,7 @@ struct sigaction before;
 constexpr int kRegisters[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                               REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
 
-// An instruction with a three-byte VEX prefix, as far as tiles use it.
+// The fields of an instruction with a three-byte VEX prefix that tile instructions use.
 struct Decoded {
   unsigned map, prefix, vector, opcode;
   bool is_w;
@@ -197,7 +197,8 @@ float lower_half(std::uint32_t bits) { return std::bit_cast<float>(bits << 16); 
   return true;
 }
 
-// Emulates the instruction; returns false if it is not a tile instruction, or one that a processor refuses.
+// Emulates the instruction; returns false if it is not a tile instruction, or is one that a processor
+// refuses.
 bool run(const Decoded& decoded) {
   constexpr unsigned kNone = 0, k66 = 1, kF3 = 2, kF2 = 3;
   if (decoded.map != 2 || decoded.is_w) return false;

@@ -1,10 +1,11 @@
-// AMX's instructions on processors that lack them: each is an illegal instruction there, which a signal
-// handler emulates. So the tests cover the compiled code, including its encodings and addresses.
+// Emulates AMX instructions on processors without AMX: there they are illegal instructions, and a signal
+// handler emulates them. So the tests cover the compiled code, including its encodings and addresses.
 #pragma once
 
 namespace chunkrt::testing {
 
-// While one exists, this thread's tile instructions run, by the processor or by the handler. One at a time.
+// While an object exists, the tile instructions of this thread run, on the processor or in the handler. Only
+// one object may exist at a time.
 class TileTraps {
  public:
   TileTraps();

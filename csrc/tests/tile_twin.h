@@ -1,5 +1,5 @@
-// Matrix tiles without instructions: the operations that kernels/gemm/tiles.h and kernels/block_gemm/tiles.h
-// need, in plain loops that refuse invalid operations like a processor.
+// Matrix tiles in plain C++: the operations that kernels/gemm/tiles.h and kernels/block_gemm/tiles.h need, in
+// plain loops that refuse invalid operations like a processor.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// unpack on every instruction set against its formula, in buffers that detect any access outside of them.
+// Compares unpack on every instruction set with its formula, in buffers that detect out-of-bounds accesses.
 #include <vector>
 
 #include "kernels/dispatch.h"

@@ -38,11 +38,15 @@ def on_files(files, config):
             text = text.replace("](examples)", "](examples/README.md)")
             text = text.replace("](examples/chunkrt-torch)", "](examples/chunkrt-torch/README.md)")
         text = text.replace("](../docs/", "](../")
+        if source == "examples/README.md":
+            text = re.sub(r"\]\((\w+\.py)\)", rf"]({config['repo_url']}/blob/main/examples/\1)", text)
         files.append(File.generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
+    if not page.file.generated_by:
+        markdown = re.sub(r"\]\(\.\./(bench|examples)/", r"](\1/", markdown)
     if page.file.src_path == "api.md":
         sys.path.insert(0, str(Path(__file__).parent))
         from options import fields

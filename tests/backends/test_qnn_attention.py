@@ -240,7 +240,7 @@ def test_shorter_chunk_is_padded_inside(tmp_path):
         one.check(executable, 20, num_rows)
 
 
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("window", [0, pytest.param(40, marks=pytest.mark.exhaustive)])
 def test_only_new_history_enters(window, tmp_path, monkeypatch):
     one = OneAttention(4, 2, 16, 128, window=window)
     executable = one.compile(tmp_path)
@@ -508,6 +508,7 @@ def test_invalid_options_are_refused(load, options, message):
         load("llama_gqa", **options)
 
 
+@pytest.mark.exhaustive
 def test_layers_are_placed_one_by_one(load, with_attention_on_the_cpu):
     placement = {"model.layers.1.self_attn": "npu"}
     with load("llama_gqa", placement=placement, npu_window=64) as engine:

@@ -247,6 +247,7 @@ def test_split_of_a_prompt_changes_no_bit(load):
             np.testing.assert_array_equal(np.vstack(parts), whole)
 
 
+@pytest.mark.exhaustive
 def test_state_is_rewound_and_saved_unchanged(load):
     tokens = tokens_of(80)
     with load(attention="npu", npu_window=32, decode_on="npu") as engine:

@@ -217,7 +217,7 @@ def test_environment_reports_and_installs_only_missing_packages(tmp_path, monkey
         ("a\0b", "embedded null byte"),
     ],
 )
-def test_a_wrong_interpreter_is_one_line_before_anything_else(python, reason):
+def test_a_wrong_interpreter_prints_one_line_before_anything_else(python, reason):
     finished = CliRunner().invoke(peers("command").peers, ["no-such-model", "--python", python])
     assert finished.exit_code == 1
     (line,) = finished.output.splitlines()

@@ -200,7 +200,7 @@ def test_safetensors_repository_is_fetched_without_unread_files(hub):
     assert (path / "additional_chat_templates" / "tool_use.jinja").read_bytes() == b"x"
 
 
-def test_missing_model_of_the_hub_is_one_line(hub):
+def test_missing_model_of_the_hub_prints_one_line(hub):
     with pytest.raises(
         ModelError, match=r"no file or folder org/absent, and the Hugging Face hub .* lists known models"
     ) as raised:
@@ -211,7 +211,7 @@ def test_missing_model_of_the_hub_is_one_line(hub):
         find_checkpoint("org/name", no_progress)
 
 
-def test_unreachable_hub_is_one_line_without_the_clients_logs(monkeypatch, caplog, capfd):
+def test_unreachable_hub_prints_one_line_without_the_clients_logs(monkeypatch, caplog, capfd):
     client = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"

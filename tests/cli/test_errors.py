@@ -204,7 +204,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("damage", MODELS, ids=lambda damage: damage.__name__)
-def test_wrong_model_is_one_line(command, tmp_path, damage):
+def test_wrong_model_prints_one_line(command, tmp_path, damage):
     model = damage(tmp_path)
     expect_one_line(command("run", model, "-p", "hello"), MODELS[damage])
     if damage is not weight_that_is_not_finite:  # a plan reads no weights
@@ -212,7 +212,7 @@ def test_wrong_model_is_one_line(command, tmp_path, damage):
 
 
 @pytest.mark.parametrize(("arguments", "message"), LINES, ids=[f"{i}-{m[:24]}" for i, (_, m) in enumerate(LINES)])
-def test_wrong_command_line_is_one_line(command, arguments, message):
+def test_wrong_command_line_prints_one_line(command, arguments, message):
     expect_one_line(command(*arguments), message)
 
 
@@ -252,7 +252,7 @@ def test_unwritable_output_is_refused_before_any_work(command, tmp_path, monkeyp
     expect_one_line(command(name, GGUF, option, tmp_path / output, *device), f"{tmp_path / 'taken'}")
 
 
-def test_unreadable_model_file_is_one_line(command, tmp_path, monkeypatch):
+def test_unreadable_model_file_prints_one_line(command, tmp_path, monkeypatch):
     path = Path(shutil.copy(GGUF, tmp_path / "model.gguf"))
     opened = Path.open
 
@@ -274,7 +274,7 @@ def test_verbose_adds_the_traceback(command, flag):
     assert finished.err.splitlines()[-1] == "chunkrt: the prompt is empty; give text with -p TEXT or -f FILE"
 
 
-def test_unexpected_exception_is_one_line(command, monkeypatch):
+def test_unexpected_exception_prints_one_line(command, monkeypatch):
     def fail(self, prompt, **options):
         raise ZeroDivisionError("by\nzero")
 
@@ -351,7 +351,7 @@ def test_usage_error_has_no_traceback(command):
     assert "Traceback" not in finished.err
 
 
-def test_out_of_memory_is_one_line(command, monkeypatch):
+def test_out_of_memory_prints_one_line(command, monkeypatch):
     monkeypatch.setattr(Session, "prefill", lambda *_, **__: [0] * 10**18)
     expect_one_line(command(*RUN), "out of memory")
 

@@ -39,18 +39,18 @@ def check_rows(rows):
         assert (row["npu_busy"], row["overlap"]) == (None, None)  # there is no NPU
 
 
-def test_bench_in_json(command):
+def test_bench_prints_json(command):
     finished = command(*BENCH, "-o", "json")
     assert (finished.status, finished.err) == (0, "")
     check_rows(json.loads(finished.out))
 
 
-def test_bench_in_json_lines(command):
+def test_bench_prints_json_lines(command):
     finished = command(*BENCH, "-o", "jsonl")
     check_rows([json.loads(line) for line in finished.out.splitlines()])
 
 
-def test_bench_in_csv(command):
+def test_bench_prints_csv(command):
     finished = command(*BENCH, "-o", "csv")
     rows = list(csv.DictReader(io.StringIO(finished.out)))
     numbers = {"chunk": int, "threads": int, "samples_ns": lambda text: [int(n) for n in text.split()]}
@@ -59,7 +59,7 @@ def test_bench_in_csv(command):
     check_rows([{name: numbers.get(name, str)(text) for name, text in row.items()} for row in rows])
 
 
-def test_bench_in_markdown(command):
+def test_bench_prints_markdown(command):
     finished = command(*BENCH)
     head, rule, *rows = (line for line in finished.out.splitlines() if line.startswith("|"))
     assert [cell.strip() for cell in head.strip("|").split("|")][-3:] == ["test", "t/s", "ttft ms"]
@@ -180,7 +180,7 @@ def test_bench_of_one_kind(command):
     assert (row["test"], row["stddev_ts"]) == ("tg2", 0)
 
 
-def test_plan_in_json(command):
+def test_plan_json_holds_subgraphs_and_figures(command):
     finished = command("plan", GGUF, "--json", "--chunk", 8, "--prompt-length", 64)
     assert (finished.status, finished.err) == (0, "")
     result = json.loads(finished.out)
@@ -192,7 +192,7 @@ def test_plan_in_json(command):
     assert attention["chunked_flops"] / attention["unchunked_flops"] == (1 + 8 / 64) / 2
 
 
-def test_plan_as_text(command):
+def test_plan_prints_a_table_of_subgraphs(command):
     finished = command("plan", GGUF, "--chunk", 8)
     lines = finished.out.splitlines()
     assert lines[0].split()[:3] == ["subgraph", "on", "kind"]
@@ -302,7 +302,7 @@ def test_plan_saves_every_subgraph_as_onnx(command, tmp_path, scheme):
     assert sorted(folder.iterdir()) == files
 
 
-def test_models_as_text_and_json(command):
+def test_models_lists_the_catalogue_as_text_and_json(command):
     finished = command("models")
     *table, terms = finished.out.splitlines()
     head, *rows = (line.split() for line in table)
@@ -329,7 +329,7 @@ def test_models_lists_a_pulled_model(command, tmp_path, monkeypatch):
         assert engine.scheme.name == "float"
 
 
-def test_doctor_as_text_and_json(command):
+def test_doctor_prints_findings_as_text_and_json(command):
     finished = command("doctor")
     assert (finished.status, finished.err) == (0, "")
     assert all(line.startswith(("ok  ", "lack", " " * 21)) for line in finished.out.splitlines())
@@ -347,6 +347,6 @@ def test_help_goes_to_stdout(command, arguments):
     assert finished.out.startswith("Usage: chunkrt")
 
 
-def test_version(command):
+def test_version_prints_the_version(command):
     finished = command("--version")
     assert finished.out.split()[-1] == chunkrt.__version__

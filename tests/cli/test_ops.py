@@ -103,7 +103,7 @@ def test_ops_defaults_to_none_for_npu_reference(command):
     ],
 )
 @pytest.mark.parametrize("what", ["ops", "run"])
-def test_ops_errors_are_one_line(command, what, arguments, message):
+def test_ops_errors_print_one_line(command, what, arguments, message):
     finished = command(what, GGUF, *(("-p", "hello") if what == "run" else ()), *arguments)
     assert (finished.status, finished.out) == (1, "")
     assert message in finished.err

@@ -39,7 +39,7 @@ def test_profile_is_written_and_simulated(command, tmp_path: Path) -> None:
         (["-o", "here.toml", "--budgets", "0"], "--budgets is '0', expected numbers of at least 1"),
     ],
 )
-def test_profile_errors_are_one_line(command, tmp_path: Path, options: list[str], message: str) -> None:
+def test_profile_errors_print_one_line(command, tmp_path: Path, options: list[str], message: str) -> None:
     finished = command("profile", GGUF, *(str(tmp_path / o) if o.startswith("here") else o for o in options))
     assert finished.status == 1
     assert message in finished.err

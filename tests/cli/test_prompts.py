@@ -132,7 +132,7 @@ def test_wrong_batch_is_refused_before_anything_runs(command, tmp_path, text, me
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"messages": 3}', '[{"role": "user"}]', '["hi"]'])
-def test_wrong_messages_are_one_line(command, tmp_path, text):
+def test_wrong_messages_print_one_line(command, tmp_path, text):
     path = tmp_path / "chat.json"
     path.write_text(text)
     expect_one_line(command("run", GGUF, "--messages", path), "chat.json")

@@ -111,7 +111,7 @@ def test_weight_that_cannot_be_quantised_leaves_no_files(tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-def test_full_disk_is_one_line_and_leaves_no_files(tmp_path, monkeypatch):
+def test_full_disk_prints_one_line_and_leaves_no_files(tmp_path, monkeypatch):
     def full(self, array):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

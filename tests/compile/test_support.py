@@ -339,7 +339,7 @@ def test_no_weight_is_read(monkeypatch):
     assert check_support(checkpoint("llama_gqa")).operators
 
 
-def test_damaged_file_is_one_line(tmp_path, command):
+def test_damaged_file_prints_one_line(tmp_path, command):
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "text.gguf").write_text("not a model")

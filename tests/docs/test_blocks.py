@@ -2,8 +2,8 @@
 
 Blocks of Python and shell commands are executed in the order of the page, in a new folder. A comment
 `<!-- not run: REASON -->` before a block excludes it, `<!-- excerpt of FILE -->` marks a part of a file, and
-`<!-- slow -->` leaves a block to the exhaustive tests. In the expected output, "..." stands for any text, and differences
-in white space are ignored.
+`<!-- slow -->` leaves a block to the exhaustive tests. In the expected output, "..." stands for any text, and
+differences in white space are ignored.
 """
 
 import doctest

@@ -181,7 +181,7 @@ def test_engine_directory_runs_without_onnx_and_checkpoint(device, tmp_path):
     assert not (tmp_path / "home").exists()
 
 
-def test_missing_onnx_is_one_line(device, tmp_path):
+def test_missing_onnx_prints_one_line(device, tmp_path):
     finished = run_without_onnx(device, tmp_path, chunk_length=48)
     assert finished.returncode == 1
     line = finished.stderr.splitlines()[-1]
@@ -328,7 +328,7 @@ def test_chunk_longer_than_the_context_is_rejected(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+def test_compile_to_a_full_disk_reports_one_line_and_leaves_no_files(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

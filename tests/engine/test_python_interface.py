@@ -1,13 +1,11 @@
-"""The Python interface: signatures, texts, reprs, and the code blocks of docs/python.md."""
+"""Tests of the Python interface: signatures, texts and reprs."""
 
 import inspect
 import re
 import typing
-from pathlib import Path
 
 import pytest
 from fixture_checkpoints import checkpoint
-from pulled_models import MODELS
 
 import chunkrt
 from chunkrt.engine.generation import Piece
@@ -16,7 +14,6 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ModelError
 
 GGUF = checkpoint("llama_biased_gguf")
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
 def test_load_signature_names_every_option_with_its_type():
@@ -84,21 +81,3 @@ def test_record_of_a_run_is_a_table_in_a_notebook():
     rows = [re.findall(r"<td>([\d.]+) %</td>", row) for row in html.split("<tr>")[2:]]
     assert len(rows) > 2
     assert sum(float(row[0]) for row in rows) == pytest.approx(100, abs=0.1 * len(rows))
-
-
-@pytest.mark.skipif(MODELS["smollm2-135m-instruct"] is None, reason="the model is not pulled")
-def test_code_blocks_of_the_page_run(capsys, tmp_path, monkeypatch):
-    """They run one after the other, in one namespace."""
-    pulled = MODELS["smollm2-135m-instruct"]
-    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
-    place = tmp_path / "models" / "smollm2-135m-instruct" / pulled.name
-    place.parent.mkdir(parents=True)
-    place.symlink_to(pulled)
-    names = {"__name__": "page"}
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 8
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), names)
-    written = capsys.readouterr().out
-    assert "Engine('smollm2-135m-instruct', " in written
-    assert "Paris" in written

@@ -159,7 +159,7 @@ def test_context_that_has_shifted_is_restored(tmp_path: Path) -> None:
         assert engine.load_session(tmp_path / "nothing").position == 0
 
 
-def test_load_errors_are_one_line(tmp_path: Path) -> None:
+def test_load_errors_print_one_line(tmp_path: Path) -> None:
     path = tmp_path / "said"
     with load() as engine:
         session = engine.session()

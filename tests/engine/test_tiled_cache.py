@@ -116,7 +116,7 @@ def test_bfloat16_caches_are_the_default_of_bfloat16_attention() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention_math": "float32"}, "bfloat16 caches need attention in bfloat16"),
+        ({"attention_math": "float32"}, "`cache_dtype='bfloat16'` needs"),
         ({"attention_math": "bfloat16", "context_shift": True}, "bfloat16 caches cannot shift"),
     ],
 )

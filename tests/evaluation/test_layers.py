@@ -300,7 +300,7 @@ def test_an_engine_directory_is_refused(command, text, tmp_path):
     assert finished.err.count("\n") == 1
 
 
-def test_a_picture_that_cannot_be_written_is_one_line(tmp_path):
+def test_a_picture_that_cannot_be_written_prints_one_line(tmp_path):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot draw .*a\.png: "):

@@ -190,7 +190,7 @@ def test_static_subgraphs_from_the_command_line(tmp_path, command):
         (["--static-subgraphs", "p", "--dynamic"], "--dynamic needs -o; name a file"),
     ],
 )
-def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, command, arguments, message):
+def test_wrong_arguments_print_one_line(tmp_path, monkeypatch, command, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.onnx").write_bytes(b"")
     done = command("export", checkpoint("llama_gqa"), *arguments)

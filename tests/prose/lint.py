@@ -1,7 +1,7 @@
 """Check that comments, docstrings, messages and documents are written in plain technical English.
 
-Run it from the root of the repository, with paths as arguments, or with none for all tracked files. Every violation is
-printed as `FILE:LINE: RULE: TEXT`; the exit status is 1 if there is one. CONTRIBUTING.md explains the rules.
+Run it from the root of the repository, with paths as arguments, or with none for all files. It prints each violation as
+`FILE:LINE: RULE: TEXT`, and exits with status 1 if there is one. CONTRIBUTING.md explains the rules.
 """
 
 import ast
@@ -55,6 +55,7 @@ _PHRASES = {
 }
 _SUFFIXES = {".py", ".cc", ".h", ".md", ".toml", ".sh", ".cmake", ".yml"}
 _NAMES = {"CMakeLists.txt", "Makefile", "run"}
+_FOLDERS = ("*", *(f"{folder}/**/*" for folder in ("bench", "chunkrt", "csrc", "docs", "examples", "models", "tests")))
 
 
 def violations(path: Path) -> Iterator[tuple[int, str, str]]:
@@ -120,26 +121,29 @@ def _cpp(source: str) -> Iterator[tuple[int, str, str]]:
 def long_subjects() -> Iterator[str]:
     """Yield subjects of recent commits that are longer than SUBJECT_LENGTH, if this is a repository of git."""
     command = ["git", "log", "--no-merges", f"--since={SUBJECTS_SINCE}", "--format=%s"]
-    log = subprocess.run(command, capture_output=True, text=True, check=False)
-    yield from (subject for subject in log.stdout.splitlines() if len(subject) > SUBJECT_LENGTH)
+    try:
+        log = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return
+    yield from (subject for subject in log.splitlines() if len(subject) > SUBJECT_LENGTH)
 
 
-def tracked_files() -> list[Path]:
-    """Return all tracked files that hold prose, without this one."""
-    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], capture_output=True, text=True, check=True)
-    paths = [Path(name) for name in names.stdout.splitlines()]
+def prose_files() -> list[Path]:
+    """Return all files that hold prose, except this one: those that git knows or would add, or all without git."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        listed = [str(path) for folder in _FOLDERS for path in Path().glob(folder)]
+    paths = [path for path in map(Path, listed) if path.suffix in _SUFFIXES or path.name in _NAMES]
     own = Path(__file__).resolve()
-    return [
-        path
-        for path in paths
-        if (path.suffix in _SUFFIXES or path.name in _NAMES) and path.exists() and path.resolve() != own
-    ]
+    return [path for path in paths if path.exists() and path.resolve() != own]
 
 
 def main() -> int:
-    """Print all violations in the files given as arguments, or in all tracked files."""
+    """Print all violations in the files given as arguments, or in all files of the repository."""
     count = 0
-    for path in [Path(name) for name in sys.argv[1:]] or tracked_files():
+    for path in [Path(name) for name in sys.argv[1:]] or prose_files():
         for line, rule, text in violations(path):
             print(f"{path}:{line}: {rule}: {text}")
             count += 1

@@ -159,7 +159,7 @@ def test_client_that_does_not_read_delays_no_shutdown(serve):
     assert (status, err) == (0, "")
 
 
-def test_a_port_that_is_taken_is_one_line(command, chat_folder):
+def test_a_port_that_is_taken_prints_one_line(command, chat_folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         expect_one_line(command("serve", chat_folder, "--port", port), f"cannot listen at 127.0.0.1:{port} (")
@@ -176,7 +176,7 @@ def test_an_address_of_ipv6_may_be_in_brackets(serve, host):
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_an_address_of_ipv6_that_is_not_here_is_one_line(command, chat_folder):
+def test_an_address_of_ipv6_that_is_not_here_prints_one_line(command, chat_folder):
     outcome = command("serve", chat_folder, "--host", "[2001:db8::1]", "--port", "1", "--no-api-key")
     expect_one_line(outcome, "cannot listen at [2001:db8::1]:1 (")
 

@@ -59,7 +59,7 @@ def test_errors_of_a_worker_are_raised_by_the_caller(cluster) -> None:
         run_on_dask(cluster.scheduler_address, refuse, "not", [1], lambda done: None)
 
 
-def test_a_worker_that_fails_is_one_line(cluster) -> None:
+def test_a_worker_that_fails_prints_one_line(cluster) -> None:
     def fail(held: None, point: int) -> None:
         raise ImportError("no module named chunkrt")
 
@@ -75,7 +75,7 @@ def test_an_interrupt_ends_it(cluster) -> None:
         chunkrt.experiment(SMALL, **POINTS, dask=cluster.scheduler_address, progress=interrupt)
 
 
-def test_a_cluster_without_workers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_workers_prints_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunkrt.simulate.dask_cluster, "CONNECT_SECONDS", 0.2)
     with (
         distributed.LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as empty,
@@ -85,7 +85,7 @@ def test_a_cluster_without_workers_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("address", ["nonsense", "", "tcp://127.0.0.1:1", "gopher://127.0.0.1:1"])
-def test_unreachable_address_is_one_line(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def test_unreachable_address_prints_one_line(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setattr(chunkrt.simulate.dask_cluster, "CONNECT_SECONDS", 0.2)
     with pytest.raises(ConfigError, match="found no Dask scheduler at"):
         chunkrt.experiment(SMALL, **POINTS, dask=address)

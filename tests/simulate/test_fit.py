@@ -161,8 +161,8 @@ def test_problems_list_all_exceeded_limits():
     found = fit(SEVEN_B, "w8a16", small, ram=10 * GB)
     assert found.problems == [
         f"static.1 takes {found.contexts[1].num_bytes / 1e6:.1f} MB of an NPU session's 199.2 MB",
-        f"it takes 33 NPU sessions of 199.2 MB, but only {MOST_SESSIONS} are available",
-        f"it takes {found.total_bytes / GB:.2f} GB of 6.00 GB usable RAM",
+        f"the model takes 33 NPU sessions of 199.2 MB, but only {MOST_SESSIONS} are available",
+        f"the model takes {found.total_bytes / GB:.2f} GB of 6.00 GB usable RAM",
     ]
     assert find_remedy(SEVEN_B, SCHEMES["w8a16"], found) == ""
 
@@ -236,7 +236,7 @@ def test_command_reports_a_model_that_fits(command):
 def test_command_reports_a_model_that_does_not_fit(command):
     finished = command("fit", GGUF, "--soc", "SM8650", "--ram", "0.0001")
     assert (finished.status, finished.err) == (3, "")
-    assert finished.out.splitlines()[-1].startswith("does not fit: it takes 1.2 MB of 0.1 MB usable RAM; try ")
+    assert finished.out.splitlines()[-1].startswith("does not fit: the model takes 1.2 MB of 0.1 MB usable RAM; try ")
 
 
 def test_the_command_advises_no_scheme_for_an_engine_directory(command):
@@ -292,7 +292,7 @@ def test_the_command_refuses_an_engine_with_outputs_in_float(command):
         (("--soc", "SM8650", "--ram", "nan"), "--ram is nan, expected a number of GB above 0"),
     ],
 )
-def test_bad_input_is_one_line(command, arguments, message):
+def test_bad_input_prints_one_line(command, arguments, message):
     finished = command("fit", GGUF, *arguments)
     assert (finished.status, finished.out) == (1, "")
     assert finished.err.startswith(f"chunkrt: {message}")

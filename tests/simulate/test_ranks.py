@@ -332,7 +332,7 @@ def test_malformed_links_are_refused(text: str, message: str) -> None:
         (share(0, 2), 2, None, "2 ranks need a link; choose one"),
         (SHAPE.plan(), 1, LINK, "a link needs several ranks, found 1"),
         (share(0, 2), 1, None, "the plan is one rank's share of a decoder"),
-        (SHAPE.plan(), 2, LINK, "that of a complete decoder, expected one of 2 ranks' share"),
+        (SHAPE.plan(), 2, LINK, "that of a complete decoder, expected the share of one of 2 ranks"),
         (SHAPE.plan(), 0, None, "0 ranks, expected 1 to 1024"),
     ],
 )

@@ -213,7 +213,7 @@ def test_command_prints_everything_as_json(command, tmp_path: Path) -> None:
         (["--dask", "nonsense"], "found no Dask scheduler at 'nonsense'"),
     ],
 )
-def test_a_wrong_command_is_one_line_and_writes_nothing(command, tmp_path: Path, options, message: str) -> None:
+def test_a_wrong_command_prints_one_line_and_writes_nothing(command, tmp_path: Path, options, message: str) -> None:
     if "--dask" in options:
         pytest.importorskip("distributed", reason="distributed is not installed")
     options = [str(tmp_path / option) if option.startswith(("tuned", "nowhere")) else option for option in options]

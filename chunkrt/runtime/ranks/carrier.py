@@ -1,7 +1,7 @@
-"""Carrier of messages: passes outgoing messages to MPI, and takes incoming ones from it.
+"""The carrier of messages, which passes outgoing messages to MPI and receives incoming messages from it.
 
-One thread at a time calls MPI: the transport's, or a thread that waits for a message and has no other work. The latter
-saves the two thread switches that a message otherwise takes.
+Only one thread at a time calls MPI: the transport's thread, or a thread that waits for a message and has no other work.
+If the waiting thread calls MPI itself, a message needs two thread switches less.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ class Carrier:
         self._sending: list[tuple[Any, Bytes]] = []
         self._receiving: list[tuple[Any, int, Bytes]] = []
         self._dropped: list[tuple[Any, Bytes]] = []
-        """Messages that MPI may still read, and which are therefore kept."""
+        """Sent messages whose memory MPI may still read."""
 
     def open(self, mpi: Any, world: Any) -> None:
-        """Open the carrier. `mpi`: mpi4py's module; `world`: a communicator of all ranks without other users."""
+        """Open the carrier. `mpi` is mpi4py's module, and `world` is a communicator of all ranks that no other code
+        uses.
+        """
         self._mpi, self._world, self._status = mpi, world, mpi.Status()
 
     @property
     def has_mail(self) -> bool:
-        """True if some messages have not been given to MPI yet."""
+        """True if some messages have not been passed to MPI yet."""
         return bool(self._outbox)
 
     @property
@@ -48,17 +50,18 @@ class Carrier:
         return not (self._outbox or self._sending)
 
     def post(self, message: Bytes, to: Iterable[int]) -> None:
-        """Queue a message for the next thread that carries; it must not be changed after that."""
+        """Queue a message for sending. It must not be changed afterwards."""
         self._outbox.extend((rank, message) for rank in to)
 
     def drop(self) -> None:
-        """Do not wait for the messages queued until now: their receivers may be gone."""
+        """Stop waiting for the messages queued so far, because their receivers may no longer exist."""
         self._outbox.clear()
         self._dropped, self._sending = self._sending, []
 
     def carry(self, *, blocking: bool = True) -> bool:
-        """Send and receive all messages; without `blocking` only if no other thread does. Returns True if there were
-        any."""
+        """Send and receive all messages. Without `blocking`, do this only if no other thread does. Return True if a
+        message was sent or received.
+        """
         if not self._calling.acquire(blocking):
             return False
         try:
@@ -80,7 +83,7 @@ class Carrier:
             data = np.empty(self._status.Get_count(self._mpi.BYTE), np.uint8)
             self._receiving.append((found.Irecv([data, self._mpi.BYTE]), self._status.Get_source(), data))
         under_way, self._receiving = self._receiving, []
-        late: set[int] = set()  # a rank's messages are delivered in the order in which it sent them
+        late: set[int] = set()  # the messages of a rank are delivered in the order in which it sent them
         for request, source, data in under_way:
             if source not in late and request.Test():
                 self._deliver(source, data)

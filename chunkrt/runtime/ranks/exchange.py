@@ -1,8 +1,8 @@
-"""Exchange of a sum over ranks in one step or in two, and the number of bytes that a rank sends.
+"""Exchange of a sum over ranks in one or two steps, and the number of bytes that a rank sends.
 
-Short sums take one step: every rank sends its complete part to every other. Longer ones take two: every rank owns an
-even part of the sum; it gets that part from all others, adds up, and sends the result back to them (a reduce-scatter
-and an all-gather, by owner).
+A short sum takes one step: every rank sends its complete partial result to every other rank. A longer sum takes two
+steps. Every rank owns a slice of equal size: it receives this slice from all other ranks, adds up the slices, and sends
+the total back to all ranks (a reduce-scatter and an all-gather, by owner).
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 AT_ONCE_BYTES = 16 * 1024
-"""Sums are sent complete to every rank if that takes at most about this many bytes more than parts: it saves a step."""
+"""Maximum number of additional bytes for an exchange in one step instead of two."""
 
 
 class Exchange(NamedTuple):
-    """Cost of one sum. `steps`: number of messages that depend on each other. `sent_bytes`: bytes that a rank sends; it
-    receives the same number."""
+    """Cost of one sum.
+
+    Attributes:
+        steps: number of messages that depend on each other.
+        sent_bytes: number of bytes that a rank sends; it receives the same number.
+    """
 
     steps: int
     sent_bytes: float

@@ -1,4 +1,5 @@
-"""Ctrl-C, deferred while the main thread performs an indivisible action such as sending a message."""
+"""Handling of Ctrl-C, which is deferred while the main thread performs an indivisible action such as sending a
+message."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from typing import Self
 
 
 class Interrupts:
-    """SIGINT handler that replaces the present one, if created in the main thread.
+    """SIGINT handler that replaces the present handler if it is created in the main thread.
 
-    In a `with` block no interrupt reaches the main thread; an interrupt that came is handled at the end. Blocks may be
-    nested.
+    In a `with` block no interrupt reaches the main thread. An interrupt that arrives in the block is handled at its
+    end. Blocks may be nested.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,12 @@
 """Last message of rank 0, printed even if it is killed.
 
-When a process of a launch dies, mpiexec kills the others on its machine at once, mostly before rank 0 can report the
-reason. So a shell waits in a session of its own that mpiexec does not reach. It gets each message as soon as that is
-known, and prints the last one when rank 0 has ended: so no line depends on timing.
+When a process of a launch ends, mpiexec immediately kills the other processes on its machine, usually before rank 0 can
+report the reason. So a shell waits in a separate session, whose processes mpiexec does not kill. The shell receives
+each message as soon as rank 0 knows it, and prints the last message when rank 0 has ended. So the output does not
+depend on timing.
 
-A rank's stderr is a pipe to mpiexec, which stops reading it when it ends, so the line would often be lost. If mpiexec
-is on this machine, and Linux shows its stderr, the shell writes there.
+The stderr of a rank is a pipe to mpiexec. mpiexec stops reading this pipe when it ends, so the line would often be
+lost. If mpiexec runs on this machine, and Linux gives access to its stderr, the shell writes to it directly.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ while read -r line; do words=$line; done
 [ -z "$words" ] || printf '%s\\n' "$words" >&2
 """
 _PROXY = "hydra_pmi_proxy"
-"""The child of MPICH's mpiexec whose children are the ranks."""
+"""Name of the child process of MPICH's mpiexec whose children are the ranks."""
 
 
 class LastWords:
-    """At most one line on stderr. Needs a POSIX shell. Any thread may use it."""
+    """Printer of at most one line on stderr. It requires a POSIX shell, and any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = Lock()

@@ -1,4 +1,4 @@
-"""Launch by mpiexec: a process finds its rank, and connects to the others."""
+"""Detect a launch by mpiexec, and connect to the other ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _communicator: MpiCommunicator | None = None
 _last_words: LastWords | None = None
 
 _VARIABLES = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
-"""Environment variables of MPICH and its descendants, and of Open MPI."""
+"""Environment variables with rank and number of ranks: those of MPICH and its descendants, and those of Open MPI."""
 
 
 def launched_ranks() -> Ranks:
-    """Return this process's rank and the number of ranks; `ALONE` without mpiexec. MPI is not imported for it.
+    """Return this process's rank and the number of ranks, or `ALONE` without mpiexec. MPI is not imported.
 
     Raises:
-        ConfigError: the variables are not valid.
+        ConfigError: the environment variables are invalid.
     """
     for rank, size in _VARIABLES:
         if rank in os.environ and size in os.environ:
@@ -45,7 +45,7 @@ def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
     """Connect to the other ranks of this launch on the first call; return None without mpiexec.
 
     Args:
-        arguments: the arguments of this process; the same on all ranks.
+        arguments: the arguments of this process, which must be the same on all ranks.
 
     Raises:
         ConfigError, DeviceLostError: see `MpiCommunicator`.
@@ -56,7 +56,7 @@ def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
             raise ConfigError(f"mpiexec started {ranks.size} ranks, which need Linux or macOS; start without mpiexec")
         from chunkrt.runtime.ranks.mpi import MpiCommunicator
 
-        logging.getLogger("chunkrt.files").setLevel(logging.ERROR)  # ranks wait for each other's compilation
+        logging.getLogger("chunkrt.files").setLevel(logging.ERROR)  # ranks wait until all ranks have compiled the model
         if ranks.rank == 0 and _last_words is None:
             _last_words = LastWords()
             atexit.register(_last_words.say, "")
@@ -67,7 +67,7 @@ def connect(arguments: Sequence[str]) -> MpiCommunicator | None:
 
 
 def say(line: str, *, is_verbose: bool = False) -> None:
-    """Print an error on stderr; of several ranks only the first prints, or with `is_verbose` each."""
+    """Print an error on stderr. Only rank 0 prints, unless `is_verbose` is set."""
     if _last_words is not None:
         _last_words.say(line)
     elif is_verbose or launched_ranks().rank == 0:

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: for tests, and for use without MPI."""
+"""Ranks as threads of one process, for tests and for use without MPI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkrt.runtime.ranks.messages import MessageCommunicator, as_bytes
 
 
 def local_communicators(size: int) -> list[LocalCommunicator]:
-    """Return a communicator for each of `size` connected ranks. Raises ConfigError like `Ranks`."""
+    """Return the communicators of `size` connected ranks. Raise ConfigError if `Ranks` rejects the size."""
     mailboxes = [Mailbox() for _ in range(size)]
     return [LocalCommunicator(Ranks(rank, size), mailboxes) for rank in range(size)]
 

@@ -1,6 +1,6 @@
-"""A mailbox: messages of other ranks, kept by subject until a thread takes them.
+"""A mailbox stores the messages of other ranks by subject, until a thread takes them.
 
-Ranks come to a sum in different orders, so a message may arrive long before or after it is requested.
+Ranks reach the sums in different orders, so a message may arrive long before or after it is requested.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from chunkrt.errors import BackendError, ChunkrtError
 class Channel(IntEnum):
     """Kind of a message.
 
-    BEAT: the rank lives. END: the leader has ended normally. LOST: a rank ends, and why. ABORT: a computation ends
-    early, and why. SUM: numbers to be added. COMMAND: work from the leader. REPLY: the result of that. DONE: a rank's
-    part is computed. KEEP: number of chunks of a run to keep.
+    Attributes:
+        BEAT: a heartbeat.
+        END: the leader has ended normally.
+        LOST: a rank ends; the message contains the reason.
+        ABORT: a computation ends early; the message contains the reason.
+        SUM: numbers to be added.
+        COMMAND: work from the leader.
+        REPLY: the result of a command.
+        DONE: a rank has computed its part of some work.
+        KEEP: the number of chunks of a run to keep.
     """
 
     BEAT = 0
@@ -35,11 +42,14 @@ class Channel(IntEnum):
 
 
 OF_WORK = (Channel.SUM, Channel.DONE, Channel.KEEP)
-"""Channels of messages that belong to work that ranks compute, a run or a chunk."""
+"""Channels of messages that belong to a unit of work, which is a run or a chunk."""
 
 
 class Envelope(NamedTuple):
-    """Subject of a message. `number`: number of the command. `subgraph`, `position`, `phase`: identify the sum."""
+    """Subject of a message.
+
+    `number` identifies the command or the unit of work. `subgraph`, `position` and `phase` identify a sum.
+    """
 
     channel: Channel
     number: int = 0
@@ -50,14 +60,15 @@ class Envelope(NamedTuple):
 
 @dataclass
 class _Box:
-    """Messages on one subject, by the rank that sent them, and a condition that wakes threads that wait for more. If
-    work has no number, the next sum may have the same subject, so a rank's messages are kept in order."""
+    """Messages on one subject by sending rank, with a condition for threads that wait for more messages. If work is not
+    numbered, the next sum may have the same subject, so the messages of a rank are kept in order.
+    """
 
     arrived: Condition
     payloads: dict[int, deque[memoryview]] = field(default_factory=dict)
 
     def are_there(self, sources: Collection[int]) -> bool:
-        """Return True if each of these ranks has sent a message."""
+        """Return True if a message from every given rank has arrived."""
         return all(self.payloads.get(source) for source in sources)
 
 
@@ -69,20 +80,20 @@ class Mailbox:
         self._boxes: dict[Envelope, _Box] = {}
         self._under_way: set[int] = set()
         self._last = 0
-        """Number of the last work that has begun here."""
+        """Number of the last work that has begun on this rank."""
         self._aborted: dict[int, str] = {}
-        """Reasons for aborted work, by number; work that is over has no entry."""
+        """Reasons for aborted work, by number. Work that has ended has no entry."""
         self._failure: ChunkrtError | None = None
         self.was_failure_told = False
         """True if a thread has received the failure."""
 
     @property
     def failure(self) -> ChunkrtError | None:
-        """Error because of which no further message arrives."""
+        """Error after which no further message arrives."""
         return self._failure
 
     def deliver(self, envelope: Envelope, source: int, payload: memoryview) -> None:
-        """Put a message in; messages on work that is over are discarded."""
+        """Add a message. A message on work that has ended is discarded."""
         if envelope.channel == Channel.ABORT:
             self.abort(envelope.number, bytes(payload).decode())
             return
@@ -99,12 +110,12 @@ class Mailbox:
         return box.payloads[source][0] if box is not None and box.are_there((source,)) else None
 
     def take(self, envelope: Envelope, sources: Collection[int]) -> Mapping[int, memoryview]:
-        """Wait for a message on one subject from each of some ranks, and remove them.
+        """Wait for a message on one subject from every given rank. Remove and return the messages.
 
         Raises:
             DeviceLostError: a rank was lost.
             ClosedError: the leader has ended.
-            BackendError: the work of the subject was aborted, or is over.
+            BackendError: the work of the subject was aborted, or has ended.
         """
         with self._lock:
             box = self._box(envelope)
@@ -118,14 +129,14 @@ class Mailbox:
                     if envelope.channel in OF_WORK and self.is_aborted(envelope.number):
                         raise BackendError(self._aborted[envelope.number])
                     if self._is_over(envelope):
-                        raise BackendError("the message belongs to work that is over")
+                        raise BackendError("the requested message belongs to work that has ended")
                     box.arrived.wait()
             finally:
                 if not any(box.payloads.values()):
                     self._boxes.pop(envelope, None)
 
     def is_settled(self, envelope: Envelope, sources: Collection[int]) -> bool:
-        """Return True if `take` would return at once, or raise."""
+        """Return True if `take` would return or raise immediately."""
         box = self._boxes.get(envelope)
         return (
             (box is not None and box.are_there(sources))
@@ -134,13 +145,13 @@ class Mailbox:
         )
 
     def begin(self, number: int) -> None:
-        """Begin work. Its number is greater than those of earlier work, which may still be in progress."""
+        """Begin work. Its number must be greater than the numbers of earlier work, which may still be in progress."""
         with self._lock:
             self._under_way.add(number)
             self._last = number
 
     def end(self, number: int) -> None:
-        """End work: its remaining messages are removed, and later ones are discarded."""
+        """End work: remove its messages, and discard messages that arrive later."""
         with self._lock:
             self._under_way.discard(number)
             self._aborted.pop(number, None)
@@ -149,18 +160,20 @@ class Mailbox:
                 del self._boxes[envelope]
 
     def abort(self, number: int, why: str) -> None:
-        """Abort work: threads that wait for its messages, now or later, get the reason. The first reason is kept."""
+        """Abort work. Threads that wait for its messages, now or later, receive the reason. Only the first reason is
+        kept.
+        """
         with self._lock:
             if (number in self._under_way or number > self._last) and number not in self._aborted:
                 self._aborted[number] = why
                 self._wake_all()
 
     def is_aborted(self, number: int) -> bool:
-        """Return True if work was aborted, here or elsewhere."""
+        """Return True if work was aborted, on this rank or another one."""
         return number in self._aborted
 
     def fail(self, error: ChunkrtError) -> bool:
-        """Raise the error in all threads that wait, now or later. Returns True if it is the first."""
+        """Raise the error in all threads that wait, now or later. Return True if it is the first error."""
         with self._lock:
             if self._failure is not None:
                 return False

@@ -1,4 +1,4 @@
-"""Ranks that exchange messages, regardless of the transport: sums, and the end of work in progress."""
+"""Messages between ranks over any transport: the computation of sums, and the end of work in progress."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox
 class MessageCommunicator(ABC):
     """One rank's end of the link; see `Communicator`.
 
-    Work that the leading rank starts on all ranks has a number, under which one rank may abort it for all.
+    Work that the leading rank starts on all ranks is numbered. Any rank may use the number to abort the work on all
+    ranks.
     """
 
     interrupts: AbstractContextManager[object]
-    """Context manager; in its block no interrupt reaches the main thread."""
+    """Context manager in whose block no interrupt reaches the main thread."""
 
     def __init__(self, ranks: Ranks, mailbox: Mailbox) -> None:
         self.rank, self.size = ranks.rank, ranks.size
@@ -31,16 +32,17 @@ class MessageCommunicator(ABC):
 
     @abstractmethod
     def share_of(self, cpus: Collection[int]) -> int:
-        """Return the number of threads for this rank on some CPUs that it may use; ranks of one machine share their
-        CPUs."""
+        """Return the number of threads for this rank, given the CPUs that it may use. Ranks on one machine share their
+        CPUs.
+        """
 
     @abstractmethod
     def send(self, envelope: Envelope, payload: bytes | Float32 = b"", *, to: Sequence[int] | None = None) -> None:
-        """Send a copy of a message to some ranks, or to all others; returns at once."""
+        """Send a copy of a message to the given ranks, by default to all others. Return immediately."""
 
     @abstractmethod
     def leave(self, why: str) -> None:
-        """End this rank, and report the reason to the others; they end too."""
+        """End this rank, and report the reason to the other ranks, which then end too."""
 
     @abstractmethod
     def close(self) -> None:
@@ -51,29 +53,30 @@ class MessageCommunicator(ABC):
         return self._mailbox.take(envelope, sources)
 
     def look(self, envelope: Envelope, source: int) -> memoryview | None:
-        """Return a message that has come from a rank without removing it, or None."""
+        """Return a message that has arrived from a rank without removing it, or None."""
         return self._mailbox.look(envelope, source)
 
     def begin(self, number: int, *, is_urgent: bool) -> None:
-        """Begin work. `is_urgent`: True if this rank computes only this work while it waits for one of its sums."""
+        """Begin work. `is_urgent` is True if this rank has no other work while it waits for a sum of this work."""
         self._mailbox.begin(number)
 
     def end(self, number: int) -> None:
-        """End work here, done or not: threads that still wait for its messages get BackendError."""
+        """End work on this rank, completed or not. Threads that still wait for its messages receive BackendError."""
         self._mailbox.end(number)
 
     def abort(self, number: int, why: str) -> None:
-        """Abort work on every rank: threads that wait for its messages get BackendError."""
+        """Abort work on every rank. Threads that wait for its messages receive BackendError."""
         self._mailbox.abort(number, why)
         self.send(Envelope(Channel.ABORT, number), why.encode())
 
     def is_aborted(self, number: int) -> bool:
-        """Return True if work was aborted, here or elsewhere."""
+        """Return True if work was aborted, on this rank or another one."""
         return self._mailbox.is_aborted(number)
 
     def all_reduce(self, partial: Float32, out: Float32, *, key: Key) -> None:
-        """Add up an array over all ranks; see `Communicator.all_reduce`. Raises BackendError also if the work was
-        aborted."""
+        """Add up an array over all ranks; see `Communicator.all_reduce`. Raise BackendError also if the work was
+        aborted.
+        """
         subgraph, position, number = Key(*key)
         values = np.ascontiguousarray(partial).reshape(-1)
         envelope = Envelope(Channel.SUM, number, subgraph, position)
@@ -89,7 +92,7 @@ class MessageCommunicator(ABC):
         out[...] = total.reshape(out.shape)
 
     def _add(self, envelope: Envelope, for_ranks: Sequence[Float32]) -> Float32:
-        """Send each rank its part, and add up all parts for this one, in the order of ranks."""
+        """Send every rank its slice, and add up this rank's slice of all ranks, in the order of ranks."""
         mine = for_ranks[self.rank]
         for rank in self.others:
             self.send(envelope, for_ranks[rank], to=[rank])

@@ -1,4 +1,4 @@
-"""Ranks that are processes, launched by mpiexec: their communicator."""
+"""Communicator of ranks that are processes started by mpiexec."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from chunkrt.runtime.ranks.transport import MpiTransport, Peer
 class MpiCommunicator(MessageCommunicator):
     """One rank's end of the link; see `Communicator`. It lives as long as the process.
 
-    Work that one rank aborts ends on all ranks, which can go on with the next. A lost rank ends all of them.
+    If one rank aborts some work, all ranks abort it, and continue with the next work. If a rank is lost, all ranks end.
 
     Args:
-        ranks: rank and number of ranks from mpiexec; at least 2.
-        version, arguments: must be the same on all ranks.
-        foretell: called with the reason why the launch ends, before any other rank gets it; a process that mpiexec then
-            kills cannot report it any more.
-        end: ends the process, if a rank is lost and no thread notices; called with the reason.
+        ranks: rank and number of ranks from mpiexec; the number is at least 2.
+        version, arguments: chunkrt's version and the arguments of the process, which must be the same on all ranks.
+        foretell: called with the reason for the end of the launch, before the reason is sent to another rank, because
+            mpiexec may kill this process afterwards.
+        end: called with the reason if a rank is lost while no thread waits for a message; it ends the process.
 
     Raises:
-        ConfigError: MPI is not installed, is not mpiexec's, or a rank was started with other arguments.
+        ConfigError: MPI is not installed or does not belong to mpiexec, or a rank was started with other arguments.
         DeviceLostError: a rank did not connect.
     """
 
@@ -53,7 +53,7 @@ class MpiCommunicator(MessageCommunicator):
         )
         self._transport = MpiTransport(ranks, self._me, self._mailbox, foretell=foretell, end=end)
         self._is_urgent = False
-        """True if this rank computes only the current work while it waits for a sum."""
+        """True if this rank has no other work while it waits for a sum of the current work."""
         self._handle_signals()
         self._transport.connect()
         self._handle_signals()  # MPI installs its own handlers
@@ -74,7 +74,7 @@ class MpiCommunicator(MessageCommunicator):
 
     def send(self, envelope: Envelope, payload: bytes | Float32 = b"", *, to: Sequence[int] | None = None) -> None:
         """See `MessageCommunicator.send`."""
-        will_hurry = self._is_urgent and envelope.channel == Channel.SUM  # `take` follows
+        will_hurry = self._is_urgent and envelope.channel == Channel.SUM  # a call of `take` follows
         self._transport.send(envelope, as_bytes(payload), self.others if to is None else to, will_hurry=will_hurry)
 
     def take(self, envelope: Envelope, sources: Collection[int]) -> Mapping[int, memoryview]:
@@ -94,7 +94,7 @@ class MpiCommunicator(MessageCommunicator):
         self.close()
 
     def close(self) -> None:
-        """Leave MPI. When the leader leaves, all others end. Closing twice is allowed."""
+        """Leave MPI. When the leader leaves, all other ranks end. Repeated calls are allowed."""
         if self.rank:
             self._transport.give_up(f"rank {self.rank} ended before the leader did")
         elif self._mailbox.fail(ClosedError("the leader has ended")):
@@ -103,15 +103,16 @@ class MpiCommunicator(MessageCommunicator):
 
     def _handle_signals(self) -> None:
         if current_thread() is main_thread():
-            if hasattr(signal, "SIGUSR1"):  # mpiexec sends it when a process of the launch has died
+            if hasattr(signal, "SIGUSR1"):  # mpiexec sends this signal when a process of the launch has ended
                 signal.signal(signal.SIGUSR1, lambda number, frame: self._transport.check())
             if self.rank:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader forwards interrupts
 
 
 def _machine() -> tuple[str, ...]:
-    """Return a value that is equal for processes that see each other's process ids: host, boot, and on Linux the
-    namespace."""
+    """Return a value that is equal for processes that can access each other by process id: the host, the boot id, and
+    on Linux the namespace.
+    """
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     return (
         platform.node(),

@@ -1,16 +1,17 @@
-"""The thread that drives MPI: outgoing and incoming messages, beats, and the handling of lost ranks.
+"""The thread that drives MPI: it sends and receives messages and heartbeats, and handles lost ranks.
 
-MPI's own waiting would keep a core busy, so this thread polls for messages, and sleeps in between for a twentieth of
-the time without messages, so that a message waits only little longer than necessary. A waiting thread without other
-work may poll by itself for a moment (`MpiTransport.hurry`); this thread then sleeps.
+Waiting inside MPI would keep a core busy. So this thread polls for messages, and sleeps between the polls for a
+twentieth of the time since the last message. A message is therefore delayed only little. A waiting thread without other
+work may poll by itself for a short time (`MpiTransport.hurry`); the transport's thread then sleeps.
 
-A rank is lost when its process is gone, if that is visible, or when no message has come from it for `LOST_S`; each rank
-sends a beat every second. MPI cannot go on without one, so the launch ends: threads that wait for a message get
-DeviceLostError. A process in which no thread notices, or that goes on after the leader has ended, is ended here.
+Each rank sends a heartbeat every second. A rank is lost if no message has arrived from it for `LOST_S`, or if its
+process is known to have ended. MPI cannot continue without the rank, so the launch ends: threads that wait for a
+message receive DeviceLostError. If no thread of a process waits, or if a process continues after the leader has ended,
+the transport's thread ends the process.
 
-mpiexec kills all ranks when one ends, so the order matters. The leader prepares its last words before it notifies any
-rank or ends a silent rank. A follower that cannot go on sends the reason to the leader, and leaves when the leader has
-answered, or is lost itself. The ranks' arguments are compared before any of them may leave.
+mpiexec kills all ranks when one rank ends, so the order of steps matters. The leader prepares its last words before it
+notifies other ranks or ends a silent rank. A follower that cannot continue sends the reason to the leader, and exits
+when the leader has answered or is itself lost. The arguments of the ranks are compared before any rank may exit.
 """
 
 from __future__ import annotations
@@ -36,22 +37,24 @@ from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox
 CONNECT_S = 60.0
 """Seconds within which all ranks must connect."""
 LOOK_S = 0.1
-"""Seconds between checks whether they have."""
+"""Seconds between checks of the connections."""
 BEAT_S = 1.0
 LOST_S = 5.0
 GRACE_S = 2.0
-"""Seconds that threads have to notice the end of the launch, before the process is ended."""
+"""Seconds in which threads may react to the end of the launch, before the process is ended."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 5e-3
 HURRY_S = 200e-6
-"""Seconds that a waiting thread polls for messages by itself, before it sleeps."""
+"""Seconds for which a waiting thread polls for messages by itself, before it sleeps."""
 HEADER_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """Data that a rank sends to the others when they connect.
+    """Data that a rank sends to the other ranks when they connect.
 
-    `machine`: equal for ranks that see each other's process ids. `arguments`: the process's arguments.
+    Attributes:
+        machine: a value that is equal for ranks that can access each other by process id.
+        arguments: the arguments of the process.
     """
 
     pid: int
@@ -65,10 +68,10 @@ class MpiTransport:
     """Transport of messages between mailboxes. It lives as long as the process.
 
     Args:
-        ranks: rank and number of ranks from mpiexec; at least 2.
+        ranks: rank and number of ranks from mpiexec; the number is at least 2.
         me: this rank's data, which are sent to all others.
         mailbox: receives messages and failures.
-        foretell: called with the reason why the launch ends, before any other rank gets it.
+        foretell: called with the reason for the end of the launch, before the reason is sent to another rank.
         end: ends the process; called with the reason.
     """
 
@@ -89,31 +92,33 @@ class MpiTransport:
         self._end = end
         self._carrier = Carrier(self._deliver)
         self._interrupts: Interrupts | None = None
-        """Defers interrupts while a thread other than the transport's carries; without it no other thread carries."""
+        """Context manager that defers interrupts while another thread than the transport's calls MPI. If it is None,
+        only the transport's thread calls MPI.
+        """
         self._wake = Condition(Lock())
         self._is_hurried = False
-        """True if a waiting thread carries."""
+        """True if a waiting thread sends and receives messages."""
         self._last_news = 0.0
-        """Time of the last message, sent or received."""
+        """Time of the last message that was sent or received."""
         self._is_closing = False
         self._is_check_due = False
         self._is_over = False
         self._losing = Lock()
         self._why_lost = ""
         self._latest_answer = 0.0
-        """Time until which others are waited for once `_why_lost` is set: a follower waits for the leader's answer."""
+        """Time limit of the wait for other ranks after `_why_lost` is set: a follower waits for the leader's answer."""
         self._heard: dict[int, float] = {}
         """Time of the last message from each rank."""
         self._met = Event()
         self._thread = Thread(target=self._work, name="chunkrt-mpi", daemon=True)
         self.peers: Sequence[Peer] = ()
-        """Data of the ranks, by rank, once connected."""
+        """Data of the connected ranks, by rank."""
 
     def connect(self) -> None:
-        """Start, and wait for the other ranks.
+        """Start the thread, and wait until the other ranks have connected.
 
         Raises:
-            ConfigError: MPI cannot be loaded, is not mpiexec's, or a rank was started with other arguments.
+            ConfigError: MPI cannot be loaded or does not belong to mpiexec, or a rank was started with other arguments.
             DeviceLostError: a rank did not connect.
         """
         self._thread.start()
@@ -133,7 +138,9 @@ class MpiTransport:
             raise self._mailbox.failure
 
     def send(self, envelope: Envelope, payload: Bytes, to: Sequence[int], *, will_hurry: bool = False) -> None:
-        """Send a copy of a payload; returns at once. `will_hurry`: the calling thread calls `hurry` next."""
+        """Send a copy of a payload, and return immediately. `will_hurry` is True if the calling thread calls `hurry`
+        next.
+        """
         message = np.zeros(HEADER_BYTES + payload.size, np.uint8)
         message[: 8 * len(envelope)] = np.array(envelope, np.int64).view(np.uint8)
         message[HEADER_BYTES:] = payload
@@ -142,11 +149,11 @@ class MpiTransport:
             self._wake_up()
 
     def let_others_carry(self, interrupts: Interrupts) -> None:
-        """Let threads call `hurry` from now on, with interrupts deferred meanwhile."""
+        """Allow threads to call `hurry` from now on, during which interrupts are deferred."""
         self._interrupts = interrupts
 
     def hurry(self, has_come: Callable[[], bool]) -> None:
-        """Carry messages in the calling thread until one has come, but not for long."""
+        """Send and receive messages in the calling thread for a short time, at most until a message has arrived."""
         interrupts = self._interrupts
         if interrupts is not None and interrupts.can_be_held:
             self._is_hurried, latest = True, time.monotonic() + HURRY_S
@@ -156,23 +163,23 @@ class MpiTransport:
                         if self._carrier.carry(blocking=False):
                             self._last_news = time.monotonic()
                     if not has_come():
-                        time.sleep(0)  # let other threads use this processor
+                        time.sleep(0)  # allow other threads to use this processor
             finally:
                 self._is_hurried = False
         if not has_come() or self._carrier.has_mail:
             self._wake_up()
 
     def check(self) -> None:
-        """Request an early check whether all ranks live. For a signal's handler: it takes no lock."""
+        """Request an immediate check for lost ranks. Signal handlers may call this method, because it takes no lock."""
         self._is_check_due = True
 
     def give_up(self, why: str) -> None:
-        """End the launch, because of this rank, unless it has ended already."""
+        """End the launch because of a failure of this rank, unless it has ended already."""
         if self._mailbox.failure is None:
             self._lose(why)
 
     def close(self) -> None:
-        """Send the remaining messages, and leave MPI; wait for it a few seconds at most."""
+        """Send the remaining messages, and leave MPI. Wait a few seconds at most."""
         self._is_closing = True
         self._wake_up()
         self._thread.join(LOST_S)
@@ -192,7 +199,7 @@ class MpiTransport:
         try:
             self._carry()
         except Exception as error:
-            self._look_for_lost()  # a lost rank is the usual reason why MPI fails
+            self._look_for_lost()  # a failure of MPI is usually caused by a lost rank
             self._lose(f"MPI failed: {error}")
             self._fail()
         with self._wake:
@@ -203,8 +210,9 @@ class MpiTransport:
             self._end(str(self._mailbox.failure))
 
     def _initialize(self) -> ctypes.CDLL:
-        """Load MPI and connect to the others, through ctypes, because mpi4py would hold the GIL while it waits for
-        them."""
+        """Load MPI and connect to the other ranks. Use ctypes, because mpi4py would hold the GIL while it waits for
+        them.
+        """
         try:
             import mpi4py
 
@@ -213,7 +221,7 @@ class MpiTransport:
         except (ImportError, RuntimeError) as error:
             raise ConfigError(
                 f"mpiexec started {self._ranks.size} ranks, but MPI cannot be loaded ({error}); "
-                "pip install 'chunkrt[mpi]', or start without mpiexec"
+                "run pip install 'chunkrt[mpi]', or start without mpiexec"
             ) from error
         library = ctypes.CDLL(MPI.__file__)
         if not MPI.Is_initialized():
@@ -247,7 +255,9 @@ class MpiTransport:
             if self._carrier.carry():
                 self._last_news = time.monotonic()
             now = time.monotonic()
-            if now - last_round > BEAT_S:  # this process was stopped, or the machine slept; perhaps the others did too
+            if (
+                now - last_round > BEAT_S
+            ):  # this process was stopped, or the machine was suspended; the same may be true for other ranks
                 self._heard = dict.fromkeys(self._others, now)
             last_round = now
             if now - last_beat >= BEAT_S or self._is_check_due:
@@ -284,7 +294,7 @@ class MpiTransport:
             if is_near and not _lives(peer.pid):
                 self._lose(f"rank {rank} was lost: its process {peer.pid} has ended", lost=rank)
             elif now - self._heard.get(rank, now) > LOST_S:
-                self._lose(f"rank {rank} was lost: no message came from it for {LOST_S:.0f} s", lost=rank)
+                self._lose(f"rank {rank} was lost: no message arrived from it for {LOST_S:.0f} s", lost=rank)
                 if is_near and 0 in (rank, self._ranks.rank):  # mpiexec would wait for it
                     with contextlib.suppress(psutil.Error):
                         psutil.Process(peer.pid).kill()
@@ -316,7 +326,9 @@ class MpiTransport:
 
 
 def _difference(peers: Sequence[Peer]) -> str:
-    """Describe the first rank with another version or other arguments than rank 0; empty if there is none."""
+    """Return a description of the first rank whose version or arguments differ from those of rank 0. Return an empty
+    string if no rank differs.
+    """
     first = peers[0]
     for rank, peer in enumerate(peers):
         if peer.version != first.version:

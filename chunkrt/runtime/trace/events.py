@@ -1,11 +1,11 @@
 """Traces: the records of runs as Chrome trace events, which Perfetto's viewer opens.
 
-There is one track for each worker, one for copies if there are any, and one for the runs, or one for each sequence's
-runs if runs share chunks. A task is a complete event ("X") named by its subgraph and chunk, and for a shared chunk by
-the sequences of its rows. Flow events ("s", "t", "f") lead along every chunk; if tasks fork, a second flow leads along
-the other branch until it joins. Counters ("C") hold the busy share of each processor and the memory of chunks and
-caches. The slice of a task whose values an NPU has converted contains the slices of its spans.
-Times are microseconds since the first run's start, with three decimals.
+A trace contains one track for each worker, one for copies if any exist, and one for the runs (or, if runs share chunks,
+one for the runs of each sequence). A task is a complete event ("X") named by its subgraph and chunk, and for a shared
+chunk by the sequences of its rows. Flow events ("s", "t", "f") lead along every chunk; if tasks fork, a second flow
+leads along the other branch until it joins. Counters ("C") hold the busy share of each processor and the memory of
+chunks and caches. The slice of a task whose values an NPU has converted contains the slices of its spans. Times are
+microseconds since the first run's start, with three decimals.
 
 Source: Trace Event Format, Google, the Chromium project.
 """
@@ -29,15 +29,16 @@ Lanes = Mapping[int, tuple[int, str]]
 """Track id and name by sequence."""
 
 PROCESS = 1
-"""Process that all tracks belong to."""
+"""Process to which all tracks belong."""
 
 RUNS_TRACK, FIRST_WORKER_TRACK = 1, 2
 COPIES = "copies"
 SPAN = "span"
-"""Category of the slices within a task's, which are the parts of its time."""
+"""Category of the slices within the slice of a task, which are the parts of the task's time."""
 TRUNCATION_GUARD_US = 1e-4
-"""Offset added to all times: viewers truncate them to nanoseconds, and not every nanosecond is a float. If 8.413 times
-1000 became 8412.999, tasks that touch would overlap."""
+"""Offset added to all times in microseconds. Viewers truncate times to nanoseconds, and not every nanosecond is exact
+in floating point. If 8.413 times 1000 became 8412.999, adjacent tasks would overlap.
+"""
 
 TASKS_PER_BUSY_SAMPLE, MOST_BUSY_SAMPLES = 16, 128
 
@@ -65,7 +66,7 @@ def trace_events(records: Sequence[RunRecord], title: str) -> Iterator[Event]:
 
 
 def tracks_of(records: Sequence[RunRecord]) -> Tracks:
-    """Return the tracks of a trace, NPUs first; the track of copies is worker 0 of a processor with the name COPIES."""
+    """Return the tracks of a trace, NPUs first. The track of copies is worker 0 of a processor with the name COPIES."""
     names: dict[tuple[str, int, int], str] = {}
     sets = _sets(records)
     for record in sorted(records, key=lambda record: -sum(p.workers for p in record.pipeline.processors)):
@@ -79,8 +80,9 @@ def tracks_of(records: Sequence[RunRecord]) -> Tracks:
 
 
 def _sets(records: Sequence[RunRecord]) -> dict[int, int]:
-    """Return the set of tracks of every pipeline for shared chunks, by the pipeline's identity: some use an NPU, and
-    others the CPU alone, with workers that would have the same names."""
+    """Map the identity of every pipeline for shared chunks to its set of tracks. Pipelines need separate tracks because
+    their workers may have the same names: some use an NPU, and others only the CPU.
+    """
     shared = {id(record.pipeline): record.pipeline for record in records if record.chunks}
     in_order = sorted(shared, key=lambda pipeline: -sum(p.workers for p in shared[pipeline].processors))
     return {pipeline: number for number, pipeline in enumerate(in_order)}
@@ -91,7 +93,7 @@ def _suffix(set_number: int) -> str:
 
 
 def _lanes(records: Sequence[RunRecord], first: int) -> Lanes:
-    """Return a track for the runs of each sequence if runs share chunks, and so overlap."""
+    """Return a track for the runs of each sequence if runs share chunks, because such runs overlap."""
     if not any(record.chunks for record in records):
         return {}
     sequences = sorted({record.sequence for record in records})
@@ -107,12 +109,12 @@ def _metadata(tracks: Iterable[tuple[int, str]], title: str) -> Iterator[Event]:
 
 
 class _Drawn:
-    """One run's part of a trace, or the part of chunks that runs shared.
+    """The part of a trace that belongs to one run, or to shared chunks.
 
     Args:
         record: record of the run, or joint record of shared chunks.
         source: argument of the tasks: the run's index, or for shared chunks the pipeline's number.
-        set_number: number of the set of tracks that its workers have.
+        set_number: number of the set of tracks of its workers.
     """
 
     def __init__(
@@ -184,8 +186,9 @@ class _Drawn:
         }
 
     def _flows(self) -> Iterator[Event]:
-        """Yield arrows from every task of a chunk to those that wait for it; their points are in the middle of the
-        tasks."""
+        """Yield arrows from every task of a chunk to the tasks that wait for it. Arrows begin and end in the middle of
+        tasks.
+        """
         chunks: dict[int, dict[int, TaskEvent]] = defaultdict(dict)
         for event in self._record.events:
             chunks[event.task.chunk][event.task.subgraph] = event
@@ -204,7 +207,7 @@ class _Drawn:
                     yield {"ph": phase, **flow, **place, **({"bp": "e"} if phase != "s" else {})}
 
     def _paths(self, subgraphs: Sequence[int]) -> list[list[int]]:
-        """Return paths that together lead once from every subgraph to each that waits for it."""
+        """Return paths that together contain every dependency between subgraphs exactly once."""
         paths: list[list[int]] = []
         ends: dict[int, list[int]] = {}
         """Path that ends at a subgraph."""

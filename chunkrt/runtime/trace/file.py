@@ -1,6 +1,6 @@
-"""Trace files: Chrome's JSON with the records of the runs in it, so that a written trace can be analysed again.
+"""Trace files: Chrome's JSON format, which also contains the records of the runs, so a trace can be analysed later.
 
-The pipelines and runs are stored under "otherData", which viewers ignore; tasks and copies are read from the events. A
+Pipelines and runs are stored under "otherData", which viewers ignore. Tasks and copies are read from the events. A
 chunk that several runs shared is written once.
 """
 
@@ -24,13 +24,15 @@ from chunkrt.runtime.trace.events import COPIES, FIRST_WORKER_TRACK, SPAN, trace
 from chunkrt.runtime.trace.shared import pipeline_numbers
 
 FORMAT, CHAINS = "chunkrt trace 2", "chunkrt trace 1"
-"""The format, and its predecessor, in which a stage has no `waits_for` and waits for the stage before it."""
+"""Names of the format and of its predecessor. In the predecessor stages have no `waits_for`, and wait for the preceding
+stage.
+"""
 MOST_WORKERS = 4096
 LARGEST = 1 << 62
 
 
 def check_trace_path(path: Path) -> None:
-    """Reject a path that no trace can be written to; called before anything runs.
+    """Check that a trace can be written to a path, before the traced run.
 
     Raises:
         ConfigError: the path is not a file, or the folder is missing or not writable.
@@ -68,7 +70,7 @@ def read_trace(path: Path) -> list[RunRecord]:
     """Read the records that `write_trace` wrote, in the same order.
 
     Raises:
-        ConfigError: the file is missing, damaged, or another program's.
+        ConfigError: the file is missing or damaged, or another program wrote it.
     """
     try:
         data = read_json(path)
@@ -78,7 +80,7 @@ def read_trace(path: Path) -> list[RunRecord]:
         raise ConfigError(f"{path} is not a trace, because it is not JSON: {error}; {_HINT}") from error
     about = data.get("otherData") if isinstance(data, dict) else None
     if not isinstance(about, dict) or about.get("format") not in (FORMAT, CHAINS):
-        raise ConfigError(f"{path} is JSON, but not of the format {FORMAT!r}; {_HINT}")
+        raise ConfigError(f"{path} is JSON, but not in the format {FORMAT!r}; {_HINT}")
     try:
         return _records(data["traceEvents"], about)
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, AttributeError, ConfigError) as error:
@@ -192,7 +194,7 @@ def _chunk(data: Any, pipeline: Pipeline) -> ChunkRecord:
 
 
 Places = Mapping[tuple[int, int], Sequence[tuple[int, int]]]
-"""Runs that have rows in a shared chunk, each with the chunk's index in the run; by pipeline and chunk number."""
+"""Maps pipeline and chunk number to the runs with rows in the shared chunk, and the index of the chunk in each run."""
 
 
 def _places(runs: Sequence[RunRecord], pipelines: Sequence[int]) -> Places:
@@ -207,7 +209,7 @@ def _places(runs: Sequence[RunRecord], pipelines: Sequence[int]) -> Places:
 
 
 def _places_of(args: dict[str, Any], runs: Sequence[RunRecord], places: Places) -> Sequence[tuple[int, int]]:
-    """Return the runs that an event belongs to, each with the index of its chunk there."""
+    """Return the runs to which an event belongs, with the index of the event's chunk in each run."""
     chunk = _whole(args["chunk"])
     if "run" in args:
         run = _whole(args["run"])
@@ -286,7 +288,7 @@ def _whole(value: Any) -> int:
 
 
 def _nanoseconds(value: Any) -> int:
-    """Return a number of microseconds in nanoseconds."""
+    """Convert microseconds to nanoseconds."""
     if type(value) not in (int, float) or not 0 <= value < LARGEST:
         raise ValueError(f"{value!r} is not a time")
     nanoseconds: int = round(value * 1000)

@@ -1,8 +1,8 @@
 """Causes of idle time: every gap between the tasks of a worker, by the reason for the wait.
 
-This is a pure function of a record, from a run or a simulation. Time is cut at every start and end of a task, so that
-nothing changes between two cuts, and each idle worker's piece has one cause: the reason why its next task waited. The
-pieces and the tasks of a worker fill its run exactly.
+The causes are a pure function of a record, which comes from a run or a simulation. Time is cut at every start and end
+of a task, so nothing changes between two cuts. Each piece of a worker's idle time is assigned one cause: the reason why
+the worker's next task waited. The pieces and the tasks of a worker fill the run exactly.
 """
 
 from __future__ import annotations
@@ -49,12 +49,18 @@ CAUSES: Mapping[Cause, str] = {
 }
 """Descriptions of the causes.
 
-start, drain: the time before a worker's first task and after its last. attention, linears, layers, embedding, sums: the
-    next task waits for such a task of its chunk, which runs, or is ready and has no worker; or attention of an earlier
-    chunk comes first. Of several such tasks it is the one in progress that ends last. order: the next task has state
-    and it is not its chunk's turn. buffer: its chunk has no chunk slot yet. chunk: runs share chunks, and the next
-    task's chunk had not been formed. copy: its input is being copied. overhead: the worker could have run a task and
-    did not: the policy's choice, waking up, bookkeeping.
+Keys:
+    start: the time before the worker's first task.
+    drain: the time after the worker's last task.
+    attention, linears, layers, embedding, sums: the next task waits for a task of this kind in its chunk, which is
+    running,
+        or is ready and has no worker; or it waits for attention of an earlier chunk. Of several such tasks, the task in
+        progress that ends last is the cause.
+    order: the next task has state, and an earlier chunk must run first.
+    buffer: the chunk of the next task has no chunk slot yet.
+    chunk: runs share chunks, and the chunk of the next task was not formed yet.
+    copy: the input of the next task is being copied.
+    overhead: the worker could have run a task and did not, because of the policy's choice, waking up or bookkeeping.
 """
 
 
@@ -70,10 +76,11 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorTime:
-    """Breakdown of the time of one processor: `total_ns` is wall time times workers, and the sum of `busy_ns` and
-    `idle_ns`.
+    """Breakdown of the time of one processor.
 
-    span_ns: parts of the busy time of an NPU that converts values; otherwise empty.
+    Attributes:
+        total_ns: wall time times workers, which is the sum of all `busy_ns` and `idle_ns`.
+        span_ns: parts of the busy time of an NPU that converts values; otherwise empty.
     """
 
     name: str
@@ -85,17 +92,17 @@ class ProcessorTime:
 
 
 def idle_gaps(record: RunRecord) -> list[Gap]:
-    """Return every idle piece of every worker, by time; adjacent pieces with the same cause are one.
+    """Return every idle piece of every worker in order of time. Adjacent pieces with the same cause are joined.
 
     Raises:
-        ConfigError: the events contradict the schedule's rules, so they are not those of a run.
+        ConfigError: the events contradict the schedule's rules, so they do not come from a run.
     """
     return _Sweep(Replay(record)).gaps()
 
 
 def where_time_went(records: Sequence[RunRecord]) -> list[ProcessorTime]:
-    """Return the breakdown of every processor's time over some runs; of shared chunks, the time with at least one in
-    flight.
+    """Return the breakdown of every processor's time over some runs. For shared chunks, only the time with at least one
+    chunk in flight counts.
 
     Args:
         records: records of one pipeline, or of pipelines with the same processors.
@@ -160,7 +167,7 @@ class _Sweep:
         cuts = {record.start_ns, record.end_ns, *(e.start_ns for e in events), *(e.end_ns for e in events)}
         gaps: list[Gap] = []
         last: dict[Worker, int] = {}
-        """Index of every worker's latest gap."""
+        """Index of the latest gap of every worker."""
         for start, end in pairwise(sorted(cuts)):
             self._advance(start)
             for worker, cause in self._causes(start):
@@ -193,7 +200,7 @@ class _Sweep:
             return
         claimed = {event.task for event in idle.values() if event is not None}
         free = {name: 0 for name, _ in idle}
-        """Number of ready tasks, by processor, that a worker of it could run and that no idle worker takes next."""
+        """Number of ready tasks for each processor that no idle worker takes next."""
         for task in self._waiting:
             if task not in claimed:
                 for name in free:
@@ -225,8 +232,9 @@ class _Sweep:
         return "copy"
 
     def _holdup(self, task: Task, now: int) -> Task:
-        """Return the task that a task ultimately waits for: the one of its sources that ends last, and so on from
-        that."""
+        """Return the task that a task ultimately waits for. Of several sources, follow the one that ends last, and
+        repeat this for its sources.
+        """
         while sources := [event for event in self._replay.sources(task) if event.end_ns > now]:
             task = max(sources, key=lambda event: event.end_ns).task
         return task

@@ -1,7 +1,7 @@
 """The link's time: the duration of sums over ranks, and the part of it that overlaps with other work.
 
-A sum is in progress from the moment when this rank has its part to the moment when it has the total. That includes the
-time in which it waits for slower ranks; one rank's events cannot distinguish the two.
+A sum is in progress from the moment this rank has its own part until it has the total. This time includes the wait for
+slower ranks, which the events of one rank cannot distinguish from the transfer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ from chunkrt.runtime.trace.utilisation import covered_ns
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTime:
-    """Times of some runs in nanoseconds. `busy_ns`: at least one sum was in progress. `hidden_ns`: the part of it
-    during which at least one other task ran, so that the sum cost nothing. `num_sums`: number of sums."""
+    """Times of sums over some runs.
+
+    Attributes:
+        busy_ns: nanoseconds during which at least one sum was in progress.
+        hidden_ns: the part of `busy_ns` during which at least one other task ran.
+        num_sums: number of sums.
+    """
 
     busy_ns: int
     hidden_ns: int
@@ -25,12 +30,12 @@ class LinkTime:
 
     @property
     def hidden(self) -> float:
-        """Hidden share of the time, 0 to 1; 1 if there was none."""
+        """Hidden share of the busy time, 0 to 1. It is 1 if no sum took any time."""
         return self.hidden_ns / self.busy_ns if self.busy_ns else 1.0
 
 
 def link_time(records: Sequence[RunRecord]) -> LinkTime | None:
-    """Return the link's time over some runs; None if they have no sums over ranks."""
+    """Return the link's time over some runs, or None if the runs contain no sums over ranks."""
     busy_ns = hidden_ns = num_sums = 0
     for record in joined(records):
         spans: dict[bool, list[tuple[int, int]]] = {True: [], False: []}

@@ -1,9 +1,10 @@
-"""A finished run, replayed by the schedule's rules: the times at which tasks became ready, and their reasons to wait.
+"""Replay a finished run by the schedule's rules: the times at which tasks became ready, and the reasons for their
+waits.
 
-The rules are those of `Schedule`: a task waits for the tasks of its chunk whose values it reads; with state also for
-the chunk before it, or if several sequences share chunks for the last chunk of each of its sequences; every chunk for a
-chunk slot; and any task for the copies that it needs. The time at which a shared chunk was formed is not recorded; the
-start of its first task stands for it.
+The rules are those of `Schedule`. A task waits for the tasks of its chunk whose values it reads, and for the copies
+that it needs. A task with state also waits for the preceding chunk; if several sequences share chunks, it waits for the
+last chunk of each of its sequences. Every chunk waits for a chunk slot. The time at which a shared chunk was formed is
+not recorded; the start of its first task is used instead.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Replay:
         record: the run.
 
     Raises:
-        ConfigError: the events contradict the schedule's rules or one another, so they are not those of a run.
+        ConfigError: the events contradict the schedule's rules or each other, so they do not come from a run.
     """
 
     def __init__(self, record: RunRecord) -> None:
@@ -72,7 +73,9 @@ class Replay:
         return [self.event_of[Task(index, task.chunk)] for index in self._stages[task.subgraph].waits_for]
 
     def turn(self, task: Task) -> int:
-        """Return the time when the chunks before it had passed, for a stage with state; otherwise the run's start."""
+        """Return the time when the preceding chunks had passed a stage with state. For other stages return the run's
+        start.
+        """
         before = self._before[task.chunk] if self._stages[task.subgraph].has_state else ()
         ends = [self.event_of[Task(task.subgraph, chunk)].end_ns for chunk in before]
         return max(ends, default=self.record.start_ns)
@@ -90,9 +93,11 @@ class Replay:
         return max(times + [source.end_ns for source in self.sources(task)])
 
     def _chunks_before(self) -> list[tuple[int, ...]]:
-        """Return for every chunk those that precede it at stages with state: the last ones with rows of its sequences.
+        """Return for every chunk the chunks that precede it at stages with state: the last chunks with rows of its
+        sequences.
 
-        Shared chunks are numbered in any order; their sequence is the order in which they reach state first.
+        The numbers of shared chunks do not define their order. The chunks are ordered by the time at which they first
+        reach state.
         """
         record = self.record
         if not record.chunks:
@@ -111,7 +116,9 @@ class Replay:
         return before
 
     def _check_tasks(self) -> None:
-        """Check that every chunk passed through all stages, or through those that state or hidden states depend on."""
+        """Check that every chunk passed through all stages, or through all stages on which state or hidden states
+        depend.
+        """
         record, stages = self.record, self._stages
         if len(self.event_of) < len(record.events):
             raise _contradiction("a task has two events")

@@ -1,7 +1,7 @@
-"""Runs that shared chunks: the work of the workers with every chunk once, regardless of the sequences in it.
+"""Activity of workers during runs that shared chunks, in which every chunk occurs once.
 
-Each such run's record has the tasks of all its chunks, so a chunk of three sequences appears three times. Code that
-draws or adds up the workers' activity uses the records that this module makes.
+The record of a run contains the tasks of all its chunks, so a chunk that three sequences shared occurs in three
+records. Code that draws or sums up the workers' activity uses the records that this module creates.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class SharedChunk(NamedTuple):
 
     @property
     def start_ns(self) -> int:
-        """Start of its first task."""
+        """Start of the chunk's first task."""
         return min(event.start_ns for event in (*self.events, *self.copies))
 
     @property
     def end_ns(self) -> int:
-        """End of its last task."""
+        """End of the chunk's last task."""
         return max(event.end_ns for event in self.events)
 
 
@@ -39,8 +39,10 @@ class SharedChunk(NamedTuple):
 class Packing:
     """Fill of shared chunks.
 
-    rows_per_chunk: mean number. packed: share of the chunks that held more than one sequence. padding: share of the
-        rows computed on an NPU that held no token; None without an NPU.
+    Attributes:
+        rows_per_chunk: mean number of rows with a token.
+        packed: share of the chunks that contained more than one sequence.
+        padding: share of the rows computed on an NPU that contained no token; None without an NPU.
     """
 
     sequences: int
@@ -54,8 +56,8 @@ class Packing:
 def joined(records: Sequence[RunRecord]) -> list[RunRecord]:
     """Return records of the workers' activity in some runs, with every task once.
 
-    Runs with chunks of their own stay unchanged. Runs that shared chunks are replaced by one record for every period in
-    which at least one chunk of a pipeline was in flight.
+    Records of runs that shared no chunks are returned unchanged. Records of other runs are replaced by one record for
+    every period in which at least one chunk of a pipeline was in flight.
     """
     found = [record for record in records if not record.chunks]
     for pipeline, position_bytes, chunks in _by_pipeline(records):
@@ -72,8 +74,9 @@ def joined(records: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def with_others(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord:
-    """Return a record of the workers' activity during a run: all chunks of its pipeline within its time, including
-    those of other runs. A run with chunks of its own is returned unchanged."""
+    """Return a record of the workers' activity during a run. It contains all chunks of the pipeline within the time of
+    the run, including chunks of other runs. The record of a run that shared no chunks is returned unchanged.
+    """
     for pipeline, position_bytes, chunks in _by_pipeline(records):
         if pipeline is record.pipeline:
             within = [c for c in chunks if c.start_ns <= record.end_ns and c.end_ns >= record.start_ns]
@@ -82,7 +85,8 @@ def with_others(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord:
 
 
 def packing(records: Sequence[RunRecord]) -> Packing | None:
-    """Return the fill of the shared chunks of some runs, each counted once; None if they shared none."""
+    """Return the fill of the shared chunks of some runs, or None if the runs shared no chunks. Every chunk counts
+    once."""
     sequences: set[int] = set()
     num_chunks = num_rows = num_packed = num_on_npu = num_padded = 0
     for pipeline, _, chunks in _by_pipeline(records):
@@ -108,7 +112,7 @@ def packing(records: Sequence[RunRecord]) -> Packing | None:
 
 
 def chunk_numbers(record: RunRecord) -> list[int]:
-    """Return the display numbers of a record's chunks: the number of a shared chunk, the index of a run's own."""
+    """Return the display numbers of a record's chunks. For a chunk that is not shared this is its index in the run."""
     return [chunk.number for chunk in record.chunks] or list(range(record.num_chunks))
 
 
@@ -123,7 +127,7 @@ def rows_of(chunk: ChunkRecord) -> dict[str, str]:
 
 
 def sequence_names(chunks: Iterable[ChunkRecord]) -> str:
-    """Name the sequences of some chunks briefly."""
+    """Return a short text that names the sequences of some chunks."""
     sequences = sorted({segment.sequence for chunk in chunks for segment in chunk.segments})
     if len(sequences) > MOST_NAMED:
         return f"{len(sequences)} sequences"
@@ -131,12 +135,12 @@ def sequence_names(chunks: Iterable[ChunkRecord]) -> str:
 
 
 def pipeline_numbers(records: Iterable[RunRecord]) -> dict[int, int]:
-    """Number the pipelines by identity: two equal pipelines have different chunks."""
+    """Number the pipelines by identity, because equal pipelines may have different chunks."""
     return {identity: number for number, identity in enumerate(dict.fromkeys(id(r.pipeline) for r in records))}
 
 
 def _by_pipeline(records: Iterable[RunRecord]) -> list[tuple[Pipeline, int, list[SharedChunk]]]:
-    """Return the shared chunks of every pipeline, and the bytes that its caches hold for each position."""
+    """Return the shared chunks of every pipeline, and the bytes of its caches for each position."""
     found: dict[int, tuple[Pipeline, int, dict[int, SharedChunk]]] = {}
     for record in records:
         if not record.chunks:

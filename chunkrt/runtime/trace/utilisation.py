@@ -11,9 +11,11 @@ from chunkrt.runtime.tasks import TaskEvent
 
 @dataclass(frozen=True, kw_only=True)
 class Utilisation:
-    """Shares of the time between a run's first start and last end, each from 0 to 1.
+    """Shares of the time between the start of a run's first task and the end of its last task, from 0 to 1.
 
-    `npu_busy` and `cpu_busy`: at least one task of that role ran. `overlap`: at least two tasks of these ran.
+    Attributes:
+        npu_busy, cpu_busy: share of the time in which at least one task of the role ran.
+        overlap: share of the time in which at least two tasks of the two roles ran.
     """
 
     npu_busy: float
@@ -22,7 +24,9 @@ class Utilisation:
 
 
 def utilisation(events: Sequence[TaskEvent], stages: Sequence[Stage]) -> Utilisation:
-    """Return how busy the roles were during runs of one pipeline; all zero if nothing ran or no time passed."""
+    """Return the utilisation of the roles during runs of one pipeline. All shares are 0 if no task ran or no time
+    passed.
+    """
     spans = [(event.start_ns, event.end_ns) for event in events]
     wall_ns = max((end for _, end in spans), default=0) - min((start for start, _ in spans), default=0)
 
@@ -40,7 +44,7 @@ def utilisation(events: Sequence[TaskEvent], stages: Sequence[Stage]) -> Utilisa
 
 
 def covered_ns(spans: Sequence[tuple[int, int]], *, depth: int) -> int:
-    """Return the time during which at least `depth` of the (start, end) spans are open."""
+    """Return the time covered by at least `depth` of the (start, end) spans."""
     changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
     covered = num_open = previous = 0
     for time, change in changes:

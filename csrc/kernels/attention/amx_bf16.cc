@@ -1,5 +1,6 @@
-// attention in bfloat16 with AMX: TDPBF16PS multiplies 16 rows by 16 columns, 32 deep. The operations around
-// the products use AVX-512 if the processor has it, else AVX2, e.g. where tile instructions are emulated.
+// attention in bfloat16 with AMX: TDPBF16PS multiplies 16 rows by 16 columns at a depth of 32. The operations
+// around the products use AVX-512 if the processor supports it, otherwise AVX2 (for example, when tile
+// instructions are emulated).
 #include "kernels/attention/tiles.h"
 #include "kernels/list.h"
 #include "kernels/tiles_amx.h"

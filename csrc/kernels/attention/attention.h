@@ -1,55 +1,56 @@
 // attention: rotary embedding, append to the KV cache, causal grouped-query attention in one pass over the
 // keys.
 //
-// Two phases with a barrier between them: `append` ropes the keys of rows and writes keys and values to the
-// caches; `attend` ropes the queries and computes the output. Row t stands at position p = position + t, its
-// key and value go to slot p % capacity, and it sees the keys j with p - window < j <= p, or 0..p without a
-// window.
+// The kernel has two phases with a barrier between them. `append` applies the rotary embedding to the keys of
+// new rows ("ropes" them) and writes keys and values to the caches; `attend` ropes the queries and computes
+// the output. Row t is at position p = position + t. Its key and value are stored in slot p % capacity, and
+// it attends to the keys j with p - window < j <= p, or 0..p without a window.
 //
-// Rotary embedding (rotate-half), h = rotary_dim / 2, c and s row table_row - position + p of the tables;
-// dimensions from rotary_dim on pass through:
+// Rotary embedding (rotate-half), where h = rotary_dim / 2, c and s are row table_row - position + p of the
+// tables, and dimensions from rotary_dim on are copied:
 //   y[i] = fma(x[i], c[i], -(x[i + h] * s[i])),  y[i + h] = fma(x[i + h], c[i], x[i] * s[i]),  i < h
 // A query is then multiplied by `scale`. Raw keys are cached unroped, and `attend` ropes the keys that it
-// reads: on float32 caches the result has the same bits, as long as table_row - position stays the same.
+// reads. On float32 caches the result is bit-identical to that of roped keys, as long as table_row - position
+// stays constant.
 //
-// A float16 cache rounds to nearest even, and past 65504 to infinity. An int8 cache holds for each row of
-// head_dim values the int8 of quantize.h, each 32 of them from a multiple of 32 on being a row of
-// quantize_s8row (the last may be shorter), then the bytes of the float32 scales of these groups; an element
-// read from it is float(q) * scale, rounded once. With `key_bias` it stores key - key_bias of a raw key, and
-// reads fma(float(q), scale, key_bias): a constant that is large in a few channels, as the biases of some
-// models are, is then neither rounded nor makes scales coarse.
+// A float16 cache rounds to nearest even; values that round past 65504 become infinite. An int8 cache stores
+// each row of head_dim values in groups of 32 (the last group may be shorter). Each group is quantised like a
+// row of quantize_s8row; the float32 scales of the groups follow the int8 values. An element that is read
+// from the cache is float(q) * scale, rounded once. With `key_bias` the cache stores key - key_bias of a raw
+// key, and reads fma(float(q), scale, key_bias). A bias that is large in a few channels, as in some models,
+// is then neither rounded nor makes the scales coarse.
 //
 // A bfloat16 cache requires AttentionMath::bfloat16 and keys that are not raw. It rounds to nearest even, and
-// past the largest number to infinity, and holds each 64 positions from a multiple of 64 on as the tiles that
-// are multiplied (tiles.h), depth being head_dim to a multiple of 32:
+// past the largest number to infinity. It stores each block of 64 positions, aligned to a multiple of 64, as
+// the tiles that are multiplied (tiles.h), where depth is head_dim rounded up to a multiple of 32:
 //   keys [4, depth / 2, 16 positions, 2 dimensions], values [depth / 16, 32, 16 dimensions, 2 positions]
 // Dimensions past head_dim of an appended position are zeros.
 //
-// Softmax (online, after Milakov and Gimelshein 2018, and FlashAttention, Dao et al. 2022): for each block of
-// 64 keys, at absolute positions that are multiples of 64, and each query, initially with m = -inf, l = 0, o
-// = 0:
+// Softmax (online, after Milakov and Gimelshein 2018, and FlashAttention, Dao et al. 2022): for each query,
+// initially with m = -inf, l = 0, o = 0, and for each block of 64 keys that starts at an absolute position
+// that is a multiple of 64:
 //   score[j] = the chain fma(q[d], k[j][d], score[j]) over d ascending from 0, for visible keys j
 //   m' = max(m, max score),  a = e(m - m'),  w[j] = e(score[j] - m')
 //   l = fma(l, a, sum w),  o[d] = the chain fma(w[j], v[j][d], o[d]) over j ascending from o[d] * a
-// and at last out[d] = o[d] * (1 / l). A key outside the window or past p is invisible: it enters neither
-// maximum nor chains, and a block without visible keys is skipped. The sum has 16 partial sums, lane i adding
-// w[i], w[i + 16], ... of the block's visible keys, folded as in norm.h. e(x) is 0 for x < -87, else exp as
-// elementwise.h defines it.
+// and at last out[d] = o[d] * (1 / l). A key outside the window or past p is invisible: it enters neither the
+// maximum nor the chains, and a block without visible keys is skipped. The sum of weights has 16 partial
+// sums, where lane i adds w[i], w[i + 16], ... of the block's visible keys; they are reduced as in norm.h.
+// e(x) is 0 for x < -87, otherwise exp(x) as defined in elementwise.h.
 //
-// Numerics of AttentionMath::float32: float32 throughout. Each row's arithmetic is independent of the other
-// rows, so the bits depend neither on the split of the work, nor on the chunking of the prompt, nor on the
-// instruction set. Weights below e^-87 count as 0. A NaN or an infinity in a row affects that row's output
-// and, through the caches, later rows that see it, but no others.
+// Numerics of AttentionMath::float32: all arithmetic is in float32. Each row is computed independently of the
+// other rows, so the result depends neither on the split of the work, nor on the chunking of the prompt, nor
+// on the instruction set. Weights below e^-87 count as 0. A NaN or an infinity in a row affects the output of
+// that row and, through the caches, that of later rows that attend to it, but no other rows.
 //
 // Numerics of AttentionMath::bfloat16: factors are rounded to bfloat16, to nearest even, and past its largest
 // number to infinity: each element of a query, after RoPE and the multiplication by `scale`; each element of
 // keys and values, on reading from the cache, or on appending to a bfloat16 cache, and of a raw key after
 // RoPE; and each weight w[j], before it enters l and o. Products are exact in float32 and summed in float32;
-// maxima, e, l and the rescaling are those above, but the sums, including l's, have an order specific to the
-// instruction set, and a processor may flush values below 2^-126 to 0 in products and their sums. So the bits
-// may differ between instruction sets. On one set they depend, as above, neither on the split of the work nor
-// on the chunking: a row's sums are its own, over the same blocks, and an invisible key adds nothing to them.
-// Non-finite values behave as above, too.
+// maxima, e, l and the rescaling are computed as above, but the sums, including that of l, have an order
+// specific to the instruction set, and a processor may flush values below 2^-126 to 0 in products and their
+// sums. So results may differ between instruction sets. On one instruction set they depend neither on the
+// split of the work nor on the chunking: each row has its own sums, over the same blocks, and an invisible
+// key adds nothing to them. Non-finite values behave as in float32.
 #pragma once
 
 #include <cstddef>
@@ -62,15 +63,15 @@ enum class CacheType { float32, float16, int8, bfloat16 };
 // The number format of the products of queries, keys, values and weights; it selects the kernel.
 enum class AttentionMath { float32, bfloat16 };
 
-// Dimensions of one position of one head in a bfloat16 cache.
+// Number of dimensions that one position of one head takes in a bfloat16 cache.
 constexpr std::size_t tiled_depth(std::size_t head_dim) { return (head_dim + 31) / 32 * 32; }
 
-// Values of a row of an int8 cache that share a scale.
+// Number of values of a row of an int8 cache that share a scale.
 constexpr std::size_t kInt8Group = 32;
 
 constexpr std::size_t int8_groups(std::size_t head_dim) { return (head_dim + kInt8Group - 1) / kInt8Group; }
 
-// Bytes of one position of one head in a cache; for bfloat16, a 64th of a block.
+// Bytes of one position of one head in a cache; in a bfloat16 cache this is 1/64 of a block.
 constexpr std::size_t cache_row_bytes(CacheType type, std::size_t head_dim) {
   switch (type) {
     case CacheType::float32:
@@ -93,14 +94,15 @@ struct AttentionArgs {
   void* value_cache;     // as key_cache
   CacheType cache_type;  // float16 is IEEE 754 binary16
   bool has_raw_keys;     // the tables' row table_row - position + j exists for every visible key j
-  // float32 [num_kv_heads * head_dim] or nullptr: the part of raw keys that an int8 cache omits.
+  // float32 [num_kv_heads * head_dim] or nullptr: the bias of raw keys, which an int8 cache does not store.
   const float* key_bias = nullptr;
   float* out;  // float32 [rows, num_heads * head_dim]; may not overlap qkv
   std::size_t rows;
   std::size_t position;   // for row 0
   std::size_t table_row;  // row of cos and sin for row 0
-  // Slots of the caches: position + rows or more. Fewer slots form a ring, which needs a window; its slots
-  // are a multiple of 64, at least window + rows - 1. Slots of a bfloat16 cache are always a multiple of 64.
+  // Number of slots of the caches, at least position + rows. Fewer slots form a ring buffer, which requires a
+  // window; its number of slots is a multiple of 64 and at least window + rows - 1. The number of slots of a
+  // bfloat16 cache is always a multiple of 64.
   std::size_t capacity;
   std::size_t window;     // 0: none
   std::size_t num_heads;  // a multiple of num_kv_heads
@@ -111,12 +113,13 @@ struct AttentionArgs {
   AttentionMath math = AttentionMath::float32;
 };
 
-// Floats of scratch for one call of either phase; concurrent calls need one each. Scratch is fastest if
-// aligned to 64 bytes. In addition, a call uses less than 8 KiB of stack, in bfloat16 20 KiB, and allocates
-// nothing.
+// Number of floats of scratch for one call of either phase. Concurrent calls need separate scratch, which is
+// fastest if aligned to 64 bytes. In addition, a call uses less than 8 KiB of stack (20 KiB in bfloat16), and
+// allocates no memory.
 std::size_t attention_scratch_floats(std::size_t head_dim, AttentionMath math = AttentionMath::float32);
 
-// Number of items of `attend`; args.math determines the queries of each. `append` has args.rows items.
+// Number of items of `attend`; args.math determines the number of queries per item. `append` has args.rows
+// items.
 std::size_t attend_items(const AttentionArgs& args);
 
 // Runs items [begin, end) of one phase. `attend_f32_bf16_cache` is for AttentionMath::bfloat16, the others

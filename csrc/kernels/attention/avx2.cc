@@ -1,5 +1,5 @@
-// attention with AVX2: a tile of 6 queries by 16 keys, then by 16 columns, keeps 12 of the 16 registers as
-// sums.
+// attention with AVX2: a tile of 6 queries by 16 keys, then by 16 columns, keeps its sums in 12 of the 16
+// registers.
 #include <immintrin.h>
 #include <math.h>
 #include <string.h>
@@ -95,7 +95,8 @@ void transpose_8_by_8(const float* const* rows, std::size_t column, float* out) 
   for (std::size_t i = 0; i < 8; ++i) _mm256_storeu_ps(out + i * kKeysPerBlock, of[i]);
 }
 
-// Fills columns up to num_keys rounded up to 16, past num_keys with copies of the last key.
+// Fills num_keys columns, rounded up to a multiple of 16; the columns past num_keys are copies of the last
+// key.
 void transpose(const float* keys, std::size_t num_keys, std::size_t head_dim, float* out) {
   for (std::size_t key = 0; key < num_keys || key % 16 != 0; key += 8) {
     const float* rows[8];
@@ -112,7 +113,7 @@ void transpose(const float* keys, std::size_t num_keys, std::size_t head_dim, fl
 
 __m256 exp_of_nonpositive(__m256 x) {
   const __m256 limit = _mm256_set1_ps(-kExpLimit);
-  const __m256 clamped = _mm256_max_ps(limit, x);  // keeps a NaN in x
+  const __m256 clamped = _mm256_max_ps(limit, x);  // the operand order keeps a NaN in x
   const __m256 n = _mm256_round_ps(_mm256_mul_ps(clamped, _mm256_set1_ps(kLog2E)),
                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m256 r =
@@ -131,7 +132,7 @@ float horizontal_max(__m256 x) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
-// Folds 16 partial sums: lanes 0-7 in low, 8-15 in high.
+// Reduces 16 partial sums: lanes 0-7 in low, 8-15 in high.
 float horizontal_sum(__m256 low, __m256 high) {
   const __m256 eight = _mm256_add_ps(low, high);
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -162,8 +163,8 @@ void score(const KeyBlock& block, const float* queries, std::size_t key, float (
   }
 }
 
-// Converts scores to weights, with 0 for invisible keys up to the nearest multiples of 16; rescale receives a
-// of attention.h.
+// Converts scores to weights, with 0 for invisible keys up to the next multiple of 16; `rescale` receives the
+// factors `a` of attention.h.
 template <std::size_t N>
 void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale) {
   float differences[kLanes] = {};
@@ -195,8 +196,8 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
   }
 }
 
-// outs[q][d .. d + V * 8 - 1] of N queries. A key that only the later queries see is theirs alone: it does
-// not touch the others, not even times zero.
+// outs[q][d .. d + V * 8 - 1] of N queries. A key that is visible only to later queries is not added to the
+// earlier ones, not even multiplied by zero.
 template <std::size_t N, std::size_t V>
 void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
                 const float* rescale, std::size_t d) {
@@ -235,7 +236,7 @@ void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weig
   }
 }
 
-// The columns from d on, one by one.
+// Computes the columns from d on, one by one.
 template <std::size_t N>
 void accumulate_rest(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
                      const float* rescale, std::size_t d) {
@@ -303,7 +304,7 @@ void round_to_bfloat(const float* values, std::uint16_t* out, std::size_t count)
   }
 }
 
-// Sixteen dimensions of eight keys, pair by pair: an 8 by 8 transposition of 32-bit pairs.
+// Arranges sixteen dimensions of eight keys by pairs: an 8 by 8 transposition of 32-bit pairs.
 void pack_eight_keys(const float* keys, std::size_t depth, std::uint16_t* out) {
   __m256 rows[8];
   for (std::size_t i = 0; i < 8; ++i) rows[i] = _mm256_castsi256_ps(to_bfloats(keys + i * depth));

@@ -57,7 +57,7 @@ void dequantize(const std::byte* row, std::size_t head_dim, const float* bias, f
   }
 }
 
-// Four perfect shuffles of sixteen rows transpose them: each interleaves row i with row i + 8.
+// Four perfect shuffles transpose sixteen rows: each shuffle interleaves row i with row i + 8.
 void transpose_16_by_16(const float* const* rows, std::size_t column, __mmask16 lanes, float* out) {
   const __m512i interleave_low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512i interleave_high =
@@ -77,7 +77,8 @@ void transpose_16_by_16(const float* const* rows, std::size_t column, __mmask16 
   }
 }
 
-// Fills columns up to num_keys rounded up to 32, past num_keys with copies of the last key.
+// Fills num_keys columns, rounded up to a multiple of 32; the columns past num_keys are copies of the last
+// key.
 void transpose(const float* keys, std::size_t num_keys, std::size_t head_dim, float* out) {
   for (std::size_t key = 0; key < num_keys || key % 32 != 0; key += 16) {
     const float* rows[16];
@@ -92,7 +93,7 @@ void transpose(const float* keys, std::size_t num_keys, std::size_t head_dim, fl
 
 __m512 exp_of_nonpositive(__m512 x) {
   const __m512 limit = _mm512_set1_ps(-kExpLimit);
-  const __m512 clamped = _mm512_max_ps(limit, x);  // keeps a NaN in x
+  const __m512 clamped = _mm512_max_ps(limit, x);  // the operand order keeps a NaN in x
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(kLog2E)),
                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 r =
@@ -104,7 +105,7 @@ __m512 exp_of_nonpositive(__m512 x) {
   return _mm512_maskz_scalef_ps(kept, p, n);
 }
 
-// Folds 16 partial sums in the order of norm.h.
+// Reduces 16 partial sums in the order of norm.h.
 float horizontal_sum(__m512 x) {
   const __m256 high = _mm512_extractf32x8_ps(x, 1);
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), high);
@@ -136,7 +137,7 @@ void score(const KeyBlock& block, const float* queries, std::size_t key, float (
   }
 }
 
-// Converts scores to weights; rescale receives a of attention.h.
+// Converts scores to weights; `rescale` receives the factors `a` of attention.h.
 template <std::size_t N>
 void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale) {
   float differences[kLanes] = {};
@@ -166,8 +167,8 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
   }
 }
 
-// outs[q][d .. d + V * 16 - 1] of N queries, the last 16 of them masked by `lanes`. A key that only the later
-// queries see is theirs alone: it does not touch the others, not even times zero.
+// outs[q][d .. d + V * 16 - 1] of N queries, the last 16 of them masked by `lanes`. A key that is visible
+// only to later queries is not added to the earlier ones, not even multiplied by zero.
 template <std::size_t N, std::size_t V>
 void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
                 const float* rescale, std::size_t d, __mmask16 lanes) {

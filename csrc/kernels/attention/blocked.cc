@@ -10,8 +10,8 @@
 namespace chunkrt {
 namespace {
 
-// `count` adjacent rows of a cache as float32, plus the bias that it omits: the cache itself, or a copy in
-// `buffer`.
+// Returns `count` adjacent rows of a cache as float32, plus the bias that the cache omits. The result points
+// to the cache itself or to a copy in `buffer`.
 const float* widened(const AttentionArgs& args, const void* cache, std::size_t offset, std::size_t count,
                      const float* bias, float* buffer, const AttentionOperations& operations) {
   const auto* rows = static_cast<const std::byte*>(cache) + offset;
@@ -27,7 +27,7 @@ const float* widened(const AttentionArgs& args, const void* cache, std::size_t o
   return buffer;
 }
 
-// `scratch`: head_dim floats and 3 more.
+// `scratch` has room for head_dim + 3 floats.
 void store(const AttentionArgs& args, void* cache, std::size_t offset, const float* values, float* scratch,
            const AttentionOperations& operations) {
   auto* const row = static_cast<std::byte*>(cache) + offset;
@@ -45,8 +45,8 @@ void store(const AttentionArgs& args, void* cache, std::size_t offset, const flo
   }
 }
 
-// The raw keys of the positions from `start` on, roped from the first visible one on: in `roped`, which may
-// be `keys`.
+// Ropes the raw keys of the positions from `start` on, beginning with the first visible one, into `roped`,
+// which may be `keys`.
 void rope_keys(const AttentionArgs& args, const float* keys, std::size_t start, std::size_t first,
                std::size_t end, float* roped, const AttentionOperations& operations) {
   for (std::size_t key = std::max(start, first); key < end; ++key) {

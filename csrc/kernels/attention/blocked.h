@@ -18,8 +18,8 @@ struct KeyBlock {
   std::size_t head_dim;
 };
 
-// Adjacent queries that go through a key block together: each sees its keys from `first` to before `visible`,
-// one or more. Rows ascend, so `visible` ascends.
+// One or more adjacent queries that are processed with a key block together. Each query attends to the keys
+// [first, visible) of the block. Rows ascend, so `visible` ascends.
 struct QueryTile {
   const float* queries;        // [tile, head_dim], roped and scaled
   float* const* outs;          // [tile] pointers to [head_dim]
@@ -44,7 +44,7 @@ struct AttentionOperations {
   DequantizeFunction* dequantize;
   // keys [num_keys, head_dim] to [head_dim, kKeysPerBlock]; columns from num_keys on have any content.
   void (*transpose)(const float* keys, std::size_t num_keys, std::size_t head_dim, float* out);
-  // [i]: for a tile of i + 1 queries, up to queries_per_tile.
+  // Element [i] processes a tile of i + 1 queries, up to queries_per_tile.
   AttendTileFunction* const* attend_tile;
   std::size_t queries_per_tile;
 };

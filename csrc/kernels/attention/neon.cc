@@ -1,5 +1,5 @@
-// attention with NEON: a tile of 4 queries by 16 keys, then by 16 columns, keeps 16 of the 32 registers as
-// sums.
+// attention with NEON: a tile of 4 queries by 16 keys, then by 16 columns, keeps its sums in 16 of the 32
+// registers.
 #include <arm_neon.h>
 #include <math.h>
 #include <string.h>
@@ -81,7 +81,8 @@ void transpose_4_by_4(const float* const* rows, std::size_t column, float* out) 
   vst1q_f32(out + 3 * kKeysPerBlock, vreinterpretq_f32_f64(vtrn2q_f64(ab_odd, cd_odd)));
 }
 
-// Fills columns up to num_keys rounded up to 16, past num_keys with copies of the last key.
+// Fills num_keys columns, rounded up to a multiple of 16; the columns past num_keys are copies of the last
+// key.
 void transpose(const float* keys, std::size_t num_keys, std::size_t head_dim, float* out) {
   for (std::size_t key = 0; key < num_keys || key % 16 != 0; key += kLanes) {
     const float* rows[kLanes];
@@ -98,7 +99,7 @@ void transpose(const float* keys, std::size_t num_keys, std::size_t head_dim, fl
 
 float32x4_t exp_of_nonpositive(float32x4_t x) {
   const float32x4_t limit = vdupq_n_f32(-kExpLimit);
-  const float32x4_t clamped = vmaxq_f32(limit, x);  // keeps a NaN in x
+  const float32x4_t clamped = vmaxq_f32(limit, x);  // the operand order keeps a NaN in x
   const float32x4_t n = vrndnq_f32(vmulq_n_f32(clamped, kLog2E));
   const float32x4_t r = vfmsq_f32(vfmsq_f32(clamped, n, vdupq_n_f32(kLn2High)), n, vdupq_n_f32(kLn2Low));
   float32x4_t p = vdupq_n_f32(kExpCoefficients[4]);
@@ -109,7 +110,7 @@ float32x4_t exp_of_nonpositive(float32x4_t x) {
   return vreinterpretq_f32_u32(vbicq_u32(product, vcltq_f32(x, limit)));
 }
 
-// Folds 16 partial sums in the order of norm.h.
+// Reduces 16 partial sums in the order of norm.h.
 float horizontal_sum(const float32x4_t (&sums)[kVectors]) {
   const float32x4_t four = vaddq_f32(vaddq_f32(sums[0], sums[2]), vaddq_f32(sums[1], sums[3]));
   const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
@@ -125,8 +126,8 @@ void add_products(float32x4_t (&sums)[N][V], const float32x4_t (&factors)[N], co
   }
 }
 
-// sums[q][v] = the chain of fma(factors[q][i], vectors[i][v], sums[q][v]) over i from 0 to count - 1; rows of
-// factors and of vectors are their strides apart.
+// sums[q][v] = the chain of fma(factors[q][i], vectors[i][v], sums[q][v]) over i from 0 to count - 1; the
+// strides are the distances between rows of factors and between rows of vectors.
 template <std::size_t N, std::size_t V>
 void multiply(float32x4_t (&sums)[N][V], const float* factors, std::size_t factor_stride,
               const float* vectors, std::size_t vector_stride, std::size_t count) {
@@ -160,8 +161,8 @@ void score(const KeyBlock& block, const float* queries, std::size_t key, float (
   }
 }
 
-// Converts scores to weights, with 0 for invisible keys up to the nearest multiples of 16; rescale receives a
-// of attention.h.
+// Converts scores to weights, with 0 for invisible keys up to the next multiple of 16; `rescale` receives the
+// factors `a` of attention.h.
 template <std::size_t N>
 void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale) {
   float differences[kLanes] = {};
@@ -194,8 +195,8 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
   }
 }
 
-// outs[q][d .. d + V * 4 - 1] of N queries. A key that only the later queries see is theirs alone: it does
-// not touch the others, not even times zero.
+// outs[q][d .. d + V * 4 - 1] of N queries. A key that is visible only to later queries is not added to the
+// earlier ones, not even multiplied by zero.
 template <std::size_t N, std::size_t V>
 void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
                 const float* rescale, std::size_t d) {
@@ -224,7 +225,7 @@ void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weig
   }
 }
 
-// The columns from d on, one by one.
+// Computes the columns from d on, one by one.
 template <std::size_t N>
 void accumulate_rest(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
                      const float* rescale, std::size_t d) {

@@ -1,5 +1,5 @@
 // The tile operations of kernels/attention/tiles.h in plain loops, for processors without such instructions.
-// Included by one file for each instruction set; nothing here is visible outside of it.
+// One file for each instruction set includes this header; nothing here is visible outside of that file.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Numbering of the queries of one call.
+// The numbering of the queries of one call.
 #include "kernels/attention/queries.h"
 
 #include <algorithm>

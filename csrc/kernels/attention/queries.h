@@ -1,6 +1,6 @@
-// The queries of one KV head, numbered row by row: query = row * group + head of the group, group being
-// num_heads / num_kv_heads. An item of `attend` is kQueriesPerItem adjacent queries, in bfloat16
-// kQueriesPerTileItem, which share every key block that they load.
+// The queries of one KV head, numbered row by row: query = row * group + head within the group, where group =
+// num_heads / num_kv_heads. An item of `attend` consists of kQueriesPerItem adjacent queries
+// (kQueriesPerTileItem in bfloat16), which share every key block that they load.
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -9,7 +9,8 @@ namespace chunkrt {
 
 inline constexpr std::size_t kKeysPerBlock = 64;
 inline constexpr std::size_t kQueriesPerItem = 48;  // a multiple of every kernel's tile of 6 or 4 queries
-// Rounding and packing a block for tiles takes the same time for one query and for all; see tiles.h.
+// An item is large because rounding and packing a block for tiles takes the same time for any number of
+// queries; see tiles.h.
 inline constexpr std::size_t kQueriesPerTileItem = 192;
 
 struct AttendItem {
@@ -25,7 +26,7 @@ struct Query {
   const float* sin;    // as cos
   float* out;          // [head_dim]
   std::size_t first_key;
-  std::size_t end_key;  // it sees the keys first_key .. end_key - 1
+  std::size_t end_key;  // the query attends to the keys first_key .. end_key - 1
 };
 
 AttendItem attend_item(const AttentionArgs& args, std::size_t index);
@@ -40,8 +41,8 @@ const float* key_bias(const AttentionArgs& args, std::size_t kv_head);
 // Bytes of a row of a cache.
 std::size_t row_bytes(const AttentionArgs& args);
 
-// Byte offset in a cache of the row of a position, of bfloat16 that of its block. Up to the next position
-// that is a multiple of 64, rows are contiguous.
+// Byte offset of a position's row in a cache; in a bfloat16 cache, that of the position's block. Rows are
+// contiguous up to the next position that is a multiple of 64.
 std::size_t cache_offset(const AttentionArgs& args, std::size_t kv_head, std::size_t position);
 
 }  // namespace chunkrt

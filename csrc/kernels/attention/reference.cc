@@ -1,4 +1,4 @@
-// attention, portable: in float32 the definition that every other implementation must match bit for bit.
+// attention, portable: in float32 this is the reference implementation, which all others match bit for bit.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -39,8 +39,8 @@ std::uint16_t narrow(float value) {
   const std::uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return static_cast<std::uint16_t>(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
   if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // 65520 and more
-  if (magnitude <
-      0x38800000u) {  // below 2^-14: subnormals are multiples of 2^-24, the unit in the last place of 0.5f
+  if (magnitude < 0x38800000u) {  // below 2^-14 the result is subnormal, a multiple of 2^-24, which is the
+                                  // unit in the last place of 0.5f
     const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
     return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u));
   }
@@ -48,7 +48,7 @@ std::uint16_t narrow(float value) {
   return static_cast<std::uint16_t>(sign | (magnitude - 0x38000000u + to_nearest_even) >> 13);
 }
 
-// `scratch`: head_dim floats and 3 more.
+// `scratch` has room for head_dim + 3 floats.
 void store(const AttentionArgs& args, void* cache, std::size_t offset, const float* values, float* scratch) {
   auto* const row = static_cast<std::byte*>(cache) + offset;
   if (args.cache_type == CacheType::float32) {

@@ -1,5 +1,5 @@
-// float32 to bfloat16 in a loop that compilers vectorise. Included by one file for each instruction set;
-// nothing here is visible outside of it.
+// float32 to bfloat16 in a loop that compilers vectorise. One file for each instruction set includes this
+// header; nothing here is visible outside of that file.
 #pragma once
 
 #include <bit>

@@ -1,4 +1,4 @@
-// Operand sizes of attention by tiles, and the choice of the other operations on this processor.
+// Operand sizes of attention with tiles, and the choice of the remaining operations for this processor.
 #include "kernels/attention/tile_operations.h"
 
 #include "kernels/isa.h"

@@ -1,5 +1,5 @@
-// Attention in bfloat16 apart from the products of tiles: the layout of operands in scratch, and the other
-// operations, which an instruction set provides.
+// The parts of bfloat16 attention other than tile products: the layout of operands in scratch, and the
+// operations that an instruction set provides.
 //
 // A bfloat16 is the upper half of a float32's bits, kept as uint16.
 #pragma once
@@ -17,7 +17,8 @@ inline constexpr std::size_t kValuesPerTile = 512;  // bfloat16
 inline constexpr std::size_t kRowsAtOnce = 2 * kRowsPerTile;
 static_assert(kQueriesPerTileItem % kRowsAtOnce == 0 && kKeysPerBlock % kDepthPerTile == 0);
 
-// Layout of an item's operands in scratch, one after another, each a multiple of 64 bytes.
+// Layout of an item's operands in scratch. The operands are adjacent, and the size of each is a multiple of
+// 64 bytes.
 struct TileSizes {
   std::size_t depth;    // depth of the scores' products: head_dim rounded up to tiles
   std::size_t columns;  // columns of the output: head_dim rounded up to tiles
@@ -33,14 +34,14 @@ struct TileSizes {
 
 TileSizes tile_sizes(std::size_t head_dim);
 
-// Rows of scores that are converted to weights.
+// Arguments for the conversion of rows of scores to weights.
 struct ScoredRows {
   float* scores;           // [rows, kKeysPerBlock]; scores of invisible keys are unspecified and overwritten
   std::uint16_t* weights;  // [rows, kKeysPerBlock]: bfloat16, 0 for invisible keys
   float* outs;             // [rows, columns]: o of attention.h, multiplied by a
   float* maxima;           // [rows]: m
   float* sums;             // [rows]: l
-  const std::size_t* first;    // [rows]: a row sees the block's keys from `first`
+  const std::size_t* first;    // [rows]: a row attends to the block's keys from `first`
   const std::size_t* visible;  // to before `visible`; if the range is empty, the row is unchanged
   std::size_t num_rows;
   std::size_t columns;
@@ -53,17 +54,17 @@ struct TileOperations {
   WidenFunction* widen;
   DequantizeFunction* dequantize;
   RoundFunction* round;  // `count` is a multiple of 16
-  // 16 keys [16, depth] to bfloat16 [depth / 2, 16 keys, 2]: tiles, one after another.
+  // Packs 16 keys [16, depth] as adjacent tiles, bfloat16 [depth / 2, 16 keys, 2].
   void (*pack_keys)(const float* keys, std::size_t depth, std::uint16_t* out);
-  // 16 rows of values, `stride` floats apart, to a quarter of the tiles of each 16 columns, bfloat16 [8, 16
-  // columns, 2 keys]. Returns true if all are finite after rounding.
+  // Packs 16 rows of values, `stride` floats apart, into a quarter of the tiles of each 16 columns, bfloat16
+  // [8, 16 columns, 2 keys]. Returns true if all values are finite after rounding.
   bool (*pack_values)(const float* values, std::size_t stride, std::size_t columns, std::uint16_t* out);
   void (*weigh)(const ScoredRows& rows);
 };
 
 #if defined(__x86_64__) || defined(_M_X64)
 const TileOperations& tile_operations_avx2();
-TileOperations tile_operations_avx512vnni();  // both give the same bits
+TileOperations tile_operations_avx512vnni();  // both implementations give bit-identical results
 
 // The fastest operations that this processor supports.
 const TileOperations& tile_operations();

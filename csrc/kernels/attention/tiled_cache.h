@@ -1,4 +1,4 @@
-// A bfloat16 cache, whose blocks are stored in tile layout (attention.h): storing of a position.
+// Stores positions to a bfloat16 cache, whose blocks are in tile layout (attention.h).
 #pragma once
 
 #include "kernels/attention/queries.h"
@@ -12,7 +12,7 @@ using RoundFunction = void(const float* values, std::uint16_t* out, std::size_t 
 std::uint16_t* tiled_block(const AttentionArgs& args, void* cache, std::size_t kv_head, std::size_t position);
 
 // Stores a roped key and a value of one head at their position. Threads may store other positions at the same
-// time, although adjacent positions share cache lines. `rounded`: room for tiled_depth(head_dim).
+// time, although adjacent positions share cache lines. `rounded` has room for tiled_depth(head_dim) values.
 void store_tiled(const AttentionArgs& args, std::size_t kv_head, std::size_t position, const float* key,
                  const float* value, RoundFunction* round, std::uint16_t* rounded);
 

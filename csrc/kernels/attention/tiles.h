@@ -1,23 +1,24 @@
-// attention in bfloat16 by matrix tiles: the loops, written once over a few operations on eight tiles.
+// attention in bfloat16 with matrix tiles: loops that are shared by all tile implementations, over a few
+// operations on eight tiles.
 //
-// A tile is 16 rows of 64 bytes. A left one holds 32 bfloat16 of 16 queries, or 16 queries' weights of 32
-// keys. A right one holds 16 pairs of the other factor, [16 pairs, 16 columns, 2]: of the dimensions of 16
-// keys, or of the keys of 16 dimensions of values. Their product, 16 x 16 sums in float32, is added to a
-// third.
+// A tile is 16 rows of 64 bytes. A left tile holds 32 bfloat16 dimensions of 16 queries, or the weights of 32
+// keys for 16 queries. A right tile holds 16 pairs of the other factor, [16 pairs, 16 columns, 2]: pairs of
+// dimensions of 16 keys, or pairs of keys of 16 dimensions of values. The product of a left and a right tile,
+// 16 x 16 sums in float32, is added to a third tile.
 //
-// `Tiles` provides configure(rows): sets the rows of sum tiles and left tiles; and, on a tile named by its
-// number, zero, load_sums, load, multiply and store. It is AmxBfloatTiles (kernels/tiles_amx.h), or
-// PlainTiles on processors without tiles.
+// `Tiles` provides configure(rows), which sets the number of rows of sum tiles and left tiles, and the
+// operations zero, load_sums, load, multiply and store on tiles that are named by their numbers. `Tiles` is
+// AmxBfloatTiles (kernels/tiles_amx.h), or PlainTiles on processors without tiles.
 //
-// All queries go through tiles, even a few, so that a row's bits are the same in a chunk and alone. A
-// bfloat16 cache holds the factors directly. From other caches each item rounds and packs every block: for
-// few queries that is most of the time, and the total is about that of float32 with AVX2 (4,600 cycles a
-// block for three queries of 64 dimensions). To amortise it, an item has kQueriesPerTileItem. Of such an
-// item's time, packing float16 caches is then 13 % with 64 dimensions and 21 % with 128 (with half the
-// queries 23 and 34 %), softmax 77 and 63 %, tiles 10 and 17 %: the vector parts as measured on Zen 3, a
-// product of tiles counted as 16 cycles.
+// All queries use tiles, even if they are few, so that the result of a row is the same in a chunk and alone.
+// A bfloat16 cache stores the factors in this form. With other caches, each item rounds and packs every
+// block. For few queries this packing takes most of the time, and the total time is about that of float32
+// with AVX2 (4,600 cycles per block for three queries of 64 dimensions). To amortise the packing, an item
+// consists of kQueriesPerTileItem queries. Packing float16 caches then takes 13 % of an item's time with 64
+// dimensions and 21 % with 128 (23 and 34 % with half as many queries), softmax takes 77 and 63 %, and tiles
+// take 10 and 17 %. The vector parts were measured on Zen 3; a product of tiles is counted as 16 cycles.
 //
-// Included by one file for each instruction set; nothing here is visible outside of it.
+// One file for each instruction set includes this header; nothing here is visible outside of that file.
 #pragma once
 
 #include <math.h>
@@ -38,7 +39,7 @@ std::size_t distance(std::size_t start, std::size_t key, std::size_t most) {
   return key > start ? smaller(key - start, most) : 0;
 }
 
-// The scores of Down tiles of queries and a block's keys, both as TileSizes has them.
+// Computes the scores of Down tiles of queries and the keys of a block, both in the layout of TileSizes.
 template <std::size_t Down, typename Tiles>
 void score_block(Tiles& tiles, const std::uint16_t* queries, const std::uint16_t* keys, std::size_t depth,
                  float* scores) {
@@ -66,7 +67,8 @@ void accumulate_columns(Tiles& tiles, const std::uint16_t* weights, std::size_t 
   store_sums<Down, Across>(tiles, outs, row_floats);
 }
 
-// outs += weights @ values, of Down tiles of rows. With strides of 0 a tile's 16 rows are all one.
+// outs += weights @ values for Down tiles of rows. If the strides are 0, the 16 rows of a tile are the same
+// row.
 template <std::size_t Down, typename Tiles>
 void accumulate_block(Tiles& tiles, const std::uint16_t* weights, std::size_t weights_stride,
                       const std::uint16_t* values, float* outs, std::size_t outs_stride,
@@ -155,8 +157,8 @@ class TileItem {
     }
   }
 
-  // 16 rows of a cache from the key `start` on in float32, [16, depth]: the cache itself or a copy. Rows
-  // before `begin` and from `end` on are zeros, regardless of the cache.
+  // Returns 16 rows of a cache from the key `start` on in float32, [16, depth]: the cache itself or a copy.
+  // Rows before `begin` and from `end` on are zeros, regardless of the cache.
   const float* sixteen_rows(const void* cache, std::size_t start, std::size_t begin, std::size_t end,
                             bool are_raw) {
     const std::size_t head_dim = args_.head_dim, depth = sizes_.depth;
@@ -179,7 +181,7 @@ class TileItem {
     return rows_;
   }
 
-  // One row of a cache, plus the bias that it omits.
+  // Returns one row of a cache, plus the bias that the cache omits.
   void widen(const std::byte* stored, const float* bias, float* row) {
     switch (args_.cache_type) {
       case CacheType::float32:
@@ -206,7 +208,7 @@ class TileItem {
     block_keys_ = tiled_block(args_, args_.key_cache, item_.kv_head, start);
     if (first_keys_[item_.num_queries - 1] <= start && start + kKeysPerBlock <= end_keys_[0]) {
       block_values_ = tiled_block(args_, args_.value_cache, item_.kv_head, start);
-      are_finite_ = true;  // or irrelevant, because all rows see all values
+      are_finite_ = true;  // or irrelevant, because all rows attend to all values
     } else {
       block_values_ = values_;
       are_finite_ = pack_values(start, first_key_, end_key_);
@@ -221,8 +223,8 @@ class TileItem {
     }
   }
 
-  // Packs the values of the keys in [begin, end), with zeros for the block's others. Returns true if all are
-  // finite.
+  // Packs the values of the keys in [begin, end), with zeros for the other keys of the block. Returns true if
+  // all values are finite.
   bool pack_values(std::size_t start, std::size_t begin, std::size_t end) {
     if (args_.cache_type == CacheType::bfloat16) {
       return copy_values(tiled_block(args_, args_.value_cache, item_.kv_head, start),
@@ -236,7 +238,7 @@ class TileItem {
     return are_finite;
   }
 
-  // Like pack_values, for a packed block; its keys from `begin` to before `end`.
+  // Like pack_values, for a block that is already packed; keeps the keys in [begin, end).
   bool copy_values(const std::uint16_t* packed, std::size_t begin, std::size_t end) {
     const auto bits_of = [=](std::size_t key) { return begin <= key && key < end ? 0xffffu : 0u; };
     std::uint32_t not_finite = 0;
@@ -247,7 +249,7 @@ class TileItem {
       std::memcpy(pairs, packed + line * kDepthPerTile, sizeof(pairs));
       for (std::uint32_t& pair : pairs) {
         pair &= seen;
-        // An exponent of ones carries into the sign bit.
+        // If all bits of the exponent are ones, the addition carries into the sign bit.
         not_finite |= ((pair & 0x7f80u) + 0x80u) | ((pair >> 16 & 0x7f80u) + 0x80u);
       }
       std::memcpy(values_ + line * kDepthPerTile, pairs, sizeof(pairs));
@@ -255,7 +257,7 @@ class TileItem {
     return (not_finite & 0x8000u) == 0;
   }
 
-  // Processes one block for Down tiles of queries from the row-th on.
+  // Processes one block for Down tiles of queries that start at `row`.
   template <std::size_t Down>
   void attend_rows(std::size_t start, std::size_t row) {
     const std::size_t num_rows = smaller(Down * kRowsPerTile, item_.num_queries - row);
@@ -289,8 +291,8 @@ class TileItem {
     }
   }
 
-  // Some value is not finite, and a weight of 0 does not keep it from a row that does not see it. So the
-  // visible values are packed for each row separately.
+  // Some value is not finite, and a weight of 0 does not exclude such a value from a row that does not attend
+  // to it. So the visible values are packed for each row separately.
   void accumulate_row_by_row(std::size_t start, const std::size_t* first, const std::size_t* visible,
                              std::size_t num_rows, float* outs) {
     for (std::size_t i = 0; i < num_rows; ++i) {

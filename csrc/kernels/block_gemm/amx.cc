@@ -1,6 +1,6 @@
-// block_gemm with AMX: TDPBSSD multiplies a block of 16 rows by 16 columns, 32 k deep, and adds up exactly;
-// AVX-512 scales the sums, in the order of block_gemm.h. A few rows are computed with VNNI, with the same
-// bits.
+// block_gemm with AMX: TDPBSSD multiplies 16 rows by 16 columns over a block of 32 values along k, with exact
+// sums; AVX-512 scales the sums in the order of block_gemm.h. If the call has few rows, VNNI computes them,
+// with identical results.
 #include "kernels/block_gemm/tiles.h"
 #include "kernels/list.h"
 #include "kernels/store_avx512.h"

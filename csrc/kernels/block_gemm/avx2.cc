@@ -1,9 +1,9 @@
-// block_gemm with AVX2: vpmaddubsw takes the 4-bit weights as its unsigned side and the activations as its
-// signed one, and adds adjacent products in int16.
+// block_gemm with AVX2: vpmaddubsw takes the 4-bit weights as its unsigned operand and the activations as its
+// signed operand, and adds adjacent products in int16.
 //
-// No int16 can overflow: a pair of products is at most 2 * 15 * 127 = 3810 in magnitude, and the 8 pairs of a
-// block of 32 k that meet in one int16 at most 30480 < 32767. So a block's pairs are added in int16, and only
-// their sums are widened, by a vpmaddwd with ones.
+// No int16 can overflow: a pair of products is at most 2 * 15 * 127 = 3810 in magnitude, and a block of 32
+// values along k adds 8 pairs in one int16, which is at most 30480 < 32767. So the pairs of a block are added
+// in int16, and only their sums are widened, by a vpmaddwd with ones.
 #include <immintrin.h>
 
 #include <cstring>
@@ -28,7 +28,7 @@ struct Values {
   __m256 of[kTileRows];
 };
 
-// Four adjacent k of one row, in each lane.
+// Broadcasts four values along k of one row to all lanes.
 __m256i broadcast(const std::int8_t* source) {
   std::int32_t quad;
   std::memcpy(&quad, source, sizeof(quad));
@@ -39,8 +39,8 @@ __m256 widen(const std::uint16_t* source) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
 }
 
-// The values of a tile of 8 columns. All loops but the one over blocks of depth unroll, so that values and
-// sums are registers; inlining this into the code around it costs some of them.
+// The values of a tile of 8 columns. All loops except the one over blocks of depth are unrolled, so that
+// values and sums stay in registers; if this function were inlined, the compiler would spill some of them.
 template <std::size_t Rows>
 [[gnu::noinline]] void accumulate(const BlockGemmArgs& args, std::size_t row, const std::uint8_t* right,
                                   const std::uint16_t* right_scales, std::size_t blocks_ahead, Values& out) {
@@ -55,10 +55,10 @@ template <std::size_t Rows>
   for (std::size_t m = 0; m < Rows; ++m) values[m] = _mm256_setzero_ps();
   for (; right != right_end; right += kBlockBytes, right_scales += 2 * kBlockColumns) {
     _mm_prefetch(reinterpret_cast<const char*>(right_scales + blocks_ahead * 2 * kBlockColumns), _MM_HINT_T0);
-    __m256i sums[Rows];  // int16: two of each column
+    __m256i sums[Rows];  // int16: two sums for each column
 #pragma GCC unroll 4
     for (std::size_t m = 0; m < Rows; ++m) sums[m] = _mm256_setzero_si256();
-    // If it is unrolled, GCC reorders the additions and keeps all products of the block until their end.
+    // If this loop is unrolled, GCC reorders the additions and keeps all products of the block until the end.
 #pragma GCC unroll 1
     for (std::size_t group = 0; group < kGroups; ++group, left += kDepthPerGroup) {
       const std::uint8_t* source = right + group * kGroupBytes;
@@ -91,7 +91,7 @@ template <std::size_t Rows>
 void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t column) {
   const std::size_t block = column / kBlockColumns * args.depth_blocks;
   const std::size_t tile = column % kBlockColumns / kTileColumns;
-  // While a panel is in use, its first tile, which alone waits for memory, prefetches the next one.
+  // While a panel is in use, its first tile prefetches the next panel; only that tile waits for memory.
   const std::size_t blocks_ahead = row == 0 && tile == 0 ? args.depth_blocks : 0;
   Values values;
   accumulate<Rows>(args, row, args.right + block * kBlockBytes + tile * kTileBytesPerGroup,
@@ -99,11 +99,11 @@ void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t column
   for (std::size_t m = 0; m < Rows; ++m) store_columns(args, row + m, column, values.of[m], nullptr);
 }
 
-// One row is multiplied by this many blocks of columns at once, which share its broadcasts. Contiguous blocks
-// are processed in order, so that they are one stream for the prefetchers.
+// Number of column blocks that a single row is multiplied by at once; they share the row's broadcasts.
+// Contiguous blocks are processed in order, so that they form one stream for the prefetchers.
 constexpr std::size_t kRowBlocks = 3;
 
-// The only row times the columns of `block` and of the blocks that follow it at a distance.
+// Multiplies a single row by the columns of `block` and of the blocks that follow it at a fixed distance.
 template <std::size_t Blocks>
 [[gnu::noinline]] void compute_row(const BlockGemmArgs& args, std::size_t block, std::size_t distance) {
   constexpr std::size_t kValues = Blocks * kTiles;
@@ -118,7 +118,7 @@ template <std::size_t Blocks>
 #pragma GCC unroll 8
   for (std::size_t i = 0; i < kValues; ++i) values[i] = _mm256_setzero_ps();
   for (std::size_t depth = 0; depth < args.depth_blocks; ++depth) {
-    __m256i sums[kValues];  // int16: two of each column
+    __m256i sums[kValues];  // int16: two sums for each column
 #pragma GCC unroll 8
     for (std::size_t i = 0; i < kValues; ++i) sums[i] = _mm256_setzero_si256();
 #pragma GCC unroll 1

@@ -1,5 +1,6 @@
-// block_gemm with AVX-512 VNNI: vpdpbusd takes the 4-bit weights as its unsigned side and the activations as
-// its signed one, so that a block of 32 k costs 8 of them for 16 columns of a row, without a correction.
+// block_gemm with AVX-512 VNNI: vpdpbusd takes the 4-bit weights as its unsigned operand and the activations
+// as its signed operand. A block of 32 values along k takes 8 such instructions for 16 columns of a row,
+// without a correction.
 #include <immintrin.h>
 
 #include <cstring>
@@ -10,11 +11,12 @@
 namespace chunkrt {
 namespace {
 
-// The values of a tile and the sums of its current block fill 24 of the 32 registers: an activation is used 3
-// times, a weight 4 times.
+// The values of a tile and the sums of its current block fill 24 of the 32 registers: each loaded activation
+// is used 3 times, each loaded weight 4 times.
 constexpr std::size_t kTileRows = 4;
 constexpr std::size_t kTileBlocks = 3;
-constexpr std::size_t kLineBytes = 64;  // 8 k of 16 columns, or the scales and minima of 16 columns
+constexpr std::size_t kLineBytes =
+    64;  // 8 values along k of 16 columns, or the scales and minima of 16 columns
 constexpr std::size_t kLinesPerBlock = kBlockBytes / kLineBytes;
 constexpr std::size_t kDepthPerLine = kBlockDepth / kLinesPerBlock;
 constexpr std::size_t kScalesPerBlock = 2 * kBlockColumns;
@@ -25,14 +27,14 @@ struct Values {
 
 std::size_t ceil_divide(std::size_t value, std::size_t divisor) { return (value + divisor - 1) / divisor; }
 
-// Four adjacent k of one row, in each lane.
+// Broadcasts four values along k of one row to all lanes.
 __m512i broadcast(const std::int8_t* source) {
   std::int32_t quad;
   std::memcpy(&quad, source, sizeof(quad));
   return _mm512_set1_epi32(quad);
 }
 
-// Adds the products of 4 k of each column to the sums.
+// Adds the products of 4 values along k of each column to the sums.
 template <std::size_t Rows, std::size_t Blocks>
 [[gnu::always_inline]] inline void add_products(__m512i (&sums)[Rows][Blocks],
                                                 const __m512i (&weights)[Blocks], const std::int8_t* left,
@@ -47,8 +49,8 @@ template <std::size_t Rows, std::size_t Blocks>
   }
 }
 
-// Prefetches lines of the next panel while this one is in use: each tile fetches its share, a few at each
-// block of depth.
+// Prefetches lines of the next panel while this panel is in use. Each tile fetches its share, a few lines in
+// each block of depth.
 class Prefetcher {
  public:
   Prefetcher(const void* next_panel, std::size_t lines_per_block, std::size_t tile, std::size_t num_tiles,
@@ -66,8 +68,8 @@ class Prefetcher {
   const char* next_;
 };
 
-// The values of a tile. All loops but the one over blocks of depth unroll, so that values and sums are
-// registers; inlining this into the code around it costs some of them.
+// The values of a tile. All loops except the one over blocks of depth are unrolled, so that values and sums
+// stay in registers; if this function were inlined, the compiler would spill some of them.
 template <std::size_t Rows, std::size_t Blocks>
 [[gnu::noinline]] void accumulate(const BlockGemmArgs& args, std::size_t row, std::size_t block,
                                   Values& out) {
@@ -162,7 +164,7 @@ void compute_panel(const BlockGemmArgs& args, std::size_t block) {
 void block_gemm_f32_s8row_u4block_avx512vnni(const BlockGemmArgs& args, std::size_t block_begin,
                                              std::size_t block_end) {
   std::size_t block = block_begin;
-  // With few rows, loading the weights from memory takes longest, and one stream is faster than three.
+  // With few rows, loading the weights from memory dominates, and one stream is faster than three.
   if (args.rows < kTileRows) {
     for (; block < block_end; ++block) compute_panel<1>(args, block);
   }

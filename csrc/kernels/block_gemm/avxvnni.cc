@@ -1,6 +1,6 @@
-// block_gemm with AVX-VNNI: the 256-bit vpdpbusd takes the 4-bit weights as its unsigned side and the
-// activations as its signed one, so that a block of 32 k costs 8 of them for 8 columns of a row, without a
-// correction.
+// block_gemm with AVX-VNNI: the 256-bit vpdpbusd takes the 4-bit weights as its unsigned operand and the
+// activations as its signed operand. A block of 32 values along k takes 8 such instructions for 8 columns of
+// a row, without a correction.
 #include <immintrin.h>
 
 #include <cstring>
@@ -12,11 +12,11 @@ namespace chunkrt {
 namespace {
 
 // With 3 rows the values of 16 columns and the sums of their current block fill 12 of the 16 registers; two
-// of weights, an activation and a constant take the rest.
+// registers of weights, an activation and a constant take the rest.
 constexpr std::size_t kTileRows = 3;
 constexpr std::size_t kVectorColumns = 8;
 constexpr std::size_t kVectors = kBlockColumns / kVectorColumns;
-constexpr std::size_t kLineBytes = 64;  // 8 k of 16 columns
+constexpr std::size_t kLineBytes = 64;  // 8 values along k of 16 columns
 constexpr std::size_t kLinesPerBlock = kBlockBytes / kLineBytes;
 constexpr std::size_t kDepthPerLine = kBlockDepth / kLinesPerBlock;
 constexpr std::size_t kScalesPerBlock = 2 * kBlockColumns;
@@ -25,7 +25,7 @@ struct Values {
   __m256 of[kTileRows][kVectors];
 };
 
-// Four adjacent k of one row, in each lane.
+// Broadcasts four values along k of one row to all lanes.
 __m256i broadcast(const std::int8_t* source) {
   std::int32_t quad;
   std::memcpy(&quad, source, sizeof(quad));
@@ -36,7 +36,7 @@ __m256 widen(const std::uint16_t* source) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
 }
 
-// Adds the products of 4 k of each column to the sums.
+// Adds the products of 4 values along k of each column to the sums.
 template <std::size_t Rows>
 [[gnu::always_inline]] inline void add_products(__m256i (&sums)[Rows][kVectors],
                                                 const __m256i (&weights)[kVectors], const std::int8_t* left,
@@ -51,8 +51,8 @@ template <std::size_t Rows>
   }
 }
 
-// The values of a tile of 16 columns. All loops but the one over blocks of depth unroll, so that values and
-// sums are registers; inlining this into the code around it costs some of them.
+// The values of a tile of 16 columns. All loops except the one over blocks of depth are unrolled, so that
+// values and sums stay in registers; if this function were inlined, the compiler would spill some of them.
 template <std::size_t Rows>
 [[gnu::noinline]] void accumulate(const BlockGemmArgs& args, std::size_t row, std::size_t block,
                                   Values& out) {
@@ -63,7 +63,7 @@ template <std::size_t Rows>
   const std::uint8_t* right_end = right + args.depth_blocks * kBlockBytes;
   const std::uint16_t* right_scales = args.right_scales + block * args.depth_blocks * kScalesPerBlock;
   const __m256i low_half = _mm256_set1_epi8(15);
-  // While a panel is in use, its first tile, which alone waits for memory, prefetches the next one.
+  // While a panel is in use, its first tile prefetches the next panel; only that tile waits for memory.
   const std::size_t blocks_ahead = row == 0 ? args.depth_blocks : 0;
 
   __m256 values[Rows][kVectors];

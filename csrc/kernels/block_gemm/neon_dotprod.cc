@@ -1,5 +1,5 @@
-// block_gemm with NEON's sdot: a register of packed weights holds 8 k of 4 columns, 4 k in the low halves of
-// its bytes and 4 in the high ones; a lane of activations holds 4 k of a row.
+// block_gemm with NEON's sdot: a register of packed weights holds 8 values along k of 4 columns, four in the
+// low halves of its bytes and four in the high halves. A lane of activations holds 4 values along k of a row.
 #include <arm_neon.h>
 
 #include "kernels/block_gemm/block_gemm.h"
@@ -8,8 +8,8 @@
 namespace chunkrt {
 namespace {
 
-// A tile holds up to 8 registers of 4 columns of a row, each as an integer sum and as a float; so it has
-// fewer columns where it has more rows.
+// A tile holds up to 8 registers of 4 columns of a row, where each register is stored as integer sums and as
+// floats; so a tile with more rows has fewer columns.
 constexpr std::size_t kTileRows = 4;
 constexpr std::size_t kVectors = kBlockColumns / 4;
 constexpr std::size_t kGroupDepth = 8;
@@ -21,7 +21,7 @@ float32x4_t load_halves(const std::uint16_t* source) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(source)));
 }
 
-// Adds 8 k, of which the activations have 4 in `Lane` and 4 in the lane after it.
+// Adds the products of 8 values along k; the activations hold four in `Lane` and four in the next lane.
 template <int Lane, std::size_t Rows, std::size_t Vectors>
 void add_group(int32x4_t (&sums)[Rows][Vectors], const int8x16_t (&left)[Rows], const std::uint8_t* right) {
   for (std::size_t v = 0; v < Vectors; ++v) {
@@ -35,7 +35,7 @@ void add_group(int32x4_t (&sums)[Rows][Vectors], const int8x16_t (&left)[Rows], 
   }
 }
 
-// Rows from `row` on by 4 * Vectors columns from `first` on of the 16 of `block`.
+// Computes the rows from `row` on and, of the 16 columns of `block`, 4 * Vectors columns from `first` on.
 template <std::size_t Rows, std::size_t Vectors>
 void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t block, std::size_t first) {
   const std::size_t depth = args.depth_blocks * kBlockDepth;

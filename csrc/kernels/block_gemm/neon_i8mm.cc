@@ -1,7 +1,9 @@
-// block_gemm with NEON's smmla: 8 k of 2 rows times 8 k of 2 columns into a 2 x 2 square of sums.
+// block_gemm with NEON's smmla, which multiplies 2 rows by 2 columns over 8 values along k, into a 2 x 2
+// square of sums.
 //
-// A register of packed weights holds 8 k of 4 columns, 4 k in the low halves of its bytes and 4 in the high
-// ones: one zip of the halves joins the 8 k of 2 columns. Rows come in pairs, in the layout of arranged.h.
+// A register of packed weights holds 8 values along k of 4 columns, four in the low halves of its bytes and
+// four in the high halves; one zip of the halves joins the 8 values of 2 columns. Rows are stored in pairs,
+// in the layout of arranged.h.
 #include <arm_neon.h>
 #include <string.h>
 
@@ -12,8 +14,8 @@
 namespace chunkrt {
 namespace {
 
-// Each square is integer sums and floats, so that 12 squares fill 24 of the 32 registers: fewer columns where
-// there are more rows.
+// Each square takes a register of integer sums and a register of floats, so 12 squares fill 24 of the 32
+// registers. A tile with more rows has fewer columns.
 constexpr std::size_t kTileRowPairs = 6;
 constexpr std::size_t kGroupDepth = 8;
 constexpr std::size_t kGroupBytes = kGroupDepth * kBlockColumns / 2;
@@ -24,7 +26,7 @@ constexpr std::size_t column_pairs_beside(std::size_t row_pairs) {
   return row_pairs == 1 ? 8 : row_pairs == 2 ? 4 : 2;
 }
 
-// Two pairs of columns, 8 k each.
+// Two pairs of columns with 8 values along k each.
 void unpack(const std::uint8_t* packed_columns, int8x16_t* pairs) {
   const uint8x16_t packed = vld1q_u8(packed_columns);
   const uint32x4_t low = vreinterpretq_u32_u8(vandq_u8(packed, vdupq_n_u8(15)));
@@ -33,14 +35,15 @@ void unpack(const std::uint8_t* packed_columns, int8x16_t* pairs) {
   pairs[1] = vreinterpretq_s8_u32(vzip2q_u32(low, high));
 }
 
-// Two pairs of float16, each twice, to match the squares of two pairs of columns.
+// Widens two pairs of float16, each pair twice, to match the squares of two pairs of columns.
 void load_halves_twice(const std::uint16_t* source, float32x4_t* pairs) {
   const float32x4_t values = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(source)));
   pairs[0] = vcombine_f32(vget_low_f32(values), vget_low_f32(values));
   pairs[1] = vcombine_f32(vget_high_f32(values), vget_high_f32(values));
 }
 
-// The rows of RowPairs pairs from `row` on by 2 * ColumnPairs columns from `first` on of the 16 of `block`.
+// Computes RowPairs pairs of rows from `row` on and, of the 16 columns of `block`, 2 * ColumnPairs columns
+// from `first` on.
 template <std::size_t RowPairs, std::size_t ColumnPairs>
 void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t block, std::size_t first) {
   const std::size_t pair_bytes = args.depth_blocks * kPairedBlockBytes;
@@ -102,7 +105,7 @@ void compute_rows(const BlockGemmArgs& args, std::size_t row, std::size_t block)
   }
 }
 
-// The last rows, RowPairs pairs or fewer.
+// Computes the last rows, in RowPairs pairs or fewer.
 template <std::size_t RowPairs>
 void compute_last_rows(const BlockGemmArgs& args, std::size_t row, std::size_t block) {
   if constexpr (RowPairs > 0) {

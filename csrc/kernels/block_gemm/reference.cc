@@ -1,4 +1,4 @@
-// block_gemm, portable: the definition that every other implementation must match bit for bit.
+// block_gemm, portable: the reference implementation, which all others match bit for bit.
 #include <cmath>
 
 #include "kernels/list.h"
@@ -6,7 +6,7 @@
 namespace chunkrt {
 namespace {
 
-// Adds a block's part to the values of one row and 16 columns.
+// Adds the contribution of one block to the values of one row and 16 columns.
 void add_block(const std::int8_t* left, std::int32_t left_sum, const std::uint8_t* right,
                const std::uint16_t* right_scales, float* values) {
   std::int32_t sums[kBlockColumns] = {};

@@ -1,21 +1,23 @@
-// block_gemm by matrix tiles: the loops, written once over a few operations on tiles and on values.
+// block_gemm with matrix tiles: loops that are shared by all tile implementations, over a few operations on
+// tiles and on values.
 //
-// A panel of a few blocks of columns is unpacked into scratch, once for all rows: each block of depth as a
-// right tile of int8, [8, 16 columns, 4], with its scales and minima in float32. 16 rows at a time are
-// multiplied by it: 32 k of them are a left tile, without rearrangement, and its product with a right one is
-// 16 x 16 sums in int32. These pass through memory, a few blocks of depth before they are scaled and added
-// up: to 16 x 16 values, in float32, which stay in registers over the whole depth.
+// A panel of a few column blocks is unpacked into scratch once for all rows. Each block of depth becomes a
+// right tile of int8, [8, 16 columns, 4], with its scales and minima in float32. The panel is multiplied by
+// 16 rows at a time. 32 values along k of these rows form a left tile, without rearrangement; the product of
+// a left and a right tile is 16 x 16 sums in int32. The sums are stored to memory a few blocks of depth
+// before they are scaled and added to the 16 x 16 values in float32, which stay in registers over the
+// complete depth.
 //
-// For `Tiles` see kernels/gemm/tiles.h; left tiles are 32 bytes wide. `Values` are the values of 16 rows by
-// 16 columns, initially 0, with the other vector operations:
+// kernels/gemm/tiles.h describes `Tiles`; left tiles are 32 bytes wide here. `Values` holds the values of 16
+// rows by 16 columns, initially 0, and provides the other vector operations:
 //   unpack(packed, out)               a block [4, 16, 4] of 4-bit integers to int8 [8, 16, 4]
 //   widen_scales(scales, out)         float16 [2, 16] to float32
 //   widen_sums(sums, stride, num_rows, out)   int32, one a row, to float32 [16]: zeros past num_rows
 //   add(sums, left_sums, scales)      a block of depth: int32 [16, 16], float32 [16], float32 [2, 16]
 //   store(args, row, num_rows, block) the end of block_gemm
-// They are in amx.cc, and for tests on any processor in plain loops.
+// amx.cc implements these operations; for tests on any processor, plain loops implement them.
 //
-// Included by one file for each instruction set; nothing here is visible outside of it.
+// One file for each instruction set includes this header; nothing here is visible outside of that file.
 #pragma once
 
 #include <atomic>
@@ -30,12 +32,13 @@ constexpr std::size_t kLineBytes = 64;
 constexpr std::size_t kUnpackedBytes = 2 * kBlockBytes;
 constexpr std::size_t kScalesPerBlock = 2 * kBlockColumns;
 
-// Fewer rows than these are computed by another kernel: unpacking a panel is not worthwhile for them.
+// With fewer rows than this, another kernel computes the product, because unpacking a panel does not pay off.
 constexpr std::size_t kFewestRows = kTileRows / 2;
 
 constexpr std::size_t kSumTile = 0;
 
-// Products are ahead by this many blocks of depth: the result of a tile store cannot be loaded immediately.
+// Number of blocks of depth by which products are ahead of their use, because the result of a tile store
+// cannot be loaded immediately.
 constexpr std::size_t kBlocksAhead = 3;
 using TileSums = std::int32_t[kTileRows][kBlockColumns];
 using SumsAhead = TileSums[kBlocksAhead + 1];
@@ -68,8 +71,7 @@ TilePanel unpack_panel(const BlockGemmArgs& args, std::size_t begin, std::size_t
   return panel;
 }
 
-// While a panel is in use the next one is prefetched: each of its tiles of rows fetches its share of the
-// lines.
+// While a panel is in use, each of its tiles of rows prefetches its share of the next panel's cache lines.
 struct Ahead {
   Ahead(const BlockGemmArgs& args, const TilePanel& panel, std::size_t row, std::size_t block) {
     constexpr std::size_t kLines = kBlockBytes / kLineBytes;
@@ -95,7 +97,7 @@ struct Ahead {
   std::size_t lines;  // for one block of depth
 };
 
-// The values of up to 16 rows, by the block-th block of a panel.
+// Computes the values of up to 16 rows and the columns of one block of a panel.
 template <typename Tiles, typename Values>
 void multiply_block(Tiles& tiles, const BlockGemmArgs& args, const TilePanel& panel, std::size_t row,
                     std::size_t num_rows, std::size_t block, SumsAhead& sums) {
@@ -124,7 +126,7 @@ void multiply_block(Tiles& tiles, const BlockGemmArgs& args, const TilePanel& pa
   values.store(args, row, num_rows, panel.begin + block);
 }
 
-// All blocks of a panel for rows [row, end): complete tiles of them, or fewer rows than one tile.
+// Computes all blocks of a panel for rows [row, end), which are complete tiles or fewer rows than one tile.
 template <typename Tiles, typename Values>
 void multiply_rows(Tiles& tiles, const BlockGemmArgs& args, const TilePanel& panel, std::size_t row,
                    std::size_t end, SumsAhead& sums) {
@@ -141,14 +143,14 @@ void multiply_rows(Tiles& tiles, const BlockGemmArgs& args, const TilePanel& pan
   }
 }
 
-// The blocks [block_begin, block_end) of all rows; a few rows go to `few_rows`.
+// Computes the blocks [block_begin, block_end) of all rows; `few_rows` computes them if the rows are few.
 template <typename Tiles, typename Values>
 void multiply_by_tiles(const BlockGemmArgs& args, std::size_t block_begin, std::size_t block_end,
                        BlockGemmFunction* few_rows) {
   if (args.rows < kFewestRows) return few_rows(args, block_begin, block_end);
   const std::size_t panel_blocks = tile_panel_blocks(args.depth_blocks);
   const std::size_t whole = args.rows / kTileRows * kTileRows;
-  // A tile with fewer rows adds the sums of the others, too, but does not store them.
+  // A tile with fewer rows also computes the sums of its missing rows, but does not store them.
   alignas(kLineBytes) SumsAhead sums = {};
   Tiles tiles;
   for (std::size_t block = block_begin; block < block_end; block += panel_blocks) {

@@ -10,7 +10,7 @@ namespace {
 constexpr std::size_t kLanes = 8;
 
 __m256 exponential(__m256 x) {
-  // min and max return their second operand if one is NaN, so the NaN is kept.
+  // min and max return their second operand if either is NaN; the operand order here keeps the NaN.
   x = _mm256_max_ps(_mm256_set1_ps(-kExpLimit), _mm256_min_ps(_mm256_set1_ps(kExpLimit), x));
   const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(kLog2E)),
                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -30,7 +30,7 @@ __m256 sigmoid(__m256 x) {
   return _mm256_div_ps(one, _mm256_add_ps(one, exponential(negated)));
 }
 
-// exp, 0 below -kExpLimit.
+// exp(x), but 0 for x below -kExpLimit.
 __m256 decay(__m256 x) {
   const __m256 is_zero = _mm256_cmp_ps(x, _mm256_set1_ps(-kExpLimit), _CMP_LT_OQ);
   return _mm256_andnot_ps(is_zero, exponential(x));
@@ -54,7 +54,7 @@ __m256 softplus(__m256 x) {
   const __m256 s = _mm256_div_ps(u, _mm256_add_ps(two, u)), z = _mm256_mul_ps(s, s);
   const __m256 log1p = _mm256_mul_ps(s, _mm256_fmadd_ps(z, polynomial(kLog1pCoefficients, z), two));
   return _mm256_add_ps(_mm256_max_ps(x, _mm256_setzero_ps()),
-                       log1p);  // max turns a NaN into 0; log1p still has it
+                       log1p);  // max turns a NaN into 0, but the log1p term remains NaN
 }
 
 __m256 hyperbolic_tangent(__m256 x) {
@@ -132,7 +132,7 @@ void round_to_grid_f32_f32_f32_avx2(const float* input, const float* steps, floa
     const Lanes lanes(count - i);
     const __m256 x = lanes.load(input + i), step = lanes.load(steps + i);
     const __m256 q = _mm256_round_ps(_mm256_div_ps(x, step), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    // min and max return their second operand if one is NaN, so the NaN is kept.
+    // min and max return their second operand if either is NaN; the operand order here keeps the NaN.
     const __m256 bounded = _mm256_max_ps(least, _mm256_min_ps(most, q));
     lanes.store(out + i, _mm256_mul_ps(bounded, step));
   }

@@ -10,7 +10,7 @@ namespace {
 constexpr std::size_t kLanes = 16;
 
 __m512 exponential(__m512 x) {
-  // min and max return their second operand if one is NaN, so the NaN is kept.
+  // min and max return their second operand if either is NaN; the operand order here keeps the NaN.
   x = _mm512_max_ps(_mm512_set1_ps(-kExpLimit), _mm512_min_ps(_mm512_set1_ps(kExpLimit), x));
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(kLog2E)),
                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -30,7 +30,7 @@ __m512 sigmoid(__m512 x) {
   return _mm512_div_ps(one, _mm512_add_ps(one, exponential(negated)));
 }
 
-// exp, 0 below -kExpLimit.
+// exp(x), but 0 for x below -kExpLimit.
 __m512 decay(__m512 x) {
   const __mmask16 is_zero = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-kExpLimit), _CMP_LT_OQ);
   return _mm512_mask_blend_ps(is_zero, exponential(x), _mm512_setzero_ps());
@@ -54,7 +54,7 @@ __m512 softplus(__m512 x) {
   const __m512 s = _mm512_div_ps(u, _mm512_add_ps(two, u)), z = _mm512_mul_ps(s, s);
   const __m512 log1p = _mm512_mul_ps(s, _mm512_fmadd_ps(z, polynomial(kLog1pCoefficients, z), two));
   return _mm512_add_ps(_mm512_max_ps(x, _mm512_setzero_ps()),
-                       log1p);  // max turns a NaN into 0; log1p still has it
+                       log1p);  // max turns a NaN into 0, but the log1p term remains NaN
 }
 
 __m512 hyperbolic_tangent(__m512 x) {
@@ -132,7 +132,7 @@ void round_to_grid_f32_f32_f32_avx512vnni(const float* input, const float* steps
     const __m512 x = _mm512_maskz_loadu_ps(mask, input + i), step = _mm512_maskz_loadu_ps(mask, steps + i);
     const __m512 q =
         _mm512_roundscale_ps(_mm512_div_ps(x, step), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    // min and max return their second operand if one is NaN, so the NaN is kept.
+    // min and max return their second operand if either is NaN; the operand order here keeps the NaN.
     const __m512 bounded = _mm512_max_ps(least, _mm512_min_ps(most, q));
     store_lanes(out + i, mask, _mm512_mul_ps(bounded, step));
   }

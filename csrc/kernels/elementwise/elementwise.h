@@ -1,20 +1,20 @@
-// elementwise: operations on contiguous float32 arrays of `count` elements, with the same bits on every
-// instruction set.
+// elementwise: operations on contiguous float32 arrays of `count` elements, with bit-identical results on all
+// instruction sets.
 //
-// exp(x) here is 2^n * p(r), n = round_half_to_even(x * log2(e)), r = fma(n, -kLn2Low, fma(n, -kLn2High, x))
-// and p the polynomial below in Horner form with fused multiply-adds; x is first clamped to [-kExpLimit,
-// kExpLimit] (a NaN stays a NaN). Its error is below 1.1 units in the last place. sigmoid(x) = 1 / (1 +
-// exp(-x)), error below 2.5 units in the last place for x > -kExpLimit; below that its absolute error is
-// under 2^-125.
+// exp(x) is computed as 2^n * p(r), where n = round_half_to_even(x * log2(e)), r = fma(n, -kLn2Low, fma(n,
+// -kLn2High, x)) and p is the polynomial below in Horner form with fused multiply-adds; x is first clamped to
+// [-kExpLimit, kExpLimit] (a NaN stays a NaN). Its error is below 1.1 units in the last place. sigmoid(x) = 1
+// / (1 + exp(-x)); its error is below 2.5 units in the last place for x > -kExpLimit, and its absolute error
+// is below 2^-125 otherwise.
 //
-// The exp kernel is that exp, but 0 below -kExpLimit. gelu(x) = x * sigmoid(x * fma(x^2, kGeluCubic,
-// kGeluLinear)), the tanh form: its relative error grows with |x| as the sigmoid's argument does. tanh(x)
-// takes the sign of x and, of a = |x|, fma(q * a^2, a, a) with q = kTanhCoefficients' polynomial of a^2 below
-// kTanhLimit, from there on 1 - 2 / (exp(2 a) + 1); its error is below 2.5 units in the last place
-// (polynomial: S. Moshier, Cephes). softplus(x) = max(x, 0) + log1p(u), u = exp(-|x|), log1p(u) = s *
-// fma(s^2, q, 2) with s = u / (2 + u) and q = kLog1pCoefficients' polynomial of s^2; its error is below 4
-// units in the last place for x > -kExpLimit, below that its absolute error is under 2^-125. Polynomials are
-// in Horner form with fused multiply-adds.
+// The exp kernel computes this exp, but returns 0 for x below -kExpLimit. gelu(x) = x * sigmoid(x * fma(x^2,
+// kGeluCubic, kGeluLinear)) is the tanh form; its relative error grows with |x| like the sigmoid's argument.
+// tanh(x) has the sign of x. With a = |x|, its magnitude is fma(q * a^2, a, a) for a below kTanhLimit, where
+// q is the polynomial in a^2 with kTanhCoefficients, and 1 - 2 / (exp(2 a) + 1) otherwise; its error is below
+// 2.5 units in the last place (polynomial: S. Moshier, Cephes). softplus(x) = max(x, 0) + log1p(u), where u =
+// exp(-|x|), log1p(u) = s * fma(s^2, q, 2), s = u / (2 + u), and q is the polynomial in s^2 with
+// kLog1pCoefficients; its error is below 4 units in the last place for x > -kExpLimit, and its absolute error
+// is below 2^-125 otherwise. Polynomials are in Horner form with fused multiply-adds.
 #pragma once
 
 #include <cstddef>
@@ -42,13 +42,14 @@ inline constexpr float kLog1pCoefficients[5] = {0x1.555558p-1f, 0x1.9996d6p-2f, 
 // out = left + right, out = left * right; silu_mul: out = (left * sigmoid(left)) * right, gelu_mul: out =
 // gelu(left) * right. out may be left or right.
 using BinaryFunction = void(const float* left, const float* right, float* out, std::size_t count);
-// out = sigmoid(input), and likewise for the others; out may be input.
+// out = sigmoid(input), and correspondingly for the other functions; out may be input.
 using UnaryFunction = void(const float* input, float* out, std::size_t count);
 // out = q * step, q = round_half_to_even(input / step) in [-levels, levels], with a step for each element;
 // quotient and product are rounded to float32. Infinities saturate, a NaN stays a NaN. out may be input.
 using RoundToGridFunction = void(const float* input, const float* steps, float levels, float* out,
                                  std::size_t count);
-// out = input, IEEE 754 binary16 (as uint16) to float32: exact; infinities and quiet NaNs are kept.
+// Converts IEEE 754 binary16 (as uint16) to float32. The conversion is exact and keeps infinities and quiet
+// NaNs.
 using WidenFunction = void(const std::uint16_t* input, float* out, std::size_t count);
 
 }  // namespace chunkrt

@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::size_t kLanes = 4;
 
-// The first min(count, 4) elements; the other lanes are 0.
+// Loads the first min(count, 4) elements; the other lanes are 0.
 float32x4_t load(const float* input, std::size_t count) {
   if (count >= kLanes) return vld1q_f32(input);
   float values[kLanes] = {};
@@ -42,7 +42,7 @@ float32x4_t sigmoid(float32x4_t x) {
   return vdivq_f32(one, vaddq_f32(one, exponential(vnegq_f32(x))));
 }
 
-// exp, 0 below -kExpLimit.
+// exp(x), but 0 for x below -kExpLimit.
 float32x4_t decay(float32x4_t x) {
   const uint32x4_t is_zero = vcltq_f32(x, vdupq_n_f32(-kExpLimit));
   return vbslq_f32(is_zero, vdupq_n_f32(0.0f), exponential(x));

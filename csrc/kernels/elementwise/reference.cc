@@ -1,4 +1,4 @@
-// elementwise, portable: the definition that every other implementation must match bit for bit.
+// elementwise, portable: the reference implementation, which all others match bit for bit.
 #include <bit>
 #include <cmath>
 

@@ -1,15 +1,16 @@
-// float_linear: rows of float32 times a float32 weight, for the few small linears that no scheme quantises.
+// float_linear: the product of float32 rows and a float32 weight, for the few small linear layers that no
+// scheme quantises.
 //
 //   out[m, n] = the chain fma(left[m, k], weight[k, n], out[m, n]) over k ascending, from 0
 //
-// Each step rounds once, in that order, so every instruction set and every split gives the same bits.
+// Each step rounds once, in that order, so all instruction sets and all splits give bit-identical results.
 #pragma once
 
 #include <cstddef>
 
 namespace chunkrt {
 
-inline constexpr std::size_t kFloatLinearColumns = 16;  // columns in an item
+inline constexpr std::size_t kFloatLinearColumns = 16;  // number of columns in an item
 
 struct FloatLinearArgs {
   const float* left;    // float32 [rows, depth]
@@ -20,7 +21,8 @@ struct FloatLinearArgs {
   std::size_t columns;
 };
 
-// Computes items [begin, end): item i is the columns from i * kFloatLinearColumns on, of all rows.
+// Computes items [begin, end): item i consists of kFloatLinearColumns columns from i * kFloatLinearColumns
+// on, for all rows.
 using FloatLinearFunction = void(const FloatLinearArgs& args, std::size_t begin, std::size_t end);
 
 }  // namespace chunkrt

@@ -1,5 +1,6 @@
 // float_linear for processors with vectors: plain loops that compilers turn into the vector code of the
-// including file's instruction set. Included by one file for each; nothing here is visible outside of it.
+// including file's instruction set. One file for each instruction set includes this header; nothing here is
+// visible outside of that file.
 #pragma once
 
 #include <math.h>
@@ -9,7 +10,7 @@
 namespace chunkrt {
 namespace {
 
-// Complete items of Rows adjacent rows: the sums stay in registers.
+// Computes complete items for Rows adjacent rows, with the sums in registers.
 template <std::size_t Rows>
 void multiply_tile(const FloatLinearArgs& args, std::size_t row, std::size_t column) {
   float sums[Rows][kFloatLinearColumns] = {};

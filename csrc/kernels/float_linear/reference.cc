@@ -1,4 +1,4 @@
-// float_linear, portable: the definition that every other implementation must match bit for bit.
+// float_linear, portable: the reference implementation, which all others match bit for bit.
 #include <algorithm>
 #include <cmath>
 

@@ -1,5 +1,5 @@
-// gemm with AMX: TDPBSSD multiplies 16 rows by 16 columns, 64 k deep, signed by signed, and adds up exactly.
-// A few rows are computed with VNNI, with the same bits.
+// gemm with AMX: TDPBSSD multiplies 16 rows by 16 columns over 64 values along k, signed by signed, with
+// exact sums. If the call has few rows, VNNI computes them, with identical results.
 #include "kernels/gemm/tiles.h"
 #include "kernels/list.h"
 #include "kernels/store_avx512.h"

@@ -1,9 +1,9 @@
 // gemm with AVX2: vpmaddubsw multiplies unsigned by signed bytes, and adds adjacent products in int16.
 //
-// The weights become the unsigned side (w + 128, a flip of the top bit), so that nothing has to be prepared
-// when they are mapped; starting each sum at -128 * sum_k left[m, k] takes the offset back out. Sums wrap
-// modulo 2^32 in between, but the result is exact. Activations are split, so that nothing saturates; unsplit
-// rows are multiplied with both sides widened.
+// The weights become the unsigned operand (w + 128, a flip of the top bit), so mapped weights need no
+// preparation. Each sum starts at -128 * sum_k left[m, k], which cancels this offset. Intermediate sums wrap
+// modulo 2^32, but the result is exact. Activations are split, so that no sum saturates; rows that are not
+// split are multiplied with both operands widened.
 #include <immintrin.h>
 
 #include <bit>
@@ -20,10 +20,10 @@ namespace {
 constexpr std::size_t kVectorColumns = 8;
 constexpr std::size_t kVectors = kGemmColumnsPerBlock / kVectorColumns;
 
-// The sums of 5 rows of a block take 10 of the 16 registers, two groups of its weights 4.
+// The sums of 5 rows of a block take 10 of the 16 registers, and two groups of its weights take 4.
 constexpr std::size_t kTileRows = 5;
 
-// Blocks of columns that a single row, which is bound by memory, is multiplied by at once.
+// Number of column blocks per pass for a single row; this case is memory-bound.
 constexpr std::size_t kRowBlocks = 6;
 
 constexpr int kLargestSum = 128;
@@ -50,7 +50,7 @@ __m256i load(const std::int8_t* values) {
 }
 
 struct Sides {
-  __m256i above, below;  // int16: the sums of positive values, and of the magnitudes of negative ones
+  __m256i above, below;  // int16: the sums of positive values, and of the magnitudes of negative values
 };
 
 Sides pairs_of(__m256i values) {
@@ -70,14 +70,14 @@ __m256i are_too_large(Sides sums) {
   return _mm256_cmpgt_epi16(_mm256_max_epi16(sums.above, sums.below), _mm256_set1_epi16(kLargestSum));
 }
 
-// The part of pairs that fits, if they are added to nothing.
+// Returns the part of pairs that fits if no other pair is added to them.
 __m256i fitting_pairs(__m256i values, Sides pairs) {
   const __m256i kept =
       _mm256_max_epi8(_mm256_min_epi8(values, _mm256_set1_epi8(kKeptOfPair)), _mm256_set1_epi8(-kKeptOfPair));
   return _mm256_blendv_epi8(values, kept, are_too_large(pairs));
 }
 
-// The part of fours that fits: if one is too large, only its second pair.
+// Returns the part of groups of four that fits; of a group that is too large, only the second pair.
 __m256i fitting_fours(__m256i values) {
   const Sides pairs = pairs_of(values);
   const __m256i second =
@@ -85,7 +85,8 @@ __m256i fitting_fours(__m256i values) {
   return _mm256_blendv_epi8(values, second, are_too_large(fours_of(pairs)));
 }
 
-// Appends the non-zero values of `rest`, groups from `group` on. Returns the new number, or kNotParted.
+// Appends the non-zero values of `rest`, which holds the groups from `group` on. Returns the new number of
+// excess groups, or kNotParted.
 std::int32_t append_excess(__m256i rest, std::size_t group, std::size_t most, GemmExcess* excess,
                            std::int32_t count) {
   const __m256i zero = _mm256_setzero_si256();
@@ -142,8 +143,8 @@ __m256i add_products(__m256i sums, __m256i weights, __m256i activations) {
 }
 
 // Adds the products of `groups` groups to the sums of Rows rows of a block, two groups at a time. All loops
-// but the one over k unroll, so that the sums are registers; inlining this into the code around it costs some
-// of them.
+// except the one over k are unrolled, so that the sums stay in registers; if this function were inlined, the
+// compiler would spill some of them.
 template <std::size_t Rows>
 [[gnu::noinline]] void accumulate(const std::int8_t* const* rows, const std::int8_t* right,
                                   std::size_t groups, __m256i (&total)[Rows][kVectors]) {
@@ -193,7 +194,7 @@ template <std::size_t Rows>
   }
 }
 
-// Adds a row's excess to its sums.
+// Adds the products of a row's excess to its sums.
 void accumulate_excess(const PartedRow& row, const std::int8_t* right, __m256i (&sums)[kVectors]) {
   for (std::int32_t i = 0; i < row.num_excess; ++i) {
     const std::int8_t* group = right + static_cast<std::size_t>(row.excess[i].group) * kGemmBytesPerGroup;
@@ -204,8 +205,9 @@ void accumulate_excess(const PartedRow& row, const std::int8_t* right, __m256i (
   }
 }
 
-// Like accumulate, for one row and blocks that are `stride` bytes apart. Weights that are used once are bound
-// by memory, and blocks that are read side by side are as many streams for the prefetchers.
+// Like accumulate, for one row and blocks that are `stride` bytes apart. If weights are used only once,
+// memory bandwidth is the limit, and blocks that are read in parallel form separate streams for the
+// prefetchers.
 template <std::size_t Blocks>
 [[gnu::noinline]] void accumulate_row(const std::int8_t* left, const std::int8_t* right, std::size_t stride,
                                       std::size_t groups, __m256i (&total)[Blocks][kVectors]) {
@@ -255,7 +257,7 @@ void store_block(const GemmArgs& args, std::size_t row, std::size_t block, const
   }
 }
 
-// Computes one split row of Blocks blocks.
+// Computes one split row for Blocks blocks.
 template <std::size_t Blocks>
 void compute_row(const GemmArgs& args, std::size_t row, const PartedRow& parts, std::size_t block) {
   const std::size_t stride = args.groups * kGemmBytesPerGroup;
@@ -272,7 +274,7 @@ void compute_row(const GemmArgs& args, std::size_t row, const PartedRow& parts, 
   }
 }
 
-// Computes Rows rows of blocks; returns false if one of them is not split.
+// Computes Rows rows for a range of blocks; returns false if one of the rows is not split.
 template <std::size_t Rows>
 bool compute_tile(const GemmArgs& args, std::size_t row, std::size_t block, std::size_t end) {
   PartedRow parts[Rows];

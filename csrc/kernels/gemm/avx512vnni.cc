@@ -1,8 +1,9 @@
-// gemm with AVX-512 VNNI: vpdpbusd multiplies unsigned by signed bytes, four k at a time, without saturation.
+// gemm with AVX-512 VNNI: vpdpbusd multiplies unsigned by signed bytes, four values along k at a time,
+// without saturation.
 //
-// The weights become the unsigned side (w + 128, a flip of the top bit), so that nothing has to be prepared
-// when they are mapped; starting each sum at -128 * sum_k left[m, k] takes the offset back out. Sums wrap
-// modulo 2^32 in between, but the result is exact.
+// The weights become the unsigned operand (w + 128, a flip of the top bit), so mapped weights need no
+// preparation. Each sum starts at -128 * sum_k left[m, k], which cancels this offset. Intermediate sums wrap
+// modulo 2^32, but the result is exact.
 #include <immintrin.h>
 
 #include <cstring>
@@ -13,11 +14,12 @@
 namespace chunkrt {
 namespace {
 
-// A tile's accumulators fill 24 of the 32 registers: a weight is used 8 times, an activation 3 times.
+// A tile's accumulators fill 24 of the 32 registers: each loaded weight is used 8 times, each loaded
+// activation 3 times.
 constexpr std::size_t kTileRows = 8;
 constexpr std::size_t kTileBlocks = 3;
 
-// A single row uses this many partial sums of each column, and prefetches its weights this far ahead.
+// Number of partial sums per column for a single row, and the distance by which its weights are prefetched.
 constexpr std::size_t kChains = 4;
 constexpr std::size_t kBytesAhead = 8192;
 
@@ -25,8 +27,8 @@ struct Sums {
   __m512i of[kTileRows][kTileBlocks];
 };
 
-// Sums over k of a tile. All loops but the one over k unroll, so that the sums are registers; inlining this
-// into the code around it costs some of them.
+// Computes the sums over k of a tile. All loops except the one over k are unrolled, so that the sums stay in
+// registers; if this function were inlined, the compiler would spill some of them.
 template <std::size_t Rows, std::size_t Blocks>
 [[gnu::noinline]] void accumulate(const GemmArgs& args, std::size_t row, std::size_t block, Sums& out) {
   const std::size_t depth = args.groups * kGemmDepthPerGroup;
@@ -36,7 +38,7 @@ template <std::size_t Rows, std::size_t Blocks>
   const std::int8_t* right_end = right + block_bytes;
   const __m512i flip = _mm512_set1_epi8(-128);
 
-  // While a panel is in use the next one is prefetched: each of its tiles fetches its share of cache lines.
+  // While a panel is in use, each of its tiles prefetches its share of the next panel's cache lines.
   const std::size_t num_tiles = (args.rows + kTileRows - 1) / kTileRows;
   const std::size_t lines_per_group = (kTileBlocks + num_tiles - 1) / num_tiles;
   const std::size_t first_block = row / kTileRows * lines_per_group % kTileBlocks;
@@ -76,8 +78,9 @@ template <std::size_t Rows, std::size_t Blocks>
   }
 }
 
-// The sums of the only row, for one block. For a decoded token, loading the weights from memory takes
-// longest: one stream is faster than three, and sums of every fourth group do not wait for each other.
+// Computes the sums of a single row for one block. For a decoded token, loading the weights from memory
+// dominates: one stream is faster than three, and partial sums over every fourth group do not wait for each
+// other.
 __m512i accumulate_row(const GemmArgs& args, std::size_t block) {
   const std::int8_t* right = args.right + block * args.groups * kGemmBytesPerGroup;
   const __m512i flip = _mm512_set1_epi8(-128);

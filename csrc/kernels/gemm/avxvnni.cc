@@ -1,9 +1,9 @@
 // gemm with AVX-VNNI: the 256-bit vpdpbusd of processors without AVX-512.
 //
-// vpdpbusd multiplies unsigned by signed bytes, four k at a time, without saturation. The weights become the
-// unsigned side (w + 128, a flip of the top bit), so that nothing has to be prepared when they are mapped;
-// starting each sum at -128 * sum_k left[m, k] takes the offset back out. Sums wrap modulo 2^32 in between,
-// but the result is exact.
+// vpdpbusd multiplies unsigned by signed bytes, four values along k at a time, without saturation. The
+// weights become the unsigned operand (w + 128, a flip of the top bit), so mapped weights need no
+// preparation. Each sum starts at -128 * sum_k left[m, k], which cancels this offset. Intermediate sums wrap
+// modulo 2^32, but the result is exact.
 #include <immintrin.h>
 
 #include <cstring>
@@ -24,8 +24,8 @@ struct Sums {
   __m256i of[kTileRows][kVectors];
 };
 
-// Sums over k of a tile. All loops but the one over k unroll, so that the sums are registers; inlining this
-// into the code around it costs some of them.
+// Computes the sums over k of a tile. All loops except the one over k are unrolled, so that the sums stay in
+// registers; if this function were inlined, the compiler would spill some of them.
 template <std::size_t Rows>
 [[gnu::noinline]] void accumulate(const GemmArgs& args, std::size_t row, std::size_t block, Sums& out) {
   const std::size_t depth = args.groups * kGemmDepthPerGroup;

@@ -1,10 +1,10 @@
-// gemm: int8 matrix product with float32 scales. Rows of activations times a packed weight.
+// gemm: int8 matrix product of activation rows and a packed weight, with float32 scales.
 //
 //   out[m, n] = ((float(sum_k left[m, k] * right[k, n]) * left_scales[m]) * right_scales[n] + bias[n]) +
 //   residual[m, n]
 //
-// Each operation of the right side rounds once, in that order, and the integer sum is exact, so every
-// instruction set and every split of rows or columns gives the same bits.
+// Each operation of the right-hand side rounds once, in that order, and the integer sum is exact. So all
+// instruction sets and all splits of rows or columns give bit-identical results.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@
 
 namespace chunkrt {
 
-// The packed layout of `right`: int8 [ceil(N / 16), ceil(K / 4), 16, 4], zero-padded, element
-// [n / 16, k / 4, n % 16, k % 4]. See chunkrt/engine_directory/packing.py.
+// The packed layout of `right`: int8 [ceil(N / 16), ceil(K / 4), 16, 4], zero-padded, with right[k, n] at [n
+// / 16, k / 4, n % 16, k % 4]. See chunkrt/engine_directory/packing.py.
 inline constexpr std::size_t kGemmColumnsPerBlock = 16;
 inline constexpr std::size_t kGemmDepthPerGroup = 4;
 inline constexpr std::size_t kGemmBytesPerGroup = kGemmColumnsPerBlock * kGemmDepthPerGroup;
@@ -36,7 +36,7 @@ struct GemmArgs {
   std::size_t groups;           // ceil(K / 4)
   std::size_t residual_stride;  // in elements
   std::size_t out_stride;       // in elements
-  // The rows of `left` in the layout of arranged.h for this instruction set, or nullptr, which is slower.
+  // The rows of `left` in the layout of arranged.h for this instruction set, or nullptr; nullptr is slower.
   const std::int8_t* arranged = nullptr;
 };
 

@@ -1,5 +1,5 @@
-// gemm with NEON's sdot: a register of packed weights holds 4 k of 4 columns, a lane of activations 4 k of a
-// row.
+// gemm with NEON's sdot: a register of packed weights holds 4 values along k of 4 columns, and a lane of
+// activations holds 4 values along k of a row.
 #include <arm_neon.h>
 #include <string.h>
 
@@ -9,7 +9,7 @@
 namespace chunkrt {
 namespace {
 
-// 4 rows by the 16 columns of a block fill 16 of the 32 registers with sums.
+// The sums of 4 rows and the 16 columns of a block fill 16 of the 32 registers.
 constexpr std::size_t kTileRows = 4;
 constexpr std::size_t kVectors = kGemmColumnsPerBlock / 4;
 

@@ -1,8 +1,9 @@
-// gemm with NEON's smmla: 8 k of 2 rows times 8 k of 2 columns into a 2 x 2 tile of sums.
+// gemm with NEON's smmla, which multiplies 2 rows by 2 columns over 8 values along k, into a 2 x 2 tile of
+// sums.
 //
-// The packed weights keep 4 k of a column together, so the 8 k of two columns come from two adjacent k-groups
-// by one zip. Rows are arranged in pairs; if they are not, each pair is joined on loading. An odd last row is
-// paired with itself or with unspecified data, an odd last group with zeros.
+// The packed weights store 4 values along k of a column together, so one zip of two adjacent groups yields
+// the 8 values of two columns. If the rows are not arranged in pairs, each pair is joined on loading. An odd
+// last row is paired with itself or with unspecified data, and an odd last group with zeros.
 #include <arm_neon.h>
 #include <string.h>
 
@@ -13,8 +14,8 @@
 namespace chunkrt {
 namespace {
 
-// Sums fill 16 of the 32 registers: up to 4 pairs of rows by 4 pairs of columns, or, of arranged rows, up to
-// 8 by 2, where 2 zips serve 16 products.
+// Sums fill 16 of the 32 registers: up to 4 pairs of rows by 4 pairs of columns, or, for arranged rows, up to
+// 8 by 2 pairs, where 2 zips serve 16 products.
 constexpr std::size_t kTileRowPairs = 8;
 constexpr std::size_t kLooseRowPairs = 4;
 constexpr std::size_t kMostColumnPairs = 4;
@@ -121,7 +122,7 @@ void compute_tile(const GemmArgs& args, std::size_t row, std::size_t column, con
   }
 }
 
-// RowPairs pairs of rows of a block's 16 columns.
+// Computes RowPairs pairs of rows for the 16 columns of a block.
 template <std::size_t RowPairs, template <std::size_t> typename Rows>
 void compute_rows(const GemmArgs& args, std::size_t row, std::size_t block) {
   constexpr std::size_t kColumns = 2 * column_pairs(RowPairs);
@@ -133,7 +134,7 @@ void compute_rows(const GemmArgs& args, std::size_t row, std::size_t block) {
   }
 }
 
-// The last rows of a block, at most TileRowPairs pairs.
+// Computes the last rows of a block, at most TileRowPairs pairs.
 template <std::size_t TileRowPairs, template <std::size_t> typename Rows>
 void compute_last_rows(const GemmArgs& args, std::size_t row, std::size_t block) {
   if constexpr (TileRowPairs > 0) {

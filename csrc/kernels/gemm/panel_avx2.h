@@ -1,4 +1,4 @@
-// Common parts of gemm's two methods with AVX2; nothing here is visible outside of avx2.cc.
+// Common parts of the two AVX2 methods of gemm; nothing here is visible outside of avx2.cc.
 #pragma once
 
 #include "kernels/gemm/gemm.h"
@@ -7,8 +7,8 @@
 namespace chunkrt {
 namespace {
 
-// A panel keeps the sums of this many blocks over consecutive depth chunks, so that converted activations
-// need room for only one chunk, which stays in the first-level cache.
+// Number of blocks of a panel. The panel keeps the sums of its blocks over consecutive depth chunks, so that
+// converted activations need room for only one chunk, which stays in the first-level cache.
 constexpr std::size_t kPanelBlocks = 6;
 constexpr std::size_t kChunkGroups = 256;
 constexpr std::size_t kChunkDepth = kChunkGroups * kGemmDepthPerGroup;

@@ -1,4 +1,4 @@
-// gemm, portable: the definition that every other implementation must match bit for bit.
+// gemm, portable: the reference implementation, which all others match bit for bit.
 #include "kernels/gemm/gemm.h"
 
 namespace chunkrt {

@@ -1,15 +1,16 @@
-// gemm by matrix tiles: the loops, written once over a few operations on eight tiles.
+// gemm with matrix tiles: loops that are shared by all tile implementations, over a few operations on eight
+// tiles.
 //
-// A tile is 16 rows of 64 bytes. A left one holds 64 k of 16 rows of activations, without rearrangement. A
-// right one is 16 groups of a packed block, likewise. Their product, 16 x 16 sums in int32, is added to a
-// third.
+// A tile is 16 rows of 64 bytes. A left tile holds 64 values along k of 16 activation rows, without
+// rearrangement. A right tile holds 16 groups of a packed block, also without rearrangement. The product of a
+// left and a right tile, 16 x 16 sums in int32, is added to a third tile.
 //
-// `Tiles` provides configure(rows): sets the rows of sum and activation tiles, 16 or fewer, and zeroes all
-// tiles; and, on a tile named by its number, zero, load, multiply and store. Its destructor releases the
-// tiles. `store` takes a block's 16 sums of one row. It is AmxTiles (kernels/tiles_amx.h), and for tests on
-// any processor a portable twin.
+// `Tiles` provides configure(rows), which sets the number of rows of sum and activation tiles (at most 16)
+// and zeroes all tiles, and the operations zero, load, multiply and store on tiles that are named by their
+// numbers. The destructor of `Tiles` releases the tiles. The function `store` takes the 16 sums of one row of
+// a block. `Tiles` is AmxTiles (kernels/tiles_amx.h) or, for tests on any processor, a portable equivalent.
 //
-// Included by one file for each instruction set; nothing here is visible outside of it.
+// One file for each instruction set includes this header; nothing here is visible outside of that file.
 #pragma once
 
 #include <atomic>
@@ -23,22 +24,23 @@ namespace {
 
 constexpr std::size_t kTileGroups = kTileBytes / kGemmDepthPerGroup;
 
-// A product of tiles takes the same time for one row and for 16: fewer rows than these go to another kernel.
+// A product of tiles takes the same time for 1 row and for 16 rows. With fewer rows than this, another kernel
+// computes the product.
 constexpr std::size_t kFewestRows = kTileRows / 2;
 
 static_assert(kGemmBytesPerGroup == kTileBytes && kGemmColumnsPerBlock == kTileRows);
 
 using TileSums = std::int32_t[kTilesDown * kTileRows][kTilesAcross * kGemmColumnsPerBlock];
 
-// The last groups of a depth that is not a multiple of a tile's: copies padded to a complete tile, because a
-// load past the end of the weights might touch unmapped memory. Activations past the depth are zero, so the
-// values of the padding do not matter.
+// Copies of the last groups if the depth is not a multiple of a tile's depth. They are padded to a complete
+// tile, because a load past the end of the weights might touch unmapped memory. Activations past the depth
+// are zero, so the values of the padding do not matter.
 struct DepthEnd {
   alignas(kTileBytes) std::int8_t left[kTilesDown][kTileRows][kTileBytes];
   alignas(kTileBytes) std::int8_t right[kTilesAcross][kTileGroups][kGemmBytesPerGroup];
 };
 
-// The products of `num_rows` rows (16 or fewer for each of Down tiles, as configured) and Across blocks.
+// The products of `num_rows` rows (at most 16 in each of Down tiles, as configured) and Across blocks.
 template <std::size_t Down, std::size_t Across, typename Tiles>
 void multiply_tiles(Tiles& tiles, const GemmArgs& args, std::size_t row, std::size_t num_rows,
                     std::size_t block, TileSums& sums) {
@@ -47,7 +49,7 @@ void multiply_tiles(Tiles& tiles, const GemmArgs& args, std::size_t row, std::si
   const std::int8_t* left = args.left + row * depth;
   const std::int8_t* right = args.right + block * block_bytes;
 
-  // While a panel is in use the next one is prefetched: each of its tiles fetches its share of cache lines.
+  // While a panel is in use, each of its tiles prefetches its share of the next panel's cache lines.
   const std::size_t num_pieces = (args.rows + Down * kTileRows - 1) / (Down * kTileRows);
   const std::size_t lines = (Across * kTileGroups + num_pieces - 1) / num_pieces;
   const std::int8_t* ahead = right + Across * block_bytes + row / (Down * kTileRows) * lines * kTileBytes;
@@ -80,7 +82,7 @@ void multiply_tiles(Tiles& tiles, const GemmArgs& args, std::size_t row, std::si
   store_sums<Down, Across>(tiles, &sums[0][0], kTilesAcross * kGemmColumnsPerBlock);
 }
 
-// `num_rows` rows from `row` on, which Down tiles hold, of Across blocks.
+// Computes `num_rows` rows from `row` on, which fit in Down tiles, for Across blocks.
 template <std::size_t Down, std::size_t Across, typename Tiles, typename Store>
 void multiply_rows(Tiles& tiles, const GemmArgs& args, std::size_t row, std::size_t num_rows,
                    std::size_t block, const Store& store) {
@@ -93,7 +95,8 @@ void multiply_rows(Tiles& tiles, const GemmArgs& args, std::size_t row, std::siz
   }
 }
 
-// Across blocks of rows [row, end): complete tiles, or fewer rows than one tile, as configured.
+// Computes Across blocks for rows [row, end), which are complete tiles or fewer rows than one tile, as
+// configured.
 template <std::size_t Across, typename Tiles, typename Store>
 void multiply_panel(Tiles& tiles, const GemmArgs& args, std::size_t row, std::size_t end, std::size_t block,
                     const Store& store) {
@@ -104,8 +107,8 @@ void multiply_panel(Tiles& tiles, const GemmArgs& args, std::size_t row, std::si
   if (row < end) multiply_rows<1, Across>(tiles, args, row, end - row, block, store);
 }
 
-// The blocks [block_begin, block_end) of rows [row, end): complete tiles of them, or fewer rows than one
-// tile.
+// Computes the blocks [block_begin, block_end) for rows [row, end), which are complete tiles or fewer rows
+// than one tile.
 template <typename Tiles, typename Store>
 void multiply_blocks(Tiles& tiles, const GemmArgs& args, std::size_t row, std::size_t end,
                      std::size_t block_begin, std::size_t block_end, const Store& store) {
@@ -117,7 +120,7 @@ void multiply_blocks(Tiles& tiles, const GemmArgs& args, std::size_t row, std::s
   if (block < block_end) multiply_panel<1>(tiles, args, row, end, block, store);
 }
 
-// The arguments of the rows from `row` on.
+// Returns the arguments for the rows from `row` on.
 GemmArgs rows_from(GemmArgs args, std::size_t row) {
   args.rows -= row;
   args.left += row * args.groups * kGemmDepthPerGroup;
@@ -128,8 +131,8 @@ GemmArgs rows_from(GemmArgs args, std::size_t row) {
   return args;
 }
 
-// The blocks [block_begin, block_end) of all rows: first all tiles that have 16 rows, then the last rows; a
-// few rows go to `few_rows`.
+// Computes the blocks [block_begin, block_end) of all rows: first all tiles with 16 rows, then the last rows.
+// `few_rows` computes them if the rows are few.
 template <typename Tiles, typename Store>
 void multiply_by_tiles(const GemmArgs& args, std::size_t block_begin, std::size_t block_end,
                        const Store& store, GemmFunction* few_rows) {

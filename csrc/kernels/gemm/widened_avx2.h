@@ -1,6 +1,6 @@
-// gemm with AVX2 for rows of any values: both sides are widened to int16 for vpmaddwd, whose int32 sums are
-// exact. Activations are widened once for a panel of columns, weights on loading. Nothing here is visible
-// outside of avx2.cc.
+// gemm with AVX2 for rows with arbitrary values: both operands are widened to int16 for vpmaddwd, whose int32
+// sums are exact. Activations are widened once for a panel of columns, and weights are widened on loading.
+// Nothing here is visible outside of avx2.cc.
 #pragma once
 
 #include <immintrin.h>
@@ -13,8 +13,8 @@ namespace chunkrt {
 namespace {
 namespace widened {
 
-// A register of widened weights holds 4 k of 4 columns, so 8 columns take two; with 6 rows the accumulators
-// fill 12 of the 16 registers.
+// A register of widened weights holds 4 values along k of 4 columns, so 8 columns take two registers; with 6
+// rows the accumulators fill 12 of the 16 registers.
 constexpr std::size_t kTileRows = 6;
 constexpr std::size_t kTileColumns = 8;
 constexpr std::size_t kTileBytesPerGroup = kTileColumns * kGemmDepthPerGroup;
@@ -39,8 +39,8 @@ void widen(const std::int8_t* input, std::size_t groups, std::int16_t* out) {
   for (; input < end; ++input, ++out) *out = *input;
 }
 
-// Adds the products of `groups` groups to a tile's sums. All loops but the one over k unroll, so that the
-// sums are registers; inlining this into the code around it costs some of them.
+// Adds the products of `groups` groups to a tile's sums. All loops except the one over k are unrolled, so
+// that the sums stay in registers; if this function were inlined, the compiler would spill some of them.
 template <std::size_t Rows>
 [[gnu::noinline]] void accumulate(const std::int16_t (*left)[kChunkDepth], const std::int8_t* right,
                                   std::size_t groups, Sums& total) {
@@ -100,7 +100,7 @@ void compute_panel(const GemmArgs& args, std::size_t row, std::size_t block, std
   }
 }
 
-// Most rows and blocks at a time.
+// Maximum number of rows and blocks at a time.
 void multiply(const GemmArgs& args, std::size_t row, std::size_t num_rows, std::size_t block,
               std::size_t num_blocks) {
   constexpr void (*kComputePanel[])(const GemmArgs&, std::size_t, std::size_t, std::size_t) = {

@@ -1,5 +1,5 @@
-// linear_attention: layers whose state does not grow with position: the causal depthwise convolution and the
-// gated delta rule.
+// linear_attention: the causal depthwise convolution and the gated delta rule, the layers whose state does
+// not grow with the position.
 //
 // Convolution (LFM2's short convolution; the first step of the delta rule's layers), for each channel c, with
 // K taps and z = [the K - 1 columns of the state | s], s[t] = in_gate[t] * x[t], or x[t] without gates:
@@ -9,19 +9,21 @@
 //
 // Gated delta rule (Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks"), for each v head, S [dk, dv]:
 //   S <- a S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T (scale q),   a = decay[t], beta = beta[t]
-// v head h uses k head floor(h / (num_v_heads / num_k_heads)). The reference computes that row by row. The
-// others take up to kDeltaRows at once (the chunk form of the same paper, with K, Q, V the rows as matrices):
+// v head h uses k head floor(h / (num_v_heads / num_k_heads)). The reference computes this row by row. The
+// other implementations compute up to kDeltaRows rows at once (the chunk form of the same paper, where K, Q
+// and V are the matrices of these rows):
 //   G[i, j] = the product of decay[j + 1 .. i],  P[i] = the product of decay[0 .. i]
 //   D[i] = beta[i] (v[i] - P[i] (K S)[i]) - sum over j < i of beta[i] G[i, j] (k[i] . k[j]) D[j]
 //   o[i] = P[i] (scale Q S)[i] + sum over j <= i of G[i, j] (scale q[i] . k[j]) D[j]
 //   S <- P[n - 1] S + sum over j of (G[n - 1, j] k[j]) D[j]^T,   n rows
-// For one row that is the single step: it reads S twice and writes it once.
+// For one row this is the single step, which reads S twice and writes it once.
 //
-// Numerics: float32; products and sums are rounded separately, and every sum is one chain in the order of its
-// index. Decays are multiplied, instead of exponentials of differences, so that a decay after a far stronger
-// one keeps all its digits. So the convolution has the same bits on every instruction set and for every split
-// into calls. The delta rule has the same bits on every instruction set except the reference, for any split
-// of heads; split into calls of other rows it differs by rounding. A NaN or an infinity in a row affects that
+// Numerics: all arithmetic is in float32. Products and sums are rounded separately, and every sum is one
+// chain in the order of its index. The decays themselves are multiplied, instead of taking exponentials of
+// differences, so that a decay after a far stronger one keeps all its digits. The convolution gives
+// bit-identical results on all instruction sets and for all splits into calls. The delta rule gives
+// bit-identical results on all instruction sets except the reference, for any split of heads; if the rows are
+// split differently into calls, the results differ by rounding. A NaN or an infinity in a row affects that
 // row's outputs and, through the states, later rows, but never earlier ones.
 #pragma once
 
@@ -58,12 +60,13 @@ struct DeltaRuleArgs {
 };
 
 inline constexpr std::size_t kChannelsPerItem = 64;
-inline constexpr std::size_t kDeltaRows = 32;  // Most rows that the chunk form takes at once.
+inline constexpr std::size_t kDeltaRows = 32;  // Maximum number of rows that the chunk form computes at once.
 
 // Number of items of a convolution. The delta rule's items are the v heads.
 std::size_t convolution_items(std::size_t channels);
 
-// Floats of scratch for one call; concurrent calls need one each. Nothing is allocated.
+// Number of floats of scratch for one call. Concurrent calls need separate scratch. A call allocates no
+// memory.
 std::size_t convolution_scratch_floats(std::size_t taps);
 std::size_t delta_rule_scratch_floats(std::size_t k_dim, std::size_t v_dim);
 

@@ -10,7 +10,7 @@ namespace {
 
 std::size_t smaller(std::size_t left, std::size_t right) { return left < right ? left : right; }
 
-// One block of channels; `count` of them.
+// One block of channels, `count` in number.
 void convolve_block(const ConvolutionArgs& args, std::size_t first, std::size_t count, float* scratch) {
   const std::size_t taps = args.taps, kept = taps - 1;
   float* const window = scratch;                            // [taps, block]: z[t + j] at row (t + j) % taps
@@ -63,7 +63,7 @@ void convolve(const ConvolutionArgs& args, std::size_t begin, std::size_t end, f
   }
 }
 
-// out = scale * out + left @ right; row-major, adjacent rows `stride` apart.
+// out = scale * out + left @ right; the matrices are row-major, with adjacent rows `stride` apart.
 struct Product {
   const float* left;  // [rows, depth]
   std::size_t left_stride;
@@ -77,7 +77,7 @@ struct Product {
   float scale;
 };
 
-// kRows x (64 / kRows) elements of a product, held in registers over the whole depth.
+// Computes kRows x (64 / kRows) elements of a product, held in registers over the complete depth.
 template <std::size_t kRows>
 void multiply_tile(const Product& product, std::size_t row, std::size_t column) {
   constexpr std::size_t kColumns = 64 / kRows;
@@ -122,7 +122,7 @@ void multiply(const Product& product) {
   multiply_rows<1>(product, pairs, product.rows);
 }
 
-// The rows [first, first + count) of one v head, count <= kDeltaRows.
+// Computes the rows [first, first + count) of one v head, where count <= kDeltaRows.
 void advance_head(const DeltaRuleArgs& args, std::size_t head, std::size_t first, std::size_t count,
                   float* scratch) {
   const std::size_t k_dim = args.k_dim, v_dim = args.v_dim;

@@ -1,4 +1,4 @@
-// linear_attention, portable and one row at a time: the definition.
+// linear_attention, portable and one row at a time: the reference implementation.
 #include <algorithm>
 
 #include "kernels/linear_attention/linear_attention.h"

@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::size_t kLanes = 4, kSums = 4;
 
-// The sum of squares, in the order of norm.h.
+// Returns the sum of squares, added in the order of norm.h.
 float sum_of_squares(const float* input, std::size_t width) {
   float32x4_t sums[kSums] = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
   std::size_t i = 0;

@@ -2,10 +2,11 @@
 //
 //   out[i] = (x[i] * (1 / sqrt(sum / width + epsilon))) * weight[i],  sum = x[0]^2 + ... + x[width - 1]^2
 //
-// Numerics: float32. The sum has 16 partial sums, lane i adding x[i]^2, x[i + 16]^2, ... (product and
-// addition each rounded, no fused multiply-add; a missing last element counts as +0), which are then folded:
-// lane i += lane i + 8 for i < 8, lane i += lane i + 4, lane i += lane i + 2, lane 0 += lane 1. So every
-// instruction set gives the same bits. Relative error of the sum: at most (width / 16 + 6) * 2^-24.
+// Numerics: all arithmetic is in float32. The sum has 16 partial sums, where lane i adds x[i]^2, x[i + 16]^2,
+// ... (without fused multiply-adds: product and addition are rounded separately; a missing last element
+// counts as +0). The partial sums are then reduced: lane i += lane i + 8 for i < 8, lane i += lane i + 4,
+// lane i += lane i + 2, lane 0 += lane 1. So all instruction sets give bit-identical results. Relative error
+// of the sum: at most (width / 16 + 6) * 2^-24.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// norm, portable: the definition that every other implementation must match bit for bit.
+// norm, portable: the reference implementation, which all others match bit for bit.
 #include <cmath>
 
 #include "kernels/norm/norm.h"

@@ -69,7 +69,7 @@ void add_to_row(const AddOutliersArgs& args, std::size_t row, std::size_t block)
   __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
   for (std::int32_t i = 0; i < args.outliers.counts[row]; ++i) {
     const std::size_t k = static_cast<std::size_t>(channels[i]);
-    // The wanted byte of every column is shifted to the top, and back with its sign.
+    // Shifts the wanted byte of every column to the top of its lane, and back down with sign extension.
     const __m128i to_top = _mm_cvtsi32_si128(static_cast<int>(24 - 8 * (k % kGemmDepthPerGroup)));
     const __m256 value = _mm256_set1_ps(values[i]);
     const auto* group =

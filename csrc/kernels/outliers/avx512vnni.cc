@@ -23,7 +23,7 @@ float fold(const __m512 (&sums)[kSums]) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// Calls visit(k, v, x) for every vector x of a row, the v-th of four adjacent ones.
+// Calls visit(k, v, x) for every vector x of a row, where v is its index among four adjacent vectors.
 template <typename Visit>
 void for_each_vector(const float* input, std::size_t width, const Visit& visit) {
   std::size_t k = 0;
@@ -67,7 +67,7 @@ void add_to_row(const AddOutliersArgs& args, std::size_t row, std::size_t block)
   __m512 sums[kBlocks] = {};
   for (std::int32_t i = 0; i < args.outliers.counts[row]; ++i) {
     const std::size_t k = static_cast<std::size_t>(channels[i]);
-    // The wanted byte of every column is shifted to the top, and back with its sign.
+    // Shifts the wanted byte of every column to the top of its lane, and back down with sign extension.
     const __m128i to_top = _mm_cvtsi32_si128(static_cast<int>(24 - 8 * (k % kGemmDepthPerGroup)));
     const __m512 value = _mm512_set1_ps(values[i]);
     const std::int8_t* group = packed + k / kGemmDepthPerGroup * kGemmBytesPerGroup;

@@ -64,7 +64,7 @@ void add_to_row(const AddOutliersArgs& args, std::size_t row, std::size_t block)
   float32x4_t sums[kParts] = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
   for (std::int32_t i = 0; i < args.outliers.counts[row]; ++i) {
     const std::size_t k = static_cast<std::size_t>(channels[i]);
-    // The wanted byte of every column is shifted to the top, and back with its sign.
+    // Shifts the wanted byte of every column to the top of its lane, and back down with sign extension.
     const int32x4_t to_top = vdupq_n_s32(24 - 8 * static_cast<int>(k % kGemmDepthPerGroup));
     const std::int8_t* group = packed + k / kGemmDepthPerGroup * kGemmBytesPerGroup;
     for (std::size_t part = 0; part < kParts; ++part) {

@@ -1,4 +1,4 @@
-// outliers, portable: the definition that every other implementation must match bit for bit.
+// outliers, portable: the reference implementation, which all others match bit for bit.
 #include <algorithm>
 #include <array>
 #include <cmath>

@@ -15,7 +15,8 @@ constexpr int kNanBits = 0x7fc00000;
 
 float float_from_bits(int bits) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(bits))); }
 
-// max|x| as the bits of a float: bits of magnitudes order like integers, with infinities and NaNs on top.
+// max|x| as the bit pattern of a float: the patterns of magnitudes compare like integers, with infinities and
+// NaNs above all finite values.
 int largest_magnitude_bits(const float* input, std::size_t width) {
   const __m256i magnitude_mask = _mm256_set1_epi32(0x7fffffff);
   __m256i largest = _mm256_setzero_si256();

@@ -11,7 +11,8 @@ constexpr std::size_t kLanes = 16;
 constexpr int kInfinityBits = 0x7f800000;
 constexpr int kNanBits = 0x7fc00000;
 
-// max|x| as the bits of a float: bits of magnitudes order like integers, with infinities and NaNs on top.
+// max|x| as the bit pattern of a float: the patterns of magnitudes compare like integers, with infinities and
+// NaNs above all finite values.
 int largest_magnitude_bits(const float* input, std::size_t width) {
   const __m512i magnitude_mask = _mm512_set1_epi32(0x7fffffff);
   __m512i largest = _mm512_setzero_si512(), others = _mm512_setzero_si512();

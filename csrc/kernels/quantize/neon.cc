@@ -14,7 +14,8 @@ float float_from_bits(std::uint32_t bits) { return vget_lane_f32(vreinterpret_f3
 
 uint32x4_t magnitude_bits(float32x4_t x) { return vreinterpretq_u32_f32(vabsq_f32(x)); }
 
-// max|x| as the bits of a float: bits of magnitudes order like integers, with infinities and NaNs on top.
+// max|x| as the bit pattern of a float: the patterns of magnitudes compare like integers, with infinities and
+// NaNs above all finite values.
 std::uint32_t largest_magnitude_bits(const float* input, std::size_t width) {
   uint32x4_t largest = vdupq_n_u32(0);
   std::size_t i = 0;

@@ -1,4 +1,4 @@
-// quantize, portable: the definition that every other implementation must match bit for bit.
+// quantize, portable: the reference implementation, which all others match bit for bit.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -15,7 +15,7 @@ __m256i first_lanes(std::size_t count) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-// The outliers of the channels from `begin` on, of which at least 1 exists; as many as there are lanes.
+// Finds the outliers of one vector of channels that starts at `begin`; at least 1 of these channels exists.
 std::int32_t find_in_lanes(const FindOutliersArgs& args, std::size_t begin) {
   const OutlierLists& lists = args.lists;
   const __m256i inside = first_lanes(args.width - begin);
@@ -57,7 +57,7 @@ void find_outliers_f32_f32_avx2(const FindOutliersArgs& args, std::size_t block_
 void dequantize_row_f32_s8col_avx2(const DequantizeRowArgs& args, std::size_t block_begin,
                                    std::size_t block_end) {
   const std::size_t place = args.channel % kGemmDepthPerGroup;
-  // The wanted byte of every column is shifted to the top, and back with its sign.
+  // Shifts the wanted byte of every column to the top of its lane, and back down with sign extension.
   const __m128i to_top = _mm_cvtsi32_si128(static_cast<int>(24 - 8 * place));
   const std::int8_t* group =
       args.packed + (block_begin * args.groups + args.channel / kGemmDepthPerGroup) * kGemmBytesPerGroup;

@@ -47,7 +47,7 @@ void find_outliers_f32_f32_avx512vnni(const FindOutliersArgs& args, std::size_t 
 void dequantize_row_f32_s8col_avx512vnni(const DequantizeRowArgs& args, std::size_t block_begin,
                                          std::size_t block_end) {
   const std::size_t place = args.channel % kGemmDepthPerGroup;
-  // The wanted byte of every column is shifted to the top, and back with its sign.
+  // Shifts the wanted byte of every column to the top of its lane, and back down with sign extension.
   const __m128i to_top = _mm_cvtsi32_si128(static_cast<int>(24 - 8 * place));
   const std::int8_t* group =
       args.packed + (block_begin * args.groups + args.channel / kGemmDepthPerGroup) * kGemmBytesPerGroup;

@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::size_t kLanes = 4;
 
-// The first min(count, 4) elements; the other lanes are 0.
+// Loads the first min(count, 4) elements; the other lanes are 0.
 float32x4_t load(const float* input, std::size_t count) {
   if (count >= kLanes) return vld1q_f32(input);
   float values[kLanes] = {};
@@ -24,7 +24,7 @@ void store(float* out, std::size_t count, float32x4_t x) {
   for (std::size_t i = 0; i < count; ++i) out[i] = values[i];
 }
 
-// The outliers of the channels from `begin` on, of which at least 1 exists; as many as there are lanes.
+// Finds the outliers of one vector of channels that starts at `begin`; at least 1 of these channels exists.
 std::int32_t find_in_lanes(const FindOutliersArgs& args, std::size_t begin) {
   const OutlierLists& lists = args.lists;
   const std::size_t rest = args.width - begin, lanes = rest < kLanes ? rest : kLanes;
@@ -69,7 +69,7 @@ void find_outliers_f32_f32_neon(const FindOutliersArgs& args, std::size_t block_
 
 void dequantize_row_f32_s8col_neon(const DequantizeRowArgs& args, std::size_t block_begin,
                                    std::size_t block_end) {
-  // The wanted byte of every column is shifted to the top, and back with its sign.
+  // Shifts the wanted byte of every column to the top of its lane, and back down with sign extension.
   const int32x4_t to_top = vdupq_n_s32(24 - 8 * static_cast<int>(args.channel % kGemmDepthPerGroup));
   const std::int8_t* group =
       args.packed + (block_begin * args.groups + args.channel / kGemmDepthPerGroup) * kGemmBytesPerGroup;

@@ -1,4 +1,4 @@
-// shadow, portable: the definition that every other implementation must match bit for bit.
+// shadow, portable: the reference implementation, which all others match bit for bit.
 #include <algorithm>
 #include <cmath>
 

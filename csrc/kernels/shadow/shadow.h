@@ -1,16 +1,18 @@
-// shadow: the part of a linear's inputs that exceeds its quantisation range of 8 bits, times the weight.
+// shadow: the product of the weight and the part of a linear layer's input that exceeds the 8-bit
+// quantisation range.
 //
 //   q = round_half_to_even(x / step),  r = x - clip(q, -127, 127) * step where |q| > 127, else 0
 //   y[t, n] = sum over k, ascending, of r[t, k] * (float(weight[k, n]) * scales[n])
 //
-// Every operation rounds once to float32, and sums start at +0; so the same bits on every instruction set,
-// and omitting the k with r = 0 changes none. |q| > 127 is |x / step| >= 127.5, the quotient rounded first.
+// Every operation rounds once to float32, and sums start at +0. So results are bit-identical on all
+// instruction sets, and omitting the k with r = 0 does not change them. |q| > 127 means |x / step| >= 127.5,
+// where the quotient is rounded first.
 //
-// A NaN is an outlier, too, with r = NaN, and an infinity has an infinite r or NaN: all values of their rows
+// A NaN is an outlier, too, with r = NaN, and for an infinity r is infinite or NaN. All values of such rows
 // of y are non-finite.
 //
-// Three kernels: find_outliers lists the r that are not 0, channel by channel (a channel is a column of x, a
-// k); dequantize_row makes the weight's row of one channel; add_outer_product adds a channel's products to y.
+// There are three kernels: find_outliers lists the non-zero r, channel by channel (a channel is a column k of
+// x); dequantize_row makes the weight's row of one channel; add_outer_product adds a channel's products to y.
 #pragma once
 
 #include <cstddef>
@@ -23,12 +25,13 @@ inline constexpr float kShadowLevels = 127.0f;
 // the smallest |x / step| that rounds to more than the levels
 inline constexpr float kShadowThreshold = 127.5f;
 
-// The outliers of a chunk. Channel k has the first counts[k] places of its row of `rows` and `remainders`.
+// The outliers of a chunk. The outliers of channel k are in the first counts[k] places of row k of `rows` and
+// `remainders`.
 struct OutlierLists {
-  std::int32_t* block_counts;  // int32 [ceil(width / 16)]: outliers in 16 channels
-  std::int32_t* counts;        // int32 [width]: outliers in each channel
-  std::int32_t* rows;          // int32 [width, num_rows]: their rows, ascending
-  float* remainders;           // float32 [width, num_rows]: their r
+  std::int32_t* block_counts;  // int32 [ceil(width / 16)]: number of outliers in 16 channels
+  std::int32_t* counts;        // int32 [width]: number of outliers in each channel
+  std::int32_t* rows;          // int32 [width, num_rows]: rows of the outliers, ascending
+  float* remainders;           // float32 [width, num_rows]: values r of the outliers
 };
 
 struct FindOutliersArgs {

@@ -1,6 +1,6 @@
-// unpack with AVX2: it has no product of bytes, but one of 16 bits computes two of them, since q * multiplier
-// is at most 15 * 16 = 240 and the lower byte does not carry. The contribution of q's zero is subtracted
-// afterwards.
+// unpack with AVX2. AVX2 cannot multiply bytes, but a 16-bit multiplication computes two byte products,
+// because q * multiplier is at most 15 * 16 = 240 and the lower byte does not carry. The contribution of the
+// zero point of q is subtracted afterwards.
 #include <immintrin.h>
 
 #include "kernels/unpack/unpack.h"
@@ -10,8 +10,8 @@ namespace {
 
 // Multipliers of the 8 columns of a register.
 struct Multipliers {
-  __m256i words;  // uint16: each column's twice
-  __m256i zeros;  // uint8: 8 * the column's, four times
+  __m256i words;  // uint16: each column's multiplier twice
+  __m256i zeros;  // uint8: 8 * the column's multiplier, four times
 };
 
 Multipliers spread(__m128i multipliers, __m256i indices) {

@@ -1,4 +1,4 @@
-// unpack with AVX-512, as in avx2.cc: a product of 16 bits computes those of two bytes.
+// unpack with AVX-512. As in avx2.cc, a 16-bit multiplication computes two byte products.
 #include <immintrin.h>
 
 #include "kernels/unpack/unpack.h"
@@ -8,7 +8,7 @@ namespace chunkrt {
 void unpack_s8col_u4block_avx512vnni(const UnpackArgs& args, std::size_t block_begin, std::size_t block_end) {
   const std::size_t depth_blocks = (args.groups + kUnpackGroups - 1) / kUnpackGroups;
   const __m512i low_half = _mm512_set1_epi8(15);
-  // 16 multipliers, four in every 128 bits: each twice, as 16-bit integers.
+  // Indices that select, in every 128 bits, four of 16 multipliers, each twice and widened to 16 bits.
   const __m512i indices =
       _mm512_add_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(0, -128, 0, -128, 1, -128, 1, -128, 2, -128, 2,
                                                            -128, 3, -128, 3, -128)),

@@ -1,4 +1,4 @@
-// unpack with NEON, which has products of bytes.
+// unpack with NEON, which can multiply bytes.
 #include <arm_neon.h>
 
 #include "kernels/unpack/unpack.h"

@@ -1,4 +1,4 @@
-// unpack, portable: the definition that every other implementation must match bit for bit.
+// unpack, portable: the reference implementation, which all others match bit for bit.
 #include "kernels/unpack/unpack.h"
 
 namespace chunkrt {

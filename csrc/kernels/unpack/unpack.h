@@ -1,10 +1,10 @@
-// unpack: a weight of 4-bit integers, with an integer multiplier for each block, as the int8 products that
-// gemm takes.
+// unpack: conversion of a weight of 4-bit integers, with an integer multiplier for each block, to the int8
+// products that gemm takes.
 //
 //   out[k, n] = (q[k, n] - 8) * multipliers[k / 32, n],  q in 1..15, multipliers in 1..16
 //
 // A product is at most 7 * 16 = 112 in magnitude. For other q and multipliers, which only a damaged file
-// holds, it may be any number.
+// contains, the product may be any number.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +12,12 @@
 
 namespace chunkrt {
 
-inline constexpr std::size_t kUnpackDepth = 32;       // k in a block
-inline constexpr std::size_t kUnpackColumns = 16;     // adjacent columns
-inline constexpr std::size_t kUnpackGroupBytes = 64;  // four k of them; packed, two such groups
-inline constexpr std::size_t kUnpackGroups = 8;       // groups in a block
+inline constexpr std::size_t kUnpackDepth = 32;       // number of k in a block
+inline constexpr std::size_t kUnpackColumns = 16;     // number of adjacent columns
+inline constexpr std::size_t kUnpackGroupBytes = 64;  // four k of 16 columns; packed: two groups
+inline constexpr std::size_t kUnpackGroups = 8;       // number of groups in a block
 inline constexpr std::size_t kUnpackBlockBytes = kUnpackDepth * kUnpackColumns / 2;
-inline constexpr std::int32_t kUnpackZero = 8;  // the q of 0
+inline constexpr std::int32_t kUnpackZero = 8;  // the q that stands for 0
 
 struct UnpackArgs {
   // uint8 [ceil(N / 16), ceil(K / 32), 4, 16, 4]: q, in the layout of block_gemm.h.

@@ -1,5 +1,5 @@
-// Activations in the form of linears with int8 rows. Each is computed once for a value and shared by all
-// linears that read it.
+// Activations in the form that linears with int8 rows read. Each form is computed once for a value and shared
+// by all linears that read this value.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@
 
 namespace chunkrt {
 
-// One digit of all rows: values int8 [rows, padded_depth], scales float32 [rows], sums int32 [rows]; and the
-// values arranged for gemm, int8 [rows, row_bytes], if its implementation reads them so.
+// One digit of all rows: values int8 [rows, padded_depth], scales float32 [rows] and sums int32 [rows]. If
+// the implementation of gemm reads arranged rows, it also contains these, int8 [rows, row_bytes].
 struct Digit {
   ValueId values;
   ValueId scales;
@@ -27,7 +27,7 @@ struct Digit {
   std::vector<ValueId> uses() const;
 };
 
-// The outliers of a value's rows, and the rest: see kernels/outliers/outliers.h.
+// The outliers of a value's rows, and the rows without them: see kernels/outliers/outliers.h.
 struct Outliers {
   ValueId rest;
   ValueId counts;
@@ -37,7 +37,7 @@ struct Outliers {
   RowOutliers in(const Frame& frame) const;
 };
 
-// Columns of an int8 row in the gemm kernel's layout.
+// Returns the number of columns of an int8 row in the gemm kernel's layout.
 inline std::size_t padded_depth(std::size_t depth) { return round_up(depth, kGemmDepthPerGroup); }
 
 // Temporaries for values of that shape: [rows, width], or with more axes before the last.
@@ -45,19 +45,19 @@ Digit digit_for(ProgramBuilder& builder, Shape shape);
 Outliers outliers_for(ProgramBuilder& builder, Shape shape);
 
 const Outliers& outliers_of(ProgramBuilder& builder, ValueId input);
-// The int8 rows of a value, the highest digit first; on the grid of a step if one is given.
+// Returns the int8 rows of a value, the highest digit first. If a step is given, the rows are on its grid.
 const std::vector<Digit>& digits_of(ProgramBuilder& builder, ValueId input, std::size_t num_digits,
                                     std::optional<float> step);
 
-// The row arrangement of that implementation of gemm or block_gemm, if it has one.
+// Returns the row arrangement of that implementation of gemm or block_gemm, if it has one.
 std::optional<RowArrangement> row_arrangement(const KernelRow<GemmFunction>& kernel);
 std::optional<RowArrangement> row_arrangement(const KernelRow<BlockGemmFunction>& kernel);
-// Digits with their rows arranged so.
+// Returns digits with their rows in that arrangement.
 std::vector<Digit> arranged_digits(const std::optional<RowArrangement>& arrangement, ProgramBuilder& builder,
                                    Symbol rows, std::vector<Digit> digits);
 
 void require_step(float step, const std::string& what);
-// The bias and residual of the named linear for its result [rows, columns].
+// Returns the bias and residual of the named linear for its result [rows, columns].
 void require_addends(const ProgramBuilder& builder, std::optional<ValueId> bias,
                      std::optional<ValueId> residual, Symbol rows, std::size_t columns,
                      const std::string& linear);

@@ -1,4 +1,4 @@
-// attention: its operands, the checks of every run, and its two phases.
+// The attention operator: its operands, the checks of every run, and its two phases.
 #include <algorithm>
 #include <stdexcept>
 
@@ -32,8 +32,8 @@ bool fits(std::int64_t first, std::size_t rows, std::size_t limit) {
   return first >= 0 && rows <= limit && static_cast<std::size_t>(first) <= limit - rows;
 }
 
-// A ring may wrap only at the start of a key block, and must not overwrite positions that a row of the chunk
-// sees.
+// A ring buffer may wrap only at the start of a key block, and must not overwrite positions that a row of the
+// chunk attends to.
 void check_ring(const std::string& name, std::int64_t first, std::size_t rows, std::size_t slots,
                 std::size_t window) {
   if (first < 0) throw std::out_of_range(misfit(name, rows, first) + "positions count from 0");

@@ -1,4 +1,5 @@
-// block_linear: activations to int8 rows, as in linear, and their product with a weight in 4-bit blocks.
+// block_linear: quantises activations to int8 rows, as in linear, and multiplies them by a weight in 4-bit
+// blocks.
 #include <algorithm>
 #include <iterator>
 #include <map>
@@ -16,7 +17,7 @@ struct BlockSums {
   std::map<ValueId, ValueId> of_digit;  // by the digit's values
 };
 
-// int32 [rows, width / 32]: the sums of the blocks of a digit's rows, computed once.
+// Returns int32 [rows, width / 32]: the sums of the blocks of a digit's rows. They are computed once.
 ValueId block_sums_of(ProgramBuilder& builder, Symbol rows, const Digit& digit) {
   auto& made = builder.notes<BlockSums>().of_digit;
   if (const auto found = made.find(digit.values); found != made.end()) return found->second;

@@ -1,4 +1,4 @@
-// float_linear: linears that no scheme quantises.
+// float_linear: the product for linears that no scheme quantises.
 #include "kernels/dispatch.h"
 #include "program/operators/operators.h"
 #include "program/sizes.h"

@@ -58,7 +58,7 @@ ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices) {
   };
   if (is_constant) {
     builder.add_row_step(symbol, "gather", {table, indices, out}, std::move(pick));
-  } else {  // other rows of the table may still be computed in the last loop: a loop of its own
+  } else {  // a separate loop, because the last loop may still compute other rows of the table
     builder.add_loop([symbol](const Frame& frame) { return frame.size_of(symbol); }, 1, "gather",
                      {table, indices, out}, std::move(pick));
   }

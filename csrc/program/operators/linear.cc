@@ -1,4 +1,5 @@
-// linear: int8 rows times a packed weight, of int8 or of 4-bit integers that become int8 panel by panel.
+// linear: the product of int8 rows and a packed weight of int8, or of 4-bit integers that are unpacked to
+// int8 panel by panel.
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -11,8 +12,8 @@
 namespace chunkrt {
 namespace {
 
-// Size limit of a panel of unpacked weights with more than one block: together with the activations it stays
-// in the second-level cache.
+// Size limit of a panel of unpacked weights with more than one block. Below this limit, the panel and the
+// activations stay in the second-level cache.
 constexpr std::size_t kUnpackedPanelBytes = 256 * 1024;
 
 std::size_t blocks_per_unpacked_panel(const KernelRow<GemmFunction>& kernel, std::size_t groups) {
@@ -83,7 +84,8 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
 
   const std::vector<Digit> digits = arranged_digits(row_arrangement(kernel), builder, symbol,
                                                     digits_of(builder, input, num_digits, input_step));
-  // On a grid the digits' sums are joined before they are scaled, so that the scales cannot round them apart.
+  // On a grid, the sums of the digits are added before they are scaled, so that the scales do not round each
+  // digit separately.
   const ValueId column_scales = input_step ? builder.floats(std::vector<float>(columns, 1.0f)) : scales;
   const ValueId out = builder.float_rows(symbol, columns);
   std::vector<ValueId> uses = {packed, column_scales, out};

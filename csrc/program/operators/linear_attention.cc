@@ -1,4 +1,4 @@
-// Layers whose state does not grow with position: see kernels/linear_attention.
+// The operators of layers whose state does not grow with the position: see kernels/linear_attention.
 #include <cmath>
 #include <utility>
 

@@ -1,5 +1,5 @@
-// The operators: functions that append one to a program. Values are float32 [T, width] or [R, width],
-// constants as documented for each. Every function throws std::invalid_argument for operands that do not fit.
+// Functions that append an operator to a program. Values are float32 [T, width] or [R, width]; each function
+// documents its constants. Every function throws std::invalid_argument for operands that do not fit.
 #pragma once
 
 #include <cstddef>
@@ -18,12 +18,12 @@ ValueId columns(ProgramBuilder& builder, ValueId input, std::size_t begin, std::
 
 // See kernels/norm/norm.h; weight float32 [width].
 ValueId rms_norm(ProgramBuilder& builder, ValueId input, ValueId weight, float epsilon);
-// rms_norm of each of the first n slices of D columns with its own row of a weight float32 [n, D]; the
-// columns after them pass through.
+// rms_norm of the first n slices of D columns; each slice uses its own row of a weight float32 [n, D]. The
+// columns after these slices are copied.
 ValueId head_norm(ProgramBuilder& builder, ValueId input, ValueId weight, float epsilon);
 
-// left + right, left * right; right has left's shape or is a constant float32 [width]; that of mul may also
-// be a column [rows, 1].
+// left + right, left * right; right has left's shape or is a constant float32 [width]. The right operand of
+// mul may also be a column [rows, 1].
 ValueId add(ProgramBuilder& builder, ValueId left, ValueId right);
 ValueId mul(ProgramBuilder& builder, ValueId left, ValueId right);
 // See kernels/elementwise/elementwise.h; gelu is its tanh form.
@@ -32,43 +32,45 @@ ValueId exp(ProgramBuilder& builder, ValueId input);
 ValueId gelu(ProgramBuilder& builder, ValueId input);
 ValueId softplus(ProgramBuilder& builder, ValueId input);
 ValueId tanh(ProgramBuilder& builder, ValueId input);
-// clip(round_half_to_even(input / step), -levels, levels) * step, constant step float32 [1] or [width].
+// clip(round_half_to_even(input / step), -levels, levels) * step, where step is a constant float32 [1] or
+// [width].
 ValueId round_to_grid(ProgramBuilder& builder, ValueId input, ValueId step, std::size_t levels);
 // input [rows, 2 * I] holds gate | up: silu(gate) * up or gelu(gate) * up, [rows, I].
 ValueId silu_mul(ProgramBuilder& builder, ValueId input);
 ValueId gelu_mul(ProgramBuilder& builder, ValueId input);
 
-// input @ weight, activations quantised to int8 a row: see kernels/quantize and kernels/gemm. packed int8
-// [ceil(N / 16), ceil(K / 4), 16, 4], scales float32 [N], bias float32 [N], residual a value [rows, N]. The
-// few large values of a row are excluded and multiplied in float32: see kernels/outliers. With an input step
-// (finite, above 0) the activations of all rows are on its grid instead, as integers q of 8 bits or, in two
-// digits, 16: the result is float(q @ weight) * (input_step * scales), without bias or residual. Each
-// operation rounds once, q @ weight only if each digit's part of it is within 2^24. With multipliers uint8
-// [ceil(N / 16), ceil(K / 32), 16], only on a grid, the weight is their products with 4-bit integers, packed
-// uint8 [ceil(N / 16), ceil(K / 32), 4, 16, 4]: see kernels/unpack/unpack.h. The result's bits are those of
-// these products packed as int8.
+// input @ weight, with activations quantised to int8 by row: see kernels/quantize and kernels/gemm. packed is
+// int8 [ceil(N / 16), ceil(K / 4), 16, 4], scales and bias are float32 [N], and residual is a value [rows,
+// N]. The few large values of a row are excluded and multiplied in float32: see kernels/outliers. With an
+// input step (finite, above 0), the activations of all rows are instead integers q on its grid, of 8 bits or,
+// in two digits, of 16 bits; the result is float(q @ weight) * (input_step * scales), without bias or
+// residual. Each operation rounds once, provided that the contribution of each digit to q @ weight is within
+// 2^24. With multipliers uint8 [ceil(N / 16), ceil(K / 32), 16], which require a grid, the weight is the
+// product of the multipliers and 4-bit integers, packed uint8 [ceil(N / 16), ceil(K / 32), 4, 16, 4]: see
+// kernels/unpack/unpack.h. The result is bit-identical to that of the same products packed as int8.
 ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId scales,
                std::optional<ValueId> bias, std::optional<ValueId> residual, std::size_t num_digits,
                std::optional<float> input_step = {}, std::optional<ValueId> multipliers = {});
 // input @ weight in float32, a constant float32 [K, N]: see kernels/float_linear/float_linear.h.
 ValueId float_linear(ProgramBuilder& builder, ValueId input, ValueId weight);
-// input @ weight in 4-bit blocks, activations quantised as linear does without an input step: see
-// kernels/block_gemm/block_gemm.h. The input's width K is a multiple of 32. packed uint8
-// [ceil(N / 16), K / 32, 4, 16, 4], block_scales float16 [ceil(N / 16), K / 32, 2, 16], `columns` is N;
-// bias and residual are as in linear.
+// input @ weight with a weight in 4-bit blocks. Activations are quantised as in linear without an input step:
+// see kernels/block_gemm/block_gemm.h. The input's width K is a multiple of 32. packed is uint8 [ceil(N /
+// 16), K / 32, 4, 16, 4], block_scales is float16 [ceil(N / 16), K / 32, 2, 16], and `columns` is N; bias and
+// residual are as in linear.
 ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId block_scales,
                      std::size_t columns, std::optional<ValueId> bias, std::optional<ValueId> residual);
-// The part of the input that exceeds the range of a linear of one digit with `input_step`, times its weight:
-// see kernels/shadow/shadow.h. Operands are that linear's and hot_channels int32 [H], ascending: rows of the
-// weight that the program keeps in float32. Other rows are dequantised in every run that finds outliers in
-// their channel.
+// The product of the weight and the part of the input that exceeds the range of a one-digit linear with
+// `input_step`: see kernels/shadow/shadow.h. The operands are those of this linear and hot_channels int32
+// [H], ascending, which are the rows of the weight that the program keeps in float32. Every run that finds
+// outliers in the channels of other rows dequantises these rows.
 ValueId shadow_linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId scales,
                       float input_step, ValueId hot_channels);
-// The sum of the feed-forwards that a router picks for each row, the experts of its top_k largest
-// router_logits [rows, E] (ties to the first), weighted by the softmax over all of these; with norm_topk_prob
-// the weights of the picked experts are divided by their sum. Weights as in linear, with an axis [E] before:
-// gate_up with scales [E, 2 * I], columns gate | up, and down with scales [E, width]. Rows are quantised as
-// linear does without an input step, before each product.
+// The weighted sum of the feed-forward networks (experts) that a router picks for each row. The picked
+// experts are those with the row's top_k largest router_logits [rows, E]; of equal logits, the first wins.
+// The weights of the sum are the softmax over all logits of the row; with norm_topk_prob, the weights of the
+// picked experts are divided by their sum. The experts' weights are as in linear, with a leading axis [E]:
+// gate_up with scales [E, 2 * I] and columns gate | up, and down with scales [E, width]. Before each product,
+// rows are quantised as in linear without an input step.
 ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_logits, ValueId gate_up,
                        ValueId gate_up_scales, ValueId down, ValueId down_scales, std::size_t top_k,
                        bool norm_topk_prob);
@@ -84,21 +86,22 @@ struct AttentionShape {
 };
 
 // See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], position and
-// table_row int64 [1] (inputs, or one for both), cos and sin constant float32 [context, rotary_dim / 2],
-// caches states [num_kv_heads, P, head_dim], or with a window [num_kv_heads, W, head_dim]: rings. With raw
-// keys `qkv_bias` may be a constant [columns of qkv] that each row of qkv contains: its part for the keys is
-// omitted by int8 caches.
+// table_row int64 [1] (inputs, or one for both), cos and sin constant float32 [context, rotary_dim / 2], the
+// caches are states [num_kv_heads, P, head_dim], or with a window ring buffers [num_kv_heads, W, head_dim].
+// With raw keys, `qkv_bias` may be a constant [columns of qkv] that each row of qkv contains; int8 caches
+// omit its part for the keys.
 ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
                   ValueId sin, ValueId key_cache, ValueId value_cache, const AttentionShape& shape,
                   std::optional<ValueId> qkv_bias = std::nullopt);
 
-// See kernels/linear_attention/linear_attention.h; rows are T. bcx [T, 3 * C] holds the gate before, the
-// gate after, and x. conv_weight constant float32 [C, 1, taps], conv_bias [C], conv_state a state [C, taps
-// - 1]. The result is [T, C].
+// See kernels/linear_attention/linear_attention.h; the number of rows is T. bcx [T, 3 * C] contains the input
+// gate, the output gate, and x. conv_weight is a constant float32 [C, 1, taps], conv_bias is [C], and
+// conv_state is a state [C, taps - 1]. The result is [T, C].
 ValueId short_conv(ProgramBuilder& builder, ValueId bcx, ValueId conv_weight,
                    std::optional<ValueId> conv_bias, ValueId conv_state);
 
-// Heads in q | k | v: num_k_heads heads of head_k_dim in q and in k, num_v_heads of head_v_dim in v.
+// The heads in q | k | v: q and k have num_k_heads heads of head_k_dim columns, and v has num_v_heads heads
+// of head_v_dim columns.
 struct DeltaRuleShape {
   std::size_t num_k_heads;
   std::size_t num_v_heads;  // a multiple of num_k_heads
@@ -107,9 +110,9 @@ struct DeltaRuleShape {
   bool use_qk_l2norm;  // q and k of each head are multiplied by rsqrt(sum of their squares + 1e-6)
 };
 
-// qkv [T, C] passes through the convolution, without gates, and SiLU. Then the gated delta rule, q scaled
-// by head_k_dim^-1/2: gate (the logarithm of the decay) and beta [T, num_v_heads], recurrent_state a state
-// [num_v_heads, head_k_dim, head_v_dim]. The result is [T, num_v_heads * head_v_dim].
+// Applies the convolution without gates to qkv [T, C], then SiLU, and then the gated delta rule with q scaled
+// by head_k_dim^-1/2. gate (the logarithm of the decay) and beta are [T, num_v_heads], and recurrent_state is
+// a state [num_v_heads, head_k_dim, head_v_dim]. The result is [T, num_v_heads * head_v_dim].
 ValueId gated_delta_rule(ProgramBuilder& builder, ValueId qkv, ValueId gate, ValueId beta,
                          ValueId conv_weight, std::optional<ValueId> conv_bias, ValueId conv_state,
                          ValueId recurrent_state, const DeltaRuleShape& shape);

@@ -1,4 +1,4 @@
-// Common parts of the linears: blocks, and the order in which digits use them.
+// Common parts of the linears: panels of column blocks, and the order in which the digits use them.
 #pragma once
 
 #include <algorithm>
@@ -11,17 +11,17 @@
 
 namespace chunkrt {
 
-// Number of column blocks of one call of a kernel; pieces are multiples of it. It is small enough that the
-// second digit, or the outliers, find a panel's weights and results in the cache. Tiles come in pairs; AVX2's
-// gemm may have to widen the activations for each panel; the widest of the other kernels is fastest with
-// three.
+// Number of column blocks of one call of a kernel; pieces are multiples of this number. It is small enough
+// that a panel's weights and results are still in the cache for the second digit or the outliers. Tiles are
+// used in pairs, gemm with AVX2 may have to widen the activations for each panel, and the widest of the other
+// kernels is fastest with three blocks.
 template <typename Function>
 std::size_t blocks_per_panel(const KernelRow<Function>& kernel) {
   return kernel.isa == Isa::amx ? 4 : kernel.isa == Isa::avx2 ? 6 : 3;
 }
 
-// Computes the columns of blocks [begin, end) of one panel: the digits' products with the weight, and the
-// bias and the residual once.
+// Computes the columns of blocks [begin, end) of one panel: the products of the digits and the weight. Bias
+// and residual are added once.
 template <typename Args>
 void multiply_panel(void (*kernel)(const Args&, std::size_t, std::size_t), Args args, const Frame& frame,
                     const std::vector<Digit>& digits, std::size_t begin, std::size_t end) {

@@ -1,9 +1,8 @@
-// routed_experts: rows go to the few experts that a router picks for them, and are combined to a weighted
-// sum.
+// routed_experts: for each row, the weighted sum of the results of the few experts that a router picks.
 //
-// A slot is a row assigned to one expert. Slots of an expert are adjacent, so that an expert's weights are
-// multiplied by all of its rows at once. A row's results are added in ascending order of experts, so that
-// they do not depend on the other rows of the chunk.
+// A slot is the assignment of a row to one expert. Slots of an expert are adjacent, so that all rows of the
+// expert are multiplied by its weights at once. The results of a row are added in ascending order of experts,
+// so that the sum does not depend on the other rows of the chunk.
 #include <algorithm>
 #include <limits>
 #include <utility>
@@ -16,8 +15,8 @@
 namespace chunkrt {
 namespace {
 
-// The assignment of rows to experts. `weights` and `slots` are [rows, top_k], `rows` is by slot, `begins` has
-// the first slot of each expert and the end of the last.
+// The assignment of rows to experts. `weights` and `slots` are [rows, top_k], `rows` is indexed by slot, and
+// `begins` contains the first slot of each expert and the end of the last expert's slots.
 struct Routing {
   Symbol symbol;
   std::size_t num_experts;
@@ -36,7 +35,7 @@ struct SlotRows {
 
 using RowOfSlot = std::function<const float*(const Frame& frame, std::size_t slot, float* scratch)>;
 
-// The top_k largest, ties to the first, in ascending order of experts.
+// Picks the top_k largest logits, in ascending order of experts; of equal logits, the first wins.
 void pick(const float* logits, std::size_t num_experts, std::int32_t* picked, std::size_t top_k) {
   std::size_t count = 0;  // so far, the largest first
   for (std::size_t expert = 0; expert < num_experts; ++expert) {
@@ -49,7 +48,8 @@ void pick(const float* logits, std::size_t num_experts, std::int32_t* picked, st
   std::sort(picked, picked + top_k);
 }
 
-// The softmax over all experts, at the picked ones; `scores` has room for all.
+// Computes the softmax over all experts, and keeps the values of the picked experts; `scores` has room for
+// all experts.
 void weigh(const float* logits, std::size_t num_experts, const std::int32_t* picked, std::size_t top_k,
            bool norm_topk_prob, UnaryFunction* exp, float* scores, float* weights) {
   const float largest = *std::max_element(logits, logits + num_experts);
@@ -62,8 +62,8 @@ void weigh(const float* logits, std::size_t num_experts, const std::int32_t* pic
   for (std::size_t i = 0; i < top_k; ++i) weights[i] /= sum_of_picked;
 }
 
-// Sorts slots by expert, rows in order: begins [num_experts + 1] are the experts' first slots, slots [count]
-// those of each pick, rows [count] those of each slot.
+// Sorts slots by expert, and by row within an expert. begins [num_experts + 1] receives the first slots of
+// the experts, slots [count] the slot of each pick, and rows [count] the row of each slot.
 void group(const std::int32_t* picked, std::size_t count, std::size_t top_k, std::size_t num_experts,
            std::int32_t* begins, std::int32_t* slots, std::int32_t* rows) {
   std::fill_n(begins, num_experts + 1, 0);
@@ -181,7 +181,7 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
   std::vector<ValueId> uses = digit.uses();
   uses.insert(uses.end(), {left.outliers.counts, left.outliers.channels, left.outliers.values, routing.begins,
                            packed, scales, out});
-  // A piece is some columns of all experts: its work does not depend on the router.
+  // A piece consists of some columns for all experts, so that its work does not depend on the router.
   builder.add_loop(
       [blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), "routed_experts", uses,
       [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {

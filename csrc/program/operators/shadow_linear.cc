@@ -1,4 +1,5 @@
-// shadow_linear: the part of the input that exceeds the range of a linear on an 8-bit grid, times its weight.
+// shadow_linear: the product of the weight of a linear on an 8-bit grid and the part of the input that
+// exceeds the grid's range.
 #include <algorithm>
 #include <span>
 #include <utility>
@@ -10,7 +11,7 @@
 namespace chunkrt {
 namespace {
 
-// Large enough that the call overhead of a kernel is small.
+// This size is large enough that the call overhead of a kernel is small.
 constexpr std::size_t kChannelBlocksPerPiece = 4;
 constexpr std::size_t kColumnBlocksPerPiece = 8;
 
@@ -26,7 +27,7 @@ struct ShadowWeight {
   const float* hot_rows;  // float32 [hot_channels.size(), columns]
 };
 
-// out [num_rows, columns] = the outliers @ the weight, in the columns of blocks [begin, end).
+// out [num_rows, columns] = outliers @ weight, for the columns of blocks [begin, end).
 void multiply(const ShadowKernels& kernels, const FindOutliersArgs& found, ShadowWeight weight, float* out,
               std::size_t begin, std::size_t end) {
   const std::size_t columns = weight.packed.columns, first = begin * kGemmColumnsPerBlock;
@@ -103,7 +104,7 @@ ValueId shadow_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Va
   }
   const ValueId hot_rows = builder.floats(std::move(dequantized));
 
-  // Room for every element to be an outlier.
+  // Allocate enough for the case that every element is an outlier.
   const std::size_t channel_blocks = ceil_divide(depth, kShadowChannelsPerBlock);
   const ValueId block_counts = builder.temporary(Dtype::int32, {fixed(channel_blocks)});
   const ValueId counts = builder.temporary(Dtype::int32, {fixed(depth)});

@@ -19,11 +19,11 @@ def draw(record: RunRecord, path: Path) -> None:
     """Draw the timeline of a run into a temporary file next to `path`, and rename it.
 
     Args:
-        record: the run; a real one, or a simulator's.
+        record: the record of a run, real or simulated.
         path: its suffix selects the format: .svg or .html.
 
     Raises:
-        ConfigError: an unknown format, the file cannot be written, or the events contradict the schedule's rules.
+        ConfigError: the format is unknown, the file cannot be written, or the events contradict the schedule's rules.
     """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"cannot draw {path}: its name must end with one of {', '.join(FORMATS)}")

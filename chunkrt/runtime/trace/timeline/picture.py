@@ -1,9 +1,17 @@
 """Contents of a timeline, independent of the output format: rows of bars.
 
-There are three panels. The workers: the tasks of each, and the causes of its idle time; the link's workers are one row,
-because they only wait for sums. The chunks: the same tasks by chunk, which shows how chunks overtake; tasks of one
-chunk that run at once share its row's height. The shares: the total time of each processor. If several sequences share
-chunks there is a fourth panel: a row for each sequence, with the chunks that hold rows of it.
+A timeline consists of three or four panels:
+
+- The workers panel shows the tasks and the causes of idle time of each worker. The link's workers share one row,
+  because
+  they only wait for sums.
+- The chunks panel shows the same tasks by chunk, and so how chunks overtake each other. Concurrent tasks of one chunk
+  share
+  the height of its row.
+- The shares panel shows the total time of each processor.
+- If several sequences share chunks, the sequences panel shows a row for each sequence, with the chunks that contain
+  rows of
+  the sequence.
 """
 
 from __future__ import annotations
@@ -59,9 +67,9 @@ LABELS: Mapping[str, str] = {
 
 
 class Bar(NamedTuple):
-    """A bar from `start` to `end`: milliseconds, or percent in the panel of shares.
+    """A bar from `start` to `end`, in milliseconds, or in percent in the shares panel.
 
-    It fills lane number `lane` of the `lanes` into which its row is divided there.
+    At the bar, the row is divided into `lanes` lanes, and the bar fills lane number `lane`.
     """
 
     start: float
@@ -83,8 +91,11 @@ class Row(NamedTuple):
 class Picture:
     """A timeline.
 
-    milliseconds: duration of the run, and the width of `workers`, `chunks` and `sequences`; `shares` are 100 wide.
-        sequences: empty for a run with chunks of its own.
+    Attributes:
+        milliseconds: duration of the run, which is the width of `workers`, `chunks` and `sequences`; the width of
+        `shares`
+            is 100.
+        sequences: the rows of the sequences panel; empty if the run shared no chunks.
     """
 
     title: str
@@ -103,7 +114,7 @@ class Picture:
 
 
 def make_picture(record: RunRecord) -> Picture:
-    """Return the timeline of a run; a run that shared its chunks is passed as `with_others` returns it.
+    """Return the timeline of a run. For a run that shared chunks, pass the record that `with_others` returns.
 
     Raises:
         ConfigError: the events contradict the schedule's rules.
@@ -158,7 +169,7 @@ def _name(record: RunRecord) -> str:
 
 
 def _sequences(record: RunRecord, chunks: Sequence[Sequence[Bar]]) -> list[Row]:
-    """Return a row for every sequence: the chunks with rows of it, from their first task to their last."""
+    """Return a row for every sequence, with a bar for each of its chunks from the chunk's first task to its last."""
     rows: dict[int, list[Bar]] = {}
     for shared, tasks in zip(record.chunks, chunks, strict=bool(record.chunks)):
         start, end = min(bar.start for bar in tasks), max(bar.end for bar in tasks)

@@ -1,7 +1,7 @@
-"""A timeline as SVG, alone or in an HTML page. The output is plain text: no script, no fonts, no links.
+"""Draw a timeline as SVG, alone or in an HTML page. The output contains no scripts, fonts or links.
 
 Bars show their description when the pointer rests on them. Adjacent bars of one kind that are too narrow to be
-distinguished are drawn as one, so that long runs do not make large files.
+distinguished are drawn as one bar, so files of long runs stay small.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PLOT = WIDTH - LEFT - RIGHT
 WORKER_HEIGHT, SHARE_HEIGHT, GAP = 34, 26, 6
 CHUNKS_HEIGHT, MOST_CHUNK_HEIGHT = 360, 18
 NARROW = 0.25
-"""Pixels below which distances and widths are not visible."""
+"""Distance in pixels below which gaps and widths are not visible."""
 
 
 def to_svg(picture: Picture) -> str:
