@@ -147,8 +147,8 @@ def namesake(layer, hidden):
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (narrow, r"operator RMSNormalization 'output': it normalises \['T', \d+\] with \[\d+\]"),
-        (uneven, r"operator Split 'a': it splits \d+ columns in 5 along axis -1"),
+        (narrow, r"operator RMSNormalization 'output': it cannot normalise \['T', \d+\] with \[\d+\]"),
+        (uneven, r"operator Split 'a': it cannot split \d+ columns in 5 along axis -1"),
         (unknown, r"KeyError: 'hidden'"),
         (namesake, r"operator MatMul 'output': chunkrt has its own MatMul; rename that of mine"),
     ],

@@ -22,7 +22,7 @@ class FunctionExecutable:
 
     Args:
         name: the subgraph's name, for errors.
-        steps: each function, with the node that gives its arguments.
+        steps: pairs of a function and the node that determines its arguments.
         constants: the weights by name.
         tensors: the plan's tensors, with the shapes and types that results must have.
     """

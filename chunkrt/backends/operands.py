@@ -16,7 +16,7 @@ from chunkrt.quant.grid import LinearGrids
 from chunkrt.quant.scheme import Scheme
 
 Prepare = Callable[[str, Any], Any]
-"""A function that converts a weight, given its name, for the function that takes it."""
+"""Function that takes a weight's name and the weight, and returns the form that an operator's function needs."""
 
 operators.register("quantize", REFERENCE)(quantize_rows)
 

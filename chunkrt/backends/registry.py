@@ -209,7 +209,7 @@ class OperatorRegistry:
         return self._entries.get((operator, device))
 
     def find_own(self, operator: str, device: str) -> Implementation | None:
-        """Return chunkrt's own implementation, whether or not a plug-in replaced it."""
+        """Return chunkrt's own implementation, even if a plug-in replaced it."""
         return self._own.get((operator, device))
 
     def find_plugin(self, operator: str, device: str) -> Implementation | None:

@@ -1,1 +1,1 @@
-"""Checkpoints as sources of tensors: safetensors, GGUF; and the catalogue."""
+"""Checkpoints in the formats safetensors and GGUF as sources of tensors, and the catalogue."""

@@ -13,19 +13,19 @@ from chunkrt.checkpoints.source import Refuse, TensorSource, strictly
 from chunkrt.errors import ModelError
 from chunkrt.files import check_regular
 
-_PICKLED = "PyTorch's pickled files are not read; convert it to safetensors"
+_PICKLED = "PyTorch's pickled files are not supported; convert the file to safetensors"
 _HINTS = {".safetensors": "name its folder instead", **dict.fromkeys((".bin", ".ckpt", ".pt", ".pth"), _PICKLED)}
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) -> TensorSource:
-    """Open a GGUF file or a Hugging Face folder; the content decides, not the name.
+    """Open a GGUF file or a Hugging Face folder; the format is determined by the content, not by the name.
 
     Args:
         refuse: see `GgufSource`; a folder always shows all of its tensors.
 
     Raises:
-        ModelError: it is neither, or it is damaged.
-        UnsupportedModelError: it is intact, but not implemented.
+        ModelError: `path` is neither a GGUF file nor a Hugging Face folder, or is damaged.
+        UnsupportedModelError: the checkpoint is intact, but not supported.
     """
     path = Path(path)
     if path.is_dir():

@@ -1,7 +1,7 @@
 """Text halves of multimodal checkpoints.
 
-Such a config.json has the decoder's keys in `text_config`; the other halves' tensors are not used here. Source:
-Transformers' `Gemma3Config`, `Mistral3Config` and `Qwen3_5Config`.
+The config.json of a multimodal model has the decoder's keys in `text_config`. The tensors of other halves are not used.
+Source: Transformers' `Gemma3Config`, `Mistral3Config` and `Qwen3_5Config`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ SECTION = "text_config"
 
 @dataclass(frozen=True, kw_only=True)
 class Composite:
-    """Transformers' defaults for a composite model_type: that of its text half, and whether its LM head is tied."""
+    """Transformers' defaults for a composite model_type: the model_type of its text half, and whether the LM head is
+    tied.
+    """
 
     text_type: str
     is_tied: bool
@@ -44,8 +46,8 @@ def text_half(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
     """Return the config of the text half, under its own `model_type`; None if the model is not composite.
 
     Raises:
-        ModelError: the config has no section for text, its model_type is not a word, or a flag is neither true nor
-            false.
+        ModelError: the config has no section for text, the section's model_type is not a word, or a flag is neither
+            true nor false.
     """
     if (composite := COMPOSITES.get(config["model_type"])) is None:
         return None

@@ -1,4 +1,4 @@
-"""A GGUF file as a `TensorSource`: memory-mapped, read tensor by tensor, under Hugging Face's names."""
+"""GGUF files as sources of tensors: memory-mapped, and read tensor by tensor, under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class GgufSource:
     """A GGUF checkpoint. `rope_freqs.weight`, which divides the inverse frequencies, keeps its GGUF name.
 
     Args:
-        path: a GGUF file, version 2 or 3, little-endian; of several parts any one.
-        refuse: called with each unsupported feature; by default it raises the error. If it returns, a refused key is
-            skipped, and so is a tensor that the architecture lacks. If the config cannot be derived, `architecture` and
-            the names of tensors are the file's own, and `config` is empty.
+        path: a GGUF file, version 2 or 3, little-endian; for a file in several parts, any part.
+        refuse: called with each unsupported feature; the default raises the error. If it returns, a refused key is
+            skipped, and so is a tensor that the architecture lacks. If the config then cannot be derived,
+            `architecture` and the names of tensors are the file's own, and `config` is empty.
 
     Raises:
         ModelError: the file is not GGUF, is truncated, or its header contradicts itself or the file's size.
@@ -76,13 +76,13 @@ class GgufSource:
         except UnsupportedModelError as error:
             refusals.append(error)
         except ModelError as error:
-            if not refusals:  # keys that contradict each other without the refused keys may be valid with them
+            if not refusals:  # keys that contradict each other without the refused keys may be consistent with them
                 raise ModelError(f"{self.path}: {error}") from error
         for refusal in refusals:
             refuse(UnsupportedModelError(f"{self.path}: {refusal}", feature=refusal.feature))
 
     def _translate(self, header: GgufHeader, refuse: Refuse) -> None:
-        """Translate the file's names and keys to Hugging Face's. Raises as the constructor does, without the path."""
+        """Translate the file's names and keys to Hugging Face's. Raises the constructor's errors, without the path."""
         architecture = find_architecture(self.metadata.get("general.architecture"))
         shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
         keys = Keys(self.metadata, shapes, lambda name: self._values(header.tensors[name]))
@@ -116,19 +116,19 @@ class GgufSource:
         """Return one tensor, dequantised; a view of the file (read-only) if it stores float32.
 
         Raises:
-            ModelError: there is no tensor of that name.
+            ModelError: the file has no tensor of that name.
             UnsupportedModelError: the `gguf` package does not dequantise its type.
         """
         tensor, layout = self._find(name)
         return np.require(layout.restore(self._values(tensor)), requirements=["C"])
 
     def read_blocks(self, name: str) -> BlockTensor | None:
-        """Return a tensor of Q4_0 or Q4_1 as it is stored; None for one of another type.
+        """Return a tensor of type Q4_0 or Q4_1 as it is stored; None for a tensor of another type.
 
         Raises:
             ModelError: there is no tensor of that name.
-            QuantizationError: a scale or a minimum is not finite; Q4_0's minimum is -8 times its scale. Or the file has
-                another order of columns, which would split blocks.
+            QuantizationError: a scale or a minimum is not finite (Q4_0's minimum is -8 times its scale); or the file
+                has another order of columns, which would split blocks.
         """
         tensor, layout = self._find(name)
         if tensor.type.name not in BLOCK_TYPES:
@@ -157,7 +157,7 @@ class GgufSource:
         return self._stored_rows(self._find(name)[0])
 
     def _values(self, tensor: GgufTensor) -> NDArray[np.float32]:
-        """Dequantise, in the file's order of rows."""
+        """Return the dequantised tensor in the file's order of rows."""
         try:
             with np.errstate(all="ignore"):
                 values = dequantize(self._stored_rows(tensor), tensor.type)
@@ -179,11 +179,11 @@ class GgufSource:
 
 
 def _joined(headers: Sequence[GgufHeader], paths: Sequence[Path]) -> GgufHeader:
-    """Join the headers of all parts of a file: the first's keys, and the tensors of all.
+    """Join the headers of all parts of a file: the keys of the first part, and the tensors of all parts.
 
     Raises:
-        UnsupportedModelError: a part whose name does not give the others'.
-        ModelError: the parts are not those of one file, in their order.
+        UnsupportedModelError: the names of the other parts do not follow from the part's name.
+        ModelError: the parts do not belong to one file, or are not in order.
     """
     tensors: dict[str, GgufTensor] = {}
     for number, (header, path) in enumerate(zip(headers, paths, strict=True)):
@@ -221,7 +221,9 @@ def _is_dequantised(kind: GGMLQuantizationType) -> bool:
 
 
 def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
-    """Return a tensor under its name; or each of the tensors stacked in it, whose number replaces EACH in the name."""
+    """Map names to tensors: one tensor under its name, or the tensors that are stacked in it, whose numbers replace
+    EACH in the name.
+    """
     if name and EACH not in name:
         yield name, tensor
     elif name:

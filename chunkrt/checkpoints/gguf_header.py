@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata and its table of tensors.
 
-The `gguf` package's reader trusts the header and makes an array for every token of the vocabulary. This one reads the
-header once, checks each claim against the file's size before it uses it, and decodes values on demand.
+The `gguf` package's reader trusts the header and makes an array for every token of the vocabulary. This reader reads
+the header once, compares every size and offset with the file's size before it uses them, and decodes values on demand.
 
 Source: the GGUF specification (ggml, docs/gguf.md), versions 2 and 3, little-endian.
 """
@@ -49,8 +49,9 @@ _SCALARS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """A row of the tensor table. `shape` is row-major (the file has it reversed), `start` an offset in the file, `part`
-    the number of its part in a split file."""
+    """A row of the tensor table. `shape` is row-major (the file stores it reversed), `start` is an offset in the file,
+    and `part` is the number of the part in a split file.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -94,7 +95,7 @@ class Metadata(Mapping[str, Any]):
         return len(self._fields)
 
     def _value(self, key: str, kind: GGUFValueType, offset: int) -> tuple[Any, int]:
-        """Decode a scalar or a string; returns it and its end."""
+        """Decode a scalar or a string, and return the value and the position after it."""
         if kind != GGUFValueType.STRING:
             return _SCALARS[kind].unpack_from(self._data, offset)[0], offset + _SCALARS[kind].size
         start = offset + 8
@@ -104,14 +105,14 @@ class Metadata(Mapping[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class GgufHeader:
-    """Everything before the weights."""
+    """The header: all data before the weights."""
 
     metadata: Metadata
     tensors: Mapping[str, GgufTensor]
 
 
 def read_header(data: mmap, path: Path) -> GgufHeader:
-    """Read the header once. Takes time and memory in proportion to the header, regardless of its claims.
+    """Read the header once. Time and memory are proportional to the size of the header, regardless of its contents.
 
     Raises:
         ModelError: the file is not GGUF, is truncated, or its header contradicts itself or the file's size.
@@ -141,7 +142,7 @@ class _Walk:
         return ModelError(f"{self.path} is truncated or damaged: {found}; {how_to_fetch(self.path)}")
 
     def skip(self, num_bytes: int, what: str) -> int:
-        """Step over bytes that must lie inside the file; returns their start."""
+        """Advance over bytes that must lie inside the file, and return their start."""
         start = self.offset
         if num_bytes > self.size - start:
             raise self.damaged(
@@ -164,7 +165,7 @@ class _Walk:
         return text
 
     def count(self, what: str, smallest_bytes: int) -> int:
-        """Read a number of later items, each of which takes at least `smallest_bytes`."""
+        """Read the number of items that follow, each of which takes at least `smallest_bytes`."""
         count = self.integer(_U64, f"the number of {what}")
         if count * smallest_bytes > self.size - self.offset:
             raise self.damaged(f"its header claims {count} {what}, but it has only {self.size} bytes")
@@ -185,7 +186,7 @@ class _Walk:
         return num_tensors, self.count("metadata fields", _SMALLEST_FIELD_BYTES)
 
     def fields(self, count: int) -> dict[str, tuple[GGUFValueType, int]]:
-        """Return the start of each value, and its type."""
+        """Map each key to the start of its value and the value's type."""
         fields: dict[str, tuple[GGUFValueType, int]] = {}
         for index in range(count):
             key = self.name(f"the key of metadata field {index}")

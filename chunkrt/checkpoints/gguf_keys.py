@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as Hugging Face's config keys: common ones, and those of single architectures.
+"""Conversion of a GGUF file's metadata to Hugging Face's config keys: common keys, and those of single architectures.
 
 Source: llama.cpp's convert_hf_to_gguf.py and gguf-py/gguf/constants.py.
 """
@@ -16,19 +16,19 @@ from chunkrt.errors import ModelError, UnsupportedModelError
 Config = dict[str, Any]
 
 NEXTN = "nextn_predict_layers"
-"""Key that counts the last layers that llama.cpp's decoder does not run: they predict several tokens at once."""
+"""Key of the number of last layers for multi-token prediction, which llama.cpp's decoder does not run."""
 
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 GEMMA3_27B_LAYERS = 62
 
 LARGEST_COUNT = 2**24
-"""Limit of every count: larger than any model's, and small enough for lists of that length."""
+"""Limit of every count. It exceeds the counts of all models, and lists of that length are still small."""
 
 
 class Keys:
     """An architecture's metadata keys, read with type checks; names are those after "llama." and the like.
 
-    `shapes`: of all tensors, under their GGUF names. `read`: returns the values of one of them, float32.
+    `shapes` maps the GGUF names of all tensors to their shapes. `read` returns the float32 values of a tensor.
     """
 
     def __init__(
@@ -42,14 +42,16 @@ class Keys:
         self._metadata = metadata
 
     def get(self, key: str) -> Any:
-        """Return a raw value; None if there is none."""
+        """Return a raw value; None if the key is missing."""
         return self._metadata.get(self.prefix + key)
 
     def count(self, key: str, default: int | None = None, *, may_lack: bool = False) -> int:
-        """Return a positive integer. 0 means the default, if there is one. A list, one value a layer, must be uniform.
+        """Return a positive integer. If there is a default, 0 means the default. All values of a list, one per layer,
+        must be equal.
 
         Args:
-            may_lack: zeros in a list are layers without such a thing, and are skipped.
+            may_lack: whether zeros in a list are skipped, because they stand for layers to which the key does not
+                apply.
         """
         value = self.get(key)
         if isinstance(value, list) and value:
@@ -67,7 +69,7 @@ class Keys:
         return value
 
     def per_layer(self, key: str, num_layers: int) -> list[int]:
-        """Return one integer a layer, 0 or more; a single one stands for all layers."""
+        """Return an integer of at least 0 for each layer; a single integer applies to all layers."""
         value = self.get(key)
         values = value if isinstance(value, list) else [value] * num_layers
         if len(values) != num_layers or any(type(v) is not int or v < 0 for v in values):
@@ -97,7 +99,7 @@ def common_config(keys: Keys, *, is_hybrid: bool = False) -> dict[str, Any]:
     """Return the config keys that every architecture has.
 
     Args:
-        is_hybrid: some layers have no attention, and 0 for the number of their key/value heads.
+        is_hybrid: whether some layers have no attention, and 0 as the number of their key/value heads.
 
     Raises:
         ModelError: a key is missing, of the wrong type or out of range.
@@ -163,7 +165,7 @@ def _rope_scaling(keys: Keys) -> dict[str, Any] | None:
 
 
 def lfm2_config(keys: Keys, config: Config) -> Config:
-    """Return which layers are convolutions, and the length of these."""
+    """Return LFM2's keys: the kind of each layer, and the length of the convolutions."""
     kv_heads = keys.per_layer("attention.head_count_kv", config["num_hidden_layers"])
     return {
         "norm_eps": config["rms_norm_eps"],
@@ -175,8 +177,9 @@ def lfm2_config(keys: Keys, config: Config) -> Config:
 
 
 def qwen3_next_config(keys: Keys, config: Config) -> Config:
-    """Return keys of the delta rule. Norms already hold 1 + w. For Hugging Face's joint tensor of q, k, v and z, GGUF
-    has two."""
+    """Return keys of the delta rule. Norms already hold 1 + w. GGUF stores Hugging Face's joint tensor of q, k, v and z
+    as two tensors.
+    """
     v_heads, all_v = keys.count("ssm.time_step_rank"), keys.count("ssm.inner_size")
     if all_v % v_heads:
         raise ModelError(f"{keys.prefix}ssm.inner_size = {all_v}, which {v_heads} heads cannot share evenly")
@@ -195,7 +198,7 @@ def qwen3_next_config(keys: Keys, config: Config) -> Config:
 
 
 def _experts(keys: Keys, num_layers: int) -> Config:
-    """Return keys of the experts. The weights of the picked ones are always normalised."""
+    """Return keys of the experts. The weights of the picked experts are always normalised."""
     return {
         "num_experts": keys.count("expert_count"),
         "num_experts_per_tok": keys.count("expert_used_count"),
@@ -207,8 +210,9 @@ def _experts(keys: Keys, num_layers: int) -> Config:
 
 
 def gemma3_config(keys: Keys, config: Config) -> Config:
-    """Return Gemma 3's keys. Norms hold 1 + w; no key has the scale of attention, which llama.cpp derives from the
-    number of layers."""
+    """Return Gemma 3's keys. Norms hold 1 + w. No key states the scale of attention, which llama.cpp derives from the
+    number of layers.
+    """
     num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
     if config["rope_dimension_count"] != head_dim:
         name = f"{keys.prefix}rope.dimension_count"
@@ -227,7 +231,7 @@ def gemma3_config(keys: Keys, config: Config) -> Config:
 
 
 def phi3_config(keys: Keys, config: Config) -> Config:
-    """Return keys of longrope. Its factors are tensors; their attention factor is a key."""
+    """Return keys of longrope. Its frequency factors are tensors; its attention factor is a key."""
     context = config["max_position_embeddings"]
     found = {"original_max_position_embeddings": keys.count("rope.scaling.original_context_length", default=context)}
     if not {LONG_FACTORS, SHORT_FACTORS} & keys.shapes.keys():

@@ -24,8 +24,11 @@ Order = NDArray[np.int64]
 class Layout:
     """Conversion of one tensor to Hugging Face's layout.
 
-    rows, columns: for each of Hugging Face's, the index in the file. values: converts the numbers. is_depthwise: the
-    file's [C, K] is [C, 1, K]. is_single_row: the file's [K] is [1, K].
+    Attributes:
+        rows, columns: for each row or column in Hugging Face's order, its index in the file.
+        values: converts the values.
+        is_depthwise: True if the file's [C, K] becomes [C, 1, K].
+        is_single_row: True if the file's [K] becomes [1, K].
     """
 
     rows: Order | None = None
@@ -35,7 +38,9 @@ class Layout:
     is_single_row: bool = False
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Return Hugging Face's shape for the file's. Raises ModelError if an axis is not as long as its order."""
+        """Return Hugging Face's shape for the file's shape. Raises ModelError if the length of an axis differs from
+        that of its order.
+        """
         for axis, order in ((0, self.rows), (-1, self.columns)):
             if order is not None and (not stored or stored[axis] != len(order)):
                 raise ModelError(f"it is {list(stored)}, and axis {axis} should have the length {len(order)}")
@@ -44,14 +49,14 @@ class Layout:
         return (stored[0], 1, *stored[1:]) if self.is_depthwise and len(stored) == 2 else stored
 
     def restore(self, stored: Float32) -> Float32:
-        """Return Hugging Face's tensor for the file's values."""
+        """Return the tensor in Hugging Face's layout, from the file's values."""
         found = stored if self.rows is None else stored[self.rows]
         found = found if self.columns is None else found[..., self.columns]
         found = found if self.values is None else self.values(found)
         return found.reshape(self.shape(stored.shape))
 
     def restore_blocks(self, stored: BlockTensor) -> BlockTensor:
-        """Return the same for a tensor in blocks of 4 bits.
+        """Return a tensor in blocks of 4 bits in Hugging Face's layout.
 
         Raises:
             QuantizationError: the order would split the columns of one block.
@@ -94,8 +99,9 @@ def rotate_half_rows(num_heads: int, num_rows: int) -> Layout:
 
 
 def tiled_value_heads(config: Mapping[str, Any]) -> dict[str, Layout]:
-    """Return layouts by GGUF module of linear attention whose value heads are tiled over key heads, starting with the
-    first value head of each; Hugging Face groups the value heads of each key head."""
+    """Return layouts, by GGUF module, of linear attention whose file order has the first value heads of all key heads,
+    then the second ones, and so on. Hugging Face groups the value heads of each key head.
+    """
     k_heads, v_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if v_heads % k_heads:
         raise ModelError(f"{v_heads} value heads of linear attention cannot share {k_heads} key heads evenly")

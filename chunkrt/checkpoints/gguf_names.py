@@ -39,13 +39,20 @@ def _as_they_are(config: Config) -> Mapping[str, Layout]:
 class Architecture:
     """Properties of one `general.architecture`.
 
-    `model` and `layer` map names of tensors, complete or up to ".weight" or ".bias", of the model and of a layer, where
-    they come after "blk.N." in GGUF and "model.layers.N." in Hugging Face. `in_config` are tensors that Hugging Face
-    keeps in the config. `permuted` are the modules whose rows GGUF reorders for interleaved RoPE, with the config key
-    that counts their heads; `layouts` returns those of modules that differ otherwise. `refused` are metadata keys
-    (after the architecture's name) that would change the result and are not implemented, unless they are 0. `config`
-    returns the config keys that it has in addition to the common ones or instead of them, from the metadata and the
-    common ones. `is_hybrid`: some layers have no attention.
+    Attributes:
+        model: maps GGUF's names of the model's tensors, complete or up to ".weight" or ".bias", to Hugging Face's.
+        layer: maps names of a layer's tensors, after "blk.N." in GGUF, to names after "model.layers.N." in Hugging
+            Face.
+        in_config: tensors that Hugging Face keeps in the config.
+        permuted: modules whose rows GGUF reorders for interleaved RoPE, with the config key of their number of heads.
+        layouts: returns the layouts of modules that differ in another way.
+        refused: metadata keys (after the architecture's name) that would change the result and are not implemented,
+            unless
+            they are 0.
+        config: returns the config keys that the architecture adds to the common keys or replaces, from the metadata and
+            the
+            common keys.
+        is_hybrid: True if some layers have no attention.
     """
 
     model_type: str
@@ -60,7 +67,8 @@ class Architecture:
 
 
 EACH = "{}"
-"""Placeholder in a name: the tensor stacks several of Hugging Face's, and this is the number of each."""
+"""Placeholder for the index of a tensor, in the name of a tensor that stacks several of Hugging Face's.
+"""
 
 MODEL = {
     "token_embd": "model.embed_tokens",
@@ -85,7 +93,7 @@ SANDWICH_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 WINDOWS = frozenset({"attention.sliding_window"})
-"""Keys that are refused if layers see all earlier tokens."""
+"""Keys that are refused in architectures without sliding windows."""
 
 SCALINGS = frozenset(
     (
@@ -203,7 +211,7 @@ def find_architecture(name: Any) -> Architecture:
     """Find an architecture by its `general.architecture`.
 
     Raises:
-        UnsupportedModelError: it is not in the table.
+        UnsupportedModelError: the architecture is not in the table.
     """
     if isinstance(name, str) and name in ARCHITECTURES:
         return ARCHITECTURES[name]
@@ -212,7 +220,7 @@ def find_architecture(name: Any) -> Architecture:
 
 
 def is_known_name(name: str) -> bool:
-    """Return whether any architecture has a tensor of that name, GGUF's or Hugging Face's."""
+    """Return whether any architecture has a tensor with a name, which may be GGUF's or Hugging Face's."""
     short = re.sub(r"^(blk|model\.layers)\.[0-9]+\.|\.(weight|bias)$", "", name)
     return short in _known_names() or name in _known_names()
 
@@ -225,7 +233,7 @@ def _known_names() -> frozenset[str]:
 
 
 def is_of_later_layer(name: str, num_layers: int) -> bool:
-    """Return whether a GGUF tensor belongs to a layer with at least a certain index."""
+    """Return whether a GGUF tensor belongs to a layer whose index is at least a given number."""
     match = _TENSOR_NAME.fullmatch(name)
     return match is not None and match["layer"] is not None and int(match["layer"]) >= num_layers
 
@@ -237,7 +245,7 @@ def translate_name(architecture: Architecture, config: Config, tensor: GgufTenso
 
     Raises:
         UnsupportedModelError: the architecture has no such tensor.
-        ModelError: its shape does not match the config.
+        ModelError: the tensor's shape does not match the config.
     """
     name = tensor.name
     match = _TENSOR_NAME.fullmatch(name)

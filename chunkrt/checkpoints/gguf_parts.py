@@ -10,11 +10,13 @@ from chunkrt.errors import ModelError
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 PREFERRED = ("Q4_K_M", "Q8_0", "Q4_0", "Q4_1")
-"""Quantisations in order of preference if none is named: llama.cpp's choice first."""
+"""Quantisations in order of preference, for ids without one; llama.cpp's choice is first."""
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return all parts of a GGUF file, given one of them; the path alone if its name is not that of a part."""
+    """Return the paths of all parts of a GGUF file, given one of them; only the given path if its name is not that of a
+    part.
+    """
     if not (found := _PART.fullmatch(path.name)):
         return [path]
     stem, count = found["stem"], int(found["count"])
@@ -31,12 +33,12 @@ def choose_gguf(names: Sequence[str], quantisation: str | None, where: str) -> s
     """Return one of several GGUF models, by the quantisation in its name.
 
     Args:
-        names: files, possibly with folders.
+        names: file names, possibly with folders.
         quantisation: e.g. "Q4_0", ignoring case; None for the first of PREFERRED that is available.
         where: for messages.
 
     Raises:
-        ModelError: none has that quantisation.
+        ModelError: no file has that quantisation.
     """
     models = first_of_each(names)
     for wanted in PREFERRED if quantisation is None else (quantisation,):

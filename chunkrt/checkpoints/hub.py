@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub by their ids, in the cache of its client.
+"""Models of the Hugging Face hub, by their ids, in the cache of the hub's client.
 
-Models in the cache are found without the client and without a network; the client fetches the others.
+Models in the cache are found without the client and without a network. The client fetches other models.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def hub_cache() -> Path:
 
 
 def cached_model(model: HubModel) -> Path | None:
-    """Return a model's GGUF file or folder in the cache; None unless it is complete."""
+    """Return the path of a model's GGUF file or folder in the cache; None if the model is missing or incomplete."""
     repository = hub_cache() / f"models--{model.repository.replace('/', '--')}"
     try:
         commit = (repository / "refs" / model.revision).read_text(encoding="utf-8").strip()
@@ -99,13 +99,13 @@ def fetch_model(model: HubModel) -> Path:
             f"there is no file or folder {model}; to fetch it from the Hugging Face hub: pip install 'chunkrt[hub]'"
         ) from error
     try:
-        # Without a connection, snapshot_download would request this list repeatedly and log each failure.
+        # Without a connection, snapshot_download would request this list repeatedly and log every failure.
         siblings = HfApi().model_info(model.repository, revision=model.revision).siblings
         patterns = _wanted(model, [sibling.rfilename for sibling in siblings or ()])
         snapshot_download(model.repository, revision=model.revision, allow_patterns=patterns, ignore_patterns=None)
     except ModelError:
         raise
-    except Exception as error:  # errors of its client, and of the clients below that
+    except Exception as error:  # errors of the client, and of the libraries that it uses
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
         raise ModelError(
             f"there is no file or folder {model}, and the Hugging Face hub does not provide it: {reason}; "

@@ -45,11 +45,11 @@ class _Tensor:
 class SafetensorsSource:
     """A folder with config.json and model.safetensors, or model.safetensors.index.json and its shards.
 
-    For a multimodal model, it shows the text half: its config, and all tensors without the other halves'.
+    For a multimodal model, the source contains only the text half: its config and its tensors.
 
     Raises:
         ModelError: a file is missing, truncated or contradicts itself or another.
-        UnsupportedModelError: a data type that the format does not have.
+        UnsupportedModelError: a tensor has an unknown data type.
     """
 
     path: Path
@@ -90,11 +90,11 @@ class SafetensorsSource:
         return TensorInfo(shape=tensor.shape, stored_as=tensor.dtype, is_readable=is_readable)
 
     def read(self, name: str) -> NDArray[np.float32]:
-        """Return one tensor as float32; a view of the file (read-only) if it is stored so.
+        """Return one tensor as float32; a read-only view of the file if it is stored as float32.
 
         Raises:
-            ModelError: there is no tensor of that name, or a float64 value that float32 cannot hold.
-            UnsupportedModelError: it is not stored as F64, F32, F16 or BF16.
+            ModelError: the checkpoint has no tensor of that name, or a float64 value exceeds the range of float32.
+            UnsupportedModelError: the tensor is not stored as F64, F32, F16 or BF16.
         """
         tensor = self._find(name)
         if tensor.dtype == "BF16":
@@ -112,7 +112,7 @@ class SafetensorsSource:
             raise ModelError(f"{tensor.file}: {name} holds float64 values that exceed float32's range") from error
 
     def read_blocks(self, name: str) -> BlockTensor | None:
-        """Return None: the format has no blocks. Raises ModelError if there is no tensor of that name."""
+        """Return None, because the format has no blocks. Raises ModelError if there is no tensor of that name."""
         self._find(name)
         return None
 
@@ -142,7 +142,7 @@ class SafetensorsSource:
 
 
 def _read_tensors(path: Path) -> dict[str, _Tensor]:
-    """Read one safetensors file's tensors, checking every claim of its header."""
+    """Read the table of tensors of one safetensors file, and check every entry of the header."""
     data = np.frombuffer(map_file(path), np.uint8)
     header_bytes = int.from_bytes(data[:8].tobytes(), "little")
     if header_bytes > data.size - 8:
@@ -209,7 +209,7 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse repeated names in an object: JSON allows them and readers differ in which one they use."""
+    """Refuse repeated names in an object: JSON permits them, and readers differ in the value that they use."""
     result = dict(pairs)
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]

@@ -1,8 +1,9 @@
 """The common interface of all checkpoint formats.
 
-A `TensorSource` shows a checkpoint in Hugging Face's vocabulary, regardless of the file: tensor names such as
+A `TensorSource` presents a checkpoint in Hugging Face's vocabulary, regardless of the file format: tensor names such as
 "model.layers.0.self_attn.q_proj.weight", config keys such as "num_attention_heads", and weights in Hugging Face's
-layout (linears [out_features, in_features], no permuted rows). A decoder family is therefore written once.
+layout (linears [out_features, in_features], no permuted rows). A decoder family is therefore written once for all
+formats.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ BLOCK_DEPTH = 32
 
 BLOCK_TYPES = frozenset(("Q4_0", "Q4_1"))
 FLOAT_TYPES = frozenset(("F64", "F32", "F16", "BF16"))
-"""Values of `TensorInfo.stored_as`: types that `read_blocks` returns, and types that were never quantised."""
+"""Values of `TensorInfo.stored_as`: types that `read_blocks` supports, and types that are not quantised."""
 
 
 SAMPLED_BYTES = 1021
-"""Number of sampled bytes of each tensor that distinguish checkpoints. It is a prime: samples hit all bytes of an
-element."""
+"""Number of sampled bytes of each tensor, to distinguish checkpoints. The number is prime, so samples cover all byte
+positions of an element.
+"""
 
 LEFT_OUT = "%s: one token at a time is predicted; ignoring %d tensors of multi-token prediction: %s"
-"""Warning with the checkpoint's name, and the number and pattern of the tensors."""
+"""Warning about ignored tensors, with the checkpoint's name, the number of tensors, and their pattern."""
 
 COMPARED_BYTES = 2**22
 """Size of a block that `are_equal` compares at once."""
@@ -44,7 +46,7 @@ COMPARED_BYTES = 2**22
 class TensorInfo:
     """A tensor's entry in the header: its shape in Hugging Face's layout and its storage type.
 
-    `is_readable`: whether `TensorSource.read` converts that type to float32.
+    `is_readable` is True if `TensorSource.read` can convert the type to float32.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +56,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTensor:
-    """A tensor of 4 bits in blocks along its rows: w ~ integer * scale + minimum.
+    """A tensor of 4-bit integers in blocks along its rows: w ~ integer * scale + minimum.
 
     integers: uint8 [N, K], 0 to 15; K is a multiple of BLOCK_DEPTH. scales, minima: float16 [N, K / BLOCK_DEPTH],
         finite.
@@ -65,7 +67,7 @@ class BlockTensor:
     minima: NDArray[np.float16]
 
     def dequantise(self) -> NDArray[np.float32]:
-        """Return float32 [N, K]; the products are exact, the sums rounded once."""
+        """Return the dequantised tensor, float32 [N, K]; products are exact, and sums are rounded once."""
         blocks = self.integers.reshape(*self.scales.shape, BLOCK_DEPTH).astype(np.float32)
         values = blocks * self.scales[..., None].astype(np.float32) + self.minima[..., None].astype(np.float32)
         return values.reshape(self.integers.shape)
@@ -81,7 +83,7 @@ def strictly(refusal: UnsupportedModelError) -> None:
 
 
 class TensorSource(Protocol):
-    """A checkpoint, memory-mapped, read tensor by tensor."""
+    """A memory-mapped checkpoint that is read tensor by tensor."""
 
     path: Path
     architecture: str
@@ -102,7 +104,7 @@ class TensorSource(Protocol):
         ...
 
     def read_blocks(self, name: str) -> BlockTensor | None:
-        """Return the same tensor in its own blocks of 4 bits, in the same layout; None if its type is not in
+        """Return one tensor in its own blocks of 4 bits, in Hugging Face's layout; None if its type is not in
         BLOCK_TYPES.
 
         Raises:
@@ -112,8 +114,9 @@ class TensorSource(Protocol):
         ...
 
     def stored(self, name: str) -> NDArray[np.uint8]:
-        """Return the bytes of one tensor as the checkpoint stores them, in any shape. Raises ModelError as `info`
-        does."""
+        """Return an array, of any shape, with the bytes of one tensor as the checkpoint stores them. Raises ModelError
+        as `info` does.
+        """
         ...
 
 
@@ -124,10 +127,10 @@ def spread(values: NDArray[Any]) -> bytes:
 
 
 def weights_digest(source: TensorSource) -> str:
-    """Return the SHA-256, in hexadecimal, of data that distinguish a checkpoint's weights from others of the same
-    shapes.
+    """Return the SHA-256, in hexadecimal, of data that distinguish a checkpoint's weights from other weights of the
+    same shapes.
 
-    It covers every tensor, in the order of names: its name, shape and type, and a sample of its values.
+    The data consist of the name, the shape, the type and a sample of the values of each tensor, in the order of names.
     """
     digest = hashlib.sha256()
     for name in sorted(source.names()):
@@ -154,11 +157,11 @@ def are_equal(source: TensorSource, left: str, right: str) -> bool:
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Map a file for reading; the map stays open for as long as an array views it.
+    """Map a file for reading; the map stays open as long as an array refers to it.
 
     Raises:
         ModelError: the file is missing, unreadable or empty.
-        OutOfMemoryError: there is no room for it.
+        OutOfMemoryError: the address space has no room for the map.
     """
     try:
         return map_read_only(path)

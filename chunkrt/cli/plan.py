@@ -133,7 +133,7 @@ def plan(
             click.echo(f"* {in_flags(told(moved))}")
         if scheme.weight_bits == 4:
             counts = linears_by_weight_bits(found, scheme)
-            click.echo(f"weights of {counts[4]} linear layers have 4 bits, of {counts[8]} 8 bits")
+            click.echo(f"weights of {counts[4]} linear layers have 4 bits, and weights of {counts[8]} have 8 bits")
 
 
 def placement_of(model: str, options: EngineOptions) -> Placement:

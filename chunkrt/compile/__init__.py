@@ -1,1 +1,1 @@
-"""From a checkpoint to an engine directory: plans, calibration, search for schemes, quantised weights."""
+"""Compilation of a checkpoint to an engine directory: planning, calibration, search for schemes, quantisation."""

@@ -1,7 +1,7 @@
 """Calibration: run a decoder in float over some text, and record the magnitudes of its values.
 
-Each subgraph runs over the complete text before the next: every weight is read once, and a model of any size needs the
-memory of its largest subgraph, plus the values that pass between subgraphs.
+Each subgraph runs over the complete text before the next one runs. Every weight is therefore read once, and the memory
+needed is that of the largest subgraph plus the values that pass between subgraphs.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ Float32 = NDArray[np.float32]
 TokenIds = NDArray[np.int64]
 Values = Mapping[str, Any]
 RunNode = Callable[[Node, Values], Any]
-"""A function that evaluates one operator, given all values known so far: returns its output, or a tuple of them."""
+"""A function that evaluates one operator from all values computed so far, and returns its output or a tuple of
+outputs.
+"""
 
 log = logging.getLogger(__name__)
 
 WINDOW_LENGTH = 512
-"""Number of tokens in a window, which attend to one another; each window starts at position 0."""
+"""Number of tokens in a window. Tokens attend only within their window, which starts at position 0."""
 
 DEFAULT_NUM_TOKENS = 2048
 
@@ -61,14 +63,15 @@ def cached_calibration(
     is_rotated: bool = False,
     progress: Count = lambda done, total: None,
 ) -> tuple[Calibration, Path]:
-    """Return the calibration of a checkpoint on some tokens, from the cache, or made and stored there.
+    """Return the calibration of a checkpoint on some tokens, from the cache if it is stored there; otherwise make and
+    store it.
 
     Args:
         planned: the checkpoint, opened and planned, without placement and shadows.
         model: the model's name.
         token_ids: int64 [n]; by default those of a text that is part of chunkrt.
-        equalisation, is_rotated: of the scheme that it is for; see `quant/scheme.py`.
-        progress: called with (subgraphs done, total), if there is anything to do.
+        equalisation, is_rotated: settings of the scheme that the calibration is for; see `quant/scheme.py`.
+        progress: called with (subgraphs done, total) unless the calibration is cached.
 
     Returns:
         The calibration, and the file that holds it.
@@ -130,8 +133,7 @@ def cached_calibration(
 
 
 def _load_finite(planned: Planned, name: str) -> Float32:
-    """Return a weight; QuantizationError names the checkpoint's tensor that is not finite, before values are
-    checked."""
+    """Return a weight. If it is not finite, raise a QuantizationError that names the checkpoint's tensor."""
     values = planned.load(name)
     if not np.isfinite(values).all():
         source, tensors = planned.source, planned.parameters[name].checkpoint_tensors
@@ -141,15 +143,15 @@ def _load_finite(planned: Planned, name: str) -> Float32:
 
 
 def shipped_text() -> str:
-    """Return the text that is part of chunkrt, for users without their own."""
+    """Return the calibration text that is part of chunkrt."""
     return resources.files("chunkrt").joinpath("calibration_text.txt").read_text("utf-8")
 
 
 def calibration_tokens(planned: Planned, text: str, num_tokens: int | None) -> TokenIds:
     """Return the first tokens of a text, int64 [n].
 
-    For a model that was tuned for chat, the text's paragraphs become the turns of a conversation: the tokens between
-    turns make some of its values larger than any word does.
+    For a model that was tuned for chat, the text's paragraphs become the turns of a conversation, because the tokens
+    between turns cause larger values than words do.
 
     Raises:
         ConfigError: the text is empty, or has fewer tokens than requested.
@@ -195,15 +197,15 @@ def calibrate(
     """Run a decoder over tokens and record the limits of its values.
 
     Args:
-        load: returns a weight's float32 values by its plan name; called once a weight. The caller records its folded
+        load: returns a weight's float32 values by its plan name; called once per weight. The caller records folded
             transformations.
         token_ids: int64 [n], n at least 1; cut into windows of WINDOW_LENGTH, if the context permits.
         model: the model's name.
-        weights: the checkpoint's `weights_digest`; a calibration without one matches no checkpoint.
+        weights: the checkpoint's `weights_digest`; a calibration without a digest matches no checkpoint.
         progress: called with (subgraphs done, total).
 
     Raises:
-        ConfigError: there are no tokens, or one is outside the vocabulary.
+        ConfigError: there are no tokens, or a token is outside the vocabulary.
         QuantizationError: a value is not finite.
     """
     if not token_ids.size:
@@ -247,7 +249,9 @@ def first_values(token_ids: TokenIds, logit_rows: NDArray[np.int64]) -> dict[str
 
 
 def run_subgraph(plan: Plan, index: int, live: Values, weights: Mapping[str, Float32], run: RunNode) -> dict[str, Any]:
-    """Run one subgraph of a plan on a window: takes the values live before it, returns those live after it."""
+    """Run one subgraph of a plan on a window. It takes the values that are live before the subgraph, and returns those
+    that are live after it.
+    """
     subgraph = plan.subgraphs[index]
     num_tokens = len(live["input_ids"])
     symbols = {"P": num_tokens, "W": num_tokens}
@@ -274,7 +278,7 @@ def run_node(node: Node, values: Values) -> Any:
 
 
 class _Observer:
-    """Records every value that a node computes."""
+    """Recorder of the magnitudes of all values that nodes compute."""
 
     def __init__(self, plan: Plan, method: Method) -> None:
         self.peaks: dict[str, float] = {}
@@ -287,9 +291,9 @@ class _Observer:
         linears = linear_nodes(plan).values()
         self._method: Method = method
         self._inputs: dict[str, list[Float32]] = {node.inputs[0]: [] for node in linears}
-        """Inputs of linears that still have readers, window by window."""
+        """Inputs of linears that linears will still read, window by window."""
         self._readers = Counter(node.inputs[0] for node in linears)
-        """Number of linears that will still read each of these."""
+        """Number of linears that will still read each input."""
         self._outputs = {node.outputs[0] for node in linears}
         self._ranges: dict[str, Range] = {}
 
@@ -303,7 +307,7 @@ class _Observer:
         return results
 
     def see(self, name: str, values: Float32) -> None:
-        """Record rows of a value. Raises QuantizationError if one is not finite."""
+        """Record rows of a value. Raises QuantizationError if an element is not finite."""
         if name not in self._ranges:
             self._ranges[name] = Range(self._method if name in self._inputs else "absmax", counts=name in self._inputs)
         found = self._ranges[name]
@@ -317,7 +321,7 @@ class _Observer:
             self._inputs[name].append(values)
 
     def finish(self, subgraph: Subgraph, weights: dict[str, Float32]) -> None:
-        """Finish a subgraph's values: keep their peaks and limits, and drop the rest.
+        """Finish a subgraph's values: keep their peaks and limits, and drop the values.
 
         The LM head gets no shadow.
         """
@@ -339,7 +343,9 @@ class _Observer:
                     self._inputs[node.inputs[0]].clear()
 
     def _hot_channels(self, name: str) -> NDArray[np.int32]:
-        """Return the channels that exceed the grid of a shadowed linear most often; of equals, the first."""
+        """Return the channels that exceed the grid of a shadowed linear most often; of equally frequent channels, the
+        first.
+        """
         limit = self.shadow_limits[name]
         times = sum((np.abs(x) > limit).sum(axis=0) for x in self._inputs[name])
         ranking = np.argsort(-np.asarray(times), kind="stable")

@@ -1,7 +1,9 @@
-"""The compile half: from a checkpoint to an engine directory.
+"""Compilation of a checkpoint to an engine directory.
 
-weights -> graph -> plan -> quantisation -> engine directory. Imported only to compile: a device that runs engine
-directories needs neither this package nor ONNX.
+    weights -> graph -> plan -> quantisation -> engine directory
+
+This package is imported only to compile. A device that only runs engine directories needs neither this package nor
+ONNX.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def open_decoder(checkpoint: Path, ranks: Ranks = ALONE) -> tuple[TensorSource, Module]:
-    """Open a checkpoint and its module tree: built by its family, or imported from ONNX.
+    """Open a checkpoint and build its module tree, by the decoder family or by an import from ONNX.
 
     Raises:
         ModelError: the checkpoint is damaged, incomplete or unsupported.
@@ -59,12 +61,13 @@ def plan_checkpoint(
     """Open a checkpoint, build its decoder, place it and cut it into subgraphs.
 
     Args:
-        scheme: its shadows become separate subgraphs.
+        scheme: the scheme, whose shadows become separate subgraphs.
         ranks: the rank that the plan is for.
 
     Raises:
         ModelError: the checkpoint is damaged, incomplete or unsupported.
-        ConfigError: the placement names no module; the ranks cannot share the decoder, or not under the scheme.
+        ConfigError: a pattern of the placement matches no module; or the ranks cannot share the decoder, or not under
+            the scheme.
     """
     if scheme is not None:
         check_scheme_of_ranks(scheme, ranks.size)
@@ -88,10 +91,10 @@ def compile_checkpoint(
     Args:
         folder: the path to write; it must not exist, and no other process may be writing it.
         recipe: a scheme; or a search for one, on the calibration's text.
-        calibration: for a static scheme; by default one is made from the text that is part of chunkrt. If it was made
-            for another equalisation or rotation, its text is used to recalibrate.
+        calibration: for a static scheme; by default a calibration is made from the text that is part of chunkrt. If the
+            calibration was made for another equalisation or rotation, its text is used to recalibrate.
         ranks: the rank that the engine directory is for.
-        check: called before anything is written; its exceptions end the compilation.
+        check: called before the first file is written; an exception that it raises ends the compilation.
         progress: called with (step, done, total).
 
     Raises:
@@ -147,7 +150,7 @@ def compile_checkpoint(
     log.info("compiled %s into %s", checkpoint, folder)
     if scheme.weight_bits == 4:
         counts = linears_by_weight_bits(planned.plan, scheme)
-        log.info("weights of %d linear layers have 4 bits, of %d 8 bits", counts[4], counts[8])
+        log.info("weights of %d linear layers have 4 bits, and weights of %d have 8 bits", counts[4], counts[8])
     return planned.plan
 
 
@@ -160,7 +163,7 @@ def prepare(
     model: str,
     progress: Progress = lambda what, done, total: None,
 ) -> tuple[Scheme, Calibration]:
-    """Return the scheme of a static recipe for a checkpoint, and its calibration; from the cache if possible.
+    """Return the scheme of a static recipe for a checkpoint, and the calibration, from the cache if possible.
 
     Args:
         planned: the checkpoint without placement and shadows.

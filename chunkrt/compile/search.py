@@ -4,9 +4,9 @@
     mixed    first the most multiply-adds in 8 bits (the others in 16), then the fewest shadows, then the fewest bytes:
              of the linears in 16 bits, the most with 4-bit weights
 
-The search is greedy and checks the sum. Every linear's loss is measured alone, for each choice, which puts the linears
-in order. Along that order, bisection finds the shortest prefix that yields a scheme within the budget; each scheme is
-measured as a whole. The chosen scheme was measured to be within the budget; a better one may have been missed.
+The search is greedy. The loss of every linear is measured alone, for each choice, and the linears are ordered by loss.
+Along that order, bisection finds the shortest prefix that yields a scheme within the budget; each scheme is measured as
+a whole. The loss of the chosen scheme is therefore within the budget, but a better scheme may exist.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ NUM_FRONTIER = 6
 """Number of parts of the order at whose ends schemes are measured in addition to those of the bisection."""
 
 NEGLIGIBLE = 0.05
-"""Fraction of the budget, divided evenly among the linears: one that loses no more alone gets no shadow."""
+"""Fraction of the budget, divided evenly among the linears. A linear whose loss alone is below its part gets no
+shadow.
+"""
 
 HELD_OUT_EVERY = 8
-"""Interval of the calibration text's windows that are kept out of a search's grids, to measure on."""
+"""Interval of the calibration text's windows that a search does not use for grids, but to measure losses."""
 
 NUM_WINDOWS, SEARCH_WINDOW_LENGTH = 4, 256
-"""Limits of a trial's windows: their number, and their length in tokens."""
+"""Limits of a trial's windows: the number of windows, and their length in tokens."""
 
 FLOAT32_BYTES = 4
 
@@ -54,10 +56,15 @@ FLOAT32_BYTES = 4
 class LinearChoice:
     """One linear in a search.
 
-    reach: the largest magnitude of its input over the step of its grid with a shadow, which ends at 127. kl: mean KL
-    divergence when this linear alone is in 8 bits. kl_shadowed: the same with a shadow; None if kl is NEGLIGIBLE, and
-    it was not measured. activation_bits, weight_bits, has_shadow: the choice. shadow_bytes: bytes of rows kept in
-    float32; shadow_multiply_adds: for a row, on average. Both are 0 without a shadow.
+    Attributes:
+        reach: the largest magnitude of the input divided by the step of its grid with a shadow, which ends at 127
+            steps.
+        kl: mean KL divergence if only this linear is in 8 bits.
+        kl_shadowed: mean KL divergence if this linear also has a shadow; None if it was not measured because kl is
+            negligible.
+        activation_bits, weight_bits, has_shadow: the choice.
+        shadow_bytes: bytes of the rows that the shadow keeps in float32; 0 without a shadow.
+        shadow_multiply_adds: average number of the shadow's multiply-adds for a row; 0 without a shadow.
     """
 
     weight: str
@@ -74,8 +81,9 @@ class LinearChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One scheme along a search's order: its share of multiply-adds with 8-bit activations, shadows, linears with 4-bit
-    weights, and its measured loss."""
+    """One measured scheme along a search's order: its share of multiply-adds with 8-bit activations, numbers of shadows
+    and of linears with 4-bit weights, and its loss.
+    """
 
     share_in_8_bits: float
     num_shadows: int
@@ -101,7 +109,7 @@ class Choice:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Choice:
-        """Read the result of `to_dict`. Raises TypeError, KeyError or AttributeError for anything else."""
+        """Return the choice from a result of `to_dict`. Raises TypeError, KeyError or AttributeError for other data."""
         return Choice(
             scheme=Scheme.from_dict(data["scheme"]),
             budget=data["budget"],
@@ -119,13 +127,13 @@ def cached_choice(
     *,
     progress: Count = lambda done, total: None,
 ) -> tuple[Choice, Path]:
-    """Return the result of a recipe's search for a checkpoint, from the cache next to the calibrations, or made and
-    stored there.
+    """Return the result of a recipe's search for a checkpoint, from the cache next to the calibrations if it is stored
+    there; otherwise search and store the result.
 
     Args:
         planned: the checkpoint without placement and shadows.
-        calibration: of the recipe's scheme. The search makes its own grids from one part of its text, and measures on
-            another; an engine's grids are made from all of it.
+        calibration: calibration for the recipe's scheme. The search makes its own grids from one part of the
+            calibration's text, and measures on another part; an engine's grids are made from the complete text.
 
     Returns:
         The choice, and the JSON file that holds it.
@@ -171,18 +179,19 @@ def cached_choice(
 
 
 def held_out(token_ids: TokenIds, context_length: int) -> tuple[TokenIds, list[TokenIds]]:
-    """Split a text: tokens for the grids of a search, and windows of others to measure on.
+    """Split a text into tokens for the grids of a search, and windows of other tokens to measure losses.
 
-    A search must not measure on the text that made the grids: shadows are for values that exceed the grids, and the
-    calibration text has none of these.
+    A search must not measure on the text that made the grids: shadows are for values that exceed the grids, and no
+    value of that text does.
 
     Args:
         token_ids: int64 [n].
         context_length: of the model.
 
     Returns:
-        All but every HELD_OUT_EVERY-th window of WINDOW_LENGTH (of fewer windows, the last; of one, its second half);
-        and at most NUM_WINDOWS windows of at most SEARCH_WINDOW_LENGTH tokens, at least 2, spread over the rest.
+        The tokens without every HELD_OUT_EVERY-th window of WINDOW_LENGTH (of fewer windows, without the last; of a
+        single window, without its second half); and at most NUM_WINDOWS windows of 2 to SEARCH_WINDOW_LENGTH tokens,
+        spread over the omitted tokens.
 
     Raises:
         ConfigError: the text has fewer than 4 tokens.
@@ -231,7 +240,7 @@ class _Search:
         self._expected = 2 * len(self._candidates) + 2 * len(self._candidates).bit_length() + NUM_FRONTIER
         self._num_trials = 0
         self._points: dict[Scheme, Loss] = {}
-        """Schemes that were measured as a whole."""
+        """All schemes that were measured as a whole."""
 
     def run(self) -> Choice:
         """See `choose`."""
@@ -266,7 +275,7 @@ class _Search:
         )
 
     def _with_4_bits(self, wide: Sequence[str], shadowed: Sequence[str]) -> list[str]:
-        """Return the linears, of those in 16 bits, whose weights can have 4: the most bytes for the least loss."""
+        """Return the 16-bit linears that get 4-bit weights, which save the most bytes for the least loss."""
         fitting = [name for name in wide if int(self._losses.plan.tensors[name].shape[0]) % BLOCK_LENGTH == 0]
         self._expected += len(fitting) + len(fitting).bit_length()
         alone = {name: self._trial(self._variant(wide, (), fitting), [name]).kl for name in fitting}
@@ -274,8 +283,9 @@ class _Search:
         return worst[self._least(len(worst), lambda count: self._variant(wide, shadowed, worst[count:])) :]
 
     def _variant(self, wide: Sequence[str], shadowed: Sequence[str], with_4_bits: Sequence[str] = ()) -> Scheme:
-        """Return the scheme with more linears in 16 bits, some of these with 4-bit weights, and shadows for some
-        others."""
+        """Return the scheme in which some linears have 16 bits, some of these have 4-bit weights, and some other
+        linears have shadows.
+        """
         narrow = tuple(name for name in self._candidates if name in set(shadowed) - set(wide))
         scheme = replace(self._scheme, wide=(*self._scheme.wide, *wide), shadowed=narrow)
         if not with_4_bits:
@@ -284,7 +294,9 @@ class _Search:
         return replace(scheme, weight_bits=4, weights_of_8_bits=others)
 
     def _least(self, most: int, scheme_at: Callable[[int], Scheme]) -> int:
-        """Return the least count, 0 to `most`, whose scheme was measured to be within the budget, by bisection."""
+        """Return the smallest count from 0 to `most` whose scheme has a measured loss within the budget, by
+        bisection.
+        """
         low, high = -1, most
         if (least := self._measure(scheme_at(most)).kl) > self._budget:
             remedy = "use `scheme='mixed'`" if self._search == "shadow" else "raise the budget"

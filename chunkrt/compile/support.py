@@ -1,6 +1,7 @@
-"""Support for a checkpoint, and missing features by name; read from headers alone, without weights.
+"""Report on the support for a checkpoint and on its unsupported features, from headers alone, without weights.
 
-Each part uses the code that would do the work: the mapping of names, the decoder family, the tokenizer, the backends.
+The report uses the code that loads and runs models: the mapping of names, the decoder family, the tokenizer, the
+backends.
 Unsupported features of a config are recorded and removed, and the rest is checked as if the config did not have them.
 """
 
@@ -40,7 +41,7 @@ from chunkrt.tokenizer import Tokenizer
 
 SHOWN_NAMES = 3
 LONGEST_VALUE = 60
-"""Number of characters of a config's value that are shown."""
+"""Maximum number of characters that are shown of a config's value."""
 
 _SIZES = {
     "layers": ("block_count", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -48,12 +49,14 @@ _SIZES = {
     "heads": ("attention.head_count", "num_attention_heads", "n_head", "n_heads"),
     "context": ("context_length", "max_position_embeddings", "n_positions"),
 }
-"""Reported sizes of any model, with their keys: GGUF's, then Hugging Face's."""
+"""Sizes that are reported for any model, with their keys in GGUF and in Hugging Face's config."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A feature that the config requires. `reason`: why it is not supported; empty if it is."""
+    """A feature that the config requires. `reason` states why the feature is not supported; empty if it is
+    supported.
+    """
 
     name: str
     asked: str
@@ -64,9 +67,13 @@ class Feature:
 class Tensors:
     """Match between the checkpoint's tensors and the decoder's parameters.
 
-    `num_needed`: None if no decoder can be made; `unread` then has the tensors that no family's mapping has. `misfits`:
-    descriptions of tensors with a wrong shape. `unused`: parameters that the decoder's modules declare and none of its
-    operators reads. `types`: number of tensors of each stored type; `unreadable`: types that cannot be dequantised.
+    Attributes:
+        num_needed: number of tensors that the decoder needs; None if no decoder can be made.
+        unread: tensors that the decoder does not read; without a decoder, tensors that no family's mapping contains.
+        misfits: descriptions of tensors with a wrong shape.
+        unused: parameters that the decoder's modules declare and that no operator reads.
+        types: number of tensors of each stored type.
+        unreadable: types that cannot be dequantised.
     """
 
     num_found: int
@@ -81,8 +88,9 @@ class Tensors:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerKind:
-    """The checkpoint's tokenizer; `model` is empty if it has none. `reason`: why it is not supported; empty if it
-    is."""
+    """The checkpoint's tokenizer. `model` is empty if the checkpoint has none. `reason` states why the tokenizer is not
+    supported; empty if it is supported.
+    """
 
     model: str
     pre_tokenizer: str
@@ -91,10 +99,13 @@ class TokenizerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class SupportReport:
-    """A report on a checkpoint. `module` is the family's source file, empty if the architecture is unknown.
+    """A report on a checkpoint.
 
-    `known`: the known architectures, nearest first. `sizes`: of layers, hidden size and so on, if present.
-    `unavailable`: backends that are not on this machine, with the reason; they do not count as missing.
+    Attributes:
+        module: the family's source file; empty if the architecture is unknown.
+        known: the known architectures, nearest first.
+        sizes: number of layers, hidden size and other sizes, if the header states them.
+        unavailable: backends that are not available on this machine, with the reason; they do not count as missing.
     """
 
     path: str
@@ -113,7 +124,7 @@ class SupportReport:
 
     @property
     def gaps(self) -> list[str]:
-        """List everything that is missing, in a few words each; empty if the checkpoint runs."""
+        """Return a short description of each missing feature; empty if the checkpoint can be run."""
         tensors = self.tensors
         gaps = [] if self.module else [f"architecture {self.architecture!r}"]
         gaps += [f"feature {feature.name}" for feature in self.features if feature.reason]
@@ -147,9 +158,9 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
         backends: backends to check, in addition to the NPU; by default all that are available on this machine.
 
     Raises:
-        ModelError: it is neither, or damaged, or its config contradicts itself.
-        UnsupportedModelError: its header cannot be read (another byte order, an unknown type, a part of a split file);
-            or an ONNX decoder has an unsupported operator.
+        ModelError: `path` is not a checkpoint, or is damaged, or its config contradicts itself.
+        UnsupportedModelError: the header cannot be read (another byte order, an unknown type, a part of a split file);
+        or an ONNX decoder has an unsupported operator.
     """
     refusals: list[UnsupportedModelError] = []
     metadata: Mapping[str, Any] | None = None
@@ -200,7 +211,9 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
 
 @dataclass(frozen=True, kw_only=True)
 class _Draft:
-    """Report on a checkpoint without its refused features. `config`: a family's; None for an ONNX decoder."""
+    """Report on a checkpoint without its refused features. `config` is the family's config; None for an ONNX
+    decoder.
+    """
 
     config: DecoderConfig | None
     decoder: Module
@@ -218,7 +231,9 @@ class _Draft:
 
 
 def _draft(source: TensorSource, refusals: list[UnsupportedModelError]) -> _Draft | None:
-    """Make the decoder, removing one refused key after the other from the config; None if that does not help."""
+    """Build the decoder, removing one refused key after the other from the config; return None if it cannot be
+    built.
+    """
     source = copy(source)
     while True:
         try:
@@ -249,7 +264,7 @@ def _sizes(source: TensorSource, declared: str, metadata: Mapping[str, Any] | No
 
 
 def _features(config: DecoderConfig, draft: _Draft, refusals: Sequence[UnsupportedModelError]) -> Iterator[Feature]:
-    """List the config's features that the decoder has, except refused ones."""
+    """List the features of the config that the decoder supports, without refused features."""
     plan = draft.plan
     nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
     windows = [node.attributes["window"] for node in nodes if node.op in ATTENTION_OPS]
@@ -276,7 +291,9 @@ def _features(config: DecoderConfig, draft: _Draft, refusals: Sequence[Unsupport
 
 
 def _rope_rules(config: DecoderConfig) -> Iterator[str]:
-    """Describe scaling rules, by kind of layer if they differ; and the tensor that scales, if a GGUF has one."""
+    """Describe RoPE's scaling rules, by kind of layer if they differ, and a GGUF's tensor of scaling factors if
+    present.
+    """
     sections = {kind: value for kind, value in (config.raw.get("rope_parameters") or {}).items() if value}
     if any(isinstance(section, Mapping) for section in sections.values()):
         rules = {kind: rope_parameters({"rope_parameters": section})["rope_type"] for kind, section in sections.items()}
@@ -326,7 +343,7 @@ def _tensors(source: TensorSource, draft: _Draft | None, unmapped: Sequence[str]
 
 
 def _tokenizer(source: TensorSource, metadata: Mapping[str, Any] | None) -> TokenizerKind:
-    """Describe the tokenizer; it is also loaded, because a damaged one would fail later."""
+    """Describe the tokenizer. It is also loaded, to detect a damaged tokenizer."""
     try:
         if metadata is not None:
             from chunkrt.tokenizer.gguf_vocabulary import read_kind

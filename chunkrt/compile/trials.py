@@ -1,7 +1,8 @@
 """Loss of quantising some linears of a decoder: KL divergence from the float decoder, on a few windows of text.
 
-A float run keeps the inputs of every subgraph. A trial then begins at the first subgraph that it changes. Compared with
-an engine, only sums of floats may be in another order, and embeddings are not rounded to float16.
+A float run keeps the inputs of every subgraph, so a trial can begin at the first subgraph that it changes. A trial
+differs from an engine only in the order in which floats are summed, and in embeddings, which are not rounded to
+float16.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ TokenIds = NDArray[np.int64]
 Result = TypeVar("Result")
 
 LOSS_EVERY = 4
-"""Interval of a window's rows whose logits are compared, because an LM head costs as much as many layers."""
+"""Interval of a window's rows whose logits are compared. Comparing all rows would be slow, because an LM head costs as
+much as many layers.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +46,17 @@ class Loss:
 
 
 class Losses:
-    """Trials of schemes on one decoder. Holds all of its weights in float32, and linears a second time as integers.
+    """Trials of schemes on one decoder. The object holds all weights in float32, and those of linears additionally as
+    integers.
 
     Windows run in parallel, each on one thread: results do not depend on the number of cores.
 
     Args:
         plan: the decoder without placement and without shadows.
-        load: returns a weight's float32 values by its plan name, with the calibration's folding; called once a weight.
+        load: returns a weight's float32 values by its plan name, with the calibration's folding; called once per
+            weight.
         calibration: gives the limits of grids.
-        windows: int64 [n] each, n at least 2, of text: they start at position 0.
+        windows: tokens of text, int64 [n] with n at least 2 for each window; every window starts at position 0.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class Losses:
         return {name: depth * columns for name, (depth, columns) in shapes.items()}
 
     def reach(self, weight: str) -> float:
-        """Return the largest magnitude of a linear's input over the step of its grid with a shadow."""
+        """Return the largest magnitude of a linear's input divided by the step of its grid with a shadow."""
         source = self.linears[weight].inputs[0]
         limit = self._calibration.shadow_limits[source] or 1.0  # the same rule as in grids
         return LEVELS[8] * self._calibration.peaks[source] / limit
@@ -91,7 +96,7 @@ class Losses:
         """Return the loss under a static scheme.
 
         Args:
-            only: weights of the linears that follow it, while the others stay in float; by default all.
+            only: weights of the linears to which the scheme applies, while other linears stay in float; by default all.
 
         Raises:
             QuantizationError: a logit is not finite.
@@ -128,7 +133,8 @@ class RoundedLinears:
     Args:
         weights: float32 [K, N], by name.
         calibration: for static schemes.
-        load_blocks: returns weights that the checkpoint has in blocks of 4 bits; others are converted to blocks.
+        load_blocks: returns weights that the checkpoint stores in blocks of 4 bits; other weights are converted to
+            blocks.
     """
 
     def __init__(
@@ -152,14 +158,15 @@ class RoundedLinears:
         return right.multiply(x)
 
     def grids(self, node: Node, scheme: Scheme) -> LinearGrids:
-        """Return grids of a linear under a static scheme. Raises QuantizationError if the calibration is not of this
-        decoder."""
+        """Return the grids of a linear under a static scheme. Raises QuantizationError if the calibration belongs to
+        another decoder.
+        """
         quantized = self.weight(node.inputs[1], scheme)
         assert isinstance(quantized, Integers)
         return grids_of(node, scheme, self._calibration, quantized.scale)
 
     def weight(self, name: str, scheme: Scheme) -> Integers | BlockTensor:
-        """Return a weight as a scheme stores it, its integers held in float32; made once."""
+        """Return a weight as a scheme stores it, with its integers as float32; it is converted once."""
         storage = scheme.storage_of(name)
         if (name, storage) not in self._quantized:
             blocks = self._load_blocks(name) if storage == "blocks" else None
@@ -191,15 +198,16 @@ class _Window:
         self._log_p = _log_softmax(live[self._plan.output])
 
     def loss(self, first: int, run: RunNode) -> tuple[Float32, Float32]:
-        """Return each compared row's KL divergence, and its decrease of the log-probability of the text's next
-        token."""
+        """Return, for each compared row, the KL divergence and the decrease of the log-probability of the text's next
+        token.
+        """
         live = self._given[first]
         for index in range(first, len(self._plan.subgraphs)):
             live = run_subgraph(self._plan, index, live, self._weights, run)
         log_p, log_q = self._log_p, _log_softmax(live[self._plan.output])
         drop, p = log_p - log_q, np.exp(log_p)
-        # Because both sum to 1, sum p log(p / q) is sum p log(p / q) + q - p. No term of that is negative, and all are
-        # small where p is near q: float32 is sufficient.
+        # Because p and q sum to 1, sum p log(p / q) is sum p log(p / q) + q - p. No term of the latter is negative, and
+        # terms are small where p is near q, so float32 is sufficient.
         kl: Float32 = (p * drop + (np.exp(log_q) - p)).sum(axis=-1)
         rows = np.arange(len(self._rows))
         return kl, drop[rows, self._token_ids[self._rows + 1]]

@@ -106,7 +106,9 @@ class Parameter:
 
 
 class Module:
-    """A node of the module tree. Assigning a module, a list of modules or a parameter to an attribute adds it."""
+    """A node of the module tree. A module, a list of modules or a parameter joins the tree when it is assigned to an
+    attribute.
+    """
 
     def __init__(self) -> None:
         self.path = ""
@@ -134,7 +136,7 @@ class Module:
             yield from child.modules()
 
     def parameters(self) -> Iterator[Parameter]:
-        """Return every parameter of this module and of those below it."""
+        """Return all parameters of this module and of the modules below it."""
         for module in self.modules():
             yield from (member for member in vars(module).values() if isinstance(member, Parameter))
 

@@ -71,12 +71,12 @@ def check_node(
     if (row := OPERATORS.get((domain, op))) is None:
         raise ValueError(f"unknown operator {op!r}")
     least = row.num_inputs if row.least_inputs is None else row.least_inputs
-    require(least <= len(inputs) <= row.num_inputs, f"it has {len(inputs)} inputs, not {row.num_inputs}")
+    require(least <= len(inputs) <= row.num_inputs, f"it has {len(inputs)} inputs, expected {row.num_inputs}")
     missing = [place for place, given in enumerate(inputs) if given is None and place not in row.optional]
     require(not missing, f"its inputs {missing} are missing")
     for place, given in enumerate(inputs):
         dtype = "int64" if place in row.indices else "float32"
-        require(given is None or given[0] == dtype, f"its input {place} is {given and given[0]}, not {dtype}")
+        require(given is None or given[0] == dtype, f"its input {place} is {given and given[0]}, expected {dtype}")
     for name in row.attributes.keys() | attributes.keys():
         require(name in row.attributes, f"it has no attribute {name!r}")
         if name not in attributes:
@@ -98,7 +98,7 @@ def require(condition: object, message: str) -> None:
 
 
 def _matrix(shape: Shape) -> Shape:
-    require(len(shape) == 2, f"it takes {list(shape)} where rows and columns are needed")
+    require(len(shape) == 2, f"its operand is {list(shape)}, expected rows and columns")
     return shape
 
 
@@ -111,19 +111,22 @@ def _elementwise(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     value.
     """
     left, right = inputs
-    require(right == left or right in (left[1:], (*left[:1], 1), (1,), ()), f"it takes {list(left)} and {list(right)}")
+    require(
+        right == left or right in (left[1:], (*left[:1], 1), (1,), ()),
+        f"its operands {list(left)} and {list(right)} do not match",
+    )
     return _matrix(left)
 
 
 def _gather(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     table, rows = _matrix(inputs[0]), inputs[1]
-    require(len(rows) == 1 and attributes.get("axis", 0) == 0, f"it picks {list(rows)} of {list(table)}")
+    require(len(rows) == 1 and attributes.get("axis", 0) == 0, f"it cannot pick {list(rows)} of {list(table)}")
     return (rows[0], table[1])
 
 
 def _product(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     left, right = map(_matrix, inputs)
-    require(left[1] == right[0], f"it multiplies {list(left)} with {list(right)}")
+    require(left[1] == right[0], f"it cannot multiply {list(left)} with {list(right)}")
     return (left[0], right[1])
 
 
@@ -131,7 +134,7 @@ def _norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     value, weight = _matrix(inputs[0]), inputs[1]
     require(
         weight == value[1:] and attributes.get("axis", -1) in (-1, 1),
-        f"it normalises {list(value)} with {list(weight)}",
+        f"it cannot normalise {list(value)} with {list(weight)}",
     )
     return value
 
@@ -140,13 +143,15 @@ def _split(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     rows, columns = _matrix(inputs[0])
     parts, axis = attributes["num_outputs"], attributes.get("axis", 0)
     is_possible = parts > 0 and axis in (-1, 1) and isinstance(columns, int) and columns % parts == 0
-    require(is_possible, f"it splits {columns} columns in {parts} along axis {axis}")
+    require(is_possible, f"it cannot split {columns} columns in {parts} along axis {axis}")
     return (rows, int(columns) // parts)
 
 
 def _head_norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     value, (heads, columns) = _matrix(inputs[0]), _matrix(inputs[1])
-    require(int(heads) * int(columns) <= int(value[1]), f"it normalises {heads} heads of {columns} in {list(value)}")
+    require(
+        int(heads) * int(columns) <= int(value[1]), f"it cannot normalise {heads} heads of {columns} in {list(value)}"
+    )
     return value
 
 
@@ -155,15 +160,15 @@ def _attention(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     positions = (position, rope_position)
     heads, kv_heads, head_dim = (attributes[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
     rotary, window = attributes["rotary_dim"], attributes["window"]
-    require(min(heads, kv_heads, head_dim, rotary) > 0 and window >= 0, f"its sizes are {dict(attributes)}")
+    require(min(heads, kv_heads, head_dim, rotary) > 0 and window >= 0, f"its sizes {dict(attributes)} are invalid")
     require(heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} evenly")
-    require(rotary % 2 == 0 and rotary <= head_dim, f"it rotates {rotary} of {head_dim} columns")
-    require(_matrix(qkv)[1] == (heads + 2 * kv_heads) * head_dim, f"q, k and v are {list(qkv)}")
-    require(all(position == (1,) for position in positions), f"its positions are {positions}")
-    require(cos == sin and _matrix(cos)[1] == rotary // 2, f"its rotary tables are {list(cos)} and {list(sin)}")
-    require(not bias or bias[0] == qkv[1:], f"the bias of q, k and v is {bias}")
+    require(rotary % 2 == 0 and rotary <= head_dim, f"it cannot rotate {rotary} of {head_dim} columns")
+    require(_matrix(qkv)[1] == (heads + 2 * kv_heads) * head_dim, f"its q, k and v {list(qkv)} do not match its heads")
+    require(all(position == (1,) for position in positions), f"its positions are {positions}, expected [1]")
+    require(cos == sin and _matrix(cos)[1] == rotary // 2, f"its rotary tables {list(cos)} and {list(sin)} are invalid")
+    require(not bias or bias[0] == qkv[1:], f"the bias {bias} does not match q, k and v")
     cache = (kv_heads, "W" if window else "P", head_dim)
-    require(keys == values == cache, f"its caches are {list(keys)} and {list(values)}, not {list(cache)}")
+    require(keys == values == cache, f"its caches are {list(keys)} and {list(values)}, expected {list(cache)}")
     return (qkv[0], heads * head_dim)
 
 
@@ -171,22 +176,27 @@ def _linear_attention(attributes: Attributes, inputs: Sequence[Any]) -> Shape:
     qkv, gate, beta, weight, bias, state, matrices = inputs
     variant = find_variant(attributes["attn_type"])
     heads, key_dim, value_dim = (attributes[name] for name in ("num_v_heads", "head_k_dim", "head_v_dim"))
-    require(min(heads, value_dim) > 0, f"its sizes are {dict(attributes)}")
-    require(len(weight) == 3 and weight[1] == 1 and weight[2] > 1, f"the weights of its convolution are {list(weight)}")
+    require(min(heads, value_dim) > 0, f"its sizes {dict(attributes)} are invalid")
+    require(
+        len(weight) == 3 and weight[1] == 1 and weight[2] > 1, f"its convolution has invalid weights {list(weight)}"
+    )
     channels = weight[0]
     require(
-        _matrix(qkv)[1] == variant.columns_per_channel * channels, f"its input for {channels} channels is {list(qkv)}"
+        _matrix(qkv)[1] == variant.columns_per_channel * channels,
+        f"its input {list(qkv)} does not match {channels} channels",
     )
-    require(bias in (None, (channels,)), f"the biases of its convolution are {bias}")
-    require(state == (channels, weight[2] - 1), f"the state of its convolution is {list(state)}")
+    require(bias in (None, (channels,)), f"its convolution has invalid biases {bias}")
+    require(state == (channels, weight[2] - 1), f"its convolution has the invalid state {list(state)}")
     if variant.is_recurrent:
         steps = (qkv[0], heads)
         key_heads = attributes["num_k_heads"]
         require(key_heads > 0 and heads % key_heads == 0, f"{heads} heads cannot share {key_heads} evenly")
-        require({gate, beta} <= {None, steps}, f"its gates are {gate} and {beta}, not {list(steps)}")
+        require({gate, beta} <= {None, steps}, f"its gates are {gate} and {beta}, expected {list(steps)}")
         num_gates = sum(shape is not None for shape in (gate, beta))
-        require(variant.num_gates in (None, num_gates), f"it has {num_gates} gates, not {variant.num_gates}")
-        require(matrices == (heads, key_dim, value_dim) and key_dim > 0, f"its state is {matrices}")
+        require(variant.num_gates in (None, num_gates), f"it has {num_gates} gates, expected {variant.num_gates}")
+        require(
+            matrices == (heads, key_dim, value_dim) and key_dim > 0, f"its state {matrices} does not match its heads"
+        )
     else:
         require((gate, beta, matrices) == (None, None, None), "it has inputs of a recurrence, but its kind has none")
     return (qkv[0], heads * value_dim)
@@ -195,12 +205,12 @@ def _linear_attention(attributes: Attributes, inputs: Sequence[Any]) -> Shape:
 def _experts(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     hidden, logits, gate_up, down = inputs
     rows, width = _matrix(hidden)
-    require(len(gate_up) == len(down) == 3, f"its experts are {list(gate_up)} and {list(down)}")
+    require(len(gate_up) == len(down) == 3, f"its experts {list(gate_up)} and {list(down)} do not match")
     experts, _, inner = gate_up
-    require(logits == (rows, experts), f"it has {experts} experts and logits {list(logits)}")
-    require(gate_up[1] == width and int(inner) % 2 == 0, f"its experts are {list(gate_up)}")
-    require(down == (experts, int(inner) // 2, width), f"its experts are {list(gate_up)} and {list(down)}")
-    require(1 <= attributes["top_k"] <= int(experts), f"it picks {attributes['top_k']} of {experts} experts")
+    require(logits == (rows, experts), f"its logits {list(logits)} do not match {experts} experts")
+    require(gate_up[1] == width and int(inner) % 2 == 0, f"its experts {list(gate_up)} do not match its input")
+    require(down == (experts, int(inner) // 2, width), f"its experts {list(gate_up)} and {list(down)} do not match")
+    require(1 <= attributes["top_k"] <= int(experts), f"it cannot pick {attributes['top_k']} of {experts} experts")
     return hidden
 
 

@@ -2,7 +2,7 @@
 
 A node runs on the device on which its module was placed, or on the device that a rule selects. Adjacent nodes on one
 device form one subgraph, so a decoder of L layers has L + 1 static and L dynamic subgraphs, between an embedding and an
-LM head. A linear with a shadow is a subgraph of its own, and so are its shadow and every sum over ranks.
+LM head. A linear with a shadow forms a separate subgraph, and so do its shadow and every sum over ranks.
 
     x -> MatMul -> y      becomes      x -> MatMul ----------------> y.main --+
                                        x -> chunkrt::ShadowLinear -> y.shadow -+-> Add -> y

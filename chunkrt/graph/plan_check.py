@@ -8,7 +8,7 @@ from chunkrt.graph.plan import ATTENTION_OPS, INPUTS, Plan, Subgraph, Tensor
 
 def check_plan(plan: Plan) -> None:
     """Raise ValueError for an inconsistent plan, or KeyError for an unknown tensor name."""
-    require(set(plan.inputs) <= INPUTS.keys(), f"it has inputs {plan.inputs}")
+    require(set(plan.inputs) <= INPUTS.keys(), f"its inputs {plan.inputs} are not all known")
     require(1 <= plan.vocab_size <= MOST and 1 <= plan.context_length <= MOST, "its sizes are invalid")
     require(plan.long_context_from is None or 1 <= plan.long_context_from <= MOST, "its longer context is invalid")
     for name, tensor in plan.tensors.items():
@@ -20,20 +20,20 @@ def check_plan(plan: Plan) -> None:
     known, states = set(plan.inputs), set[str]()
     for subgraph in plan.subgraphs:
         is_alone = known.isdisjoint(subgraph.outputs) and states.isdisjoint(subgraph.state)
-        require(is_alone, f"{subgraph.name} writes a tensor that another writes")
+        require(is_alone, f"{subgraph.name} writes a tensor that another subgraph writes")
         _check_subgraph(plan, subgraph, known)
         known.update(subgraph.outputs)
         states.update(subgraph.state)
     require(plan.output in known, f"no subgraph writes its output {plan.output!r}")
     shape = plan.tensors[plan.output].shape
-    require(shape == ("R", plan.vocab_size), f"its output {plan.output!r} is {list(shape)}")
+    require(shape == ("R", plan.vocab_size), f"its output {plan.output!r} has the invalid shape {list(shape)}")
     attention = [node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS]
     windows = {node.attributes["window"] for node in attention} - {0}
     require(len(windows) <= 1, f"its layers have windows of {windows}; one window is possible")
     rows = plan.context_length * (1 if plan.long_context_from is None else 2)
     for node in attention:
         found = plan.tensors[node.inputs[3]].shape[0]
-        require(found == rows, f"{node.name!r} has rotary tables of {found} rows, not {rows}")
+        require(found == rows, f"{node.name!r} has rotary tables of {found} rows, expected {rows}")
     tables = {name for node in attention for name in node.inputs[3:5]}
     others = [tensor.name for tensor in plan.tensors.values() if tensor.rotary and tensor.name not in tables]
     require(not others, f"{others} are not rotary tables")

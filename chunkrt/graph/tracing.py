@@ -29,8 +29,8 @@ STATE_KEY = "chunkrt.state"
 CONTEXT_KEY = "chunkrt.context_length"
 LONG_CONTEXT_KEY = "chunkrt.long_context_from"
 NO_HEAD_KEY = "chunkrt.no_head"
-"""Metadata keys: of the number of positions that the graph can distinguish, and of the number of tokens above which it
-uses its long rotary tables.
+"""Metadata keys: the number of positions that the graph can distinguish, the number of tokens above which it uses its
+long rotary tables, and the mark of a decoder without an LM head.
 """
 ROTARY_KEY = "chunkrt.rotary"
 """Mark of a weight that is a rotary table made by chunkrt; see `Tensor.rotary`."""
@@ -175,7 +175,7 @@ class Trace:
         path = self._scopes[-1][0]
         full = f"{path}.{name}" if path else name
         if full in self._names:
-            raise ValueError(f"two values are named {full!r}; give the second operator a name of its own")
+            raise ValueError(f"two values are named {full!r}; give the second operator another name")
         self._names.add(full)
         return full
 

@@ -21,7 +21,9 @@ from chunkrt.quant.scheme import LEVELS, Scheme
 Float32 = NDArray[np.float32]
 
 OUTPUT_HEADROOM = {8: 1.0, 16: 2.0}
-"""Factor by which an output's grid exceeds the largest output in calibration. A 16-bit grid is fine enough for it."""
+"""Factor by which an output's grid exceeds the largest output in calibration. 16-bit grids are fine enough for this
+factor.
+"""
 
 FLOAT16_MAX = 65504
 """Limit of the headroom of a column's own grid: on an NPU the grid's limit is a factor in float16."""

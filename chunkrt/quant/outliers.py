@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Float32 = NDArray[np.float32]
 
 OUTLIER_RATIO = 8
-"""Ratio of an outlier to its row's mean magnitude; fewer than an eighth of a row can exceed it."""
+"""Ratio of an outlier to its row's mean magnitude; fewer than an eighth of a row's values can exceed this ratio."""
 
 NUM_SUMS = 64
 

@@ -209,9 +209,7 @@ class _Stream:
         else:
             is_written = False
         if not is_written:
-            raise _ObstacleError(
-                f"node {node.name!r} ({node.op}) writes into it, and has no weight of its own to scale"
-            )
+            raise _ObstacleError(f"node {node.name!r} ({node.op}) writes into it, and has no unshared weight to scale")
         return []
 
     def _factor_of(self, product: Node) -> list[str]:

@@ -100,7 +100,7 @@ class _Stream:
                 self.readers.add(node.inputs[1])
             else:
                 raise _refusal(
-                    node, "reads it, and is neither an Add, nor a norm or a linear layer with a weight of its own"
+                    node, "reads it, and is neither an Add, nor a norm or a linear layer with an unshared weight"
                 )
         return further
 

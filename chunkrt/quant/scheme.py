@@ -174,7 +174,7 @@ DEFAULT_NPU_SCHEME = "w8a16"
 """Default scheme on an NPU that does not support the other default."""
 
 STATIC_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.is_static)
-"""Names of the schemes that need a calibration. An NPU runs only these."""
+"""Names of the schemes that need a calibration. An NPU runs only these schemes."""
 
 
 def find_scheme(name: str) -> Scheme:

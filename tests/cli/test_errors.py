@@ -369,7 +369,7 @@ def test_broken_catalogue_entry_keeps_the_others(command, monkeypatch, tmp_path,
 
 def test_pickled_checkpoint_is_refused_by_name(command, tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
-    expect_one_line(command("run", tmp_path / "pytorch_model.bin", "-p", "x"), "pickled files are not read")
+    expect_one_line(command("run", tmp_path / "pytorch_model.bin", "-p", "x"), "pickled files are not supported")
 
 
 def test_chunkrt_home_expands_a_tilde(monkeypatch, tmp_path):

@@ -221,7 +221,7 @@ def test_plan_shows_converted_bytes(command):
 
 def test_plan_counts_linear_layers_with_4_bits(command):
     found = command("plan", GGUF, "--scheme", "w4a8-dynamic")
-    assert found.out.endswith("weights of 8 linear layers have 4 bits, of 1 8 bits\n")
+    assert found.out.endswith("weights of 8 linear layers have 4 bits, and weights of 1 have 8 bits\n")
     summary = json.loads(command("plan", GGUF, "--scheme", "w4a8-dynamic", "--json").out)
     assert summary["linears_by_weight_bits"] == {"4": 8, "8": 1, "32": 0}
     assert "have 4 bits" not in command("plan", GGUF).out

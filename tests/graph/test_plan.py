@@ -75,7 +75,7 @@ def test_plan_with_something_missing_or_unknown_is_damaged(plan, damage):
 def test_two_subgraphs_with_the_same_output_are_damaged(plan, damage):
     data = json.loads(plan.to_json())
     damage(data["subgraphs"])
-    with pytest.raises(ModelError, match=r"writes a tensor that another writes\); recompile the model"):
+    with pytest.raises(ModelError, match=r"writes a tensor that another subgraph writes\); recompile the model"):
         Plan.from_json(json.dumps(data))
 
 

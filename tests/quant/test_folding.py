@@ -254,6 +254,6 @@ def test_strength_is_between_0_and_1(alpha):
 
 def test_rotation_must_come_first():
     model = random_model()
-    with pytest.raises(QuantizationError, match="cannot rotate weights that are already transformed: rotate first"):
+    with pytest.raises(QuantizationError, match="cannot rotate weights that are already transformed; rotate first"):
         equalised(model).then(rotated(model))
     assert Folding().then(rotated(model)).has_rotation

@@ -112,7 +112,9 @@ class Place:
         np.copyto(array, self.buffers[name][: len(array)])
 
     def check_finite(self, name: str, num_rows: int) -> None:
-        """Check both sides, because quantising an infinity yields a finite value that hides it."""
+        """Raise NumberRangeError for an infinity. Inputs are checked too, because quantising an infinity yields a
+        finite value.
+        """
         if not np.isfinite(self.buffers[name][:num_rows], out=self._is_finite[name][:num_rows]).all():
             raise self._beyond(name)
 

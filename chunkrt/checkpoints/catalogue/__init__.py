@@ -1,4 +1,4 @@
-"""The catalogue: checkpoints that chunkrt knows by name, and their download."""
+"""The catalogue of named checkpoints, and their download."""
 
 from chunkrt.checkpoints.catalogue.entry import Entry, entries, find
 from chunkrt.checkpoints.catalogue.fetch import damage, home, how_to_fetch, pull, pulled

@@ -1,4 +1,4 @@
-"""Download of one file: streamed in bounded memory, resumable, verified by its SHA-256."""
+"""Download of a file, which is streamed in bounded memory, resumable, and verified by its SHA-256."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ Received = Callable[[int], None]
 
 
 class UnreachableError(ModelError):
-    """The address could not be opened: no connection, no permission, no trusted certificate, no such file."""
+    """Error for an address that cannot be opened: no connection, no permission, no trusted certificate, or no such
+    file.
+    """
 
 
 def download(url: str, part: Path, num_bytes: int, sha256: str, progress: Received) -> None:
@@ -49,7 +51,7 @@ def download(url: str, part: Path, num_bytes: int, sha256: str, progress: Receiv
 
 
 def difference(path: Path, num_bytes: int, sha256: str) -> str | None:
-    """Return how a file differs from the expected one, or None if it is that one."""
+    """Return a description of the difference between a file and the expected one, or None if they are equal."""
     found_bytes, found = fingerprint(path)
     if found_bytes != num_bytes:
         return f"it has {found_bytes} bytes, expected {num_bytes}"
@@ -57,7 +59,7 @@ def difference(path: Path, num_bytes: int, sha256: str) -> str | None:
 
 
 def _fetch_rest(url: str, file: BinaryIO, num_bytes: int, progress: Received) -> None:
-    """Connect again whenever a connection breaks, as long as each one makes progress."""
+    """Download, and connect again whenever a connection breaks, as long as every connection makes progress."""
     while True:
         start = file.tell()
         if _fetch_some(url, file, num_bytes, progress):
@@ -67,7 +69,7 @@ def _fetch_rest(url: str, file: BinaryIO, num_bytes: int, progress: Received) ->
 
 
 def _fetch_some(url: str, file: BinaryIO, num_bytes: int, progress: Received) -> bool:
-    """Append the data of one connection. Returns whether the file is complete."""
+    """Append the data of one connection, and return whether the file is complete."""
     start = file.tell()
     request = Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:

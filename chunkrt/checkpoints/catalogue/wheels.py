@@ -1,8 +1,8 @@
 """Download of a wheel, without its dependencies, from pip's source.
 
-pip knows the user's package index, mirrors and wheel folders, so it determines the address; the file is then fetched
-here, because pip neither resumes a download nor reports its progress. If only pip can open the address (its proxy,
-credentials or certificates), pip fetches it.
+pip is configured with the user's package index, mirrors and wheel folders, so pip determines the address. This module
+then fetches the file, because pip neither resumes a download nor reports its progress. If only pip can open the
+address, with its proxy, credentials or certificates, pip fetches the file.
 """
 
 from __future__ import annotations

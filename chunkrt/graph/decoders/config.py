@@ -252,7 +252,9 @@ def _norm_offset(config: Mapping[str, Any], where: str) -> float:
 
 
 def _context_length(config: Mapping[str, Any], where: str) -> int:
-    """Return the context length; an implausible one is refused, because caches and tables may be allocated for it."""
+    """Return the context length. An implausible length is refused, because caches and tables may be allocated for
+    it.
+    """
     key = "max_position_embeddings"
     length = config.get(key)
     if type(length) is int and length > LONGEST_CONTEXT:

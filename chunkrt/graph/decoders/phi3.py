@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and Phi-4-mini: the Llama family with q, k and v, and gate and up, each merged in the checkpoint.
+"""Phi-3, 3.5 and Phi-4-mini: the Llama family with two merged tensors in the checkpoint: q, k and v, and gate and up.
 
 RoPE may rotate only a part of every head, and may be stretched for long contexts. Layers may have a sliding window.
 Source: Abdin et al., Phi-3 Technical Report (2024), section 2; Hugging Face's `Phi3ForCausalLM`.

@@ -19,7 +19,7 @@ from chunkrt.onnx.exporting.operators import finish
 from chunkrt.onnx.exporting.settings import WindowSettings
 
 MASKED = -1e9
-"""Term added to the scores of slots that a row does not see: finite, so that every row has a largest score."""
+"""Term added to the scores of slots that a row does not see. It is finite, so every row has a finite largest score."""
 
 WINDOW_SUFFIX = ".window"
 """Suffix of a rotary table's name if the model holds only some of its rows."""

@@ -68,7 +68,7 @@ def tokenizer_files(planned: Planned) -> Files:
 
 
 def _as_folders_have_it(template: str, chat_adds_bos: bool) -> str:
-    """Return a GGUF file's chat template; prepend the beginning token if the tokenizer would add it."""
+    """Return a GGUF file's chat template, preceded by the beginning token if the tokenizer would add this token."""
     return "{{- bos_token }}" + template if chat_adds_bos and "bos_token" not in template else template
 
 

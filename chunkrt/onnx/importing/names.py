@@ -133,7 +133,7 @@ class _Namer:
             self._name_linear(sigmoid.inputs[0], f"{path}.{'z_proj' if silu is not None else 'gate_proj'}")
 
     def name(self, node: ir.Node, layer: int) -> None:
-        """Name a node that has no name yet; `layer` is that of the last mixer before it."""
+        """Name a node that has no name yet; `layer` is the layer of the last mixer before the node."""
         if node in self.places:
             return
         inside = f"model.layers.{layer}" if layer >= 0 else "model"

@@ -24,8 +24,11 @@ ON_CPU = ("embed_tokens", "lm_head", "soft_cap", "qk_norm", "head_norm", "decay"
 class Step(NamedTuple):
     """One operator, by keys of values.
 
-    operator: domain and name, from `OPERATORS`. inputs: None if one is absent, or is a state, which tracing creates.
-    path, names: its module, and the names of its outputs in it.
+    Attributes:
+        operator: domain and name, from `OPERATORS`.
+        inputs: keys of the inputs; None for an absent input, and for a state, which tracing creates.
+        path: path of the operator's module.
+        names: names of the outputs in the module.
     """
 
     operator: tuple[str, str]

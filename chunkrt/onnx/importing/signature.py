@@ -1,7 +1,9 @@
 """Classification of an exported decoder's inputs and outputs, and of its exporter.
 
-| exporter | recognised by | | --- | --- | | ONNX Runtime GenAI's builder | producer "onnxruntime-genai", or attention
-of the domain com.microsoft | | Optimum, torch | past and present states, with another producer |
+| exporter | recognised by |
+| --- | --- |
+| ONNX Runtime GenAI's builder | producer "onnxruntime-genai", or attention of the domain com.microsoft |
+| Optimum, torch | past and present states, with another producer |
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ _LAYER = re.compile(r"\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """One tensor that persists between runs: the input, the output, its layer by the names, and its kind.
+    """One tensor that persists between runs, with its input, its output, and the layer and the kind that their names
+    state.
 
-    `kind`: the rest of the name besides past and present: "key", "value", "conv".
+    `kind` is the name without the prefix for past or present: "key", "value" or "conv".
     """
 
     past: str

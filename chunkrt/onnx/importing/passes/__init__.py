@@ -1,1 +1,1 @@
-"""One pass a module, each in place on a `Draft`. `importing.PASSES` has their order."""
+"""Passes, one per module, which change a `Draft` in place. `importing.PASSES` lists them in order."""

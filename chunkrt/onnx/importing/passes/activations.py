@@ -1,4 +1,4 @@
-"""Activations under other names: SiLU becomes Mul(x, Sigmoid(x)); GELU in its tanh form becomes Gelu."""
+"""Conversion of fused activations: SiLU becomes Mul(x, Sigmoid(x)), and GELU in its tanh form becomes Gelu."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Attention nodes become chunkrt's CachedAttention over one linear of queries, keys and values.
+"""Conversion of attention nodes to chunkrt's CachedAttention over one linear of queries, keys and values.
 
-This pass looks for attention operators. `decomposed/` has composed attention of small operators before it.
+This pass handles attention operators. `decomposed/` has already composed such operators from small operators.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXTRA_INPUTS = (
 def raise_attention(draft: Draft) -> None:
     """Replace attention nodes by CachedAttention.
 
-    Requires: linears, norms of heads and columns are raised. Ensures: attention is CachedAttention(qkv, cos, sin,
+    Requires: linears, norms of heads and columns are converted. Ensures: attention is CachedAttention(qkv, cos, sin,
     past_key, past_value), and its past is a state of the graph.
     """
     for node in list(draft.graph):
@@ -40,7 +40,7 @@ def raise_attention(draft: Draft) -> None:
 
 
 def _group_query(draft: Draft, node: ir.Node) -> AttentionNode:
-    """Read com.microsoft's GroupQueryAttention: always causal; present keys are rotated."""
+    """Read com.microsoft's GroupQueryAttention, which is always causal and whose present keys are rotated."""
     plain = {"softcap": 0.0, "smooth_softmax": 0.0, "qk_output": 0.0, "kv_cache_bit_width": 0.0}
     plain |= {"causal": 1.0, "sliding_window_cache": 0.0}
     for name, usual in plain.items():
@@ -84,7 +84,7 @@ def _group_query(draft: Draft, node: ir.Node) -> AttentionNode:
 
 
 def same_tables(draft: Draft, node: ir.Node, left: Tables | None, right: Tables | None) -> Tables | None:
-    """Return the tables of queries and keys. Raises UnsupportedModelError if they differ."""
+    """Return the rotary tables of queries and keys. Raises UnsupportedModelError if the two differ."""
     names = [None if t is None else [draft.weights[value].tensors for value in t] for t in (left, right)]
     if names[0] != names[1]:
         raise draft.unsupported(node, "its queries and keys are rotated by different tables")
@@ -92,7 +92,9 @@ def same_tables(draft: Draft, node: ir.Node, left: Tables | None, right: Tables 
 
 
 def _multi_head(draft: Draft, node: ir.Node) -> AttentionNode:
-    """Read com.microsoft's MultiHeadAttention: as many key as query heads; a mask is added to the scores."""
+    """Read com.microsoft's MultiHeadAttention, which has as many key heads as query heads and adds a mask to the
+    scores.
+    """
     if extra := [v.name for v in (*node.inputs[3:5], *node.inputs[8:]) if v is not None]:
         raise draft.unsupported(node, f"it reads {extra[0]!r}: a bias or a padding mask, which is not supported")
     query, value = node.inputs[0], input_of(node, 2)
@@ -139,7 +141,7 @@ def _standard(draft: Draft, node: ir.Node) -> AttentionNode:
 
 
 def _count_heads(draft: Draft, node: ir.Node, query: ir.Value, past: ir.Value | None) -> tuple[int, int]:
-    """Return the numbers of query and key heads if these come as [batch, heads, T, D]: the past has the same sizes."""
+    """Return the numbers of query and key heads of operands [batch, heads, T, D], from the sizes of the past."""
     sizes = [d for d in past.shape if isinstance(d, int)] if past is not None and past.shape is not None else []
     columns = width(draft, query)
     if len(sizes) < 2 or columns is None or sizes[-1] < 1 or columns % sizes[-1]:
@@ -157,8 +159,9 @@ def _from_heads(
     heads: tuple[int, int] | None,
     results: Sequence[ir.Value] = (),
 ) -> AttentionNode:
-    """Read attention whose operands may be by head, and whose queries and keys are rotated before it; a node without a
-    mask must be causal itself."""
+    """Read attention whose operands may be by head, and whose queries and keys are already rotated. A node without a
+    mask must be causal itself.
+    """
     query, key, value = (rows_of(draft, node, operand) for operand in operands)
     tables = same_tables(draft, node, query.tables, key.tables)
     if tables is None or value.tables is not None:
@@ -184,4 +187,4 @@ READERS: dict[tuple[str, str], Callable[[Draft, ir.Node], AttentionNode]] = {
     (CONTRIB, "MultiHeadAttention"): _multi_head,
     ("", "Attention"): _standard,
 }
-"""Readers of attention nodes, by domain and operator."""
+"""Functions that read attention nodes, by domain and operator."""

@@ -1,4 +1,4 @@
-"""Parts of a row: Split and Slice along the last axis become Columns(x; start, stop, groups)."""
+"""Conversion of Split and Slice along the last axis to Columns(x; start, stop, groups)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAST_OF_ROWS, LAST_OF_HEADS = (-1, 2), (-1, 3)
 def separate_columns(draft: Draft) -> None:
     """Split linears whose columns are read separately.
 
-    Requires: a pruned graph. Ensures: columns of a linear with readers of their own become a separate linear.
+    Requires: a pruned graph. Ensures: columns of a linear that have separate readers become a separate linear.
     """
     for node in list(draft.graph):
         users = {user.op_type for user, _ in node.outputs[0].uses()}
@@ -32,8 +32,8 @@ def separate_columns(draft: Draft) -> None:
 def raise_columns(draft: Draft) -> None:
     """Replace slices of rows by Columns.
 
-    Requires: linears are raised. Ensures: a part of a row's columns is Columns, and so is a part of each of its heads'
-    columns; this operator exists between passes only.
+    Requires: linears are converted. Ensures: a selection of a row's columns is Columns, and so is the same selection of
+    every head's columns. This operator exists between passes only.
     """
     for node in list(draft.graph):
         if draft.evaluator.is_positional(node.outputs[0].name or "") or node.domain:
@@ -55,7 +55,7 @@ def _split(draft: Draft, node: ir.Node) -> None:
 
 
 def _ends(draft: Draft, node: ir.Node, columns: int) -> list[int]:
-    """Return the ends of a Split's parts."""
+    """Return the end of each part of a Split."""
     sizes = input_of(node, 1)
     if sizes is None:
         each = -(-columns // len(node.outputs))
@@ -70,8 +70,9 @@ def _ends(draft: Draft, node: ir.Node, columns: int) -> list[int]:
 
 
 def _split_heads(draft: Draft, node: ir.Node) -> None:
-    """Replace rows reshaped to heads [batch, T, heads, D], each cut in the same way, whose parts are joined to rows
-    again."""
+    """Replace rows that are reshaped to heads [batch, T, heads, D], split in the same way for every head, and joined to
+    rows again.
+    """
     before = producer(node.inputs[0], "Reshape")
     columns = None if before is None else width(draft, before.inputs[0])
     if before is None or columns is None or (shape := _constant_shape(draft, before)) is None or len(shape) != 4:

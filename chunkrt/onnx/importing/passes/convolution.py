@@ -1,4 +1,4 @@
-"""LFM2's gated short convolution becomes chunkrt's LinearAttention of the kind "short_conv".
+"""Conversion of LFM2's gated short convolution to chunkrt's LinearAttention of the kind "short_conv".
 
 columns B, C, x of one linear:  C * convolve(B * x)
 """
@@ -17,17 +17,18 @@ from chunkrt.onnx.importing.projections import Projection, find_projection, merg
 from chunkrt.onnx.importing.widths import width
 
 BY_CHANNEL = (0, 2, 1)
-"""The permutation from [batch, T, C] to [batch, C, T], and back."""
+"""The permutation from [batch, T, C] to [batch, C, T], which is its own inverse."""
 
 
 def raise_convolutions(draft: Draft) -> None:
     """Replace gated short convolutions by LinearAttention.
 
-    Requires: linears are raised. Ensures: a convolution with state, and all nodes between the linears before and after
-    it, is LinearAttention(qkv, -, -, weight, bias, state).
+    Requires: linears are converted. Ensures: a convolution with state, and all nodes between the linears before and
+    after it, is LinearAttention(qkv, -, -, weight, bias, state).
 
     Raises:
-        UnsupportedModelError: it is not between two gates that are thirds of one linear, or has an activation.
+        UnsupportedModelError: the convolution is not between two gates that are thirds of one linear, or has an
+            activation.
     """
     for node in list(draft.graph):
         if (node.domain, node.op_type) == (CONTRIB, "CausalConvWithState"):
@@ -53,7 +54,7 @@ def _raise(draft: Draft, node: ir.Node) -> None:
         raise draft.unsupported(node, "its gates are not parts of one linear layer's result")
     weight, bias = convolution_weights(draft, node)
     before, after, x = parts
-    if x.columns[0] < before.columns[0]:  # a product has no order; the linear's columns have
+    if x.columns[0] < before.columns[0]:  # the factors of a product have no order, but the linear's columns have
         before, x = x, before
     if (qkv := merge(draft, node, [before, after, x])) is None:
         raise draft.unsupported(node, "its gates are not parts of one linear layer's result")
@@ -76,7 +77,7 @@ def _raise(draft: Draft, node: ir.Node) -> None:
 
 
 def check_convolution(draft: Draft, node: ir.Node) -> ir.Value:
-    """Return the past of a CausalConvWithState. Raises UnsupportedModelError for kinds that chunkrt does not have."""
+    """Return the past of a CausalConvWithState. Raises UnsupportedModelError for unsupported kinds."""
     if int_attribute(node, "ndim", 1) != 1 or int_attribute(node, "state_window"):
         raise draft.unsupported(node, "it is not one-dimensional, or has a window of states")
     if int_attribute(node, "dilation", 1) != 1:
@@ -88,7 +89,7 @@ def check_convolution(draft: Draft, node: ir.Node) -> ir.Value:
 
 
 def convolution_weights(draft: Draft, node: ir.Node) -> tuple[ir.Value, ir.Value | None]:
-    """Return weights [channels, 1, taps] and, if it has one, bias [channels] of a convolution."""
+    """Return the weights [channels, 1, taps] and the optional bias [channels] of a convolution."""
     kernel, bias = node.inputs[1], input_of(node, 2)
     if kernel is None or not is_constant(draft, kernel):
         raise draft.unsupported(node, "its weight is not constant")
@@ -104,7 +105,7 @@ def convolution_weights(draft: Draft, node: ir.Node) -> tuple[ir.Value, ir.Value
 
 
 def is_transposition(node: ir.Node) -> bool:
-    """Return whether a node transposes rows to channels, or back."""
+    """Return whether a node transposes rows to channels, or channels to rows."""
     perm = node.attributes.get("perm")
     return node.op_type == "Transpose" and perm is not None and tuple(perm.value) == BY_CHANNEL
 

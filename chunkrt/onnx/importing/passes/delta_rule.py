@@ -1,8 +1,8 @@
-"""com.microsoft's LinearAttention becomes chunkrt's LinearAttention of the kind "gated_delta_rule".
+"""Conversion of com.microsoft's LinearAttention to chunkrt's LinearAttention of the kind "gated_delta_rule".
 
 Exporters write the part between the convolution and the recurrence (the activation, the order of queries, keys and
-values, their lengths and scale) in many ways. Instead of matching it, the pass runs everything from the convolution's
-input to the result on random values, and requires the values of chunkrt's operator.
+values, their normalisation and scale) in many ways. Instead of matching patterns, the pass runs all nodes from the
+convolution's input to the result on random values, and requires the values of chunkrt's operator.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def raise_decays(draft: Draft) -> None:
 def raise_delta_rules(draft: Draft) -> None:
     """Replace recurrences by LinearAttention.
 
-    Requires: linears and decays are raised. Ensures: a recurrence and the convolution before it are
+    Requires: linears and decays are converted. Ensures: a recurrence and the convolution before it are
     LinearAttention(qkv, decay, step, weight, bias, conv_state, recurrent_state), and the linears of decay and step are
     halves of one.
 
     Raises:
-        UnsupportedModelError: it is another recurrence, or computes other numbers than chunkrt's.
+        UnsupportedModelError: the recurrence is of another kind, or its values differ from those of chunkrt's operator.
     """
     for node in list(draft.graph):
         if (node.domain, node.op_type) == (CONTRIB, "LinearAttention"):
@@ -66,7 +66,7 @@ def raise_delta_rules(draft: Draft) -> None:
 def raise_gated_norms(draft: Draft) -> None:
     """Express GatedRMSNorm by HeadNorm and Mul.
 
-    Requires: recurrences are raised. Ensures: GatedRMSNorm is Mul(HeadNorm(x), activation(gate)).
+    Requires: recurrences are converted. Ensures: GatedRMSNorm is Mul(HeadNorm(x), activation(gate)).
     """
     for node in list(draft.graph):
         if (node.domain, node.op_type) != (CONTRIB, "GatedRMSNorm"):
@@ -135,7 +135,7 @@ def _raise(draft: Draft, node: ir.Node) -> None:
 
 
 def _convolution(draft: Draft, node: ir.Node) -> ir.Node:
-    """Return the one convolution that queries, keys and values come from."""
+    """Return the convolution from which queries, keys and values are made."""
     found: dict[ir.Node, None] = {}
     pending, seen = list(node.inputs[:3]), set()
     while pending:
@@ -160,7 +160,7 @@ def _find_length(draft: Draft, node: ir.Node, convolution: ir.Node, heads: dict[
     states.
 
     Raises:
-        UnsupportedModelError: the results match chunkrt's neither with nor without unit length.
+        UnsupportedModelError: the results differ from chunkrt's, with unit length and without it.
     """
     given = _random(draft, node, convolution, heads)
     found = _results(draft, node, convolution, given)
@@ -193,7 +193,7 @@ def _find_length(draft: Draft, node: ir.Node, convolution: ir.Node, heads: dict[
 
 
 def _random(draft: Draft, node: ir.Node, convolution: ir.Node, heads: dict[str, int]) -> list[Array]:
-    """Return values of the convolution's input [1, C, T], decay and step [1, T, Hv], and both states."""
+    """Return random values of the convolution's input [1, C, T], the decay and the step [1, T, Hv], and both states."""
     rng, length = np.random.default_rng(0), draft.regions.probe.length
     types = {v.name: np.dtype(v.dtype.numpy()) for v in draft.graph.inputs if v.dtype is not None}
     conv_past, past = convolution.inputs[3], node.inputs[3]

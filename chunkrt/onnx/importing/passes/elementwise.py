@@ -1,4 +1,6 @@
-"""Constant terms and factors of rows become weights; division and subtraction become multiplication and addition."""
+"""Conversion of constant terms and factors of rows to weights, and of division and subtraction to multiplication and
+addition.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ OPS = ("Add", "Mul", "Sub", "Div")
 def raise_constants(draft: Draft) -> None:
     """Turn constant operands of elementwise operators into weights.
 
-    Requires: linears are raised. Ensures: the constant operand of Add and Mul is the second, and a weight [N] or one
-    number; Sub and Div of a constant are Add and Mul.
+    Requires: linears are converted. Ensures: the constant operand of Add and Mul is the second operand, and is a weight
+    [N] or one number; Sub and Div of a constant are Add and Mul.
     """
     for node in list(draft.graph):
         if node.domain or node.op_type not in OPS or draft.evaluator.is_positional(node.outputs[0].name or ""):

@@ -1,6 +1,7 @@
-"""Token look-up: Gather from a constant table, with the factor by which a family multiplies the result.
+"""Conversion of the token look-up: a Gather from a constant table, and the factor by which a family multiplies the
+result.
 
-com.microsoft's GatherBlockQuantized does the same with a table in blocks of few bits.
+com.microsoft's GatherBlockQuantized is a Gather from a table in blocks of few bits.
 """
 
 from __future__ import annotations

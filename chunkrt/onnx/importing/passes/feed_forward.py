@@ -1,4 +1,4 @@
-"""Gate and up become one linear whose result is split."""
+"""Merging of the linears gate and up into one linear, whose result is split."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chunkrt.onnx.importing.projections import Projection, find_projection, merg
 def merge_gates(draft: Draft) -> None:
     """Merge gate and up into one linear.
 
-    Requires: linears, columns and activations are raised. Ensures: in Mul(activation(gate), up), gate and up are the
+    Requires: linears, columns and activations are converted. Ensures: in Mul(activation(gate), up), gate and up are the
     halves of one linear, by Split.
     """
     for node in list(draft.graph):

@@ -1,4 +1,4 @@
-"""Logits of the requested rows: the rows are picked before the LM head."""
+"""Selection of the requested rows before the LM head."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import onnx_ir as ir
 from chunkrt.onnx.importing.draft import Draft
 
 ROWWISE = ("Add", "Mul", "Tanh")
-"""Operators that may follow the LM head, row by row: a bias, a soft cap."""
+"""Operators that may follow the LM head, for a bias or a soft cap; they compute row by row."""
 
 
 def pick_rows(draft: Draft) -> ir.Value:
-    """Pick the requested rows before the LM head.
+    """Insert the selection of the requested rows before the LM head.
 
-    Requires: linears are raised. Ensures: the LM head reads Gather(hidden, logit_rows).
+    Requires: linears are converted. Ensures: the LM head reads Gather(hidden, logit_rows).
 
     Returns:
-        logit_rows.
+        The input logit_rows.
 
     Raises:
-        UnsupportedModelError: the logits are not a linear's result.
+        UnsupportedModelError: the logits are not the result of a linear.
     """
     rows = ir.Value(name="logit_rows")
     node = draft.logits.producer()

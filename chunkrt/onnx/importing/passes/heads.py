@@ -1,4 +1,4 @@
-"""Rows reshaped to heads, and back: reshapes and transpositions around four-dimensional attention."""
+"""Removal of reshapes and transpositions between rows and heads around four-dimensional attention."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from chunkrt.onnx.importing.passes.rotary import Tables, take_off
 from chunkrt.onnx.importing.widths import width
 
 BY_HEAD = (0, 2, 1, 3)
-"""The permutation from [batch, T, heads, D] to [batch, heads, T, D], and back."""
+"""The permutation from [batch, T, heads, D] to [batch, heads, T, D], which is its own inverse."""
 
 
 class Heads(NamedTuple):
-    """Rows of an operand of attention, and the tables that rotated its heads."""
+    """Rows of an operand of attention, and the tables by which its heads were rotated."""
 
     rows: ir.Value
     tables: Tables | None
@@ -25,10 +25,10 @@ class Heads(NamedTuple):
 def rows_of(draft: Draft, node: ir.Node, value: ir.Value | None) -> Heads:
     """Return the rows [T, heads * D] of an operand of an attention node, before they were reshaped to heads.
 
-    Rotation is removed. A norm of single heads before it is moved after the rows, as HeadNorm.
+    Rotation is removed. A norm of single heads before the rotation becomes a HeadNorm after the rows.
 
     Raises:
-        UnsupportedModelError: it does not come from rows.
+        UnsupportedModelError: the operand is not made from rows.
     """
     tables, norm, found = None, None, value
     while found is not None and width(draft, found) is None:
@@ -48,7 +48,7 @@ def rows_of(draft: Draft, node: ir.Node, value: ir.Value | None) -> Heads:
 
 
 def is_turned(value: ir.Value) -> bool:
-    """Return whether a value is a transposition of another to heads, or back."""
+    """Return whether a value is the transposition of another value from rows to heads, or from heads to rows."""
     turned = producer(value, "Transpose")
     perm = None if turned is None else turned.attributes.get("perm")
     return perm is not None and tuple(perm.value) == BY_HEAD
@@ -58,7 +58,7 @@ def results_of(draft: Draft, node: ir.Node) -> list[ir.Value]:
     """Convert an attention node's result by head to rows again.
 
     Raises:
-        UnsupportedModelError: it is used in another way.
+        UnsupportedModelError: the result is used in another form.
     """
     turned = [user for user, _ in node.outputs[0].uses()]
     joined = [user for turn in turned for user, _ in turn.outputs[0].uses()]

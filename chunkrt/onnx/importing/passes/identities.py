@@ -12,9 +12,11 @@ FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataT
 def drop_identities(draft: Draft) -> None:
     """Remove nodes that change no value.
 
-    Requires: the graph as it was read. Ensures: no such node lies between values that depend on tokens.
+    Requires: the graph as it was read. Ensures: no such node is between values that depend on tokens.
 
-    chunkrt computes in float32 between linears, regardless of the exporter's types.
+    Casts between float types are removed because chunkrt computes in float32 between linears, regardless of the
+    exporter's
+    types.
     """
     for node in list(draft.graph):
         read = node.inputs[0] if node.inputs else None

@@ -1,8 +1,8 @@
-"""Integer products with dynamically quantised activations become MatMul with the dequantised weight.
+"""Conversion of integer products with dynamically quantised activations to MatMul with the dequantised weight.
 
     DynamicQuantizeLinear(x) -> MatMulInteger(., W) -> Cast -> Mul(scale of x * scale of W)
 
-The scheme decides how activations are rounded, not the file.
+The scheme, and not the file, determines how activations are rounded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def raise_integer_linears(draft: Draft) -> None:
     Requires: casts are where the exporter put them. Ensures: no MatMulInteger or DynamicQuantizeMatMul is left.
 
     Raises:
-        UnsupportedModelError: the nodes around one do not form a linear.
+        UnsupportedModelError: the nodes around an integer product do not form a linear.
     """
     for node in list(draft.graph):
         if (node.domain, node.op_type) == ("", "MatMulInteger"):
@@ -48,7 +48,7 @@ def _integer(draft: Draft, node: ir.Node) -> None:
 
 
 def _matrix(draft: Draft, node: ir.Node, value: ir.Value | None, scale: ir.Value | None, zero: ir.Value | None) -> str:
-    """Put a constant [K, N] with one scale, or one a column, into the source as [N, K]."""
+    """Put a constant [K, N], with one scale or one per column, into the source as [N, K]."""
     if value is None or scale is None or not is_constant(draft, value) or not is_constant(draft, scale):
         raise draft.unsupported(node, "its weight or its scale is not constant")
     integers, steps = raw(value), raw(scale)

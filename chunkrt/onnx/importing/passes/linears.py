@@ -1,4 +1,6 @@
-"""Products with a constant matrix become MatMul, regardless of the form in which the exporter stored the matrix."""
+"""Conversion of products with a constant matrix to MatMul, regardless of the form in which the exporter stored the
+matrix.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 def raise_linears(draft: Draft) -> None:
     """Replace products with constants by MatMul and Add.
 
-    Requires: nothing. Ensures: a product of rows with a constant is MatMul(x, w) with w among `draft.weights`, and its
-    bias, if it had one of its own, an Add after it.
+    Requires: nothing. Ensures: a product of rows with a constant is MatMul(x, w) with w among `draft.weights`, and a
+    bias that was an operand of the product is an Add after it.
     """
     for node in list(draft.graph):
         if draft.evaluator.is_positional(node.outputs[0].name or ""):
@@ -37,7 +39,7 @@ def raise_linears(draft: Draft) -> None:
 
 
 def _matrix(draft: Draft, node: ir.Node, value: ir.Value | None, is_transposed: bool = False) -> str:
-    """Put a constant [K, N], or [N, K] if it is already transposed, into the source as [N, K]."""
+    """Put a constant [K, N], or [N, K] if it is transposed, into the source as [N, K]."""
     assert value is not None
     tensor = stored(draft, value)
     if len(tensor.shape) != 2:
@@ -57,8 +59,8 @@ def packed_matrix(draft: Draft, node: ir.Node, operands: Sequence[ir.Value | Non
     """Put a matrix [N, K] of 2, 4 or 8 bits into the source; the operands are its integers, scales and zero points.
 
     Raises:
-        UnsupportedModelError: it has other bits or blocks, or is not constant.
-        ModelError: the sizes do not match.
+        UnsupportedModelError: the number of bits or the size of blocks is not supported, or an operand is not constant.
+        ModelError: the sizes of the operands do not match.
     """
     bits, block_size = int_attribute(node, "bits", 4), int_attribute(node, "block_size")
     if bits not in N_BITS or block_size not in BLOCK_SIZES or min(shape) < 1:

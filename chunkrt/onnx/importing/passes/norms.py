@@ -1,4 +1,4 @@
-"""Root-mean-square norms of all exporters become RMSNormalization; norms of single heads become HeadNorm."""
+"""Conversion of all exporters' root-mean-square norms to RMSNormalization, and of norms of single heads to HeadNorm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SKIP = (CONTRIB, "SkipSimplifiedLayerNormalization")
 def raise_norms(draft: Draft) -> None:
     """Replace norms by RMSNormalization.
 
-    Requires: linears are raised. Ensures: a norm is RMSNormalization(x, w) with w [N] among `draft.weights`; the sum
+    Requires: linears are converted. Ensures: a norm is RMSNormalization(x, w) with w [N] among `draft.weights`; the sum
     that was fused with it is an Add before it.
     """
     for node in list(draft.graph):
@@ -39,7 +39,7 @@ def raise_norms(draft: Draft) -> None:
 def raise_head_norms(draft: Draft) -> None:
     """Replace norms of single heads by HeadNorm.
 
-    Requires: norms are raised. Ensures: a norm between two Reshapes, which normalises slices of each row, is
+    Requires: norms are converted. Ensures: a norm between two Reshapes, which normalises slices of each row, is
     HeadNorm(x, w) with w [heads, head_dim] among `draft.weights`.
     """
     for node in list(draft.graph):
@@ -52,7 +52,7 @@ def raise_head_norms(draft: Draft) -> None:
         columns = width(draft, before.inputs[0])
         (head_dim,) = draft.shape(node.inputs[1])
         if columns is None or columns % head_dim:
-            raise draft.unsupported(node, f"it normalises {head_dim} columns of a row of {columns}")
+            raise draft.unsupported(node, f"its {head_dim} columns do not divide a row of {columns}")
         weight = draft.weights[node.inputs[1]]
         by_head = draft.add_weight(Weight(tensors=weight.tensors, layout="heads", repeats=(columns // head_dim,)))
         epsilon = float_attribute(node, "epsilon")

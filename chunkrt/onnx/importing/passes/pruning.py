@@ -6,9 +6,9 @@ from chunkrt.onnx.importing.draft import Draft
 
 
 def prune(draft: Draft) -> None:
-    """Remove nodes that do not lead to the logits.
+    """Remove nodes on which the logits do not depend.
 
-    Requires: nothing. Ensures: the only outputs are the logits, and every node leads to them.
+    Requires: nothing. Ensures: the only outputs are the logits, and they depend on every node.
     """
     logits = draft.logits
     draft.graph.outputs[:] = [logits]

@@ -1,4 +1,6 @@
-"""RoPE before attention: it is found, checked and removed, because chunkrt's attention rotates by itself."""
+"""Removal of RoPE before attention, after a check of its tables and positions, because chunkrt's attention applies RoPE
+itself.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from chunkrt.onnx.importing.draft import CONTRIB, Draft, Weight, float_attribute
 from chunkrt.onnx.importing.positions import check_positions
 
 ROTATIONS = (("", "RotaryEmbedding"), (CONTRIB, "RotaryEmbedding"), (CONTRIB, "MRotaryEmbedding"))
-"""Operators that rotate. The last takes three positions of each token, which are equal in text; it then equals the
-second."""
+"""Operators that rotate. The last operator takes three positions for each token. In text these are equal, and the
+operator then equals the second one.
+"""
 
 
 class Tables(NamedTuple):
@@ -23,10 +26,10 @@ class Tables(NamedTuple):
 
 
 def make_tables(draft: Draft, node: ir.Node, cos: ir.Value | None, sin: ir.Value | None) -> Tables:
-    """Make the tables of a node that rotates.
+    """Return the tables of a node that rotates.
 
     Raises:
-        UnsupportedModelError: they are not constant, or not two matrices of one shape.
+        UnsupportedModelError: the tables are not constant, or are not two matrices of the same shape.
     """
     if cos is None or sin is None or not (is_constant(draft, cos) and is_constant(draft, sin)):
         raise draft.unsupported(node, "its tables of cosines and sines are not constant")
@@ -42,10 +45,10 @@ def make_tables(draft: Draft, node: ir.Node, cos: ir.Value | None, sin: ir.Value
 
 
 def take_off(draft: Draft, value: ir.Value) -> tuple[ir.Value, Tables | None]:
-    """Return a rotated value's input, and the tables; the value itself if it is not rotated.
+    """Return a rotated value's input, and the tables; the value itself, and None, if it is not rotated.
 
     Raises:
-        UnsupportedModelError: it is not rotate-half RoPE, or uses other positions than its own.
+        UnsupportedModelError: the rotation is not rotate-half RoPE, or its positions are not those of the tokens.
     """
     node = value.producer()
     if node is None or (node.domain, node.op_type) not in ROTATIONS:
