@@ -2,8 +2,8 @@
 
 A browser sends requests to a server on this machine for any page that it displays. Two headers reveal such a page: the
 `Origin` that browsers add, and, if the page's own name was made to resolve to this machine (DNS rebinding), the `Host`.
-A server with keys does not check the host, because a page cannot send a key that it does not know. A body that is
-declared as JSON cannot come from another page unless the server allows its origin in a preflight request.
+A server with keys does not check the host, because a page cannot send an unknown key. A body that is declared as JSON
+cannot come from another page unless the server allows its origin in a preflight request.
 """
 
 from __future__ import annotations
