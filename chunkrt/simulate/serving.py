@@ -133,7 +133,7 @@ def simulate_serving(
     if not load.requests:
         raise ConfigError("there are no requests to serve")
     if sessions < 1:
-        raise ConfigError(f"sessions is {sessions}, expected at least 1")
+        raise ConfigError(f"{sessions} sessions, expected at least 1")
     if decode_on not in get_args(DecodeOn):
         raise unknown_name("way to decode", decode_on, get_args(DecodeOn))
     if chunks_in_flight is not None:

@@ -22,7 +22,7 @@ INPUT_TOLERANCE = 2.0**-10
 OUTPUT_TOLERANCE = 2.0**-9
 """Tolerance as a share of the output grid's limit, for outputs that are converted to float16."""
 PRODUCT_TOLERANCE = 2.0**-24
-"""Float32 rounding error as a share of the sum of the products' magnitudes, for each product and PRODUCTS_BESIDE more."""
+"""Float32 rounding error, relative to the sum of the products' magnitudes, per product and for PRODUCTS_BESIDE more."""
 PRODUCTS_BESIDE = 4
 STEP_TOLERANCE = 1 + 2.0**-6
 """Tolerance of one step, plus the float32 rounding error of a value at the end of a 16-bit grid."""
@@ -31,19 +31,19 @@ INPUT_STEP = 2.0**-6
 """Step of the input grid. It is a power of two, so that values on the grid and midpoints between them are exact."""
 
 FINE_REACH = {8: 3, 16: 1023}
-"""Number of steps on each side of zero, by the bits of the grid. It is small enough that one more step changes a result,
-and that float16 represents half steps.
+"""Number of steps on each side of zero, by the bits of the grid. It is small enough that one more step changes a
+result, and that float16 represents half steps.
 """
 
 WIDE_UNIT = {8: 1, 16: 32}
-"""Number of steps between values over the complete grid, by the bits of the grid, so that float16 represents the values."""
+"""Number of steps between values over the complete grid, by the bits of the grid. Float16 represents these values."""
 
 
 THRESHOLDS = (126.5, 127.0, 127.5, 128.0)
 """Numbers of steps around the end of an 8-bit grid: the first two are within the grid, and the others exceed it."""
 
 DYNAMIC_OUTLIER = 127.0 * 40
-"""Outlier for dynamic schemes. In rows of 20 or more values of up to 127, two outliers exceed 8 times the mean magnitude."""
+"""Outlier of dynamic schemes. In rows of at least 20 values of up to 127, two outliers exceed 8 times the mean."""
 
 OUTLIER_REACH = 1000
 """Maximum number of steps of an outlier from zero, small enough that float16 represents half steps."""
