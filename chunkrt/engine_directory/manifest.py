@@ -186,7 +186,7 @@ def read_manifest(folder: Path) -> Manifest:
         Scheme.from_dict(data["scheme"])
         check_keys(data, Manifest)
         if not _is_sound(manifest):
-            raise ValueError("it holds values of the wrong kind")
+            raise ValueError("it contains values of the wrong type")
     except (OSError, ValueError, TypeError, KeyError, ConfigError) as error:
         raise ModelError(f"{folder} is not an engine directory ({error}); compile the model again") from error
     for name in sorted({PLAN, WEIGHTS, *manifest.files}):

@@ -45,13 +45,15 @@ class Admission:
             RequestError: `number` exceeds the number of places.
         """
         if self.is_closed:
-            raise ClosedError("nothing new is begun")
+            raise ClosedError("the server accepts no new requests")
         if number > self.most:
-            raise RequestError(f"n is {number}, but {self.most} sequences run at a time (--max-sessions)", param="n")
+            raise RequestError(
+                f"n is {number}, but at most {self.most} sequences run at a time (--max-sessions)", param="n"
+            )
         must_wait = self.num_waiting or self.num_active + number > self.most  # behind the requests in the queue
         if must_wait and self.num_waiting >= self.most_waiting:
             raise BusyError(
-                f"{self.num_active} sequences are under way and {self.num_waiting} requests wait (--max-sessions, "
+                f"{self.num_active} sequences are in progress and {self.num_waiting} requests wait (--max-sessions, "
                 "--max-waiting); try again later"
             )
 
@@ -62,7 +64,7 @@ class Admission:
         Raises ClosedError, also from within the body, when the request may not continue.
         """
         if self.is_closed and not turn.has_begun:
-            raise ClosedError("nothing new is begun")
+            raise ClosedError("the server accepts no new requests")
         taken = 0
         try:
             async with asyncio.timeout(None) as bound:
@@ -89,7 +91,7 @@ class Admission:
         except TimeoutError:
             if not bound.expired():
                 raise
-            raise ClosedError("the server ends") from None
+            raise ClosedError("the server is shutting down") from None
         finally:
             for _ in range(taken):
                 self._free.release()

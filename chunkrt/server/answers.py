@@ -56,7 +56,7 @@ class Admitted:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptProgress:
-    """Progress of a prompt: `num_done` of `num_tokens`."""
+    """Event: `num_done` of `num_tokens` tokens of a prompt have been run."""
 
     num_done: int
     num_tokens: int
@@ -64,7 +64,7 @@ class PromptProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefilled:
-    """Event: a prompt has been run. `log_probabilities`: of its tokens from the second on, if it is echoed."""
+    """Event: a prompt has been run. If it is echoed, `log_probabilities` are those of its tokens from the second on."""
 
     prompt: int
     num_tokens: int

@@ -93,7 +93,7 @@ class Chat(Form):
 def _check_tools(service: Service, request: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
     """Return the names of the tools. Raise RequestError if the model or this server does not support the request."""
     if not service.tokenizer.takes_tools:
-        raise RequestError("tools: this model's chat template has no place for them", param="tools")
+        raise RequestError("tools: this model's chat template does not support tools", param="tools")
     if request.tool_choice not in (None, "auto"):
         raise RequestError("tool_choice: this server cannot force a call; send 'auto' or 'none'", param="tool_choice")
     if request.parallel_tool_calls is False:

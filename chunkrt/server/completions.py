@@ -24,11 +24,11 @@ class Completion(Form):
         service.check_model(request)
         request.check_stream()
         if request.suffix:
-            raise RequestError("suffix: this model continues texts and cannot fill gaps", param="suffix")
+            raise RequestError("suffix: not supported; this model only continues texts", param="suffix")
         if request.best_of not in (None, request.n or 1):
-            raise RequestError("best_of: every choice is returned; use n", param="best_of")
+            raise RequestError("best_of: not supported, because all choices are returned; use n", param="best_of")
         if request.echo and request.stream:
-            raise RequestError("echo: a stream contains only new tokens", param="echo")
+            raise RequestError("echo: not supported in a stream, which contains only new tokens", param="echo")
         max_new_tokens = request.max_new_tokens
         request.check_ends(service.engine.context_length if max_new_tokens is None else max_new_tokens)
         wanted = Wanted(

@@ -89,7 +89,7 @@ class _Server(uvicorn.Server):
         self._service, self._grace_seconds, self._tell = service, grace_seconds, tell
         self._hurry = asyncio.Event()
         self.complaints: list[str] = []
-        """Uvicorn's log messages if it cannot listen; the caller reports them in one line."""
+        """Log messages of uvicorn that explain why it cannot listen; the caller reports them in one line."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

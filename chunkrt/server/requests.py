@@ -214,9 +214,7 @@ class ChatRequest(Generating, kw_only=True):
 
     @property
     def num_likeliest(self) -> int | None:
-        """Number of alternatives whose log-probabilities are reported in addition to the answer's; None for none at
-        all.
-        """
+        """Number of alternative tokens with log-probabilities; None if no log-probabilities are requested."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None

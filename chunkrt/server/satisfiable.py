@@ -34,7 +34,7 @@ def allows_nothing(root: Any) -> bool:
 
 
 def _in_reach(root: Any) -> dict[int, Any]:
-    """Return the schemas that a schema depends on, by identity, dependencies first."""
+    """Return the schemas that a schema depends on by their identities, dependencies first."""
     seen: dict[int, Any] = {}
     ended: dict[int, Any] = {}
     path: list[tuple[Any, Iterator[Any]]] = []

@@ -151,8 +151,8 @@ def simulate_serving(
         most_in_flight = chunks_in_flight or chunk_slots(plan, chunk_length, costs.processors)
     elif chunks_in_flight not in (None, 1):
         raise ConfigError(
-            "without an NPU, or under a policy that runs one task at a time, shared chunks come one after the other; "
-            "leave --in-flight away"
+            "shared chunks run one at a time without an NPU, or under a policy that runs one task at a time; "
+            "omit --in-flight"
         )
     else:
         costs = replace(costs, decodes_apart=never)

@@ -33,11 +33,11 @@ class Call:
     inputs: Mapping[str, Array]
     outputs: Mapping[str, Array]
     buffers: Mapping[str, Array]
-    """Each output with its guard rows."""
+    """The outputs, each with its guard rows."""
     states: Mapping[str, Array]
     """The inputs that are state."""
     caches: frozenset[str]
-    """The states with one slot for each position, or for each group of positions."""
+    """Names of the states that have a slot for each position or each group of positions."""
     position: int
     num_tokens: int
 
@@ -114,7 +114,7 @@ class PackedCall:
         return _guard_bits(self.buffers)
 
     def other_position_bits(self) -> dict[str, bytes]:
-        """See `Call`; by name and segment."""
+        """See `Call`; results are listed by name and segment."""
         return {
             f"{n} of segment {i}": b for i, call in enumerate(self.calls) for n, b in call.other_position_bits().items()
         }

@@ -128,7 +128,7 @@ def _check_length(subgraph: CompiledSubgraph, fixed: int | None, chunk_length: i
     if fixed is None:
         return
     if subgraph.subgraph.state:
-        subgraph.fail("length", f"it keeps state and always takes {fixed} rows, so that padding reaches the state")
+        subgraph.fail("length", f"it keeps state and always takes {fixed} rows, so padding changes the state")
     if subgraph.subgraph.rows == "T" and fixed != chunk_length:
         subgraph.fail("length", f"it always takes {fixed} rows, and was compiled for chunks of {chunk_length}")
     if fixed < 1 or chunk_length % fixed:

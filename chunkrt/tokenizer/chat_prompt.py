@@ -162,5 +162,5 @@ def _texts(value: Any) -> Iterator[str]:
 def _unused_characters(texts: Collection[str]) -> tuple[str, str]:
     unused = [character for character in _NONCHARACTERS if not any(character in text for text in texts)]
     if len(unused) < 2:
-        raise ConfigError("the messages hold all of Unicode's noncharacters U+FDD0 to U+FDEF; remove some of them")
+        raise ConfigError("the messages contain all of Unicode's noncharacters U+FDD0 to U+FDEF; remove some of them")
     return unused[0], unused[1]

@@ -197,9 +197,9 @@ class _Watch:
         step = 0.02 if sys.platform == "win32" else self._seconds
         while not self._ended.wait(step):
             if monotonic() >= deadline:
-                return self._kill(f"it takes more than {self._seconds:g} seconds")
+                return self._kill(f"rendering takes more than {self._seconds:g} seconds")
             if sys.platform == "win32" and psutil.Process(self._process.pid).memory_info().rss > self._memory_bytes:
-                return self._kill("it takes too much memory")
+                return self._kill("rendering takes too much memory")
 
     def _kill(self, reason: str) -> None:
         self.reason = reason

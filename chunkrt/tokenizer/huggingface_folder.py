@@ -18,7 +18,7 @@ from chunkrt.tokenizer.library import VOCABULARY_FILE, add_tokens, encode_text, 
 from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids
 
 LARGEST_WITHOUT_TEKKEN = 100_000
-"""Tokens of a vocabulary of Mistral's that may be SentencePiece's; tekken has 131,072."""
+"""Largest number of tokens of a Mistral vocabulary that may be SentencePiece's; tekken has 131,072 tokens."""
 _MISTRAL = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 
 

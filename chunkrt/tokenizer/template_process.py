@@ -60,7 +60,7 @@ def _answer(work: Callable[[bytes], str]) -> bool:
     try:
         found = {"text": work(line)}
     except MemoryError:
-        found = {"error": "it takes too much memory"}
+        found = {"error": "rendering takes too much memory"}
     except Exception as error:
         found = {"error": str(error) or type(error).__name__}
     sys.stdout.buffer.write(json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
