@@ -67,8 +67,8 @@ class ThreadPool {
   std::vector<std::thread> helpers_;
 };
 
-// A caller that may compute, from construction (which waits for its turn) to destruction. One for each
-// thread.
+// A caller that may compute, from construction (which waits for its turn) to destruction. Each thread needs a
+// separate Team.
 class ThreadPool::Team {
  public:
   explicit Team(ThreadPool& pool);

@@ -1,7 +1,8 @@
-"""Identity of a checkpoint by its content: the cache keys of everything derived from it.
+"""Identity of a checkpoint by its content. It determines the cache keys of all data that is derived from the
+checkpoint.
 
-A file is read completely once, and its digest is kept with its size and times. As long as these are unchanged, the file
-is not read again. A checkpoint that is moved, copied or touched keeps its key.
+A file is read completely once, and its digest is kept with its size and times. As long as size and times are unchanged,
+the file is not read again. A checkpoint that is moved, copied or touched keeps its key.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ SETTLED_SECONDS = 2.0
 _READ_BYTES = 1 << 20
 
 ONNX_SUFFIXES = ("", ".bin", ".data", ".jinja", ".json", ".onnx_data", ".weight", ".weights")
-"""Suffixes of the files that exporters write with an ONNX file: weights, separate or in one file, settings, tokenizer.
+"""Suffixes of the files that exporters write next to an ONNX file: weights (in one or several files), settings and
+tokenizer.
 """
 
 
 def cache_key(checkpoint: Path, **made_with: object) -> str:
     """Return 16 hexadecimal digits that identify this version's result for a checkpoint's content.
 
-    If a checkpoint has several files, their names count. If a plug-in provides the decoder family of a folder, its code
-    counts as well. For an ONNX file, the data and settings next to it count, too.
+    If a checkpoint has several files, their names are included. If a plug-in provides the decoder family of a folder,
+    the code of the plug-in is included. For an ONNX file, the data and settings next to it are included.
     """
     files = checkpoint_files(checkpoint)
     names = [""] if len(files) == 1 else [path.name for path in files]
@@ -55,7 +57,8 @@ def keyed_path(folder: Path, checkpoint: Path, key: str, *, kind: str = "", suff
 
 
 def checkpoint_name(checkpoint: Path) -> str:
-    """Return a readable name of a checkpoint: that of its file or folder; in the hub's cache the repository's."""
+    """Return a readable name of a checkpoint: the name of its file or folder, or of its repository in the hub's
+    cache."""
     repository = checkpoint.parents[1].name if len(checkpoint.parents) > 1 else ""
     if checkpoint.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--")
@@ -63,9 +66,11 @@ def checkpoint_name(checkpoint: Path) -> str:
 
 
 def sampled_digest(checkpoint: Path) -> str:
-    """Return SHA-256 of a checkpoint's files: their names and sizes, and 1024 pieces of 4 KiB evenly spread over each.
+    """Return SHA-256 of a checkpoint's files. It covers names, sizes, and 1024 evenly spread pieces of 4 KiB of each
+    file.
 
-    Ranks on several machines compare it to check that they have the same checkpoint, without reading all of it.
+    Ranks on several machines compare this digest to check that they have the same checkpoint, without reading all of
+    it.
     """
     digest = hashlib.sha256()
     for path in checkpoint_files(checkpoint):
@@ -90,7 +95,7 @@ def checkpoint_files(checkpoint: Path) -> list[Path]:
 
 
 def file_digest(path: Path) -> str:
-    """Return XXH3 of a file's bytes, 128 bits in hexadecimal, either computed or from an earlier call.
+    """Return XXH3 of a file's bytes, 128 bits in hexadecimal. It is computed, or kept from an earlier call.
 
     Raises:
         ModelError: the file cannot be read.
@@ -133,4 +138,4 @@ def _model_type(checkpoint: Path) -> str:
     try:
         return str(read_json(checkpoint / "config.json")["model_type"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ""  # a file, or an error that is reported when the checkpoint is opened
+        return ""  # the path is a file, or has an error that is reported when the checkpoint is opened

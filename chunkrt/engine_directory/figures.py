@@ -20,16 +20,22 @@ FLOAT16_BYTES = DTYPE_BYTES["float16"]
 
 @dataclass(frozen=True, kw_only=True)
 class SubgraphFigures:
-    """One subgraph on one chunk.
+    """Costs of one subgraph on one chunk.
 
-    `linear_flops`: FLOPs that grow with the rows alone: those of linears, of the experts that rows pick, and of linear
-    attention; a multiply-add counted as two. `weight_bytes`: under the scheme, including scales; weights that several
-    subgraphs read count at the first of them. `crossing_bytes`: values exchanged with subgraphs on another device, once
-    each. `window_bytes`: additional inputs and outputs of static attention for every chunk: masks, rows of rotary
-    tables, new rows of the caches. `history_bytes`: the slots of caches and rings that it sees; they stay on the
-    device, and are copied in when another sequence's are there. `converted_bytes`: its inputs and outputs as float16,
-    if an NPU ran it; 0 unless it is on the NPU and the scheme is static. `entering_bytes`: the inputs among these.
-    `sum_bytes`: the rank's input and output of a sum over ranks; 0 unless it is on the link.
+    Attributes:
+        linear_flops: FLOPs that are proportional to the rows: those of linears, of the experts that rows pick, and of
+            linear attention; a multiply-add counts as two.
+        weight_bytes: weights under the scheme, including scales; weights that several subgraphs read count at the first
+            one.
+        crossing_bytes: values exchanged with subgraphs on another device; each value counts once.
+        window_bytes: additional inputs and outputs of static attention for every chunk: masks, rows of rotary tables,
+            and new rows of the caches.
+        history_bytes: the slots of caches and ring buffers that the subgraph reads; they stay on the device, and are
+            copied in if it holds the slots of another sequence.
+        converted_bytes: inputs and outputs of an NPU subgraph as float16; 0 unless it is on the NPU and the scheme is
+            static.
+        entering_bytes: the inputs among the converted bytes.
+        sum_bytes: the rank's input and output of a sum over ranks; 0 unless the subgraph is on the link.
     """
 
     name: str
@@ -49,10 +55,12 @@ class SubgraphFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFigures:
-    """Attention over a complete prompt, all layers, scores and weighted sum: 4 * rows * keys * D FLOPs a head.
+    """FLOPs of attention over a complete prompt in all layers: 4 * rows * keys * D per head for scores and weighted
+    sum.
 
-    Unchunked, every row meets every key (no early exit). Chunked, the rows of a chunk meet the keys up to the chunk's
-    end; the ratio tends to (1 + C / S) / 2. In a layer with a window they meet those that any of them sees.
+    Without chunks, every row is multiplied by every key. With chunks, the rows of a chunk are multiplied by the keys up
+    to the chunk's end; the ratio tends to (1 + C / S) / 2. In a layer with a window, these rows are multiplied by all
+    keys that any of them attends to.
     """
 
     chunked_flops: int
@@ -60,7 +68,7 @@ class AttentionFigures:
 
 
 def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[SubgraphFigures]:
-    """Return the figures of every subgraph for one chunk, and one row of logits."""
+    """Return the costs of all subgraphs for one chunk, and one row of logits."""
     symbols = {"T": chunk_length, "R": 1}
     stored_bytes = weight_bytes(plan, scheme)
     homes = {name: s.device for s in plan.subgraphs for name in s.outputs}
@@ -101,8 +109,8 @@ def subgraph_figures(plan: Plan, scheme: Scheme, *, chunk_length: int) -> list[S
 def converted_bytes(plan: Plan, values: Iterable[str], chunk_length: int) -> int:
     """Return the bytes, as float16, of an NPU subgraph's inputs and outputs for one chunk.
 
-    Values are float32 between subgraphs and float16 on an NPU: each of these is converted once a chunk. Its chunks have
-    a fixed length, so even those with "R" rows count in full.
+    Values are float32 between subgraphs and float16 on an NPU, so each input and output is converted once per chunk.
+    The chunks of an NPU have a fixed length, so values with "R" rows also count in full.
     """
     tensors = [plan.tensors[n] for n in values if plan.tensors[n].dtype == "float32"]
     return FLOAT16_BYTES * sum(
@@ -124,9 +132,10 @@ def attention_figures(plan: Plan, *, chunk_length: int, prompt_length: int) -> A
 
 
 def weight_bytes(plan: Plan, scheme: Scheme) -> dict[str, int]:
-    """Return the bytes of every weight in memory, with those stored with a linear: scales, grids, a shadow's rows.
+    """Return the bytes of every weight in memory, including arrays that are stored with a linear: scales, grids, and
+    the rows of a shadow.
 
-    A rotary table that chunkrt generates counts with the rows that it has in the plan, and with its recipe.
+    A rotary table that chunkrt generates counts with its rows in the plan and with its recipe.
     """
     stored = stored_weights(plan, scheme)
     sizes = {name: sum(entry.num_bytes for entry in weight.entries) for name, weight in stored.items()}

@@ -1,4 +1,4 @@
-"""The engine directory: a compiled model on disk, with exactly the files that the run half needs.
+"""The engine directory: a compiled model on disk, with exactly the files that are needed to run it.
 
     engine.json          the manifest, with sizes and digests of all files
     plan.json            the plan
@@ -6,7 +6,7 @@
     tokenizer.json, text.json   the tokenizer and chat template, if the checkpoint has them
     npu/                 compiled contexts, by the hash of their inputs (`backends/qnn/contexts.py`)
 
-It may be copied to a device and run there.
+An engine directory may be copied to a device and run there.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from chunkrt.tokenizer.text_settings import TEXT_FORMAT
 FORMAT = 7
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
 HASHED_WHEN_READ = 32 * 2**20
-"""Files up to this many bytes are hashed whenever a manifest is read, by SHA-256. For larger ones the size is compared;
-they are hashed while the model is loaded (`engine_directory/verification.py`), by a faster function.
+"""Files up to this many bytes are hashed whenever a manifest is read, by SHA-256. For larger files only the size is
+compared at that time; they are hashed with a faster function while the model is loaded
+(`engine_directory/verification.py`).
 """
 FAST_HASH = "xxh3_128"
 _READ_BYTES = 1 << 20
@@ -55,10 +56,14 @@ class NpuTarget:
 class Manifest:
     """Content of `engine.json`.
 
-    files: bytes and `digest` of each, except for contexts. placement: of modules by patterns, as requested. ranks:
-    which of how many processes it is for. checkpoint: `sampled_digest` of its source; empty if that was not recorded.
-    num_parameters: of the complete model, each counted once; 0 if that was not recorded. npu_attention: the engine's
-    options by which attention was compiled for the NPU; empty if none was.
+    Attributes:
+        files: number of bytes and `digest` of each file, except contexts.
+        placement: requested placement of modules, by patterns.
+        ranks: rank that the directory is for, and number of ranks.
+        checkpoint: `sampled_digest` of the source; empty if it was not recorded.
+        num_parameters: number of parameters of the complete model, each counted once; 0 if it was not recorded.
+        npu_attention: options under which attention was compiled for the NPU; empty if attention was not compiled for
+            it.
     """
 
     format: int
@@ -123,7 +128,7 @@ def write_manifest(
     num_parameters: int = 0,
     npu_attention: Mapping[str, str | int] | None = None,
 ) -> None:
-    """Write `engine.json`; it is written last, so that a folder with this file is complete."""
+    """Write `engine.json`. It is written last, so a folder with this file is complete."""
     files = {p.name: _recorded(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != MANIFEST}
     manifest = Manifest(
         format=FORMAT,
@@ -147,11 +152,11 @@ def _recorded(path: Path) -> tuple[int, str]:
 
 
 def digest(path: Path, algorithm: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
-    """Return a file's digest as manifests record it: "xxh3_128:" and hexadecimal digits, or plain SHA-256 digits.
+    """Return a file's digest in the form of manifests: "xxh3_128:" and hexadecimal digits, or plain SHA-256 digits.
 
     Args:
         algorithm: the part before the colon; any other text means SHA-256.
-        is_stopped: called after every MiB; True abandons the rest.
+        is_stopped: called after every MiB; if it returns True, the rest of the file is not read.
 
     Raises:
         OSError: the file cannot be read.
@@ -169,7 +174,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read `engine.json`, and compare the files with it.
 
     Raises:
-        ModelError: it is missing, damaged, or of another format; or a file has changed since it was written.
+        ModelError: `engine.json` is missing, damaged, or of another format; or a file has changed since then.
     """
     try:
         data = read_json(folder / MANIFEST)
@@ -181,7 +186,7 @@ def read_manifest(folder: Path) -> Manifest:
         Scheme.from_dict(data["scheme"])
         check_keys(data, Manifest)
         if not _is_sound(manifest):
-            raise ValueError("it holds values of the wrong kind")
+            raise ValueError("it contains values of the wrong type")
     except (OSError, ValueError, TypeError, KeyError, ConfigError) as error:
         raise ModelError(f"{folder} is not an engine directory ({error}); compile the model again") from error
     for name in sorted({PLAN, WEIGHTS, *manifest.files}):

@@ -1,17 +1,17 @@
-"""Packed layouts of a linear's weight, suitable for every CPU's dot-product instructions, and their inverses.
+"""Pack the weights of linear layers for the dot-product instructions of all CPUs, and unpack them.
 
-W [K, N] (as in `X @ W`) is stored as int8 [ceil(N/16), ceil(K/4), 16, 4], zero-padded, W[k, n] at
-[n // 16, k // 4, n % 16, k % 4]. Four k of one column are adjacent because every int8 dot-product instruction (VNNI
-vpdpbusd, NEON sdot) consumes four; sixteen columns fill one cache line and one 512-bit register; the eight-k operands
-of NEON smmla come from two adjacent k-groups by one zip.
+W [K, N] (as in `X @ W`) is stored as int8 [ceil(N/16), ceil(K/4), 16, 4], zero-padded, with W[k, n] at [n // 16, k //
+4, n % 16, k % 4]. Four values along k of one column are adjacent, because all int8 dot-product instructions (VNNI
+vpdpbusd, NEON sdot) consume four values. Sixteen columns fill one cache line and one 512-bit register. NEON smmla
+consumes eight values along k; one zip of two adjacent groups yields them.
 
-A weight of 4 bits in blocks is stored as uint8 [ceil(N/16), K/32, 4, 16, 4]: the integer of W[k, n] is at [n // 16,
-k // 32, k % 32 // 8, n % 16, k % 4], in the low half of the byte where k % 8 < 4, else in the high half: a mask or a
-shift makes groups of four k as above. A second array, float16 [ceil(N/16), K/32, 2, 16], holds the scales of 16 columns
-and then their minima. Both are zero past N.
+A weight of 4 bits in blocks is stored as uint8 [ceil(N/16), K/32, 4, 16, 4]: the integer of W[k, n] is at [n // 16, k
+// 32, k % 32 // 8, n % 16, k % 4], in the low half of the byte if k % 8 < 4, otherwise in the high half. A mask or a
+shift yields groups of four values as above. A second array, float16 [ceil(N/16), K/32, 2, 16], contains the scales of
+16 columns and then their minima. Both arrays are zero past column N.
 
-A weight of 4 bits under a static scheme is stored in the same bytes, with ceil(K/32) blocks, its integers plus 8; a
-second array, uint8 [ceil(N/16), ceil(K/32), 16], holds its multipliers, zeros past N.
+A weight of 4 bits under a static scheme is stored in the same layout, with ceil(K/32) blocks and 8 added to its
+integers. A second array, uint8 [ceil(N/16), ceil(K/32), 16], contains its multipliers, with zeros past column N.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor
 COLUMNS_PER_BLOCK = 16
 DEPTH_PER_GROUP = 4
 ZERO_OF_4_BITS = 8
-"""Stored value of 0 in a static linear of 4 bits, whose integers are -7 to 7."""
+"""Stored value that represents 0 in a static linear of 4 bits, whose integers are -7 to 7."""
 
 
 def packed_shape(depth: int, columns: int) -> tuple[int, int, int, int]:
@@ -44,16 +44,14 @@ def pack(weight: NDArray[np.int8]) -> NDArray[np.int8]:
 
 
 def packed_blocks_shapes(depth: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the packed form of a weight [depth, columns] in blocks: its bytes, and its scales and
-    minima.
-    """
+    """Return the shapes of the packed arrays of a weight [depth, columns] in blocks: bytes, and scales with minima."""
     tiles, blocks = -(-columns // COLUMNS_PER_BLOCK), -(-depth // BLOCK_DEPTH)
     pairs = BLOCK_DEPTH // (2 * DEPTH_PER_GROUP)
     return (tiles, blocks, pairs, COLUMNS_PER_BLOCK, DEPTH_PER_GROUP), (tiles, blocks, 2, COLUMNS_PER_BLOCK)
 
 
 def pack_blocks(weight: BlockTensor) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
-    """Pack a tensor [N, K] in blocks: bytes, and scales with minima."""
+    """Pack a tensor [N, K] in blocks into two arrays: bytes, and scales with minima."""
     columns, depth = weight.integers.shape
     (tiles, blocks, *_), scales_shape = packed_blocks_shapes(depth, columns)
     scales = np.zeros((tiles * COLUMNS_PER_BLOCK, blocks, 2), np.float16)
@@ -66,7 +64,7 @@ def pack_blocks(weight: BlockTensor) -> tuple[NDArray[np.uint8], NDArray[np.floa
 def pack_products(
     products: NDArray[np.int8], multipliers: NDArray[np.int8]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Pack products int8 [K, N] of 4-bit integers and multipliers [ceil(K / 32), N] as both factors."""
+    """Pack the factors of products int8 [K, N] of 4-bit integers and multipliers [ceil(K / 32), N]."""
     depth, columns = products.shape
     integers = products // np.repeat(multipliers, BLOCK_DEPTH, axis=0)[:depth] + np.int8(ZERO_OF_4_BITS)
     (tiles, blocks, *_), _ = packed_blocks_shapes(depth, columns)

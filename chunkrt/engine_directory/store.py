@@ -1,9 +1,9 @@
-"""Weights of an engine: prepared once when a model is compiled, and memory-mapped from then on.
+"""Weights of an engine, which are prepared once when a model is compiled, and memory-mapped from then on.
 
 One file in safetensors format serves every backend, on the NPU and on the CPU, in prefill and in decode. A quantised
-linear's weight is stored under its own name, packed for every CPU's dot-product instructions; for other uses, `linear`
-unpacks it, `experts` those of a mixture, and `blocks` one of 4 bits in blocks. The other arrays that the scheme needs
-are stored under its name and a suffix: see the suffixes below.
+linear's weight is stored under its own name, packed for the dot-product instructions of all CPUs. For other uses,
+`linear` unpacks it, `experts` unpacks the weights of a mixture, and `blocks` unpacks a weight of 4 bits in blocks. The
+other arrays that the scheme needs are stored under the weight's name and one of the suffixes below.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _DTYPES = {code: np.dtype(name) for name, code in CODES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One array to be stored. `logical_shape` is a packed linear's [K, N] or that of packed experts, [E, K, N];
-    otherwise it equals `shape`."""
+    """One array to be stored. `logical_shape` is [K, N] for a packed linear and [E, K, N] for packed experts; otherwise
+    it equals `shape`."""
 
     name: str
     dtype: str
@@ -66,7 +66,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the array takes in the file."""
+        """Number of bytes that the array takes in the file."""
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -103,7 +103,7 @@ class WeightStore:
         return cls(arrays, shapes, mapped)
 
     def forget_pages(self) -> None:
-        """Release the resident pages of the file, if the system can; later accesses read the file again."""
+        """Release the resident pages of the file if the system supports it; later accesses read the file again."""
         if self._mapped is not None and sys.platform != "win32":
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -111,7 +111,7 @@ class WeightStore:
         """Compare the stored arrays with the expected ones.
 
         Raises:
-            ModelError: an array is missing, or has another shape or dtype.
+            ModelError: an array is missing, or has the wrong shape or dtype.
         """
         for entry in entries:
             array = self._arrays.get(entry.name)
@@ -149,11 +149,11 @@ class WeightStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays."""
+        """Number of bytes of all arrays."""
         return sum(array.nbytes for array in self._arrays.values())
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return a weight that is not a quantised linear: float32, or float16 for an embedding table.
+        """Return a weight that is not a quantised linear, in float32, or in float16 for an embedding table.
 
         Rotary tables that chunkrt generates exist after `with_tables`.
         """
@@ -167,8 +167,8 @@ class WeightStore:
                 yield suffix, self._arrays[name + suffix]
 
     def packed_linear(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """Return a quantised linear's packed int8 weight and its scales float32 [N]; of experts with a leading axis
-        [E].
+        """Return a quantised linear's packed int8 weight and its scales float32 [N]; for experts both have a leading
+        axis [E].
 
         A weight of 4 bits is packed as uint8, and its multipliers are a separate array.
         """

@@ -15,7 +15,7 @@ from chunkrt.gate import Gate
 
 
 class Verification:
-    """Reads files in a thread of its own, from construction on. As a context manager it stops if the body fails.
+    """Verifies files in a separate thread, from construction on. As a context manager, it stops if the body fails.
 
     Args:
         folder, manifest: an engine directory and its manifest; the sizes of the files have been verified.
@@ -25,7 +25,7 @@ class Verification:
         large = {name: found for name, (size, found) in manifest.files.items() if size > HASHED_WHEN_READ}
         self._error: BaseException | None = None
         self._is_stopped = Event()
-        # instead of joining the thread: in Python 3.11 an interrupted join marks the thread as finished
+        # used instead of joining the thread: in Python 3.11 an interrupted join marks the thread as finished
         self._end = Gate()
         if large:
             Thread(target=self._work, args=(folder, large), name="verification", daemon=True).start()
@@ -45,7 +45,7 @@ class Verification:
         return self._end.is_open
 
     def wait(self) -> None:
-        """Wait until all files are verified. Raise ModelError if one has changed or cannot be read."""
+        """Wait until all files are verified. Raise ModelError if a file has changed or cannot be read."""
         self._end.wait()
         if self._error is not None:
             raise self._error
@@ -65,7 +65,7 @@ class Verification:
             self._end.open()
 
     def _verify(self, path: Path, recorded: str) -> None:
-        """Compare one file with its recorded digest, unless stopped."""
+        """Compare one file with its recorded digest, unless the verification is stopped."""
         try:
             found = digest(path, recorded.partition(":")[0], self._is_stopped.is_set)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Preparation of weights: from checkpoint tensors to an engine's stored arrays under a scheme, one tensor at a time."""
+"""Prepare weights: convert checkpoint tensors to an engine's stored arrays under a scheme, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -56,16 +56,18 @@ if TYPE_CHECKING:
 
 Float32 = NDArray[np.float32]
 LoadRotary = Callable[[str], Float64]
-"""Returns the recipe of a rotary table that chunkrt generates, by its plan name; see `graph/rotary_tables.py`."""
+"""Function that returns the recipe of a rotary table that chunkrt generates, by its plan name; see
+`graph/rotary_tables.py`."""
 LoadBlocks = Callable[[str], BlockTensor | None]
-"""Returns a linear's weight in the checkpoint's own blocks of 4 bits, by its plan name; None if it has none."""
+"""Function that returns a linear's weight in the checkpoint's own blocks of 4 bits, by its plan name; None without such
+blocks."""
 
 ALIGNMENT_BYTES = 64
 ORDER = {"int8": 0, "uint8": 0, "float64": 1, "float32": 2, "float16": 3}
 
 
 def check_calibration(plan: Plan, calibration: Calibration) -> None:
-    """Raise QuantizationError if a calibration is of another decoder: other linears, or other widths."""
+    """Raise QuantizationError if a calibration belongs to another decoder, i.e. has other linears or other widths."""
     for weight, node in linear_nodes(plan).items():
         result, columns = node.outputs[0].removesuffix(MAIN_SUFFIX), plan.tensors[weight].shape[1]
         if result not in calibration.column_peaks:
@@ -77,7 +79,8 @@ def check_calibration(plan: Plan, calibration: Calibration) -> None:
 
 
 def check_shadowed(plan: Plan, scheme: Scheme) -> None:
-    """Raise ConfigError if a shadow is not of an 8-bit linear of the plan; the message suggests the nearest name."""
+    """Raise ConfigError if a shadow does not belong to an 8-bit linear of the plan; the message suggests the nearest
+    name."""
     narrow = [name for name in linear_nodes(plan) if scheme.activation_bits_of(name) == 8]
     for pattern in scheme.shadowed:
         if not any(fnmatchcase(name, pattern) for name in narrow):
@@ -87,7 +90,7 @@ def check_shadowed(plan: Plan, scheme: Scheme) -> None:
 
 
 class WeightWriter:
-    """Writes a store front to back, one array at a time, in the order of its entries."""
+    """Writes a store sequentially, one array at a time, in the order of its entries."""
 
     def __init__(self, file: IO[bytes], entries: Sequence[Entry]) -> None:
         self._file = file
@@ -109,18 +112,18 @@ class WeightWriter:
         file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, array: NDArray[Any]) -> None:
-        """Append the next entry's array; its shape and dtype must be the announced ones."""
+        """Append the array of the next entry; its shape and dtype must be those of the entry."""
         entry = next(self._entries)
         assert (array.shape, array.dtype) == (entry.shape, np.dtype(entry.dtype)), entry.name
         self._file.write(np.ascontiguousarray(array).data)
 
 
 def settle(planned: Planned, scheme: Scheme) -> Scheme:
-    """Return a scheme as the checkpoint allows it: `weights_of_8_bits` names every linear that is not in blocks.
+    """Adapt a scheme to the checkpoint: `weights_of_8_bits` of the result names every linear that is not in blocks.
 
-    A linear is in blocks if the checkpoint has all of its tensors in blocks, unless a rank's share would cut a block;
-    or if its tensors are floats, the scheme does not keep it in 8 bits, and its depth is divisible into blocks. A
-    scheme without blocks is returned unchanged.
+    A linear is in blocks in two cases. Either the checkpoint stores all of its tensors in blocks, and no rank's share
+    would cut a block; or its tensors are floats, the scheme does not keep it in 8 bits, and its depth is divisible into
+    blocks. A scheme without blocks is returned unchanged.
 
     Raises:
         ModelError: the checkpoint lacks a tensor.
@@ -153,17 +156,18 @@ def write_weights(
     """Load every weight of the plan, quantise it under the scheme, and write the store.
 
     Args:
-        scheme: as `settle` returns it, if it has linears in blocks.
-        load: returns a weight's values by its plan name; called at most once a weight, results are dropped at once.
+        scheme: the scheme; if it has linears in blocks, a result of `settle`.
+        load: returns a weight's values by its plan name; it is called at most once per weight, and results are dropped
+            at once.
         load_rotary: returns the recipe of a rotary table that chunkrt generates; plans without such tables need none.
-        load_blocks: called first for linears in blocks; if it returns None, their values are quantised.
-        path: the caller ensures that it is written completely or not at all (write aside, rename).
-        calibration: of this decoder; a static scheme needs one.
-        progress: called with (weights done, weights in all).
+        load_blocks: called first for linears in blocks; if it returns None, the values of the linear are quantised.
+        path: path of the store; the caller ensures that the file is written completely or not at all (by renaming it).
+        calibration: calibration of this decoder; a static scheme needs it.
+        progress: called with the number of finished weights and the number of all weights.
 
     Raises:
-        ModelError, QuantizationError: see `load`, `load_blocks` and `quantize_weight`; a calibration is missing, or is
-            of another decoder.
+        ModelError, QuantizationError: see `load`, `load_blocks` and `quantize_weight`; or the calibration is missing,
+            or belongs to another decoder.
     """
     # Packed weights need 64-byte alignment, float64 8-byte, float32 4-byte, float16 2-byte. Safetensors has no gaps, so
     # entries with wider alignment come first. Packed scales of blocks are multiples of 64 bytes and follow their
@@ -212,7 +216,7 @@ def _arrays(
     load_blocks: LoadBlocks,
     calibration: Calibration | None,
 ) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a weight's entries, by their names."""
+    """Return the arrays of a weight's entries by name."""
     name, linear = weight.tensor.name, weight.linear
     if weight.storage in ("float32", "float16"):
         return {name: _as_dtype(load(name), weight.storage, name=name)}
@@ -263,9 +267,11 @@ def _as_dtype(values: Float32, dtype: str, *, name: str) -> NDArray[np.floating[
 class StoredWeight:
     """Storage of one weight of a plan under a scheme.
 
-    storage: for a linear see `Scheme.storage_of`; "experts" are int8 for each output channel of each expert; a
-    looked-up table is float16; "rotary" is the recipe of a rotary table. linear: the node that multiplies by it, if it
-    is a linear's. num_tables: number of consecutive tables in a rotary table.
+    Attributes:
+        storage: kind of storage; for a linear see `Scheme.storage_of`. "experts" are int8 with a scale for each output
+            channel of each expert, a looked-up table is float16, and "rotary" is the recipe of a rotary table.
+        linear: the node that multiplies by the weight, if it is the weight of a linear.
+        num_tables: number of consecutive tables in a rotary table.
     """
 
     tensor: Tensor
@@ -276,12 +282,12 @@ class StoredWeight:
 
     @property
     def num_first(self) -> int:
-        """Number of entries written at the weight's own place; the others follow all weights."""
+        """Number of entries that are written at the weight's own place; the other entries follow all weights."""
         return 2 if self.storage == "blocks" else 1
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """The weight itself, then the other arrays of a quantised linear."""
+        """Entries of the weight itself, and then of the other arrays of a quantised linear."""
         name, shape, scheme = self.tensor.name, resolve(self.tensor.shape, {}), self.scheme
         if self.storage in ("float32", "float16"):
             return [Entry(name=name, dtype=self.storage, shape=shape, logical_shape=shape)]
@@ -309,7 +315,7 @@ class StoredWeight:
 
 
 def stored_weights(plan: Plan, scheme: Scheme) -> dict[str, StoredWeight]:
-    """Return the storage of each weight of a plan under a scheme, by its name."""
+    """Map the name of each weight of a plan to its storage under a scheme."""
     linears, experts, tables = linear_nodes(plan), expert_weights(plan), embedding_tables(plan)
 
     def storage_of(name: str) -> Storage | Literal["float16", "experts", "rotary"]:

@@ -1,7 +1,7 @@
 """The base: the reference model of a comparison, usually the same checkpoint in float.
 
-Its logits are read from the disk if an earlier evaluation stored them, else computed; the engine is loaded only if
-something has to be computed.
+The logits of the base are read from the disk if an earlier evaluation stored them, and are otherwise computed. The
+engine is loaded only if logits have to be computed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from chunkrt.quant.scheme import find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY
 
 FORMAT = 2
-"""Version of the entries on disk; raised when their form or a scheme's computation changes."""
+"""Version of the entries on disk. Raise it when the form of entries or the computation of a scheme changes."""
 
 FLOAT_CHUNK_LENGTH = 128
-"""The fastest on `onnxrt` of 64, 128 and 512; values depend on it only within float32's rounding."""
+"""Chunk length of the base: the fastest of 64, 128 and 512 on `onnxrt`. It affects values only by float32 rounding."""
 
 
 def base_options(
@@ -45,8 +45,8 @@ def base_options(
 ) -> EngineOptions:
     """Return the options of a base: the fastest backend that supports its scheme.
 
-    That is `native` for integers. It has no float linears; of the others, `onnxrt` takes 1.3 s for 512 tokens of
-    SmolLM2-135M, `reference` 2.1 s (two cores).
+    The backend is `native` for integers. `native` has no float linears; of the other backends, `onnxrt` takes 1.3 s for
+    512 tokens of SmolLM2-135M, and `reference` takes 2.1 s (two cores).
     """
     found = find_scheme(scheme)
     return EngineOptions(
@@ -65,8 +65,8 @@ class Base:
     Args:
         model: a catalogue name, a checkpoint, or an engine directory of the base's scheme.
         options: see `base_options`.
-        windows: all windows that will be requested; the cache keeps these and drops others.
-        cache_limit: bytes on disk.
+        windows: all windows that will be requested; the cache keeps these windows and may drop others.
+        cache_limit: maximum number of bytes on disk.
         progress: called during downloads and compilation.
 
     Raises:
@@ -97,13 +97,13 @@ class Base:
         self._engine: Engine | None = None
         self._cache = LogitCache(catalogue.home() / "logits", cache_limit, map(self._key, windows))
         self.num_read = 0
-        """Windows read from the disk."""
+        """Number of windows that were read from the disk."""
         self.num_computed = 0
         self.num_not_kept = 0
-        """Windows that were computed and not kept, for lack of room."""
+        """Number of windows that were computed, but not kept for lack of room."""
 
     def pieces(self, window: Sequence[int], lengths: Sequence[int]) -> Iterator[BasePiece]:
-        """Yield the rows of a window in pieces; all except that of its last token, which nothing follows.
+        """Yield the rows of a window in pieces, except the row of its last token, which no token follows.
 
         Raises:
             ConfigError: the window does not fit the context, or the cache cannot be written.
@@ -126,7 +126,7 @@ class Base:
             yield from stored.pieces(lengths)
 
     def close(self) -> None:
-        """Close the engine, if it was loaded."""
+        """Close the engine if it was loaded."""
         if self._engine is not None:
             self._engine.close()
 
@@ -148,13 +148,15 @@ class Base:
                 start += len(logits)
 
     def _key(self, window: Sequence[int]) -> str:
-        """Return the key of a window by content: prepared weights, plan, backend, and the window's tokens."""
+        """Return the key of a window. It depends on the prepared weights, the plan, the backend, and the window's
+        tokens."""
         made_from: list[Any] = [FORMAT, *self._made_from, list(map(int, window))]
         return f"{self.options.scheme}-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]}"
 
 
 def rounded(logits: Float32) -> Float16:
-    """Return logits less the largest of their row, in float16; values below its range are clamped. [R, V]."""
+    """Return logits [R, V] minus the largest logit of each row, in float16; values below the range of float16 are
+    clamped."""
     relative = logits - logits.max(axis=1, keepdims=True)
     kept: Float32 = np.maximum(relative, np.float32(np.finfo(np.float16).min), out=relative)
     return kept.astype(np.float16)
@@ -164,7 +166,7 @@ def check_base(model: str, options: EngineOptions) -> None:
     """Refuse an engine directory as its own base, unless it was compiled under the base's scheme.
 
     Raises:
-        ConfigError: it was compiled under another; a compiled model does not hold its checkpoint.
+        ConfigError: it was compiled under another scheme; a compiled model does not contain its checkpoint.
         ModelError: it is damaged.
     """
     if is_engine_directory(Path(model)):

@@ -1,11 +1,11 @@
 """A chunkrt engine as a model of lm-evaluation-harness, which has hundreds of tasks.
 
-The harness knows only models that were registered in its process, so it is started from here:
+The harness accepts only models that are registered in its process, so it has to be started with this command:
 
     python -m chunkrt.evaluation.harness --model chunkrt --model_args pretrained=MODEL,npu=native --tasks hellaswag
 
 `pretrained` is chunkrt's MODEL; the other arguments are fields of `EngineOptions`. In Python, import this module, then
-call `lm_eval.simple_evaluate(model="chunkrt", ...)`. Needs `pip install chunkrt[lm-eval]`.
+call `lm_eval.simple_evaluate(model="chunkrt", ...)`. The adapter needs `pip install chunkrt[lm-eval]`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ except ImportError as error:
 
 DEFAULT_NEW_TOKENS = 256
 NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names in tasks for the most tokens to generate; the first one present counts, as in the harness."""
+"""Names that tasks use for the maximum number of new tokens; the first name that is present counts, as in the
+harness."""
 
 log = logging.getLogger(__name__)
 
 
 @register_model("chunkrt")
 class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not installed where types are checked
-    """Scores many requests at once, and generates one after another.
+    """A model of the harness that scores many requests at once, and generates answers one after another.
 
     Args:
         pretrained: a catalogue name, a checkpoint, or an engine directory.
-        batch_size, max_batch_size, device: arguments that the harness gives to every model; ignored.
+        batch_size, max_batch_size, device: arguments that the harness passes to every model; they are ignored.
         options: fields of `EngineOptions`.
 
     Raises:
@@ -68,25 +69,26 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
 
     @property
     def max_length(self) -> int:
-        """Positions that a request may have."""
+        """Maximum number of positions of a request."""
         return self.engine.context_length
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """Id of the token that ends a text."""
         if not (ids := self.text.settings.eos_ids):
             raise ConfigError(f"{self.engine.manifest.model} names no token that ends a text, which the harness needs")
         return ids[0]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context: the beginning token, or else the one that ends texts."""
+        """Id of the token before a text without a context: the beginning token, or otherwise the token that ends
+        texts."""
         bos_id = self.text.settings.bos_id
         return self.eot_token_id if bos_id is None else bos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for the harness's caches."""
+        """Name of this model in the harness's caches."""
         return str(self.engine.manifest.model)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
@@ -98,19 +100,21 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
         return self.text.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Return a text's tokens; control tokens in it are parsed. Add a second beginning token only on request."""
+        """Return the tokens of a text, including parsed control tokens. Add a second beginning token only on
+        request."""
         ids = self.text.encode(string, add_special=add_special_tokens is not False, parse_special=True)
         bos_id = self.text.settings.bos_id
         is_doubled = self.text.settings.add_bos and ids[:2] == [bos_id, bos_id]
         return ids[1:] if add_special_tokens is None and is_doubled else ids
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return log-probabilities of complete texts, each token predicted once, in windows of the context length."""
+        """Return log-probabilities of complete texts. Each token is predicted once, in windows of the context
+        length."""
         found = []
         for request in tqdm(requests, desc="rolling", disable=disable_tqdm):
             tokens = self.tok_encode(request.args[0])
             windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
-            # One at a time: they have no common tokens, and each has logits for all of its rows.
+            # Windows run one at a time: they have no common tokens, and all of their rows need logits.
             scores = self.engine.score([make_disjoint_window(window) for window in windows], max_sessions=1)
             found.append(sum(score.log_probability for score in scores))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
@@ -156,7 +160,7 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
             return "".join(piece.text for piece in pieces)
 
     def _shortened(self, tokens: list[int], room: int) -> list[int]:
-        """Return the last tokens that fit, as the harness's other models do, but with a warning."""
+        """Return the last tokens that fit. Other models of the harness do the same, but without a warning."""
         if room < 1:
             raise ConfigError(f"a request does not fit the context of {self.max_length}; give a larger context_length")
         if len(tokens) > room:

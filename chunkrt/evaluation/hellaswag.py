@@ -1,7 +1,7 @@
 """HellaSwag: choice of the likeliest of four endings.
 
-The file is the data set's own (`hellaswag_val.jsonl`): one object a line with `activity_label`, `ctx_a`, `ctx_b`,
-`endings` and `label`. Prompts and figures are those of lm-evaluation-harness.
+The file is that of the data set (`hellaswag_val.jsonl`): each line is an object with `activity_label`, `ctx_a`,
+`ctx_b`, `endings` and `label`. Prompts and results are the same as in lm-evaluation-harness.
 
 Source: Zellers et al., "HellaSwag: Can a Machine Really Finish Your Sentence?", 2019.
 """
@@ -21,8 +21,8 @@ from chunkrt.evaluation.scoring import Accuracy, encode_item, score_items
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A context, its endings without the space between, and the index of the right one. `line` is the line in the
-    file.
+    """A context, its endings without the separating space, and the index of the right ending. `line` is the line number
+    in the file.
     """
 
     line: int
@@ -33,7 +33,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class HellaSwagFigures:
-    """Shares of items whose right ending had the largest log-probability, plain and divided by its characters."""
+    """Shares of items whose right ending had the largest log-probability, either plain or divided by its characters."""
 
     num_items: int
     accuracy: Accuracy
@@ -70,7 +70,7 @@ def evaluate(
 
 
 def clean(text: str) -> str:
-    """Return a text without the marks in the WikiHow half of the data set."""
+    """Remove the marks that texts of the WikiHow half of the data set contain."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 

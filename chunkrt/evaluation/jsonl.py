@@ -16,8 +16,9 @@ def read_items(path: Path, parse: Callable[[dict[str, Any], int], Item], limit: 
     """Read the items of a file.
 
     Args:
-        parse: makes an item of a line's object and the line's number, or raises ValueError with the reason.
-        limit: most items to read.
+        parse: function that makes an item of a line's object and the line's number, or raises ValueError with the
+            reason.
+        limit: maximum number of items to read.
 
     Raises:
         ConfigError: the file cannot be read or has no items, or a line is malformed.

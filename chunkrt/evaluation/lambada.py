@@ -1,6 +1,6 @@
-"""LAMBADA: prediction of the last word of a passage, which its last sentence alone does not determine.
+"""LAMBADA: prediction of the last word of a passage. The last sentence alone does not determine this word.
 
-The file has one object a line with `text`. Prompts and figures are those of lm-evaluation-harness.
+Each line of the file is an object with `text`. Prompts and results are the same as in lm-evaluation-harness.
 
 Source: Paperno et al., "The LAMBADA dataset: Word prediction requiring a broad discourse context", 2016.
 """
@@ -20,7 +20,8 @@ from chunkrt.evaluation.scoring import Accuracy, encode_item, score_items
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A passage without its last word, and that word without the space between. `line` is the line in the file."""
+    """A passage without its last word, and that word without the separating space. `line` is the line number in the
+    file."""
 
     line: int
     context: str
@@ -29,7 +30,8 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class LambadaFigures:
-    """Share of last words whose every token was the likeliest, and their perplexity (by word, not token)."""
+    """Share of last words all of whose tokens were the likeliest, and the perplexity of last words (per word, not
+    token)."""
 
     num_items: int
     accuracy: Accuracy

@@ -1,8 +1,9 @@
-"""Quantisation error by layer: the error of every linear alone, and the growth of errors from layer to layer.
+"""Quantisation error by layer: the error of each linear alone, and the growth of errors from layer to layer.
 
-Two runs are computed side by side, subgraph after subgraph over all windows, so that a model of any size needs the
-memory of its largest subgraph: one in float, and one with every linear rounded under the scheme. A linear's own error
-is measured on its input in the float run. Values between linears are float32 in both; an NPU has float16 there.
+Two runs are computed in parallel: one in float, and one with every linear rounded under the scheme. The runs proceed
+subgraph by subgraph over all windows, so a model of any size needs only the memory of its largest subgraph. The error
+of a single linear is measured on its input in the float run. Values between linears are float32 in both runs; on an NPU
+they are float16.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.scheme import LEVELS, Scheme
 
 NUM_LAYER_WINDOWS = 4
-"""Number of windows to measure: errors of layers need fewer tokens than perplexities."""
+"""Number of windows to measure. Errors of layers need fewer tokens than perplexities."""
 
 NUM_SHOWN = 16
 LAYERS_A_LINE = 6
@@ -35,14 +36,19 @@ _IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, kw_only=True)
 class LinearFigures:
-    """One linear, over all rows of the windows; for the LM head, over every LOSS_EVERY-th row.
+    """Measurements of one linear over all rows of the windows, or for the LM head over every LOSS_EVERY-th row.
 
-    kind: the last part of its name, such as "down_proj". layer: None for a linear outside all layers, such as the LM
-    head. error: root mean square of its output's error, relative to that of the float output. has_shadow: it has a
-    shadow; error_unshadowed: its error without one, on the quantisation grid that it would then have; None without a
-    shadow. input_peak: the largest magnitude of its input. outlier_ratio: input_peak divided by the median of the input
-    channels' largest magnitudes; None if the median is 0. share_beyond_grid: share of the input's values beyond the
-    quantisation range, 0 to 1; None under a dynamic scheme, whose range follows each row.
+    Attributes:
+        kind: the last part of the linear's name, such as "down_proj".
+        layer: index of its layer; None for a linear outside all layers, such as the LM head.
+        error: root mean square of the output's error, relative to that of the float output.
+        has_shadow: True if the linear has a shadow.
+        error_unshadowed: error without the shadow, on the grid that the linear would then have; None if it has no
+            shadow.
+        input_peak: the largest magnitude of the input.
+        outlier_ratio: input_peak divided by the median of the channels' largest magnitudes; None if the median is 0.
+        share_beyond_grid: share of the input's values that exceed the quantisation range, 0 to 1; None under a dynamic
+            scheme, whose range depends on the row.
     """
 
     weight: str
@@ -68,7 +74,7 @@ class LayerFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class LayersRun:
-    """Figures of every linear in the plan's order and of every layer, with the amount of text."""
+    """Measurements of all linears, in the plan's order, and of all layers, with the amount of text."""
 
     windows: int
     tokens: int
@@ -111,16 +117,16 @@ def evaluate_layers(
 
     Args:
         plan: the decoder in its default partition, without shadows.
-        load: returns a weight's float32 values by its plan name, folded according to the calibration; called once a
-            subgraph.
+        load: returns a weight's float32 values by its plan name, folded according to the calibration; it is called once
+            per subgraph.
         calibration: calibration of a static scheme.
-        windows: tokens that start at position 0.
-        load_blocks: see `write_weights`; the scheme is as `Planned.settle` returns it.
-        progress: called with (subgraphs done, subgraphs in all).
+        windows: lists of tokens; each window starts at position 0.
+        load_blocks: see `write_weights`; the scheme is one that `Planned.settle` returned.
+        progress: called with the number of finished subgraphs and the number of all subgraphs.
 
     Raises:
         ConfigError: the scheme quantises nothing.
-        QuantizationError: the calibration is of another decoder.
+        QuantizationError: the calibration belongs to another decoder.
     """
     if scheme.weight_bits is None:
         raise ConfigError(
@@ -206,7 +212,7 @@ class _Found:
 
 
 class _Runs:
-    """Functions that compute a node of one subgraph in the two runs; `in_float` comes first, for each window."""
+    """Functions that compute a node of one subgraph in the two runs. For each window, `in_float` is called first."""
 
     def __init__(self, found: _Found, linears: RoundedLinears) -> None:
         self._found = found

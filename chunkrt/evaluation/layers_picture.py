@@ -15,13 +15,13 @@ MARKERS = {8: "o", 16: "s"}
 
 
 def draw_layers(run: LayersRun, path: Path, title: str) -> None:
-    """Draw two panels over the layers, both logarithmic: errors, and outliers. Rings are shadows, squares 16 bits.
+    """Draw two logarithmic panels over the layers: errors and outliers. Rings mark shadows, and squares mark 16 bits.
 
     Args:
-        path: its suffix is the format, one of FORMATS.
+        path: path of the picture; its suffix is the format, one of FORMATS.
 
     Raises:
-        ConfigError: see `check_picture`; the file cannot be written.
+        ConfigError: see `check_picture`; or the file cannot be written.
     """
     check_picture(path)
     from matplotlib.figure import Figure
@@ -67,7 +67,7 @@ def _draw(
     colour: str,
     kind: str,
 ) -> None:
-    """Plot one line; missing values and zeros, which a logarithmic scale cannot show, are left out."""
+    """Plot one line. Missing values are omitted, and so are zeros, which a logarithmic scale cannot show."""
     points = [(place, value(linear), linear) for place, linear in zip(places, linears, strict=True)]
     points = [point for point in points if point[1]]
     axes.plot([place for place, _, _ in points], [y for _, y, _ in points], color=colour, linewidth=1, label=kind)

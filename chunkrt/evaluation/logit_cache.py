@@ -1,13 +1,13 @@
-"""Logits of a base on disk: computed once and reused for later comparisons, within a limit of bytes.
+"""Logits of a base on disk, which are computed once and reused for later comparisons, within a limit of bytes.
 
-An entry is one window, a .npz file (NumPy reads it) that is written and read piece by piece:
+An entry holds one window. It is a .npz file (NumPy can read it) that is written and read piece by piece:
 
     logits        float16 [T, V], less the largest of each row
     surprisals    float32 [T], -log p of the next token, from the logits before they were rounded
 
-float16 is finest where the probability is. On SmolLM2-135M-Instruct (1,022 tokens of WikiText-2) it changes a mean
-divergence of 0.0072 by 5 parts in a million, that of a single token by 4e-5 at most, and the likeliest token never;
-plain logits in float16 change the mean by 1 in 1000. The same values are used if nothing is kept.
+In this form, float16 is most precise for the likeliest tokens. On SmolLM2-135M-Instruct (1,022 tokens of WikiText-2) it
+changes a mean divergence of 0.0072 by 5 parts in a million, the divergence of a single token by at most 4e-5, and never
+the likeliest token. Plain logits in float16 change the mean by 1 in 1000. The same values are used if no entry is kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chunkrt.files import check_archive, check_regular, made_once, remove, writt
 
 LOGITS, SURPRISALS = "logits.npy", "surprisals.npy"
 HEADER_BYTES = 1024
-"""Upper bound of the headers of an entry."""
+"""Upper bound on the number of bytes of the headers of an entry."""
 
 _DAMAGE = (OSError, ValueError, EOFError, KeyError, RuntimeError, NotImplementedError, zipfile.BadZipFile)
 log = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class BasePiece:
-    """Some rows of a base: `logits` float16 [R, V] less each row's largest, `surprisals` float32 [R] in nats."""
+    """Some rows of a base: `logits` float16 [R, V] minus the largest logit of each row, and `surprisals` float32 [R] in
+    nats."""
 
     logits: Float16
     surprisals: Float32
@@ -52,7 +53,7 @@ class StoredLogits:
         self._surprisals = surprisals
 
     def pieces(self, lengths: Iterable[int]) -> Iterator[BasePiece]:
-        """Yield its rows in pieces; `lengths` add up to all of them."""
+        """Yield the rows of the entry in pieces; `lengths` add up to the number of rows."""
         start = 0
         with self._archive.open(LOGITS) as member:
             _check_header(member, (len(self._surprisals), self._vocab_size), np.float16)
@@ -70,14 +71,14 @@ class StoredLogits:
 
 
 class LogitCache:
-    """Entries by key, in one folder, of `limit_bytes` together.
+    """Entries by key in one folder, with a total size of at most `limit_bytes`.
 
-    If room is needed, entries that this evaluation does not need are removed, least recently used first. Entries that
-    it needs are never removed, so an evaluation larger than the limit keeps the same part of itself every time.
+    If room is needed, entries that this evaluation does not use are removed, least recently used first. Entries that it
+    uses are never removed, so an evaluation that exceeds the limit keeps the same windows every time.
 
     Args:
-        folder: chunkrt's own.
-        limit_bytes: 0 keeps nothing.
+        folder: a folder that only chunkrt uses.
+        limit_bytes: total size of all entries; 0 keeps no entries.
         needed: the keys of this evaluation.
     """
 
@@ -107,7 +108,7 @@ class LogitCache:
         return StoredLogits(archive, vocab_size, surprisals)
 
     def write(self, key: str, num_rows: int, vocab_size: int, pieces: Iterable[BasePiece]) -> bool:
-        """Keep an entry, if it fits; its pieces are computed only then.
+        """Keep an entry if it fits. Its pieces are computed only if it fits.
 
         Returns:
             True if it was kept.
@@ -139,7 +140,7 @@ class LogitCache:
         return self.folder / f"{key}.npz"
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Remove entries of other evaluations, as many as needed, if that suffices."""
+        """Remove as many entries of other evaluations as needed, provided that this frees enough room."""
         stats = {path: path.stat() for path in self.folder.glob("*.npz")}
         total = sum(stat.st_size for stat in stats.values()) + num_bytes
         kept = sum(stat.st_size for path, stat in stats.items() if path in self._needed) + num_bytes
@@ -167,7 +168,7 @@ def _write(path: Path, num_rows: int, vocab_size: int, pieces: Iterable[BasePiec
 
 
 def _check(archive: zipfile.ZipFile, num_rows: int, vocab_size: int) -> Float32:
-    """Return the surprisals of an entry after verifying all of it."""
+    """Verify a complete entry, and return its surprisals."""
     check_archive(archive)
     if damaged := archive.testzip():
         raise ValueError(f"the checksum of {damaged} does not match")
@@ -184,7 +185,7 @@ def _write_header(file: IO[bytes], shape: tuple[int, ...], dtype: type[np.generi
 
 
 def _check_header(file: IO[bytes], shape: tuple[int, ...], dtype: type[np.generic]) -> None:
-    """Read past an array's header. Raise ValueError if it is not of that shape and type."""
+    """Read past the header of an array. Raise ValueError if the array does not have the given shape and type."""
     npy.read_magic(file)
     found_shape, is_fortran, found_dtype = npy.read_array_header_1_0(file)
     if (found_shape, is_fortran, found_dtype) != (shape, False, np.dtype(dtype)):

@@ -1,4 +1,4 @@
-"""Logits of many tokens, in bounded memory, and their divergence from others."""
+"""Logits of many tokens in bounded memory, and their divergence from the logits of a base."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ def logit_pieces(session: Session, tokens: Sequence[int], lengths: Sequence[int]
 
 
 def divergences(base: Float16 | Float32, logits: Float32) -> Float64:
-    """Return the Kullback-Leibler divergence of the base to the model by row: sum over V of p_base log(p_base /
-    p_model).
+    """Return the Kullback-Leibler divergence from the base to the model for each row.
+
+    The divergence is the sum over V of p_base log(p_base / p_model).
 
     Args:
-        base, logits: [R, V].
+        base, logits: logits of the base and of the model, [R, V].
 
     Returns:
-        float64 [R], in nats, none below zero.
+        Divergences, float64 [R], in nats, all at least zero.
 
     Raises:
         ModelError: a logit is not finite.
 
-    Numerics: float64. A token without probability in the base (it underflows) adds nothing.
+    Numerics: the computation uses float64. A token whose probability in the base underflows to zero adds nothing.
     """
     found = np.empty(len(logits), np.float64)
     for rows in row_blocks(*logits.shape):

@@ -1,4 +1,4 @@
-"""Results of an evaluation with its exact configuration: as data for JSON, and as readable lines."""
+"""Results of an evaluation with its exact configuration, as data for JSON and as readable lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Figures = TypeVar("Figures")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The evaluated model and its configuration. `npu`, `cpu`: the backends of the two roles."""
+    """The evaluated model and its configuration. `npu` and `cpu` are the backends of the two roles."""
 
     model: str
     scheme: str
@@ -31,7 +31,7 @@ class Run:
 
     @staticmethod
     def of(engine: Engine, model: str) -> Run:
-        """Describe a loaded model, by the name that the user gave."""
+        """Describe a loaded model under the name that the user gave."""
         return Run(
             model=model,
             scheme=engine.scheme.name,
@@ -45,7 +45,8 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRun:
-    """The base of a comparison. Windows are `read` from the disk or `computed`; some of these were `not_kept`."""
+    """The base of a comparison. Windows are `read` from the disk or `computed`; some computed windows were
+    `not_kept`."""
 
     model: str
     scheme: str
@@ -69,8 +70,8 @@ class BaseRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRun:
-    """A text, the evaluated part (windows, of the available ones, and their longest length in tokens), and the
-    results.
+    """A text, its evaluated part, and the results. The part is given by the numbers of evaluated and available windows
+    and the longest length of a window in tokens.
     """
 
     file: str
@@ -85,7 +86,7 @@ class TextRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRun(Generic[Figures]):
-    """A task's file, and the results."""
+    """The file of a task, and the results."""
 
     file: str
     figures: Figures

@@ -1,4 +1,4 @@
-"""Scores of many items, and accuracies from scores."""
+"""Scores of many items, and the accuracies that follow from scores."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class Accuracy:
 
     @staticmethod
     def of(hits: Sequence[bool]) -> Accuracy:
-        """Return the accuracy of at least one item, each right or wrong."""
+        """Return the accuracy over one or more items, each of which is right or wrong."""
         value, others = sum(hits) / len(hits), len(hits) - 1
         return Accuracy(value=value, standard_error=sqrt(value * (1 - value) / others) if others else None)
 
 
 def encode_item(tokenizer: Tokenizer, name: str, context: str, continuations: Sequence[str]) -> tuple[str, list[Pair]]:
-    """Return an item with the tokens of its context and of each continuation, with a space between the two.
+    """Return an item with the tokens of its context and of its continuations. A space separates context and
+    continuation.
 
     Raises:
         ConfigError: a text is not valid Unicode; the message begins with the name.
@@ -46,11 +47,11 @@ def score_items(
     """Score every pair of every item; tokens that several items share are computed once.
 
     Args:
-        items: each with its name for errors, and its pairs of a context and a continuation.
-        progress: called with (items done, items in all).
+        items: the items; each has a name for errors, and pairs of a context and a continuation.
+        progress: called with the number of finished items and the number of all items.
 
     Raises:
-        ConfigError: an item does not fit the context; nothing has been computed then.
+        ConfigError: an item does not fit the context; this is checked before any computation.
         BackendError: a subgraph failed.
     """
     places = [(number, place) for number, (_, pairs) in enumerate(items) for place in range(len(pairs))]

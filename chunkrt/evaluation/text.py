@@ -1,7 +1,7 @@
 """Evaluation on a text: perplexity, and divergence from a base.
 
-All tokens of a window except the first are scored, each after those before it in the window. If the model wants a
-beginning token, that is the first, and all of the text is scored.
+All tokens of a window except the first are scored, given the tokens before them in the window. If the model wants a
+beginning token, that token is the first one, and all of the text is scored.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from chunkrt.evaluation.logits import divergences, logit_pieces
 class Comparison:
     """Comparison of a model with its base, over the scored tokens.
 
-    perplexity: the base's. ratio: the model's perplexity divided by the base's. mean_kl, kl_99, largest_kl: mean, 99th
-    percentile and maximum of the divergence of the base to the model, in nats. top_1: share of tokens after which both
-    have the same likeliest next token.
+    Attributes:
+        perplexity: perplexity of the base.
+        ratio: perplexity of the model divided by that of the base.
+        mean_kl, kl_99, largest_kl: mean, 99th percentile and maximum of the divergence from the base to the model, in
+            nats.
+        top_1: share of tokens after which model and base have the same likeliest next token.
     """
 
     perplexity: float
@@ -38,8 +41,8 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class TextFigures:
-    """Results of a model on a text. `tokens_per_second`: of prefill with all logits, without the base and the
-    comparison.
+    """Results of a model on a text. `tokens_per_second` is the rate of prefill with all logits, without the base and
+    the comparison.
     """
 
     perplexity: float
@@ -54,21 +57,21 @@ def evaluate_text(
     base: Base | None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TextFigures:
-    """Run every window in a session of its own, and compare it with the base.
+    """Run every window in a separate session, and compare the logits with those of the base.
 
     Args:
-        windows: of 2 tokens or more.
+        windows: windows of 2 tokens or more.
         base: None evaluates the model alone.
-        progress: called with (windows done, windows in all).
+        progress: called with the number of finished windows and the number of all windows.
 
     Raises:
-        ConfigError: a window does not fit the context; the base has another vocabulary.
+        ConfigError: a window does not fit the context, or the base has another vocabulary.
         ModelError: a logit is not finite.
         BackendError: a subgraph failed.
     """
     if base is not None and base.vocab_size != engine.plan.vocab_size:
         raise ConfigError(
-            f"the base {base.model} has a vocabulary of {base.vocab_size}, the model one of "
+            f"the base {base.model} has a vocabulary of {base.vocab_size}, the model has one of "
             f"{engine.plan.vocab_size}; choose a base with the same tokens"
         )
     found = _Found()

@@ -1,4 +1,4 @@
-"""Splitting of a text's tokens into windows, each of which runs in a fresh session."""
+"""Split the tokens of a text into windows, each of which runs in a fresh session."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Part:
         return part
 
     def of(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return its tokens. The parts of a text do not overlap and cover all of it."""
+        """Return the tokens of this part. The parts of a text do not overlap, and together they cover the complete
+        text."""
         return tokens[(self.index - 1) * len(tokens) // self.count : self.index * len(tokens) // self.count]
 
     def __str__(self) -> str:
@@ -37,15 +38,15 @@ class Part:
 
 
 def cut_windows(tokens: Sequence[int], length: int, *, bos_id: int | None) -> list[list[int]]:
-    """Return all windows of some tokens, one after the other, without overlap.
+    """Split tokens into consecutive windows without overlap.
 
     Args:
-        tokens: the text's, without a beginning token.
-        length: positions of a window, including its beginning token.
-        bos_id: token that each window begins with, if the model wants one.
+        tokens: the tokens of the text, without a beginning token.
+        length: number of positions of a window, including its beginning token.
+        bos_id: id of the token that each window begins with, if the model wants one.
 
     Returns:
-        Windows of 2 tokens or more. The last may be shorter than the others.
+        Windows of 2 tokens or more. The last window may be shorter than the others.
 
     Raises:
         ConfigError: the length is less than 2, or the tokens are too few to score one.
@@ -64,10 +65,10 @@ def cut_windows(tokens: Sequence[int], length: int, *, bos_id: int | None) -> li
 
 
 def spread(windows: Sequence[list[int]], number: int | None) -> list[list[int]]:
-    """Select `number` windows, evenly spread; short ones are left out if complete ones exist.
+    """Select `number` windows, evenly spread; a short window is omitted if complete windows exist.
 
     Args:
-        number: at least 1; None: DEFAULT_NUM_WINDOWS, or all if these are fewer.
+        number: number of windows, at least 1; None for DEFAULT_NUM_WINDOWS, or for all windows if there are fewer.
 
     Raises:
         ConfigError: fewer windows exist.

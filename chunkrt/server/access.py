@@ -2,8 +2,8 @@
 
 A browser sends requests to a server on this machine for any page that it displays. Two headers reveal such a page: the
 `Origin` that browsers add, and, if the page's own name was made to resolve to this machine (DNS rebinding), the `Host`.
-A server with keys does not check the host, because a page cannot send a key that it does not know. A body that is
-declared as JSON cannot come from another page unless the server allows its origin in a preflight request.
+A server with keys does not check the host, because a page cannot send an unknown key. A body that is declared as JSON
+cannot come from another page unless the server allows its origin in a preflight request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from chunkrt.server.service import ServerOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """The sender of a request. name: name of its key, for logs and metrics. cache_salt: keeps its prefixes apart."""
+    """The sender of a request.
+
+    Attributes:
+        name: name of the client's key, for logs and metrics.
+        cache_salt: salt that separates the prefixes of this client from those of others.
+    """
 
     name: str = ""
     cache_salt: str = ""
@@ -83,9 +88,7 @@ def _check_origin(options: ServerOptions, origin: str | None, host: str | None) 
 
 
 def _find_client(keys: Mapping[str, str], authorization: str) -> Client:
-    """Return the client whose key was sent. The time depends neither on the key nor on its number of correct
-    characters.
-    """
+    """Return the client whose key was sent, in a time that does not depend on the number of correct characters."""
     scheme, _, given = authorization.partition(" ")
     digest = _digest(given)
     matches = [name for name, key in keys.items() if hmac.compare_digest(digest, _digest(key))]

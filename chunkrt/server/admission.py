@@ -1,4 +1,4 @@
-"""Admission: a bounded number of sequences run at a time, and a bounded number of requests wait."""
+"""Admission: bounds on the number of sequences that run at a time, and on the number of requests that wait."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Turn:
 
 
 class Admission:
-    """Admits sequences in the order in which they arrive. It belongs to one event loop.
+    """Admits sequences in order of arrival. An object belongs to one event loop.
 
     Args:
-        most: sequences in progress at a time.
-        most_waiting: requests that may wait; one more is refused at once.
+        most: maximum number of sequences in progress at a time.
+        most_waiting: maximum number of waiting requests; a further request is refused at once.
     """
 
     def __init__(self, most: int, most_waiting: int) -> None:
@@ -33,7 +33,7 @@ class Admission:
         self.is_closed = False
         self._free, self._gate = asyncio.Semaphore(most), asyncio.Lock()
         self._bounds: dict[asyncio.Timeout, Turn] = {}
-        """Timeouts of all requests that wait or are in progress. They have no deadline until `close` or `end` sets one.
+        """Timeouts of all waiting and running requests. A timeout has no deadline until `close` or `end` sets it.
         """
 
     def check(self, number: int = 1) -> None:
@@ -45,13 +45,15 @@ class Admission:
             RequestError: `number` exceeds the number of places.
         """
         if self.is_closed:
-            raise ClosedError("nothing new is begun")
+            raise ClosedError("the server accepts no new requests")
         if number > self.most:
-            raise RequestError(f"n is {number}, but {self.most} sequences run at a time (--max-sessions)", param="n")
-        must_wait = self.num_waiting or self.num_active + number > self.most  # behind the requests that wait already
+            raise RequestError(
+                f"n is {number}, but at most {self.most} sequences run at a time (--max-sessions)", param="n"
+            )
+        must_wait = self.num_waiting or self.num_active + number > self.most  # behind the requests in the queue
         if must_wait and self.num_waiting >= self.most_waiting:
             raise BusyError(
-                f"{self.num_active} sequences are under way and {self.num_waiting} requests wait (--max-sessions, "
+                f"{self.num_active} sequences are in progress and {self.num_waiting} requests wait (--max-sessions, "
                 "--max-waiting); try again later"
             )
 
@@ -62,7 +64,7 @@ class Admission:
         Raises ClosedError, also from within the body, when the request may not continue.
         """
         if self.is_closed and not turn.has_begun:
-            raise ClosedError("nothing new is begun")
+            raise ClosedError("the server accepts no new requests")
         taken = 0
         try:
             async with asyncio.timeout(None) as bound:
@@ -89,7 +91,7 @@ class Admission:
         except TimeoutError:
             if not bound.expired():
                 raise
-            raise ClosedError("the server ends") from None
+            raise ClosedError("the server is shutting down") from None
         finally:
             for _ in range(taken):
                 self._free.release()

@@ -1,4 +1,4 @@
-"""Answers to prompts: sessions that run at the same time, and their events in order of arrival."""
+"""Answers to prompts: concurrent sessions, and their events in order of arrival."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ from chunkrt.server.service import Service
 class Wanted:
     """Settings of a prompt's choices.
 
-    max_new_tokens: None for as many as the context holds. sampling: one for each choice. likeliest: number of tokens
-    whose log-probabilities are reported; None for none. constraint: makes one for each choice. echo: report
-    log-probabilities of the prompt, too, if any are reported. progress: report the progress of the prompt.
-    follows_text: the answer continues the text of the prompt instead of beginning one. cache_salt: see
-    `Engine.session`.
+    Attributes:
+        max_new_tokens: maximum length of an answer; None for the rest of the context.
+        sampling: sampling options of each choice.
+        likeliest: number of tokens whose log-probabilities are reported; None for none.
+        constraint: function that makes the constraint of a choice.
+        echo: if log-probabilities are reported, report those of the prompt, too.
+        progress: report the progress of the prompt.
+        follows_text: the answer continues the text of the prompt instead of beginning a text.
+        cache_salt: see `Engine.session`.
     """
 
     max_new_tokens: int | None
@@ -41,7 +45,7 @@ class Wanted:
 
     @property
     def is_of_prompts(self) -> bool:
-        """True if only log-probabilities of the prompts are requested."""
+        """True if the request asks only for log-probabilities of prompts."""
         return self.echo and self.likeliest is not None and self.max_new_tokens == 0
 
 
@@ -52,7 +56,7 @@ class Admitted:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptProgress:
-    """Progress of a prompt: `num_done` of `num_tokens`."""
+    """Event: `num_done` of `num_tokens` tokens of a prompt have been run."""
 
     num_done: int
     num_tokens: int
@@ -60,7 +64,7 @@ class PromptProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefilled:
-    """Event: a prompt has been run. `log_probabilities`: of its tokens from the second on, if it is echoed."""
+    """Event: a prompt has been run. If it is echoed, `log_probabilities` are those of its tokens from the second on."""
 
     prompt: int
     num_tokens: int
@@ -70,7 +74,7 @@ class Prefilled:
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """A piece of a choice. Choices are numbered across all prompts."""
+    """Event: a piece of a choice. Choices are numbered across all prompts."""
 
     choice: int
     piece: Piece
@@ -88,7 +92,7 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
         RequestError: a prompt does not fit the context.
         BusyError: the queue is full.
         ClosedError: the server shuts down.
-        ChunkrtError: a sequence failed; the others are ended.
+        ChunkrtError: a sequence failed; the other sequences are ended.
     """
     for prompt in prompts:
         check_fits(service, len(prompt), wanted.max_new_tokens)
@@ -103,7 +107,7 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
             else:
                 for index in indices:
                     await _answer(service, index, prompts[index], wanted, turn, events.put_nowait)
-        except* Exception as several:  # the first choice that failed has ended the others
+        except* Exception as several:  # the first choice that failed has ended the other choices
             events.put_nowait(first_of(several))
         else:
             events.put_nowait(None)
@@ -119,7 +123,7 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
                 try:
                     raise event
                 finally:
-                    del event  # its traceback holds this frame, and with it states
+                    del event  # the traceback of the error refers to this frame, and the frame refers to states
             if event is None:
                 left -= 1
             else:
@@ -129,19 +133,20 @@ async def answers(service: Service, prompts: Sequence[Sequence[int]], wanted: Wa
 
 
 async def end(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel tasks, and wait until they have ended. Each keeps its exception for the code that awaits it later."""
+    """Cancel tasks, and wait until they have ended. A task keeps its exception for the code that awaits the task
+    later."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     for task in tasks:
-        # Until the exception is retrieved, the task keeps it, its traceback's frames, and their states.
+        # Until its exception is retrieved, a task keeps the exception, the frames of the traceback, and their states.
         if task.cancelled():
             with suppress(asyncio.CancelledError):
                 task.result()
 
 
 async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all coroutines at the same time. Raise the first error, after ending the others."""
+    """Run all coroutines concurrently. After an error, end the other coroutines and raise the first error."""
     failed = None
     try:
         async with asyncio.TaskGroup() as group:
@@ -214,7 +219,7 @@ async def _tell(
     turn: Turn,
     tell: Callable[[Event], None],
 ) -> None:
-    """Score prompts that begin alike one after the other in one session, which runs their common prefix once."""
+    """Score prompts with a common prefix one after the other in one session, which runs the prefix only once."""
     assert wanted.likeliest is not None
     async with (
         service.admission.places(1, turn),

@@ -111,7 +111,7 @@ def _endpoint(service: Service, path: str, answer: Answer) -> Callable[[HttpRequ
 
 
 def _noted(what: str, error: Exception) -> RequestError:
-    """Return an error as the client sees it; log it if it is the server's fault."""
+    """Convert an error to the client's form; log it if the server caused it."""
     told = as_request_error(error)
     if told.status == 500:
         LOG.error("%s failed", what, exc_info=error)
@@ -163,7 +163,7 @@ async def _while_connected(http: HttpRequest, work: Coroutine[Any, Any, Result])
         return await task
     finally:
         await end([task, gone])
-        del task, gone  # the error's traceback holds this frame, and this frame the error
+        del task, gone  # the traceback of the error refers to this frame, and this frame refers to the error
 
 
 async def _disconnected(http: HttpRequest) -> None:
@@ -183,7 +183,7 @@ async def _respond(
 
 
 class _EventStream(EventSourceResponse):
-    """Stream an admitted request: its status at once, then its events, with comments in between."""
+    """Stream an admitted request: send its status at once and then its events, with comments in between."""
 
     def __init__(self, events: AsyncGenerator[Mapping[str, Any] | None], ping_seconds: float) -> None:
         super().__init__(
@@ -224,7 +224,8 @@ async def _page(service: Service, http: HttpRequest) -> Response:
 
 @cache
 def _read_page() -> tuple[str, str]:
-    """Return the page, with a policy that allows only its own script and style and requests to this server."""
+    """Return the chat page, with a policy that allows only the page's own script and style, and requests to this
+    server."""
     text = files("chunkrt.server").joinpath("page.html").read_text("utf-8")
     rules = ["default-src 'none'", "img-src data:", "connect-src 'self'"]
     for tag in ("script", "style"):

@@ -16,7 +16,7 @@ from chunkrt.server.tool_calls import Call, CallReader, tool_names
 
 
 class Chat(Form):
-    """One request, and the text of its choices so far."""
+    """A chat request, and the text of its choices so far."""
 
     id_prefix = "chatcmpl"
     kind = "chat.completion"
@@ -74,7 +74,7 @@ class Chat(Form):
         return self._delta(index, delta, self._take_told(index))
 
     def _divide(self, index: int, text: str) -> tuple[str, list[Call]]:
-        """Return the text of a choice, and its calls if it has finished."""
+        """Return the text of a choice, and its tool calls if the choice has finished."""
         if not self._readers:
             return text, []
         reader, calls = self._readers[index], list[Call]()
@@ -93,7 +93,7 @@ class Chat(Form):
 def _check_tools(service: Service, request: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
     """Return the names of the tools. Raise RequestError if the model or this server does not support the request."""
     if not service.tokenizer.takes_tools:
-        raise RequestError("tools: this model's chat template has no place for them", param="tools")
+        raise RequestError("tools: this model's chat template does not support tools", param="tools")
     if request.tool_choice not in (None, "auto"):
         raise RequestError("tool_choice: this server cannot force a call; send 'auto' or 'none'", param="tool_choice")
     if request.parallel_tool_calls is False:
@@ -104,10 +104,11 @@ def _check_tools(service: Service, request: ChatRequest, tools: Sequence[Mapping
 
 
 class _LogProbabilities:
-    """A list with an object for each token. Parts of characters may have the same text; their bytes distinguish them.
+    """Log-probabilities as a list with an object per token. Parts of characters may have the same text but different
+    bytes.
 
     Args:
-        end_ids: tokens that end the message and do not belong to its content.
+        end_ids: ids of tokens that end the message and do not belong to its content.
     """
 
     def __init__(self, service: Service, end_ids: Container[int]) -> None:

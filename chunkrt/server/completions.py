@@ -13,7 +13,7 @@ from chunkrt.tokenizer import IncrementalDecoder
 
 
 class Completion(Form):
-    """One request, and the text of its choices so far."""
+    """A completion request, and the text of its choices so far."""
 
     id_prefix = "cmpl"
     kind = event_kind = "text_completion"
@@ -24,11 +24,11 @@ class Completion(Form):
         service.check_model(request)
         request.check_stream()
         if request.suffix:
-            raise RequestError("suffix: this model continues texts and cannot fill gaps", param="suffix")
+            raise RequestError("suffix: not supported; this model only continues texts", param="suffix")
         if request.best_of not in (None, request.n or 1):
-            raise RequestError("best_of: every choice is returned; use n", param="best_of")
+            raise RequestError("best_of: not supported, because all choices are returned; use n", param="best_of")
         if request.echo and request.stream:
-            raise RequestError("echo: a stream contains only new tokens", param="echo")
+            raise RequestError("echo: not supported in a stream, which contains only new tokens", param="echo")
         max_new_tokens = request.max_new_tokens
         request.check_ends(service.engine.context_length if max_new_tokens is None else max_new_tokens)
         wanted = Wanted(
@@ -77,7 +77,7 @@ class Completion(Form):
 
 
 class _LogProbabilities:
-    """Parallel lists of a choice's tokens and their log-probabilities."""
+    """Log-probabilities as parallel lists: the tokens of a choice, and their log-probabilities."""
 
     def __init__(self, service: Service, *, follows_text: bool) -> None:
         self._service = service
@@ -96,7 +96,7 @@ class _LogProbabilities:
         if told is not None:
             top = dict[str, float]()
             for other, value in (*told.top, (token_id, told.own)):
-                name = self._name(other)  # a letter, and a token for its byte, have the same text
+                name = self._name(other)  # tokens of a letter and of its byte have the same text
                 top[name] = max(value, top.get(name, value))
         self._top.append(top)
         self._offsets.append(self._length)
@@ -114,7 +114,8 @@ class _LogProbabilities:
         return found
 
     def _name(self, token_id: int) -> str:
-        """Return a token's text; if it is not complete characters, its bytes as OpenAI's API writes them."""
+        """Return the text of a token, or its bytes in OpenAI's notation if it does not consist of complete
+        characters."""
         token = self._service.token_bytes(token_id)
         try:
             return token.decode()

@@ -1,8 +1,8 @@
-"""Connections: their number is bounded, and a client has to send its request in time.
+"""Bounds on connections: their number is limited, and a client has to send its request in time.
 
 Each connection takes a file descriptor. Clients that connect and send nothing, or one byte a second, would exhaust the
-descriptors and block all other clients. So a connection without a request ends after `header_seconds`. If too many are
-open, the one that has waited for its client the longest ends at once.
+descriptors and block all other clients. So a connection without a request ends after `header_seconds`. If too many
+connections are open, the one that has waited for its client the longest is closed at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 LOG = logging.getLogger("chunkrt.server")
 WANTED_FILES = 16384
 MACOS_FILES = 10240
-"""Most files of a process on macOS, where the reported limit is higher."""
+"""Maximum number of open files of a process on macOS, where the reported limit is higher."""
 FEWEST_CONNECTIONS = 8
 BUSY = b"503 Service Unavailable"
 
@@ -48,21 +48,22 @@ class Connections:
     """Bounds of a server's connections.
 
     Args:
-        most: connections at a time.
+        most: maximum number of connections at a time.
         header_seconds: time within which the headers of a request have to arrive.
-        files: files that the process may open; half of them are left to the model and its caches. None for no limit.
+        files: maximum number of files that the process may open; half of this number is reserved for the model and its
+            caches. None for no limit.
     """
 
     def __init__(self, most: int, header_seconds: float, files: int | None = None) -> None:
         self.header_seconds = header_seconds
         self.most = most if files is None else min(most, max(files // 2, FEWEST_CONNECTIONS))
         self.waiting: dict[BoundedProtocol, None] = {}
-        """Connections that wait for their client, longest wait first."""
+        """Connections that wait for their client; the longest wait is first."""
         self._next_complaint = 0.0
 
     @property
     def backlog(self) -> int:
-        """Connections that the event loop accepts in one go, before the protocol sees any of them."""
+        """Number of connections that the event loop accepts at once, before the protocol handles the first one."""
         return min(2048, max(self.most // 4, FEWEST_CONNECTIONS))
 
     def protocol(self) -> type[H11Protocol]:
@@ -70,16 +71,17 @@ class Connections:
         return type("BoundedProtocol", (BoundedProtocol,), {"bounds": self})
 
     def end_oldest(self, number: int) -> None:
-        """End connections that wait for their client, the oldest first."""
+        """Close connections that wait for their client, the oldest first."""
         for protocol in list(islice(self.waiting, number)):
             protocol.dismiss(BUSY if protocol.has_begun else None)
 
     def handle_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle errors of an event loop: if no connection can be accepted, free some, and report it once a second."""
+        """Handle errors of an event loop. If no connection can be accepted, close some, and log the problem once a
+        second."""
         if "accept" not in context.get("message", "").lower():
             loop.default_exception_handler(context)
             return
-        if (now := time.monotonic()) >= self._next_complaint:  # the loop reports one for each connection in the backlog
+        if (now := time.monotonic()) >= self._next_complaint:  # the loop reports each connection in the backlog
             self._next_complaint = now + 1
             self.end_oldest(max(1, len(self.waiting) // 2))
             error = context.get("exception")
@@ -99,7 +101,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         self._follow()
         if len(self.connections) > self.bounds.most:
-            if next(iter(self.bounds.waiting), self) is self:  # the others have requests in progress
+            if next(iter(self.bounds.waiting), self) is self:  # the other connections have requests in progress
                 self.dismiss(BUSY)
             else:
                 self.bounds.end_oldest(1)
@@ -121,7 +123,7 @@ class BoundedProtocol(H11Protocol):
         self._follow()
 
     def dismiss(self, status: bytes | None) -> None:
-        """End the connection, with a status if there is one and no answer has begun."""
+        """Close the connection, after sending a status if one is given and no answer has begun."""
         self._forget()
         self.connections.discard(self)
         if status is not None and self.conn.our_state is h11.IDLE:

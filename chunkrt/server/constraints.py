@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 JSON_OBJECT = {"type": "object"}
 MOST_PROBED = 256
-"""Bytes that every answer begins with; the constraint is tried on them before the first answer is generated."""
+"""First bytes of every answer; the constraint is tested with them before the first answer is generated."""
 
 
 def constraint_maker(service: Service, form: ResponseFormat | None) -> Callable[[], Constraint] | None:
@@ -49,7 +49,7 @@ def constraint_maker(service: Service, form: ResponseFormat | None) -> Callable[
     vocab_size = service.engine.plan.vocab_size
     tokenizer = _tokenizer(service.tokenizer, vocab_size)
     try:
-        # Unrestricted spaces and line ends would let an answer go on forever.
+        # Unrestricted spaces and line ends would allow an endless answer.
         text = json.dumps(without_unknown_formats(schema, _knows_format))
         grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
     except (ValueError, RecursionError) as error:
@@ -57,7 +57,7 @@ def constraint_maker(service: Service, form: ResponseFormat | None) -> Callable[
         raise _refusal(f"the schema cannot be read: {problem}") from error
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     if not matcher.is_error() and allows_nothing(schema):
-        raise _refusal("the schema allows nothing: each value would have to contain another one, without end")
+        raise _refusal("the schema allows nothing: each value would have to contain another value, without end")
     probe = matcher.deep_copy()
     probe.consume_tokens(tokenizer.tokenize_bytes(probe.compute_ff_bytes()[:MOST_PROBED]))
     if problem := matcher.get_error() or probe.get_error():
@@ -70,14 +70,14 @@ def _refusal(problem: str) -> RequestError:
 
 
 def _in_one_line(problem: str) -> str:
-    """Describe an error of llguidance's; its further lines are the parser's state."""
+    """Describe an error of llguidance in one line; further lines of its message contain the parser's state."""
     line = problem.splitlines()[0]
-    if "items" in line:  # a row of its parser has one for each open alternative
+    if "items" in line:  # a row of the parser has an item for each open alternative
         return f"the schema's grammar is too large ({line}); give it fewer optional properties and alternatives"
-    if line.startswith("oneOf"):  # llguidance suggests an option of its own here, with which several of them may hold
+    if line.startswith("oneOf"):  # llguidance suggests its own option here, which allows several alternatives to match
         return "oneOf is supported only if no value can satisfy two of its alternatives; use anyOf"
     if line.startswith("NoExtension"):
-        return "the schema allows no text that goes on from here"
+        return "the schema allows no continuation of the text so far"
     return line
 
 
@@ -105,7 +105,7 @@ class _Matching:
     def allowed(self) -> NDArray[np.bool_]:
         """See `Constraint.allowed`. Raise ConstraintError if llguidance failed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()  # its mask then has end tokens alone
+        self._check()  # in this case the mask contains only end tokens
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
 
     def accept(self, token_id: int) -> None:

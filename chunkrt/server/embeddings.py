@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: texts as vectors of length 1, with the pooling of the server's settings."""
+"""POST /v1/embeddings: embed texts as vectors of length 1, with the pooling of the server's settings."""
 
 from __future__ import annotations
 

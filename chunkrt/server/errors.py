@@ -27,7 +27,7 @@ class RequestError(Exception):
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Return an error of the engine's as the client sees it."""
+    """Convert an error of the engine to the client's form."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, BusyError):

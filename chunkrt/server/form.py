@@ -31,7 +31,7 @@ class LogProbabilities(Protocol):
 
 
 class Form(ABC):
-    """One request, and the text of its choices so far."""
+    """A request, and the text of its choices so far."""
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -59,7 +59,7 @@ class Form(ABC):
     async def events(self) -> AsyncGenerator[Json | None]:
         """Yield None once the request is admitted, then an object for each event of a stream.
 
-        Raises as `answers` does; errors of the request itself come before the first event.
+        Errors are those of `answers`; errors of the request itself are raised before the first event.
         """
         async with aclosing(answers(self._service, self._prompts, self._wanted)) as events:
             async for event in events:
@@ -115,7 +115,7 @@ class Form(ABC):
                     self._told[event.choice].add(piece.token_id, piece.log_probabilities)
 
     def _progress(self, event: PromptProgress) -> Json:
-        """Describe a prompt's progress, under llama.cpp's names too if the request uses its option."""
+        """Describe a prompt's progress. If the request uses llama.cpp's option, llama.cpp's names are included."""
         found: Json = {"progress": {"tokens_done": event.num_done, "tokens": event.num_tokens}}
         if self._request.return_progress:
             time_ms = 1000 * (time.perf_counter() - self._begin)
@@ -123,7 +123,7 @@ class Form(ABC):
         return found
 
     def _take_told(self, index: int) -> Json | None:
-        """Return new log-probabilities, if the request wants them."""
+        """Return new log-probabilities, if the request asks for them."""
         return None if self._wanted.likeliest is None else self._told[index].take()
 
     def _usage(self) -> Json:
@@ -146,5 +146,5 @@ class Form(ABC):
 
 
 def _finish_reason(reason: FinishReason | None) -> str | None:
-    """Return the reason in OpenAI's terms: an answer that ends at the context length has reason "length"."""
+    """Return the finish reason in OpenAI's terms. An answer that ends at the context length has the reason "length"."""
     return "length" if reason == "context" else reason

@@ -1,8 +1,8 @@
-"""Formats of strings in JSON schemas: formats that llguidance does not support are removed.
+"""Remove the formats of strings in JSON schemas that llguidance does not support.
 
 `format` is an annotation unless a schema's dialect says otherwise, so an unknown format must not fail a schema. Source:
-JSON Schema 2020-12, Validation, section 7. Schema generators write many: Pydantic "path" and "password", OpenAPI
-"byte".
+JSON Schema 2020-12, Validation, section 7. Schema generators write many such formats: Pydantic writes "path" and
+"password", and OpenAPI uses "byte".
 """
 
 from __future__ import annotations

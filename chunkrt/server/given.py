@@ -1,7 +1,7 @@
-"""Removal of fields that request nothing, before a body is parsed.
+"""Remove fields that request nothing, before a body is parsed.
 
 Clients with typed objects send every field. A null means "not given" in every field. A field that this server does not
-have is dropped if its value requests the default behaviour; any other value is refused by name.
+support is dropped if its value requests the default behaviour; with any other value, the field is refused by name.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "use_beam_search": (False,),
     "xtc_probability": (0,),
 }
-"""Values that request nothing, by field name of OpenAI's, llama.cpp's and vLLM's APIs."""
+"""Values that request nothing, by names of fields of OpenAI's, llama.cpp's and vLLM's APIs."""
 
 OPTIONS = ("stream_options", "response_format", "json_schema", "tools", "function")
-"""Fields that hold objects of options, or lists of them; the content of other objects belongs to the client."""
+"""Fields that contain objects of options, or lists of such objects; other objects have arbitrary content."""
 
 LISTS_OF_IDS = ("prompt", "input", "tokens")
 
 LARGEST_EXACT = 2**53
-"""Whole numbers up to here are exact as floating point (RFC 8259, section 6)."""
+"""Largest integer up to which all integers are exact in floating point (RFC 8259, section 6)."""
 
 
 def given(body: Any, known: Set[str]) -> Any:
@@ -65,7 +65,7 @@ def given(body: Any, known: Set[str]) -> Any:
 
     Args:
         body: decoded JSON; returned unchanged if it is not an object.
-        known: fields that the request has.
+        known: names of the fields that the request supports.
     """
     if not isinstance(body, dict):
         return body
@@ -93,7 +93,8 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 def _whole(value: Any) -> Any:
-    """Return a floating-point number that is whole as an integer: languages without integers write 16.0 for 16."""
+    """Convert a floating-point number with an integer value to an integer. Languages without integers write 16.0 for
+    16."""
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST_EXACT
     return int(value) if is_whole else value
 

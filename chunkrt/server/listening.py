@@ -1,8 +1,8 @@
-"""Listening at an address until a signal arrives: uvicorn, with a shutdown sequence of our own.
+"""Serve at an address until a signal arrives, with uvicorn and our own shutdown sequence.
 
-Uvicorn cancels the remaining requests when the time is over, which shows up as failures with tracebacks; from Python
-3.12 on, a second signal still waits for clients. Here the clients get an error that the server shuts down, and then the
-connections close.
+At the end of the grace period, uvicorn cancels the remaining requests, which is logged as failures with tracebacks.
+From Python 3.12 on, a second signal still waits for clients. With our sequence, clients get an error that reports the
+shutdown, and then the connections are closed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chunkrt.server.service import Service
 
 LOG = logging.getLogger("uvicorn.error")
 LAST_SECONDS = 1.0
-"""Seconds in which clients are informed that their answers were ended."""
+"""Number of seconds in which clients are informed that their answers were ended."""
 
 
 def make_config(service: Service, host: str, port: int, connections: Connections) -> uvicorn.Config:
@@ -53,16 +53,16 @@ async def listen(
 ) -> None:
     """Serve until SIGTERM or an interrupt.
 
-    Then accept no new requests, refuse the waiting ones, and let those in progress finish within `grace_seconds`. A
-    second signal ends them at once.
+    After the signal, accept no new requests, refuse the waiting requests, and let requests in progress finish within
+    `grace_seconds`. A second signal ends these at once.
 
     Args:
-        port: 0 for a free one.
+        port: the port; 0 for a free one.
         `tell`: called with the URL once the server accepts requests.
         on_end: called when the shutdown begins. A task that never returns delays it.
 
     Raises:
-        ConfigError: the address cannot be listened at.
+        ConfigError: the server cannot listen at the address.
     """
     options = service.options
     connections = Connections(options.max_connections, options.header_seconds, raise_file_limit())
@@ -89,7 +89,7 @@ class _Server(uvicorn.Server):
         self._service, self._grace_seconds, self._tell = service, grace_seconds, tell
         self._hurry = asyncio.Event()
         self.complaints: list[str] = []
-        """Uvicorn's log messages if it cannot listen; the caller reports them in one line."""
+        """Log messages of uvicorn that explain why it cannot listen; the caller reports them in one line."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

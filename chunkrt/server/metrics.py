@@ -14,7 +14,7 @@ SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 
 
 class Metrics:
-    """Metrics of /metrics, under names that begin with `chunkrt_`."""
+    """Metrics that /metrics reports, under names that begin with `chunkrt_`."""
 
     content_type = CONTENT_TYPE_LATEST
 

@@ -1,6 +1,6 @@
-"""Bodies of requests, field by field, as in OpenAI's API.
+"""Bodies of requests, with the fields of OpenAI's API.
 
-An unknown field is refused by name, unless it requests nothing (`given.py`), so no wish is ignored silently. Fields
+An unknown field is refused by name, unless it requests nothing (`given.py`), so no request is ignored silently. Fields
 that do not affect the answer (`user`, `metadata`, `store` and the like) are accepted and ignored.
 """
 
@@ -29,15 +29,15 @@ Texts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PROMPTS)
 Body = TypeVar("Body", bound="Request")
 
 DRAWN_SEED = -1
-"""Value that means no seed, as in other servers."""
+"""Value of `seed` that means no seed, as in other servers."""
 UNLIMITED = -1
-"""Value that means as many tokens as the context holds, as in other servers."""
+"""Value of `max_tokens` that means the rest of the context, as in other servers."""
 DEFAULT_COMPLETION_TOKENS = 16
-"""Most tokens of a completion whose request gives no number, as in OpenAI's API."""
+"""Default of `max_tokens` for completions, as in OpenAI's API."""
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of every request. `model`: the served one, or omitted."""
+    """Fields of every request. `model` is the name of the served model, or omitted."""
 
     model: str | None = None
     user: str | None = None
@@ -53,8 +53,10 @@ class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Options of a stream.
 
-    include_usage: a last event has the counts. continuous_usage_stats: every event with a choice has the counts so far.
-    include_progress: events report the progress of the prompt.
+    Attributes:
+        include_usage: the last event contains the token counts.
+        continuous_usage_stats: every event with a choice contains the token counts so far.
+        include_progress: events report the progress of the prompt.
     """
 
     include_usage: bool = False
@@ -102,7 +104,7 @@ class Generating(Request, kw_only=True):
     response_format: ResponseFormat | None = None
 
     def sampling(self, choice: int, vocab_size: int) -> SamplingOptions:
-        """Return the sampling options of each choice, each with random numbers of its own.
+        """Return the sampling options of all choices; each choice has separate random numbers.
 
         Raises:
             RequestError: an option is out of its range.
@@ -162,10 +164,10 @@ class Generating(Request, kw_only=True):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def check_ends(self, max_new_tokens: int) -> None:
-        """Check when an answer of at most `max_new_tokens` tokens may end.
+        """Check the conditions under which an answer of at most `max_new_tokens` tokens ends.
 
         Raises:
-            RequestError: the request contradicts the end of its form, or `min_tokens` exceeds the most tokens.
+            RequestError: an option conflicts with `response_format`, or `min_tokens` exceeds `max_new_tokens`.
         """
         formed = self.response_format is not None and self.response_format.type != "text"
         for name in ("ignore_eos", "min_tokens"):
@@ -195,9 +197,9 @@ class ChatRequest(Generating, kw_only=True):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Most tokens of an answer; None for as many as the context holds.
+        """Maximum number of tokens of an answer; None for the rest of the context.
 
-        Raises RequestError if `max_tokens` and its newer name contradict each other.
+        Raises RequestError if `max_tokens` and `max_completion_tokens` differ.
         """
         older, newer = self.max_tokens, self.max_completion_tokens
         if older is not None and newer is not None and older != newer:
@@ -212,9 +214,7 @@ class ChatRequest(Generating, kw_only=True):
 
     @property
     def num_likeliest(self) -> int | None:
-        """Number of alternatives whose log-probabilities are reported in addition to the answer's; None for none at
-        all.
-        """
+        """Number of alternative tokens with log-probabilities; None if no log-probabilities are requested."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -232,14 +232,14 @@ class CompletionRequest(Generating, kw_only=True):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Most tokens of an answer; None for as many as the context holds."""
+        """Maximum number of tokens of an answer; None for the rest of the context."""
         if self.max_tokens is None:
             return DEFAULT_COMPLETION_TOKENS
         return None if self.max_tokens == UNLIMITED else self.max_tokens
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each a text or token ids."""
+        """Return the prompts; each prompt is a text or a list of token ids."""
         return _several("prompt", self.prompt)
 
 
@@ -268,7 +268,7 @@ class EmbeddingRequest(Request, kw_only=True):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """Return the inputs, each a text or token ids."""
+        """Return the inputs; each input is a text or a list of token ids."""
         return _several("input", self.input)
 
 
@@ -289,7 +289,7 @@ class DetokenizeRequest(Request, kw_only=True):
 
 
 def _several(param: str, given: str | list[Any]) -> list[str | list[int]]:
-    """Return the prompts, each a text or token ids."""
+    """Return the prompts; each prompt is a text or a list of token ids."""
     if isinstance(given, str):
         return [given]
     if given and all(type(token) is int for token in given):
@@ -306,7 +306,7 @@ def read(body: bytes | bytearray, kind: type[Body]) -> Body:
     """Decode a request's body, without a leading byte order mark.
 
     Raises:
-        RequestError: the body is not JSON or not such a request; the message names the field.
+        RequestError: the body is not JSON, or not a valid request of the kind; the message names the field.
     """
     try:
         fields = given(msgspec.json.decode(body.removeprefix(BYTE_ORDER_MARK.encode())), set(kind.__struct_fields__))

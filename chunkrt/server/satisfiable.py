@@ -1,8 +1,8 @@
 """Detection of JSON schemas that no finite value satisfies, because each value would have to contain another one.
 
-A value of `{"$ref": "#/$defs/A"}` needs a value of A, one of `required` needs one of each required property, one of
-`minItems` needs one of its first items, and so on. The schemas that have values are the least fixpoint of these rules.
-Keywords without a rule count as satisfiable, so some unsatisfiable schemas are not detected.
+A value of `{"$ref": "#/$defs/A"}` needs a value of A, a schema with `required` needs a value of each required property,
+a schema with `minItems` needs values of its first items, and so on. The schemas that have values are the least fixpoint
+of these rules. Keywords without a rule count as satisfiable, so some unsatisfiable schemas are not detected.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import unquote
 
 MOST_ROUNDS = 8
-"""Rounds of the fixpoint, each over all reachable schemas. Without recursion one suffices; if these do not suffice, the
-result is undecided.
+"""Maximum number of rounds of the fixpoint iteration over all reachable schemas. Without recursion, one round suffices.
+If this number does not suffice, the result is undecided.
 """
 
 
@@ -34,7 +34,7 @@ def allows_nothing(root: Any) -> bool:
 
 
 def _in_reach(root: Any) -> dict[int, Any]:
-    """Return the schemas that a schema depends on, by identity, dependencies first."""
+    """Return the schemas that a schema depends on by their identities, dependencies first."""
     seen: dict[int, Any] = {}
     ended: dict[int, Any] = {}
     path: list[tuple[Any, Iterator[Any]]] = []
@@ -71,7 +71,7 @@ def _has_value(node: Any, root: Any, satisfiable: set[int]) -> bool:
 
 
 def _needs(node: Any, root: Any) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
-    """Yield conditions of a schema: schemas that all need a value, and schemas of which one needs a value."""
+    """Yield conditions of a schema: groups of schemas that all need a value, or of which at least one needs a value."""
     if not isinstance(node, dict) or (node is not root and "$id" in node):  # `$id` changes the meaning of `$ref`
         return
     if "$ref" in node:  # before draft 2019-09 the other keywords are ignored

@@ -32,21 +32,23 @@ class ServerOptions:
     """Settings of a server.
 
     Args:
-        api_keys: the keys of clients, by names for logs and metrics; without any, all clients are accepted. Each key
-            has a prefix cache of its own.
-        max_sessions: sequences in progress at a time.
-        queue: requests that may wait for places.
+        api_keys: the keys of clients, by names for logs and metrics; without keys, all clients are accepted. Each key
+            has a separate prefix cache.
+        max_sessions: maximum number of sequences in progress at a time.
+        queue: maximum number of requests that wait for places.
         max_body_bytes: limit of a request's body.
         body_seconds: time within which a request's body has to arrive.
         header_seconds: time within which a request's headers have to arrive.
-        max_connections: limit at a time; lower if the process may open fewer than twice as many files.
+        max_connections: maximum number of connections at a time; lower if the process may open fewer than twice as many
+            files.
         stall_seconds: age at which a running task counts as stuck, so that /health answers 503.
         ping_seconds: interval of the comments that keep proxies and clients from closing an idle stream.
-        allow_origin: the other origin whose pages may send requests ("*" for any); None: no other.
+        allow_origin: another origin whose pages may send requests ("*" for any); None for no other origin.
         allow_hosts: host names that a server without keys accepts in addition to addresses and "localhost" ("*" for
             any).
-        embeddings: pooling; None: as the model's files specify, or no embeddings if they specify none.
-        template_options: variables of the chat template for all requests; a request's own override them.
+        embeddings: pooling of embeddings; None for the pooling that the model's files specify. If the files specify
+            none either, the server has no embeddings.
+        template_options: variables of the chat template for all requests; the variables of a request override them.
     """
 
     api_keys: Mapping[str, str] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class Service:
         return self.engine.require_tokenizer()
 
     def check_model(self, request: Request) -> None:
-        """Raise RequestError if a request names another model than the served one."""
+        """Raise RequestError if a request names a model that is not served here."""
         if request.model not in (None, "", self.name):
             raise RequestError(
                 f"the model {request.model!r} is not served here; available: {self.name}",
@@ -99,7 +101,7 @@ class Service:
             )
 
     def cache_salt(self, client: Client, request: Request) -> str | None:
-        """Return the salt of a request's prefixes; None for those that all clients of a server without keys share.
+        """Return the salt of a request's prefixes; None for prefixes that all clients of a server without keys share.
 
         Raises RequestError if the request gives an empty salt.
         """
@@ -131,11 +133,11 @@ class Service:
             prompt = self.tokenizer.render_chat(taken, tools=tools, template_options=options)
             self.check_length(prompt.text, "messages")
             return self.tokenizer.encode_prompt(prompt)
-        except (ConfigError, ModelError) as error:  # a template may refuse them, too
+        except (ConfigError, ModelError) as error:  # the template may refuse the messages, too
             raise RequestError(str(error), param="messages") from error
 
     def check_length(self, text: str, param: str, *, shifts: bool = True) -> None:
-        """Check that a text may fit the context, by its bytes, because encoding is slow.
+        """Check by the number of bytes that a text may fit the context, because encoding is slow.
 
         Args:
             shifts: accept a longer text if the context shifts.
@@ -167,7 +169,7 @@ class Service:
         Args:
             encode: returns the tokens of a text.
 
-        Raises RequestError as `check_length` does, and if token ids are outside the vocabulary.
+        Raises RequestError for a text that `check_length` refuses, or for token ids outside the vocabulary.
         """
 
         def check() -> None:
@@ -188,7 +190,7 @@ class Service:
 
 
 def _as_template_takes_it(message: Mapping[str, Any], *, knows_developers: bool) -> dict[str, Any]:
-    """Return a message whose content is text: text parts are joined, others refused.
+    """Return a message whose content is text: text parts are joined, and other parts are refused.
 
     If the template does not distinguish developer messages, they become system messages.
     """

@@ -1,8 +1,8 @@
-"""Calls of tools in answers: a model's text, converted to the form of OpenAI's API.
+"""Convert tool calls in a model's text to the form of OpenAI's API.
 
-Two formats are supported. Hermes' and Qwen's models write `<tool_call>{"name": ..., "arguments": {...}}`, closed by
-`</tool_call>`, any number of times, with text before. Llama 3's models answer only `{"name": ..., "parameters":
-{...}}`. Text that is neither, or that names an unknown tool, stays text.
+Two formats are supported. The models of Hermes and Qwen write text and then any number of calls of the form
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Llama 3's models answer only `{"name": ..., "parameters":
+{...}}`. Text that has neither format, or that names an unknown tool, remains text.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CallReader:
         return certain
 
     def finish(self) -> tuple[str, list[Call]]:
-        """Return the rest of the text, and the calls, after the last piece."""
+        """Return the rest of the text, and the calls, at the end of the answer."""
         rest, self._held = self._held, ""
         try:
             text, described = _divide(rest)
@@ -109,7 +109,7 @@ def _with_arguments_read(call: Any) -> Any:
 def _divide(text: str) -> tuple[str, list[Any]]:
     """Split text into the text around marked calls and their decoded JSON.
 
-    A call ends where its JSON ends, because its strings may contain the marks. Raises ValueError if one is not JSON.
+    A call ends where its JSON ends, because its strings may contain the marks. Raises ValueError if a call is not JSON.
     """
     around, described, place = "", [], 0
     while (begin := _BEGIN.search(text, place)) is not None:
@@ -124,7 +124,7 @@ def _divide(text: str) -> tuple[str, list[Any]]:
 
 
 def _call(found: Any, key: str, names: Set[str]) -> Call:
-    """Return the call that JSON describes. Raise ValueError if it describes none."""
+    """Return the call that decoded JSON describes. Raise ValueError if it does not describe a call."""
     name = found.get("name") if isinstance(found, dict) else None
     given = found.get(key) if isinstance(found, dict) else None
     if isinstance(given, str):  # some models write the arguments as JSON in a string
@@ -132,7 +132,7 @@ def _call(found: Any, key: str, names: Set[str]) -> Call:
     if not isinstance(name, str) or name not in names or not isinstance(given, dict):
         raise ValueError("the JSON does not describe a call of a known tool")
     arguments = json.dumps(given, ensure_ascii=False)
-    arguments.encode()  # a string may be half a character, which raises ValueError
+    arguments.encode()  # a string may contain half a character, which raises ValueError
     return {"id": f"call_{uuid4().hex}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

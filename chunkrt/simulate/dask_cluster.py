@@ -103,7 +103,7 @@ def _open_client(distributed: Any, address: str) -> Any:
     except (ValueError, OSError) as error:
         found = error
     except Empty:
-        found = TimeoutError("the server does not answer")
+        found = TimeoutError("the scheduler does not answer")
     if isinstance(found, Exception):
         raise ConfigError(
             f"found no Dask scheduler at {address!r} ({' '.join(str(found).split())}); expected an address such as "

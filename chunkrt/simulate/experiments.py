@@ -326,7 +326,7 @@ def _axis(name: str, values: Iterable[T]) -> list[T]:
 
 
 def _whole(name: str, value: Any, most: int | None = None) -> int:
-    """Return a checked whole number: at least 1, and at most the model's context if that is given."""
+    """Check and return an integer of at least 1, and at most `most` if that is given."""
     try:
         number = index(value)
     except TypeError:

@@ -25,7 +25,7 @@ from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins
 from chunkrt.simulate.work import cut
 
 SLOWEST = 0.05
-"""Largest slowdown of a task by others that is believed."""
+"""Lower limit of the speed of a task among others, relative to its speed alone."""
 
 
 def learn_budget(

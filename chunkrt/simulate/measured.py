@@ -87,7 +87,7 @@ class MeasuredProfile:
 
 
 def twins(plan: Plan) -> dict[str, str]:
-    """Return for every subgraph its representative: the first one of the same operators and shapes."""
+    """Map each subgraph to its representative, the first subgraph with the same operators and shapes."""
     first: dict[Any, str] = {}
     return {s.name: first.setdefault(_signature(s, plan), s.name) for s in plan.subgraphs}
 

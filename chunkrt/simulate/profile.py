@@ -23,7 +23,8 @@ DEVICES = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 """Profiles that come with chunkrt."""
 
 OPERATORS = ("linear_a8", "linear_a16", "linear_float", "attention", "other")
-"""Linears by the bits of their activations; attention over the cache; norms, element-wise operators and look-ups."""
+"""Kinds of operators: linears by the bits of their activations, attention, and other operators (norms, look-ups,
+...)."""
 
 
 @dataclass(frozen=True, kw_only=True)

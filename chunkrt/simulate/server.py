@@ -83,7 +83,7 @@ class Server:
         chunk_length: number of tokens of a chunk.
         most_sessions: number of requests that are admitted at once; further requests wait.
         most_in_flight: limit of chunks in flight, except for those that bypass the NPU.
-        step: see `Waiting.step`.
+        step: value of `Waiting.step` for all requests.
         prompt_ns: time from the admission of a request until its tokens may be taken.
         admit: returns the route and durations of a chunk.
         decodes_apart: returns True if single tokens bypass the NPU.
@@ -113,8 +113,8 @@ class Server:
         """Requests with tokens that no chunk has taken; the request that has waited longest is first."""
         self._inside: list[Client] = []
         self._flying: dict[int, list[tuple[Client, bool]]] = {}
-        """For every chunk in flight its requests, each with a flag: the chunk holds the last of the tokens that it
-        waits for.
+        """Requests of each chunk in flight. The flag of a request is True if the chunk contains the last of its waiting
+        tokens.
         """
         self._apart: int | None = None
         """The chunk that bypasses the NPU, if one exists."""

@@ -133,7 +133,7 @@ def simulate_serving(
     if not load.requests:
         raise ConfigError("there are no requests to serve")
     if sessions < 1:
-        raise ConfigError(f"sessions is {sessions}, expected at least 1")
+        raise ConfigError(f"{sessions} sessions, expected at least 1")
     if decode_on not in get_args(DecodeOn):
         raise unknown_name("way to decode", decode_on, get_args(DecodeOn))
     if chunks_in_flight is not None:
@@ -151,8 +151,8 @@ def simulate_serving(
         most_in_flight = chunks_in_flight or chunk_slots(plan, chunk_length, costs.processors)
     elif chunks_in_flight not in (None, 1):
         raise ConfigError(
-            "without an NPU, or under a policy that runs one task at a time, shared chunks come one after the other; "
-            "leave --in-flight away"
+            "shared chunks run one at a time without an NPU, or under a policy that runs one task at a time; "
+            "omit --in-flight"
         )
     else:
         costs = replace(costs, decodes_apart=never)

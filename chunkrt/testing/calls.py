@@ -1,6 +1,6 @@
-"""Calls of an executable with realistic inputs of a decoder, into buffers that reveal stray writes.
+"""Calls of an executable with realistic inputs of a decoder. Output buffers reveal stray writes.
 
-The reference runs the complete decoder once over a stream of tokens. Every call takes its inputs from that recording,
+The reference runs the complete decoder once over a stream of tokens. Every call takes its inputs from this recording,
 and its state is the reference's state before the call's position.
 """
 
@@ -18,10 +18,10 @@ from chunkrt.graph.plan import Plan, Subgraph, Tensor, resolve
 from chunkrt.quant.scheme import Scheme
 
 GUARD_ROWS = 2
-"""Rows before and after each output that no call may write."""
+"""Number of guard rows before and after each output, which no call may write."""
 
 UNWRITTEN = np.float32(np.nan)
-"""Content of outputs and unused cache positions before a call: never correct, and it propagates if it is read."""
+"""Content of outputs and unused cache positions before a call. It is never correct, and it propagates if it is read."""
 
 State = dict[str, Array]
 
@@ -33,11 +33,11 @@ class Call:
     inputs: Mapping[str, Array]
     outputs: Mapping[str, Array]
     buffers: Mapping[str, Array]
-    """Each output with its guard rows."""
+    """The outputs, each with its guard rows."""
     states: Mapping[str, Array]
     """The inputs that are state."""
     caches: frozenset[str]
-    """The states with one slot for each position, or for each group of positions."""
+    """Names of the states that have a slot for each position or each group of positions."""
     position: int
     num_tokens: int
 
@@ -54,7 +54,7 @@ class Call:
         return {n: np.delete(self.states[n], self._slots(n), axis=1).tobytes() for n in self.caches}
 
     def results(self) -> dict[str, Array]:
-        """Return everything that the call computes: outputs, the caches at its own positions, and all other state."""
+        """Return all results of the call: outputs, the caches at its own positions, and all other state."""
         own = {n: s[:, self._slots(n)] if n in self.caches else s for n, s in self.states.items()}
         return {**self.outputs, **own}
 
@@ -79,7 +79,7 @@ class Call:
 class PackedCall:
     """Calls of several sequences as segments of one chunk: the arguments of one `SegmentExecutable.run_segments`.
 
-    It has the checks of `Call`. After it has run, the outputs of `calls` hold their rows.
+    It supports the checks of `Call`. After the run, the outputs of `calls` contain their rows.
     """
 
     calls: Sequence[Call]
@@ -105,7 +105,7 @@ class PackedCall:
                 call.outputs[name][...] = rows
 
     def input_bits(self) -> dict[str, bytes]:
-        """See `Call`; inputs that are specific to a segment have its number in their name."""
+        """See `Call`; the names of inputs that are specific to a segment contain the number of the segment."""
         own = {f"{n} of segment {i}": b for i, call in enumerate(self.calls) for n, b in call.input_bits().items()}
         return {**own, **{name: array.tobytes() for name, array in self.inputs.items()}}
 
@@ -114,7 +114,7 @@ class PackedCall:
         return _guard_bits(self.buffers)
 
     def other_position_bits(self) -> dict[str, bytes]:
-        """See `Call`; by name and segment."""
+        """See `Call`; results are listed by name and segment."""
         return {
             f"{n} of segment {i}": b for i, call in enumerate(self.calls) for n, b in call.other_position_bits().items()
         }
@@ -128,12 +128,14 @@ class PackedCall:
 
 
 class Recording:
-    """Every value of a decoder over `num_tokens` random tokens, as the reference computes it under a scheme.
+    """All values of a decoder over `num_tokens` random tokens, computed by the reference under a scheme.
 
     Args:
-        most_rows: most rows of a call, by default all tokens. Rings are as short as a session makes them for these.
+        most_rows: maximum number of rows of a call, by default all tokens. Ring buffers are as short as in a session
+            with this maximum.
 
-    `ring`: slots of the caches of layers with a window.
+    Attributes:
+        ring: number of slots of the caches of layers with a window.
     """
 
     def __init__(
@@ -172,7 +174,8 @@ class Recording:
         cache_dtype: str = "float32",
         logit_rows: Sequence[int] | None = None,
     ) -> Call:
-        """Return a call on the tokens from `position` on; a subgraph of R rows takes `logit_rows` of them, or all."""
+        """Return a call on the tokens from `position` on; a subgraph of R rows takes the rows `logit_rows`, or all
+        rows."""
         tokens = slice(position, position + num_tokens)
         rows = np.arange(num_tokens) if logit_rows is None else np.array(logit_rows, np.int64)
         graph_inputs: dict[str, Array] = {
@@ -235,7 +238,7 @@ class Recording:
         return {n: np.full(shape, UNWRITTEN if self._is_cache(n) else np.float32(0)) for n, shape in shapes.items()}
 
     def _advance(self, subgraph: Subgraph, state: State, num_tokens: int) -> dict[str, Array]:
-        """Run the first tokens on the reference, call after call; return its outputs."""
+        """Run the first tokens on the reference, call after call; return the outputs."""
         reference = self.reference(subgraph)
         outputs = {name: self._empty(self.plan.tensors[name], num_tokens) for name in subgraph.outputs}
         for position in range(0, num_tokens, self._most_rows):

@@ -53,64 +53,72 @@ TRIED = (
         shadowed=("*.o_proj.weight",),
     ),
 )
-"""Schemes in addition to the named ones, as options and searches make them."""
+"""Schemes in addition to the named schemes, of kinds that options and searches create."""
 
 TRIED_HYBRID = (SCHEMES["float"], SCHEMES["w8a8-dynamic"])
 
 
 def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
-    """Check that a backend keeps the contract of `chunkrt/backends/base.py`.
+    """Check that a backend satisfies the contract of `chunkrt/backends/base.py`.
 
     A small Llama decoder with random weights is cut into subgraphs. Each subgraph that the backend supports, under each
     scheme of TRIED that it supports, is compiled for chunks of `chunk_length` and of twice as many rows, and compared
     with the backend `reference`. No vector width divides the decoder's sizes. The static schemes are repeated with
-    multiples of 32, for hardware that takes only these, and so are the schemes with 4-bit blocks, whose depth is 32.
-    Finally, under the schemes of TRIED_HYBRID, a decoder has the parts that Llama lacks: both kinds of linear
-    attention, norms of heads, attention over a window, whose ring wraps, and routed experts. Attention is repeated in
-    its static form for NPUs (`graph/static_attention.py`), under one scheme of each decoder.
+    sizes that are multiples of 32, for hardware that requires such sizes, and so are the schemes with 4-bit blocks,
+    whose depth is 32. Finally, the schemes of TRIED_HYBRID are checked on a decoder with the parts that Llama lacks:
+    both kinds of linear attention, norms of heads, attention over a window with a ring buffer that wraps, and routed
+    experts. Under one scheme of each decoder, attention is repeated in its static form for NPUs
+    (`graph/static_attention.py`).
 
     Args:
-        chunk_length: an NPU's compiler decides for every length separately; check it with all lengths in use.
+        chunk_length: number of tokens of a chunk. An NPU's compiler decides for every length separately, so check the
+            backend with all lengths in use.
 
-    Each clause is checked on all subgraphs before the next clause, roughly in the order below, slow clauses last.
+    A clause is checked on all subgraphs before the next clause, roughly in the order below; slow clauses come last.
 
     Clauses:
-        description: `name` is text, `concurrency` None or at least 1; with None it has one of `cache_dtypes` at least.
+        description: `name` is a text, and `concurrency` is None or at least 1. If it is None, `cache_dtypes` is not
+            empty.
         support: at least one subgraph is supported; every supported subgraph compiles.
-        refusal: an unsupported subgraph is refused by `supports` with one of its nodes and a reason, and by `compile`
-            with PartitionError or CompileError; so is an operator that does not exist.
-        length: `fixed_length` is None or the chunk length; on rows of logits, where it may be shorter, a divisor of it;
-            with state, None.
-        rows: any number of rows, 1 to the chunk length, runs (or exactly `fixed_length`); logits of any of them.
-        inputs: only state is written, and of caches only the slots of position to position + T - 1.
-        outputs: written completely, without writes outside them.
-        values: equal to the reference's within a tolerance. With m the largest magnitude of an output: 16 * 64 * 2^-23
-            * m, for 16 operators whose sums of at most 64 products lose a float32 step a product; 2^-10 * m more where
-            caches are float16. With quantised linears a value between two integers may fall to either side, so there
-            the root mean square of the difference, over all rows of an output, is at most 1/256 of the output's; 1/64
-            where linears have static grids of 8 bits, or with a `fixed_length`; 1/32 with both. With a `fixed_length` a
-            subgraph without linears is within 16 * 2^-11 * m more, for 16 operators in float16; so is static attention.
-        linears: a single linear. A dynamic one of multiples of 1/2 with 127 in every row, and two outliers of 40 times
-            that in every other, is exact to 4 * 2^-23 of the sum of its products' magnitudes: outliers are multiplied
-            without rounding, the rest is rounded half to even, sums of products are exact; a row of zeros gives zeros.
-            With a weight in blocks it is exact to (K + 4) * 2^-24 of that sum, where an integer times its scale and the
-            minimum are two products. A static one is within one step of its output's grid of the exact sum of the
-            integers, ties of its input going to even; a value beyond a grid becomes its last level, or any value from
-            there to the end of the integers' type; where the linear has a shadow, the last level. An output in float is
-            within (K + 4) * 2^-24 of the sum of its K products' magnitudes. A `fixed_length` indicates an NPU, whose
-            inputs and outputs are float16: there a tie may go either way, and a result be off by 2^-10 of the sum of
-            its products' magnitudes and by 2^-9 of the output grid's limit.
-        shadows: the shadow of a single linear, on steps and half steps. Inputs at most 127 steps from zero, or rounded
-            to that, ties to even, add exactly nothing; of all others the part that exceeds 127 steps is multiplied,
-            within the bound of an output in float.
-        repetition: the same call gives the same bits.
-        chunks: two chunks in one call give, within the tolerance of `values`, the results of one after the other, or of
-            one row and then the rest.
-        segments: where an executable with state has `run_segments`, rows of three sequences in one call give, within
-            that tolerance, the results of each sequence's own call.
-        history: where an executable has `run_after`, chunks of one history, another that comes between, and the first
-            again give the bits of `run`.
-        threads: two concurrent calls of one executable, in two threads, give the same bits as one after the other.
+        refusal: `supports` refuses an unsupported subgraph with one of its nodes and a reason, and `compile` refuses it
+            with PartitionError or CompileError. Both also refuse an operator that does not exist.
+        length: `fixed_length` is None or the chunk length. For a subgraph on rows of logits, it may be shorter, and
+            then divides the chunk length. For a subgraph with state, it is None.
+        rows: calls with any number of rows from 1 to the chunk length succeed (or with exactly `fixed_length` rows),
+            with logits of any of these rows.
+        inputs: no input except state is written, and in caches only the slots of position to position + T - 1.
+        outputs: outputs are written completely, and no memory outside them is written.
+        values: values equal those of the reference within a tolerance. If m is the largest magnitude of an output, the
+            tolerance is 16 * 64 * 2^-23 * m, for 16 operators whose sums of at most 64 products lose a float32 step per
+            product; float16 caches add 2^-10 * m. With quantised linears, a value between two integers may be rounded
+            in either direction. Therefore the root mean square of the difference, over all rows of an output, is at
+            most 1/256 of that of the output; 1/64 if linears have static grids of 8 bits, or with a `fixed_length`; and
+            1/32 with both. With a `fixed_length`, the tolerance of a subgraph without linears is larger by 16 * 2^-11 *
+            m, for 16 operators in float16; so is that of static attention.
+        linears: a single linear is checked. The inputs of a dynamic linear are multiples of 1/2, with 127 in every row,
+            and with two outliers of 40 times that value in every other row. The error is at most 4 * 2^-23 of the sum
+            of the magnitudes of the products: outliers are multiplied without rounding, other values are rounded half
+            to even, and sums of products are exact; a row of zeros gives zeros. With a weight in blocks the error is at
+            most (K + 4) * 2^-24 of that sum, in which an integer times its scale and the minimum are two products. A
+            static linear is within one step of its output's grid of the exact sum of the integers, where ties of the
+            input are rounded to even. A value beyond a grid becomes the last level, or any value from there to the end
+            of the integer type; if the linear has a shadow, it becomes the last level. A float output is within (K + 4)
+            * 2^-24 of the sum of the magnitudes of its K products. A `fixed_length` indicates an NPU, whose inputs and
+            outputs are float16. In this case a tie may be rounded in either direction, and a result may have an
+            additional error of 2^-10 of the sum of the magnitudes of its products plus 2^-9 of the limit of the output
+            grid.
+        shadows: the shadow of a single linear is checked on steps and half steps. Inputs that are at most 127 steps
+            from zero after rounding (ties to even) contribute exactly nothing. Of all other inputs, the part that
+            exceeds 127 steps is multiplied, within the bound of a float output.
+        repetition: the same call gives bit-identical results.
+        chunks: within the tolerance of `values`, two chunks in one call give the same results as two calls, one per
+            chunk, and as a call with one row followed by a call with the rest.
+        segments: if an executable with state has `run_segments`, rows of three sequences in one call give, within that
+            tolerance, the same results as separate calls for each sequence.
+        history: if an executable has `run_after`, chunks of one history, then of another history, and then of the first
+            history again give results that are bit-identical to those of `run`.
+        threads: two concurrent calls of one executable, in two threads, give results that are bit-identical to those of
+            consecutive calls.
 
     Raises:
         ConformanceError: an AssertionError that names the first broken clause.
@@ -133,7 +141,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
 
 
 def check_linears(backend: Backend, *, chunk_length: int = 8) -> None:
-    """Check only the clauses linears and shadows; see `check_backend`. It takes a fraction of a second."""
+    """Check only the clauses linears and shadows; see `check_backend`. The check takes a fraction of a second."""
     for decoder in _tried_decoders(chunk_length):
         _Suite(backend, decoder).check_linears()
 
@@ -155,7 +163,7 @@ def _check_description(backend: Backend) -> None:
 
 @lru_cache(maxsize=1)
 def _tried_decoders(chunk_length: int) -> Sequence[_TriedDecoder]:
-    """Return the decoders that every backend is checked with; they are immutable and cached."""
+    """Return the decoders for the checks of every backend; they are immutable and cached."""
     static_or_in_blocks = [scheme for scheme in TRIED if scheme.is_static or scheme.weight_bits == 4]
     return [
         _TriedDecoder(TRIED_HYBRID, HYBRID_CONFIG, chunk_length, hybrid),
@@ -165,7 +173,8 @@ def _tried_decoders(chunk_length: int) -> Sequence[_TriedDecoder]:
 
 
 class _TriedDecoder:
-    """A decoder under some schemes, with the reference's results. `recordings`: by the scheme's name."""
+    """A decoder under some schemes, with the reference's results. `recordings` contains these by the name of the
+    scheme."""
 
     def __init__(
         self,
@@ -249,7 +258,7 @@ class _Suite:
         names = [node.name for node in subgraph.nodes]
         if support.node not in names:
             self._break(
-                "refusal", f"{where} is refused for {support.node!r}, expected a node of it, e.g. {names[-1]!r}"
+                "refusal", f"{where} is refused for {support.node!r}, expected one of its nodes, e.g. {names[-1]!r}"
             )
         if not support.reason:
             self._break("refusal", f"{where} is refused without a reason")

@@ -39,16 +39,16 @@ CONFIG: Mapping[str, Any] = {
     "mlp_bias": False,
     "tie_word_embeddings": False,
 }
-"""Sizes that no vector width divides; no sum has more than 64 products."""
+"""Sizes that no vector width divides. No sum has more than 64 products."""
 
 CONFIG_IN_BLOCKS: Mapping[str, Any] = {**CONFIG, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-"""Depths that are multiples of 32, for blocks."""
+"""Sizes with depths that are multiples of 32, for blocks."""
 
 
 class RandomCheckpoint:
     """A `TensorSource` of random tensors, drawn from a seed on access: those of the Llama family by default.
 
-    Linears have a gain of about 1.2, norms lie around 1, so that attention and logits are not trivial.
+    Linears have a gain of about 1.2, and norms are about 1, so that attention and logits are not trivial.
     """
 
     architecture = "llama"
@@ -94,9 +94,11 @@ class RandomCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomDecoder:
-    """A plan without shadows; and by a scheme's name the plan with its shadows, and the weights.
+    """A plan without shadows, and for each scheme the plan with its shadows, and the weights.
 
-    schemes: by name, as the checkpoint allows them: linears whose depth is not divisible into blocks keep 8 bits.
+    Attributes:
+        schemes: schemes by name, adapted to the checkpoint: linears whose depth is not divisible into blocks keep 8
+            bits.
     """
 
     plan: Plan

@@ -1,4 +1,5 @@
-"""A single quantised linear, on values with known quantisation that expose its rounding and accumulation."""
+"""Test cases of a single quantised linear. The quantisation of their values is known, and exposes rounding and
+accumulation."""
 
 from __future__ import annotations
 
@@ -17,37 +18,39 @@ Float64 = NDArray[np.float64]
 
 SUM_TOLERANCE = 4 * 2.0**-23
 INPUT_TOLERANCE = 2.0**-10
-"""Share of a product's magnitude, for inputs that arrive in float16 and are quantised from there."""
+"""Tolerance as a share of a product's magnitude, for inputs that are quantised from float16."""
 OUTPUT_TOLERANCE = 2.0**-9
-"""Share of the output grid's limit, for outputs that are converted to float16."""
+"""Tolerance as a share of the output grid's limit, for outputs that are converted to float16."""
 PRODUCT_TOLERANCE = 2.0**-24
-"""Share of the sum of products' magnitudes, for each product and PRODUCTS_BESIDE more: float32's rounding error."""
+"""Float32 rounding error, relative to the sum of the products' magnitudes, per product and for PRODUCTS_BESIDE more."""
 PRODUCTS_BESIDE = 4
 STEP_TOLERANCE = 1 + 2.0**-6
-"""One step, plus float32's rounding error of a value at the end of a 16-bit grid."""
+"""Tolerance of one step, plus the float32 rounding error of a value at the end of a 16-bit grid."""
 
 INPUT_STEP = 2.0**-6
-"""A power of two, so that values on the grid, and half-way between two of its values, are exact."""
+"""Step of the input grid. It is a power of two, so that values on the grid and midpoints between them are exact."""
 
 FINE_REACH = {8: 3, 16: 1023}
-"""Steps on each side of zero: few enough that one more shows in a result, and that float16 holds halves of them."""
+"""Number of steps on each side of zero, by the bits of the grid. It is small enough that one more step changes a
+result, and that float16 represents half steps.
+"""
 
 WIDE_UNIT = {8: 1, 16: 32}
-"""Steps between values over the whole grid, few enough values that float16 holds them."""
+"""Number of steps between values over the complete grid, by the bits of the grid. Float16 represents these values."""
 
 
 THRESHOLDS = (126.5, 127.0, 127.5, 128.0)
-"""Steps around which a value leaves an 8-bit grid: the first two do not, the others do."""
+"""Numbers of steps around the end of an 8-bit grid: the first two are within the grid, and the others exceed it."""
 
 DYNAMIC_OUTLIER = 127.0 * 40
-"""In rows of 20 or more values of up to 127, two such values exceed 8 times the mean magnitude."""
+"""Outlier of dynamic schemes. In rows of at least 20 values of up to 127, two outliers exceed 8 times the mean."""
 
 OUTLIER_REACH = 1000
-"""Steps from zero, few enough that float16 holds halves of them."""
+"""Maximum number of steps of an outlier from zero, small enough that float16 represents half steps."""
 
 
 class Bounds(NamedTuple):
-    """Bounds of an output: float64 [T, N] each."""
+    """Lower and upper bounds of an output, each float64 [T, N]."""
 
     least: Float64
     most: Float64
@@ -55,7 +58,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactLinear:
-    """A subgraph of one MatMul with its weights, its input float32 [T, K], and bounds of its output."""
+    """A subgraph of one MatMul with its weights, its input float32 [T, K], and the bounds of its output."""
 
     subgraph: Subgraph
     plan: Plan
@@ -63,17 +66,18 @@ class ExactLinear:
     values: NDArray[np.float32]
     exact: Bounds
     in_float16: Bounds
-    """Bounds if inputs and outputs are float16; then a tie may go either way."""
+    """Bounds if inputs and outputs are float16; a tie may then be rounded in either direction."""
 
 
 def exact_linears(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, num_rows: int) -> list[ExactLinear]:
     """Return test cases of a linear under a scheme; the last row is zero.
 
-    Dynamic: random multiples of 1/2 with one 127 a row, so that a row's scale is 1 and half of them lie on a tie; every
-    other row has two outliers as well.
+    Dynamic schemes: the inputs are random multiples of 1/2 with one 127 per row, so that a row's scale is 1 and half of
+    the values are ties; every other row also has two outliers.
 
-    Static: steps near zero, in every other row half steps too, with an output grid that the results just fill; then
-    steps over the whole input grid, in every other row beyond its end, with results twice as wide as the output's.
+    Static schemes: the inputs of the first case are steps near zero, with half steps in every other row, and the
+    results just fill the output grid. The inputs of the second case are steps over the complete input grid, beyond its
+    end in every other row, and the range of the results is twice that of the output grid.
     """
     name = linear.inputs[1]
     shape = (num_rows, *resolve(plan.tensors[name].shape, {})[:1])
@@ -102,7 +106,7 @@ def exact_linears(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore
 def exact_shadow(shadow: Node, plan: Plan, weights: WeightStore, num_rows: int) -> ExactLinear:
     """Return a test case of a linear's shadow: half steps on both sides of the grid's end.
 
-    In half of the rows a few values are outliers, in the others all are; the last row is zero.
+    In half of the rows a few values are outliers, and in the other rows all values are; the last row is zero.
     """
     name = shadow.inputs[1]
     integers, scale = weights.linear(name)
@@ -159,7 +163,8 @@ def _dynamic(linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, val
 def _static(
     linear: Node, plan: Plan, scheme: Scheme, weights: WeightStore, steps: Float64, *, output_reach: float
 ) -> ExactLinear:
-    """Return a case whose inputs are multiples of a step; the output's range is `output_reach` times the results."""
+    """Return a case whose inputs are multiples of a step; the output's range is `output_reach` times that of the
+    results."""
     name = linear.inputs[1]
     bits = scheme.activation_bits_of(name)
     integers, scale = weights.linear(name)
@@ -204,17 +209,18 @@ def _parts(weights: WeightStore, name: str) -> dict[str, NDArray[Any]]:
     parts = {name + suffix: array for suffix, array in weights.parts(name)}
     try:
         return {**parts, name + HOT_CHANNELS_SUFFIX: weights.array(name + HOT_CHANNELS_SUFFIX)}
-    except KeyError:  # it has no shadow
+    except KeyError:  # the linear has no shadow
         return parts
 
 
 def _float_error(depth: int) -> float:
-    """Return float32's largest rounding error as a share of the sum of products' magnitudes."""
+    """Return the largest float32 rounding error as a share of the sum of the products' magnitudes."""
     return (depth + PRODUCTS_BESIDE) * PRODUCT_TOLERANCE
 
 
 def _saturated(steps: Float64, bits: int) -> Bounds:
-    """Return integers on a grid: a value beyond its last level becomes that, or any value up to the end of the type."""
+    """Return integers on a grid. A value beyond the last level becomes the last level, or any value up to the end of
+    the type."""
     inner, outer = steps.clip(-LEVELS[bits], LEVELS[bits]), steps.clip(-(2 ** (bits - 1)), 2 ** (bits - 1))
     return Bounds(np.minimum(inner, outer), np.maximum(inner, outer))
 

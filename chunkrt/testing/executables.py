@@ -1,4 +1,4 @@
-"""Clauses about executables: memory that a call writes, its values, and their independence of everything else."""
+"""Clauses about executables: the memory that a call writes, and its values, which must not depend on other calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ FLOAT_TOLERANCE = NUM_OPERATORS * 64 * 2.0**-23
 HALF_ROUNDING = 2.0**-11
 QUANTIZED_TOLERANCE = 1 / 256
 COARSE_TOLERANCE = 1 / 64
-"""Tolerance of linears with static grids of 8 bits, whose steps are coarse, and of NPUs; twice that with both."""
+"""Tolerance of linears with static grids of 8 bits, whose steps are coarse, and of NPUs. The tolerance of both is twice
+as large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class CompiledSubgraph:
 
     @property
     def cache_dtypes(self) -> Sequence[str]:
-        """Dtypes that its caches may have."""
+        """Dtypes that the subgraph's caches may have."""
         return ("float32", "float16") if self.shortest_and_longest()[0].caches else ("float32",)
 
     @property
@@ -72,17 +73,18 @@ class CompiledSubgraph:
 
     @property
     def has_rings(self) -> bool:
-        """True if all of its caches have a window."""
+        """True if all caches of the subgraph have a window."""
         return any("W" in self.recording.plan.tensors[name].shape for name in self.subgraph.state)
 
     @property
     def is_in_float16(self) -> bool:
-        """True for an NPU, which computes in float16 between linears: it has a fixed length, or static attention."""
+        """True for an NPU, which computes in float16 between linears; a fixed length or static attention indicates an
+        NPU."""
         return self.executable.fixed_length is not None or num_static(self.subgraph) > 0
 
     def calls(self, cache_dtype: str = "float32") -> list[Call]:
-        """Return calls of every number of rows that it takes, the fewest rows first: tokens at position 0, at a
-        position within a chunk, and where a ring wraps.
+        """Return calls with every supported number of rows, the fewest rows first. Tokens are at position 0, at a
+        position within a chunk, and where a ring buffer wraps.
         """
         return [make() for make in self._makers(cache_dtype)]
 
@@ -109,7 +111,7 @@ class CompiledSubgraph:
         return makers
 
     def fail(self, clause: str, detail: str, cause: BaseException | None = None) -> NoReturn:
-        """Raise ConformanceError for a clause that was broken here."""
+        """Raise ConformanceError for a clause that this subgraph breaks."""
         where = f"subgraph {self.subgraph.name} under {self.recording.scheme.name}"
         raise ConformanceError(self.backend, clause, f"{where}: {detail}") from cause
 
@@ -126,7 +128,7 @@ def _check_length(subgraph: CompiledSubgraph, fixed: int | None, chunk_length: i
     if fixed is None:
         return
     if subgraph.subgraph.state:
-        subgraph.fail("length", f"it keeps state and always takes {fixed} rows, so that padding reaches the state")
+        subgraph.fail("length", f"it keeps state and always takes {fixed} rows, so padding changes the state")
     if subgraph.subgraph.rows == "T" and fixed != chunk_length:
         subgraph.fail("length", f"it always takes {fixed} rows, and was compiled for chunks of {chunk_length}")
     if fixed < 1 or chunk_length % fixed:
@@ -175,7 +177,7 @@ def check_segments(subgraph: CompiledSubgraph) -> None:
 
 
 def _sequences(subgraph: CompiledSubgraph, cache_dtype: str) -> list[Call]:
-    """Return rows of up to three sequences, which together fill two chunks; a ring of the last wraps."""
+    """Return rows of up to three sequences that fill two chunks together; a ring buffer of the last sequence wraps."""
     recording, length = subgraph.recording, subgraph.chunk_length
     last = recording.ring - length // 2 if subgraph.has_rings else START + 1
     places = [(START, max(2 * length - 4, 1)), (0, 1), (last, min(3, length))][: 2 * length]
@@ -206,7 +208,7 @@ def _in_parts(
     *,
     past: float = 1,
 ) -> list[Call]:
-    """Run consecutive calls, each on the state that the one before left; the first state is multiplied by `past`."""
+    """Run consecutive calls, each on the state after the previous call. The first state is multiplied by `past`."""
     if executable is None:
         executable = subgraph.executable if max(lengths) <= subgraph.chunk_length else subgraph.of_two_chunks
     calls: list[Call] = []
@@ -258,7 +260,7 @@ def _run(subgraph: CompiledSubgraph, executable: Executable, call: Call) -> None
 
 
 def _watch(subgraph: CompiledSubgraph, clause: str, call: Call | PackedCall, act: Callable[[], None]) -> None:
-    """Run one call and check its writes. `clause` is the one that the call breaks if it raises."""
+    """Run one call and check its writes. `clause` is the clause that is broken if the call raises."""
     where = str(call)
     inputs, guards, other_positions = call.input_bits(), call.guard_bits(), call.other_position_bits()
     try:
@@ -300,19 +302,20 @@ def _all_results(calls: Sequence[Call]) -> Results:
 
 
 def _stream_results(calls: Sequence[Call]) -> Results:
-    """Join the results of consecutive calls: their rows, and the last one's state without rows."""
+    """Join the results of consecutive calls: the rows of all calls, and the state without rows of the last call."""
     recurrent = calls[0].states.keys() - calls[0].caches
     return _all_results(calls) | {name: _by_row(calls[-1].results()[name]) for name in recurrent}
 
 
 def _by_row(result: Array) -> NDArray[np.float64]:
-    """Return rows first: outputs are [rows, N], caches [kv_heads, rows, D]; other state with any axis."""
+    """Return an array with its rows first. Outputs are [rows, N], caches are [kv_heads, rows, D], and other state may
+    have any axes."""
     return (result if result.ndim == 2 else result.swapaxes(0, 1)).astype(np.float64)
 
 
 def _at_once(act: Callable[[Call], None], rounds: Sequence[Sequence[Call]]) -> list[BaseException]:
-    """Run each call of a round in a thread of its own; all threads start every round together. Return their errors, the
-    first of which ends them.
+    """Run each call of a round in a separate thread; all threads start every round together. Return their errors; the
+    first error ends all threads.
     """
     barrier, errors = threading.Barrier(len(rounds[0])), list[BaseException]()
 

@@ -1,4 +1,5 @@
-"""A decoder with every kind of layer that Llama lacks: no model is like it, but a backend may meet all of them."""
+"""A decoder with all kinds of layers that Llama lacks. No model has this structure, but a backend may have to run each
+of these layers."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ HYBRID_CONFIG: Mapping[str, Any] = {
     "moe_intermediate_size": 22,
     "shared_expert_intermediate_size": 18,
 }
-"""Sizes as small and uneven as Llama's; the window is longer than one chunk."""
+"""Sizes that are as small and uneven as those of the Llama decoder; the window is longer than one chunk."""
 
 
 def hybrid(config: DecoderConfig) -> Module:

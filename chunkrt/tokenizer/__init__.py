@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, and chats to prompts.
+"""Tokenizers: conversion of text to token ids and back, and of chats to prompts.
 
 A tokenizer is read from a checkpoint when a model is compiled, and kept in the engine directory as tokenizer.json and
 text.json.

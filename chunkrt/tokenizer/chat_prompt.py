@@ -1,8 +1,8 @@
 """Rendered chats, in which control tokens spelled out in messages stay plain text.
 
-A template writes control tokens, e.g. "<|im_end|>", between messages. If a message holds the same characters, the
-rendered text does not show their origin. So control tokens in messages are put between two marks before rendering;
-afterwards the marks split the text, and the text between them is encoded as plain text.
+A template writes control tokens, e.g. "<|im_end|>", between messages. If a message contains the same characters, the
+rendered text does not show their origin. So control tokens in messages are enclosed in two marks before rendering.
+Afterwards the text is split at the marks, and the text between two marks is encoded as plain text.
 
 Source: Transformers, `apply_chat_template(..., sanitize_control_tokens=True)` and utils/chat_template_utils.py.
 """
@@ -30,23 +30,23 @@ class ChatPrompt:
     """The prompt of a chat.
 
     Args:
-        parts: pieces of the text, each with a flag: True for plain text, in which control tokens are not parsed.
+        parts: pieces of the text with flags; True marks plain text, in which control tokens are not parsed.
     """
 
     parts: tuple[tuple[str, bool], ...]
 
     @property
     def text(self) -> str:
-        """Return the complete prompt, as the template wrote it."""
+        """Return the complete prompt as the template wrote it."""
         return "".join(text for text, _ in self.parts)
 
     def preceded_by(self, start: str) -> ChatPrompt:
-        """Return the prompt with a text before it, as if the template had written that."""
+        """Return the prompt with a text before it, as if the template had written that text."""
         (first, is_plain), *others = self.parts
         return ChatPrompt(((start, False), *self.parts) if is_plain else ((start + first, False), *others))
 
     def followed_by(self, end: str) -> ChatPrompt:
-        """Return the prompt with a text after it, as if the template had written that."""
+        """Return the prompt with a text after it, as if the template had written that text."""
         *others, (last, is_plain) = self.parts
         return ChatPrompt((*self.parts, (end, False)) if is_plain else (*others, (last + end, False)))
 
@@ -55,11 +55,11 @@ class ControlTokens:
     """The control tokens of a vocabulary, for searching in messages.
 
     Args:
-        tokens: their texts.
+        tokens: texts of the control tokens.
     """
 
     def __init__(self, tokens: Collection[str]) -> None:
-        self._tokens = sorted(filter(None, tokens), key=len, reverse=True)  # a longer token before its substrings
+        self._tokens = sorted(filter(None, tokens), key=len, reverse=True)  # longer tokens come before their substrings
         self._ascending = sorted(self._tokens)
 
     def render(self, render: Callable[[Any], str], variables: Any) -> ChatPrompt:
@@ -70,7 +70,7 @@ class ControlTokens:
             variables: JSON values that come from a user, including keys.
 
         Raises:
-            ConfigError: the variables are nested too deeply, or contain all characters that serve as marks.
+            ConfigError: the variables are nested too deeply, or contain all characters that can serve as marks.
         """
         if not self._tokens:
             return ChatPrompt(((render(variables), False),))
@@ -118,7 +118,8 @@ class ControlTokens:
         return value
 
     def _divided(self, rendered: str, start: str, end: str) -> Iterator[tuple[str, bool]]:
-        """Yield the pieces of a rendered text. A template may separate a token's two marks, so a single mark splits."""
+        """Yield the pieces of a rendered text. A template may separate the two marks of a token, so each mark splits
+        the text."""
         pieces = re.split(f"{start}({self._pattern.pattern}){end}|[{start}{end}]", rendered)
         yield pieces[0], False
         for index, piece in enumerate(pieces[1:], 1):
@@ -127,7 +128,7 @@ class ControlTokens:
 
 
 def _any_of(tokens: Sequence[str]) -> str:
-    """Return a regular expression for the longest of some texts, which are in ascending order.
+    """Return a regular expression that matches the longest of some texts, which are in ascending order.
 
     Common prefixes are factored out: a vocabulary may have thousands of control tokens that begin with "<", and a plain
     alternation would try each of them at every such character.
@@ -161,5 +162,5 @@ def _texts(value: Any) -> Iterator[str]:
 def _unused_characters(texts: Collection[str]) -> tuple[str, str]:
     unused = [character for character in _NONCHARACTERS if not any(character in text for text in texts)]
     if len(unused) < 2:
-        raise ConfigError("the messages hold all of Unicode's noncharacters U+FDD0 to U+FDEF; remove some of them")
+        raise ConfigError("the messages contain all of Unicode's noncharacters U+FDD0 to U+FDEF; remove some of them")
     return unused[0], unused[1]

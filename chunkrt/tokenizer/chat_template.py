@@ -1,6 +1,6 @@
-"""Chats to prompts, by the Jinja template of a model.
+"""Convert chats to prompts with the Jinja template of a model.
 
-A template is untrusted code: it runs in a process of its own (`template_process.py`), which is stopped after
+A template is untrusted code. It runs in a separate process (`template_process.py`), which is stopped when it exceeds
 MAX_SECONDS or MAX_BYTES.
 """
 
@@ -26,7 +26,7 @@ from chunkrt.tokenizer import template_process
 from chunkrt.tokenizer.chat_prompt import NO_CONTROL_TOKENS, ChatPrompt, ControlTokens
 
 MAX_SECONDS = 5.0
-"""Time limit of one prompt."""
+"""Time limit for rendering one prompt."""
 MAX_BYTES = 1 << 28
 """Memory limit of the process, in addition to 16 times the part of its input that exceeds 1 MiB."""
 _START_SECONDS = 60.0
@@ -34,10 +34,10 @@ _LIBRARIES = ("jinja2", "markupsafe")
 
 
 class ChatTemplate:
-    """A compiled template, in a process of its own that lives as long as this object. Threads may share it.
+    """A compiled template, in a separate process that lives as long as this object. Threads may share the object.
 
     Args:
-        source: Jinja.
+        source: source text of the template, in Jinja.
 
     Raises:
         ModelError: the template does not compile.
@@ -108,11 +108,12 @@ class ChatTemplate:
 
 
 class _RefusedError(Exception):
-    """An error from the process, or the reason why it ended."""
+    """An error that the process reported, or the reason for its end."""
 
 
 class _Process:
-    """A process that answers lines. It belongs to its parent process; a fork cannot use it."""
+    """A process that answers each line with a line. It belongs to its parent process; a fork of that process cannot use
+    it."""
 
     def __init__(self, memory_bytes: int) -> None:
         if not sys.executable or getattr(sys, "frozen", False):
@@ -132,7 +133,7 @@ class _Process:
             raise ConfigError(f"cannot start {sys.executable} for chat templates: {error}") from error
 
     def can_take(self, num_bytes: int) -> bool:
-        """Return True if it runs, belongs to this process, and has enough memory for `num_bytes` of input."""
+        """Return True if the process runs, belongs to this process, and has enough memory for `num_bytes` of input."""
         is_here = os.getpid() == self._owner and self._process.poll() is None
         return is_here and _memory_for(num_bytes) <= self.memory_bytes
 
@@ -140,7 +141,8 @@ class _Process:
         """Send a line and return the text of the answer.
 
         Raises:
-            _RefusedError: the answer is an error, or the process ended or exceeded its limits; it is stopped then.
+            _RefusedError: the answer is an error, or the process ended or exceeded its limits. The process is then
+                stopped.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -154,7 +156,7 @@ class _Process:
         except (OSError, ValueError) as error:
             self.stop()
             raise _RefusedError(watch.reason or "its process ended") from error
-        except BaseException:  # an interrupt: the answer may still arrive, and would be mistaken for the next one
+        except BaseException:  # after an interrupt, the answer may still arrive, and would be mistaken for the next one
             self.stop()
             raise
         if "error" in found:
@@ -174,7 +176,8 @@ class _Process:
 
 
 class _Watch:
-    """Kills a process at the time limit; on Windows, where the system sets no bound, also at the memory limit."""
+    """Kills a process at the time limit. On Windows, where the system does not limit memory, also kills it at the
+    memory limit."""
 
     def __init__(self, process: subprocess.Popen[bytes], seconds: float, memory_bytes: int) -> None:
         self.reason = ""
@@ -194,9 +197,9 @@ class _Watch:
         step = 0.02 if sys.platform == "win32" else self._seconds
         while not self._ended.wait(step):
             if monotonic() >= deadline:
-                return self._kill(f"it takes more than {self._seconds:g} seconds")
+                return self._kill(f"rendering takes more than {self._seconds:g} seconds")
             if sys.platform == "win32" and psutil.Process(self._process.pid).memory_info().rss > self._memory_bytes:
-                return self._kill("it takes too much memory")
+                return self._kill("rendering takes too much memory")
 
     def _kill(self, reason: str) -> None:
         self.reason = reason

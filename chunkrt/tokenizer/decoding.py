@@ -1,7 +1,8 @@
-"""From token ids back to text: each token is bytes, and a character appears as soon as its bytes are complete.
+"""Conversion of token ids to text. Each token consists of bytes, and a character appears as soon as its bytes are
+complete.
 
-The `tokenizers` library decodes lists of tokens; a stream needs the bytes of each. The library's decoder reveals which
-of two schemes applies: byte-level (a character is a byte) or SentencePiece ("▁" is a space, "<0x0A>" a byte).
+The `tokenizers` library decodes lists of tokens; a stream needs the bytes of each token. The library's decoder reveals
+which of two schemes applies: byte-level (a character is a byte) or SentencePiece ("▁" is a space, "<0x0A>" a byte).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class TokenBytes:
     """Return the bytes of every token of a vocabulary.
 
     Args:
-        num_rows: rows of the model's LM head. A row without a token, e.g. for padding, has no bytes.
+        num_rows: number of rows of the model's LM head. A row without a token, e.g. for padding, has no bytes.
 
     Raises:
         UnsupportedModelError: the library's decoder is neither byte-level nor SentencePiece's.
@@ -42,7 +43,7 @@ class TokenBytes:
         self._known = {token_id: added[token_id].content.encode() for token_id in literal}
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Return a token's bytes. Raise ConfigError if it does not exist, or the id is not a whole number."""
+        """Return a token's bytes. Raise ConfigError if the token does not exist, or the id is not an integer."""
         if isinstance(token_id, bool) or not isinstance(token_id, Integral):
             raise ConfigError(f"a token id is {token_id!r:.80}, expected a whole number")
         known = self._known.get(token_id)
@@ -58,13 +59,14 @@ class TokenBytes:
 
 
 class IncrementalDecoder:
-    """Turns tokens into text one by one; the pieces add up to exactly `Tokenizer.decode` of them all.
+    """Converts tokens to text one by one; the joined pieces equal `Tokenizer.decode` of all tokens.
 
-    A character whose bytes are spread over tokens appears with the last of them; invalid UTF-8 becomes U+FFFD. Control
-    tokens, and rows of the model's LM head without a token, have no text.
+    A character whose bytes are spread over several tokens appears with the last of these tokens; invalid UTF-8 becomes
+    U+FFFD. Control tokens, and rows of the model's LM head without a token, have no text.
 
     Args:
-        follows_text: the tokens continue a text, so a leading space is kept that SentencePiece would otherwise remove.
+        follows_text: the tokens continue a text, so a leading space, which SentencePiece would otherwise remove, is
+            kept.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, follows_text: bool = False) -> None:
@@ -84,7 +86,8 @@ class IncrementalDecoder:
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """Return the rest at the end: U+FFFD if the last character is incomplete. Then a new text may begin."""
+        """Return the rest of the text at its end: U+FFFD if the last character is incomplete. Afterwards a new text may
+        begin."""
         rest = self._utf8.decode(b"", final=True)
         self._strip_next = self._strips_first_space
         return rest
@@ -114,7 +117,7 @@ def _sentence_piece(token: str) -> bytes:
 
 
 def _scheme(decoder: Any) -> tuple[Callable[[str], bytes], bool]:
-    """Return a function from a token to its bytes, and a flag: True if a text's first space is dropped."""
+    """Return a function that maps a token to its bytes, and a flag: True if the first space of a text is dropped."""
     steps = [json.loads(decoder.__getstate__())] if decoder is not None else []
     if steps and steps[0]["type"] == "Sequence":
         steps = steps[0]["decoders"]

@@ -1,8 +1,8 @@
-"""A lower bound on the number of tokens of a text, without encoding it.
+"""A lower bound on the number of tokens of a text, computed without encoding the text.
 
-Every token stands for a bounded number of bytes of the text, so a text of more bytes has more tokens. Steps before the
-vocabulary may shrink a text: Unicode normalisation by a bounded factor, others by dropping white space or anything
-else. A vocabulary may lack characters. If no bound is known, it is 0.
+Every token stands for a bounded number of bytes of the text, so the number of bytes bounds the number of tokens from
+below. Steps before the vocabulary may shrink a text: Unicode normalisation shrinks it by a bounded factor, and other
+steps drop white space or other characters. A vocabulary may lack characters. If no bound is known, the bound is 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WHITE_SPACE = (
 """The characters with Unicode's property White_Space (PropList.txt)."""
 
 _SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 8, "NFKD": 8, "Lowercase": 4, "Prepend": 1, "ByteLevel": 1}
-"""Largest number of bytes of a text that become one byte, by normalizer.
+"""Maximum number of bytes of a text that become one byte, by normalizer.
 
 The worst known case of NFC is U+1FBE with two combining marks: 7 bytes become U+0390, which has 2. The worst known case
 of NFKC is a mathematical letter with marks: 10 bytes become 3.
@@ -36,10 +36,13 @@ _PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedL
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBound:
-    """Largest number of bytes of a text that a token stands for.
+    """Maximum number of bytes of a text that a token stands for.
 
-    most_bytes: None without a bound. uncounted: characters that may have no token. is_ascii: only ASCII characters are
-    counted, because others may be unknown, and one token may stand for any number of unknown characters.
+    Attributes:
+        most_bytes: the maximum; None if no bound is known.
+        uncounted: characters that may have no token.
+        is_ascii: only ASCII characters are counted, because other characters may be unknown, and one token may stand
+            for any number of unknown characters.
     """
 
     most_bytes: int | None = None
@@ -48,7 +51,7 @@ class TokenBound:
 
     @staticmethod
     def of(library: tokenizers.Tokenizer) -> TokenBound:
-        """Return the bound of a tokenizer."""
+        """Return the bound for a tokenizer."""
         if not isinstance(library.model, models.BPE):
             return TokenBound()
         vocabulary, added = library.get_vocab(), library.get_added_tokens_decoder().values()
@@ -71,7 +74,7 @@ class TokenBound:
         return TokenBound(most_bytes=ceil(longest * factor), uncounted=uncounted, is_ascii=bool(unknown))
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of the text."""
+        """Return a lower bound on the number of tokens of the text."""
         if self.most_bytes is None:
             return 0
         if text.isascii():
@@ -105,7 +108,8 @@ def _steps(part: Any, key: str) -> list[Mapping[str, Any]]:
 
 
 def _shrinking(step: Mapping[str, Any]) -> float | None:
-    """Return the most bytes that become one byte in a step; 0 if it drops only white space, None without a bound."""
+    """Return the maximum number of bytes that become one byte in a step; 0 if it drops only white space, None without a
+    bound."""
     kind = step["type"]
     if kind in _SHRINKING:
         return _SHRINKING[kind]
@@ -122,7 +126,8 @@ def _shrinking(step: Mapping[str, Any]) -> float | None:
 
 
 def _keeps_ascii(step: Mapping[str, Any]) -> bool:
-    """Return True if a step changes no ASCII character, except a space into the vocabulary's character for it."""
+    """Return True if a step changes no ASCII character, except spaces, which become the vocabulary's character for a
+    space."""
     return step["type"] != "Replace" or (step["pattern"].get("String"), step["content"]) == (" ", "▁")
 
 

@@ -1,7 +1,7 @@
 """A GGUF file's own vocabulary as a `tokenizers` tokenizer.
 
-GGUF holds tokens, their types and merges or scores, and refers to the rest by name: "gpt2" is byte-level BPE, with the
-pre-tokeniser in `tokenizer.ggml.pre`; "llama" is SentencePiece BPE with byte fallback.
+A GGUF file contains tokens, their types and merges or scores, and refers to other settings by name: "gpt2" is
+byte-level BPE, with the pre-tokeniser in `tokenizer.ggml.pre`; "llama" is SentencePiece BPE with byte fallback.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class PreTokenizer:
 
     Args:
         splits: regular expressions, applied one after the other; matches and the text between them are words.
-        ignore_merges: a word that is a token is taken as it is, regardless of the merges.
-        add_bos: default, if the file does not specify whether a text begins with the beginning token.
-        composes: the text is brought into Unicode's composed form (NFC) first.
+        ignore_merges: a word that is a token is used unchanged, regardless of the merges.
+        add_bos: default for adding the beginning token to texts, used if the file does not specify it.
+        composes: the text is first converted to Unicode's composed form (NFC).
     """
 
     splits: tuple[str, ...]
@@ -77,28 +77,31 @@ PRE_TOKENIZERS = {
     "tekken": PreTokenizer(splits=(_TEKKEN,), ignore_merges=True, add_bos=True),
     "gpt-4o": PreTokenizer(splits=(_GPT4O,)),
 }
-"""Pre-tokenisers by their names in `tokenizer.ggml.pre`. Source: llama.cpp, src/llama-vocab.cpp; regular expressions in
-their original form, from the models' tokenizer.json files.
+"""Pre-tokenisers by their names in `tokenizer.ggml.pre`. Source: llama.cpp, src/llama-vocab.cpp. The regular
+expressions are in their original form, from the models' tokenizer.json files.
 
-Llama 3 has "llama-bpe", LFM2 "lfm2", Qwen2 to Qwen3 "qwen2", Qwen3.5 "qwen35", Mistral Nemo "tekken", Phi-4 "dbrx",
-Phi-4-mini "gpt-4o". Gemma, Phi-3 and the earlier Mistral are SentencePiece, which has no pre-tokeniser.
+Models use these names: Llama 3 "llama-bpe", LFM2 "lfm2", Qwen2 to Qwen3 "qwen2", Qwen3.5 "qwen35", Mistral Nemo
+"tekken", Phi-4 "dbrx", and Phi-4-mini "gpt-4o". Gemma, Phi-3 and the earlier Mistral models use SentencePiece, which
+has no pre-tokeniser.
 """
 
 MOST_CHARACTERS = 1024
-"""Most characters of a SentencePiece token. The time to find its merges grows with the square of its length.
+"""Maximum number of characters of a SentencePiece token. The time to find the merges of a token grows with the square
+of its length.
 
 SentencePiece's own limit, max_sentencepiece_length, is 16 by default."""
 
 _BYTE_FALLBACK = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 """SentencePiece's byte tokens, for text outside its pieces."""
 _NO_TOKEN = (-1, 2**32 - 1)
-"""Ids that mean that the token does not exist: -1, also as an unsigned number from some converters."""
+"""Ids that mean that the token does not exist: -1, which some converters write as an unsigned number."""
 _CONTROL = (TokenType.CONTROL, TokenType.UNKNOWN)
 _OTHER_ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-"""Besides "eos", the keys whose tokens end a generation. Source: llama.cpp, src/llama-vocab.cpp."""
+"""Keys in addition to "eos" whose tokens end a generation. Source: llama.cpp, src/llama-vocab.cpp."""
 _POOLING: dict[Any, Literal["last", "mean"]] = {PoolingType.MEAN.value: "mean", PoolingType.LAST.value: "last"}
 _KEEPS_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")
-"""Phi-3's control and user-defined tokens swallow the whitespace after them, except for these. GGUF does not say so.
+"""Phi-3's control and user-defined tokens swallow the whitespace after them, except for these. GGUF does not record
+this property.
 
 Source: llama.cpp, src/llama-vocab.cpp; "rstrip" in the models' tokenizer.json.
 """
@@ -117,8 +120,9 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
     """Return the tokenizer that GGUF metadata describes, or None if it describes none.
 
     Raises:
-        ModelError: its parts contradict each other.
-        UnsupportedModelError: a model or pre-tokeniser that is not implemented; the message lists the supported ones.
+        ModelError: parts of the metadata contradict each other.
+        UnsupportedModelError: the model or pre-tokeniser is not implemented; the message lists those that are
+            supported.
     """
     kind = read_kind(metadata)
     if kind is None:
@@ -242,9 +246,9 @@ def _sentence_piece(
 
 
 def _with_known_controls(types: Sequence[int], vocab: Mapping[str, int], declared: Sequence[int]) -> list[int]:
-    """Return the types of all tokens; beginnings and ends are control tokens even if the file has other types.
+    """Return the types of all tokens. Beginning and end tokens are control tokens even if the file gives other types.
 
-    "</s>" keeps its type, because vocabularies have it as a tag of HTML, too. Source: llama.cpp, src/llama-vocab.cpp,
+    "</s>" keeps its type, because vocabularies also contain it as an HTML tag. Source: llama.cpp, src/llama-vocab.cpp,
     which does the same and logs "control-looking token".
     """
     ends = [vocab[token] for token in known_ends(vocab) if token != "</s>"]
@@ -255,17 +259,18 @@ def _with_known_controls(types: Sequence[int], vocab: Mapping[str, int], declare
 def _with_visible_spaces(token: str, kind: int) -> str:
     """Return a user-defined token in SentencePiece's form: it searches after spaces have become "▁".
 
-    GGUF spells it with spaces. A space added before the text would interfere, so this is correct only without one.
+    GGUF spells the token with spaces. The result is correct only if no space is added before the text, because that
+    space would interfere.
     """
     return token.replace(" ", "▁") if kind == TokenType.USER_DEFINED else token
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return every merge of two pieces into a third, best first.
+    """Return all merges of two pieces into a third piece, best first.
 
-    SentencePiece joins the adjacent pieces whose union scores highest; BPE with these ranks does the same. Control
-    tokens are not among the pieces, so no text can become one; nor are user-defined tokens, which are found in the text
-    before any merge. Source: Transformers, generate_merges.
+    SentencePiece joins the adjacent pieces whose union scores highest; BPE with these ranks gives the same result.
+    Control tokens are not among the pieces, so no text can become a control token. User-defined tokens are not among
+    the pieces either, which are found in the text before any merge. Source: Transformers, generate_merges.
     """
     merges = [
         (score, piece[:cut], piece[cut:])
@@ -287,7 +292,7 @@ def _text(metadata: Mapping[str, Any], key: str, default: str) -> str:
 def _list(
     metadata: Mapping[str, Any], name: str, kind: type, length: int | None = None, default: Any = None
 ) -> list[Any]:
-    """Return a checked array of the metadata; `length` times the default if it is absent."""
+    """Return a checked array of the metadata. If it is absent, return `length` copies of the default."""
     key = f"tokenizer.ggml.{name}"
     if key not in metadata and length is not None and default is not None:
         return [default] * length

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json, with settings from the configuration files."""
+"""Read the tokenizer of a Hugging Face folder: tokenizer.json, with settings from the configuration files."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from chunkrt.tokenizer.library import VOCABULARY_FILE, add_tokens, encode_text, 
 from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids
 
 LARGEST_WITHOUT_TEKKEN = 100_000
-"""Tokens of a vocabulary of Mistral's that may be SentencePiece's; tekken has 131,072."""
+"""Largest number of tokens of a Mistral vocabulary that may be SentencePiece's; tekken has 131,072 tokens."""
 _MISTRAL = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 
 
 def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, TextSettings] | None:
-    """Return the tokenizer of a folder, or None if it holds none.
+    """Return the tokenizer of a folder, or None if the folder has no tokenizer.
 
     Args:
-        model_config: config.json, for token ids that the tokenizer's own files omit.
+        model_config: content of config.json, for token ids that the tokenizer's own files omit.
 
     Raises:
         ModelError: a file is damaged, or names a token that the vocabulary lacks.
         UnsupportedModelError: the tokenizer is not in tokenizer.json, or puts several tokens before a text.
     """
-    if not os.path.lexists(folder / VOCABULARY_FILE):  # a broken link is an error, not an absent file
+    if not os.path.lexists(folder / VOCABULARY_FILE):  # a broken link is an error, unlike an absent file
         if (folder / "tokenizer.model").exists():
             raise UnsupportedModelError(
                 "it has tokenizer.model, but no tokenizer.json; Transformers' "
@@ -81,7 +81,8 @@ def read_folder(folder: Path, model_config: Mapping[str, Any]) -> tuple[tokenize
 def _may_have_the_wrong_split(library: tokenizers.Tokenizer, model_config: Mapping[str, Any]) -> bool:
     """Return True if `fix_mistral_regex` has an effect on the model's tokenizer in Transformers.
 
-    Source: Transformers, TokenizersBackend: large vocabularies, of checkpoints that Transformers before 5 wrote.
+    It affects large vocabularies of checkpoints that Transformers before version 5 wrote. Source: Transformers,
+    TokenizersBackend.
     """
     if library.get_vocab_size() <= LARGEST_WITHOUT_TEKKEN or library.pre_tokenizer is None:
         return False
@@ -90,7 +91,7 @@ def _may_have_the_wrong_split(library: tokenizers.Tokenizer, model_config: Mappi
 
 
 def _with_tekken_split(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Return a tokenizer that cuts texts into words as Mistral's own, tekken, does.
+    """Return a tokenizer that splits texts into words like tekken, Mistral's own tokenizer.
 
     Raises ModelError if that fails.
     """
@@ -171,7 +172,8 @@ def _frame(library: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, .
 
 
 def _pooling(folder: Path) -> Literal["last", "mean"] | None:
-    """Return the pooling that a folder of Sentence Transformers specifies, "last" or "mean"; None for none or another.
+    """Return the pooling that a Sentence Transformers folder specifies, "last" or "mean"; None for no or another
+    pooling.
 
     Source: sentence_transformers.models.Pooling.
     """
@@ -186,10 +188,10 @@ def _pooling(folder: Path) -> Literal["last", "mean"] | None:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the template of chats, and that of chats with tools if it differs.
+    """Return the chat template, and the template for chats with tools if it differs.
 
-    Source: Transformers, `get_chat_template`: chat_template.jinja with others in additional_chat_templates, or
-    tokenizer_config.json with one template or several by name.
+    Source: Transformers, `get_chat_template`: either chat_template.jinja with further templates in
+        additional_chat_templates, or tokenizer_config.json with one template or several templates by name.
     """
     found = config.get("chat_template")
     several = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
@@ -219,7 +221,7 @@ def _content(token: Any) -> str:
 
 
 def _ids(value: Any) -> list[int]:
-    """Return the ids of eos_token_id, which may be one or several."""
+    """Return the ids of eos_token_id, which may be a single id or a list."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token_id) is int for token_id in ids):
         raise ModelError(f"eos_token_id is {value!r:.80}, expected token ids")
@@ -227,7 +229,7 @@ def _ids(value: Any) -> list[int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, empty if the file does not exist."""
+    """Read a JSON object; return an empty object if the file does not exist."""
     if not os.path.lexists(path):
         return {}
     try:

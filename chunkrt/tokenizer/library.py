@@ -21,7 +21,7 @@ LARGEST_ID = (1 << 24) - 1
 """Limit of token ids. The library allocates memory by the largest id, so a huge one would end the process."""
 
 _MAY_BE_TOO_LARGE = re.compile(rb":\s*\d{8}")
-"""A number of eight digits or more as a JSON value. 2^24 has eight."""
+"""Pattern of a JSON number with eight or more digits; 2^24 has eight digits."""
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def library_errors(problem: str, *, panics_alone: bool = False) -> Iterator[None
     A panic of the library is a BaseException named PanicException, which `except Exception` does not catch.
 
     Args:
-        panics_alone: let exceptions that are not panics pass.
+        panics_alone: convert only panics; other exceptions propagate.
     """
     try:
         yield
@@ -40,7 +40,7 @@ def library_errors(problem: str, *, panics_alone: bool = False) -> Iterator[None
     except BaseException as error:
         is_error = isinstance(error, Exception) and not panics_alone
         if not is_error and type(error).__name__ != "PanicException":
-            raise  # an interrupt, for example
+            raise  # for example, an interrupt
         raise ModelError(f"{problem}: {error}") from error
 
 
@@ -99,7 +99,7 @@ def _check_ids(contents: bytes) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raise ModelError if it repeats a key, because parsers disagree on which value counts."""
+    """Return a JSON object. Raise ModelError if it repeats a key, because parsers differ in the value that they use."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ModelError(f"an object of {VOCABULARY_FILE} names a key twice")

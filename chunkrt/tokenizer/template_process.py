@@ -1,12 +1,13 @@
-"""A process that renders one chat template, as a script: `python -I -S template_process.py`.
+"""Script of a process that renders one chat template: `python -I -S template_process.py`.
 
-A template is untrusted code. It runs in Jinja's sandbox, sees only plain data, and has a process of its own, whose
-memory the system bounds and which the caller kills at the time limit (`chat_template.py`).
+A template is untrusted code. It runs in Jinja's sandbox with access to only plain data, and in a separate process. The
+system limits the memory of this process, and the caller kills it at the time limit (`chat_template.py`).
 
-It reads lines of JSON and answers each with one: first {"path", "memory_bytes"}, then the source as a string, then the
-variables of each prompt. An answer is {"text"}, or {"error"}. It does not import chunkrt, so that it starts quickly.
+The process reads lines of JSON and answers each line with a line: first {"path", "memory_bytes"}, then the source as a
+string, then the variables of each prompt. An answer is {"text"} or {"error"}. The script does not import chunkrt, so it
+starts quickly.
 
-Source: Transformers, utils/chat_template_utils.py, for the environment that templates are written for.
+Source: Transformers, utils/chat_template_utils.py, which defines the environment that templates expect.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _NONCHARACTER = re.compile(r"(?<!\\)((?:\\\\)*)\\u(fd[de][0-9a-f])")
 
 def main() -> None:
     """Answer requests until the caller closes its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both processes; the caller handles it
+    # A terminal sends the interrupt to both processes; the caller handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     template: Template
 
     def start(path: list[str], memory_bytes: int) -> str:
@@ -58,7 +60,7 @@ def _answer(work: Callable[[bytes], str]) -> bool:
     try:
         found = {"text": work(line)}
     except MemoryError:
-        found = {"error": "it takes too much memory"}
+        found = {"error": "rendering takes too much memory"}
     except Exception as error:
         found = {"error": str(error) or type(error).__name__}
     sys.stdout.buffer.write(json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
@@ -93,7 +95,7 @@ def _compile(source: str) -> Template:
     from jinja2.utils import Namespace as JinjaNamespace
 
     class Generation(Extension):
-        """Render the body of `{% generation %}` unchanged: it marks the model's own words for training."""
+        """Render the body of `{% generation %}` unchanged; the tag marks the model's own words for training."""
 
         tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
@@ -107,7 +109,8 @@ def _compile(source: str) -> Template:
             return caller()
 
     class Namespace(JinjaNamespace):
-        """Jinja's namespace without attributes that begin with an underscore, which lead to Python's internals."""
+        """Jinja's namespace without attributes that begin with an underscore, because these give access to Python's
+        internals."""
 
         def __init__(self, *mappings: Any, **attributes: Any) -> None:
             super().__init__()
@@ -138,7 +141,7 @@ def _compile(source: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = _to_json
-    del environment.globals["lipsum"]  # a plain function would lead to Python's internals
+    del environment.globals["lipsum"]  # a plain function would give access to Python's internals
     environment.globals |= {
         "dict": NewDict(),
         "namespace": Namespace,

@@ -1,4 +1,4 @@
-"""Settings that tokenizer.json lacks: beginning and end of texts, the chat template, and sampling advice."""
+"""Settings that tokenizer.json lacks: beginning and end tokens, the chat template, and recommended sampling options."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Source: llama.cpp, src/llama-vocab.cpp, the tokens that it counts as end of gene
 """
 
 _PART_MESSAGES = (("<|call|>", "<|return|>"), ("<|call|>", "<|flush|>"), ("<|calls|>", "<|flush|>"))
-"""In a vocabulary that has both of a pair, "<|end|>" stands between the messages of one answer and ends none.
+"""In a vocabulary with both tokens of a pair, "<|end|>" separates the messages of one answer and does not end it.
 Source: llama.cpp, src/llama-vocab.cpp."""
 
 
@@ -71,18 +71,19 @@ class TextSettings:
 
     Args:
         bos_id: the token that begins a text, if one exists.
-        eos_ids: every token that ends a generation; chat templates call the first one eos_token.
+        eos_ids: all tokens that end a generation; chat templates call the first token eos_token.
         add_bos: a text that is not a chat starts with `bos_id`.
         chat_template: Jinja source, if the model was tuned for chat.
-        sampling: values of the options in ADVISED that the model's makers recommend for chats; empty for greedy.
-        suffix_ids: tokens after a text for which an embedding is computed.
-        chat_adds_bos: a chat that does not begin with `bos_id` gets it: in a GGUF file a template may leave it to the
-            tokenizer.
+        sampling: values of the options in ADVISED that the model's makers recommend for chats; empty for greedy
+            decoding.
+        suffix_ids: tokens that follow a text whose embedding is computed.
+        chat_adds_bos: add `bos_id` to a chat that does not begin with it, because the template of a GGUF file may leave
+            this to the tokenizer.
         tool_template: Jinja source for chats with tools, if it differs.
         pooling: pooling of the model's embeddings, "last" or "mean", if its makers specify it.
 
     Raises:
-        ModelError: a value of another type, or `add_bos` without a `bos_id`.
+        ModelError: a value has the wrong type, or `add_bos` is set without a `bos_id`.
     """
 
     bos_id: int | None
@@ -125,7 +126,7 @@ class TextSettings:
         """Parse the output of `to_json`.
 
         Raises:
-            ModelError: the text is anything else.
+            ModelError: the text is not such an output.
         """
         try:
             values = json.loads(text)
@@ -149,10 +150,10 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 def advised_sampling(values: Mapping[str, Any], *, is_random: bool) -> dict[str, float]:
     """Return a model's recommended sampling options, by their names in Transformers' generation_config.json.
 
-    As there, a `top_k` of 0 keeps all tokens. Values that are not numbers are ignored.
+    As in that file, a `top_k` of 0 keeps all tokens. Values that are not numbers are ignored.
 
     Args:
-        is_random: answers are sampled; if False they are greedy, regardless of the other values.
+        is_random: answers are sampled; if False, answers are greedy, regardless of the other values.
     """
     numbers = _numbers(values)
     if not is_random:

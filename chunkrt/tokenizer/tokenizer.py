@@ -1,4 +1,4 @@
-"""The tokenizer of an engine: the `tokenizers` library's, with the tokens that begin and end a text."""
+"""The tokenizer of an engine: a tokenizer of the `tokenizers` library, with the tokens that begin and end a text."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """Encodes and decodes; thread-safe.
+    """Encodes text to tokens and decodes tokens to text; thread-safe.
 
     Args:
-        num_rows: rows of the model's LM head, which may exceed the number of tokens in the vocabulary.
+        num_rows: number of rows of the model's LM head, which may exceed the number of tokens in the vocabulary.
 
     Raises:
-        UnsupportedModelError: a kind of tokenizer that is not implemented.
+        UnsupportedModelError: the kind of tokenizer is not implemented.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, settings: TextSettings, num_rows: int = 0) -> None:
@@ -53,7 +53,7 @@ class Tokenizer:
             ModelError: the tokenizer is damaged.
             UnsupportedModelError: its kind is not implemented.
         """
-        # Imported here, because only compiling needs them, not a device that runs an engine.
+        # These modules are imported here, because only the compiler needs them, not a device that runs an engine.
         metadata: Mapping[str, Any] | None = getattr(source, "metadata", None)
         try:
             with library_errors("the vocabulary cannot be read", panics_alone=True):
@@ -71,10 +71,10 @@ class Tokenizer:
 
     @staticmethod
     def load(folder: str | os.PathLike[str], num_rows: int = 0) -> Tokenizer | None:
-        """Read the files that `save` wrote, or return None if the folder holds no tokenizer.
+        """Read the files that `save` wrote, or return None if the folder contains no tokenizer.
 
         Args:
-            num_rows: rows of the model's LM head.
+            num_rows: number of rows of the model's LM head.
 
         Raises:
             ModelError: the tokenizer is damaged.
@@ -106,22 +106,23 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens; a model may have more rows, for padding."""
+        """Number of tokens of the vocabulary; the LM head of a model may have more rows, for padding."""
         return self._library.get_vocab_size()
 
     @cached_property
     def missing_ids(self) -> NDArray[np.int64]:
-        """Rows of the model's LM head that have no token, int64 [n], ascending. They are never sampled."""
+        """Indices of the rows of the model's LM head without a token, int64 [n], ascending. They are never sampled."""
         token_of = self._library.id_to_token  # a third of the time of `get_vocab`
         return np.array([row for row in range(self._num_rows) if token_of(row) is None], np.int64)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Every token that ends a generation."""
+        """Ids of all tokens that end a generation."""
         return frozenset(self.settings.eos_ids)
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of a text, by its bytes alone; 0 without a bound."""
+        """Return a lower bound on the number of tokens of a text, which depends only on its bytes; 0 if no bound is
+        known."""
         return self._token_bound.fewest_tokens(text)
 
     @cached_property
@@ -132,7 +133,7 @@ class Tokenizer:
         """Return the tokens of a text.
 
         Args:
-            add_special: begin with the beginning token, if the model wants one.
+            add_special: begin with the beginning token if the model wants one.
             parse_special: parse control tokens that are spelled out in the text ("<|im_end|>"); otherwise they are
                 plain text, as a user's words must be.
 
@@ -154,7 +155,7 @@ class Tokenizer:
         """Return the text of tokens, as `IncrementalDecoder` produces it.
 
         Raises:
-            ConfigError: one is neither in the vocabulary nor a row of the model's LM head.
+            ConfigError: a token is neither in the vocabulary nor a row of the model's LM head.
         """
         try:
             ids = iter(token_ids)
@@ -175,7 +176,7 @@ class Tokenizer:
         return self._special_ids.get(text)
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
-        """Return the ids of the control tokens that some texts spell out; see `special_id`."""
+        """Return the ids of the control tokens that texts spell out; see `special_id`."""
         return frozenset(self._special_ids[text] for text in texts if text in self._special_ids)
 
     @cached_property
@@ -240,8 +241,8 @@ class Tokenizer:
         """Return the prompt of a chat, for `encode_prompt`.
 
         Args:
-            messages: each with "role" and "content", as in {"role": "user", "content": "Hello"}.
-            tools: tools that the model may call, each a JSON object as in OpenAI's API; see `takes_tools`.
+            messages: objects with "role" and "content", as in {"role": "user", "content": "Hello"}.
+            tools: tools that the model may call, as JSON objects in the form of OpenAI's API; see `takes_tools`.
             add_generation_prompt: end at the start of the model's answer.
             template_options: further variables of the template, as in {"enable_thinking": False}.
 
@@ -285,9 +286,10 @@ class Tokenizer:
         return _compiled(self.settings.tool_template)
 
     def _encode_behind(self, text: str, *, is_plain: bool) -> list[int]:
-        """The tokens of a text that continues another.
+        """Return the tokens of a text that continues another text.
 
-        SentencePiece puts a space before a text. A line break before it absorbs the space, and is removed afterwards.
+        SentencePiece puts a space before a text. A line break before the text absorbs this space, and is removed
+        afterwards.
         """
 
         def encode(text: str) -> list[int]:
@@ -298,7 +300,7 @@ class Tokenizer:
         return ids[len(line_break) :] if behind else encode(text)
 
     def _encode_plain(self, text: str) -> list[int]:
-        """Return the tokens of a text without searching it for added tokens, control tokens or others."""
+        """Return the tokens of a text without searching it for added tokens, including control tokens."""
         library = self._library
         with library_errors(f"the tokenizer cannot encode {text!r:.80}"):
             normalised = text if library.normalizer is None else library.normalizer.normalize_str(text)
@@ -309,10 +311,10 @@ class Tokenizer:
             return [token.id for word in words for token in library.model.tokenize(word)]
 
     def _library_that(self, *, parse_special: bool) -> tokenizers.Tokenizer:
-        """Return the library object that parses control tokens, or the one that does not.
+        """Return the library object that parses control tokens, or the object that does not parse them.
 
-        The setting is state of a library object. Each mode has its own, so that threads encode in both at once; the
-        second is created on first use.
+        The setting is part of a library object's state. Each mode has a separate object, so that threads can encode in
+        both modes at once. The second object is created on first use.
         """
         with self._lock:
             if parse_special not in self._by_mode:
@@ -326,13 +328,13 @@ class Tokenizer:
 
 
 def _compiled(source: str) -> ChatTemplate:
-    from chunkrt.tokenizer.chat_template import ChatTemplate  # starting its process takes time
+    from chunkrt.tokenizer.chat_template import ChatTemplate  # starting the template's process takes time
 
     return ChatTemplate(source)
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a temporary file and rename it, so that no reader sees half a file."""
+    """Write a temporary file and rename it, so that no reader gets an incomplete file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, "utf-8")

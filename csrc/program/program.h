@@ -77,7 +77,7 @@ struct ProgramDefinition {
   std::vector<Value> values;
   std::vector<ValueId> inputs;          // in the order of their declaration, including states
   std::vector<ValueId> chunk_inputs;    // the inputs that have rows
-  std::vector<ValueId> segment_inputs;  // the others
+  std::vector<ValueId> segment_inputs;  // the inputs without rows
   std::vector<ValueId> outputs;
   std::vector<Loop> loops;
   std::vector<Check> checks;

@@ -212,7 +212,7 @@ Roundings all_roundings() {
   return found;
 }
 
-// The first row sees only its own value, which is returned rounded.
+// The first row attends only to itself, so its output is its rounded value.
 void test_rounding(const Kernels& kernels, CacheType type) {
   static const Roundings all = all_roundings();
   const std::size_t head_dim = all.inputs.size();

@@ -25,7 +25,7 @@ inline std::vector<double> left_out(const Shape& s, std::size_t head, bool are_k
   return {first, first + static_cast<std::ptrdiff_t>(s.head_dim)};
 }
 
-// Values in a cache of all positions for the position `row` of a head.
+// The values of a head at the position `row` in a cache of all positions.
 inline std::vector<double> cached(const std::vector<std::byte>& cache, const Shape& s, std::size_t head,
                                   std::size_t row, bool are_keys) {
   const std::size_t row_bytes = cache_row_bytes(s.cache_type, s.head_dim);

@@ -22,7 +22,8 @@ struct Shape {
   std::size_t rows, depth, columns;
 };
 
-// The row arrangement of one implementation, if this processor supports it; the others ignore it.
+// The row arrangement of one implementation, if this processor supports it; the other implementations ignore
+// it.
 std::optional<RowArrangement> arrangement() {
   CHUNKRT_ON_X86(if (is_supported(Isa::avx2)) return RowArrangement{part_rows_avx2, parted_row_bytes, 1};)
   CHUNKRT_ON_ARM(

@@ -58,7 +58,7 @@ void test_take(TakeOutliersFunction* function) {
       const float* x = input.data() + row * width;
       double sum = 0;
       for (std::size_t k = 0; k < width; ++k) sum += std::fabs(static_cast<double>(x[k]));
-      // In float, because the smallest numbers have no values between them.
+      // The limit is a float, because no values exist between the smallest numbers.
       const float limit = static_cast<float>(8.0 * sum / static_cast<double>(width));
       std::int32_t count = 0;
       for (std::size_t k = 0; k < width; ++k) {

@@ -23,7 +23,8 @@ inline void check(bool condition, const std::string& message) {
   if (!condition) throw Failure(message);
 }
 
-// The same, with a message that is built only on failure: otherwise messages would take most of the time.
+// Like the function above, but builds the message only on failure; otherwise building messages would take
+// most of the time.
 template <std::invocable Message>
 void check(bool condition, const Message& message) {
   if (!condition) throw Failure(message());

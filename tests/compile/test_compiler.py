@@ -431,7 +431,7 @@ def test_only_the_size_of_a_large_file_is_compared(engine_folder, monkeypatch):
         ({"scheme": {}}, "is not an engine directory"),
         ({"scheme": as_json(SCHEMES["float"]) | {"surprise": 1}}, "is not an engine directory .*surprise"),
         ({"files": {}}, "plan.json has changed since"),
-        ({"files": {"../plan.json": [1, ""]}}, "is not an engine directory .*values of the wrong kind"),
+        ({"files": {"../plan.json": [1, ""]}}, "is not an engine directory .*values of the wrong type"),
         ({"npu": [{"soc": "SM8650", "chunk_length": "32", "library": "2.7.0"}]}, r"Expected `int`.*chunk_length"),
         ({"npu": [{"soc": "SM8650"}]}, "is not an engine directory"),
     ],

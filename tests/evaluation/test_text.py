@@ -215,7 +215,7 @@ def test_windows_are_no_longer_than_a_small_context_by_themselves(command, text)
 def test_a_base_with_other_tokens():
     with (
         chunkrt.load(GGUF, npu="native") as engine,
-        pytest.raises(ConfigError, match="the base other has a vocabulary of 7, the model one of 128"),
+        pytest.raises(ConfigError, match="the base other has a vocabulary of 7, the model has one of 128"),
     ):
         evaluate_text(engine, [[1, 2]], SimpleNamespace(vocab_size=7, model="other"))
 

@@ -39,7 +39,7 @@ def test_request_with_many_prompts_counts_as_one_waiting():
         other, other_done = begin(admission, Turn())
         await settle()
         assert admission.num_waiting == 2
-        with pytest.raises(BusyError, match="1 sequences are under way and 2 requests wait"):
+        with pytest.raises(BusyError, match="1 sequences are in progress and 2 requests wait"):
             admission.check()
         # the second prompt of the batch was before the other request, the third is behind it
         for _, done in several[:2]:
@@ -62,7 +62,7 @@ def test_waiting_bound_holds_while_a_request_waits_for_more_places():
         tasks = [begin(admission, Turn()), begin(admission, Turn(), 2)]
         await settle()
         assert (admission.num_active, admission.num_waiting) == (1, 1)
-        with pytest.raises(BusyError, match="1 sequences are under way and 1 requests wait"):
+        with pytest.raises(BusyError, match="1 sequences are in progress and 1 requests wait"):
             admission.check()  # a place is free, but another request waits for more
         for _, done in tasks:
             done.set()
@@ -112,7 +112,7 @@ def test_close_ends_waiting_requests_and_end_the_others():
         admission.end()
         admission.end()
         for task in (second, third):
-            with pytest.raises(ClosedError, match="the server ends"):
+            with pytest.raises(ClosedError, match="the server is shutting down"):
                 await task
         assert (admission.num_active, admission.num_waiting) == (0, 0)
 

@@ -273,7 +273,7 @@ def test_a_measured_profile() -> None:
     assert found.time_to_first_token_ms.p50 == pytest.approx(us / 1000)
     with pytest.raises(ConfigError, match="without an NPU, so it cannot predict decode on the NPU"):
         simulate_serving(SMALL, profile, load, **OPTIONS, decode_on="npu")
-    with pytest.raises(ConfigError, match="leave --in-flight away"):
+    with pytest.raises(ConfigError, match="omit --in-flight"):
         simulate_serving(SMALL, profile, load, **OPTIONS, chunks_in_flight=2)
     with pytest.raises(ConfigError, match="there are no requests to serve"):
         simulate_serving(SMALL, profile, Load(requests=[], num_cut=0), **OPTIONS)

@@ -122,8 +122,8 @@ std::size_t attention_scratch_floats(std::size_t head_dim, AttentionMath math = 
 // items.
 std::size_t attend_items(const AttentionArgs& args);
 
-// Runs items [begin, end) of one phase. `attend_f32_bf16_cache` is for AttentionMath::bfloat16, the others
-// for float32; `append` is for both.
+// Runs items [begin, end) of one phase. `attend_f32_bf16_cache` is for AttentionMath::bfloat16, and the other
+// functions are for float32; `append` is for both formats.
 using AttentionFunction = void(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch);
 
 }  // namespace chunkrt

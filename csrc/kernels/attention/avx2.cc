@@ -350,7 +350,7 @@ float find_maximum(float* scores, std::size_t first, std::size_t visible, float 
   return horizontal_max(max);
 }
 
-// The weights of a row's scores, and their sum.
+// Converts the scores of a row to weights, and returns their sum.
 float weigh_row(const float* scores, float maximum, std::uint16_t* weights) {
   const __m256 max = _mm256_set1_ps(maximum);
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));

@@ -263,7 +263,7 @@ void round_to_bfloat(const float* values, std::uint16_t* out, std::size_t count)
   }
 }
 
-// A row's scores of a block, -inf for invisible keys.
+// The scores of a row in a block, with -inf for invisible keys.
 class SeenScores {
  public:
   SeenScores(const float* scores, std::size_t first, std::size_t visible)
@@ -277,7 +277,7 @@ class SeenScores {
  private:
   static_assert(kKeysPerBlock == 64);
   const float* scores_;
-  std::uint64_t seen_;  // a bit for each key
+  std::uint64_t seen_;  // one bit per key
 };
 
 float find_maximum(const SeenScores& scores, float maximum) {
@@ -287,7 +287,7 @@ float find_maximum(const SeenScores& scores, float maximum) {
   return _mm512_reduce_max_ps(max);
 }
 
-// The weights of a row's scores, and their sum, in the order of avx2.cc.
+// Converts the scores of a row to weights, and returns their sum, added in the order of avx2.cc.
 float weigh_row(const SeenScores& scores, float maximum, std::uint16_t* weights) {
   const __m512 max = _mm512_set1_ps(maximum);
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));

@@ -152,7 +152,8 @@ class TileItem {
       float* const out = find_query(args_, item_.kv_head, item_.first_query + i).out;
       const float* const sums = outs_ + i * sizes_.columns;
       const float inverse = 1.0f / sums_[i];
-      // Zeros are positive: the sign must not depend on the number of blocks that other rows of the tile see.
+      // Adding 0 makes zeros positive, because their sign must not depend on the number of blocks that other
+      // rows of the tile attend to.
       for (std::size_t d = 0; d < args_.head_dim; ++d) out[d] = sums[d] * inverse + 0.0f;
     }
   }
@@ -197,8 +198,8 @@ class TileItem {
     }
   }
 
-  // Packs keys and values for all rows. A bfloat16 cache has them in tile layout, except for values that some
-  // row does not see.
+  // Packs keys and values for all rows. A bfloat16 cache stores them in tile layout; its values are packed
+  // again only if some row does not attend to all of them.
   void take_block(std::size_t start) {
     if (args_.cache_type != CacheType::bfloat16) {
       pack_keys(start);

@@ -22,7 +22,7 @@ constexpr std::size_t kMostColumnPairs = 4;
 constexpr std::size_t column_pairs(std::size_t row_pairs) { return row_pairs <= 4 ? kMostColumnPairs : 2; }
 constexpr std::size_t kPairDepth = 2 * kGemmDepthPerGroup;
 
-// Pairs of columns, 8 k each, of four columns in two adjacent groups.
+// Two pairs of columns, with 8 values along k per column, from four columns in two adjacent groups.
 void zip_groups(int8x16_t first, int8x16_t second, int8x16_t* pairs) {
   const uint32x4_t a = vreinterpretq_u32_s8(first), b = vreinterpretq_u32_s8(second);
   pairs[0] = vreinterpretq_s8_u32(vzip1q_u32(a, b));

@@ -14,7 +14,7 @@ namespace chunkrt {
 
 inline constexpr std::size_t kUnpackDepth = 32;       // number of k in a block
 inline constexpr std::size_t kUnpackColumns = 16;     // number of adjacent columns
-inline constexpr std::size_t kUnpackGroupBytes = 64;  // four k of 16 columns; packed: two groups
+inline constexpr std::size_t kUnpackGroupBytes = 64;  // four values along k; packed: two such groups
 inline constexpr std::size_t kUnpackGroups = 8;       // number of groups in a block
 inline constexpr std::size_t kUnpackBlockBytes = kUnpackDepth * kUnpackColumns / 2;
 inline constexpr std::int32_t kUnpackZero = 8;  // the q that stands for 0
