@@ -76,7 +76,7 @@ _FILE = click.Path(path_type=Path)
     type=click.Choice([*SCHEMES, NO_BASE]),
     default="float",
     show_default=True,
-    help="Scheme of the base model. The backend is onnxrt for float, else native.",
+    help="Scheme of the model to compare with. It runs on onnxrt for float, else on native.",
 )
 @option("--base-model", group="Measurement", metavar="MODEL", help="Checkpoint of the base model.  [default: MODEL]")
 @option(

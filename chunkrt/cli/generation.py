@@ -189,7 +189,7 @@ def generation_options(command: Command) -> Command:
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], SamplingOptions, dict[str, Any]]:
-    """Split a command's keyword arguments into engine options, sampling options and other options of generation.
+    """Split a command's keyword arguments into engine options, sampling options and other generation options.
 
     Raises:
         ConfigError: a sampling option is out of range.

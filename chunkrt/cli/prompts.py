@@ -187,5 +187,7 @@ def read_text(file: str) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(f"the prompt in {file} is not UTF-8 text: {error}") from error
     if len(text) > MOST_CHARACTERS:
-        raise ConfigError(f"the prompt in {file} has more than {MOST_CHARACTERS} characters; no context holds so many")
+        raise ConfigError(
+            f"the prompt in {file} is longer than {MOST_CHARACTERS} characters, the longest that is supported"
+        )
     return text.removeprefix(BYTE_ORDER_MARK).removesuffix("\n")

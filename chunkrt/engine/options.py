@@ -158,8 +158,8 @@ class EngineOptions:
     )
     chunk_length: int | None = declared_option(
         "--chunk",
-        "Tokens per chunk.  [default: the compiled length, 32 if there are several; otherwise 32 with an NPU, 128 "
-        "without]",
+        "Tokens per chunk.  [default: 32 with an NPU, else 128; for an engine directory 32 if it was compiled, else "
+        "the longest compiled length]",
         group="Execution",
     )
     policy: str = declared_option(

@@ -608,12 +608,12 @@ def test_far_plan_without_the_npu_continues_after_the_near_plan(load):
         assert relative_error(found, tell(engine)) < LOGIT_TOLERANCE
 
 
-@pytest.mark.exhaustive
 def test_switched_off_operator_is_named(load):
     with pytest.raises(ConfigError, match=r"runs silu_mul .*omit `attention='npu'`"):
         load("llama_gqa", attention="npu", ops="-silu_mul")
 
 
+@pytest.mark.exhaustive
 def test_engine_directory_has_the_graphs_of_all_plans_once(load, tmp_path, home):
     from chunkrt.engine.deploy import compile_engine
     from chunkrt.engine.options import EngineOptions

@@ -51,10 +51,11 @@ def export_settings(proto: onnx.ModelProto) -> Mapping[str, Any]:
     try:
         settings = json.loads(metadata_of(proto).get(SETTINGS_KEY, "{}"))
         if settings.get("form") == "window" and not all(int(settings[key]) > 0 for key in ("sequence", "context")):
-            raise ValueError(f"sequence and context are {settings['sequence']} and {settings['context']}")
+            found = f"sequence is {settings['sequence']} and context is {settings['context']}"
+            raise ValueError(f"{found}, expected numbers above 0")
         return dict(settings)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ModelError(f"its metadata {SETTINGS_KEY!r} is damaged ({error}); export the model again") from error
+        raise ModelError(f"the metadata {SETTINGS_KEY!r} is damaged ({error}); export the model again") from error
 
 
 def replay_plan(draft: Draft) -> ReplayedDecoder:
