@@ -329,7 +329,7 @@ def in_shell(redirections, *arguments):
         ("> /dev/full", (*RUN, "--json"), "cannot write to standard output: No space left on device"),
         ("> /dev/full", ("models",), "cannot write to standard output: No space left on device"),
         ("<&-", ("run", GGUF, "-f", "-"), "standard input is closed"),
-        ("", ("run", GGUF, "-f", "/dev/zero"), "has more than 67108864 characters"),
+        ("", ("run", GGUF, "-f", "/dev/zero"), "is longer than 67108864 characters"),
     ],
 )
 def test_closed_and_full_streams(redirections, arguments, message):
