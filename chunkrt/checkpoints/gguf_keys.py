@@ -141,7 +141,7 @@ def common_config(keys: Keys, *, is_hybrid: bool = False) -> dict[str, Any]:
         "max_position_embeddings": keys.count("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.number("rope.freq_base", default=10000.0),
-        "rope_dimension_count": rotary_dim,
+        "gguf.rope.dimension_count": rotary_dim,
         "rope_scaling": _rope_scaling(keys),
         "sliding_window": keys.count("attention.sliding_window", default=0) or None,
         "tie_word_embeddings": "output.weight" not in keys.shapes,
@@ -214,7 +214,7 @@ def gemma3_config(keys: Keys, config: Config) -> Config:
     number of layers.
     """
     num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
-    if config["rope_dimension_count"] != head_dim:
+    if config["gguf.rope.dimension_count"] != head_dim:
         name = f"{keys.prefix}rope.dimension_count"
         raise UnsupportedModelError(f"{name} = {keys.get('rope.dimension_count')} is not implemented", feature=name)
     is_27b = num_layers == GEMMA3_27B_LAYERS
@@ -236,7 +236,7 @@ def phi3_config(keys: Keys, config: Config) -> Config:
     found = {"original_max_position_embeddings": keys.count("rope.scaling.original_context_length", default=context)}
     if not {LONG_FACTORS, SHORT_FACTORS} & keys.shapes.keys():
         return found
-    half = config["rope_dimension_count"] // 2
+    half = config["gguf.rope.dimension_count"] // 2
     scaling: Config = {
         "rope_type": "longrope",
         "long_factor": keys.vector(LONG_FACTORS, half),

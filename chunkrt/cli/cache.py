@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from chunkrt.checkpoints import catalogue
+from chunkrt.cli.command import GroupedCommand
 from chunkrt.cli.options import verbose_option
 from chunkrt.engine.prefix_cache.block_file import read_header
 from chunkrt.engine.prefix_cache.folder import clear as clear_prefixes
@@ -67,7 +68,7 @@ def cache() -> None:
     """List and remove files that chunkrt keeps on this machine: models, compiled engines, prompt prefixes."""
 
 
-@cache.command("list")
+@cache.command("list", cls=GroupedCommand)
 @_as_json
 @verbose_option
 def list_kept(as_json: bool) -> None:
@@ -81,7 +82,7 @@ def list_kept(as_json: bool) -> None:
     click.echo(f"in {catalogue.home()}")
 
 
-@cache.command()
+@cache.command(cls=GroupedCommand)
 @_folder
 @_as_json
 @verbose_option
@@ -100,7 +101,7 @@ def show(folder: Path | None, as_json: bool) -> None:
     click.echo(f"{folder}: {sum(entry.num_bytes for entry in entries(folder)) / 1e6:.1f} MB")
 
 
-@cache.command()
+@cache.command(cls=GroupedCommand)
 @click.argument("kinds", nargs=-1, type=click.Choice(REBUILT), metavar=f"[{'|'.join(REBUILT)}]...")
 @click.option("--all", "everything", is_flag=True, help="Remove all kinds except models.")
 @_folder

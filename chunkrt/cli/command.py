@@ -135,7 +135,7 @@ class ModelName(click.ParamType[str]):
         except ChunkrtError:
             names = []
         known = [CompletionItem(name) for name in names if name.startswith(incomplete)]
-        return [*known, CompletionItem(incomplete, type="file")]
+        return [CompletionItem(incomplete, type="file"), *known]  # bash forgets the items before a file
 
 
 _MODEL = ModelName()

@@ -15,7 +15,7 @@ import click
 from chunkrt import backends
 from chunkrt.backends import dispatch, qnn
 from chunkrt.checkpoints import catalogue
-from chunkrt.cli.command import STATUS_OF_NO
+from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand
 from chunkrt.cli.options import verbose_option
 from chunkrt.errors import ChunkrtError
 from chunkrt.files import bytes_below
@@ -42,7 +42,7 @@ class Finding:
     part_of: str = ""
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @verbose_option
 def doctor(as_json: bool) -> None:

@@ -7,7 +7,7 @@ import re
 
 from chunkrt.engine.options import DECLARED
 
-_OPTION = re.compile(r"`(\w+)(?:=(True|'[^'`]*'|[\w.-]+))?`")
+_OPTION = re.compile(r"(?<![\w/'\"])`(\w+)(?:=(True|'[^'`]*'|[\w.-]+))?`(?![\w/'\"])")
 
 
 def in_flags(message: str) -> str:

@@ -11,6 +11,7 @@ from chunkrt.checkpoints.catalogue import Entry, damage, entries, home, pulled
 from chunkrt.checkpoints.catalogue.entry import WheelSource
 from chunkrt.checkpoints.gguf_parts import parts_of
 from chunkrt.checkpoints.hub import cached_models, parse_hub_id
+from chunkrt.cli.command import GroupedCommand
 from chunkrt.cli.options import verbose_option
 from chunkrt.engine_directory.manifest import MANIFEST
 from chunkrt.errors import ConfigError
@@ -18,7 +19,7 @@ from chunkrt.files import only_writer, read_json
 from chunkrt.files import remove as remove_path
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--remove", metavar="NAME", help="Delete a downloaded model, and the engines that were compiled from it.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 @verbose_option

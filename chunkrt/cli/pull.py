@@ -11,10 +11,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.hub import fetch_model, parse_hub_id
+from chunkrt.cli.command import GroupedCommand
 from chunkrt.cli.options import verbose_option
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("name")
 @click.option("--force", is_flag=True, help="Download again, even if the files exist.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from chunkrt.cli.command import GroupedCommand
 from chunkrt.cli.options import verbose_option
 from chunkrt.runtime.record import WORKS, RunRecord
 from chunkrt.runtime.tasks import SPANS, Span
@@ -74,7 +75,7 @@ class Group:
         }
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @click.option(

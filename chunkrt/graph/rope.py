@@ -127,7 +127,7 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int, *, may_be_part
     """Return theta^(-2i/d) for i in 0..d/2, scaled by the config's rule; float64 [rotary_dim / 2].
 
     The function reads Hugging Face's `rope_theta`, `partial_rotary_factor` and `rope_scaling`, or the newer
-    `rope_parameters` with the same keys, and `rope_dimension_count`, which only GGUF files have.
+    `rope_parameters` with the same keys, and `gguf.rope.dimension_count`, which only GGUF files have.
 
     Args:
         may_be_partial: False in families whose implementation in Transformers ignores `partial_rotary_factor`.
@@ -203,7 +203,11 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         ModelError: a section is not a table of numbers.
         UnsupportedModelError: the config has a section for each kind of layer, or a factor without a rule.
     """
-    parameters: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "rope_dimension_count": None}
+    parameters: dict[str, Any] = {
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+        "gguf.rope.dimension_count": None,
+    }
     parameters |= {key: config[key] for key in parameters if config.get(key) is not None}
     for key in ("rope_parameters", "rope_scaling"):
         section = config.get(key) or {}
@@ -231,7 +235,7 @@ def _base(parameters: Mapping[str, Any], head_dim: int) -> Float64:
     """Return inverse frequencies before any scaling."""
     theta = _positive(parameters, "rope_theta")
     factor = min(_positive(parameters, "partial_rotary_factor"), 2.0)  # an infinite factor fails this check
-    count = parameters["rope_dimension_count"]
+    count = parameters["gguf.rope.dimension_count"]
     rotary_dim = count if type(count) is int else round(head_dim * factor)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ModelError(f"RoPE would rotate {rotary_dim} of {head_dim} dimensions, expected an even number of them")

@@ -146,7 +146,7 @@ def test_metadata_becomes_config(tmp_path):
         "max_position_embeddings": 64,
         "rms_norm_eps": pytest.approx(1e-5),
         "rope_theta": 10000.0,
-        "rope_dimension_count": HEAD_DIM,
+        "gguf.rope.dimension_count": HEAD_DIM,
         "rope_scaling": None,
         "sliding_window": None,
         "tie_word_embeddings": True,
@@ -198,7 +198,7 @@ def test_optional_metadata_is_read(tmp_path):
     config = source.config
     assert config["num_key_value_heads"] == HEADS
     assert config["head_dim"] == 16
-    assert config["rope_dimension_count"] == 8
+    assert config["gguf.rope.dimension_count"] == 8
     assert config["sliding_window"] == 4096
     assert config["rope_theta"] == 5e5
     assert config["rope_scaling"] == {

@@ -101,13 +101,21 @@ def test_part_of_the_dimensions_may_rotate():
     np.testing.assert_allclose(found, plain(10000.0, 8), rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "mistral_window_5", "qwen2", "qwen3_layer_types", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["llama_gqa", "mistral_window_5", "qwen2", "qwen3_layer_types", "lfm2", "gemma3_window_5"]
+)
 @pytest.mark.parametrize("where", ["top", "rope_parameters"])
 def test_partial_rotary_factor_is_refused_in_families_that_ignore_it(tmp_path, name, where):
     """Transformers 5.23 reads the key only in families with partial rotation; other runtimes apply it everywhere."""
     folder = shutil.copytree(checkpoint(name), tmp_path / name)
     config = json.loads((folder / "config.json").read_text())
-    section = config if where == "top" else config.setdefault("rope_parameters", {"rope_theta": 10000.0})
+    rope = {"rope_theta": 10000.0}
+    if where == "top":
+        section = config
+    elif name.startswith("gemma3"):
+        section = config.setdefault("rope_parameters", {}).setdefault("full_attention", rope)
+    else:
+        section = config.setdefault("rope_parameters", rope)
     for factor in (1.0, 0.5):
         section["partial_rotary_factor"] = factor
         (folder / "config.json").write_text(json.dumps(config))

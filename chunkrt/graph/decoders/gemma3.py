@@ -122,8 +122,10 @@ def _tables(config: DecoderConfig) -> tuple[RotaryTables, RotaryTables]:
     scaling = config.raw.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise ModelError(f"{config.where}: rope_scaling is {scaling!r}, expected a table of numbers")
-    full = {"rope_theta": config.number("rope_theta"), **scaling}
-    sliding = {"rope_theta": config.number("rope_local_base_freq")}
+    factor = config.raw.get("partial_rotary_factor")
+    partial = {} if factor is None else {"partial_rotary_factor": factor}
+    full = {"rope_theta": config.number("rope_theta"), **partial, **scaling}
+    sliding = {"rope_theta": config.number("rope_local_base_freq"), **partial}
 
     def tables(parameters: Mapping[str, Any], kind: str) -> RotaryTables:
         chosen = {"rope_parameters": {**parameters, **(sections.get(kind) or {})}}
