@@ -17,7 +17,7 @@ def in_flags(message: str) -> str:
     """
 
     def flag(found: re.Match[str]) -> str:
-        if found[1] not in DECLARED or not (name := DECLARED[found[1]][2].flag.partition("/")[0]):
+        if found[1] not in DECLARED or not (name := DECLARED[found[1]][2].main_flag):
             return found[0]
         value = (found[2] or "True").strip("'")
         if value == "True":

@@ -50,6 +50,11 @@ class Declaration:
     must: tuple[Callable[[Any], bool], str] | None = None
     check: Callable[[Any], object] = id
 
+    @property
+    def main_flag(self) -> str:
+        """Flag without its negation, for example --rotate of --rotate/--no-rotate; empty without a flag."""
+        return self.flag.partition("/")[0]
+
     def require(self, name: str, kind: str, value: Any) -> None:
         """Raise ConfigError unless this value is allowed. Whole numbers must be at least 1 unless `must` states another
         rule.

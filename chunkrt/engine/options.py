@@ -416,12 +416,19 @@ DECLARED: dict[str, tuple[str, Any, Declaration]] = {
 """Maps field names to declarations: the first type of the annotation, the default, and the other properties."""
 
 
+def python_help() -> dict[str, str]:
+    """Return the help text of each field, with fields in backquotes in place of flags."""
+    fields_of_flags = {declared.main_flag: f"`{name}`" for name, (_, _, declared) in DECLARED.items()}
+    return {
+        name: re.sub(r"--[a-z-]+[a-z]", lambda flag: fields_of_flags.get(flag[0], flag[0]), declared.help)
+        for name, (_, _, declared) in DECLARED.items()
+    }
+
+
 def _documentation() -> str:
-    """Return the docstring of EngineOptions, with the help texts in terms of Python."""
-    names = {declared.flag.partition("/")[0]: f"`{name}`" for name, (_, _, declared) in DECLARED.items()}
+    """Return the docstring of EngineOptions, with a description of each field."""
     entries = []
-    for name, (_, _, declared) in DECLARED.items():
-        text = re.sub(r"--[a-z-]+[a-z]", lambda flag: names.get(flag[0], flag[0]), declared.help)
+    for name, text in python_help().items():
         entries += textwrap.wrap(f"{name}: {text}", 112, initial_indent="    ", subsequent_indent=" " * 8)
     head, _, rest = (EngineOptions.__doc__ or "").partition("\n\n")
     return "\n".join([head, "", "Args:", *entries, "", textwrap.dedent(rest)])

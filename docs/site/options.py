@@ -15,7 +15,7 @@ from chunkrt.cli import COMMANDS
 from chunkrt.cli.command import GROUPS
 from chunkrt.cli.generation import SAMPLING
 from chunkrt.engine.declaration import Declaration
-from chunkrt.engine.options import DECLARED, EngineOptions
+from chunkrt.engine.options import DECLARED, python_help
 
 DEFAULT = re.compile(r"\s*\[default: (.*?)\]")
 
@@ -47,11 +47,7 @@ def page() -> str:
 
 def fields() -> str:
     """Return a table of the fields of EngineOptions, in terms of Python."""
-    rows = []
-    for entry in re.findall(r"^    (\w+: .*(?:\n {8}.*)*)", EngineOptions.__doc__ or "", re.MULTILINE):
-        name, _, text = re.sub(r"\s+", " ", entry).partition(": ")
-        if name in DECLARED:
-            rows.append(f"| `{name}` | {_sentence(text, DECLARED[name][1])} |\n")
+    rows = [f"| `{name}` | {_sentence(text, DECLARED[name][1])} |\n" for name, text in python_help().items()]
     return "| field | meaning |\n| --- | --- |\n" + "".join(rows)
 
 
