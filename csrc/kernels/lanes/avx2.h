@@ -1,0 +1,258 @@
+// Vectors of 16 lanes in two AVX2 registers; lanes.h includes this header.
+#pragma once
+
+#include <immintrin.h>
+
+#define CHUNKRT_NAME(kernel) kernel##_avx2
+
+namespace chunkrt {
+namespace {
+
+struct Floats {
+  __m256 low, high;
+};
+
+struct Ints {
+  __m256i low, high;
+};
+
+// True or false for each lane.
+struct Mask {
+  __m256 low, high;
+};
+
+// The first lanes of a vector, fewer than 16.
+class Rest {
+ public:
+  CHUNKRT_LANES explicit Rest(std::size_t count) : count_(static_cast<int>(count)) {}
+  CHUNKRT_LANES std::size_t count() const { return static_cast<std::size_t>(count_); }
+  CHUNKRT_LANES __m256i low() const { return first(count_); }
+  CHUNKRT_LANES __m256i high() const { return first(count_ - 8); }
+
+ private:
+  CHUNKRT_LANES static __m256i first(int count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
+
+  int count_;
+};
+
+CHUNKRT_LANES Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+CHUNKRT_LANES Ints all_ints(int x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+
+CHUNKRT_LANES Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+CHUNKRT_LANES void store(float* to, Floats x) {
+  _mm256_storeu_ps(to, x.low);
+  _mm256_storeu_ps(to + 8, x.high);
+}
+
+// Loads the lanes of `rest`, and 0 after them.
+CHUNKRT_LANES Floats load(const float* from, Rest rest) {
+  return {_mm256_maskload_ps(from, rest.low()), _mm256_maskload_ps(from + 8, rest.high())};
+}
+// A complete register is stored without a mask, because a masked store takes about twenty cycles on AMD's
+// processors.
+CHUNKRT_LANES void store(float* to, Floats x, Rest rest) {
+  if (rest.count() >= 8) {
+    _mm256_storeu_ps(to, x.low);
+    _mm256_maskstore_ps(to + 8, rest.high(), x.high);
+  } else {
+    _mm256_maskstore_ps(to, rest.low(), x.low);
+  }
+}
+
+CHUNKRT_LANES Floats operator+(Floats x, Floats y) {
+  return {_mm256_add_ps(x.low, y.low), _mm256_add_ps(x.high, y.high)};
+}
+CHUNKRT_LANES Floats operator-(Floats x, Floats y) {
+  return {_mm256_sub_ps(x.low, y.low), _mm256_sub_ps(x.high, y.high)};
+}
+CHUNKRT_LANES Floats operator*(Floats x, Floats y) {
+  return {_mm256_mul_ps(x.low, y.low), _mm256_mul_ps(x.high, y.high)};
+}
+CHUNKRT_LANES Floats operator/(Floats x, Floats y) {
+  return {_mm256_div_ps(x.low, y.low), _mm256_div_ps(x.high, y.high)};
+}
+// x * y + z and x * y - z, rounded once.
+CHUNKRT_LANES Floats multiply_add(Floats x, Floats y, Floats z) {
+  return {_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high)};
+}
+CHUNKRT_LANES Floats multiply_subtract(Floats x, Floats y, Floats z) {
+  return {_mm256_fmsub_ps(x.low, y.low, z.low), _mm256_fmsub_ps(x.high, y.high, z.high)};
+}
+// x is not a NaN; if y is one, the result is, too, except that min(y, x) and max(y, x) may be either.
+CHUNKRT_LANES Floats min(Floats x, Floats y) {
+  return {_mm256_min_ps(x.low, y.low), _mm256_min_ps(x.high, y.high)};
+}
+CHUNKRT_LANES Floats max(Floats x, Floats y) {
+  return {_mm256_max_ps(x.low, y.low), _mm256_max_ps(x.high, y.high)};
+}
+CHUNKRT_LANES Floats operator-(Floats x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_xor_ps(x.low, sign), _mm256_xor_ps(x.high, sign)};
+}
+CHUNKRT_LANES Floats absolute(Floats x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
+}
+// -|x|.
+CHUNKRT_LANES Floats negative(Floats x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_or_ps(sign, x.low), _mm256_or_ps(sign, x.high)};
+}
+// A magnitude with the sign of x.
+CHUNKRT_LANES Floats with_sign(Floats magnitude, Floats x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_or_ps(magnitude.low, _mm256_and_ps(sign, x.low)),
+          _mm256_or_ps(magnitude.high, _mm256_and_ps(sign, x.high))};
+}
+// The nearest integer, ties to even.
+CHUNKRT_LANES Floats round(Floats x) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.low, kNearest), _mm256_round_ps(x.high, kNearest)};
+}
+// The same as an int32, into which it fits.
+CHUNKRT_LANES Ints to_ints(Floats x) {
+  const Floats rounded = round(x);
+  return {_mm256_cvtps_epi32(rounded.low), _mm256_cvtps_epi32(rounded.high)};
+}
+CHUNKRT_LANES Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
+CHUNKRT_LANES Ints bits_of(Floats x) { return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
+CHUNKRT_LANES Floats from_bits(Ints x) { return {_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)}; }
+
+CHUNKRT_LANES Ints operator+(Ints x, Ints y) {
+  return {_mm256_add_epi32(x.low, y.low), _mm256_add_epi32(x.high, y.high)};
+}
+CHUNKRT_LANES Ints operator-(Ints x, Ints y) {
+  return {_mm256_sub_epi32(x.low, y.low), _mm256_sub_epi32(x.high, y.high)};
+}
+CHUNKRT_LANES Ints operator&(Ints x, Ints y) {
+  return {_mm256_and_si256(x.low, y.low), _mm256_and_si256(x.high, y.high)};
+}
+CHUNKRT_LANES Ints max(Ints x, Ints y) {
+  return {_mm256_max_epi32(x.low, y.low), _mm256_max_epi32(x.high, y.high)};
+}
+template <int Bits>
+CHUNKRT_LANES Ints shift_left(Ints x) {
+  return {_mm256_slli_epi32(x.low, Bits), _mm256_slli_epi32(x.high, Bits)};
+}
+// Fills with the sign.
+template <int Bits>
+CHUNKRT_LANES Ints shift_right(Ints x) {
+  return {_mm256_srai_epi32(x.low, Bits), _mm256_srai_epi32(x.high, Bits)};
+}
+
+// p * 2^n for an integer n and a normal result; p if both are NaN.
+CHUNKRT_LANES Floats scale_by_power(Floats p, Floats n) {
+  const Ints exponent = {_mm256_cvtps_epi32(n.low), _mm256_cvtps_epi32(n.high)};
+  return from_bits(bits_of(p) + shift_left<23>(exponent));
+}
+
+CHUNKRT_LANES Mask less(Floats x, Floats y) {
+  return {_mm256_cmp_ps(x.low, y.low, _CMP_LT_OQ), _mm256_cmp_ps(x.high, y.high, _CMP_LT_OQ)};
+}
+// |x| < |y|.
+CHUNKRT_LANES Mask magnitude_less(Floats x, Floats y) { return less(absolute(x), absolute(y)); }
+CHUNKRT_LANES Mask is_number(Floats x) {
+  return {_mm256_cmp_ps(x.low, x.low, _CMP_ORD_Q), _mm256_cmp_ps(x.high, x.high, _CMP_ORD_Q)};
+}
+CHUNKRT_LANES Mask operator&(Mask x, Mask y) {
+  return {_mm256_and_ps(x.low, y.low), _mm256_and_ps(x.high, y.high)};
+}
+// One bit for each lane.
+CHUNKRT_LANES std::uint32_t bits(Mask mask) {
+  return static_cast<std::uint32_t>(_mm256_movemask_ps(mask.low) | _mm256_movemask_ps(mask.high) << 8);
+}
+CHUNKRT_LANES bool any_of(Mask mask) {
+  return _mm256_movemask_ps(_mm256_or_ps(mask.low, mask.high)) != 0;
+}
+CHUNKRT_LANES bool all_of(Mask mask) {
+  return _mm256_movemask_ps(_mm256_and_ps(mask.low, mask.high)) == 0xff;
+}
+CHUNKRT_LANES Floats select(Mask mask, Floats x, Floats y) {
+  return {_mm256_blendv_ps(y.low, x.low, mask.low), _mm256_blendv_ps(y.high, x.high, mask.high)};
+}
+// x where the mask is true, otherwise 0.
+CHUNKRT_LANES Floats keep(Mask mask, Floats x) {
+  return {_mm256_and_ps(mask.low, x.low), _mm256_and_ps(mask.high, x.high)};
+}
+// 0 where x < limit, otherwise y, also for a NaN.
+CHUNKRT_LANES Floats zero_if_less(Floats x, Floats limit, Floats y) {
+  const Mask is_zero = less(x, limit);
+  return {_mm256_andnot_ps(is_zero.low, y.low), _mm256_andnot_ps(is_zero.high, y.high)};
+}
+
+CHUNKRT_LANES float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
+
+// The sum in the order of norm.h.
+CHUNKRT_LANES float sum(Floats x) {
+  const __m256 eight = _mm256_add_ps(x.low, x.high);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+CHUNKRT_LANES float largest(Floats x) {
+  const __m256 eight = _mm256_max_ps(x.low, x.high);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+CHUNKRT_LANES std::int32_t sum(Ints x) {
+  const __m256i eight = _mm256_add_epi32(x.low, x.high);
+  __m128i half = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0b01001110));
+  return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0b10110001)));
+}
+CHUNKRT_LANES std::int32_t largest(Ints x) {
+  const __m256i eight = _mm256_max_epi32(x.low, x.high);
+  __m128i half = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0b01001110));
+  return _mm_cvtsi128_si32(_mm_max_epi32(half, _mm_shuffle_epi32(half, 0b10110001)));
+}
+
+// IEEE 754 binary16.
+CHUNKRT_LANES Floats load_halves(const std::uint16_t* from) {
+  const auto* const halves = reinterpret_cast<const __m128i*>(from);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+}
+CHUNKRT_LANES void store_halves(std::uint16_t* to, Floats x) {
+  auto* const halves = reinterpret_cast<__m128i*>(to);
+  _mm_storeu_si128(halves, _mm256_cvtps_ph(x.low, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(halves + 1, _mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// int8.
+CHUNKRT_LANES Floats load_bytes(const std::int8_t* from) {
+  const auto* const bytes = reinterpret_cast<const __m128i*>(from);
+  const __m128i low = _mm_loadl_epi64(bytes);
+  const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 8));
+  return to_floats({_mm256_cvtepi8_epi32(low), _mm256_cvtepi8_epi32(high)});
+}
+// The integers fit in int8.
+CHUNKRT_LANES void store_bytes(std::int8_t* to, Ints x) {
+  const __m256i words = _mm256_packs_epi32(x.low, x.high);  // fours of low, high, low, high
+  const __m256i bytes = _mm256_packs_epi16(words, words);
+  const __m256i fours = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(fours));
+}
+
+// One byte of each of 16 little-endian words, or four bits from `bit` on without a sign.
+CHUNKRT_LANES Floats byte_of_words(const void* words, std::size_t byte) {
+  const auto* const registers = static_cast<const __m256i*>(words);
+  const __m128i to_top = _mm_cvtsi32_si128(static_cast<int>(24 - 8 * byte));
+  const Ints top = {_mm256_sll_epi32(_mm256_loadu_si256(registers), to_top),
+                    _mm256_sll_epi32(_mm256_loadu_si256(registers + 1), to_top)};
+  return to_floats(shift_right<24>(top));
+}
+CHUNKRT_LANES Floats four_bits_of_words(const void* words, std::size_t bit) {
+  const auto* const registers = static_cast<const __m256i*>(words);
+  const __m128i to_bottom = _mm_cvtsi32_si128(static_cast<int>(bit));
+  const Ints bottom = {_mm256_srl_epi32(_mm256_loadu_si256(registers), to_bottom),
+                       _mm256_srl_epi32(_mm256_loadu_si256(registers + 1), to_bottom)};
+  return to_floats(bottom & all_ints(15));
+}
+
+}  // namespace
+}  // namespace chunkrt
+
+#include "kernels/lanes/buffered.h"
