@@ -40,6 +40,13 @@ CHUNKRT_LANES void store(float* to, Floats x, std::size_t count) {
     store(to, x, Rest(count));
   }
 }
+CHUNKRT_LANES void store_bytes(std::int8_t* to, Ints x, std::size_t count) {
+  if (count >= kLanes) {
+    store_bytes(to, x);
+  } else {
+    store_bytes(to, x, Rest(count));
+  }
+}
 
 // c[0] + z (c[1] + z (...)).
 CHUNKRT_LANES Floats polynomial(const float (&c)[5], Floats z) {
