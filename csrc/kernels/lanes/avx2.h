@@ -55,10 +55,17 @@ CHUNKRT_LANES Floats load(const float* from, Rest rest) {
 CHUNKRT_LANES void store(float* to, Floats x, Rest rest) {
   if (rest.count() >= 8) {
     _mm256_storeu_ps(to, x.low);
-    _mm256_maskstore_ps(to + 8, rest.high(), x.high);
+    if (rest.count() > 8) _mm256_maskstore_ps(to + 8, rest.high(), x.high);
   } else {
     _mm256_maskstore_ps(to, rest.low(), x.low);
   }
+}
+
+// Stores the first Count lanes, and possibly more.
+template <std::size_t Count>
+CHUNKRT_LANES void store_at_least(float* to, Floats x) {
+  _mm256_storeu_ps(to, x.low);
+  if constexpr (Count > 8) _mm256_storeu_ps(to + 8, x.high);
 }
 
 CHUNKRT_LANES Floats operator+(Floats x, Floats y) {
@@ -159,6 +166,16 @@ CHUNKRT_LANES Mask is_number(Floats x) {
 CHUNKRT_LANES Mask operator&(Mask x, Mask y) {
   return {_mm256_and_ps(x.low, y.low), _mm256_and_ps(x.high, y.high)};
 }
+// True for the lanes from `begin` to before `end`; both may be outside of the vector.
+CHUNKRT_LANES Mask lanes_between(int begin, int end) {
+  const auto between = [=](__m256i lanes) {
+    const __m256i is_before = _mm256_cmpgt_epi32(_mm256_set1_epi32(begin), lanes);
+    const __m256i is_before_end = _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lanes);
+    return _mm256_castsi256_ps(_mm256_andnot_si256(is_before, is_before_end));
+  };
+  return {between(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)),
+          between(_mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15))};
+}
 // One bit for each lane.
 CHUNKRT_LANES std::uint32_t bits(Mask mask) {
   return static_cast<std::uint32_t>(_mm256_movemask_ps(mask.low) | _mm256_movemask_ps(mask.high) << 8);
@@ -221,6 +238,27 @@ CHUNKRT_LANES void store_halves(std::uint16_t* to, Floats x) {
   _mm_storeu_si128(halves + 1, _mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT));
 }
 
+// The nearest bfloat16, in the upper half of each lane; the lower half is unspecified.
+CHUNKRT_LANES Ints to_bfloats(Floats x) {
+  const auto rounded = [](__m256 values) {
+    const __m256i bits = _mm256_castps_si256(values);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i nearest = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
+    return _mm256_castps_si256(
+        _mm256_blendv_ps(_mm256_castsi256_ps(nearest), _mm256_castsi256_ps(quiet), is_nan));
+  };
+  return {rounded(x.low), rounded(x.high)};
+}
+CHUNKRT_LANES __m256i upper_halves(Ints x) {
+  const __m256i halves = _mm256_packus_epi32(_mm256_srli_epi32(x.low, 16), _mm256_srli_epi32(x.high, 16));
+  return _mm256_permute4x64_epi64(halves, _MM_SHUFFLE(3, 1, 2, 0));
+}
+CHUNKRT_LANES void store_upper_halves(std::uint16_t* to, Ints x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), upper_halves(x));
+}
+
 // int8.
 CHUNKRT_LANES Floats load_bytes(const std::int8_t* from) {
   const auto* const bytes = reinterpret_cast<const __m128i*>(from);
@@ -252,7 +290,48 @@ CHUNKRT_LANES Floats four_bits_of_words(const void* words, std::size_t bit) {
   return to_floats(bottom & all_ints(15));
 }
 
+constexpr std::size_t kTransposedRows = 8;
+
+// Transposes 8 rows.
+CHUNKRT_LANES void transpose_registers(__m256 (&rows)[8]) {
+  __m256 pairs[8], quads[8];
+  for (std::size_t i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  for (std::size_t i = 0; i < 8; i += 4) {
+    quads[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], _MM_SHUFFLE(1, 0, 1, 0));
+    quads[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], _MM_SHUFFLE(3, 2, 3, 2));
+    quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], _MM_SHUFFLE(1, 0, 1, 0));
+    quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], _MM_SHUFFLE(3, 2, 3, 2));
+  }
+  for (std::size_t i = 0; i < 4; ++i) {
+    rows[i] = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
+    rows[i + 4] = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
+  }
+}
+
+// Transposes `count` columns, or kTransposedRows, from `column` on, of kTransposedRows rows; adjacent rows of
+// the result are `stride` apart.
+CHUNKRT_LANES void transpose(const float* const (&rows)[kTransposedRows], std::size_t column,
+                             std::size_t count, float* out, std::size_t stride) {
+  if (count >= 8) {
+    __m256 of[8];
+    for (std::size_t i = 0; i < 8; ++i) of[i] = _mm256_loadu_ps(rows[i] + column);
+    transpose_registers(of);
+    for (std::size_t i = 0; i < 8; ++i) _mm256_storeu_ps(out + i * stride, of[i]);
+    return;
+  }
+  for (std::size_t d = 0; d < count; ++d) {
+    for (std::size_t i = 0; i < 8; ++i) out[d * stride + i] = rows[i][column + d];
+  }
+}
+
+// The tile of sums of add_products that the registers hold: six rows of a vector are 12 of 16 registers.
+constexpr std::size_t kProductRows = 6, kProductVectors = 1;
+
 }  // namespace
 }  // namespace chunkrt
 
 #include "kernels/lanes/buffered.h"
+#include "kernels/lanes/products.h"

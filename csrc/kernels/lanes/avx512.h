@@ -47,6 +47,10 @@ CHUNKRT_LANES Floats load(const float* from) { return {_mm512_loadu_ps(from)}; }
 CHUNKRT_LANES Floats load(const float* from, Rest rest) { return {_mm512_maskz_loadu_ps(rest.of, from)}; }
 CHUNKRT_LANES void store(float* to, Floats x) { _mm512_storeu_ps(to, x.of); }
 CHUNKRT_LANES void store(float* to, Floats x, Rest rest) { _mm512_mask_storeu_ps(to, rest.of, x.of); }
+template <std::size_t>
+CHUNKRT_LANES void store_at_least(float* to, Floats x) {
+  store(to, x);
+}
 
 CHUNKRT_LANES Floats operator+(Floats x, Floats y) { return {_mm512_add_ps(x.of, y.of)}; }
 CHUNKRT_LANES Floats operator-(Floats x, Floats y) { return {_mm512_sub_ps(x.of, y.of)}; }
@@ -95,6 +99,11 @@ CHUNKRT_LANES Mask less(Floats x, Floats y) { return {_mm512_cmp_ps_mask(x.of, y
 CHUNKRT_LANES Mask magnitude_less(Floats x, Floats y) { return less(absolute(x), absolute(y)); }
 CHUNKRT_LANES Mask is_number(Floats x) { return {_mm512_cmp_ps_mask(x.of, x.of, _CMP_ORD_Q)}; }
 CHUNKRT_LANES Mask operator&(Mask x, Mask y) { return {static_cast<__mmask16>(x.of & y.of)}; }
+CHUNKRT_LANES Mask lanes_between(int begin, int end) {
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return Mask{_mm512_cmplt_epi32_mask(lanes, _mm512_set1_epi32(end))} &
+         Mask{_mm512_cmpge_epi32_mask(lanes, _mm512_set1_epi32(begin))};
+}
 CHUNKRT_LANES std::uint32_t bits(Mask mask) { return mask.of; }
 CHUNKRT_LANES bool any_of(Mask mask) { return mask.of != 0; }
 CHUNKRT_LANES bool all_of(Mask mask) { return mask.of == 0xffff; }
@@ -132,6 +141,18 @@ CHUNKRT_LANES void store_halves(std::uint16_t* to, Floats x, Rest rest) {
   _mm256_mask_storeu_epi16(to, rest.of, _mm512_cvtps_ph(x.of, _MM_FROUND_TO_NEAREST_INT));
 }
 
+CHUNKRT_LANES Ints to_bfloats(Floats x) {
+  const __m512i bits = _mm512_castps_si512(x.of);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i nearest = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(x.of, x.of, _CMP_UNORD_Q);
+  return {_mm512_mask_or_epi32(nearest, is_nan, bits, _mm512_set1_epi32(0x400000))};
+}
+CHUNKRT_LANES __m256i upper_halves(Ints x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(x.of, 16)); }
+CHUNKRT_LANES void store_upper_halves(std::uint16_t* to, Ints x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), upper_halves(x));
+}
+
 CHUNKRT_LANES Floats load_bytes(const std::int8_t* from) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return to_floats({_mm512_cvtepi8_epi32(bytes)});
@@ -157,5 +178,34 @@ CHUNKRT_LANES Floats four_bits_of_words(const void* words, std::size_t bit) {
   return to_floats(bottom & all_ints(15));
 }
 
+constexpr std::size_t kTransposedRows = 16;
+
+// Four perfect shuffles transpose sixteen rows: each shuffle interleaves row i with row i + 8.
+CHUNKRT_LANES void transpose(const float* const (&rows)[kTransposedRows], std::size_t column,
+                             std::size_t count, float* out, std::size_t stride) {
+  const __mmask16 lanes = first_lanes(count);
+  const __m512i interleave_low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i interleave_high =
+      _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
+  __m512 tile[2][16];
+  for (std::size_t i = 0; i < 16; ++i) tile[0][i] = _mm512_maskz_loadu_ps(lanes, rows[i] + column);
+  for (std::size_t step = 0; step < 4; ++step) {
+    const __m512* from = tile[step % 2];
+    __m512* to = tile[1 - step % 2];
+    for (std::size_t i = 0; i < 8; ++i) {
+      to[2 * i] = _mm512_permutex2var_ps(from[i], interleave_low, from[i + 8]);
+      to[2 * i + 1] = _mm512_permutex2var_ps(from[i], interleave_high, from[i + 8]);
+    }
+  }
+  for (std::size_t i = 0; i < 16; ++i) {
+    if (lanes >> i & 1) _mm512_storeu_ps(out + i * stride, tile[0][i]);
+  }
+}
+
+// Six rows of two vectors.
+constexpr std::size_t kProductRows = 6, kProductVectors = 2;
+
 }  // namespace
 }  // namespace chunkrt
+
+#include "kernels/lanes/products.h"

@@ -58,13 +58,24 @@ CHUNKRT_LANES void store(float* to, Floats x) {
 }
 CHUNKRT_LANES Floats load(const float* from, Rest rest) {
   float buffer[16] = {};
-  for (std::size_t i = 0; i < rest.count(); ++i) buffer[i] = from[i];
+  std::size_t i = 0;
+  for (; i + 4 <= rest.count(); i += 4) vst1q_f32(buffer + i, vld1q_f32(from + i));
+  for (; i < rest.count(); ++i) buffer[i] = from[i];
   return load(buffer);
 }
 CHUNKRT_LANES void store(float* to, Floats x, Rest rest) {
   float buffer[16];
   store(buffer, x);
-  for (std::size_t i = 0; i < rest.count(); ++i) to[i] = buffer[i];
+  std::size_t i = 0;
+  for (; i + 4 <= rest.count(); i += 4) vst1q_f32(to + i, vld1q_f32(buffer + i));
+  for (; i < rest.count(); ++i) to[i] = buffer[i];
+}
+template <std::size_t Count>
+CHUNKRT_LANES void store_at_least(float* to, Floats x) {
+  vst1q_f32(to, x.of[0]);
+  if constexpr (Count > 4) vst1q_f32(to + 4, x.of[1]);
+  if constexpr (Count > 8) vst1q_f32(to + 8, x.of[2]);
+  if constexpr (Count > 12) vst1q_f32(to + 12, x.of[3]);
 }
 
 CHUNKRT_LANES Floats operator+(Floats x, Floats y) { return CHUNKRT_EACH(Floats, vaddq_f32, x, y); }
@@ -111,6 +122,15 @@ CHUNKRT_LANES Mask less(Floats x, Floats y) { return CHUNKRT_EACH(Mask, vcltq_f3
 CHUNKRT_LANES Mask magnitude_less(Floats x, Floats y) { return CHUNKRT_EACH(Mask, vcaltq_f32, x, y); }
 CHUNKRT_LANES Mask is_number(Floats x) { return CHUNKRT_EACH(Mask, vceqq_f32, x, x); }
 CHUNKRT_LANES Mask operator&(Mask x, Mask y) { return CHUNKRT_EACH(Mask, vandq_u32, x, y); }
+CHUNKRT_LANES Mask lanes_between(int begin, int end) {
+  const std::int32_t first[4] = {0, 1, 2, 3};
+  const auto between = [=](int32x4_t lanes) {
+    return vandq_u32(vcgeq_s32(lanes, vdupq_n_s32(begin)), vcltq_s32(lanes, vdupq_n_s32(end)));
+  };
+  const int32x4_t lanes = vld1q_s32(first);
+  return {{between(lanes), between(vaddq_s32(lanes, vdupq_n_s32(4))),
+           between(vaddq_s32(lanes, vdupq_n_s32(8))), between(vaddq_s32(lanes, vdupq_n_s32(12)))}};
+}
 CHUNKRT_LANES std::uint32_t bits(Mask mask) {
   const std::uint32_t of_lanes[16] = {1,      2,      4,      8,       1 << 4,  1 << 5,  1 << 6,  1 << 7,
                                       1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
@@ -206,6 +226,70 @@ CHUNKRT_LANES Floats four_bits_of_words(const void* words, std::size_t bit) {
   };
   const Ints four_words = {{bottom(0), bottom(1), bottom(2), bottom(3)}};
   return to_floats(four_words & all_ints(15));
+}
+
+constexpr std::size_t kTransposedRows = 4;
+
+CHUNKRT_LANES void transpose(const float* const (&rows)[kTransposedRows], std::size_t column,
+                             std::size_t count, float* out, std::size_t stride) {
+  if (count < 4) {
+    for (std::size_t d = 0; d < count; ++d) {
+      for (std::size_t i = 0; i < 4; ++i) out[d * stride + i] = rows[i][column + d];
+    }
+    return;
+  }
+  const float32x4_t a = vld1q_f32(rows[0] + column), b = vld1q_f32(rows[1] + column);
+  const float32x4_t c = vld1q_f32(rows[2] + column), d = vld1q_f32(rows[3] + column);
+  const float64x2_t ab_even = vreinterpretq_f64_f32(vtrn1q_f32(a, b));
+  const float64x2_t ab_odd = vreinterpretq_f64_f32(vtrn2q_f32(a, b));
+  const float64x2_t cd_even = vreinterpretq_f64_f32(vtrn1q_f32(c, d));
+  const float64x2_t cd_odd = vreinterpretq_f64_f32(vtrn2q_f32(c, d));
+  vst1q_f32(out, vreinterpretq_f32_f64(vtrn1q_f64(ab_even, cd_even)));
+  vst1q_f32(out + stride, vreinterpretq_f32_f64(vtrn1q_f64(ab_odd, cd_odd)));
+  vst1q_f32(out + 2 * stride, vreinterpretq_f32_f64(vtrn2q_f64(ab_even, cd_even)));
+  vst1q_f32(out + 3 * stride, vreinterpretq_f32_f64(vtrn2q_f64(ab_odd, cd_odd)));
+}
+
+// Four rows of a vector are 16 of 32 registers.
+constexpr std::size_t kProductRows = 4, kProductVectors = 1;
+
+// sums[m][v] += factors[m][Lane] * vectors[v].
+template <int Lane, std::size_t M, std::size_t V, typename Load>
+CHUNKRT_LANES void add_products_of_lane(Floats (&sums)[M][V], const float32x4_t (&factors)[M],
+                                        const float* vectors, Load load_vector) {
+#pragma GCC unroll 2
+  for (std::size_t v = 0; v < V; ++v) {
+    const Floats vector = load_vector(vectors + v * 16, v);
+#pragma GCC unroll 4
+    for (std::size_t m = 0; m < M; ++m) {
+      const float32x4_t four = factors[m];
+      sums[m][v] = each<Floats>(
+          [=](float32x4_t sum, float32x4_t x) { return vfmaq_laneq_f32(sum, x, four, Lane); }, sums[m][v],
+          vector);
+    }
+  }
+}
+
+// As in products.h, with four factors in a register.
+template <std::size_t M, std::size_t V, typename Load>
+CHUNKRT_LANES void add_products(Floats (&sums)[M][V], const float* factors, std::size_t factor_stride,
+                                const float* vectors, std::size_t vector_stride, std::size_t count,
+                                Load load_vector) {
+  float32x4_t four[M];
+  std::size_t i = 0;
+  for (; i + 4 <= count; i += 4, vectors += 4 * vector_stride) {
+#pragma GCC unroll 4
+    for (std::size_t m = 0; m < M; ++m) four[m] = vld1q_f32(factors + m * factor_stride + i);
+    add_products_of_lane<0>(sums, four, vectors, load_vector);
+    add_products_of_lane<1>(sums, four, vectors + vector_stride, load_vector);
+    add_products_of_lane<2>(sums, four, vectors + 2 * vector_stride, load_vector);
+    add_products_of_lane<3>(sums, four, vectors + 3 * vector_stride, load_vector);
+  }
+  for (; i < count; ++i, vectors += vector_stride) {
+#pragma GCC unroll 4
+    for (std::size_t m = 0; m < M; ++m) four[m] = vdupq_n_f32(factors[m * factor_stride + i]);
+    add_products_of_lane<0>(sums, four, vectors, load_vector);
+  }
 }
 
 }  // namespace
