@@ -15,18 +15,24 @@
 namespace chunkrt {
 namespace {
 
+// Ropes 16 pairs of dimensions that are `half` apart, or the first ones of `rest`.
+template <typename... Part>
+CHUNKRT_LANES void rope_pairs(const float* input, const float* cos, const float* sin, std::size_t half,
+                              Floats scales, float* out, Part... rest) {
+  const Floats first = load(input, rest...), second = load(input + half, rest...);
+  const Floats c = load(cos, rest...), s = load(sin, rest...);
+  store(out, multiply_subtract(first, c, second * s) * scales, rest...);
+  store(out + half, multiply_add(second, c, first * s) * scales, rest...);
+}
+
 void rope(const float* input, const float* cos, const float* sin, std::size_t head_dim,
           std::size_t rotary_dim, float scale, float* out) {
   const std::size_t half = rotary_dim / 2;
   const Floats scales = all(scale);
-  for (std::size_t i = 0; i < half; i += kLanes) {
-    const std::size_t count = half - i;
-    const Floats first = load(input + i, count), second = load(input + i + half, count);
-    const Floats c = load(cos + i, count), s = load(sin + i, count);
-    store(out + i, multiply_subtract(first, c, second * s) * scales, count);
-    store(out + i + half, multiply_add(second, c, first * s) * scales, count);
-  }
-  for (std::size_t i = rotary_dim; i < head_dim; ++i) out[i] = input[i] * scale;
+  std::size_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) rope_pairs(input + i, cos + i, sin + i, half, scales, out + i);
+  if (i < half) rope_pairs(input + i, cos + i, sin + i, half, scales, out + i, Rest(half - i));
+  for (i = rotary_dim; i < head_dim; ++i) out[i] = input[i] * scale;
 }
 
 void narrow(const float* input, std::uint16_t* out, std::size_t count) {
@@ -112,12 +118,14 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
   }
 }
 
-// Computes the columns [d, d + V * 16) of N queries; the last vector has `rest` columns unless IsWhole. A key
-// that is visible only to later queries is not added to the earlier ones, not even multiplied by zero.
+// Computes V vectors of columns of N queries from column d on; the last vector has `last_columns`, and 16 if
+// IsWhole. A key that is visible only to later queries is not added to the earlier ones, not even multiplied
+// by zero.
 template <std::size_t N, std::size_t V, bool IsWhole>
-void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
-                const float* rescale, std::size_t d, std::size_t rest_count) {
-  const Rest rest(rest_count);
+[[gnu::noinline]] void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
+                const float* rescale, std::size_t d,
+                                  std::size_t last_columns) {
+  const Rest rest(last_columns);
   const auto load_vector = [=](const float* from, std::size_t v) {
     return IsWhole || v + 1 < V ? load(from) : load(from, rest);
   };
@@ -144,12 +152,7 @@ void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weig
     }
 #pragma GCC unroll 2
     for (std::size_t v = 0; v < V; ++v) {
-      float* const out = tile.outs[q] + d + v * kLanes;
-      if (IsWhole || v + 1 < V) {
-        store(out, sums[q][v]);
-      } else {
-        store(out, sums[q][v], rest);
-      }
+      store(tile.outs[q] + d + v * kLanes, sums[q][v], IsWhole || v + 1 < V ? kLanes : last_columns);
     }
   }
 }
@@ -164,13 +167,13 @@ void attend_tile(const KeyBlock& block, const QueryTile& tile) {
   weigh<N>(tile, weights, rescale);
   std::size_t d = 0;
   for (; d + kVectors * kLanes <= block.head_dim; d += kVectors * kLanes) {
-    accumulate<N, kVectors, true>(block, tile, weights, rescale, d, 0);
+    accumulate<N, kVectors, !kHasMasks>(block, tile, weights, rescale, d, kLanes);
   }
   const std::size_t columns = block.head_dim - d;
   if (kVectors == 2 && columns > kLanes) {
     accumulate<N, kVectors, false>(block, tile, weights, rescale, d, columns - kLanes);
   } else if (columns == kLanes) {
-    accumulate<N, 1, true>(block, tile, weights, rescale, d, 0);
+    accumulate<N, 1, !kHasMasks>(block, tile, weights, rescale, d, kLanes);
   } else if (columns > 0) {
     accumulate<N, 1, false>(block, tile, weights, rescale, d, columns);
   }

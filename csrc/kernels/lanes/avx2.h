@@ -21,7 +21,10 @@ struct Mask {
   __m256 low, high;
 };
 
-// The first lanes of a vector, fewer than 16.
+// True if loads of the first lanes take no longer than other loads.
+constexpr bool kHasMasks = false;
+
+// The first lanes of a vector, at most 16.
 class Rest {
  public:
   CHUNKRT_LANES explicit Rest(std::size_t count) : count_(static_cast<int>(count)) {}

@@ -35,6 +35,8 @@ CHUNKRT_LANES void store_lanes(float* out, __mmask16 lanes, __m512 value) {
   }
 }
 
+constexpr bool kHasMasks = true;
+
 struct Rest {
   CHUNKRT_LANES explicit Rest(std::size_t count) : of(static_cast<__mmask16>((1u << count) - 1u)) {}
   __mmask16 of;

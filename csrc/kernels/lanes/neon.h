@@ -21,6 +21,8 @@ struct Mask {
   uint32x4_t of[4];
 };
 
+constexpr bool kHasMasks = false;
+
 class Rest {
  public:
   CHUNKRT_LANES explicit Rest(std::size_t count) : count_(count) {}
@@ -57,18 +59,27 @@ CHUNKRT_LANES void store(float* to, Floats x) {
   vst1q_f32(to + 12, x.of[3]);
 }
 CHUNKRT_LANES Floats load(const float* from, Rest rest) {
-  float buffer[16] = {};
-  std::size_t i = 0;
-  for (; i + 4 <= rest.count(); i += 4) vst1q_f32(buffer + i, vld1q_f32(from + i));
-  for (; i < rest.count(); ++i) buffer[i] = from[i];
-  return load(buffer);
+  const auto four = [&](std::size_t begin) {
+    if (begin + 4 <= rest.count()) return vld1q_f32(from + begin);
+    float32x4_t x = vdupq_n_f32(0.0f);
+    if (begin < rest.count()) x = vld1q_lane_f32(from + begin, x, 0);
+    if (begin + 1 < rest.count()) x = vld1q_lane_f32(from + begin + 1, x, 1);
+    if (begin + 2 < rest.count()) x = vld1q_lane_f32(from + begin + 2, x, 2);
+    return x;
+  };
+  return {{four(0), four(4), four(8), four(12)}};
 }
 CHUNKRT_LANES void store(float* to, Floats x, Rest rest) {
-  float buffer[16];
-  store(buffer, x);
-  std::size_t i = 0;
-  for (; i + 4 <= rest.count(); i += 4) vst1q_f32(to + i, vld1q_f32(buffer + i));
-  for (; i < rest.count(); ++i) to[i] = buffer[i];
+  const auto four = [&](std::size_t begin, float32x4_t part) {
+    if (begin + 4 <= rest.count()) return vst1q_f32(to + begin, part);
+    if (begin < rest.count()) vst1q_lane_f32(to + begin, part, 0);
+    if (begin + 1 < rest.count()) vst1q_lane_f32(to + begin + 1, part, 1);
+    if (begin + 2 < rest.count()) vst1q_lane_f32(to + begin + 2, part, 2);
+  };
+  four(0, x.of[0]);
+  four(4, x.of[1]);
+  four(8, x.of[2]);
+  four(12, x.of[3]);
 }
 template <std::size_t Count>
 CHUNKRT_LANES void store_at_least(float* to, Floats x) {
