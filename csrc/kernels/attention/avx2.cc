@@ -9,7 +9,8 @@ namespace {
 // Arranges sixteen dimensions of eight keys by pairs: an 8 by 8 transposition of 32-bit pairs.
 void pack_eight_keys(const float* keys, std::size_t depth, std::uint16_t* out) {
   __m256 rows[8];
-  for (std::size_t i = 0; i < 8; ++i) rows[i] = _mm256_castsi256_ps(upper_halves(to_bfloats(load(keys + i * depth))));
+  for (std::size_t i = 0; i < 8; ++i)
+    rows[i] = _mm256_castsi256_ps(upper_halves(to_bfloats(load(keys + i * depth))));
   transpose_registers(rows);
   for (std::size_t i = 0; i < 8; ++i) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * kDepthPerTile), _mm256_castps_si256(rows[i]));

@@ -1,4 +1,5 @@
-// attention with vectors: the operations of blocked.h. One file for each instruction set includes this header.
+// attention with vectors: the operations of blocked.h. One file for each instruction set includes this
+// header.
 #pragma once
 
 #include <math.h>
@@ -122,8 +123,8 @@ void weigh(const QueryTile& tile, float (*scores)[kKeysPerBlock], float* rescale
 // IsWhole. A key that is visible only to later queries is not added to the earlier ones, not even multiplied
 // by zero.
 template <std::size_t N, std::size_t V, bool IsWhole>
-[[gnu::noinline]] void accumulate(const KeyBlock& block, const QueryTile& tile, const float (*weights)[kKeysPerBlock],
-                const float* rescale, std::size_t d,
+[[gnu::noinline]] void accumulate(const KeyBlock& block, const QueryTile& tile,
+                                  const float (*weights)[kKeysPerBlock], const float* rescale, std::size_t d,
                                   std::size_t last_columns) {
   const Rest rest(last_columns);
   const auto load_vector = [=](const float* from, std::size_t v) {

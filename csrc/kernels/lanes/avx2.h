@@ -40,6 +40,12 @@ class Rest {
   int count_;
 };
 
+// A result whose registers are operation(registers of the operands).
+template <typename Result, typename Operation, typename... Operands>
+CHUNKRT_LANES Result each(Operation operation, Operands... x) {
+  return {operation(x.low...), operation(x.high...)};
+}
+
 CHUNKRT_LANES Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 CHUNKRT_LANES Ints all_ints(int x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 
@@ -71,50 +77,28 @@ CHUNKRT_LANES void store_at_least(float* to, Floats x) {
   if constexpr (Count > 8) _mm256_storeu_ps(to + 8, x.high);
 }
 
-CHUNKRT_LANES Floats operator+(Floats x, Floats y) {
-  return {_mm256_add_ps(x.low, y.low), _mm256_add_ps(x.high, y.high)};
-}
-CHUNKRT_LANES Floats operator-(Floats x, Floats y) {
-  return {_mm256_sub_ps(x.low, y.low), _mm256_sub_ps(x.high, y.high)};
-}
-CHUNKRT_LANES Floats operator*(Floats x, Floats y) {
-  return {_mm256_mul_ps(x.low, y.low), _mm256_mul_ps(x.high, y.high)};
-}
-CHUNKRT_LANES Floats operator/(Floats x, Floats y) {
-  return {_mm256_div_ps(x.low, y.low), _mm256_div_ps(x.high, y.high)};
-}
+CHUNKRT_LANES Floats operator+(Floats x, Floats y) { return CHUNKRT_EACH(Floats, _mm256_add_ps, x, y); }
+CHUNKRT_LANES Floats operator-(Floats x, Floats y) { return CHUNKRT_EACH(Floats, _mm256_sub_ps, x, y); }
+CHUNKRT_LANES Floats operator*(Floats x, Floats y) { return CHUNKRT_EACH(Floats, _mm256_mul_ps, x, y); }
+CHUNKRT_LANES Floats operator/(Floats x, Floats y) { return CHUNKRT_EACH(Floats, _mm256_div_ps, x, y); }
 // x * y + z and x * y - z, rounded once.
 CHUNKRT_LANES Floats multiply_add(Floats x, Floats y, Floats z) {
-  return {_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high)};
+  return CHUNKRT_EACH(Floats, _mm256_fmadd_ps, x, y, z);
 }
 CHUNKRT_LANES Floats multiply_subtract(Floats x, Floats y, Floats z) {
-  return {_mm256_fmsub_ps(x.low, y.low, z.low), _mm256_fmsub_ps(x.high, y.high, z.high)};
+  return CHUNKRT_EACH(Floats, _mm256_fmsub_ps, x, y, z);
 }
 // x is not a NaN; if y is one, the result is, too, except that min(y, x) and max(y, x) may be either.
-CHUNKRT_LANES Floats min(Floats x, Floats y) {
-  return {_mm256_min_ps(x.low, y.low), _mm256_min_ps(x.high, y.high)};
-}
-CHUNKRT_LANES Floats max(Floats x, Floats y) {
-  return {_mm256_max_ps(x.low, y.low), _mm256_max_ps(x.high, y.high)};
-}
-CHUNKRT_LANES Floats operator-(Floats x) {
-  const __m256 sign = _mm256_set1_ps(-0.0f);
-  return {_mm256_xor_ps(x.low, sign), _mm256_xor_ps(x.high, sign)};
-}
-CHUNKRT_LANES Floats absolute(Floats x) {
-  const __m256 sign = _mm256_set1_ps(-0.0f);
-  return {_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
-}
+CHUNKRT_LANES Floats min(Floats x, Floats y) { return CHUNKRT_EACH(Floats, _mm256_min_ps, x, y); }
+CHUNKRT_LANES Floats max(Floats x, Floats y) { return CHUNKRT_EACH(Floats, _mm256_max_ps, x, y); }
+CHUNKRT_LANES Floats operator-(Floats x) { return CHUNKRT_EACH(Floats, _mm256_xor_ps, x, all(-0.0f)); }
+CHUNKRT_LANES Floats absolute(Floats x) { return CHUNKRT_EACH(Floats, _mm256_andnot_ps, all(-0.0f), x); }
 // -|x|.
-CHUNKRT_LANES Floats negative(Floats x) {
-  const __m256 sign = _mm256_set1_ps(-0.0f);
-  return {_mm256_or_ps(sign, x.low), _mm256_or_ps(sign, x.high)};
-}
+CHUNKRT_LANES Floats negative(Floats x) { return CHUNKRT_EACH(Floats, _mm256_or_ps, all(-0.0f), x); }
 // A magnitude with the sign of x.
 CHUNKRT_LANES Floats with_sign(Floats magnitude, Floats x) {
-  const __m256 sign = _mm256_set1_ps(-0.0f);
-  return {_mm256_or_ps(magnitude.low, _mm256_and_ps(sign, x.low)),
-          _mm256_or_ps(magnitude.high, _mm256_and_ps(sign, x.high))};
+  const Floats sign = CHUNKRT_EACH(Floats, _mm256_and_ps, all(-0.0f), x);
+  return CHUNKRT_EACH(Floats, _mm256_or_ps, magnitude, sign);
 }
 // The nearest integer, ties to even.
 CHUNKRT_LANES Floats round(Floats x) {
@@ -122,26 +106,15 @@ CHUNKRT_LANES Floats round(Floats x) {
   return {_mm256_round_ps(x.low, kNearest), _mm256_round_ps(x.high, kNearest)};
 }
 // The same as an int32, into which it fits.
-CHUNKRT_LANES Ints to_ints(Floats x) {
-  const Floats rounded = round(x);
-  return {_mm256_cvtps_epi32(rounded.low), _mm256_cvtps_epi32(rounded.high)};
-}
-CHUNKRT_LANES Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
-CHUNKRT_LANES Ints bits_of(Floats x) { return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
-CHUNKRT_LANES Floats from_bits(Ints x) { return {_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)}; }
+CHUNKRT_LANES Ints to_ints(Floats x) { return CHUNKRT_EACH(Ints, _mm256_cvtps_epi32, round(x)); }
+CHUNKRT_LANES Floats to_floats(Ints x) { return CHUNKRT_EACH(Floats, _mm256_cvtepi32_ps, x); }
+CHUNKRT_LANES Ints bits_of(Floats x) { return CHUNKRT_EACH(Ints, _mm256_castps_si256, x); }
+CHUNKRT_LANES Floats from_bits(Ints x) { return CHUNKRT_EACH(Floats, _mm256_castsi256_ps, x); }
 
-CHUNKRT_LANES Ints operator+(Ints x, Ints y) {
-  return {_mm256_add_epi32(x.low, y.low), _mm256_add_epi32(x.high, y.high)};
-}
-CHUNKRT_LANES Ints operator-(Ints x, Ints y) {
-  return {_mm256_sub_epi32(x.low, y.low), _mm256_sub_epi32(x.high, y.high)};
-}
-CHUNKRT_LANES Ints operator&(Ints x, Ints y) {
-  return {_mm256_and_si256(x.low, y.low), _mm256_and_si256(x.high, y.high)};
-}
-CHUNKRT_LANES Ints max(Ints x, Ints y) {
-  return {_mm256_max_epi32(x.low, y.low), _mm256_max_epi32(x.high, y.high)};
-}
+CHUNKRT_LANES Ints operator+(Ints x, Ints y) { return CHUNKRT_EACH(Ints, _mm256_add_epi32, x, y); }
+CHUNKRT_LANES Ints operator-(Ints x, Ints y) { return CHUNKRT_EACH(Ints, _mm256_sub_epi32, x, y); }
+CHUNKRT_LANES Ints operator&(Ints x, Ints y) { return CHUNKRT_EACH(Ints, _mm256_and_si256, x, y); }
+CHUNKRT_LANES Ints max(Ints x, Ints y) { return CHUNKRT_EACH(Ints, _mm256_max_epi32, x, y); }
 template <int Bits>
 CHUNKRT_LANES Ints shift_left(Ints x) {
   return {_mm256_slli_epi32(x.low, Bits), _mm256_slli_epi32(x.high, Bits)};
@@ -154,8 +127,7 @@ CHUNKRT_LANES Ints shift_right(Ints x) {
 
 // p * 2^n for an integer n and a normal result; p if both are NaN.
 CHUNKRT_LANES Floats scale_by_power(Floats p, Floats n) {
-  const Ints exponent = {_mm256_cvtps_epi32(n.low), _mm256_cvtps_epi32(n.high)};
-  return from_bits(bits_of(p) + shift_left<23>(exponent));
+  return from_bits(bits_of(p) + shift_left<23>(CHUNKRT_EACH(Ints, _mm256_cvtps_epi32, n)));
 }
 
 CHUNKRT_LANES Mask less(Floats x, Floats y) {
@@ -166,9 +138,7 @@ CHUNKRT_LANES Mask magnitude_less(Floats x, Floats y) { return less(absolute(x),
 CHUNKRT_LANES Mask is_number(Floats x) {
   return {_mm256_cmp_ps(x.low, x.low, _CMP_ORD_Q), _mm256_cmp_ps(x.high, x.high, _CMP_ORD_Q)};
 }
-CHUNKRT_LANES Mask operator&(Mask x, Mask y) {
-  return {_mm256_and_ps(x.low, y.low), _mm256_and_ps(x.high, y.high)};
-}
+CHUNKRT_LANES Mask operator&(Mask x, Mask y) { return CHUNKRT_EACH(Mask, _mm256_and_ps, x, y); }
 // True for the lanes from `begin` to before `end`; both may be outside of the vector.
 CHUNKRT_LANES Mask lanes_between(int begin, int end) {
   const auto between = [=](__m256i lanes) {
@@ -183,23 +153,18 @@ CHUNKRT_LANES Mask lanes_between(int begin, int end) {
 CHUNKRT_LANES std::uint32_t bits(Mask mask) {
   return static_cast<std::uint32_t>(_mm256_movemask_ps(mask.low) | _mm256_movemask_ps(mask.high) << 8);
 }
-CHUNKRT_LANES bool any_of(Mask mask) {
-  return _mm256_movemask_ps(_mm256_or_ps(mask.low, mask.high)) != 0;
-}
+CHUNKRT_LANES bool any_of(Mask mask) { return _mm256_movemask_ps(_mm256_or_ps(mask.low, mask.high)) != 0; }
 CHUNKRT_LANES bool all_of(Mask mask) {
   return _mm256_movemask_ps(_mm256_and_ps(mask.low, mask.high)) == 0xff;
 }
 CHUNKRT_LANES Floats select(Mask mask, Floats x, Floats y) {
-  return {_mm256_blendv_ps(y.low, x.low, mask.low), _mm256_blendv_ps(y.high, x.high, mask.high)};
+  return CHUNKRT_EACH(Floats, _mm256_blendv_ps, y, x, mask);
 }
 // x where the mask is true, otherwise 0.
-CHUNKRT_LANES Floats keep(Mask mask, Floats x) {
-  return {_mm256_and_ps(mask.low, x.low), _mm256_and_ps(mask.high, x.high)};
-}
+CHUNKRT_LANES Floats keep(Mask mask, Floats x) { return CHUNKRT_EACH(Floats, _mm256_and_ps, mask, x); }
 // 0 where x < limit, otherwise y, also for a NaN.
 CHUNKRT_LANES Floats zero_if_less(Floats x, Floats limit, Floats y) {
-  const Mask is_zero = less(x, limit);
-  return {_mm256_andnot_ps(is_zero.low, y.low), _mm256_andnot_ps(is_zero.high, y.high)};
+  return CHUNKRT_EACH(Floats, _mm256_andnot_ps, less(x, limit), y);
 }
 
 CHUNKRT_LANES float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
@@ -243,7 +208,7 @@ CHUNKRT_LANES void store_halves(std::uint16_t* to, Floats x) {
 
 // The nearest bfloat16, in the upper half of each lane; the lower half is unspecified.
 CHUNKRT_LANES Ints to_bfloats(Floats x) {
-  const auto rounded = [](__m256 values) {
+  const auto round_one = [](__m256 values) {
     const __m256i bits = _mm256_castps_si256(values);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i nearest = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
@@ -252,7 +217,7 @@ CHUNKRT_LANES Ints to_bfloats(Floats x) {
     return _mm256_castps_si256(
         _mm256_blendv_ps(_mm256_castsi256_ps(nearest), _mm256_castsi256_ps(quiet), is_nan));
   };
-  return {rounded(x.low), rounded(x.high)};
+  return each<Ints>(round_one, x);
 }
 CHUNKRT_LANES __m256i upper_halves(Ints x) {
   const __m256i halves = _mm256_packus_epi32(_mm256_srli_epi32(x.low, 16), _mm256_srli_epi32(x.high, 16));

@@ -21,20 +21,6 @@ struct Mask {
   __mmask16 of;
 };
 
-CHUNKRT_LANES __mmask16 first_lanes(std::size_t count) {
-  return count >= 16 ? __mmask16{0xffff} : static_cast<__mmask16>((1u << count) - 1u);
-}
-
-// A masked store cannot forward its data to a load soon after it; on AMD's processors this costs most of the
-// time of a short loop. So a complete vector is stored without a mask.
-CHUNKRT_LANES void store_lanes(float* out, __mmask16 lanes, __m512 value) {
-  if (lanes == 0xffff) {
-    _mm512_storeu_ps(out, value);
-  } else {
-    _mm512_mask_storeu_ps(out, lanes, value);
-  }
-}
-
 constexpr bool kHasMasks = true;
 
 struct Rest {
@@ -185,7 +171,7 @@ constexpr std::size_t kTransposedRows = 16;
 // Four perfect shuffles transpose sixteen rows: each shuffle interleaves row i with row i + 8.
 CHUNKRT_LANES void transpose(const float* const (&rows)[kTransposedRows], std::size_t column,
                              std::size_t count, float* out, std::size_t stride) {
-  const __mmask16 lanes = first_lanes(count);
+  const __mmask16 lanes = Rest(count < 16 ? count : 16).of;
   const __m512i interleave_low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512i interleave_high =
       _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);

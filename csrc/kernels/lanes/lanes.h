@@ -14,7 +14,15 @@
 #include <cstring>
 
 // A vector of two or more registers is passed in memory unless the function is inlined.
+#if defined(_MSC_VER) && !defined(__clang__)
+#define CHUNKRT_LANES __forceinline
+#else
 #define CHUNKRT_LANES [[gnu::always_inline]] inline
+#endif
+
+// intrinsic(registers of the operands), for each register of a vector.
+#define CHUNKRT_EACH(Result, intrinsic, ...) \
+  each<Result>([](auto... registers) { return intrinsic(registers...); }, __VA_ARGS__)
 
 #if defined(__AVX512F__)
 #include "kernels/lanes/avx512.h"

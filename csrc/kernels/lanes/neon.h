@@ -37,8 +37,6 @@ template <typename Result, typename Operation, typename... Operands>
 CHUNKRT_LANES Result each(Operation operation, Operands... x) {
   return {{operation(x.of[0]...), operation(x.of[1]...), operation(x.of[2]...), operation(x.of[3]...)}};
 }
-#define CHUNKRT_EACH(Result, intrinsic, ...) \
-  each<Result>([](auto... registers) { return intrinsic(registers...); }, __VA_ARGS__)
 
 CHUNKRT_LANES Floats all(float x) {
   const float32x4_t four = vdupq_n_f32(x);
@@ -143,7 +141,7 @@ CHUNKRT_LANES Mask lanes_between(int begin, int end) {
            between(vaddq_s32(lanes, vdupq_n_s32(8))), between(vaddq_s32(lanes, vdupq_n_s32(12)))}};
 }
 CHUNKRT_LANES std::uint32_t bits(Mask mask) {
-  const std::uint32_t of_lanes[16] = {1,      2,      4,      8,       1 << 4,  1 << 5,  1 << 6,  1 << 7,
+  const std::uint32_t of_lanes[16] = {1,      2,      4,       8,       1 << 4,  1 << 5,  1 << 6,  1 << 7,
                                       1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
   uint32x4_t sum = vandq_u32(mask.of[0], vld1q_u32(of_lanes));
   sum = vorrq_u32(sum, vandq_u32(mask.of[1], vld1q_u32(of_lanes + 4)));
@@ -152,13 +150,11 @@ CHUNKRT_LANES std::uint32_t bits(Mask mask) {
   return vaddvq_u32(sum);
 }
 CHUNKRT_LANES bool any_of(Mask mask) {
-  const uint32x4_t four =
-      vorrq_u32(vorrq_u32(mask.of[0], mask.of[1]), vorrq_u32(mask.of[2], mask.of[3]));
+  const uint32x4_t four = vorrq_u32(vorrq_u32(mask.of[0], mask.of[1]), vorrq_u32(mask.of[2], mask.of[3]));
   return vmaxvq_u32(four) != 0;
 }
 CHUNKRT_LANES bool all_of(Mask mask) {
-  const uint32x4_t four =
-      vandq_u32(vandq_u32(mask.of[0], mask.of[1]), vandq_u32(mask.of[2], mask.of[3]));
+  const uint32x4_t four = vandq_u32(vandq_u32(mask.of[0], mask.of[1]), vandq_u32(mask.of[2], mask.of[3]));
   return vminvq_u32(four) != 0;
 }
 CHUNKRT_LANES Floats select(Mask mask, Floats x, Floats y) {
@@ -274,9 +270,9 @@ CHUNKRT_LANES void add_products_of_lane(Floats (&sums)[M][V], const float32x4_t 
 #pragma GCC unroll 4
     for (std::size_t m = 0; m < M; ++m) {
       const float32x4_t four = factors[m];
-      sums[m][v] = each<Floats>(
-          [=](float32x4_t sum, float32x4_t x) { return vfmaq_laneq_f32(sum, x, four, Lane); }, sums[m][v],
-          vector);
+      sums[m][v] =
+          each<Floats>([=](float32x4_t sum, float32x4_t x) { return vfmaq_laneq_f32(sum, x, four, Lane); },
+                       sums[m][v], vector);
     }
   }
 }
