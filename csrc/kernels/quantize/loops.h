@@ -115,10 +115,9 @@ void CHUNKRT_NAME(quantize_s8row_f32)(const QuantizeArgs& args, std::size_t row_
 
 void CHUNKRT_NAME(quantize_s8grid_f32)(const GridQuantizeArgs& args, std::size_t row_begin,
                                        std::size_t row_end) {
-  const bool has_high = args.high.values != nullptr;
-  for (std::size_t row = row_begin; row < row_end; ++row) {
-    has_high ? quantize_row_on_grid<true>(args, row) : quantize_row_on_grid<false>(args, row);
-  }
+  const auto quantize =
+      args.high.values != nullptr ? quantize_row_on_grid<true> : quantize_row_on_grid<false>;
+  for (std::size_t row = row_begin; row < row_end; ++row) quantize(args, row);
 }
 
 }  // namespace chunkrt
