@@ -89,7 +89,12 @@ void CHUNKRT_NAME(round_to_grid_f32_f32_f32)(const float* input, const float* st
 void CHUNKRT_NAME(widen_f32_f16)(const std::uint16_t* input, float* out, std::size_t count) {
   std::size_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(out + i, load_halves(input + i));
-  if (i < count) store(out + i, load_halves(input + i, Rest(count - i)), Rest(count - i));
+  if (i == count) return;
+  if (i > 0) {  // the last 16 elements, some of them again
+    store(out + count - kLanes, load_halves(input + count - kLanes));
+  } else {
+    store(out, load_halves(input, Rest(count)), Rest(count));
+  }
 }
 
 }  // namespace chunkrt
