@@ -3,6 +3,7 @@
 // it calls no function that could be shared with another.
 #pragma once
 
+#include "kernels/lanes/lanes.h"
 #include "kernels/linear_attention/linear_attention.h"
 
 namespace chunkrt {
@@ -53,13 +54,6 @@ void convolve_block(const ConvolutionArgs& args, std::size_t first, std::size_t 
     for (std::size_t j = 0; j < kept; ++j) {
       args.state[(first + c) * kept + j] = window[(args.rows + j) % taps * kChannelsPerItem + c];
     }
-  }
-}
-
-void convolve(const ConvolutionArgs& args, std::size_t begin, std::size_t end, float* scratch) {
-  for (std::size_t item = begin; item < end; ++item) {
-    const std::size_t first = item * kChannelsPerItem;
-    convolve_block(args, first, smaller(kChannelsPerItem, args.channels - first), scratch);
   }
 }
 
@@ -216,7 +210,18 @@ void advance_head(const DeltaRuleArgs& args, std::size_t head, std::size_t first
             .scale = since_start});
 }
 
-void advance_heads(const DeltaRuleArgs& args, std::size_t begin, std::size_t end, float* scratch) {
+}  // namespace
+
+void CHUNKRT_NAME(causal_convolution_f32_f32)(const ConvolutionArgs& args, std::size_t begin, std::size_t end,
+                                              float* scratch) {
+  for (std::size_t item = begin; item < end; ++item) {
+    const std::size_t first = item * kChannelsPerItem;
+    convolve_block(args, first, smaller(kChannelsPerItem, args.channels - first), scratch);
+  }
+}
+
+void CHUNKRT_NAME(gated_delta_rule_f32_f32)(const DeltaRuleArgs& args, std::size_t begin, std::size_t end,
+                                            float* scratch) {
   for (std::size_t head = begin; head < end; ++head) {
     for (std::size_t first = 0; first < args.rows; first += kDeltaRows) {
       advance_head(args, head, first, smaller(kDeltaRows, args.rows - first), scratch);
@@ -224,5 +229,4 @@ void advance_heads(const DeltaRuleArgs& args, std::size_t begin, std::size_t end
   }
 }
 
-}  // namespace
 }  // namespace chunkrt

@@ -1,0 +1,100 @@
+// elementwise with vectors. One file for each instruction set includes this header.
+#pragma once
+
+#include "kernels/lanes/exp.h"
+
+namespace chunkrt {
+namespace {
+
+CHUNKRT_LANES Floats sigmoid(Floats x) { return all(1.0f) / (all(1.0f) + exponential(-x)); }
+
+CHUNKRT_LANES Floats gelu(Floats x) {
+  return x * sigmoid(x * multiply_add(x * x, all(kGeluCubic), all(kGeluLinear)));
+}
+
+CHUNKRT_LANES Floats softplus(Floats x) {
+  const Floats u = exponential(negative(x)), s = u / (all(2.0f) + u), z = s * s;
+  const Floats log1p = s * multiply_add(z, polynomial(kLog1pCoefficients, z), all(2.0f));
+  return max(x, all(0.0f)) + log1p;  // log1p is a NaN if x is
+}
+
+CHUNKRT_LANES Floats hyperbolic_tangent(Floats x) {
+  const Floats a = absolute(x), z = a * a;
+  const Floats small = multiply_add(polynomial(kTanhCoefficients, z) * z, a, a);
+  const Floats large = all(1.0f) - all(2.0f) / (exponential(all(2.0f) * a) + all(1.0f));
+  return with_sign(select(less(a, all(kTanhLimit)), small, large), x);
+}
+
+template <typename Function>
+CHUNKRT_LANES void for_each(const float* input, float* out, std::size_t count, Function function) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    store(out + i, function(load(input + i, count - i)), count - i);
+  }
+}
+
+template <typename Function>
+CHUNKRT_LANES void for_each(const float* left, const float* right, float* out, std::size_t count,
+                            Function function) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    const Floats l = load(left + i, count - i), r = load(right + i, count - i);
+    store(out + i, function(l, r), count - i);
+  }
+}
+
+}  // namespace
+
+void CHUNKRT_NAME(add_f32_f32_f32)(const float* left, const float* right, float* out, std::size_t count) {
+  for_each(left, right, out, count, [](Floats l, Floats r) { return l + r; });
+}
+
+void CHUNKRT_NAME(mul_f32_f32_f32)(const float* left, const float* right, float* out, std::size_t count) {
+  for_each(left, right, out, count, [](Floats l, Floats r) { return l * r; });
+}
+
+void CHUNKRT_NAME(sigmoid_f32_f32)(const float* input, float* out, std::size_t count) {
+  for_each(input, out, count, [](Floats x) { return sigmoid(x); });
+}
+
+void CHUNKRT_NAME(exp_f32_f32)(const float* input, float* out, std::size_t count) {
+  for_each(input, out, count, [](Floats x) { return zero_if_less(x, all(-kExpLimit), exponential(x)); });
+}
+
+void CHUNKRT_NAME(gelu_f32_f32)(const float* input, float* out, std::size_t count) {
+  for_each(input, out, count, [](Floats x) { return gelu(x); });
+}
+
+void CHUNKRT_NAME(softplus_f32_f32)(const float* input, float* out, std::size_t count) {
+  for_each(input, out, count, [](Floats x) { return softplus(x); });
+}
+
+void CHUNKRT_NAME(tanh_f32_f32)(const float* input, float* out, std::size_t count) {
+  for_each(input, out, count, [](Floats x) { return hyperbolic_tangent(x); });
+}
+
+void CHUNKRT_NAME(silu_mul_f32_f32_f32)(const float* gate, const float* up, float* out, std::size_t count) {
+  for_each(gate, up, out, count, [](Floats g, Floats u) { return g * sigmoid(g) * u; });
+}
+
+void CHUNKRT_NAME(gelu_mul_f32_f32_f32)(const float* gate, const float* up, float* out, std::size_t count) {
+  for_each(gate, up, out, count, [](Floats g, Floats u) { return gelu(g) * u; });
+}
+
+void CHUNKRT_NAME(round_to_grid_f32_f32_f32)(const float* input, const float* steps, float levels, float* out,
+                                             std::size_t count) {
+  for_each(input, steps, out, count, [levels](Floats x, Floats step) {
+    return max(all(-levels), min(all(levels), round(x / step))) * step;
+  });
+}
+
+void CHUNKRT_NAME(widen_f32_f16)(const std::uint16_t* input, float* out, std::size_t count) {
+  std::size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(out + i, load_halves(input + i));
+  if (i == count) return;
+  if (i > 0) {  // the last 16 elements, some of them again
+    store(out + count - kLanes, load_halves(input + count - kLanes));
+  } else {
+    store(out, load_halves(input, Rest(count)), Rest(count));
+  }
+}
+
+}  // namespace chunkrt
