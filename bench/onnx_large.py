@@ -20,8 +20,8 @@ import numpy as np
 import psutil
 
 from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import Planned, partition
-from chunkrt.graph.tracing import trace
 from chunkrt.onnx.exporting import WindowSettings, save_model, window_model
 from chunkrt.onnx.session import OnnxSession
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint

@@ -4,9 +4,9 @@ import numpy as np
 
 from chunkrt.backends.one_node import run_operator
 from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import resolve
-from chunkrt.graph.tracing import trace
 from chunkrt.quant.equalisation import equalise
 from chunkrt.quant.rotation import rotation
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint

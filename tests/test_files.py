@@ -17,7 +17,7 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt import files
-from chunkrt.checkpoints.source import map_file
+from chunkrt.checkpoints.checkpoint import map_file
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import OutOfMemoryError
 from chunkrt.files import made_once, written_aside

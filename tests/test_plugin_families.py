@@ -18,8 +18,8 @@ from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph import decoders, ops
 from chunkrt.graph.decoders.llama import llama
 from chunkrt.graph.modules import Constant, Module, Parameter
+from chunkrt.graph.ops import current_trace
 from chunkrt.graph.partition import plan_decoder
-from chunkrt.graph.tracing import current_trace
 from chunkrt.plugins import PluginGroup
 
 FAMILY = "llama_gqa"

@@ -9,7 +9,7 @@ import click
 
 from chunkrt.checkpoints.catalogue import Entry, damage, entries, home, pulled
 from chunkrt.checkpoints.catalogue.entry import WheelSource
-from chunkrt.checkpoints.gguf_parts import parts_of
+from chunkrt.checkpoints.checkpoint import parts_of
 from chunkrt.checkpoints.hub import cached_models, parse_hub_id
 from chunkrt.cli.command import GroupedCommand
 from chunkrt.cli.options import verbose_option

@@ -31,8 +31,7 @@ from chunkrt.engine_directory.weights import check_shadowed, settle
 from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable
 from chunkrt.graph.placement import Placement
-from chunkrt.graph.plan import Plan
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.progress import ShownProgress
 from chunkrt.quant.scheme import Scheme, check_scheme_of_ranks
 

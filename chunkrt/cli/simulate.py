@@ -20,8 +20,7 @@ from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import AttentionOn, EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import Plan
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.pictures import check_picture
 from chunkrt.quant.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, find_scheme
 from chunkrt.runtime.lanes import DecodeOn

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.checkpoints.checkpoint import is_onnx, open_checkpoint, sampled_digest
 from chunkrt.checkpoints.source import TensorSource, weights_digest
 from chunkrt.compile.calibrate import cached_calibration
 from chunkrt.compile.search import cached_choice
-from chunkrt.engine_directory.content import sampled_digest
 from chunkrt.engine_directory.figures import linears_by_weight_bits
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, write_manifest
 from chunkrt.engine_directory.weights import check_calibration, check_shadowed, settle, write_weights
@@ -28,9 +27,8 @@ from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.modules import Module
 from chunkrt.graph.partition import Planned, plan_decoder
 from chunkrt.graph.placement import Placement
-from chunkrt.graph.plan import Plan
-from chunkrt.graph.ranks import ALONE, Ranks
-from chunkrt.onnx.importing import OnnxSource, import_decoder, is_onnx, verify
+from chunkrt.graph.plan import ALONE, Plan, Ranks
+from chunkrt.onnx.importing import OnnxSource, import_decoder, verify
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.residual_scaling import residual_scaling

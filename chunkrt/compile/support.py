@@ -24,19 +24,19 @@ from chunkrt.backends.coverage import (
     operators_of,
     refused_subgraphs,
 )
-from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.checkpoints.checkpoint import is_onnx, open_checkpoint
 from chunkrt.checkpoints.gguf_names import ARCHITECTURES, is_known_name
 from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import describe_family, family_names, find_family, make_decoder, match_tensors
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.modules import Module, Parameter
+from chunkrt.graph.ops import trace
 from chunkrt.graph.parallel import LinearBase
 from chunkrt.graph.partition import check_new_plan, partition, unused_parameters
 from chunkrt.graph.plan import ATTENTION_OPS, Plan
 from chunkrt.graph.rope import SCALING_KEY, rope_parameters
-from chunkrt.graph.tracing import trace
-from chunkrt.onnx.importing import import_decoder, is_onnx
+from chunkrt.onnx.importing import import_decoder
 from chunkrt.tokenizer import Tokenizer
 
 SHOWN_NAMES = 3

@@ -23,8 +23,8 @@ from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan, Subgraph, embedding_tables
 from chunkrt.graph.static_attention import is_convolution
-from chunkrt.tokenizer.library import VOCABULARY_FILE
 from chunkrt.tokenizer.text_settings import SETTINGS_FILE
+from chunkrt.tokenizer.tokenizer import VOCABULARY_FILE
 
 FORMAT = 1
 HOST, DESCRIPTION = "host", "host.json"

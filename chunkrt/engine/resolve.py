@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from chunkrt.checkpoints import catalogue
-from chunkrt.checkpoints.gguf_parts import gguf_in
+from chunkrt.checkpoints.checkpoint import gguf_in
 from chunkrt.checkpoints.hub import cached_model, fetch_model, parse_hub_id
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import asked_npu, check_npu, default_npu_scheme, linear_refusal
@@ -15,8 +15,7 @@ from chunkrt.engine_directory.manifest import cached_folder, is_engine_directory
 from chunkrt.errors import ConfigError, ModelError, PartitionError
 from chunkrt.files import Progress, made_once
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
-from chunkrt.graph.plan import Plan
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, DEFAULT_SCHEME, MIXED, Recipe, Scheme, Search, find_scheme
 
 STATIC_OPTIONS = ("shadow", "budget", "outputs", "equalisation", "rotation")

@@ -14,17 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BLOCK_TYPES, FLOAT_TYPES, BlockTensor
-from chunkrt.engine_directory.packing import (
-    COLUMNS_PER_BLOCK,
-    pack,
-    pack_blocks,
-    pack_products,
-    packed_blocks_shapes,
-    packed_shape,
-)
 from chunkrt.engine_directory.store import (
     BLOCK_SCALE_SUFFIX,
     CODES,
+    COLUMNS_PER_BLOCK,
     HOT_CHANNELS_SUFFIX,
     INPUT_STEP_SUFFIX,
     MULTIPLIER_SUFFIX,
@@ -32,6 +25,11 @@ from chunkrt.engine_directory.store import (
     ROTARY_SUFFIX,
     SCALE_SUFFIX,
     Entry,
+    pack,
+    pack_blocks,
+    pack_products,
+    packed_blocks_shapes,
+    packed_shape,
 )
 from chunkrt.errors import QuantizationError, unknown_name
 from chunkrt.graph.plan import (

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from chunkrt.checkpoints.source import BlockTensor, TensorSource
 from chunkrt.errors import ChunkrtError, ConfigError, ModelError
 from chunkrt.graph import ops
+from chunkrt.graph.ops import current_trace
 from chunkrt.graph.plan import Place
-from chunkrt.graph.tracing import current_trace
 
 Float32 = NDArray[np.float32]
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.errors import ConfigError, ModelError, UnsupportedModelError
 from chunkrt.files import check_keys, parse_json
 from chunkrt.graph.flow import Flow
 
@@ -286,7 +286,7 @@ class Plan:
         Raises:
             ModelError: the text is not a valid plan.
         """
-        from chunkrt.graph.plan_check import check_plan
+        from chunkrt.graph.operators import check_plan
 
         try:
             data = parse_json(text)
@@ -343,3 +343,38 @@ def _tables(data: dict[str, Any]) -> dict[type, list[dict[str, Any]]]:
     """Return the rotary tables of a checked plan, by the input that reads each."""
     nodes = [node for subgraph in data["subgraphs"] for node in subgraph["nodes"]]
     return {Plan: [data], Subgraph: data["subgraphs"], Node: nodes, Tensor: list(data["tensors"].values())}
+
+
+MOST_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's rank among `size` processes: `rank` counts from 0 to `size` - 1; rank 0 prints.
+
+    Raises:
+        ConfigError: `rank` or `size` is out of range.
+    """
+
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if any(type(number) is not int for number in (self.rank, self.size)):
+            raise ConfigError(f"rank {self.rank!r} of {self.size!r}: expected whole numbers")
+        if not 1 <= self.size <= MOST_RANKS:
+            raise ConfigError(f"{self.size} ranks, expected 1 to {MOST_RANKS}")
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"rank {self.rank} of {self.size}: expected 0 to {self.size - 1}")
+
+    @property
+    def are_alone(self) -> bool:
+        """True if the only rank runs the complete decoder."""
+        return self.size == 1
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+
+ALONE = Ranks(0, 1)
+"""One process that has the complete decoder."""

@@ -20,9 +20,9 @@ from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
 from chunkrt.graph.modules import Module
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import Planned, cut_shadowed, partition
 from chunkrt.graph.plan import Plan
-from chunkrt.graph.tracing import trace
 from chunkrt.quant.scheme import Scheme
 
 CONFIG: Mapping[str, Any] = {

@@ -24,9 +24,9 @@ from chunkrt.graph import decoders, ops
 from chunkrt.graph.decoders.parts import CausalDecoder
 from chunkrt.graph.linear_attention import Variant, find_variant, register_variant
 from chunkrt.graph.modules import Constant, DepthwiseWeights, Embedding, Module
+from chunkrt.graph.ops import current_trace, trace
 from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.partition import partition
-from chunkrt.graph.tracing import current_trace, trace
 from chunkrt.quant.scheme import SCHEMES
 
 LENGTHS = [1, 2, 31, 32, 33, 95]

@@ -16,8 +16,14 @@ from native_isas import isa_parameters
 from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.engine_directory.packing import pack
-from chunkrt.engine_directory.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, SCALE_SUFFIX, Entry, WeightStore
+from chunkrt.engine_directory.store import (
+    HOT_CHANNELS_SUFFIX,
+    INPUT_STEP_SUFFIX,
+    SCALE_SUFFIX,
+    Entry,
+    WeightStore,
+    pack,
+)
 from chunkrt.engine_directory.weights import WeightWriter
 from chunkrt.errors import PartitionError
 from chunkrt.quant.scheme import find_scheme

@@ -12,8 +12,8 @@ from chunkrt.backends.onnx.export import PAST, to_onnx
 from chunkrt.backends.onnx.functions import expansion, has_expansion
 from chunkrt.backends.onnx.scheme import initializer_values, quantize_linears
 from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.graph.ops import OPSET
 from chunkrt.graph.plan import DOMAIN
-from chunkrt.graph.tracing import OPSET
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.testing.conformance import TRIED
 from chunkrt.testing.decoder import random_decoder

@@ -11,7 +11,7 @@ from native_isas import isa_parameters
 
 from chunkrt._native import ProgramBuilder, ThreadPool
 from chunkrt.checkpoints.source import BlockTensor
-from chunkrt.engine_directory.packing import pack, pack_blocks
+from chunkrt.engine_directory.store import pack, pack_blocks
 from chunkrt.quant.arithmetic import BlockWeight, DynamicWeight
 from chunkrt.quant.outliers import OUTLIER_RATIO, take_outliers
 

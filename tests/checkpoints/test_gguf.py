@@ -11,9 +11,8 @@ from gguf import GGMLQuantizationType as BlockType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.checkpoints.checkpoint import checkpoint_files, open_checkpoint
 from chunkrt.checkpoints.gguf import GgufSource
-from chunkrt.engine_directory.content import checkpoint_files
 from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.partition import plan_decoder

@@ -19,11 +19,11 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt import files as shared_folder
+from chunkrt.checkpoints.checkpoint import sampled_digest
 from chunkrt.compile import compiler
 from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.engine_directory import content
 from chunkrt.engine_directory import manifest as engine_directory
-from chunkrt.engine_directory.content import sampled_digest
 from chunkrt.engine_directory.manifest import (
     FORMAT,
     cached_folder,

@@ -23,10 +23,10 @@ from chunkrt.engine_directory.manifest import open_weights, read_manifest, read_
 from chunkrt.engine_directory.weights import check_shadowed
 from chunkrt.errors import ConfigError, QuantizationError
 from chunkrt.graph.decoders import build_decoder
-from chunkrt.graph.partition import cut_shadowed, partition
-from chunkrt.graph.placement import ALL_ON_CPU, place
+from chunkrt.graph.ops import trace
+from chunkrt.graph.partition import cut_shadowed, partition, place
+from chunkrt.graph.placement import ALL_ON_CPU
 from chunkrt.graph.plan import Plan, linear_nodes
-from chunkrt.graph.tracing import trace
 from chunkrt.quant.calibration import num_hot_channels
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEMES, Recipe, find_scheme
 from chunkrt.simulate import find_device, simulate

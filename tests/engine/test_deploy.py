@@ -19,12 +19,12 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.backends.qnn import SOCS, HtpOptions, backend
+from chunkrt.checkpoints.checkpoint import sampled_digest
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine import deploy
 from chunkrt.engine.deploy import compile_engine
 from chunkrt.engine.lengths import compiled_chunk_length
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine_directory.content import sampled_digest
 from chunkrt.engine_directory.manifest import FORMAT, NpuTarget, read_manifest
 from chunkrt.errors import CompileError, ConfigError, ModelError
 from chunkrt.quant.scheme import SCHEMES

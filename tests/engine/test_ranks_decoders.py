@@ -22,9 +22,9 @@ from chunkrt.engine_directory.store import WeightStore
 from chunkrt.engine_directory.weights import settle, write_weights
 from chunkrt.errors import ConfigError, PartitionError
 from chunkrt.graph.decoders import FAMILIES, build_decoder
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import Planned, partition
-from chunkrt.graph.ranks import ALONE, Ranks
-from chunkrt.graph.tracing import trace
+from chunkrt.graph.plan import ALONE, Ranks
 from chunkrt.quant.scheme import SCHEMES, Recipe, find_scheme
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, find_policy

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from rotary_recipes import recipes_of
 
-from chunkrt.engine_directory.packing import pack, packed_shape, unpack
-from chunkrt.engine_directory.store import SCALE_SUFFIX, WeightStore
+from chunkrt.engine_directory.store import SCALE_SUFFIX, WeightStore, pack, packed_shape, unpack
 from chunkrt.engine_directory.weights import stored_weights, write_weights
 from chunkrt.errors import ConfigError, QuantizationError
 from chunkrt.graph.decoders import build_decoder

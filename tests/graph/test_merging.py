@@ -5,8 +5,7 @@ from fixture_checkpoints import checkpoint
 
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.graph.merging import merged_on_cpu
-from chunkrt.graph.plan import Plan
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.plan import ALONE, Plan, Ranks
 
 NAMES = ("llama_gqa", "gemma3_window_5", "qwen3_next", "qwen3_next_experts")
 

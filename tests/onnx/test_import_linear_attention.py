@@ -15,8 +15,8 @@ import chunkrt
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.graph.decoders import make_decoder
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition
-from chunkrt.graph.tracing import trace
 from chunkrt.onnx.importing import import_decoder, verify
 from chunkrt.testing.decoder import RandomCheckpoint
 

@@ -23,9 +23,9 @@ from chunkrt.graph.decoders.config import read_config
 from chunkrt.graph.decoders.llama import llama
 from chunkrt.graph.decoders.parts import Attention, CausalDecoder, FeedForward, Layer
 from chunkrt.graph.modules import RMSNorm
+from chunkrt.graph.ops import current_trace
 from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.plan import linear_nodes
-from chunkrt.graph.tracing import current_trace
 from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
 
 

@@ -14,8 +14,8 @@ from chunkrt.backends.qnn.socs import GB, MIB, SOCS
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import PartitionError
 from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition
-from chunkrt.graph.tracing import trace
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.state import State

@@ -12,8 +12,8 @@ import onnx_ir as ir
 
 from chunkrt.backends.onnx.functions import expansions
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
+from chunkrt.graph.ops import IR_VERSION, OPSET, attribute
 from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, Tensor
-from chunkrt.graph.tracing import IR_VERSION, OPSET, attribute
 
 PAST = "past"
 """Symbol for the length of a cache input; the cache output is longer by the new rows. In these models the cache of a

@@ -16,7 +16,7 @@ from chunkrt.graph.decoders.config import DecoderConfig, read_config
 from chunkrt.graph.decoders.parts import CausalDecoder
 from chunkrt.graph.modules import Module, Parameter
 from chunkrt.graph.parallel import LinearBase
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.plan import ALONE, Ranks
 from chunkrt.plugins import Plugin, PluginGroup
 
 log = logging.getLogger(__name__)

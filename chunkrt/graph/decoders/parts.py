@@ -9,6 +9,7 @@ import onnx_ir as ir
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.modules import Embedding, HeadNorm, Module, RMSNorm
+from chunkrt.graph.ops import current_trace
 from chunkrt.graph.parallel import (
     LinearBase,
     MergedColumnParallelLinear,
@@ -17,7 +18,6 @@ from chunkrt.graph.parallel import (
     RowParallelLinear,
 )
 from chunkrt.graph.rope import RotaryTables
-from chunkrt.graph.tracing import current_trace
 
 
 class Attention(Module):

@@ -21,7 +21,7 @@ from chunkrt.graph.decoders.experts import SparseMixture
 from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
 from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Module, Parameter
 from chunkrt.graph.parallel import ReplicatedLinear
-from chunkrt.graph.ranks import ALONE
+from chunkrt.graph.plan import ALONE
 from chunkrt.graph.rope import RotaryTables
 
 DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_offset": 1}

@@ -11,7 +11,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.files import written_aside
 from chunkrt.graph.partition import Planned
 from chunkrt.tokenizer import Tokenizer
-from chunkrt.tokenizer.library import VOCABULARY_FILE
+from chunkrt.tokenizer.tokenizer import VOCABULARY_FILE
 
 TOKENIZER_FILES = (
     "added_tokens.json",

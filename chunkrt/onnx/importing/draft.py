@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.graph.modules import Float32, Parameter
-from chunkrt.graph.parallel import LinearWeight
+from chunkrt.graph.ops import attribute
+from chunkrt.graph.parallel import LinearWeight, Share
 from chunkrt.graph.plan import Attribute
-from chunkrt.graph.shares import Share
-from chunkrt.graph.tracing import attribute
 from chunkrt.onnx.importing.evaluation import Evaluator
 from chunkrt.onnx.importing.masks import Masks
 from chunkrt.onnx.importing.regions import Regions

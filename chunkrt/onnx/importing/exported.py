@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Parameter
 from chunkrt.graph.operators import is_dynamic
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, resolve
 from chunkrt.graph.rope import RotaryTable
 from chunkrt.graph.rotary_tables import FUNCTIONS
-from chunkrt.graph.tracing import trace
 from chunkrt.onnx.importing.constants import stored
 from chunkrt.onnx.importing.draft import Draft, Weight
 from chunkrt.onnx.importing.replay import OPERATORS, ReplayedDecoder, Step

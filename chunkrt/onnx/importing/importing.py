@@ -34,7 +34,7 @@ from chunkrt.onnx.importing.passes.norms import raise_head_norms, raise_norms
 from chunkrt.onnx.importing.passes.pruning import prune
 from chunkrt.onnx.importing.preparing import prepare
 from chunkrt.onnx.importing.reading import find_model, read_proto, to_graph
-from chunkrt.onnx.importing.settings import GENAI, read_settings
+from chunkrt.onnx.importing.settings import read_settings
 from chunkrt.onnx.importing.signature import find_signature, inputs_of, refuse_fixed_lengths
 from chunkrt.onnx.importing.source import OnnxSource
 
@@ -70,14 +70,6 @@ by one.
 """
 
 log = logging.getLogger(__name__)
-
-
-def is_onnx(path: Path) -> bool:
-    """Return whether a path looks like an ONNX decoder: an .onnx file, or a folder with one and no other weights."""
-    if not path.is_dir():
-        return path.suffix == ".onnx"
-    has_onnx = (path / GENAI).exists() or any(path.glob("*.onnx"))
-    return has_onnx and not any(path.glob("*.safetensors"))
 
 
 def import_decoder(path: Path) -> tuple[OnnxSource, Module]:

@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from chunkrt.graph import ops
 from chunkrt.graph.modules import Module, Parameter
+from chunkrt.graph.ops import current_trace
 from chunkrt.graph.plan import DOMAIN, Attribute, Device
-from chunkrt.graph.tracing import current_trace
 
 ON_CPU = ("embed_tokens", "lm_head", "soft_cap", "qk_norm", "head_norm", "decay", "step")
 """Last parts of the paths of modules that chunkrt's decoders place on the CPU by default."""

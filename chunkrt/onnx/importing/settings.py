@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from chunkrt.checkpoints.checkpoint import GENAI
 from chunkrt.errors import ModelError
 from chunkrt.files import read_text
 
-GENAI, TRANSFORMERS = "genai_config.json", "config.json"
+TRANSFORMERS = "config.json"
 
 
 def read_settings(folder: Path) -> tuple[str, Mapping[str, Any]]:

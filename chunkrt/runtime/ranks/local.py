@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from chunkrt.backends.communicator import Float32
 from chunkrt.errors import DeviceLostError
-from chunkrt.graph.ranks import Ranks
+from chunkrt.graph.plan import Ranks
 from chunkrt.runtime.ranks.mailbox import Envelope, Mailbox
 from chunkrt.runtime.ranks.messages import MessageCommunicator, as_bytes
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from chunkrt.backends.communicator import Float32
 from chunkrt.errors import ClosedError
-from chunkrt.graph.ranks import Ranks
+from chunkrt.graph.plan import Ranks
 from chunkrt.runtime.affinity import available_cpus, cpu_quota
 from chunkrt.runtime.ranks.interrupts import Interrupts
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox
