@@ -1,4 +1,8 @@
-"""A checkpoint on disk: its format, its files, and the digest of their contents."""
+"""A checkpoint on disk: its format, its files, and the digest of their contents.
+
+A reader is imported when its format is opened: readers need the functions for files below, and only GGUF needs the
+library `gguf`. The parts of a GGUF file have llama-gguf-split's names: NAME-00001-of-00003.gguf.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from chunkrt.checkpoints.source import Refuse, TensorSource, strictly
 from chunkrt.errors import ModelError
 from chunkrt.files import check_regular, map_read_only
 
+MAGIC = b"GGUF"
+"""First bytes of a GGUF file."""
 _PICKLED = "PyTorch's pickled files are not supported; convert the file to safetensors"
 _HINTS = {".safetensors": "name its folder instead", **dict.fromkeys((".bin", ".ckpt", ".pt", ".pth"), _PICKLED)}
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -22,7 +28,7 @@ PREFERRED = ("Q4_K_M", "Q8_0", "Q4_0", "Q4_1")
 GENAI = "genai_config.json"
 """Settings of an ONNX decoder for ONNX Runtime GenAI."""
 TEXT_FOLDERS = ("1_Pooling", "additional_chat_templates")
-"""Folders of such a repository with settings of texts and embeddings."""
+"""Folders with settings of texts and embeddings, in a Hugging Face folder."""
 ONNX_SUFFIXES = ("", ".bin", ".data", ".jinja", ".json", ".onnx_data", ".weight", ".weights")
 """Suffixes of the files that exporters write next to an ONNX file: weights (in one or several files), settings and
 tokenizer.
@@ -40,13 +46,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) 
         ModelError: `path` is neither a GGUF file nor a Hugging Face folder, or is damaged.
         UnsupportedModelError: the checkpoint is intact, but not supported.
     """
-    from chunkrt.checkpoints.gguf import GgufSource
-    from chunkrt.checkpoints.gguf_header import MAGIC
-    from chunkrt.checkpoints.safetensors import SafetensorsSource
-
     path = Path(path)
     if path.is_dir():
         if (path / "config.json").exists():
+            from chunkrt.checkpoints.safetensors import SafetensorsSource
+
             return SafetensorsSource(path)
         found = ", ".join(sorted(p.name for p in path.glob("*.gguf"))[:3])
         hint = "expected a GGUF file, a Hugging Face folder or an ONNX decoder"
@@ -62,6 +66,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) 
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
     if start == MAGIC:
+        from chunkrt.checkpoints.gguf import GgufSource
+
         return GgufSource(path, refuse=refuse)
     if not start:
         raise ModelError(f"{path} is empty; {how_to_fetch(path)}")

@@ -280,14 +280,14 @@ def _bos_id(engine: Engine) -> int | None:
 def _evaluate_layers(
     engine: Engine, model: str, calibration: Path | None, windows: list[list[int]], progress: Progress
 ) -> LayersRun:
-    from chunkrt.compile.compiler import plan_checkpoint, prepare
+    from chunkrt.compile.compiler import calibrate_scheme, plan_checkpoint
 
     checkpoint, _ = find_checkpoint(model, progress)
     planned = plan_checkpoint(checkpoint, {})
     ranges = None
     if engine.scheme.is_static:
         recipe = Recipe(scheme=engine.scheme)
-        _, ranges = prepare(planned, checkpoint, recipe, calibration, model=model, progress=progress)
+        _, ranges = calibrate_scheme(planned, checkpoint, recipe, calibration, model=model, progress=progress)
     folding = ranges.folding if ranges else Folding()
     planned = planned.within(max(map(len, windows)))
     return evaluate_layers(

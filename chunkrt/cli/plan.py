@@ -163,7 +163,7 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
         manifest = read_manifest(Path(model))
         found, scheme = read_plan(Path(model)), manifest.scheme
     else:
-        from chunkrt.compile.compiler import open_decoder, prepare
+        from chunkrt.compile.compiler import calibrate_scheme, open_decoder
         from chunkrt.graph.partition import plan_decoder
 
         with ShownProgress() as progress:
@@ -173,7 +173,9 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
             source, decoder = open_decoder(checkpoint, ranks)
             if recipe.search:
                 plain = plan_decoder(source, decoder, {})
-                scheme, _ = prepare(plain, checkpoint, recipe, options.calibration, model=model, progress=progress)
+                scheme, _ = calibrate_scheme(
+                    plain, checkpoint, recipe, options.calibration, model=model, progress=progress
+                )
         planned = plan_decoder(source, decoder, options_placement(options), scheme.is_shadowed)
         found, scheme = planned.plan, settle(planned, scheme)
         check_shadowed(found, scheme)

@@ -24,7 +24,7 @@ from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.engine_directory.content import cache_key, keyed_path
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
-from chunkrt.files import Count, made_once
+from chunkrt.files import Count, cached_entry
 from chunkrt.graph.plan import Node, Plan, Subgraph, linear_nodes, resolve
 from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
 from chunkrt.quant.equalisation import MOST_FOR_PRODUCTS, equalise
@@ -99,34 +99,32 @@ def cached_calibration(
             progress=progress,
         )
 
-    def made() -> Calibration:
-        folding = before.folding if before else Folding()
+    folding = before.folding if before else Folding()
 
-        def load(name: str) -> Float32:
-            return folding.apply(name, _load_finite(planned, name))
-
-        if before and equalisation is not None:
-            head = [name for s in planned.plan.subgraphs if s.rows == "R" for name in s.weights]
-            factors = equalise(
-                planned.plan,
-                load,
-                before.channel_peaks,
-                equalisation,
-                most_for_products=MOST_FOR_PRODUCTS,
-                left_alone=head,
-            )
-            folding = folding.then(factors)
-        elif is_rotated:
-            folding = rotation(planned.plan, load)
-        calibration = calibrate(
-            planned.plan, load, token_ids, model=model, weights=weights, method=method, progress=progress
-        )
-        calibration = replace(calibration, equalisation=equalisation, is_rotated=is_rotated, folding=folding)
-        calibration.save(path)
-        return calibration
+    def load(name: str) -> Float32:
+        return folding.apply(name, _load_finite(planned, name))
 
     try:
-        found = made_once(path, "calibrating", lambda: Calibration.load(path), made)
+        with cached_entry(path, "calibrating", Calibration.load) as found:
+            if found is None:
+                if before and equalisation is not None:
+                    head = [name for s in planned.plan.subgraphs if s.rows == "R" for name in s.weights]
+                    factors = equalise(
+                        planned.plan,
+                        load,
+                        before.channel_peaks,
+                        equalisation,
+                        most_for_products=MOST_FOR_PRODUCTS,
+                        left_alone=head,
+                    )
+                    folding = folding.then(factors)
+                elif is_rotated:
+                    folding = rotation(planned.plan, load)
+                found = calibrate(
+                    planned.plan, load, token_ids, model=model, weights=weights, method=method, progress=progress
+                )
+                found = replace(found, equalisation=equalisation, is_rotated=is_rotated, folding=folding)
+                found.save(path)
     except OSError as error:
         raise ModelError(f"cannot write the calibration {path}: {error.strerror or error}") from error
     return replace(found, model=model), path

@@ -4,6 +4,19 @@ One file in safetensors format serves every backend, on the NPU and on the CPU, 
 linear's weight is stored under its own name, packed for the dot-product instructions of all CPUs. For other uses,
 `linear` unpacks it, `experts` unpacks the weights of a mixture, and `blocks` unpacks a weight of 4 bits in blocks. The
 other arrays that the scheme needs are stored under the weight's name and one of the suffixes below.
+
+W [K, N] (as in `X @ W`) is packed as int8 [ceil(N/16), ceil(K/4), 16, 4], zero-padded, with W[k, n] at [n // 16, k //
+4, n % 16, k % 4]. Four values along k of one column are adjacent, because all int8 dot-product instructions (VNNI
+vpdpbusd, NEON sdot) consume four values. Sixteen columns fill one cache line and one 512-bit register. NEON smmla
+consumes eight values along k; one zip of two adjacent groups yields them.
+
+A weight of 4 bits in blocks is stored as uint8 [ceil(N/16), K/32, 4, 16, 4]: the integer of W[k, n] is at [n // 16, k
+// 32, k % 32 // 8, n % 16, k % 4], in the low half of the byte if k % 8 < 4, otherwise in the high half. A mask or a
+shift yields groups of four values as above. A second array, float16 [ceil(N/16), K/32, 2, 16], contains the scales of
+16 columns and then their minima. Both arrays are zero past column N.
+
+A weight of 4 bits under a static scheme is stored in the same layout, with ceil(K/32) blocks and 8 added to its
+integers. A second array, uint8 [ceil(N/16), ceil(K/32), 16], contains its multipliers, with zeros past column N.
 """
 
 from __future__ import annotations

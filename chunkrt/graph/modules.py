@@ -2,7 +2,7 @@
 linears.
 
 A module has a path in the tree, which is also the prefix of its checkpoint tensors. It may be placed on a device with
-`.to`, and describes its computation in `forward`, which `graph/tracing.py` records. A parameter loads itself from a
+`.to`, and describes its computation in `forward`, which `graph/ops.py` records. A parameter loads itself from a
 checkpoint.
 """
 

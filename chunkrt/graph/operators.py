@@ -1,8 +1,7 @@
 """Table of all operators: names, inputs and outputs, FLOPs, and whether they are dynamic.
 
 A plan that was read from a file is checked against the table (`Plan.from_json`), so that backends and kernels can rely
-on its contents.
-Operators of plug-ins, which have their own domains, are not checked.
+on its contents. Operators of plug-ins, which have their own domains, are not checked.
 """
 
 from __future__ import annotations

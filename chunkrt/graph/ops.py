@@ -1,7 +1,9 @@
-"""The operators that a decoder may use while it is traced: standard ONNX operators and operators with state.
+"""Tracing: a decoder's module tree is run once and recorded as an ONNX graph of operators.
 
-Each function adds one node to the graph under construction and returns its output. Shapes are computed here, because a
-module needs them to build the next layer and the plan needs them for bytes and FLOPs.
+While a trace is open, each function for an operator adds one node to the graph and returns its output. Shapes are
+computed here, because a module needs them to build the next layer and the plan needs them for bytes and FLOPs. Nodes
+and values are named after the module that made them ("model.layers.0.mlp.down_proj.output"), so the graph is readable
+in Netron. A node's metadata state the device of its module, so partitioning does not need the modules.
 """
 
 from __future__ import annotations

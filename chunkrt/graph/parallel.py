@@ -6,6 +6,19 @@
 A column-parallel linear is followed by a row-parallel one, so that the two need only one sum. The parameters of a
 linear load their part of the checkpoint's tensors, as floats or as blocks of 4 bits. On one rank all classes compute
 the same complete linear. Source: Shoeybi et al., Megatron-LM (2019), section 3; the classes have the names of vLLM's.
+
+Heads are distributed in groups. A group consists of a key/value head and the query heads that read it. All ranks have
+the same number of groups:
+
+- If the number of ranks divides the number of groups, each rank has its groups.
+- If the number of groups divides the number of ranks (fewer groups than ranks), each group is copied to several ranks,
+  which divide its query heads. A group's query heads are padded with zeros if they cannot be divided evenly.
+- Otherwise the groups are padded with groups of zeros up to the next multiple of the ranks. For example, with 3 groups
+  on 2 ranks each rank has 2 groups, and one of these four is padding. Padding costs no additional time, because the
+  rank with the largest share determines the time in any case.
+
+A head of zeros has rows of zeros in q, k and v and columns of zeros in the output projection, so it does not change the
+result.
 """
 
 from __future__ import annotations
@@ -322,7 +335,7 @@ class QKVParallelLinear(LinearBase):
     """The query, key and value projections as one linear, columns q | k | v, head after head, split by heads.
 
     Args:
-        heads: a rank's heads; see `graph/shares.py` for copies and padding.
+        heads: a rank's heads; see the module for copies and padding.
     """
 
     def __init__(self, in_features: int, heads: HeadShare, *, bias: bool = False, stored_in: str = "") -> None:

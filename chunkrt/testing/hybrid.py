@@ -9,7 +9,7 @@ from typing import Any
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.experts import SparseMixture
 from chunkrt.graph.decoders.lfm2 import ShortConvolution
-from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
+from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
 from chunkrt.graph.decoders.qwen3_next import DeltaSizes, GatedDeltaRule
 from chunkrt.graph.modules import Module
 from chunkrt.graph.rope import RotaryTables

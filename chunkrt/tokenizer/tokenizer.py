@@ -1,4 +1,7 @@
-"""The tokenizer of an engine: a tokenizer of the `tokenizers` library, with the tokens that begin and end a text."""
+"""The tokenizer of an engine: a tokenizer of the `tokenizers` library, with the tokens that begin and end a text.
+
+The functions call the library, and convert its untyped exceptions to chunkrt's errors.
+"""
 
 from __future__ import annotations
 

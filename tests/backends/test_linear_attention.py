@@ -21,7 +21,7 @@ from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.backends.switches import Switches
 from chunkrt.errors import ConfigError, PartitionError, UnsupportedModelError
 from chunkrt.graph import decoders, ops
-from chunkrt.graph.decoders.parts import CausalDecoder
+from chunkrt.graph.decoders.llama import CausalDecoder
 from chunkrt.graph.linear_attention import Variant, find_variant, register_variant
 from chunkrt.graph.modules import Constant, DepthwiseWeights, Embedding, Module
 from chunkrt.graph.ops import current_trace, trace

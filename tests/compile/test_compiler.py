@@ -234,7 +234,7 @@ def test_second_load_compiles_nothing(tmp_path, monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(compiler, "compile_checkpoint", refuse)
+    monkeypatch.setattr(compiler, "prepare_checkpoint", refuse)
     np.testing.assert_array_equal(logits(path), expected)
     with pytest.raises(AssertionError, match="compiled again"):
         logits(path, scheme="float")

@@ -363,7 +363,7 @@ def test_two_lists_of_shadows_are_two_engines_and_one_is_compiled_once(monkeypat
 
     folders = [folder(shadow) for shadow in ("all", "none", DOWN, O_PROJ)]
     assert len(set(folders)) == 4
-    monkeypatch.setattr(compiler, "compile_checkpoint", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiler, "prepare_checkpoint", lambda *_, **__: pytest.fail("compiled again"))
     assert [folder(shadow) for shadow in ("all", "none", DOWN, O_PROJ)] == folders
 
 

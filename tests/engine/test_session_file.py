@@ -12,12 +12,12 @@ import pytest
 from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint
 
 import chunkrt
+from chunkrt.checkpoints import checkpoint as checkpoint_module
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
-from chunkrt.checkpoints import checkpoint as checkpoint_module
 from chunkrt.errors import ClosedError, ConfigError, ModelError
 
 NAME = "llama_biased_gguf"

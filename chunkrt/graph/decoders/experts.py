@@ -13,7 +13,7 @@ import onnx_ir as ir
 from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.decoders.parts import FeedForward
+from chunkrt.graph.decoders.llama import FeedForward
 from chunkrt.graph.modules import Float32, Module, Parameter
 
 MOST_EXPERTS = 4096

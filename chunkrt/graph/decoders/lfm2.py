@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
-from chunkrt.graph.decoders.parts import Attention, CausalDecoder, FeedForward, output_projection
+from chunkrt.graph.decoders.llama import Attention, CausalDecoder, FeedForward, output_projection
 from chunkrt.graph.modules import DepthwiseWeights, Embedding, HeadNorm, Module, RMSNorm
 from chunkrt.graph.parallel import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from chunkrt.graph.rope import RotaryTables

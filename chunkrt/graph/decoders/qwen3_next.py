@@ -18,7 +18,7 @@ from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
 from chunkrt.graph.decoders.experts import SparseMixture
-from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
+from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
 from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Module, Parameter
 from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.plan import ALONE
