@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.flags import in_flags
 from chunkrt.cli.options import planning_options, ranks_options
+from chunkrt.cli.output import in_flags
 from chunkrt.engine.capability import Moved, plan_by_capability, told
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
 from chunkrt.engine.npu_attention import near_plans

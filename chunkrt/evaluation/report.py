@@ -11,7 +11,7 @@ from chunkrt.evaluation.base import Base
 from chunkrt.evaluation.hellaswag import HellaSwagFigures
 from chunkrt.evaluation.lambada import LambadaFigures
 from chunkrt.evaluation.layers import LayersRun
-from chunkrt.evaluation.scoring import Accuracy
+from chunkrt.evaluation.tasks import Accuracy
 from chunkrt.evaluation.text import TextFigures
 
 Figures = TypeVar("Figures")

@@ -15,8 +15,7 @@ import numpy as np
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.scoring import Float64, piece_lengths, score_tokens
 from chunkrt.errors import ConfigError
-from chunkrt.evaluation.base import Base
-from chunkrt.evaluation.logits import divergences, logit_pieces
+from chunkrt.evaluation.base import Base, divergences, logit_pieces
 
 
 @dataclass(frozen=True, kw_only=True)

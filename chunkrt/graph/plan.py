@@ -16,6 +16,7 @@ A shape consists of integers and these symbols:
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -27,6 +28,7 @@ import msgspec
 from chunkrt.errors import ConfigError, ModelError, UnsupportedModelError
 from chunkrt.files import check_keys, parse_json
 from chunkrt.graph.flow import Flow
+from chunkrt.html_tables import html_table
 
 Device = Literal["npu", "cpu", "link"]
 """Devices of subgraphs. The subgraphs of the link are sums over ranks."""
@@ -51,7 +53,7 @@ ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
 """Operators of chunkrt's domain: attention over a cache of rotated keys, or of keys that are rotated at every use."""
 
 KEY_FORMS = ("after RoPE", "before RoPE", "before RoPE and without their biases")
-"""Forms in which keys are cached; the last form is for int8 caches only. See `graph/key_biases.py`."""
+"""Forms in which keys are cached; the last form is for int8 caches only. See `graph/rewrites.py`."""
 
 EXPERTS_OP = "RoutedExperts"
 """Operator of chunkrt's domain: feed-forwards of which every row uses a few; inputs hidden, router_logits, gate_up [E,
@@ -211,9 +213,15 @@ class Plan:
         return 2 if any(len(node.inputs) > 7 for node in raw) else int(bool(raw))
 
     def _repr_html_(self) -> str:
-        from chunkrt.graph.plan_table import plan_html
-
-        return plan_html(self)
+        rows = []
+        for subgraph in self.subgraphs:
+            operators = Counter(node.op for node in subgraph.nodes)
+            listed = ", ".join(f"{count} {name}" if count > 1 else name for name, count in operators.items())
+            kind = "static" if subgraph.is_static else "dynamic"
+            sizes = str(len(subgraph.weights)), str(len(subgraph.state))
+            rows.append((subgraph.name, subgraph.device, kind, *sizes, listed))
+        caption = f"{self.family}, vocabulary of {self.vocab_size}, context of {self.context_length}"
+        return html_table(caption, ("subgraph", "on", "kind", "weights", "state", "operators"), rows)
 
     def with_raw_keys(self) -> Plan:
         """Return a plan of the same decoder with keys cached before RoPE and rotated at every use."""

@@ -23,11 +23,11 @@ from chunkrt.graph.static_attention import (
 from chunkrt.quant.scheme import DOWN_PROJ, HEAD, SCHEMES, Scheme
 from chunkrt.runtime.state_tensors import CACHE_DTYPES
 from chunkrt.testing.calls import UNWRITTEN, Recording
-from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
-from chunkrt.testing.error import ConformanceError
+from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, HYBRID_CONFIG, hybrid, random_decoder
 from chunkrt.testing.exact_linear import ExactLinear, exact_linears, exact_shadow
 from chunkrt.testing.executables import (
     CompiledSubgraph,
+    ConformanceError,
     check_chunks,
     check_history,
     check_repetition,
@@ -35,7 +35,6 @@ from chunkrt.testing.executables import (
     check_threads,
     check_values,
 )
-from chunkrt.testing.hybrid import HYBRID_CONFIG, hybrid
 
 UNKNOWN_OPERATOR = "OperatorThatNobodyHas"
 

@@ -1,4 +1,6 @@
-"""A small decoder with random weights, generated on the fly for `check_backend`."""
+"""Small decoders with random weights, generated on the fly for `check_backend`: one like Llama, and a hybrid with all
+kinds of layers that Llama lacks. No model has the hybrid's structure, but a backend may have to run each of its layers.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,15 @@ from chunkrt.engine_directory.weights import settle, write_weights
 from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
+from chunkrt.graph.decoders.experts import SparseMixture
+from chunkrt.graph.decoders.lfm2 import ShortConvolution
+from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
+from chunkrt.graph.decoders.qwen3_next import DeltaSizes, GatedDeltaRule
 from chunkrt.graph.modules import Module
 from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import Planned, cut_shadowed, partition
 from chunkrt.graph.plan import Plan
+from chunkrt.graph.rope import RotaryTables
 from chunkrt.quant.scheme import Scheme
 
 CONFIG: Mapping[str, Any] = {
@@ -155,3 +162,37 @@ def _llama_tensors(config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]
     if not config["tie_word_embeddings"]:
         tensors.append(("lm_head.weight", (config["vocab_size"], hidden)))
     return tensors
+
+
+HYBRID_CONFIG: Mapping[str, Any] = {
+    **CONFIG,
+    "num_hidden_layers": 3,
+    "conv_bias": True,
+    "conv_L_cache": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "sliding_window": 7,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 22,
+    "shared_expert_intermediate_size": 18,
+}
+"""Sizes that are as small and uneven as those of the Llama decoder; the window is longer than one chunk."""
+
+
+def hybrid(config: DecoderConfig) -> Module:
+    """Return a decoder with a short convolution, a gated delta rule with a mixture of experts, and windowed attention
+    with head norms.
+    """
+    rope = RotaryTables(config.inverse_frequencies, config.context_length)
+    delta_rule = GatedDeltaRule(config, DeltaSizes.of(config), is_grouped=False)
+    attention = Attention(config, rope, norm=head_norm(config), window=config.sliding_window)
+    layers = [
+        Layer(config, ShortConvolution(config), FeedForward(config)),
+        Layer(config, delta_rule, SparseMixture(config)),
+        Layer(config, attention, FeedForward(config)),
+    ]
+    return CausalDecoder(config, Body(config, rope, layers))

@@ -15,7 +15,16 @@ from chunkrt.backends.base import Array, Executable, HistoryExecutable, SegmentE
 from chunkrt.graph.plan import EXPERTS_OP, Subgraph
 from chunkrt.graph.static_attention import num_static
 from chunkrt.testing.calls import Call, PackedCall, Recording
-from chunkrt.testing.error import ConformanceError
+
+
+class ConformanceError(AssertionError):
+    """A backend broke a clause of the contract. `clause` is the name of the clause, and the message reports the
+    violation."""
+
+    def __init__(self, backend: str, clause: str, detail: str) -> None:
+        super().__init__(f"backend {backend!r} breaks the clause {clause!r}: {detail}")
+        self.clause = clause
+
 
 Results = dict[str, NDArray[np.float64]]
 

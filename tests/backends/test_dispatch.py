@@ -24,8 +24,7 @@ from chunkrt.errors import BackendError, CompileError, ConfigError, PartitionErr
 from chunkrt.graph.uses import uses
 from chunkrt.quant.arithmetic import BlockWeight, DynamicWeight, StaticWeight, quantize_rows
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.testing.decoder import random_decoder
-from chunkrt.testing.hybrid import HYBRID_CONFIG, hybrid
+from chunkrt.testing.decoder import HYBRID_CONFIG, hybrid, random_decoder
 
 DYNAMIC, FLOAT = SCHEMES["w8a8-dynamic"], SCHEMES["float"]
 FAMILIES = {"llama": "llama_gqa", "gemma3": "gemma3_window_5", "lfm2": "lfm2", "qwen3_next": "qwen3_next_experts"}

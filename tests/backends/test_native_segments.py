@@ -16,8 +16,8 @@ import chunkrt
 from chunkrt.backends.base import SegmentExecutable, SegmentOperands
 from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.errors import BackendError
-from chunkrt.graph.merging import merged_on_cpu
 from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.testing.calls import Call, Recording
 
 NUM_TOKENS, MOST_ROWS = 100, 40

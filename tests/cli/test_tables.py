@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from chunkrt.cli.tables import print_table
+from chunkrt.cli.output import print_table
 
 ROWS = [("name", "uses", "why"), ("a", "12", "one two three four five six seven"), ("bb", "3", "short")]
 WHOLE = ["name  uses  why", "a       12  one two three four five six seven", "bb       3  short"]

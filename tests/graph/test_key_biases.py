@@ -9,10 +9,10 @@ from fixture_checkpoints import checkpoint
 
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ModelError
-from chunkrt.graph.key_biases import without_key_biases
 from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import cut_shadowed, partition
 from chunkrt.graph.plan import Plan
+from chunkrt.graph.rewrites import without_key_biases
 from chunkrt.runtime.state import State
 
 EXPORTS = Path(__file__).parents[1] / "data" / "onnx"

@@ -4,8 +4,8 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.graph.merging import merged_on_cpu
 from chunkrt.graph.plan import ALONE, Plan, Ranks
+from chunkrt.graph.rewrites import merged_on_cpu
 
 NAMES = ("llama_gqa", "gemma3_window_5", "qwen3_next", "qwen3_next_experts")
 

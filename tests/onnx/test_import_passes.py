@@ -12,17 +12,13 @@ from onnx import helper, numpy_helper
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.onnx.importing.draft import Draft
 from chunkrt.onnx.importing.evaluation import Evaluator
-from chunkrt.onnx.importing.passes.activations import raise_activations
 from chunkrt.onnx.importing.passes.columns import raise_columns
-from chunkrt.onnx.importing.passes.elementwise import raise_constants
-from chunkrt.onnx.importing.passes.embedding import raise_embedding
-from chunkrt.onnx.importing.passes.feed_forward import merge_gates
-from chunkrt.onnx.importing.passes.head import pick_rows
-from chunkrt.onnx.importing.passes.identities import drop_identities
+from chunkrt.onnx.importing.passes.elementwise import drop_identities, raise_activations, raise_constants
+from chunkrt.onnx.importing.passes.embedding_and_head import pick_rows, raise_embedding
 from chunkrt.onnx.importing.passes.integer_linears import raise_integer_linears
 from chunkrt.onnx.importing.passes.linears import raise_linears
 from chunkrt.onnx.importing.passes.norms import raise_head_norms, raise_norms
-from chunkrt.onnx.importing.passes.pruning import prune
+from chunkrt.onnx.importing.projections import merge_gates
 from chunkrt.onnx.importing.signature import Signature
 from chunkrt.onnx.importing.source import OnnxSource
 from chunkrt.onnx.importing.tensors import FloatTensor, dequantised_tensor, n_bits_tensor
@@ -53,7 +49,7 @@ def draft_of(body, **constants):
 def run(draft, *passes):
     for one_pass in passes:
         one_pass(draft)
-    prune(draft)
+    draft.prune()
     return [node.op_type for node in draft.graph]
 
 

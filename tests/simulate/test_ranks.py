@@ -18,7 +18,7 @@ from trace_checker import CheckedTrace
 from chunkrt.cli import cli
 from chunkrt.compile.compiler import compile_checkpoint
 from chunkrt.errors import ConfigError
-from chunkrt.graph.flops import node_flops
+from chunkrt.graph.operators import node_flops
 from chunkrt.graph.plan import ATTENTION_OPS, Plan, Ranks, Tensor
 from chunkrt.quant.scheme import Recipe, find_scheme
 from chunkrt.runtime.policy import find_policy

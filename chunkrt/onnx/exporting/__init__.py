@@ -2,13 +2,12 @@
 dynamic form, or the static subgraphs of a plan."""
 
 from chunkrt.onnx.exporting.beside import check_beside, tokenizer_files, write_beside
-from chunkrt.onnx.exporting.dynamic import dynamic_model
+from chunkrt.onnx.exporting.forms import dynamic_model, window_model
 from chunkrt.onnx.exporting.genai import genai_config
 from chunkrt.onnx.exporting.save import check_output, model_files, save_model
 from chunkrt.onnx.exporting.settings import DynamicSettings, SubgraphSettings, WindowSettings
 from chunkrt.onnx.exporting.subgraphs import check_subgraph_outputs, save_static_subgraphs
 from chunkrt.onnx.exporting.verification import check_float16
-from chunkrt.onnx.exporting.window import window_model
 
 __all__ = [
     "DynamicSettings",

@@ -9,11 +9,10 @@ import numpy as np
 import onnx_ir as ir
 
 from chunkrt.graph.plan import DOMAIN
-from chunkrt.onnx.importing.draft import Draft, Weight, float_attribute, producer
+from chunkrt.onnx.importing.draft import Draft, Weight, float_attribute, producer, width
 from chunkrt.onnx.importing.evaluation import decimal
 from chunkrt.onnx.importing.passes.rotary import Tables
 from chunkrt.onnx.importing.projections import find_projection, merge
-from chunkrt.onnx.importing.widths import width
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,9 @@ import numpy as np
 import onnx_ir as ir
 
 from chunkrt.graph.modules import Float32, Parameter
-from chunkrt.onnx.importing.draft import Draft, int_attribute
+from chunkrt.onnx.importing.draft import Draft, int_attribute, width
 from chunkrt.onnx.importing.names import Place
 from chunkrt.onnx.importing.replay import ON_CPU, OPERATORS, ReplayedDecoder, Step
-from chunkrt.onnx.importing.widths import width
 
 WEIGHTS = {
     ("Add", 1): ("", "bias"),

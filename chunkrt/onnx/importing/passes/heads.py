@@ -7,9 +7,8 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from chunkrt.graph.plan import DOMAIN
-from chunkrt.onnx.importing.draft import Draft, Weight, float_attribute, producer
+from chunkrt.onnx.importing.draft import Draft, Weight, float_attribute, producer, width
 from chunkrt.onnx.importing.passes.rotary import Tables, take_off
-from chunkrt.onnx.importing.widths import width
 
 BY_HEAD = (0, 2, 1, 3)
 """The permutation from [batch, T, heads, D] to [batch, heads, T, D], which is its own inverse."""

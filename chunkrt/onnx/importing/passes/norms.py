@@ -6,9 +6,17 @@ import onnx_ir as ir
 
 from chunkrt.graph.plan import DOMAIN
 from chunkrt.onnx.importing.constants import row
-from chunkrt.onnx.importing.draft import CONTRIB, Draft, Weight, float_attribute, input_of, int_attribute, producer
+from chunkrt.onnx.importing.draft import (
+    CONTRIB,
+    Draft,
+    Weight,
+    float_attribute,
+    input_of,
+    int_attribute,
+    producer,
+    width,
+)
 from chunkrt.onnx.importing.evaluation import decimal
-from chunkrt.onnx.importing.widths import width
 
 PLAIN = (("", "SimplifiedLayerNormalization"), (CONTRIB, "SimplifiedLayerNormalization"), ("", "RMSNormalization"))
 SKIP = (CONTRIB, "SkipSimplifiedLayerNormalization")
