@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import click
 
 from chunkrt.cli.bench_parallel import MOST_SEQUENCES, measure_parallel
-from chunkrt.cli.bench_rows import FORMATS, Setup
+from chunkrt.cli.bench_rows import FORMATS, BenchSetup
 from chunkrt.cli.bench_tests import Case, measure
 from chunkrt.cli.command import GroupedCommand, ModelName, option, revision_option, with_revision
 from chunkrt.cli.numbers import read_numbers
@@ -178,7 +178,7 @@ def bench(
         prompt=None if prompt_file is None else read_text(prompt_file),
     )
     budgets = [None] if threads is None else read_numbers("--threads", str(threads), least=1)
-    rows: list[Setup] = []
+    rows: list[BenchSetup] = []
     with written_trace(trace, ", ".join(names)) as records:
         for name, budget in itertools.product(names, budgets):
             with open_engine(name, {**measured(settings), "threads": budget}) as engine, ShownProgress() as progress:
@@ -202,7 +202,7 @@ class _Measured(NamedTuple):
 
     name: str
     num_tokens: int
-    measure: Callable[[Engine, str, int, list[RunRecord] | None], Setup]
+    measure: Callable[[Engine, str, int, list[RunRecord] | None], BenchSetup]
 
 
 class _Asked(NamedTuple):

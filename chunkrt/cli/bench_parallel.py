@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from chunkrt.cli.bench_rows import Setup, deviation, repeat, setup_of
+from chunkrt.cli.bench_rows import BenchSetup, deviation, repeat, setup_of
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
 from chunkrt.runtime.record import RunRecord
@@ -21,7 +21,7 @@ MOST_SEQUENCES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelRow(Setup):
+class ParallelRow(BenchSetup):
     """One test: `pl` sequences prefill a prompt of `pp` tokens each, then decode `tg` tokens each.
 
     Fields have the names of llama-batched-bench's JSON lines (`pl` is column B of its table). All are means over the
@@ -52,7 +52,7 @@ class ParallelRow(Setup):
     samples_tg_ns: list[int]
 
     def cells(self) -> dict[str, str]:
-        """Return the columns of llama-batched-bench's table, after the columns of `Setup`."""
+        """Return the columns of llama-batched-bench's table, after the columns of `BenchSetup`."""
         return super().cells() | {
             "PP": str(self.pp),
             "TG": str(self.tg),

@@ -19,7 +19,7 @@ WIDTH = 80
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class BenchSetup:
     """Columns that describe the model and its settings in every row."""
 
     model: str
@@ -40,7 +40,7 @@ class Setup:
 
 
 def setup_of(engine: Engine, model: str) -> dict[str, Any]:
-    """Return the fields of `Setup`."""
+    """Return the fields of `BenchSetup`."""
     return {
         "model": model,
         "backend": engine.npu_backend.name,
@@ -62,7 +62,7 @@ def deviation(speeds: Sequence[float]) -> float:
     return statistics.stdev(speeds) if len(speeds) > 1 else 0.0
 
 
-def _markdown(rows: Sequence[Setup]) -> str:
+def _markdown(rows: Sequence[BenchSetup]) -> str:
     """Return a Markdown table; if it is too wide, columns with one value are moved to a line above it."""
     heads = list(rows[0].cells())
     table = [[row.cells().get(head, "-") for head in heads] for row in rows]
@@ -88,15 +88,15 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], texts: set[str])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def _json(rows: Sequence[Setup]) -> str:
+def _json(rows: Sequence[BenchSetup]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=1) + "\n"
 
 
-def _json_lines(rows: Sequence[Setup]) -> str:
+def _json_lines(rows: Sequence[BenchSetup]) -> str:
     return "".join(json.dumps(asdict(row)) + "\n" for row in rows)
 
 
-def _csv(rows: Sequence[Setup]) -> str:
+def _csv(rows: Sequence[BenchSetup]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, [f.name for f in fields(rows[0])], lineterminator="\n")
     writer.writeheader()
@@ -106,7 +106,7 @@ def _csv(rows: Sequence[Setup]) -> str:
     return text.getvalue()
 
 
-def _sql(rows: Sequence[Setup]) -> str:
+def _sql(rows: Sequence[BenchSetup]) -> str:
     """Return SQL that creates llama-bench's table and inserts the rows; lists become text."""
     columns = [(f.name, getattr(rows[0], f.name)) for f in fields(rows[0])]
     kinds = {bool: "INTEGER", int: "INTEGER", float: "REAL"}
@@ -129,7 +129,7 @@ def _literal(value: Any) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-FORMATS: dict[str, Callable[[Sequence[Setup]], str]] = {
+FORMATS: dict[str, Callable[[Sequence[BenchSetup]], str]] = {
     "md": _markdown,
     "json": _json,
     "jsonl": _json_lines,

@@ -14,7 +14,7 @@ import psutil
 
 from chunkrt import __version__
 from chunkrt.backends.native.cpu import cpu_info
-from chunkrt.cli.bench_rows import Setup, deviation, repeat, setup_of
+from chunkrt.cli.bench_rows import BenchSetup, deviation, repeat, setup_of
 from chunkrt.engine.engine import Engine
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.runtime.record import RunRecord
@@ -97,7 +97,7 @@ class LlamaBench:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(LlamaBench, Setup):
+class TestRow(LlamaBench, BenchSetup):
     """Result of one test.
 
     Attributes:
@@ -133,7 +133,7 @@ def measure(
     repetitions: int,
     records: list[RunRecord] | None,
     prompt: list[int] | None = None,
-) -> Row:
+) -> TestRow:
     """Run a test `repetitions` times, after one warm-up run; append the last run's records to `records`.
 
     Args:
@@ -165,7 +165,7 @@ def measure(
     rates = [(test.n_prompt + test.n_gen) / (ns / 1e9) for ns in samples_ns]
     busy = utilisation([event for record in ran for event in record.events], ran[0].pipeline.stages)
     has_npu = engine.npu_backend.concurrency is not None
-    return Row(
+    return TestRow(
         **setup_of(engine, model),
         **_llama_bench(engine, model),
         test=test.name,

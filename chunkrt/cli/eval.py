@@ -22,9 +22,9 @@ from chunkrt.evaluation import hellaswag, lambada
 from chunkrt.evaluation.base import Base, base_options, check_base
 from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, LayersRun, evaluate_layers
 from chunkrt.evaluation.layers_picture import draw_layers
-from chunkrt.evaluation.report import BaseRun, Report, Run, TaskRun, TextRun
+from chunkrt.evaluation.report import BaseRun, EvaluationRun, Report, TaskRun, TextRun
 from chunkrt.evaluation.text import evaluate_text
-from chunkrt.evaluation.windows import DEFAULT_NUM_WINDOWS, DEFAULT_WINDOW_LENGTH, Part, cut_windows, spread
+from chunkrt.evaluation.windows import DEFAULT_NUM_WINDOWS, DEFAULT_WINDOW_LENGTH, TextPart, cut_windows, spread
 from chunkrt.files import Progress
 from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
@@ -170,9 +170,9 @@ def eval(
             f"{model} is compiled and holds no float weights for --per-layer; give the checkpoint that "
             "it was made from, with the same options"
         )
-    text = _Text(
+    text = _TextOptions(
         path=text_file,
-        part=Part.parse(part),
+        part=TextPart.parse(part),
         window_length=window_length,
         windows=_number(windows),
         base_model=base_model or model,
@@ -198,7 +198,11 @@ def eval(
             words = lambada.evaluate(engine, lambada_items, partial(progress, "LAMBADA"))
             lambada_run = TaskRun(file=str(lambada_file), figures=words)
         report = Report(
-            run=Run.of(engine, model), text=text_run, layers=layers_run, hellaswag=hellaswag_run, lambada=lambada_run
+            run=EvaluationRun.of(engine, model),
+            text=text_run,
+            layers=layers_run,
+            hellaswag=hellaswag_run,
+            lambada=lambada_run,
         )
     if layers_run and picture:
         draw_layers(
@@ -208,11 +212,11 @@ def eval(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Text:
+class _TextOptions:
     """Options on the text. Lengths and `windows` are None for their defaults; `cache_limit` is in bytes."""
 
     path: Path | None
-    part: Part
+    part: TextPart
     window_length: int | None
     windows: int | Literal["all"] | None
     base_model: str

@@ -22,7 +22,7 @@ from chunkrt.engine.roles import supports_by_role
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class OperatorRow:
     """An operator on a role ("npu", "cpu" or "session"), with the fields of its `Runner`."""
 
     operator: str
@@ -53,7 +53,7 @@ def ops(model: str, as_json: bool, size: int | None, rank: int | None, **setting
     dispatcher = Dispatcher(plan, scheme, registry, switches, default=default_base(options.npu))
     players = supports_by_role(options, scheme)
     supports, roles = dict(players.values()), {device: name for device, (name, _) in players.items()}
-    counts: Counter[Row] = Counter()
+    counts: Counter[OperatorRow] = Counter()
     for subgraph in plan.subgraphs:
         backend = roles.get(subgraph.device, subgraph.device)
         for section in dispatcher.sections(subgraph, backend):
@@ -72,14 +72,14 @@ def ops(model: str, as_json: bool, size: int | None, rank: int | None, **setting
         )
 
 
-def _rows(runner: Runner, role: str, dispatcher: Dispatcher) -> Iterator[Row]:
+def _rows(runner: Runner, role: str, dispatcher: Dispatcher) -> Iterator[OperatorRow]:
     """Return the operator and its parts, which it calls or which are fused into it."""
     yield _row(runner, role)
     for part in dispatcher.part_names(runner.operator):
         if part in runner.parts:
             yield _row(runner.parts[part], role)
         else:
-            yield Row(
+            yield OperatorRow(
                 operator=part,
                 role=role,
                 runs_on=runner.runs_on,
@@ -88,10 +88,10 @@ def _rows(runner: Runner, role: str, dispatcher: Dispatcher) -> Iterator[Row]:
             )
 
 
-def _row(runner: Runner, role: str) -> Row:
+def _row(runner: Runner, role: str) -> OperatorRow:
     reason = in_flags(runner.reason)
-    return Row(operator=runner.operator, role=role, runs_on=runner.runs_on, origin=runner.origin, reason=reason)
+    return OperatorRow(operator=runner.operator, role=role, runs_on=runner.runs_on, origin=runner.origin, reason=reason)
 
 
-def _cells(row: Row, num_uses: int) -> tuple[str, ...]:
+def _cells(row: OperatorRow, num_uses: int) -> tuple[str, ...]:
     return row.operator, str(num_uses), row.role, row.runs_on, row.origin, row.reason

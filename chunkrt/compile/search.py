@@ -80,7 +80,7 @@ class LinearChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class FrontierPoint:
     """One measured scheme along a search's order: its share of multiply-adds with 8-bit activations, numbers of shadows
     and of linears with 4-bit weights, and its loss.
     """
@@ -101,7 +101,7 @@ class Choice:
     budget: float
     loss: Loss
     linears: Sequence[LinearChoice]
-    frontier: Sequence[Point]
+    frontier: Sequence[FrontierPoint]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choice as a dictionary for JSON."""
@@ -115,7 +115,7 @@ class Choice:
             budget=data["budget"],
             loss=Loss(**data["loss"]),
             linears=[LinearChoice(**linear) for linear in data["linears"]],
-            frontier=[Point(**point) for point in data["frontier"]],
+            frontier=[FrontierPoint(**point) for point in data["frontier"]],
         )
 
 
@@ -337,10 +337,10 @@ class _Search:
             shadow_multiply_adds=has_shadow * SHADOW_SHARE * depth * columns,
         )
 
-    def _point(self, scheme: Scheme, loss: Loss) -> Point:
+    def _point(self, scheme: Scheme, loss: Loss) -> FrontierPoint:
         sizes = self._losses.multiply_adds
         narrow = sum(size for name, size in sizes.items() if scheme.activation_bits_of(name) == 8)
-        return Point(
+        return FrontierPoint(
             share_in_8_bits=narrow / sum(sizes.values()),
             num_shadows=sum(scheme.is_shadowed(name) for name in sizes),
             num_with_4_bits=sum(scheme.weight_bits_of(name) == 4 for name in sizes),

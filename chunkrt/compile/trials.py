@@ -77,8 +77,8 @@ class Losses:
             for node in s.nodes
             if node.op == "MatMul" and node.inputs[1] in self.linears
         }
-        self._windows = [_Window(plan, weights, tokens) for tokens in windows]
-        self._for_each_window(_Window.keep)
+        self._windows = [_TrialWindow(plan, weights, tokens) for tokens in windows]
+        self._for_each_window(_TrialWindow.keep)
 
     @cached_property
     def multiply_adds(self) -> dict[str, int]:
@@ -122,7 +122,7 @@ class Losses:
             )
         return Loss(kl=float(kl.mean()), perplexity_ratio=float(np.exp(surprise.mean())))
 
-    def _for_each_window(self, task: Callable[[_Window], Result]) -> list[Result]:
+    def _for_each_window(self, task: Callable[[_TrialWindow], Result]) -> list[Result]:
         with threadpool_limits(1, "blas"), ThreadPoolExecutor(len(self._windows)) as pool:
             return list(pool.map(task, self._windows))
 
@@ -177,7 +177,7 @@ class RoundedLinears:
         return self._quantized[name, storage]
 
 
-class _Window:
+class _TrialWindow:
     """Consecutive tokens, and the inputs of every subgraph for them in the float run."""
 
     def __init__(self, plan: Plan, weights: Mapping[str, Float32], token_ids: TokenIds) -> None:

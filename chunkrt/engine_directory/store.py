@@ -67,7 +67,7 @@ _DTYPES = {code: np.dtype(name) for name, code in CODES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class StoredArray:
     """One array to be stored. `logical_shape` is [K, N] for a packed linear and [E, K, N] for packed experts; otherwise
     it equals `shape`."""
 
@@ -119,7 +119,7 @@ class WeightStore:
         if self._mapped is not None and sys.platform != "win32":
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
-    def check(self, entries: Iterable[Entry]) -> None:
+    def check(self, entries: Iterable[StoredArray]) -> None:
         """Compare the stored arrays with the expected ones.
 
         Raises:

@@ -135,7 +135,7 @@ def evaluate_layers(
     tokens = [np.array(window, np.int64) for window in windows]
     in_float: list[Mapping[str, Any]] = [first_values(ids, np.arange(0, len(ids), LOSS_EVERY)) for ids in tokens]
     rounded = list(in_float)
-    found = _Found(plan, scheme)
+    found = _LayerSums(plan, scheme)
     for index, subgraph in enumerate(plan.subgraphs):
         progress(index, len(plan.subgraphs))
         weights = {name: load(name) for name in subgraph.weights}
@@ -181,7 +181,7 @@ class _Seen:
     num_beyond: int = 0
 
 
-class _Found:
+class _LayerSums:
     """Results so far."""
 
     def __init__(self, plan: Plan, scheme: Scheme) -> None:
@@ -214,7 +214,7 @@ class _Found:
 class _Runs:
     """Functions that compute a node of one subgraph in the two runs. For each window, `in_float` is called first."""
 
-    def __init__(self, found: _Found, linears: RoundedLinears) -> None:
+    def __init__(self, found: _LayerSums, linears: RoundedLinears) -> None:
         self._found = found
         self._linears = linears
         self._residuals: dict[int, Float32] = {}

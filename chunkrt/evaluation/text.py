@@ -73,7 +73,7 @@ def evaluate_text(
             f"the base {base.model} has a vocabulary of {base.vocab_size}, the model has one of "
             f"{engine.plan.vocab_size}; choose a base with the same tokens"
         )
-    found = _Found()
+    found = _TokenSums()
     for done, window in enumerate(windows):
         progress(done, len(windows))
         _evaluate_window(engine, window, base, found)
@@ -81,7 +81,7 @@ def evaluate_text(
     return found.figures(has_base=base is not None)
 
 
-class _Found:
+class _TokenSums:
     """Sums over the tokens scored so far."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class _Found:
         )
 
 
-def _evaluate_window(engine: Engine, window: Sequence[int], base: Base | None, found: _Found) -> None:
+def _evaluate_window(engine: Engine, window: Sequence[int], base: Base | None, found: _TokenSums) -> None:
     lengths = piece_lengths(len(window) - 1, engine.plan.vocab_size, engine.chunk_length)
     following, start = np.array(window[1:], np.int64), 0
     base_pieces = base.pieces(window, lengths) if base else repeat(None)

@@ -13,17 +13,17 @@ DEFAULT_NUM_WINDOWS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TextPart:
     """One of `count` equal parts of a text, by tokens. `index` counts from 1."""
 
     index: int = 1
     count: int = 1
 
     @staticmethod
-    def parse(text: str) -> Part:
+    def parse(text: str) -> TextPart:
         """Parse "2/3". Raise ConfigError if the text is malformed or the part does not exist."""
         found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-        part = Part(index=int(found[1]), count=int(found[2])) if found else None
+        part = TextPart(index=int(found[1]), count=int(found[2])) if found else None
         if part is None or not 1 <= part.index <= part.count:
             raise ConfigError(f"the part is {text!r}, expected K/N with K from 1 to N, as in 2/2 for the second half")
         return part

