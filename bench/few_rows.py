@@ -21,7 +21,7 @@ import numpy as np
 from chunkrt._native import Program, ProgramBuilder, ThreadPool
 from chunkrt.backends.base import SegmentExecutable, SegmentOperands
 from chunkrt.backends.native.backend import NativeBackend
-from chunkrt.cli.options import engine_options, measured, open_engine
+from chunkrt.cli.shared_options import engine_options, measured, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.graph.plan import linear_nodes
 from chunkrt.graph.rewrites import merged_on_cpu

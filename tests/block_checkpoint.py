@@ -5,7 +5,7 @@ from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import Planned, partition
 from chunkrt.quant.arithmetic import quantize_to_blocks
-from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, RandomCheckpoint
+from chunkrt.testing.random_decoders import CONFIG_IN_BLOCKS, RandomCheckpoint
 
 
 class BlockCheckpoint(RandomCheckpoint):

@@ -9,7 +9,7 @@ from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import resolve
 from chunkrt.quant.equalisation import equalise
 from chunkrt.quant.rotation import rotation
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 TOKENS = np.random.default_rng(3).integers(0, 61, 24)
 LAYER = "model.layers.0"

@@ -13,7 +13,7 @@ from fixture_checkpoints import NAMES, checkpoint
 
 from chunkrt import plugins
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.compile.support import check_support
+from chunkrt.compile.support_report import check_support
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph import decoders, ops
 from chunkrt.graph.decoders.llama import llama

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 import chunkrt
 from chunkrt import backends, plugins
 from chunkrt.backends import Support
-from chunkrt.backends.qnn.support import npu_support
+from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.cli import doctor

@@ -21,8 +21,7 @@ from threading import Lock
 from typing import Any
 
 from chunkrt.backends.base import Backend, Executable, Support
-from chunkrt.backends.functions import FunctionExecutable
-from chunkrt.backends.operands import Prepare, constants, prepare_weight, prepared
+from chunkrt.backends.function_executable import FunctionExecutable, Prepare, constants, prepare_weight, prepared
 from chunkrt.backends.registry import (
     NATIVE,
     NPU,
@@ -338,7 +337,7 @@ def _load() -> None:
     from chunkrt.backends.onnx import lowering  # noqa: F401
 
     try:
-        from chunkrt.backends.native import operators as _  # noqa: F401
+        from chunkrt.backends.native import emission as _  # noqa: F401
     except ImportError as error:
         log.info("the native kernels are not built (%s): no operator has a native form", error)
     load_operators(operators)

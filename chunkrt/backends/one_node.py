@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from chunkrt.backends.dispatch import registered_operators
-from chunkrt.backends.functions import function_name
+from chunkrt.backends.function_executable import function_name
 from chunkrt.backends.registry import REFERENCE, Implementation, OperatorRegistry, qualified
 from chunkrt.errors import BackendError, ChunkrtError, PartitionError
 from chunkrt.graph.plan import Node

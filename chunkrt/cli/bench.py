@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import click
 
 from chunkrt.cli.bench_parallel import MOST_SEQUENCES, measure_parallel
-from chunkrt.cli.bench_rows import FORMATS, BenchSetup
-from chunkrt.cli.bench_tests import Case, measure
+from chunkrt.cli.bench_tests import FORMATS, BenchSetup, Case, measure
 from chunkrt.cli.command import GroupedCommand, ModelName, option, revision_option, with_revision
 from chunkrt.cli.numbers import read_numbers
-from chunkrt.cli.options import engine_options_but, measured, open_engine, trace_option, written_trace
 from chunkrt.cli.plots import draw_bench
 from chunkrt.cli.prompts import read_text
+from chunkrt.cli.shared_options import engine_options_but, measured, open_engine, trace_option, written_trace
 from chunkrt.engine.engine import Engine
 from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable, written_aside

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from chunkrt.cli.bench_rows import BenchSetup, deviation, repeat, setup_of
+from chunkrt.cli.bench_tests import BenchSetup, deviation, repeat, setup_of
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
 from chunkrt.runtime.record import RunRecord

@@ -11,7 +11,7 @@ import click
 import numpy as np
 
 from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, verbose_option
+from chunkrt.cli.shared_options import QUANTISATION_FIELDS, engine_fields, verbose_option
 from chunkrt.compile.calibrate import DEFAULT_NUM_TOKENS, cached_calibration, calibration_tokens, shipped_text
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.search import Choice, cached_choice
@@ -22,8 +22,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable
 from chunkrt.graph.plan import Node, Plan, linear_nodes
 from chunkrt.progress import ShownProgress
-from chunkrt.quant.calibration import Calibration
-from chunkrt.quant.ranges import METHODS, Method
+from chunkrt.quant.calibration import METHODS, Calibration, Method
 from chunkrt.quant.residual_scaling import ResidualScaling, residual_scaling
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME
 

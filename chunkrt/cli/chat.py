@@ -8,8 +8,8 @@ import click
 
 from chunkrt.cli.command import GroupedCommand, model_argument, option
 from chunkrt.cli.conversation import ASKS_AGAIN, LEAVES, ChatConversation
-from chunkrt.cli.generation import as_advised, generation_options, refuse_idle, split_options, stream_answer
-from chunkrt.cli.options import engine_options_but, open_engine
+from chunkrt.cli.generation_options import as_advised, generation_options, refuse_idle, split_options, stream_answer
+from chunkrt.cli.shared_options import engine_options_but, open_engine
 from chunkrt.cli.terminal import Shown, line_reader
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import Session

@@ -9,9 +9,15 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from chunkrt.backends.qnn.options import HtpOptions
+from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, refuse_without, settings_option, verbose_option
+from chunkrt.cli.shared_options import (
+    QUANTISATION_FIELDS,
+    engine_fields,
+    refuse_without,
+    settings_option,
+    verbose_option,
+)
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement

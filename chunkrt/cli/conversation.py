@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.generation import SAMPLING, Answer
+from chunkrt.cli.generation_options import SAMPLING, Answer
 from chunkrt.cli.prompts import read_messages
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.errors import ConfigError, unknown_name

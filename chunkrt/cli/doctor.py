@@ -16,7 +16,7 @@ from chunkrt import backends
 from chunkrt.backends import dispatch, qnn
 from chunkrt.checkpoints import catalogue
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand
-from chunkrt.cli.options import verbose_option
+from chunkrt.cli.shared_options import verbose_option
 from chunkrt.errors import ChunkrtError
 from chunkrt.files import bytes_below
 from chunkrt.plugins import Plugin, PluginGroup

@@ -12,16 +12,15 @@ from typing import Any, Literal
 import click
 
 from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import engine_options, open_engine
+from chunkrt.cli.shared_options import engine_options, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation import hellaswag, lambada
-from chunkrt.evaluation.base import Base, base_options, check_base
-from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, LayersRun, evaluate_layers
-from chunkrt.evaluation.layers_picture import draw_layers
+from chunkrt.evaluation.baseline import Base, base_options, check_base
+from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, LayersRun, draw_layers, evaluate_layers
 from chunkrt.evaluation.report import BaseRun, EvaluationRun, Report, TaskRun, TextRun
 from chunkrt.evaluation.text import evaluate_text
 from chunkrt.evaluation.windows import DEFAULT_NUM_WINDOWS, DEFAULT_WINDOW_LENGTH, TextPart, cut_windows, spread

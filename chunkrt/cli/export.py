@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import verbose_option
+from chunkrt.cli.shared_options import verbose_option
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from onnx_ir import Model
 
     from chunkrt.graph.partition import Planned
-    from chunkrt.onnx.exporting.beside import Files
+    from chunkrt.onnx.exporting.save import Files
 
 DEFAULT_WINDOW = 32
 LONGEST_DEFAULT_CONTEXT = 2048

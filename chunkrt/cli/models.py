@@ -12,7 +12,7 @@ from chunkrt.checkpoints.catalogue.entry import WheelSource
 from chunkrt.checkpoints.checkpoint import parts_of
 from chunkrt.checkpoints.hub import cached_models, parse_hub_id
 from chunkrt.cli.command import GroupedCommand
-from chunkrt.cli.options import verbose_option
+from chunkrt.cli.shared_options import verbose_option
 from chunkrt.engine_directory.manifest import MANIFEST
 from chunkrt.errors import ConfigError
 from chunkrt.files import only_writer, read_json

@@ -13,9 +13,9 @@ import click
 from chunkrt.backends.dispatch import Dispatcher, Runner, check_switches, default_base, registered_operators
 from chunkrt.backends.switches import Switches
 from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import planning_options, ranks_options
 from chunkrt.cli.output import in_flags, print_table
 from chunkrt.cli.plan import chosen_ranks, placement_of, read_model
+from chunkrt.cli.shared_options import planning_options, ranks_options
 from chunkrt.engine.capability import plan_by_capability
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import supports_by_role

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import planning_options, ranks_options
 from chunkrt.cli.output import in_flags
+from chunkrt.cli.shared_options import planning_options, ranks_options
 from chunkrt.engine.capability import Moved, plan_by_capability, told
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
 from chunkrt.engine.npu_attention import near_plans
@@ -185,7 +185,7 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
 
 
 def _save_onnx(model: str, options: EngineOptions, folder: Path, ranks: Ranks) -> None:
-    from chunkrt.backends.onnx.scheme import save_subgraphs
+    from chunkrt.backends.onnx.scheme_models import save_subgraphs
 
     with ShownProgress() as progress:
         engine = engine_folder(model, options, progress, ranks)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from chunkrt.cli.bench_parallel import ParallelRow
-from chunkrt.cli.bench_rows import BenchSetup
-from chunkrt.cli.bench_tests import TestRow
+from chunkrt.cli.bench_tests import BenchSetup, TestRow
 from chunkrt.pictures import Panel, PlotPoint, draw_panels
 from chunkrt.simulate import Simulation
 from chunkrt.simulate.tune import Tuned

@@ -18,7 +18,7 @@ import psutil
 
 from chunkrt.backends.qnn import QnnBackend
 from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import engine_options, measured, open_engine
+from chunkrt.cli.shared_options import engine_options, measured, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError

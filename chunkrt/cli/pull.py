@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.hub import fetch_model, parse_hub_id
 from chunkrt.cli.command import GroupedCommand
-from chunkrt.cli.options import verbose_option
+from chunkrt.cli.shared_options import verbose_option
 
 
 @click.command(cls=GroupedCommand)

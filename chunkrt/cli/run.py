@@ -11,9 +11,9 @@ import click
 
 from chunkrt.cli.batch import answer_prompts
 from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.generation import generation_options, refuse_idle, split_options, stream_answer
-from chunkrt.cli.options import engine_options, open_engine, refuse_without, trace_option, written_trace
+from chunkrt.cli.generation_options import generation_options, refuse_idle, split_options, stream_answer
 from chunkrt.cli.prompts import read_prompt, read_prompts
+from chunkrt.cli.shared_options import engine_options, open_engine, refuse_without, trace_option, written_trace
 
 
 @click.command(

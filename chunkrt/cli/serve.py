@@ -12,8 +12,8 @@ from typing import Any, Literal
 import click
 
 from chunkrt.cli.command import GroupedCommand, option
-from chunkrt.cli.generation import template_option
-from chunkrt.cli.options import engine_options, open_engine
+from chunkrt.cli.generation_options import template_option
+from chunkrt.cli.shared_options import engine_options, open_engine
 from chunkrt.errors import ConfigError
 from chunkrt.files import read_text
 

@@ -11,11 +11,11 @@ from typing import Any, get_args
 import click
 
 from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import engine_fields, refuse_without, verbose_option
 from chunkrt.cli.output import print_table
 from chunkrt.cli.plan import read_model
 from chunkrt.cli.plots import draw_simulations
-from chunkrt.cli.serving import ServingOptions, simulate_served
+from chunkrt.cli.shared_options import engine_fields, refuse_without, verbose_option
+from chunkrt.cli.simulated_serving import ServingOptions, simulate_served
 from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import AttentionOn, EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory

@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import read_size, verbose_option
 from chunkrt.cli.plots import draw_tuned
+from chunkrt.cli.shared_options import read_size, verbose_option
 from chunkrt.errors import ConfigError
 from chunkrt.files import written_aside
 from chunkrt.graph.placement import read_placement

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.backends.functions import read_only
+from chunkrt.backends.function_executable import read_only
 from chunkrt.backends.one_node import run_operator
 from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.source import weights_digest
@@ -26,10 +26,9 @@ from chunkrt.engine_directory.content import cache_key, keyed_path
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.files import Count, cached_entry
 from chunkrt.graph.plan import Node, Plan, Subgraph, linear_nodes, resolve
-from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
+from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, Method, Range, num_hot_channels
 from chunkrt.quant.equalisation import MOST_FOR_PRODUCTS, equalise
 from chunkrt.quant.folding import Folding
-from chunkrt.quant.ranges import Method, Range
 from chunkrt.quant.rotation import rotation
 from chunkrt.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.engine.engine import Engine
-from chunkrt.evaluation.tasks import Accuracy, encode_item, read_items, score_items, text_of
+from chunkrt.evaluation.scored_items import Accuracy, encode_item, read_items, score_items, text_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from chunkrt.engine.engine import Engine
-from chunkrt.evaluation.base import Base
+from chunkrt.evaluation.baseline import Base
 from chunkrt.evaluation.hellaswag import HellaSwagFigures
 from chunkrt.evaluation.lambada import LambadaFigures
 from chunkrt.evaluation.layers import LayersRun
-from chunkrt.evaluation.tasks import Accuracy
+from chunkrt.evaluation.scored_items import Accuracy
 from chunkrt.evaluation.text import TextFigures
 
 Figures = TypeVar("Figures")

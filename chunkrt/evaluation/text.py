@@ -15,7 +15,7 @@ import numpy as np
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.scoring import Float64, piece_lengths, score_tokens
 from chunkrt.errors import ConfigError
-from chunkrt.evaluation.base import Base, divergences, logit_pieces
+from chunkrt.evaluation.baseline import Base, divergences, logit_pieces
 
 
 @dataclass(frozen=True, kw_only=True)

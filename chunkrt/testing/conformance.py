@@ -23,7 +23,6 @@ from chunkrt.graph.static_attention import (
 from chunkrt.quant.scheme import DOWN_PROJ, HEAD, SCHEMES, Scheme
 from chunkrt.runtime.state_tensors import CACHE_DTYPES
 from chunkrt.testing.calls import UNWRITTEN, Recording
-from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, HYBRID_CONFIG, hybrid, random_decoder
 from chunkrt.testing.exact_linear import ExactLinear, exact_linears, exact_shadow
 from chunkrt.testing.executables import (
     CompiledSubgraph,
@@ -35,6 +34,7 @@ from chunkrt.testing.executables import (
     check_threads,
     check_values,
 )
+from chunkrt.testing.random_decoders import CONFIG, CONFIG_IN_BLOCKS, HYBRID_CONFIG, hybrid, random_decoder
 
 UNKNOWN_OPERATOR = "OperatorThatNobodyHas"
 

@@ -12,7 +12,7 @@ from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.errors import ConfigError, PartitionError
 from chunkrt.quant.scheme import SCHEMES, find_scheme
 from chunkrt.testing import ConformanceError, check_backend, conformance
-from chunkrt.testing.decoder import random_decoder
+from chunkrt.testing.random_decoders import random_decoder
 
 
 @pytest.mark.sampled(every=3)

@@ -13,7 +13,7 @@ from fixture_checkpoints import checkpoint, expected_logits, input_ids
 import chunkrt
 from chunkrt.backends import dispatch, make_backend
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
-from chunkrt.backends.functions import FunctionExecutable
+from chunkrt.backends.function_executable import FunctionExecutable
 from chunkrt.backends.native.backend import NativeExecutable
 from chunkrt.backends.reference import _routed_experts, rotate_half
 from chunkrt.backends.registry import OWN_DEVICES
@@ -24,7 +24,7 @@ from chunkrt.errors import BackendError, CompileError, ConfigError, PartitionErr
 from chunkrt.graph.uses import uses
 from chunkrt.quant.arithmetic import BlockWeight, DynamicWeight, StaticWeight, quantize_rows
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.testing.decoder import HYBRID_CONFIG, hybrid, random_decoder
+from chunkrt.testing.random_decoders import HYBRID_CONFIG, hybrid, random_decoder
 
 DYNAMIC, FLOAT = SCHEMES["w8a8-dynamic"], SCHEMES["float"]
 FAMILIES = {"llama": "llama_gqa", "gemma3": "gemma3_window_5", "lfm2": "lfm2", "qwen3_next": "qwen3_next_experts"}

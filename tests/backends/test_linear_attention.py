@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 
 import chunkrt
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
-from chunkrt.backends.linear_attention import register
 from chunkrt.backends.onnx.functions import has_expansion
 from chunkrt.backends.onnx.onnxrt import OnnxRuntimeBackend
+from chunkrt.backends.recurrences import register
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.backends.switches import Switches
 from chunkrt.errors import ConfigError, PartitionError, UnsupportedModelError

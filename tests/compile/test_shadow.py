@@ -10,8 +10,8 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt.backends.onnx.export import to_onnx
-from chunkrt.backends.onnx.scheme import initializer_values, quantize_linears
+from chunkrt.backends.onnx.plan_models import to_onnx
+from chunkrt.backends.onnx.scheme_models import initializer_values, quantize_linears
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile import compiler
 from chunkrt.compile.calibrate import cached_calibration, calibrate
@@ -30,7 +30,7 @@ from chunkrt.graph.plan import Plan, linear_nodes
 from chunkrt.quant.calibration import num_hot_channels
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEMES, Recipe, find_scheme
 from chunkrt.simulate import find_device, simulate
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint, random_decoder
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint, random_decoder
 
 LAYER = "model.layers.0"
 QKV, O_PROJ, DOWN = (f"{LAYER}.{name}.weight" for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.down_proj"))

@@ -13,8 +13,7 @@ from ranks_in_threads import on_ranks
 
 import chunkrt
 from chunkrt.backends import make_backend
-from chunkrt.backends.communicator import ranks_of
-from chunkrt.backends.link import LinkBackend
+from chunkrt.backends.link import LinkBackend, ranks_of
 from chunkrt.checkpoints.catalogue import find, pulled
 from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.engine_directory.manifest import read_manifest
@@ -31,7 +30,7 @@ from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.run import Run
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Processor
-from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, RandomCheckpoint
+from chunkrt.testing.random_decoders import CONFIG, CONFIG_IN_BLOCKS, RandomCheckpoint
 
 TOLERANCE = 1e-4
 """Tolerance to Transformers' logits of up to about 7: float32, a few layers of sums over at most 96 products."""

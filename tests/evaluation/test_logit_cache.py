@@ -9,7 +9,7 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.errors import ConfigError
-from chunkrt.evaluation.base import Base, base_options, rounded
+from chunkrt.evaluation.baseline import Base, base_options, rounded
 from chunkrt.evaluation.logit_cache import BasePiece, LogitCache
 from chunkrt.evaluation.text import evaluate_text
 
@@ -43,7 +43,7 @@ def evaluate(engine, *, windows=WINDOWS, cache_limit=10**6, scheme="float"):
 def test_the_second_time_nothing_is_computed(engine, monkeypatch):
     first, counts = evaluate(engine)
     assert counts == (0, 3, 0)
-    monkeypatch.setattr("chunkrt.evaluation.base.Engine", None)  # not even loaded
+    monkeypatch.setattr("chunkrt.evaluation.baseline.Engine", None)  # not even loaded
     assert evaluate(engine) == (first, (3, 0, 0))
 
 

@@ -14,7 +14,7 @@ from chunkrt.engine import scoring
 from chunkrt.engine.scoring import piece_lengths, score_tokens
 from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.evaluation.base import divergences
+from chunkrt.evaluation.baseline import divergences
 from chunkrt.evaluation.text import evaluate_text
 from chunkrt.evaluation.windows import TextPart, cut_windows, spread
 

@@ -13,7 +13,7 @@ from chunkrt.runtime.tasks import Task
 from chunkrt.simulate import find_device
 from chunkrt.simulate.profile import OperatorCost
 from chunkrt.simulate.work import Chunk, ModelledWork
-from chunkrt.testing.decoder import HYBRID_CONFIG, hybrid, random_decoder
+from chunkrt.testing.random_decoders import HYBRID_CONFIG, hybrid, random_decoder
 
 WINDOW, HIDDEN, INNER, EXPERTS, TOP = 7, 36, 22, 5, 2
 ATTENDED = 4 * 10  # heads, head_dim

@@ -7,7 +7,7 @@ from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.modules import Module
 from chunkrt.graph.partition import place
 from chunkrt.graph.placement import read_placement
-from chunkrt.testing.decoder import RandomCheckpoint
+from chunkrt.testing.random_decoders import RandomCheckpoint
 
 
 @pytest.fixture

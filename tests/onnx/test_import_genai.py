@@ -15,7 +15,7 @@ from chunkrt.graph.decoders import make_decoder
 from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition
 from chunkrt.onnx.importing import import_decoder, verify
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 
 def dequantised(model):

@@ -18,7 +18,7 @@ from chunkrt.graph.decoders import make_decoder
 from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition
 from chunkrt.onnx.importing import import_decoder, verify
-from chunkrt.testing.decoder import RandomCheckpoint
+from chunkrt.testing.random_decoders import RandomCheckpoint
 
 FIXTURE = Path(__file__).parents[1] / "data" / "onnx" / "genai_qwen3_5_fp32"
 LENGTHS = (1, 31, 33, 95)

@@ -12,16 +12,14 @@ from onnx import helper, numpy_helper
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.onnx.importing.draft import Draft
 from chunkrt.onnx.importing.evaluation import Evaluator
+from chunkrt.onnx.importing.onnx_source import FloatTensor, OnnxSource, dequantised_tensor, n_bits_tensor
 from chunkrt.onnx.importing.passes.columns import raise_columns
 from chunkrt.onnx.importing.passes.elementwise import drop_identities, raise_activations, raise_constants
 from chunkrt.onnx.importing.passes.embedding_and_head import pick_rows, raise_embedding
-from chunkrt.onnx.importing.passes.integer_linears import raise_integer_linears
-from chunkrt.onnx.importing.passes.linears import raise_linears
+from chunkrt.onnx.importing.passes.linears import raise_integer_linears, raise_linears
 from chunkrt.onnx.importing.passes.norms import raise_head_norms, raise_norms
 from chunkrt.onnx.importing.projections import merge_gates
 from chunkrt.onnx.importing.signature import Signature
-from chunkrt.onnx.importing.source import OnnxSource
-from chunkrt.onnx.importing.tensors import FloatTensor, dequantised_tensor, n_bits_tensor
 
 RNG = np.random.default_rng(0)
 TABLE = RNG.standard_normal((10, 32), np.float32)

@@ -27,7 +27,7 @@ from chunkrt.errors import QuantizationError
 from chunkrt.graph.plan import linear_weights
 from chunkrt.quant.arithmetic import BlockWeight, quantize_rows, quantize_to_blocks
 from chunkrt.quant.scheme import SCHEMES, Scheme
-from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS
+from chunkrt.testing.random_decoders import CONFIG, CONFIG_IN_BLOCKS
 
 SCHEME = SCHEMES["w4a8-dynamic"]
 REAL_NAME = "smollm2-135m-instruct"

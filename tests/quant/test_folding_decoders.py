@@ -25,7 +25,7 @@ from chunkrt.graph.modules import RMSNorm
 from chunkrt.graph.ops import current_trace
 from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.plan import linear_nodes
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 
 class SandwichLayer(Layer):

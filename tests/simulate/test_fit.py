@@ -20,7 +20,7 @@ from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.state import State
 from chunkrt.simulate.fit import MOST_SESSIONS, USABLE_RAM, find_remedy, fit_plan
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint, random_decoder
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint, random_decoder
 
 GGUF = checkpoint("llama_biased_gguf")
 SM8650 = SOCS["SM8650"]

@@ -11,9 +11,9 @@ from chunkrt.errors import ConfigError
 from chunkrt.files import remove
 from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import Subgraph
-from chunkrt.onnx.exporting.decoder import emit_node, make_emitter, with_shapes
+from chunkrt.onnx.exporting.export_settings import SubgraphSettings
+from chunkrt.onnx.exporting.forms import emit_node, make_emitter, with_shapes
 from chunkrt.onnx.exporting.save import check_output, save_model
-from chunkrt.onnx.exporting.settings import SubgraphSettings
 
 SUBGRAPH_KEY = "chunkrt.subgraph"
 """Key of a model's metadata for the name of its subgraph."""

@@ -22,10 +22,9 @@ from chunkrt.graph.parallel import LinearWeight, Share
 from chunkrt.graph.plan import DOMAIN, Attribute
 from chunkrt.onnx.importing.evaluation import Evaluator
 from chunkrt.onnx.importing.masks import Masks
+from chunkrt.onnx.importing.onnx_source import OnnxSource, StoredTensor
 from chunkrt.onnx.importing.regions import Regions
 from chunkrt.onnx.importing.signature import Signature
-from chunkrt.onnx.importing.source import OnnxSource
-from chunkrt.onnx.importing.tensors import StoredTensor
 
 CONTRIB = "com.microsoft"
 

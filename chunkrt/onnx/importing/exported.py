@@ -2,7 +2,7 @@
 
 A fixed window has caches that shift and masks as inputs, so its graph does not define a decoder of any length. The plan
 from the metadata is therefore used and checked: the decoder that is made from it must yield the same plan, and
-`verification.py` compares it with the file's own graph.
+`comparison.py` compares it with the file's own graph.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from chunkrt.graph.rope import RotaryTable
 from chunkrt.graph.rotary_tables import FUNCTIONS
 from chunkrt.onnx.importing.constants import stored
 from chunkrt.onnx.importing.draft import Draft, Weight
-from chunkrt.onnx.importing.replay import OPERATORS, RecordedOperator, ReplayedDecoder
-from chunkrt.onnx.importing.tensors import transposed
+from chunkrt.onnx.importing.onnx_source import transposed
+from chunkrt.onnx.importing.recorded_decoder import OPERATORS, RecordedOperator, ReplayedDecoder
 
 PLAN_KEY, ROPE_KEY, SETTINGS_KEY = "chunkrt.plan", "chunkrt.rope", "chunkrt.export"
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from chunkrt.graph.modules import Float32, Parameter
 from chunkrt.onnx.importing.draft import Draft, int_attribute, width
 from chunkrt.onnx.importing.names import ModuleNames
-from chunkrt.onnx.importing.replay import ON_CPU, OPERATORS, RecordedOperator, ReplayedDecoder
+from chunkrt.onnx.importing.recorded_decoder import ON_CPU, OPERATORS, RecordedOperator, ReplayedDecoder
 
 WEIGHTS = {
     ("Add", 1): ("", "bias"),

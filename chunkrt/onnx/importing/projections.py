@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from chunkrt.graph.plan import DOMAIN
 from chunkrt.onnx.importing.draft import Draft, Weight, groups_of, producer, width
-from chunkrt.onnx.importing.tensors import Derived
+from chunkrt.onnx.importing.onnx_source import Derived
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.onnx.importing.settings import named_file
+from chunkrt.onnx.importing.decoder_settings import named_file
 
 MAX_ELEMENTS = 2**40
 _EXTERNAL = 1

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from chunkrt.backends.communicator import Float32, Key
+from chunkrt.backends.link import Float32, Key
 from chunkrt.errors import BackendError
 from chunkrt.graph.plan import Ranks
 from chunkrt.runtime.ranks.exchange import is_sent_whole

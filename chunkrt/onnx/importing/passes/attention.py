@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from chunkrt.onnx.importing.attention import AttentionNode, put
+from chunkrt.onnx.importing.attention_forms import AttentionNode, put
 from chunkrt.onnx.importing.draft import CONTRIB, Draft, float_attribute, input_of, int_attribute, producer, width
-from chunkrt.onnx.importing.passes.heads import results_of, rows_of
+from chunkrt.onnx.importing.passes.norms import results_of, rows_of
 from chunkrt.onnx.importing.passes.rotary import Tables, make_tables, take_off
 from chunkrt.onnx.importing.positions import check_positions, check_total, find_window
 

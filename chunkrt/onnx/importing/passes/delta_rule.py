@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from chunkrt.backends.linear_attention import linear_attention
+from chunkrt.backends.recurrences import linear_attention
 from chunkrt.graph.plan import DOMAIN
 from chunkrt.onnx.importing.constants import is_constant, numbers, row
 from chunkrt.onnx.importing.draft import (

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from chunkrt.onnx.importing.constants import is_constant, row, scalar, stored
 from chunkrt.onnx.importing.draft import CONTRIB, Draft, Weight, float_attribute, input_of
-from chunkrt.onnx.importing.tensors import Derived, Float32
+from chunkrt.onnx.importing.onnx_source import Derived, Float32
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 

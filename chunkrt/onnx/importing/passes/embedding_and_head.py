@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from chunkrt.onnx.importing.constants import is_constant, raw, stored
 from chunkrt.onnx.importing.draft import CONTRIB, Draft, Weight, input_of, int_attribute
+from chunkrt.onnx.importing.onnx_source import shape_of
 from chunkrt.onnx.importing.passes.linears import packed_matrix
-from chunkrt.onnx.importing.tensors import shape_of
 
 
 def raise_embedding(draft: Draft) -> None:

@@ -34,8 +34,8 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
 
     Ensures: inputs are the values that the subgraphs read from outside, then the caches [kv_heads, past, D] and other
     state. Outputs are the values that are read outside, then the caches with the new rows appended, and the new state.
-    Weights are initializers without values; see `backends/onnx/scheme.py`. The model contains the functions that define
-    operators of chunkrt's domain.
+    Weights are initializers without values; see `backends/onnx/scheme_models.py`. The model contains the functions that
+    define operators of chunkrt's domain.
     """
     values: dict[str, ir.Value] = {}
 

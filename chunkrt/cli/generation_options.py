@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from chunkrt.cli.command import option
-from chunkrt.cli.options import CONTEXT_FIELDS, engine_fields, refuse_without
+from chunkrt.cli.shared_options import CONTEXT_FIELDS, engine_fields, refuse_without
 from chunkrt.engine.generation import FinishReason
 from chunkrt.engine.sampling import GREEDY, SamplingOptions
 from chunkrt.engine.session import Session

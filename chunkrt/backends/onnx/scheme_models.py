@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from chunkrt.backends.onnx.export import to_onnx
 from chunkrt.backends.onnx.functions import expansion, expansions
+from chunkrt.backends.onnx.plan_models import to_onnx
 from chunkrt.backends.onnx.qdq import insert_qdq, qdq_values
 from chunkrt.checkpoints.source import BLOCK_DEPTH
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from chunkrt.backends.qnn.windowed import NEW_SUFFIX, ROWS_SUFFIX, mask_name
+from chunkrt.backends.qnn.executable import NEW_SUFFIX, ROWS_SUFFIX, mask_name
 from chunkrt.graph.plan import DOMAIN, Node
 from chunkrt.graph.static_attention import HEAD_NORM_OP, is_convolution, static_slots
 

@@ -20,8 +20,8 @@ from onnx.reference import ReferenceEvaluator
 from chunkrt.errors import QuantizationError, UnsupportedModelError
 from chunkrt.graph.partition import Planned
 from chunkrt.onnx.exporting.emitter import LARGEST_FLOAT16
+from chunkrt.onnx.exporting.export_settings import Settings, WindowSettings
 from chunkrt.onnx.exporting.forms import window_model
-from chunkrt.onnx.exporting.settings import Settings, WindowSettings
 
 NUM_ROWS = 16
 """Number of tokens in the window that is run. The cost hardly depends on it, because reading all weights takes most of

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import UnsupportedModelError
-from chunkrt.onnx.importing.decomposed.norms import Norm
-from chunkrt.onnx.importing.decomposed.rotary import Rotation, is_by_position, read_tables, rotary_dim
+from chunkrt.onnx.importing.decomposed.norm_regions import Norm
+from chunkrt.onnx.importing.decomposed.rotary_regions import Rotation, is_by_position, read_tables, rotary_dim
 from chunkrt.onnx.importing.evaluation import decimal
 from chunkrt.onnx.importing.masks import HIDDEN, MaskError, Masks, visible
 from chunkrt.onnx.importing.regions import Regions

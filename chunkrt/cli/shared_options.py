@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from chunkrt.backends import BACKENDS
-from chunkrt.backends.qnn.options import HtpOptions
+from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.cli.command import option
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.loading import load

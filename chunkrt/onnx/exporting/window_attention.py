@@ -15,8 +15,8 @@ import onnx_ir as ir
 
 from chunkrt.graph.plan import Node
 from chunkrt.onnx.exporting.emitter import BOOL, FLOAT, Emitter
-from chunkrt.onnx.exporting.operators import finish
-from chunkrt.onnx.exporting.settings import WindowSettings
+from chunkrt.onnx.exporting.export_settings import WindowSettings
+from chunkrt.onnx.exporting.lowerings import finish
 
 MASKED = -1e9
 """Term added to the scores of slots that a row does not see. It is finite, so every row has a finite largest score."""
