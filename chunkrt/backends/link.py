@@ -103,11 +103,11 @@ class LinkBackend:
             PartitionError: see `supports`.
         """
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
-        return LinkExecutable(subgraph, plan.subgraphs.index(subgraph), self._communicator)
+        return SumExecutable(subgraph, plan.subgraphs.index(subgraph), self._communicator)
 
 
 @operators.register("all_reduce", LINK, is_required=True)
-class LinkExecutable:
+class SumExecutable:
     """One sum over ranks."""
 
     fixed_length: int | None = None
@@ -127,6 +127,6 @@ class LinkExecutable:
         self.run_sum(inputs, outputs, 0)
 
     def run_sum(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], number: int) -> None:
-        """See `SumExecutable.run_sum`. Raises as `run`."""
+        """Run the sum with a serial number that is the same on all ranks (`Key.number`). Raises as `run`."""
         key = Key(self._index, int(inputs[self._position][0]), number)
         self._communicator.all_reduce(inputs[self._partial], outputs[self._sum], key=key)

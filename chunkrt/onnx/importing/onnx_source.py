@@ -5,10 +5,11 @@ The forms in which an ONNX file stores weights. All forms can be read as float32
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -33,25 +34,22 @@ def shape_of(tensor: ir.TensorProtocol) -> tuple[int, ...]:
     return tuple(int(size) for size in tensor.shape if isinstance(size, int))
 
 
-class StoredTensor(Protocol):
+class StoredTensor(ABC):
     """A weight in its file. `stored_as`: as in `TensorInfo`."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+    shape: tuple[int, ...]
+    stored_as: str
 
-    @property
-    def stored_as(self) -> str: ...
-
+    @abstractmethod
     def read(self) -> Float32:
         """Return the tensor's values; a view of the file if it stores float32."""
-        ...
 
     def read_blocks(self) -> BlockTensor | None:
         """Return the values [N, K] in blocks of 4 bits if the conversion is exact, else None."""
-        ...
+        return None
 
 
-class FloatTensor:
+class FloatTensor(StoredTensor):
     """A tensor of plain numbers: float64, float32, float16 or bfloat16."""
 
     def __init__(self, tensor: ir.TensorProtocol) -> None:
@@ -63,12 +61,8 @@ class FloatTensor:
         """See `StoredTensor`."""
         return np.asarray(self._tensor.numpy()).astype(np.float32, copy=False)
 
-    def read_blocks(self) -> BlockTensor | None:
-        """Return None."""
-        return None
 
-
-class Derived:
+class Derived(StoredTensor):
     """The result of a computation on other tensors.
 
     `stored_as` is the storage type of the underlying tensors.
@@ -83,13 +77,9 @@ class Derived:
         assert values.shape == self.shape, (values.shape, self.shape)
         return values
 
-    def read_blocks(self) -> BlockTensor | None:
-        """Return None."""
-        return None
 
-
-class Transposed:
-    """A transposed matrix."""
+class Transposed(StoredTensor):
+    """A transposed matrix. It is never in blocks, which extend along the rows of the underlying matrix."""
 
     def __init__(self, tensor: StoredTensor) -> None:
         self.tensor = tensor
@@ -98,10 +88,6 @@ class Transposed:
     def read(self) -> Float32:
         """See `StoredTensor`."""
         return self.tensor.read().T
-
-    def read_blocks(self) -> BlockTensor | None:
-        """Return None, because blocks extend along the rows of the underlying matrix."""
-        return None
 
 
 def transposed(tensor: StoredTensor) -> StoredTensor:
@@ -120,7 +106,7 @@ class Groups(NamedTuple):
     zeros: Float32
 
 
-class GroupedTensor:
+class GroupedTensor(StoredTensor):
     """A weight [N, K] of whole numbers in groups along K.
 
     Args:
@@ -132,7 +118,7 @@ class GroupedTensor:
         self.shape, self._bits, self._group, self._decode = shape, bits, group, decode
 
     @cached_property
-    def stored_as(self) -> str:
+    def stored_as(self) -> str:  # type: ignore[override]
         """Storage type: "Q4_1" if the conversion to blocks is lossless, else another name."""
         is_exact = self._can_be_blocks and _minima(self._decode()) is not None
         return "Q4_1" if is_exact else f"INT{self._bits}_GROUPS_OF_{self._group}"
