@@ -12,7 +12,15 @@ import click
 
 from chunkrt.cli.bench_parallel import MOST_SEQUENCES, measure_parallel
 from chunkrt.cli.bench_tests import FORMATS, BenchSetup, Case, measure
-from chunkrt.cli.command import GroupedCommand, ModelName, option, revision_option, with_revision
+from chunkrt.cli.command import (
+    GroupedCommand,
+    ModelName,
+    json_option,
+    option,
+    plot_option,
+    revision_option,
+    with_revision,
+)
 from chunkrt.cli.numbers import read_numbers
 from chunkrt.cli.plots import draw_bench
 from chunkrt.cli.prompts import read_text
@@ -29,18 +37,7 @@ DEFAULT_PROMPTS, DEFAULT_NEW = (128, 512), 32
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "prompt_lengths",
-        "new_tokens",
-        "depths",
-        "parallel",
-        "repetitions",
-        "threads",
-        "npu",
-        "scheme",
-        "output",
-        "as_json",
-    ),
+    first="prompt_lengths new_tokens depths parallel repetitions threads npu scheme output as_json",
 )
 @click.argument("models", nargs=-1, type=ModelName(), metavar="MODEL...")
 @option(
@@ -125,14 +122,8 @@ DEFAULT_PROMPTS, DEFAULT_NEW = (128, 512), 32
     type=click.Choice(list(FORMATS)),
     help="Output format.  [default: md]",
 )
-@option(
-    "--plot",
-    group="Output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Draw the rates as .png or .svg (needs matplotlib).",
-)
-@option("--json", "as_json", group="Output", is_flag=True, help="Print JSON, like --format json.")
+@plot_option("Draw the rates as .png or .svg (needs matplotlib).")
+@json_option("Print JSON, like --format json.")
 @trace_option
 @engine_options_but("threads")
 def bench(

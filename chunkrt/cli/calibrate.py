@@ -10,7 +10,7 @@ from typing import Any
 import click
 import numpy as np
 
-from chunkrt.cli.command import GroupedCommand, model_argument, option
+from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option
 from chunkrt.cli.shared_options import QUANTISATION_FIELDS, engine_fields, verbose_option
 from chunkrt.compile.calibrate import DEFAULT_NUM_TOKENS, cached_calibration, calibration_tokens, shipped_text
 from chunkrt.compile.compiler import plan_checkpoint
@@ -31,18 +31,7 @@ NUM_SHOWN = 5
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "text_file",
-        "method",
-        "num_tokens",
-        "scheme",
-        "shadow",
-        "budget",
-        "outputs",
-        "equalisation",
-        "output",
-        "as_json",
-    ),
+    first="text_file method num_tokens scheme shadow budget outputs equalisation output as_json",
 )
 @model_argument
 @option(
@@ -71,7 +60,7 @@ NUM_SHOWN = 5
 @option(
     "-o", "--output", group="Output", type=click.Path(path_type=Path), help="Write a copy of the result to this file."
 )
-@option("--json", "as_json", group="Output", is_flag=True, help="Print the summary as JSON.")
+@json_option("Print the summary as JSON.")
 @engine_fields(*QUANTISATION_FIELDS)
 @verbose_option
 def calibrate(

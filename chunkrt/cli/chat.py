@@ -21,18 +21,7 @@ HELP = "/help lists the commands, /exit or Ctrl-D ends the chat, Ctrl-C stops an
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "system",
-        "max_new_tokens",
-        "temperature",
-        "top_p",
-        "seed",
-        "npu",
-        "scheme",
-        "threads",
-        "context_length",
-        "context_shift",
-    ),
+    first="system max_new_tokens temperature top_p seed npu scheme threads context_length context_shift",
 )
 @model_argument
 @option(

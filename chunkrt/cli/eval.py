@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import click
 
-from chunkrt.cli.command import GroupedCommand, model_argument, option
+from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option, plot_option
 from chunkrt.cli.shared_options import engine_options, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
@@ -38,18 +38,7 @@ _FILE = click.Path(path_type=Path)
 @click.command(
     "eval",
     cls=GroupedCommand,
-    first=(
-        "text_file",
-        "hellaswag_file",
-        "lambada_file",
-        "scheme",
-        "base_scheme",
-        "window_length",
-        "windows",
-        "per_layer",
-        "npu",
-        "as_json",
-    ),
+    first="text_file hellaswag_file lambada_file scheme base_scheme window_length windows per_layer npu as_json",
 )
 @model_argument
 @option(
@@ -114,15 +103,8 @@ _FILE = click.Path(path_type=Path)
     is_flag=True,
     help=f"Measure errors per layer and linear layer, on up to {NUM_LAYER_WINDOWS} windows.",
 )
-@option(
-    "--plot",
-    "picture",
-    group="Output",
-    type=_FILE,
-    metavar="FILE",
-    help="Draw the errors of --per-layer as .png or .svg (needs matplotlib).",
-)
-@option("--json", "as_json", group="Output", is_flag=True, help="Print the figures as JSON.")
+@plot_option("Draw the errors of --per-layer as .png or .svg (needs matplotlib).", "picture")
+@json_option("Print the figures as JSON.")
 @engine_options
 def eval(
     model: str,

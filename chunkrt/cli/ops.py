@@ -12,7 +12,7 @@ import click
 
 from chunkrt.backends.dispatch import Dispatcher, Runner, check_switches, default_base, registered_operators
 from chunkrt.backends.switches import Switches
-from chunkrt.cli.command import GroupedCommand, model_argument, option
+from chunkrt.cli.command import GroupedCommand, json_option, model_argument
 from chunkrt.cli.output import in_flags, print_table
 from chunkrt.cli.plan import chosen_ranks, placement_of, read_model
 from chunkrt.cli.shared_options import planning_options, ranks_options
@@ -34,10 +34,10 @@ class OperatorRow:
 
 @click.command(
     cls=GroupedCommand,
-    first=("ops", "npu", "scheme", "placement", "attention", "chunk_length", "size", "rank", "as_json"),
+    first="ops npu scheme placement attention chunk_length size rank as_json",
 )
 @model_argument
-@option("--json", "as_json", group="Output", is_flag=True, help="Print a JSON object.")
+@json_option("Print a JSON object.")
 @ranks_options
 @planning_options
 def ops(model: str, as_json: bool, size: int | None, rank: int | None, **settings: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.command import GroupedCommand, model_argument, option
+from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option
 from chunkrt.cli.output import in_flags
 from chunkrt.cli.shared_options import planning_options, ranks_options
 from chunkrt.engine.capability import Moved, plan_by_capability, told
@@ -40,18 +40,7 @@ DEFAULT_PROMPT_LENGTH = 512
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "scheme",
-        "npu",
-        "placement",
-        "attention",
-        "ops",
-        "chunk_length",
-        "context_length",
-        "prompt_length",
-        "save_onnx",
-        "as_json",
-    ),
+    first="scheme npu placement attention ops chunk_length context_length prompt_length save_onnx as_json",
 )
 @model_argument
 @option(
@@ -66,7 +55,7 @@ DEFAULT_PROMPT_LENGTH = 512
     type=click.Path(path_type=Path, file_okay=False),
     help="Write each subgraph as ONNX to this folder.",
 )
-@option("--json", "as_json", group="Output", is_flag=True, help="Print the plan and its figures as JSON.")
+@json_option("Print the plan and its figures as JSON.")
 @ranks_options
 @planning_options
 def plan(
