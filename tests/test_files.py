@@ -28,11 +28,9 @@ from chunkrt.runtime.trace.file import write_trace
 from chunkrt.runtime.trace.timeline import draw
 
 
-def test_written_aside_serialises_writers_of_one_path(tmp_path, monkeypatch):
+def test_written_aside_serialises_writers_of_one_path(tmp_path, waiting):
     """The second writer must not delete the unfinished file of the first."""
-    writing, waiting = threading.Event(), threading.Event()
-    monkeypatch.setattr(files, "_tell_of_waiting", lambda doing: waiting.set())
-    monkeypatch.setattr(files, "SILENT_SECONDS", 0)
+    writing = threading.Event()
 
     def first():
         with written_aside(tmp_path / "out") as aside:

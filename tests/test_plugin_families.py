@@ -177,7 +177,7 @@ def test_error_about_two_windows_names_the_plugin(plugged):
     def build(config):
         decoder = llama(config)
         for layer, window in zip(decoder.model.layers, (3, 5), strict=False):
-            layer.self_attn._window = window
+            layer.self_attn.window = window
         return decoder
 
     with pytest.raises(

@@ -170,7 +170,7 @@ def _float_linear(left: Float32, weight: Float32) -> Float32:
 
 
 @operators.register("routed_experts", REFERENCE, parts=("quantize",))
-def _routed_experts(
+def routed_experts(
     hidden: Float32,
     router_logits: Float32,
     gate_up: Float32 | Sequence[DynamicWeight],

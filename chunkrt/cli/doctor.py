@@ -140,10 +140,10 @@ def _plugins() -> list[Finding]:
         from chunkrt.graph import decoders
 
         groups.append(decoders.PLUGINS)
-    return [_plugin(plugin) for group in groups for plugin in group.plugins]
+    return [check_plugin(plugin) for group in groups for plugin in group.plugins]
 
 
-def _plugin(plugin: Plugin[Any]) -> Finding:
+def check_plugin(plugin: Plugin[Any]) -> Finding:
     what, found = f"{plugin.group} {plugin.name}", f"{plugin.distribution} {plugin.version}"
     try:
         plugin.load()

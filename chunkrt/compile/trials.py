@@ -71,12 +71,13 @@ class Losses:
         self._calibration = calibration
         weights = {name: load(name) for s in plan.subgraphs for name in s.weights}
         self._rounded = RoundedLinears(weights, calibration)
-        self._home = {
+        self.home_of: dict[str, int] = {
             node.inputs[1]: index
             for index, s in enumerate(plan.subgraphs)
             for node in s.nodes
             if node.op == "MatMul" and node.inputs[1] in self.linears
         }
+        """Index of the subgraph that runs each linear; a trial begins at the first that it changes."""
         self._windows = [_TrialWindow(plan, weights, tokens) for tokens in windows]
         self._for_each_window(_TrialWindow.keep)
 
@@ -104,7 +105,7 @@ class Losses:
         chosen = set(self.linears if only is None else only)
         if not chosen:
             return Loss(kl=0.0, perplexity_ratio=1.0)
-        first = min(self._home[name] for name in chosen)
+        first = min(self.home_of[name] for name in chosen)
         for name in chosen:  # before threads need them
             self._rounded.weight(name, scheme)
 

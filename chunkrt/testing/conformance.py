@@ -123,7 +123,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
         ConformanceError: an AssertionError that names the first broken clause.
     """
     _check_description(backend)
-    decoders = _tried_decoders(chunk_length)
+    decoders = tried_decoders(chunk_length)
     suites = [_Suite(backend, decoder) for decoder in decoders]
     compiled = [subgraph for suite in suites for subgraph in suite.compile_all()]
     if not compiled:
@@ -141,7 +141,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
 
 def check_linears(backend: Backend, *, chunk_length: int = 8) -> None:
     """Check only the clauses linears and shadows; see `check_backend`. The check takes a fraction of a second."""
-    for decoder in _tried_decoders(chunk_length):
+    for decoder in tried_decoders(chunk_length):
         _Suite(backend, decoder).check_linears()
 
 
@@ -161,7 +161,7 @@ def _check_description(backend: Backend) -> None:
 
 
 @lru_cache(maxsize=1)
-def _tried_decoders(chunk_length: int) -> Sequence[_TriedDecoder]:
+def tried_decoders(chunk_length: int) -> Sequence[_TriedDecoder]:
     """Return the decoders for the checks of every backend; they are immutable and cached."""
     static_or_in_blocks = [scheme for scheme in TRIED if scheme.is_static or scheme.weight_bits == 4]
     return [

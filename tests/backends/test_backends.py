@@ -518,9 +518,9 @@ def few_schemes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conformance, "TRIED", few)
         patch.setattr(conformance, "TRIED_HYBRID", conformance.TRIED_HYBRID[:1])
-        conformance._tried_decoders.cache_clear()
+        conformance.tried_decoders.cache_clear()
         yield
-    conformance._tried_decoders.cache_clear()
+    conformance.tried_decoders.cache_clear()
 
 
 @pytest.mark.sampled(every=3)

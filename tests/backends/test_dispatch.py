@@ -15,7 +15,7 @@ from chunkrt.backends import dispatch, make_backend
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
 from chunkrt.backends.function_executable import FunctionExecutable
 from chunkrt.backends.native.backend import NativeExecutable
-from chunkrt.backends.reference import _routed_experts, rotate_half
+from chunkrt.backends.reference import rotate_half, routed_experts
 from chunkrt.backends.registry import OWN_DEVICES
 from chunkrt.backends.sections import SectionedExecutable
 from chunkrt.backends.switches import Switches
@@ -497,7 +497,7 @@ def test_experts_are_prepared_as_a_list(plugged):
         made.append([type(weight) for weight in weights])
         return weights
 
-    plugged("routed_experts", "toy", _routed_experts, prepare=prepare)
+    plugged("routed_experts", "toy", routed_experts, prepare=prepare)
     run_model("qwen3_next_experts", "all")
     assert made
     assert all(set(kinds) == {DynamicWeight} for kinds in made)

@@ -18,7 +18,6 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt import files as shared_folder
 from chunkrt.checkpoints.checkpoint import sampled_digest
 from chunkrt.compile import compiler
 from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
@@ -136,12 +135,10 @@ def test_tensor_of_the_wrong_shape_leaves_no_files(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_second_thread_waits_for_the_compilation(tmp_path, monkeypatch):
+def test_second_thread_waits_for_the_compilation(tmp_path, monkeypatch, waiting):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
-    compiling, waiting, compiled = threading.Event(), threading.Event(), []
-    monkeypatch.setattr(shared_folder, "_tell_of_waiting", lambda doing: waiting.set())
-    monkeypatch.setattr(shared_folder, "SILENT_SECONDS", 0)
+    compiling, compiled = threading.Event(), []
 
     def progress(what, done, total):
         compiling.set()

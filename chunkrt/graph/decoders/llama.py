@@ -55,7 +55,7 @@ class Attention(Module):
         self.qk_norm = norm
         self.o_proj = output or output_projection(config, bias=bias[1])
         self._heads, self._rotary = heads, (rotary,)
-        self._scale, self._window = config.head_dim**-0.5 if scale is None else scale, window
+        self._scale, self.window = config.head_dim**-0.5 if scale is None else scale, window
 
     def attend(self, hidden: ir.Value) -> ir.Value:
         """Return the heads' results, before the output projection."""
@@ -69,7 +69,7 @@ class Attention(Module):
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
             scale=self._scale,
-            window=self._window,
+            window=self.window,
             long_context_from=rotary.long_context_from,
         )
 
