@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from chunkrt.cli.bench_parallel import MOST_SEQUENCES, measure_parallel
-from chunkrt.cli.bench_tests import FORMATS, BenchSetup, Case, measure
+from chunkrt.cli.bench_tests import FORMATS, MOST_SEQUENCES, BenchSetup, Case, measure, measure_parallel
 from chunkrt.cli.command import (
     GroupedCommand,
     ModelName,

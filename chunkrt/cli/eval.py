@@ -22,8 +22,14 @@ from chunkrt.evaluation import hellaswag, lambada
 from chunkrt.evaluation.baseline import Base, base_options, check_base
 from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, LayersRun, draw_layers, evaluate_layers
 from chunkrt.evaluation.report import BaseRun, EvaluationRun, Report, TaskRun, TextRun
-from chunkrt.evaluation.text import evaluate_text
-from chunkrt.evaluation.windows import DEFAULT_NUM_WINDOWS, DEFAULT_WINDOW_LENGTH, TextPart, cut_windows, spread
+from chunkrt.evaluation.text import (
+    DEFAULT_NUM_WINDOWS,
+    DEFAULT_WINDOW_LENGTH,
+    TextPart,
+    cut_windows,
+    evaluate_text,
+    spread,
+)
 from chunkrt.files import Progress
 from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from chunkrt.cli.bench_parallel import ParallelRow
-from chunkrt.cli.bench_tests import BenchSetup, TestRow
+from chunkrt.cli.bench_tests import BenchRow, BenchSetup, ParallelRow
 from chunkrt.pictures import Panel, PlotPoint, draw_panels
 from chunkrt.simulate import Simulation
 from chunkrt.simulate.tune import Tuned
@@ -17,7 +16,7 @@ RATE = "tokens/s"
 def draw_bench(rows: Sequence[BenchSetup], path: Path) -> None:
     """Draw rates over lengths, or over depths if there are several, with one panel per kind of test."""
     models = list(dict.fromkeys(row.model for row in rows))
-    depths = {row.n_depth for row in rows if isinstance(row, TestRow)}
+    depths = {row.n_depth for row in rows if isinstance(row, BenchRow)}
     panels: dict[tuple[str, str], dict[str, list[PlotPoint]]] = {}
 
     def add(kind: str, x_label: str, name: Sequence[str], point: PlotPoint) -> None:
@@ -30,7 +29,7 @@ def draw_bench(rows: Sequence[BenchSetup], path: Path) -> None:
             for kind, length, speed, deviation in pairs:
                 if length:
                     add(kind, "sequences", [*name, f"{length} tokens"], PlotPoint(row.pl, speed, deviation))
-        elif isinstance(row, TestRow):
+        elif isinstance(row, BenchRow):
             kind = "prefill" if not row.n_gen else "prefill and decode" if row.n_prompt else "decode"
             length = row.n_prompt + row.n_gen
             point = PlotPoint(row.n_depth if len(depths) > 1 else length, row.avg_ts, row.stddev_ts)

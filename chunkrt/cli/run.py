@@ -9,10 +9,9 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.batch import answer_prompts
 from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option
 from chunkrt.cli.generation_options import generation_options, refuse_idle, split_options, stream_answer
-from chunkrt.cli.prompts import read_prompt, read_prompts
+from chunkrt.cli.prompts import answer_prompts, read_prompt, read_prompts
 from chunkrt.cli.shared_options import engine_options, open_engine, refuse_without, trace_option, written_trace
 
 

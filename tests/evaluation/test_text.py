@@ -15,8 +15,7 @@ from chunkrt.engine.scoring import piece_lengths, score_tokens
 from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.evaluation.baseline import divergences
-from chunkrt.evaluation.text import evaluate_text
-from chunkrt.evaluation.windows import TextPart, cut_windows, spread
+from chunkrt.evaluation.text import TextPart, cut_windows, evaluate_text, spread
 
 GGUF, FOLDER = checkpoint("llama_biased_gguf"), checkpoint("llama_gqa")
 FLOAT16_KL = 5e-6

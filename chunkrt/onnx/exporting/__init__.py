@@ -3,7 +3,7 @@ dynamic form, or the static subgraphs of a plan."""
 
 from chunkrt.onnx.exporting.export_settings import DynamicSettings, SubgraphSettings, WindowSettings
 from chunkrt.onnx.exporting.float16_check import check_float16
-from chunkrt.onnx.exporting.forms import dynamic_model, window_model
+from chunkrt.onnx.exporting.forms import check_subgraph_outputs, dynamic_model, save_static_subgraphs, window_model
 from chunkrt.onnx.exporting.save import (
     check_beside,
     check_output,
@@ -13,7 +13,6 @@ from chunkrt.onnx.exporting.save import (
     tokenizer_files,
     write_beside,
 )
-from chunkrt.onnx.exporting.subgraphs import check_subgraph_outputs, save_static_subgraphs
 
 __all__ = [
     "DynamicSettings",

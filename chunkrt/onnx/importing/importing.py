@@ -10,14 +10,12 @@ from typing import Any
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Module
 from chunkrt.graph.rope import LONGEST_CONTEXT
-from chunkrt.onnx.importing.claims import check_claims
 from chunkrt.onnx.importing.decoder_settings import read_settings
 from chunkrt.onnx.importing.decomposed import compose, is_written_out
 from chunkrt.onnx.importing.draft import Draft
 from chunkrt.onnx.importing.evaluation import Evaluator, reason_of
 from chunkrt.onnx.importing.exported import PLAN_KEY, metadata_of, replay_plan
 from chunkrt.onnx.importing.identity_nodes import without_identities
-from chunkrt.onnx.importing.module_tree import build_tree
 from chunkrt.onnx.importing.names import name_nodes
 from chunkrt.onnx.importing.onnx_source import OnnxSource
 from chunkrt.onnx.importing.passes.attention import raise_attention
@@ -30,7 +28,8 @@ from chunkrt.onnx.importing.passes.linears import raise_integer_linears, raise_l
 from chunkrt.onnx.importing.passes.norms import raise_head_norms, raise_norms
 from chunkrt.onnx.importing.preparing import prepare
 from chunkrt.onnx.importing.projections import merge_gates
-from chunkrt.onnx.importing.reading import find_model, read_proto, to_graph
+from chunkrt.onnx.importing.reading import check_claims, find_model, read_proto, to_graph
+from chunkrt.onnx.importing.recorded_decoder import build_tree
 from chunkrt.onnx.importing.signature import find_signature, inputs_of, refuse_fixed_lengths
 
 PASSES: tuple[Callable[[Draft], None], ...] = (
