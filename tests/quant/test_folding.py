@@ -52,7 +52,7 @@ def test_foldings_keep_logits(shape, fold):
 
 NOT_ROTATED = {
     "gemma3": "has norms behind linears; see tests/quant/test_families.py",
-    "qwen3_next_experts": "has experts, which are no linears; see tests/quant/test_folding_recurrent.py",
+    "qwen3_next_experts": "has experts, which are no linears; see tests/quant/test_folding_decoders.py",
 }
 """By prefixes of fixtures' names: the obstacle, norms whose weights no linear can absorb."""
 

@@ -1,7 +1,7 @@
 """A foreign decoder while passes convert it to chunkrt's operators.
 
-Passes replace nodes that they recognise by nodes of a small vocabulary, which `recorded_decoder.py` converts to modules, and
-keep all other nodes. Values of the vocabulary are rows [T, N], where the exporter has [batch, T, N].
+Passes replace nodes that they recognise by nodes of a small vocabulary, which `recorded_decoder.py` converts to
+modules, and keep all other nodes. Values of the vocabulary are rows [T, N], where the exporter has [batch, T, N].
 """
 
 from __future__ import annotations
