@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 import tokenizers
@@ -34,6 +34,14 @@ from contextlib import contextmanager
 from tokenizers import AddedToken, models
 
 from chunkrt.files import BYTE_ORDER_MARK, check_regular
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of `Tokenizer.render_chat`, which describes them."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    template_options: Mapping[str, Any] | None
 
 
 class Tokenizer:
@@ -198,22 +206,12 @@ class Tokenizer:
         """True if the chat template lists the available tools."""
         return re.search(r"\btools\b", self.settings.tool_template or self.settings.chat_template or "") is not None
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> list[int]:
         """Return the tokens of a chat. A control token that a message spells out stays text.
 
         Arguments and errors are those of `render_chat`.
         """
-        prompt = self.render_chat(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_options=template_options
-        )
-        return self.encode_prompt(prompt)
+        return self.encode_prompt(self.render_chat(messages, **options))
 
     def encode_prompt(self, prompt: ChatPrompt) -> list[int]:
         """Return the tokens of a rendered chat. Errors are those of `encode`."""
@@ -223,21 +221,12 @@ class Tokenizer:
             ids += self._encode_behind(text, is_plain=is_plain)
         return ids
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> str:
         """Return the prompt of a chat as text, which does not show whether control tokens come from the messages.
 
         Arguments and errors are those of `render_chat`.
         """
-        return self.render_chat(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_options=template_options
-        ).text
+        return self.render_chat(messages, **options).text
 
     def render_chat(
         self,
