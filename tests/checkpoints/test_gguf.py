@@ -1,4 +1,4 @@
-"""GGUF files: written by the gguf package, compared with its reader and llama.cpp's permutation, damaged; layouts are restored."""
+"""GGUF files: written by the gguf package, compared with its reader and llama.cpp, damaged; layouts are restored."""
 
 import struct
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Foldings of decoders with other structures: their data flow, and refusals; linear attention, whose channels are not changed."""
+"""Foldings of decoders with other structures, and with linear attention, whose channels are not changed."""
 
 import re
 
