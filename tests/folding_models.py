@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from chunkrt.backends.one_node import run_operator
+from chunkrt.compile.calibrate import run_operator
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition

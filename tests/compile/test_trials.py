@@ -6,9 +6,8 @@ from fixture_checkpoints import checkpoint
 from threadpoolctl import threadpool_info
 
 import chunkrt
-from chunkrt.backends.one_node import run_operator
 from chunkrt.compile import trials as losses_module
-from chunkrt.compile.calibrate import cached_calibration
+from chunkrt.compile.calibrate import cached_calibration, run_operator
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.trials import LOSS_EVERY, Loss, Losses, RoundedLinears
 from chunkrt.errors import QuantizationError

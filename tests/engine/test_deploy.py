@@ -79,7 +79,7 @@ def device(deployed, tmp_path, monkeypatch):
 @pytest.fixture
 def without_onnx(monkeypatch):
     """Simulate a missing onnx-ir."""
-    monkeypatch.setitem(sys.modules, "chunkrt.backends.qnn.model", None)
+    monkeypatch.setitem(sys.modules, "chunkrt.backends.qnn.backend", None)
 
 
 def test_engine_directory_holds_exactly_these_files(deployed):
@@ -390,7 +390,7 @@ def test_ctrl_c_leaves_no_output_and_the_next_call_continues(command, tmp_path, 
 
 COMPILE = """
 import sys
-import chunkrt.backends.qnn.model, chunkrt.compile.compiler, chunkrt.engine.deploy
+import chunkrt.backends.qnn.backend, chunkrt.compile.compiler, chunkrt.engine.deploy
 from chunkrt.cli import main
 print("ready", flush=True)
 main()

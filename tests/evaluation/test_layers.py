@@ -8,8 +8,7 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt.backends.one_node import run_operator
-from chunkrt.compile.calibrate import cached_calibration
+from chunkrt.compile.calibrate import cached_calibration, run_operator
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.trials import LOSS_EVERY
 from chunkrt.errors import ConfigError

@@ -24,8 +24,7 @@ from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.plan import linear_nodes
 from chunkrt.quant.equalisation import equalise
-from chunkrt.quant.folding import Folding
-from chunkrt.quant.hadamard import rotate
+from chunkrt.quant.folding import Folding, rotate
 from chunkrt.quant.rotation import rotation
 
 SHAPES = {
