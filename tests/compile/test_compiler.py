@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from damaged_files import flip_a_bit, make_empty, truncate
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
@@ -363,16 +364,6 @@ def test_single_file_is_not_an_engine_directory(tmp_path):
     assert not is_engine_directory(tmp_path)
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def flip_a_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def of_another_model(path):
     other = path.parent.with_name("other")
     compile_checkpoint(checkpoint("llama_gqa"), W8A8, {}, other, model="other")
@@ -380,7 +371,7 @@ def of_another_model(path):
 
 
 @pytest.mark.parametrize("name", sorted(FILES - {"engine.json"}))
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, make_empty])
 def test_modified_file_is_reported(engine_folder, name, damage):
     damage(engine_folder / name)
     with pytest.raises(ModelError, match=rf"^\S+/{name} has changed since the model was compiled; compile it"):

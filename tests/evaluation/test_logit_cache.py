@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from damaged_files import flip_a_bit, make_empty, truncate
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
@@ -86,25 +87,11 @@ def test_entries_of_other_evaluations_make_room_oldest_first(engine, folder):
     assert len(list(folder.glob("*.npz"))) == 2
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-200])
-
-
-def alter(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
 def replace_by_another(path):
     np.savez(path, logits=np.zeros((3, 4), np.float16), surprisals=np.zeros(3, np.float32))
 
 
-@pytest.mark.parametrize("damage", [truncate, alter, empty, replace_by_another])
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, make_empty, replace_by_another])
 def test_damaged_entries_are_computed_again(engine, folder, damage, caplog):
     whole, _ = evaluate(engine)
     path = min(folder.glob("*.npz"))
