@@ -79,7 +79,7 @@ def device(deployed, tmp_path, monkeypatch):
 @pytest.fixture
 def without_onnx(monkeypatch):
     """Simulate a missing onnx-ir."""
-    monkeypatch.setitem(sys.modules, "chunkrt.backends.qnn.backend", None)
+    monkeypatch.setitem(sys.modules, "chunkrt.backends.qnn.model", None)
 
 
 def test_engine_directory_holds_exactly_these_files(deployed):
