@@ -337,7 +337,7 @@ def _load() -> None:
     from chunkrt.backends.onnx import lowering  # noqa: F401
 
     try:
-        from chunkrt.backends.native import emission as _  # noqa: F401
+        from chunkrt.backends.native import operators as _  # noqa: F401
     except ImportError as error:
         log.info("the native kernels are not built (%s): no operator has a native form", error)
     load_operators(operators)

@@ -44,7 +44,7 @@ def test_ops_lists_uses_and_origin_of_operators(command):
         "operator": "linear",
         "role": "npu",
         "runs_on": "native",
-        "origin": "chunkrt.backends.native.emission",
+        "origin": "chunkrt.backends.native.operators",
         "reason": "native form",
         "uses": 8,
     }

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from chunkrt._native import Program, ProgramBuilder, StepTimes, ThreadPool
 from chunkrt.backends.base import Array, AttentionMath, Executable, SegmentOperands, Support
 from chunkrt.backends.native.cpu import selected_kernels
-from chunkrt.backends.native.emission import Lowering, check_node
 from chunkrt.backends.native.fusion import fuse
+from chunkrt.backends.native.operators import Lowering, check_node
 from chunkrt.backends.registry import NATIVE, operators
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, ConfigError, PartitionError
