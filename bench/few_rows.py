@@ -21,10 +21,10 @@ import numpy as np
 from chunkrt._native import Program, ProgramBuilder, ThreadPool
 from chunkrt.backends.base import SegmentExecutable, SegmentOperands
 from chunkrt.backends.native.backend import NativeBackend
-from chunkrt.cli.options import engine_options, measured, open_engine
+from chunkrt.cli.shared_options import engine_options, measured, open_engine
 from chunkrt.engine.engine import Engine
-from chunkrt.graph.merging import merged_on_cpu
 from chunkrt.graph.plan import linear_nodes
+from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.runtime.state import State
 
 ROWS = (1, 2, 4, 8, 16, 32)

@@ -15,7 +15,7 @@ from chunkrt.cli.plan import read_model
 from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.graph.plan import Plan
-from chunkrt.pictures import Panel, Point, draw_panels
+from chunkrt.pictures import Panel, PlotPoint, draw_panels
 from chunkrt.quant.scheme import find_scheme
 from chunkrt.simulate import find_device, find_shape, shapes, simulate
 
@@ -50,7 +50,7 @@ def main(plot: Path | None) -> None:
         far = find_shape(model).plan() if model in shapes() else read_model(model, EngineOptions(scheme=SCHEME))[0]
         options = EngineOptions(npu="qnn", attention="npu", npu_window=",".join(map(str, LENGTHS)))
         near = near_plans(far, {}, options, far.context_length, chunk)
-        lines: dict[str, list[Point]] = {"attention on the CPU": [], "attention on the NPU": []}
+        lines: dict[str, list[PlotPoint]] = {"attention on the CPU": [], "attention on the NPU": []}
         for device in DEVICES:
             cells = []
             for length in LENGTHS:
@@ -59,7 +59,7 @@ def main(plot: Path | None) -> None:
                 cells.append(" / ".join(f"{each:.0f}" for each in rates))
                 if device == DRAWN:
                     for line, each in zip(lines.values(), rates, strict=True):
-                        line.append(Point(length, each))
+                        line.append(PlotPoint(length, each))
             click.echo(f"| {model} | {device} | {' | '.join(cells)} |")
         panels.append(Panel("prompt tokens", f"{model}, tokens/s", lines))
     if plot is not None:

@@ -19,9 +19,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from chunkrt.backends.linear_attention import linear_attention
 from chunkrt.backends.qnn import find_soc, open_htp
 from chunkrt.backends.qnn.library import open_session
+from chunkrt.backends.recurrences import linear_attention
 
 Array = NDArray[Any]
 SHORT, DELTA = "short_conv", "gated_delta_rule"

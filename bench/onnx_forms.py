@@ -31,8 +31,8 @@ from chunkrt.onnx.exporting import (
     window_model,
     write_beside,
 )
-from chunkrt.onnx.session import OnnxSession
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+from chunkrt.onnx.window_session import OnnxSession
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 PROMPT = "The capital of France is"
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from peers.process import convert
 
 import chunkrt
+from chunkrt.onnx.importing.comparison import original_session
 from chunkrt.onnx.importing.reading import read_proto
-from chunkrt.onnx.importing.verification import original_session
 
 LENGTHS = (1, 31, 33, 95)
 BUILDER = {"genai_fp32": {"precision": "fp32"}, "genai_int4": {"precision": "int4"}}

@@ -20,11 +20,11 @@ import numpy as np
 import psutil
 
 from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import Planned, partition
-from chunkrt.graph.tracing import trace
 from chunkrt.onnx.exporting import WindowSettings, save_model, window_model
-from chunkrt.onnx.session import OnnxSession
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+from chunkrt.onnx.window_session import OnnxSession
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4}
 LAYER_BYTES = 4 * 1024 * (1024 + 2 * 256 + 1024 + 3 * 4096)

@@ -16,8 +16,8 @@ from typing import Any
 import click
 import psutil
 
-from chunkrt.cli.options import engine_options, open_engine
 from chunkrt.cli.profile import measure_profile
+from chunkrt.cli.shared_options import engine_options, open_engine
 from chunkrt.runtime.record import RunRecord
 from chunkrt.simulate import simulate
 

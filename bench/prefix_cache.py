@@ -26,7 +26,7 @@ import click
 import numpy as np
 from peers.conversation import print_conversation
 
-from chunkrt.cli.options import engine_options, open_engine
+from chunkrt.cli.shared_options import engine_options, open_engine
 from chunkrt.engine.engine import Engine
 
 SEEN, NEW, FRESH = 1900, 35, 64

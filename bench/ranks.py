@@ -31,7 +31,7 @@ import chunkrt
 from chunkrt.backends.native.cpu import cpu_info
 from chunkrt.engine.options import CPU_CHUNK_LENGTH
 from chunkrt.engine.resolve import DEFAULT_SCHEME, find_checkpoint
-from chunkrt.graph.ranks import Ranks
+from chunkrt.graph.plan import Ranks
 from chunkrt.runtime.policy import DEFAULT_POLICY
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.link_time import link_time

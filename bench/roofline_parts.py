@@ -13,8 +13,8 @@ from roofline_work import Peaks, Spread, step_bounds
 from chunkrt._native import StepTimes
 from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.engine.engine import Engine
-from chunkrt.graph.merging import merged_on_cpu
 from chunkrt.graph.plan import Plan
+from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.pictures import COLOURS, plain, save_picture
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import numpy as np
 
-from chunkrt.cli.options import engine_options, measured, open_engine
+from chunkrt.cli.shared_options import engine_options, measured, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.file import write_trace

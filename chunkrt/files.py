@@ -84,37 +84,38 @@ def only_writer(folder: Path, doing: str) -> Iterator[None]:
         yield
 
 
-def made_once(path: Path, doing: str, read: Callable[[], Entry], make: Callable[[], Entry]) -> Entry:
-    """Return an entry of a cache. If it is missing, one process creates the entry, while other processes wait and then
-    read it.
+@contextmanager
+def cached_entry(path: Path, doing: str, read: Callable[[Path], Entry]) -> Iterator[Entry | None]:
+    """Yield an entry of a cache; or None if the block has to create the entry, while other processes wait for it.
 
     Args:
-        path: path of the entry, in a folder of chunkrt's own.
+        path: path of the entry, in a folder of chunkrt's own. The block writes it with `written_aside`.
         doing: activity that creates the entry, for warnings, e.g. "compiling a model".
         read: reads an existing entry. If it raises an error other than MemoryError, the entry is damaged. A warning is
-            then logged, and the entry is created again.
-        make: writes the entry with `written_aside`.
+            then logged, and the entry is removed.
 
     Raises:
         OSError: the folder cannot be written.
     """
+    found: Entry | None = None
     try:
-        if path.exists():
-            return read()
+        found = read(path) if path.exists() else None
     except MemoryError:
         raise
     except Exception:  # a damaged entry may raise any error
         log.debug("%s cannot be read", path, exc_info=True)
+    if found is not None:
+        yield found
+        return
     with only_writer(path.parent, doing):
         try:
-            if path.exists():  # another process has created the entry in the meantime
-                return read()
+            found = read(path) if path.exists() else None  # another process may have created it in the meantime
         except MemoryError:
             raise
         except Exception as error:
             log.warning("%s is damaged (%s); %s again", path, str(error) or type(error).__name__, doing)
             remove(path)
-        return make()
+        yield found
 
 
 @contextmanager

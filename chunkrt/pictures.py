@@ -16,7 +16,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f
 """Okabe and Ito's colours, which colour-blind people can distinguish."""
 
 
-class Point(NamedTuple):
+class PlotPoint(NamedTuple):
     """A point of a line. If `deviation` is set, it is drawn as a vertical bar."""
 
     x: float
@@ -29,7 +29,7 @@ class Panel(NamedTuple):
 
     x_label: str
     y_label: str
-    lines: Mapping[str, Sequence[Point]]
+    lines: Mapping[str, Sequence[PlotPoint]]
 
 
 def check_picture(path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from chunkrt.checkpoints.source import TensorInfo
 from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import Planned, partition
-from chunkrt.graph.tracing import trace
 from chunkrt.quant.arithmetic import quantize_to_blocks
-from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, RandomCheckpoint
+from chunkrt.testing.random_decoders import CONFIG_IN_BLOCKS, RandomCheckpoint
 
 
 class BlockCheckpoint(RandomCheckpoint):

@@ -5,12 +5,15 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections import Counter
 from dataclasses import dataclass
 
 import pytest
+from filelock import Timeout
 from hypothesis import settings
 
+from chunkrt import files
 from chunkrt.cli import main
 from chunkrt.engine import options
 
@@ -98,3 +101,21 @@ def command(monkeypatch, capsys):
         return Finished(status, written.out, written.err)
 
     return call
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """Return an event that is set when a thread waits for a lock file that another one holds."""
+    event = threading.Event()
+
+    class WatchedLock(files.FileLock):
+        def acquire(self, *arguments, **options):
+            try:
+                return super().acquire(*arguments, **options)
+            except Timeout:
+                event.set()
+                raise
+
+    monkeypatch.setattr(files, "FileLock", WatchedLock)
+    monkeypatch.setattr(files, "SILENT_SECONDS", 0)
+    return event

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from chunkrt.backends.one_node import run_operator
+from chunkrt.compile.calibrate import run_operator
 from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import resolve
-from chunkrt.graph.tracing import trace
 from chunkrt.quant.equalisation import equalise
 from chunkrt.quant.rotation import rotation
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 TOKENS = np.random.default_rng(3).integers(0, 61, 24)
 LAYER = "model.layers.0"

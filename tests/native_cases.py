@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from chunkrt.engine_directory.packing import pack, pack_products
 from chunkrt.engine_directory.store import (
     INPUT_STEP_SUFFIX,
     MULTIPLIER_SUFFIX,
     OUTPUT_STEP_SUFFIX,
     SCALE_SUFFIX,
     WeightStore,
+    pack,
+    pack_products,
 )
 from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import LEVELS, Scheme, find_scheme

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from small_vocabularies import REFERENCE
 
 from chunkrt.checkpoints import catalogue
+from chunkrt.checkpoints.checkpoint import map_file
 from chunkrt.checkpoints.gguf_header import read_header
-from chunkrt.checkpoints.source import map_file
 from chunkrt.tokenizer import Tokenizer
 
 MODELS = {name: catalogue.pulled(catalogue.find(name)) for name in REFERENCE["models"]}

@@ -12,11 +12,11 @@ from safetensors.numpy import save_file
 import chunkrt
 from chunkrt.backends import make_backend
 from chunkrt.engine.engine import Engine
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 
 def write_folder(folder: Path, *, seed: int = 0, **config: Any) -> Path:
-    """Write a checkpoint of the Llama family; keys of the config override the sizes of `chunkrt.testing.decoder`."""
+    """Write a checkpoint of the Llama family; its config overrides sizes of `chunkrt.testing.random_decoders`."""
     config = {"model_type": "llama", **CONFIG, **config}
     source = RandomCheckpoint(config, seed=seed)
     folder.mkdir(parents=True)

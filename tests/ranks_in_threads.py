@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from chunkrt.backends.communicator import Communicator
+from chunkrt.backends.link import Communicator
 from chunkrt.errors import DeviceLostError
 from chunkrt.runtime.ranks.local import local_communicators
 

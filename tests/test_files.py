@@ -17,10 +17,10 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt import files
-from chunkrt.checkpoints.source import map_file
+from chunkrt.checkpoints.checkpoint import map_file
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import OutOfMemoryError
-from chunkrt.files import made_once, written_aside
+from chunkrt.files import cached_entry, written_aside
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.folding import Folding
 from chunkrt.runtime.state import State
@@ -28,11 +28,9 @@ from chunkrt.runtime.trace.file import write_trace
 from chunkrt.runtime.trace.timeline import draw
 
 
-def test_written_aside_serialises_writers_of_one_path(tmp_path, monkeypatch):
+def test_written_aside_serialises_writers_of_one_path(tmp_path, waiting):
     """The second writer must not delete the unfinished file of the first."""
-    writing, waiting = threading.Event(), threading.Event()
-    monkeypatch.setattr(files, "_tell_of_waiting", lambda doing: waiting.set())
-    monkeypatch.setattr(files, "SILENT_SECONDS", 0)
+    writing = threading.Event()
 
     def first():
         with written_aside(tmp_path / "out") as aside:
@@ -176,20 +174,21 @@ def test_savers_remove_remains_of_a_killed_save(tmp_path, name):
     assert [left.name for left in tmp_path.iterdir()] == [name]
 
 
-def test_made_once_builds_an_entry_once_and_rebuilds_a_damaged_one(tmp_path, caplog):
+def test_cached_entry_yields_an_existing_entry_and_removes_a_damaged_one(tmp_path, caplog):
     path, made = tmp_path / "cache" / "entry", []
 
-    def make():
-        with written_aside(path) as aside:
-            aside.write_text("17")
-        made.append(path)
-        return 17
+    def entry():
+        with cached_entry(path, "counting", lambda path: int(path.read_text())) as found:
+            if found is None:
+                with written_aside(path) as aside:
+                    aside.write_text("17")
+                made.append(path)
+        return found
 
-    for _ in range(2):
-        assert made_once(path, "counting", lambda: int(path.read_text()), make) == 17
+    assert [entry(), entry()] == [None, 17]
     assert (len(made), caplog.messages) == (1, [])
     path.write_text("x")
-    assert made_once(path, "counting", lambda: int(path.read_text()), make) == 17
+    assert [entry(), entry()] == [None, 17]
     assert caplog.messages == [f"{path} is damaged (invalid literal for int() with base 10: 'x'); counting again"]
     assert (len(made), path.read_text()) == (2, "17")
 
@@ -207,15 +206,15 @@ def test_readers_report_a_lack_of_memory_not_damage(tmp_path, monkeypatch, read)
         read(path)
 
 
-def test_made_once_keeps_an_entry_after_a_memory_error(tmp_path):
+def test_cached_entry_keeps_an_entry_after_a_memory_error(tmp_path):
     path = tmp_path / "entry"
     path.write_text("whole")
 
-    def read():
+    def read(path):
         raise MemoryError
 
-    with pytest.raises(MemoryError):
-        made_once(path, "making", read, lambda: pytest.fail("made again"))
+    with pytest.raises(MemoryError), cached_entry(path, "making", read):
+        pytest.fail("the entry is made again")
     assert path.read_text() == "whole"
 
 

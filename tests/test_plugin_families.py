@@ -13,13 +13,13 @@ from fixture_checkpoints import NAMES, checkpoint
 
 from chunkrt import plugins
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.compile.support import check_support
+from chunkrt.compile.support_report import check_support
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph import decoders, ops
 from chunkrt.graph.decoders.llama import llama
 from chunkrt.graph.modules import Constant, Module, Parameter
+from chunkrt.graph.ops import current_trace
 from chunkrt.graph.partition import plan_decoder
-from chunkrt.graph.tracing import current_trace
 from chunkrt.plugins import PluginGroup
 
 FAMILY = "llama_gqa"
@@ -177,7 +177,7 @@ def test_error_about_two_windows_names_the_plugin(plugged):
     def build(config):
         decoder = llama(config)
         for layer, window in zip(decoder.model.layers, (3, 5), strict=False):
-            layer.self_attn._window = window
+            layer.self_attn.window = window
         return decoder
 
     with pytest.raises(

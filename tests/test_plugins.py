@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 import chunkrt
 from chunkrt import backends, plugins
 from chunkrt.backends import Support
-from chunkrt.backends.qnn.support import npu_support
+from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.backends.registry import OperatorRegistry
 from chunkrt.cli import doctor
@@ -187,7 +187,7 @@ def test_doctor_reports_invalid_attributes_of_a_backend(monkeypatch, attributes)
         load=lambda: lambda threads: Broken(**attributes),
     )
     monkeypatch.setattr(backends.PLUGINS, "plugins", [plugin])
-    finding = doctor._plugin(plugin)
+    finding = doctor.check_plugin(plugin)
     assert not finding.ok
     assert next(iter(attributes)) in finding.advice
 
@@ -202,7 +202,7 @@ def test_doctor_reports_operators_that_are_registered_twice(monkeypatch):
         plugin = SimpleNamespace(
             name=name, group=doctor.dispatch.PLUGINS.name, distribution=name, version="1", load=lambda: print
         )
-        finding = doctor._plugin(plugin)
+        finding = doctor.check_plugin(plugin)
         assert not finding.ok
         assert "'rms_norm' is registered several times" in finding.advice
 

@@ -4,6 +4,7 @@ import io
 import sys
 
 import pytest
+from fake_backend import wait_until
 from fixture_checkpoints import checkpoint
 from rich.console import Console
 
@@ -57,8 +58,7 @@ def test_progress_in_a_terminal_shows_a_bar_and_removes_it(clock, monkeypatch):
         assert screen.getvalue() == ""
         clock[0] += 1.5
         progress("prefill", 200, 1000)
-        progress._bars.refresh()
-        assert "200/1000" in screen.getvalue()
+        wait_until(lambda: "200/1000" in screen.getvalue())
         assert "100 tokens/s, 8 s left" in screen.getvalue()
     assert screen.getvalue().endswith("\x1b[2K")
 

@@ -114,17 +114,6 @@ class SegmentExecutable(Executable, Protocol):
 
 
 @runtime_checkable
-class SumExecutable(Executable, Protocol):
-    """A subgraph that is a sum over ranks."""
-
-    def run_sum(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], number: int) -> None:
-        """Run the sum with a serial number that is the same on all ranks (`Key.number`). `run` is for sums without a
-        number.
-        """
-        ...
-
-
-@runtime_checkable
 class HistoryExecutable(Executable, Protocol):
     """A subgraph that keeps a copy of caches and rings where it computes, so that only new positions are copied in."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from chunkrt.backends import BACKENDS, Backend, make_backend
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
-from chunkrt.backends.qnn.support import npu_support
+from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.backends.switches import Switches
 from chunkrt.errors import BackendUnavailableError, PartitionError
 from chunkrt.graph.plan import Node, Plan, Subgraph

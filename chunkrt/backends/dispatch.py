@@ -21,8 +21,7 @@ from threading import Lock
 from typing import Any
 
 from chunkrt.backends.base import Backend, Executable, Support
-from chunkrt.backends.functions import FunctionExecutable
-from chunkrt.backends.operands import Prepare, constants, prepare_weight, prepared
+from chunkrt.backends.function_executable import FunctionExecutable, Prepare, constants, prepare_weight, prepared
 from chunkrt.backends.registry import (
     NATIVE,
     NPU,

@@ -1,15 +1,76 @@
-"""The backend of the device "link", which computes sums over ranks (`chunkrt::AllReduce`) by a communicator."""
+"""The device "link", which computes sums over ranks (`chunkrt::AllReduce`): the contract of communicators, which sum
+the values, and the backend that calls them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Executable, Support
-from chunkrt.backends.communicator import Communicator, Key
 from chunkrt.backends.registry import LINK, operators
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.graph.plan import ALL_REDUCE_OP, Plan, Subgraph
+from chunkrt.graph.plan import ALL_REDUCE_OP, ALONE, Plan, Ranks, Subgraph
 from chunkrt.quant.scheme import Scheme
+
+Float32 = NDArray[np.float32]
+
+
+class Key(NamedTuple):
+    """Identity of a sum. It is the same on every rank, regardless of the order in which tasks run.
+
+    Attributes:
+        subgraph: index of the subgraph that contains the sum.
+        position: position of the chunk's first token.
+        number: serial number that the leading rank gives to each computation; 0 without a leader.
+    """
+
+    subgraph: int
+    position: int
+    number: int = 0
+
+
+def ranks_of(communicator: Communicator | None) -> Ranks:
+    """Return the rank of a communicator; ALONE without one."""
+    return ALONE if communicator is None else Ranks(communicator.rank, communicator.size)
+
+
+class Communicator(Protocol):
+    """A rank's connection to the others.
+
+    After a run that failed or was cancelled on one rank, the ranks may be out of step: close the communicator, so that
+    calls that wait for this rank fail. (A leading rank keeps the others in step.)
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, partial: Float32, out: Float32, *, key: Key) -> None:
+        """Sum over all ranks, in the order of ranks, so that every rank gets a bit-identical result.
+
+        Only the calling thread blocks; it releases the GIL and uses no processor time. Several threads may call it with
+        different keys at once, and ranks may reach the keys in different orders. A key may be used again once its sum
+        has been returned.
+
+        Args:
+            partial: float32, C-contiguous, of the same shape on every rank.
+            out: float32, of the same shape; every element is written. It shares no memory with `partial`.
+            key: identifies the sum.
+
+        Raises:
+            DeviceLostError: the connection to a rank was lost, or a communicator was closed.
+            BackendError: a rank passed another shape.
+        """
+        ...
+
+    def close(self) -> None:
+        """Disconnect from the other ranks: calls that wait for this rank, here and on other ranks, fail. Closing twice
+        is allowed.
+        """
+        ...
 
 
 class LinkBackend:
@@ -42,11 +103,11 @@ class LinkBackend:
             PartitionError: see `supports`.
         """
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
-        return LinkExecutable(subgraph, plan.subgraphs.index(subgraph), self._communicator)
+        return SumExecutable(subgraph, plan.subgraphs.index(subgraph), self._communicator)
 
 
 @operators.register("all_reduce", LINK, is_required=True)
-class LinkExecutable:
+class SumExecutable:
     """One sum over ranks."""
 
     fixed_length: int | None = None
@@ -66,6 +127,6 @@ class LinkExecutable:
         self.run_sum(inputs, outputs, 0)
 
     def run_sum(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], number: int) -> None:
-        """See `SumExecutable.run_sum`. Raises as `run`."""
+        """Run the sum with a serial number that is the same on all ranks (`Key.number`). Raises as `run`."""
         key = Key(self._index, int(inputs[self._position][0]), number)
         self._communicator.all_reduce(inputs[self._partial], outputs[self._sum], key=key)

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Array, Executable, Support
-from chunkrt.backends.functions import FunctionExecutable, Operator
-from chunkrt.backends.linear_attention import linear_attention, missing_kind
-from chunkrt.backends.operands import constants
+from chunkrt.backends.function_executable import FunctionExecutable, Operator, constants
+from chunkrt.backends.recurrences import linear_attention, missing_kind
 from chunkrt.backends.registry import REFERENCE, operators
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import PartitionError
@@ -171,7 +170,7 @@ def _float_linear(left: Float32, weight: Float32) -> Float32:
 
 
 @operators.register("routed_experts", REFERENCE, parts=("quantize",))
-def _routed_experts(
+def routed_experts(
     hidden: Float32,
     router_logits: Float32,
     gate_up: Float32 | Sequence[DynamicWeight],

@@ -7,7 +7,7 @@ looked up once, when a subgraph is compiled (`backends/dispatch.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -198,10 +198,11 @@ class OperatorRegistry:
             self._entries = before
             raise
 
-    def copy(self) -> OperatorRegistry:
-        """Return a copy of the registry, to which implementations can be added."""
+    def copy(self, *, without: Collection[tuple[str, str]] = ()) -> OperatorRegistry:
+        """Return an independent registry with the same implementations, except those of pairs (operator, device)."""
         other = OperatorRegistry()
-        other._entries, other._own = self._entries.copy(), self._own.copy()
+        for entries, copied in ((self._entries, other._entries), (self._own, other._own)):
+            copied.update((key, entry) for key, entry in entries.items() if key not in without)
         return other
 
     def find(self, operator: str, device: str) -> Implementation | None:

@@ -15,21 +15,19 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from chunkrt.checkpoints.checkpoint import map_file, parts_of
 from chunkrt.checkpoints.gguf_header import GgufHeader, GgufTensor, read_header
 from chunkrt.checkpoints.gguf_keys import NEXTN, Keys
-from chunkrt.checkpoints.gguf_layout import AS_IT_IS, Layout
-from chunkrt.checkpoints.gguf_names import EACH, find_architecture, is_of_later_layer, translate_config, translate_name
-from chunkrt.checkpoints.gguf_parts import parts_of
-from chunkrt.checkpoints.source import (
-    BLOCK_DEPTH,
-    BLOCK_TYPES,
-    LEFT_OUT,
-    BlockTensor,
-    Refuse,
-    TensorInfo,
-    map_file,
-    strictly,
+from chunkrt.checkpoints.gguf_names import (
+    AS_IT_IS,
+    EACH,
+    Layout,
+    find_architecture,
+    is_of_later_layer,
+    translate_config,
+    translate_name,
 )
+from chunkrt.checkpoints.source import BLOCK_DEPTH, BLOCK_TYPES, LEFT_OUT, BlockTensor, Refuse, TensorInfo, strictly
 from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from typing import Any
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from chunkrt.checkpoints.catalogue import how_to_fetch
+from chunkrt.checkpoints.checkpoint import MAGIC
 from chunkrt.errors import ModelError, UnsupportedModelError
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_NAME_BYTES = 65535

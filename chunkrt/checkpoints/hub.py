@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from chunkrt.checkpoints.gguf_parts import choose_gguf, first_of_each, parts_of
+from chunkrt.checkpoints.checkpoint import TEXT_FOLDERS, choose_gguf, first_of_each, parts_of
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.files import read_json
 
@@ -22,8 +22,6 @@ _ID = re.compile(
 )
 FOLDER_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """File patterns of a repository in Hugging Face's own layout."""
-TEXT_FOLDERS = ("1_Pooling", "additional_chat_templates")
-"""Folders of such a repository with settings of texts and embeddings."""
 _FILES = ("config.json", ".gguf", ".onnx", ".safetensors", ".toml")
 
 

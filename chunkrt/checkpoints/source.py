@@ -9,7 +9,6 @@ formats.
 from __future__ import annotations
 
 import hashlib
-import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.catalogue import how_to_fetch
-from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.files import map_read_only
+from chunkrt.errors import UnsupportedModelError
 
 BLOCK_DEPTH = 32
 """Number of weights of one output channel that share a scale and a minimum, as in GGUF's Q4_0 and Q4_1."""
@@ -154,18 +151,3 @@ def are_equal(source: TensorSource, left: str, right: str) -> bool:
     ours, theirs = (source.stored(name).reshape(-1) for name in (left, right))
     blocks = (slice(start, start + COMPARED_BYTES) for start in range(0, ours.size, COMPARED_BYTES))
     return all(np.array_equal(ours[block], theirs[block]) for block in blocks)
-
-
-def map_file(path: Path) -> mmap.mmap:
-    """Map a file for reading; the map stays open as long as an array refers to it.
-
-    Raises:
-        ModelError: the file is missing, unreadable or empty.
-        OutOfMemoryError: the address space has no room for the map.
-    """
-    try:
-        return map_read_only(path)
-    except ValueError as error:
-        raise ModelError(f"{path} is empty (0 bytes); {how_to_fetch(path)}") from error
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error

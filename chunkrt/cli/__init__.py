@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 
-from chunkrt.cli.flags import FlagFormatter, in_flags
+from chunkrt.cli.output import FlagFormatter, in_flags
 from chunkrt.cli.peers import INSTEAD
 from chunkrt.engine.loading import follow
 from chunkrt.errors import ChunkrtError

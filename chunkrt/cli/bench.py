@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,14 +11,19 @@ from typing import Any, NamedTuple
 
 import click
 
-from chunkrt.cli.bench_parallel import MOST_SEQUENCES, measure_parallel
-from chunkrt.cli.bench_rows import FORMATS, Setup
-from chunkrt.cli.bench_tests import Case, measure
-from chunkrt.cli.command import GroupedCommand, ModelName, option, revision_option, with_revision
-from chunkrt.cli.numbers import read_numbers
-from chunkrt.cli.options import engine_options_but, measured, open_engine, trace_option, written_trace
+from chunkrt.cli.bench_tests import FORMATS, MOST_SEQUENCES, BenchSetup, Case, measure, measure_parallel
+from chunkrt.cli.command import (
+    GroupedCommand,
+    ModelName,
+    json_option,
+    option,
+    plot_option,
+    revision_option,
+    with_revision,
+)
 from chunkrt.cli.plots import draw_bench
 from chunkrt.cli.prompts import read_text
+from chunkrt.cli.shared_options import engine_options_but, measured, open_engine, trace_option, written_trace
 from chunkrt.engine.engine import Engine
 from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable, written_aside
@@ -30,18 +36,7 @@ DEFAULT_PROMPTS, DEFAULT_NEW = (128, 512), 32
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "prompt_lengths",
-        "new_tokens",
-        "depths",
-        "parallel",
-        "repetitions",
-        "threads",
-        "npu",
-        "scheme",
-        "output",
-        "as_json",
-    ),
+    first="prompt_lengths new_tokens depths parallel repetitions threads npu scheme output as_json",
 )
 @click.argument("models", nargs=-1, type=ModelName(), metavar="MODEL...")
 @option(
@@ -126,14 +121,8 @@ DEFAULT_PROMPTS, DEFAULT_NEW = (128, 512), 32
     type=click.Choice(list(FORMATS)),
     help="Output format.  [default: md]",
 )
-@option(
-    "--plot",
-    group="Output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Draw the rates as .png or .svg (needs matplotlib).",
-)
-@option("--json", "as_json", group="Output", is_flag=True, help="Print JSON, like --format json.")
+@plot_option("Draw the rates as .png or .svg (needs matplotlib).")
+@json_option("Print JSON, like --format json.")
 @trace_option
 @engine_options_but("threads")
 def bench(
@@ -178,7 +167,7 @@ def bench(
         prompt=None if prompt_file is None else read_text(prompt_file),
     )
     budgets = [None] if threads is None else read_numbers("--threads", str(threads), least=1)
-    rows: list[Setup] = []
+    rows: list[BenchSetup] = []
     with written_trace(trace, ", ".join(names)) as records:
         for name, budget in itertools.product(names, budgets):
             with open_engine(name, {**measured(settings), "threads": budget}) as engine, ShownProgress() as progress:
@@ -202,7 +191,7 @@ class _Measured(NamedTuple):
 
     name: str
     num_tokens: int
-    measure: Callable[[Engine, str, int, list[RunRecord] | None], Setup]
+    measure: Callable[[Engine, str, int, list[RunRecord] | None], BenchSetup]
 
 
 class _Asked(NamedTuple):
@@ -287,3 +276,57 @@ def _output(output: str | None, format_name: str | None) -> tuple[str, Path | No
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
     return form, path
+
+
+MOST_NUMBERS = 1000
+_PART = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?:(?P<by>[+*])(?P<step>\d+))?)?")
+
+
+def read_numbers(option: str, text: str, *, least: int = 0, most: int | None = None) -> list[int]:
+    """Return whole numbers from a list of numbers and ranges, separated by commas, in order and without duplicates.
+
+    Args:
+        option: flag, for messages.
+        text: the list; a range is FIRST-LAST, FIRST-LAST+STEP or FIRST-LAST*FACTOR.
+        least, most: the smallest and the largest allowed number.
+
+    Raises:
+        ConfigError: the text is no such list, or a number is not allowed.
+    """
+    numbers: list[int] = []
+    for part in text.split(","):
+        if re.fullmatch(r"\s*-\d+\s*", part):
+            raise ConfigError(f"{option} is {text!r}, expected no {'number below 1' if least else 'negative number'}")
+        if not (found := _PART.fullmatch(part.strip())) or len(part) > 40:
+            raise ConfigError(
+                f"{option} is {text!r}, expected whole numbers separated by commas, e.g. 128,512, or ranges, e.g. "
+                "16-64+16 or 1-8*2"
+            )
+        numbers += _range(option, text, found)
+    if min(numbers) < least:
+        raise ConfigError(f"{option} is {text!r}, expected no {'number below 1' if least else 'negative number'}")
+    if most is not None and max(numbers) > most:
+        raise ConfigError(f"{option} is {text!r}, expected at most {most}")
+    return list(dict.fromkeys(numbers))
+
+
+def _range(option: str, text: str, found: re.Match[str]) -> list[int]:
+    first = int(found["first"])
+    if found["last"] is None:
+        return [first]
+    last, step, factor = int(found["last"]), 1, 1
+    if found["by"] == "*":
+        step, factor = 0, int(found["step"])
+    elif found["by"] == "+":
+        step = int(found["step"])
+    if first * factor + step <= first:
+        raise ConfigError(f"{option} is {text!r}, whose steps never reach the end; write 16-64+16 or 1-8*2")
+    numbers, number = [], first
+    while number <= last:
+        numbers.append(number)
+        number = number * factor + step
+        if len(numbers) > MOST_NUMBERS:
+            raise ConfigError(f"{option} is {text!r}, more than {MOST_NUMBERS} numbers; take larger steps")
+    if not numbers:
+        raise ConfigError(f"{option} is {text!r}, which ends before it begins; write {last}-{first}")
+    return numbers

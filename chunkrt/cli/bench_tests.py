@@ -1,24 +1,158 @@
-"""Tests of `chunkrt bench`: prefill, decode, and both, after an optional context that is not timed."""
+"""Tests of `chunkrt bench`, and the rows of their results: set-up columns, repetitions, and output formats.
+
+The tests of `--parallel` run sequences that prefill and decode at the same time, in llama-batched-bench's terms.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import csv
+import io
+import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import psutil
 
 from chunkrt import __version__
 from chunkrt.backends.native.cpu import cpu_info
-from chunkrt.cli.bench_rows import Setup, deviation, repeat, setup_of
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.session import Session
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.utilisation import utilisation
+
+Sample = TypeVar("Sample")
+WIDTH = 80
+"""Widest Markdown table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSetup:
+    """Columns that describe the model and its settings in every row."""
+
+    model: str
+    backend: str
+    scheme: str
+    chunk: int
+    policy: str
+    threads: int
+    affinity: str
+
+    TEXTS: ClassVar[tuple[str, ...]] = ("model", "backend", "scheme", "chunk", "policy", "threads")
+    """Left-aligned columns of the Markdown table."""
+
+    def cells(self) -> dict[str, str]:
+        """Return the cells of the Markdown table by header."""
+        texts = {name: str(getattr(self, name)) for name in self.TEXTS}
+        return texts | {"model": Path(self.model).name if Path(self.model).exists() else self.model}
+
+
+def setup_of(engine: Engine, model: str) -> dict[str, Any]:
+    """Return the fields of `BenchSetup`."""
+    return {
+        "model": model,
+        "backend": engine.npu_backend.name,
+        "scheme": engine.scheme.name,
+        "chunk": engine.chunk_length,
+        "policy": engine.options.policy,
+        "threads": engine.options.num_threads,
+        "affinity": engine.options.affinity,
+    }
+
+
+def repeat(repetitions: int, run: Callable[[], Sample]) -> list[Sample]:
+    """Return the results of `repetitions` runs, after one warm-up run."""
+    return [run() for _ in range(repetitions + 1)][1:]
+
+
+def deviation(speeds: Sequence[float]) -> float:
+    """Return the standard deviation; 0 for a single value."""
+    return statistics.stdev(speeds) if len(speeds) > 1 else 0.0
+
+
+def _markdown(rows: Sequence[BenchSetup]) -> str:
+    """Return a Markdown table; if it is too wide, columns with one value are moved to a line above it."""
+    heads = list(rows[0].cells())
+    table = [[row.cells().get(head, "-") for head in heads] for row in rows]
+    texts = set(rows[0].TEXTS)
+    common = [head for i, head in enumerate(heads) if head in texts and len({cells[i] for cells in table}) == 1]
+    common = [head for head in common if head not in ("test", heads[-1])]
+    text = _table(heads, table, texts)
+    if len(text.partition("\n")[0]) <= WIDTH or not common:
+        return text
+    shown = [i for i, head in enumerate(heads) if head not in common]
+    above = ", ".join(f"{head} {table[0][heads.index(head)]}" for head in common)
+    return f"{above}\n\n" + _table([heads[i] for i in shown], [[cells[i] for i in shown] for cells in table], texts)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], texts: set[str]) -> str:
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    rule = ["-" * max(w, 3) if h in texts else "-" * max(w - 1, 3) + ":" for h, w in zip(heads, widths, strict=True)]
+    align = [str.ljust if head in texts else str.rjust for head in heads]
+    lines = [
+        [put(cell, width) for put, cell, width in zip(align, line, widths, strict=True)]
+        for line in (heads, rule, *rows)
+    ]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _json(rows: Sequence[BenchSetup]) -> str:
+    return json.dumps([asdict(row) for row in rows], indent=1) + "\n"
+
+
+def _json_lines(rows: Sequence[BenchSetup]) -> str:
+    return "".join(json.dumps(asdict(row)) + "\n" for row in rows)
+
+
+def _csv(rows: Sequence[BenchSetup]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [f.name for f in fields(rows[0])], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        cells = asdict(row).items()
+        writer.writerow({name: " ".join(map(str, x)) if isinstance(x, list) else x for name, x in cells})
+    return text.getvalue()
+
+
+def _sql(rows: Sequence[BenchSetup]) -> str:
+    """Return SQL that creates llama-bench's table and inserts the rows; lists become text."""
+    columns = [(f.name, getattr(rows[0], f.name)) for f in fields(rows[0])]
+    kinds = {bool: "INTEGER", int: "INTEGER", float: "REAL"}
+    declared = ",\n".join(f"  {name} {kinds.get(type(value), 'TEXT')}" for name, value in columns)
+    names = ", ".join(name for name, _ in columns)
+    lines = [f"CREATE TABLE IF NOT EXISTS llama_bench (\n{declared}\n);\n"]
+    lines += [
+        f"INSERT INTO llama_bench ({names}) VALUES ({', '.join(map(_literal, asdict(row).values()))});\n"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _literal(value: Any) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, int | float):
+        return str(int(value) if isinstance(value, bool) else value)
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "'" + text.replace("'", "''") + "'"
+
+
+FORMATS: dict[str, Callable[[Sequence[BenchSetup]], str]] = {
+    "md": _markdown,
+    "json": _json,
+    "jsonl": _json_lines,
+    "csv": _csv,
+    "sql": _sql,
+}
 
 _GGML_TYPES = {"float32": "f32", "float16": "f16", "int8": "q8_0", "bfloat16": "bf16"}
 
@@ -97,7 +231,7 @@ class LlamaBench:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(LlamaBench, Setup):
+class BenchRow(LlamaBench, BenchSetup):
     """Result of one test.
 
     Attributes:
@@ -133,7 +267,7 @@ def measure(
     repetitions: int,
     records: list[RunRecord] | None,
     prompt: list[int] | None = None,
-) -> Row:
+) -> BenchRow:
     """Run a test `repetitions` times, after one warm-up run; append the last run's records to `records`.
 
     Args:
@@ -165,7 +299,7 @@ def measure(
     rates = [(test.n_prompt + test.n_gen) / (ns / 1e9) for ns in samples_ns]
     busy = utilisation([event for record in ran for event in record.events], ran[0].pipeline.stages)
     has_npu = engine.npu_backend.concurrency is not None
-    return Row(
+    return BenchRow(
         **setup_of(engine, model),
         **_llama_bench(engine, model),
         test=test.name,
@@ -229,3 +363,130 @@ def peak_memory_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+MOST_SEQUENCES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelRow(BenchSetup):
+    """One test: `pl` sequences prefill a prompt of `pp` tokens each, then decode `tg` tokens each.
+
+    Fields have the names of llama-batched-bench's JSON lines (`pl` is column B of its table). All are means over the
+    repetitions, except the last ones.
+
+    Attributes:
+        n_kv: number of tokens of all sequences.
+        t_pp, t_tg, t: seconds until the last prompt is complete, from then until the last token, and their sum.
+        speed_pp, speed_tg, speed: tokens of all sequences per second; 0 without tokens.
+        stddev_pp, stddev_tg, stddev: standard deviations of the speeds.
+        samples_pp_ns, samples_tg_ns: times of each repetition.
+    """
+
+    pp: int
+    tg: int
+    pl: int
+    n_kv: int
+    t_pp: float
+    speed_pp: float
+    stddev_pp: float
+    t_tg: float
+    speed_tg: float
+    stddev_tg: float
+    t: float
+    speed: float
+    stddev: float
+    samples_pp_ns: list[int]
+    samples_tg_ns: list[int]
+
+    def cells(self) -> dict[str, str]:
+        """Return the columns of llama-batched-bench's table, after the columns of `BenchSetup`."""
+        return super().cells() | {
+            "PP": str(self.pp),
+            "TG": str(self.tg),
+            "B": str(self.pl),
+            "N_KV": str(self.n_kv),
+            "T_PP s": f"{self.t_pp:.3f}",
+            "S_PP t/s": f"{self.speed_pp:.2f} ± {self.stddev_pp:.2f}",
+            "T_TG s": f"{self.t_tg:.3f}",
+            "S_TG t/s": f"{self.speed_tg:.2f} ± {self.stddev_tg:.2f}",
+            "T s": f"{self.t:.3f}",
+            "S t/s": f"{self.speed:.2f} ± {self.stddev:.2f}",
+        }
+
+
+def measure_parallel(
+    num_sequences: int,
+    prompt_length: int,
+    new_tokens: int,
+    engine: Engine,
+    model: str,
+    repetitions: int,
+    records: list[RunRecord] | None,
+) -> ParallelRow:
+    """Run one test `repetitions` times, after one warm-up run; append the last run's records to `records`.
+
+    Raises:
+        BusyError: the caches have no room for this number of sequences.
+    """
+    shape = num_sequences, prompt_length + new_tokens
+    tokens = np.random.default_rng(0).integers(0, engine.plan.vocab_size, shape)
+    prompts, continuations = tokens[:, :prompt_length].tolist(), tokens[:, prompt_length:].tolist()
+    ran: list[RunRecord] = []
+    with ExitStack() as stack:
+        sessions = [stack.enter_context(engine.session()) for _ in range(num_sequences)]
+
+        def run() -> tuple[int, int]:
+            ran.clear()
+            for session in sessions:
+                session.rewind(0)
+                session.on_run = ran.append
+            return asyncio.run(_answer_all(sessions, prompts, continuations))
+
+        samples = repeat(repetitions, run)
+    if records is not None:
+        records += sorted(ran, key=lambda record: record.start_ns)
+    prefills, decodes = ([ns / 1e9 for ns in phase] for phase in zip(*samples, strict=True))
+    both = [prefill + decode for prefill, decode in zip(prefills, decodes, strict=True)]
+    return ParallelRow(
+        **setup_of(engine, model),
+        pp=prompt_length,
+        tg=new_tokens,
+        pl=num_sequences,
+        n_kv=tokens.size,
+        **_figures("_pp", num_sequences * prompt_length, prefills),
+        **_figures("_tg", num_sequences * new_tokens, decodes),
+        **_figures("", tokens.size, both),
+        samples_pp_ns=[prefill_ns for prefill_ns, _ in samples],
+        samples_tg_ns=[decode_ns for _, decode_ns in samples],
+    )
+
+
+def _figures(suffix: str, num_tokens: int, seconds: list[float]) -> dict[str, Any]:
+    speeds = [num_tokens / each if num_tokens else 0.0 for each in seconds]
+    return {
+        f"t{suffix}": statistics.mean(seconds),
+        f"speed{suffix}": statistics.mean(speeds),
+        f"stddev{suffix}": deviation(speeds),
+    }
+
+
+async def _answer_all(
+    sessions: list[Session], prompts: list[list[int]], continuations: list[list[int]]
+) -> tuple[int, int]:
+    """Return nanoseconds of all prompts, and of all decoding after them."""
+    prefill_ns = await _nanoseconds(
+        session.aprefill(prompt) for session, prompt in zip(sessions, prompts, strict=True) if prompt
+    )
+    return prefill_ns, await _nanoseconds(map(_decode, sessions, continuations))
+
+
+async def _nanoseconds(work: Iterable[Awaitable[object]]) -> int:
+    begin = time.perf_counter_ns()
+    await asyncio.gather(*work)
+    return time.perf_counter_ns() - begin
+
+
+async def _decode(session: Session, tokens: list[int]) -> None:
+    for token in tokens:
+        await session.aprefill([token])

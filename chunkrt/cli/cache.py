@@ -12,7 +12,7 @@ import msgspec
 
 from chunkrt.checkpoints import catalogue
 from chunkrt.cli.command import GroupedCommand
-from chunkrt.cli.options import verbose_option
+from chunkrt.cli.shared_options import verbose_option
 from chunkrt.engine.prefix_cache.block_file import read_header
 from chunkrt.engine.prefix_cache.folder import clear as clear_prefixes
 from chunkrt.engine.prefix_cache.folder import entries

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from chunkrt.cli.choice import choice_lines
-from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, verbose_option
+from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option
+from chunkrt.cli.shared_options import QUANTISATION_FIELDS, engine_fields, verbose_option
 from chunkrt.compile.calibrate import DEFAULT_NUM_TOKENS, cached_calibration, calibration_tokens, shipped_text
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.compile.search import cached_choice
+from chunkrt.compile.search import Choice, cached_choice
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import choose_recipe, find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
@@ -22,8 +22,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable
 from chunkrt.graph.plan import Node, Plan, linear_nodes
 from chunkrt.progress import ShownProgress
-from chunkrt.quant.calibration import Calibration
-from chunkrt.quant.ranges import METHODS, Method
+from chunkrt.quant.calibration import METHODS, Calibration, Method
 from chunkrt.quant.residual_scaling import ResidualScaling, residual_scaling
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME
 
@@ -32,18 +31,7 @@ NUM_SHOWN = 5
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "text_file",
-        "method",
-        "num_tokens",
-        "scheme",
-        "shadow",
-        "budget",
-        "outputs",
-        "equalisation",
-        "output",
-        "as_json",
-    ),
+    first="text_file method num_tokens scheme shadow budget outputs equalisation output as_json",
 )
 @model_argument
 @option(
@@ -72,7 +60,7 @@ NUM_SHOWN = 5
 @option(
     "-o", "--output", group="Output", type=click.Path(path_type=Path), help="Write a copy of the result to this file."
 )
-@option("--json", "as_json", group="Output", is_flag=True, help="Print the summary as JSON.")
+@json_option("Print the summary as JSON.")
 @engine_fields(*QUANTISATION_FIELDS)
 @verbose_option
 def calibrate(
@@ -203,3 +191,42 @@ def _print(summary: dict[str, Any], scaling: ResidualScaling) -> None:
     for name, *cells in rows:
         click.echo("  ".join([name.ljust(width), *(cell.rjust(14) for cell in cells)]))
     click.echo(f"\nsaved to {summary['path']}")
+
+
+NUM_RANKED = 12
+
+
+def choice_lines(choice: Choice) -> Iterator[str]:
+    """Return the linear layers that 8 bits hurt most, the frontier, and the cost and loss of the choice."""
+    loss = choice.loss
+    width = max(len(linear.weight) for linear in choice.linears) - len(".weight")
+    yield f"{'linear':{width}}  {'reach':>8}  {'KL at 8 bits':>12}  {'with shadow':>12}  chosen"
+    ranking = sorted(choice.linears, key=lambda linear: -linear.kl)
+    for linear in ranking[:NUM_RANKED]:
+        shadowed = "-" if linear.kl_shadowed is None else f"{linear.kl_shadowed:.6f}"
+        chosen = f"w{linear.weight_bits}a{linear.activation_bits}{', shadow' if linear.has_shadow else ''}"
+        name = linear.weight.removesuffix(".weight")
+        yield f"{name:{width}}  {linear.reach:8.0f}  {linear.kl:12.6f}  {shadowed:>12}  {chosen}"
+    if len(ranking) > NUM_RANKED:
+        yield f"... and {len(ranking) - NUM_RANKED} more; --json has all"
+    yield ""
+    yield f"{'multiply-adds at 8 bits':>23}  {'shadows':>7}  {'4-bit':>5}  {'mean KL':>9}  {'perplexity':>10}"
+    for point in choice.frontier:
+        share = f"{100 * point.share_in_8_bits:.1f} %"
+        mark = "  <- chosen" if (point.kl, point.perplexity_ratio) == (loss.kl, loss.perplexity_ratio) else ""
+        measured = f"{point.kl:9.5f}  {point.perplexity_ratio:9.4f}x"
+        yield f"{share:>23}  {point.num_shadows:7}  {point.num_with_4_bits:5}  {measured}{mark}"
+    shadows = [linear for linear in choice.linears if linear.has_shadow]
+    work = sum(linear.shadow_multiply_adds for linear in shadows) / sum(
+        linear.multiply_adds for linear in choice.linears
+    )
+    yield ""
+    yield (
+        f"{choice.scheme.name}: mean KL {loss.kl:.5f} of at most {choice.budget:g} on the calibration text, "
+        f"perplexity {loss.perplexity_ratio:.4f} of float's"
+    )
+    yield (
+        f"shadows: {len(shadows)} of {len(choice.linears)} linear layers, "
+        f"{sum(linear.shadow_bytes for linear in shadows) / 1e6:.2f} MB of rows in float32, "
+        f"{100 * work:.2f} % of the linear layers' multiply-adds"
+    )

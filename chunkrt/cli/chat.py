@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.conversation import ASKS_AGAIN, LEAVES, Conversation
-from chunkrt.cli.generation import as_advised, generation_options, refuse_idle, split_options, stream_answer
-from chunkrt.cli.options import engine_options_but, open_engine
+from chunkrt.cli.conversation import ASKS_AGAIN, LEAVES, ChatConversation
+from chunkrt.cli.generation_options import as_advised, generation_options, refuse_idle, split_options, stream_answer
+from chunkrt.cli.shared_options import engine_options_but, open_engine
 from chunkrt.cli.terminal import Shown, line_reader
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import Session
@@ -21,18 +21,7 @@ HELP = "/help lists the commands, /exit or Ctrl-D ends the chat, Ctrl-C stops an
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "system",
-        "max_new_tokens",
-        "temperature",
-        "top_p",
-        "seed",
-        "npu",
-        "scheme",
-        "threads",
-        "context_length",
-        "context_shift",
-    ),
+    first="system max_new_tokens temperature top_p seed npu scheme threads context_length context_shift",
 )
 @model_argument
 @option(
@@ -58,7 +47,7 @@ def chat(model: str, markdown: bool, **options: Any) -> None:
         tokenizer = engine.require_tokenizer()
         if not tokenizer.has_chat_template:
             raise ModelError("the model has no chat template; use `chunkrt run`, or a model tuned for chat")
-        conversation = Conversation(model=model, sampling=sampling_of(tokenizer, sampling), **generation)
+        conversation = ChatConversation(model=model, sampling=sampling_of(tokenizer, sampling), **generation)
         click.echo(HELP, err=True)
         read = line_reader()
         while (line := read()) is not None:
@@ -101,7 +90,7 @@ def sampling_of(tokenizer: Tokenizer, given: SamplingOptions) -> SamplingOptions
     return sampling
 
 
-def answer_turn(conversation: Conversation, session: Session, tokenizer: Tokenizer, shown: Shown) -> None:
+def answer_turn(conversation: ChatConversation, session: Session, tokenizer: Tokenizer, shown: Shown) -> None:
     """Answer the last message, or remove it from the conversation if it cannot be answered."""
     said: list[str] = []
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
@@ -58,16 +59,26 @@ def option(*flags: str, group: str = "", **settings: Any) -> Callable[[Command],
     return click.option(*flags, cls=GroupedOption, group=group, **settings)
 
 
+def json_option(help: str) -> Callable[[Command], Command]:
+    """Give a command --json; it arrives as the keyword argument `as_json`."""
+    return option("--json", "as_json", group="Output", is_flag=True, help=help)
+
+
+def plot_option(help: str, name: str = "plot") -> Callable[[Command], Command]:
+    """Give a command --plot; it arrives as the keyword argument `name`."""
+    return option("--plot", name, group="Output", type=click.Path(path_type=Path), metavar="FILE", help=help)
+
+
 class GroupedCommand(click.Command):
     """A command whose `--help` shows the options that are used most, and whose `--help-all` shows all, in groups.
 
     Args:
-        first: names of the options that `--help` shows, in order.
+        first: names of the options that `--help` shows, in order, separated by spaces.
     """
 
-    def __init__(self, *arguments: Any, first: Sequence[str] = (), **settings: Any) -> None:
+    def __init__(self, *arguments: Any, first: str = "", **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._first = tuple(first)
+        self._first = tuple(first.split())
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the command's parameters, `--help-all`, and options of other tools, which are refused by name."""

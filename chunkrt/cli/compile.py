@@ -9,9 +9,15 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from chunkrt.backends.qnn.options import HtpOptions
-from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import QUANTISATION_FIELDS, engine_fields, refuse_without, settings_option, verbose_option
+from chunkrt.backends.qnn.htp_options import HtpOptions
+from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option
+from chunkrt.cli.shared_options import (
+    QUANTISATION_FIELDS,
+    engine_fields,
+    refuse_without,
+    settings_option,
+    verbose_option,
+)
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement
@@ -22,18 +28,7 @@ _ATTENTION = ("attention", "npu_window", "npu_graph", "context_length")
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "output",
-        "soc",
-        "chunk_length",
-        "scheme",
-        "attention",
-        "npu_window",
-        "context_length",
-        "placement",
-        "for_host",
-        "as_json",
-    ),
+    first="output soc chunk_length scheme attention npu_window context_length placement for_host as_json",
 )
 @model_argument
 @option("-o", "--output", group="Output", required=True, type=click.Path(path_type=Path), help="Folder to write.")
@@ -43,7 +38,7 @@ _ATTENTION = ("attention", "npu_window", "npu_graph", "context_length")
 @option(
     "--for-host", group="Output", is_flag=True, help="Also write the files that a C++ program without chunkrt needs."
 )
-@option("--json", "as_json", group="Output", is_flag=True, help="Print a summary as JSON.")
+@json_option("Print a summary as JSON.")
 @engine_fields("htp")
 @verbose_option
 @settings_option("soc", "chunk_length", *QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION, "htp")

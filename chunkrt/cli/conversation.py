@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.generation import SAMPLING, Answer
+from chunkrt.cli.generation_options import SAMPLING, Answer
 from chunkrt.cli.prompts import read_messages
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.errors import ConfigError, unknown_name
@@ -25,7 +25,7 @@ SETTINGS = ("max_new_tokens", *(name for name in SAMPLING if name != "ignore_eos
 
 
 @dataclass
-class Conversation:
+class ChatConversation:
     """Messages, each a dictionary with role and content, an optional system message, and settings."""
 
     model: str
@@ -137,22 +137,22 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-COMMANDS: dict[str, tuple[str, Callable[[Conversation, str], str | None]]] = {
-    "/help": ("lists the commands", Conversation._help),
+COMMANDS: dict[str, tuple[str, Callable[[ChatConversation, str], str | None]]] = {
+    "/help": ("lists the commands", ChatConversation._help),
     "/set": (
         "NAME VALUE changes a setting, e.g. /set temperature 0.7; without arguments, shows all settings",
-        Conversation._set,
+        ChatConversation._set,
     ),
-    "/status": ("shows the model, the settings and the last answer's figures", Conversation._status),
-    "/save": ("FILE writes the conversation as JSON", Conversation._save),
-    "/load": ("FILE replaces the conversation by a saved one", Conversation._load),
+    "/status": ("shows the model, the settings and the last answer's figures", ChatConversation._status),
+    "/save": ("FILE writes the conversation as JSON", ChatConversation._save),
+    "/load": ("FILE replaces the conversation by a saved one", ChatConversation._load),
     "/system": (
         "TEXT clears the conversation and sets a system message; without TEXT, removes it",
-        Conversation._system,
+        ChatConversation._system,
     ),
-    "/retry": ("answers the last turn again", Conversation._retry),
-    "/undo": ("removes the last turn", Conversation._undo),
-    "/reset": ("clears the conversation", Conversation._reset),
-    "/quit": ("ends the chat, like /exit and Ctrl-D", Conversation._quit),
-    "/exit": ("ends the chat", Conversation._quit),
+    "/retry": ("answers the last turn again", ChatConversation._retry),
+    "/undo": ("removes the last turn", ChatConversation._undo),
+    "/reset": ("clears the conversation", ChatConversation._reset),
+    "/quit": ("ends the chat, like /exit and Ctrl-D", ChatConversation._quit),
+    "/exit": ("ends the chat", ChatConversation._quit),
 }

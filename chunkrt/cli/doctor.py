@@ -16,7 +16,7 @@ from chunkrt import backends
 from chunkrt.backends import dispatch, qnn
 from chunkrt.checkpoints import catalogue
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand
-from chunkrt.cli.options import verbose_option
+from chunkrt.cli.shared_options import verbose_option
 from chunkrt.errors import ChunkrtError
 from chunkrt.files import bytes_below
 from chunkrt.plugins import Plugin, PluginGroup
@@ -140,10 +140,10 @@ def _plugins() -> list[Finding]:
         from chunkrt.graph import decoders
 
         groups.append(decoders.PLUGINS)
-    return [_plugin(plugin) for group in groups for plugin in group.plugins]
+    return [check_plugin(plugin) for group in groups for plugin in group.plugins]
 
 
-def _plugin(plugin: Plugin[Any]) -> Finding:
+def check_plugin(plugin: Plugin[Any]) -> Finding:
     what, found = f"{plugin.group} {plugin.name}", f"{plugin.distribution} {plugin.version}"
     try:
         plugin.load()

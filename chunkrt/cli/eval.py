@@ -11,20 +11,25 @@ from typing import Any, Literal
 
 import click
 
-from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import engine_options, open_engine
+from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option, plot_option
+from chunkrt.cli.shared_options import engine_options, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation import hellaswag, lambada
-from chunkrt.evaluation.base import Base, base_options, check_base
-from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, LayersRun, evaluate_layers
-from chunkrt.evaluation.layers_picture import draw_layers
-from chunkrt.evaluation.report import BaseRun, Report, Run, TaskRun, TextRun
-from chunkrt.evaluation.text import evaluate_text
-from chunkrt.evaluation.windows import DEFAULT_NUM_WINDOWS, DEFAULT_WINDOW_LENGTH, Part, cut_windows, spread
+from chunkrt.evaluation.baseline import Base, base_options, check_base
+from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, LayersRun, draw_layers, evaluate_layers
+from chunkrt.evaluation.report import BaseRun, EvaluationRun, Report, TaskRun, TextRun
+from chunkrt.evaluation.text import (
+    DEFAULT_NUM_WINDOWS,
+    DEFAULT_WINDOW_LENGTH,
+    TextPart,
+    cut_windows,
+    evaluate_text,
+    spread,
+)
 from chunkrt.files import Progress
 from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
@@ -39,18 +44,7 @@ _FILE = click.Path(path_type=Path)
 @click.command(
     "eval",
     cls=GroupedCommand,
-    first=(
-        "text_file",
-        "hellaswag_file",
-        "lambada_file",
-        "scheme",
-        "base_scheme",
-        "window_length",
-        "windows",
-        "per_layer",
-        "npu",
-        "as_json",
-    ),
+    first="text_file hellaswag_file lambada_file scheme base_scheme window_length windows per_layer npu as_json",
 )
 @model_argument
 @option(
@@ -115,15 +109,8 @@ _FILE = click.Path(path_type=Path)
     is_flag=True,
     help=f"Measure errors per layer and linear layer, on up to {NUM_LAYER_WINDOWS} windows.",
 )
-@option(
-    "--plot",
-    "picture",
-    group="Output",
-    type=_FILE,
-    metavar="FILE",
-    help="Draw the errors of --per-layer as .png or .svg (needs matplotlib).",
-)
-@option("--json", "as_json", group="Output", is_flag=True, help="Print the figures as JSON.")
+@plot_option("Draw the errors of --per-layer as .png or .svg (needs matplotlib).", "picture")
+@json_option("Print the figures as JSON.")
 @engine_options
 def eval(
     model: str,
@@ -170,9 +157,9 @@ def eval(
             f"{model} is compiled and holds no float weights for --per-layer; give the checkpoint that "
             "it was made from, with the same options"
         )
-    text = _Text(
+    text = _TextOptions(
         path=text_file,
-        part=Part.parse(part),
+        part=TextPart.parse(part),
         window_length=window_length,
         windows=_number(windows),
         base_model=base_model or model,
@@ -198,7 +185,11 @@ def eval(
             words = lambada.evaluate(engine, lambada_items, partial(progress, "LAMBADA"))
             lambada_run = TaskRun(file=str(lambada_file), figures=words)
         report = Report(
-            run=Run.of(engine, model), text=text_run, layers=layers_run, hellaswag=hellaswag_run, lambada=lambada_run
+            run=EvaluationRun.of(engine, model),
+            text=text_run,
+            layers=layers_run,
+            hellaswag=hellaswag_run,
+            lambada=lambada_run,
         )
     if layers_run and picture:
         draw_layers(
@@ -208,11 +199,11 @@ def eval(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Text:
+class _TextOptions:
     """Options on the text. Lengths and `windows` are None for their defaults; `cache_limit` is in bytes."""
 
     path: Path | None
-    part: Part
+    part: TextPart
     window_length: int | None
     windows: int | Literal["all"] | None
     base_model: str
@@ -280,14 +271,14 @@ def _bos_id(engine: Engine) -> int | None:
 def _evaluate_layers(
     engine: Engine, model: str, calibration: Path | None, windows: list[list[int]], progress: Progress
 ) -> LayersRun:
-    from chunkrt.compile.compiler import plan_checkpoint, prepare
+    from chunkrt.compile.compiler import calibrate_scheme, plan_checkpoint
 
     checkpoint, _ = find_checkpoint(model, progress)
     planned = plan_checkpoint(checkpoint, {})
     ranges = None
     if engine.scheme.is_static:
         recipe = Recipe(scheme=engine.scheme)
-        _, ranges = prepare(planned, checkpoint, recipe, calibration, model=model, progress=progress)
+        _, ranges = calibrate_scheme(planned, checkpoint, recipe, calibration, model=model, progress=progress)
     folding = ranges.folding if ranges else Folding()
     planned = planned.within(max(map(len, windows)))
     return evaluate_layers(

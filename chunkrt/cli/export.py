@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import verbose_option
+from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option
+from chunkrt.cli.shared_options import verbose_option
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from onnx_ir import Model
 
     from chunkrt.graph.partition import Planned
-    from chunkrt.onnx.exporting.beside import Files
+    from chunkrt.onnx.exporting.save import Files
 
 DEFAULT_WINDOW = 32
 LONGEST_DEFAULT_CONTEXT = 2048
@@ -28,18 +28,7 @@ LONGEST_DEFAULT_CONTEXT = 2048
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "output",
-        "window",
-        "sequence",
-        "context",
-        "dtype",
-        "keys",
-        "dynamic",
-        "external_data",
-        "static_subgraphs",
-        "as_json",
-    ),
+    first="output window sequence context dtype keys dynamic external_data static_subgraphs as_json",
 )
 @model_argument
 @option("-o", "--output", group="Output", type=click.Path(path_type=Path), help="ONNX file to write.")
@@ -86,7 +75,7 @@ LONGEST_DEFAULT_CONTEXT = 2048
     type=click.Path(path_type=Path, file_okay=False),
     help="Write each static subgraph of the plan, with W rows, to this folder.",
 )
-@option("--json", "as_json", group="Output", is_flag=True, help="Print a summary as JSON.")
+@json_option("Print a summary as JSON.")
 @verbose_option
 def export(
     model: str, output: Path | None, static_subgraphs: Path | None, dynamic: bool, as_json: bool, **settings: Any

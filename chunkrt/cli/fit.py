@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from chunkrt.backends.qnn.socs import GB, find_soc
-from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, model_argument, option
-from chunkrt.cli.options import engine_fields, refuse_without, verbose_option
+from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, json_option, model_argument, option
 from chunkrt.cli.plan import read_model
+from chunkrt.cli.shared_options import engine_fields, refuse_without, verbose_option
 from chunkrt.engine.lengths import choose_context_length
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
@@ -23,18 +23,7 @@ from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "soc_name",
-        "ram_gb",
-        "scheme",
-        "chunk_length",
-        "context_length",
-        "attention",
-        "npu_window",
-        "npu_graph",
-        "weights",
-        "as_json",
-    ),
+    first="soc_name ram_gb scheme chunk_length context_length attention npu_window npu_graph weights as_json",
     epilog=f"Built-in shapes: {', '.join(shapes())}.",
 )
 @model_argument
@@ -55,7 +44,7 @@ from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
 @option("--chunk", "chunk_length", group="Execution", type=int, help="Tokens per chunk.  [default: 32, or as compiled]")
 @engine_fields("context_length", "attention", "npu_window", "npu_graph", "weights")
 @option("--ram", "ram_gb", group="Devices", type=float, help="RAM of the device in GB.  [default: typical for the SoC]")
-@option("--json", "as_json", group="Output", is_flag=True, help="Print a JSON object.")
+@json_option("Print a JSON object.")
 @verbose_option
 def fit(
     model: str,

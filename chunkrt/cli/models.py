@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from chunkrt.checkpoints.catalogue import Entry, damage, entries, home, pulled
+from chunkrt.checkpoints.catalogue import CatalogueEntry, damage, entries, home, pulled
 from chunkrt.checkpoints.catalogue.entry import WheelSource
-from chunkrt.checkpoints.gguf_parts import parts_of
+from chunkrt.checkpoints.checkpoint import parts_of
 from chunkrt.checkpoints.hub import cached_models, parse_hub_id
 from chunkrt.cli.command import GroupedCommand
-from chunkrt.cli.options import verbose_option
+from chunkrt.cli.shared_options import verbose_option
 from chunkrt.engine_directory.manifest import MANIFEST
 from chunkrt.errors import ConfigError
 from chunkrt.files import only_writer, read_json
@@ -86,14 +86,14 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: CatalogueEntry) -> tuple[str, ...]:
     num_bytes = _num_bytes(entry)
     size = "-" if num_bytes is None else f"{num_bytes / 1e6:.0f} MB"
     is_pulled = "no" if pulled(entry) is None else "damaged" if damage(entry) else "yes"
     return entry.name, entry.family, size, entry.licence, is_pulled
 
 
-def _facts(entry: Entry) -> dict[str, str | int | None]:
+def _facts(entry: CatalogueEntry) -> dict[str, str | int | None]:
     path = pulled(entry)
     return {
         "name": entry.name,
@@ -113,5 +113,5 @@ def _hub_facts(name: str, path: Path) -> dict[str, str | int | None]:
     return {"name": name, **facts, "bytes": _size(path), "path": str(path), "damage": ""}
 
 
-def _num_bytes(entry: Entry) -> int | None:
+def _num_bytes(entry: CatalogueEntry) -> int | None:
     return entry.source.bytes if isinstance(entry.source, WheelSource) else None

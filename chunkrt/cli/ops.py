@@ -12,18 +12,17 @@ import click
 
 from chunkrt.backends.dispatch import Dispatcher, Runner, check_switches, default_base, registered_operators
 from chunkrt.backends.switches import Switches
-from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.flags import in_flags
-from chunkrt.cli.options import planning_options, ranks_options
+from chunkrt.cli.command import GroupedCommand, json_option, model_argument
+from chunkrt.cli.output import in_flags, print_table
 from chunkrt.cli.plan import chosen_ranks, placement_of, read_model
-from chunkrt.cli.tables import print_table
+from chunkrt.cli.shared_options import planning_options, ranks_options
 from chunkrt.engine.capability import plan_by_capability
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import supports_by_role
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class OperatorRow:
     """An operator on a role ("npu", "cpu" or "session"), with the fields of its `Runner`."""
 
     operator: str
@@ -35,10 +34,10 @@ class Row:
 
 @click.command(
     cls=GroupedCommand,
-    first=("ops", "npu", "scheme", "placement", "attention", "chunk_length", "size", "rank", "as_json"),
+    first="ops npu scheme placement attention chunk_length size rank as_json",
 )
 @model_argument
-@option("--json", "as_json", group="Output", is_flag=True, help="Print a JSON object.")
+@json_option("Print a JSON object.")
 @ranks_options
 @planning_options
 def ops(model: str, as_json: bool, size: int | None, rank: int | None, **settings: Any) -> None:
@@ -54,7 +53,7 @@ def ops(model: str, as_json: bool, size: int | None, rank: int | None, **setting
     dispatcher = Dispatcher(plan, scheme, registry, switches, default=default_base(options.npu))
     players = supports_by_role(options, scheme)
     supports, roles = dict(players.values()), {device: name for device, (name, _) in players.items()}
-    counts: Counter[Row] = Counter()
+    counts: Counter[OperatorRow] = Counter()
     for subgraph in plan.subgraphs:
         backend = roles.get(subgraph.device, subgraph.device)
         for section in dispatcher.sections(subgraph, backend):
@@ -73,14 +72,14 @@ def ops(model: str, as_json: bool, size: int | None, rank: int | None, **setting
         )
 
 
-def _rows(runner: Runner, role: str, dispatcher: Dispatcher) -> Iterator[Row]:
+def _rows(runner: Runner, role: str, dispatcher: Dispatcher) -> Iterator[OperatorRow]:
     """Return the operator and its parts, which it calls or which are fused into it."""
     yield _row(runner, role)
     for part in dispatcher.part_names(runner.operator):
         if part in runner.parts:
             yield _row(runner.parts[part], role)
         else:
-            yield Row(
+            yield OperatorRow(
                 operator=part,
                 role=role,
                 runs_on=runner.runs_on,
@@ -89,10 +88,10 @@ def _rows(runner: Runner, role: str, dispatcher: Dispatcher) -> Iterator[Row]:
             )
 
 
-def _row(runner: Runner, role: str) -> Row:
+def _row(runner: Runner, role: str) -> OperatorRow:
     reason = in_flags(runner.reason)
-    return Row(operator=runner.operator, role=role, runs_on=runner.runs_on, origin=runner.origin, reason=reason)
+    return OperatorRow(operator=runner.operator, role=role, runs_on=runner.runs_on, origin=runner.origin, reason=reason)
 
 
-def _cells(row: Row, num_uses: int) -> tuple[str, ...]:
+def _cells(row: OperatorRow, num_uses: int) -> tuple[str, ...]:
     return row.operator, str(num_uses), row.role, row.runs_on, row.origin, row.reason

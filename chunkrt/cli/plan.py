@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.flags import in_flags
-from chunkrt.cli.options import planning_options, ranks_options
+from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option
+from chunkrt.cli.output import in_flags
+from chunkrt.cli.shared_options import planning_options, ranks_options
 from chunkrt.engine.capability import Moved, plan_by_capability, told
 from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
 from chunkrt.engine.npu_attention import near_plans
@@ -31,8 +31,7 @@ from chunkrt.engine_directory.weights import check_shadowed, settle
 from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable
 from chunkrt.graph.placement import Placement
-from chunkrt.graph.plan import Plan
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.progress import ShownProgress
 from chunkrt.quant.scheme import Scheme, check_scheme_of_ranks
 
@@ -41,18 +40,7 @@ DEFAULT_PROMPT_LENGTH = 512
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "scheme",
-        "npu",
-        "placement",
-        "attention",
-        "ops",
-        "chunk_length",
-        "context_length",
-        "prompt_length",
-        "save_onnx",
-        "as_json",
-    ),
+    first="scheme npu placement attention ops chunk_length context_length prompt_length save_onnx as_json",
 )
 @model_argument
 @option(
@@ -67,7 +55,7 @@ DEFAULT_PROMPT_LENGTH = 512
     type=click.Path(path_type=Path, file_okay=False),
     help="Write each subgraph as ONNX to this folder.",
 )
-@option("--json", "as_json", group="Output", is_flag=True, help="Print the plan and its figures as JSON.")
+@json_option("Print the plan and its figures as JSON.")
 @ranks_options
 @planning_options
 def plan(
@@ -164,7 +152,7 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
         manifest = read_manifest(Path(model))
         found, scheme = read_plan(Path(model)), manifest.scheme
     else:
-        from chunkrt.compile.compiler import open_decoder, prepare
+        from chunkrt.compile.compiler import calibrate_scheme, open_decoder
         from chunkrt.graph.partition import plan_decoder
 
         with ShownProgress() as progress:
@@ -174,7 +162,9 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
             source, decoder = open_decoder(checkpoint, ranks)
             if recipe.search:
                 plain = plan_decoder(source, decoder, {})
-                scheme, _ = prepare(plain, checkpoint, recipe, options.calibration, model=model, progress=progress)
+                scheme, _ = calibrate_scheme(
+                    plain, checkpoint, recipe, options.calibration, model=model, progress=progress
+                )
         planned = plan_decoder(source, decoder, options_placement(options), scheme.is_shadowed)
         found, scheme = planned.plan, settle(planned, scheme)
         check_shadowed(found, scheme)
@@ -184,7 +174,7 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
 
 
 def _save_onnx(model: str, options: EngineOptions, folder: Path, ranks: Ranks) -> None:
-    from chunkrt.backends.onnx.scheme import save_subgraphs
+    from chunkrt.backends.onnx.scheme_models import save_subgraphs
 
     with ShownProgress() as progress:
         engine = engine_folder(model, options, progress, ranks)

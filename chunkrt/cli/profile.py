@@ -17,8 +17,8 @@ import numpy as np
 import psutil
 
 from chunkrt.backends.qnn import QnnBackend
-from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import engine_options, measured, open_engine
+from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option
+from chunkrt.cli.shared_options import engine_options, measured, open_engine
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError
@@ -34,18 +34,7 @@ LONGEST_PROMPT = 1024
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "output",
-        "budgets",
-        "repetitions",
-        "npu",
-        "scheme",
-        "chunk_length",
-        "threads",
-        "affinity",
-        "context_length",
-        "as_json",
-    ),
+    first="output budgets repetitions npu scheme chunk_length threads affinity context_length as_json",
 )
 @model_argument
 @option(
@@ -70,13 +59,7 @@ LONGEST_PROMPT = 1024
     show_default=True,
     help="Number of measured runs of each kind.",
 )
-@option(
-    "--json",
-    "as_json",
-    group="Output",
-    is_flag=True,
-    help="Print the file's path and the conditions of the measurement as JSON.",
-)
+@json_option("Print the file's path and the conditions of the measurement as JSON.")
 @engine_options
 def profile(model: str, output: Path, budgets: str | None, repetitions: int, as_json: bool, **settings: Any) -> None:
     """Measure the subgraphs of MODEL on this machine, and write a device profile for `chunkrt simulate`.

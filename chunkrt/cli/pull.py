@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.hub import fetch_model, parse_hub_id
 from chunkrt.cli.command import GroupedCommand
-from chunkrt.cli.options import verbose_option
+from chunkrt.cli.shared_options import verbose_option
 
 
 @click.command(cls=GroupedCommand)
@@ -31,7 +31,7 @@ def pull(name: str, force: bool, as_json: bool) -> None:
     click.echo(json.dumps({"name": name, "path": str(path)}) if as_json else path)
 
 
-def pull_with_progress(entry: catalogue.Entry, *, is_forced: bool) -> Path:
+def pull_with_progress(entry: catalogue.CatalogueEntry, *, is_forced: bool) -> Path:
     """Download and verify an entry; in a terminal, show a progress bar on stderr."""
     console = Console(stderr=True)
     if not console.is_terminal:

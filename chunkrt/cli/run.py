@@ -9,27 +9,15 @@ from typing import Any
 
 import click
 
-from chunkrt.cli.batch import answer_prompts
-from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.generation import generation_options, refuse_idle, split_options, stream_answer
-from chunkrt.cli.options import engine_options, open_engine, refuse_without, trace_option, written_trace
-from chunkrt.cli.prompts import read_prompt, read_prompts
+from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option
+from chunkrt.cli.generation_options import generation_options, refuse_idle, split_options, stream_answer
+from chunkrt.cli.prompts import answer_prompts, read_prompt, read_prompts
+from chunkrt.cli.shared_options import engine_options, open_engine, refuse_without, trace_option, written_trace
 
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "prompt",
-        "files",
-        "messages_file",
-        "system",
-        "max_new_tokens",
-        "temperature",
-        "npu",
-        "scheme",
-        "context_length",
-        "as_json",
-    ),
+    first="prompt files messages_file system max_new_tokens temperature npu scheme context_length as_json",
 )
 @model_argument
 @option(
@@ -60,9 +48,7 @@ from chunkrt.cli.prompts import read_prompt, read_prompts
 )
 @option("--prefill-answer", group="Prompt", metavar="TEXT", help="Begin the answer with this text.")
 @option("--raw", group="Prompt", is_flag=True, help="Continue the prompt without the model's chat template.")
-@option(
-    "--json", "as_json", group="Output", is_flag=True, help="Print the answer and its statistics as one JSON object."
-)
+@json_option("Print the answer and its statistics as one JSON object.")
 @trace_option
 @generation_options
 @engine_options

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import click
 
 from chunkrt.cli.command import GroupedCommand, option
-from chunkrt.cli.generation import template_option
-from chunkrt.cli.options import engine_options, open_engine
+from chunkrt.cli.generation_options import template_option
+from chunkrt.cli.shared_options import engine_options, open_engine
 from chunkrt.errors import ConfigError
 from chunkrt.files import read_text
 
@@ -23,18 +23,7 @@ LATE_SECONDS = 5.0
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "host",
-        "port",
-        "api_key_file",
-        "max_sessions",
-        "npu",
-        "scheme",
-        "threads",
-        "context_length",
-        "cache_memory",
-        "prefix_cache",
-    ),
+    first="host port api_key_file max_sessions npu scheme threads context_length cache_memory prefix_cache",
 )
 @click.argument("model")
 @option("--host", group="Access", default="127.0.0.1", show_default=True, help="Address to listen on.")

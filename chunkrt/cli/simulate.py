@@ -10,18 +10,17 @@ from typing import Any, get_args
 
 import click
 
-from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import engine_fields, refuse_without, verbose_option
+from chunkrt.cli.command import Command, GroupedCommand, json_option, model_argument, option, plot_option
+from chunkrt.cli.output import print_table
 from chunkrt.cli.plan import read_model
 from chunkrt.cli.plots import draw_simulations
-from chunkrt.cli.serving import ServingOptions, simulate_served
-from chunkrt.cli.tables import print_table
+from chunkrt.cli.shared_options import engine_fields, refuse_without, verbose_option
+from chunkrt.cli.simulated_serving import ServingOptions, simulate_served
 from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import AttentionOn, EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import Plan
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.pictures import check_picture
 from chunkrt.quant.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, find_scheme
 from chunkrt.runtime.lanes import DecodeOn
@@ -38,31 +37,25 @@ LEAST_SHARE = 0.0005
 """Least share of idle time that is printed."""
 
 
+def device_option(command: Command) -> Command:
+    """Give a command --device; it arrives as the keyword argument `device_name`."""
+    return option(
+        "--device",
+        "--soc",
+        "device_name",
+        group="Devices",
+        required=True,
+        help=f"Device: {', '.join(DEVICES)}, one of their SoCs, or a file from `chunkrt profile`.",
+    )(command)
+
+
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "device_name",
-        "prompt_lengths",
-        "chunk_lengths",
-        "policy",
-        "scheme",
-        "attention",
-        "arrivals",
-        "ranks",
-        "plot",
-        "as_json",
-    ),
+    first="device_name prompt_lengths chunk_lengths policy scheme attention arrivals ranks plot as_json",
     epilog=f"Built-in shapes: {', '.join(shapes())}.",
 )
 @model_argument
-@option(
-    "--device",
-    "--soc",
-    "device_name",
-    group="Devices",
-    required=True,
-    help=f"Device: {', '.join(DEVICES)}, one of their SoCs, or a file from `chunkrt profile`.",
-)
+@device_option
 @option(
     "-p",
     "--prompt-lengths",
@@ -145,14 +138,8 @@ LEAST_SHARE = 0.0005
     help="Processor for decoding.  [default: auto]",
 )
 @option("--trace", group="Output", type=click.Path(path_type=Path), help="Write a trace of the simulated server.")
-@option(
-    "--plot",
-    group="Output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Draw the predictions as .png or .svg (needs matplotlib).",
-)
-@option("--json", "as_json", group="Output", is_flag=True, help="Print the predictions as a JSON list.")
+@plot_option("Draw the predictions as .png or .svg (needs matplotlib).")
+@json_option("Print the predictions as a JSON list.")
 @verbose_option
 def simulate(
     model: str,

@@ -9,9 +9,9 @@ import click
 
 from chunkrt.backends.coverage import NPU
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, model_argument
-from chunkrt.cli.flags import in_flags
-from chunkrt.cli.options import verbose_option
-from chunkrt.compile.support import SupportReport, check_support, first_few
+from chunkrt.cli.output import in_flags
+from chunkrt.cli.shared_options import verbose_option
+from chunkrt.compile.support_report import SupportReport, check_support, first_few
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.progress import ShownProgress
 

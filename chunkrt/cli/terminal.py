@@ -121,7 +121,7 @@ class Shown:
             click.echo(text, nl=False)
             return
         self._block += text
-        while (end := _block_end(self._block)) is not None:
+        while (end := block_end(self._block)) is not None:
             block, self._block = self._block[:end], self._block[end:].lstrip("\n")
             self._render(block)
         if self._block.strip():
@@ -154,7 +154,7 @@ class Shown:
             self._console.print(Markdown(block))
 
 
-def _block_end(text: str) -> int | None:
+def block_end(text: str) -> int | None:
     """Return the end of the first block of Markdown: an empty line outside of code."""
     start = 0
     while (end := text.find("\n\n", start)) >= 0:

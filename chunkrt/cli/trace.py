@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from chunkrt.cli.command import GroupedCommand
-from chunkrt.cli.options import verbose_option
+from chunkrt.cli.shared_options import verbose_option
 from chunkrt.runtime.record import WORKS, RunRecord
 from chunkrt.runtime.tasks import SPANS, Span
 from chunkrt.runtime.trace.file import read_trace

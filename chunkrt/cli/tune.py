@@ -9,16 +9,17 @@ from pathlib import Path
 
 import click
 
-from chunkrt.cli.command import GroupedCommand, model_argument, option
-from chunkrt.cli.options import read_size, verbose_option
+from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option, plot_option
 from chunkrt.cli.plots import draw_tuned
+from chunkrt.cli.shared_options import read_size, verbose_option
+from chunkrt.cli.simulate import device_option
 from chunkrt.errors import ConfigError
 from chunkrt.files import written_aside
 from chunkrt.graph.placement import read_placement
 from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.simulate import DEVICES, MeasuredProfile, find_device
+from chunkrt.simulate import MeasuredProfile, find_device
 from chunkrt.simulate.tune import Setup, Tuned
 from chunkrt.simulate.tune import tune as search
 
@@ -27,27 +28,10 @@ NUM_SHOWN = 12
 
 @click.command(
     cls=GroupedCommand,
-    first=(
-        "device_name",
-        "output",
-        "prompt_lengths",
-        "chunk_lengths",
-        "placements",
-        "scheme",
-        "memory",
-        "plot",
-        "as_json",
-    ),
+    first="device_name output prompt_lengths chunk_lengths placements scheme memory plot as_json",
 )
 @model_argument
-@option(
-    "--device",
-    "--soc",
-    "device_name",
-    group="Devices",
-    required=True,
-    help=f"Device: {', '.join(DEVICES)}, one of their SoCs, or a file from `chunkrt profile`.",
-)
+@device_option
 @option(
     "-o",
     "--output",
@@ -90,20 +74,8 @@ NUM_SHOWN = 12
     group="Search",
     help="Address of a Dask scheduler whose workers run the simulations.  [default: this machine]",
 )
-@option(
-    "--plot",
-    group="Output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Draw time over memory as .png or .svg (needs matplotlib).",
-)
-@option(
-    "--json",
-    "as_json",
-    group="Output",
-    is_flag=True,
-    help="Print the best, the default and all simulated settings as JSON.",
-)
+@plot_option("Draw time over memory as .png or .svg (needs matplotlib).")
+@json_option("Print the best, the default and all simulated settings as JSON.")
 @verbose_option
 def tune(
     model: str,

@@ -2,6 +2,9 @@
 
 Each subgraph runs over the complete text before the next one runs. Every weight is therefore read once, and the memory
 needed is that of the largest subgraph plus the values that pass between subgraphs.
+
+chunkrt's reference runs a node if it supports the operator and accepts the node; otherwise a plug-in's implementation
+runs it.
 """
 
 from __future__ import annotations
@@ -18,23 +21,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.backends.functions import read_only
-from chunkrt.backends.one_node import run_operator
+from chunkrt.backends.function_executable import read_only
 from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.engine_directory.content import cache_key, keyed_path
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
-from chunkrt.files import Count, made_once
+from chunkrt.files import Count, cached_entry
 from chunkrt.graph.plan import Node, Plan, Subgraph, linear_nodes, resolve
-from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
+from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, Method, Range, num_hot_channels
 from chunkrt.quant.equalisation import MOST_FOR_PRODUCTS, equalise
 from chunkrt.quant.folding import Folding
-from chunkrt.quant.ranges import Method, Range
 from chunkrt.quant.rotation import rotation
 from chunkrt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from chunkrt.graph.partition import Planned
+from collections.abc import Sequence
+from functools import partial
+
+from chunkrt.backends.dispatch import registered_operators
+from chunkrt.backends.function_executable import function_name
+from chunkrt.backends.registry import REFERENCE, Implementation, OperatorRegistry, qualified
+from chunkrt.errors import BackendError, ChunkrtError, PartitionError
+from chunkrt.graph.uses import Use, use_of
 
 Float32 = NDArray[np.float32]
 TokenIds = NDArray[np.int64]
@@ -99,34 +108,32 @@ def cached_calibration(
             progress=progress,
         )
 
-    def made() -> Calibration:
-        folding = before.folding if before else Folding()
+    folding = before.folding if before else Folding()
 
-        def load(name: str) -> Float32:
-            return folding.apply(name, _load_finite(planned, name))
-
-        if before and equalisation is not None:
-            head = [name for s in planned.plan.subgraphs if s.rows == "R" for name in s.weights]
-            factors = equalise(
-                planned.plan,
-                load,
-                before.channel_peaks,
-                equalisation,
-                most_for_products=MOST_FOR_PRODUCTS,
-                left_alone=head,
-            )
-            folding = folding.then(factors)
-        elif is_rotated:
-            folding = rotation(planned.plan, load)
-        calibration = calibrate(
-            planned.plan, load, token_ids, model=model, weights=weights, method=method, progress=progress
-        )
-        calibration = replace(calibration, equalisation=equalisation, is_rotated=is_rotated, folding=folding)
-        calibration.save(path)
-        return calibration
+    def load(name: str) -> Float32:
+        return folding.apply(name, _load_finite(planned, name))
 
     try:
-        found = made_once(path, "calibrating", lambda: Calibration.load(path), made)
+        with cached_entry(path, "calibrating", Calibration.load) as found:
+            if found is None:
+                if before and equalisation is not None:
+                    head = [name for s in planned.plan.subgraphs if s.rows == "R" for name in s.weights]
+                    factors = equalise(
+                        planned.plan,
+                        load,
+                        before.channel_peaks,
+                        equalisation,
+                        most_for_products=MOST_FOR_PRODUCTS,
+                        left_alone=head,
+                    )
+                    folding = folding.then(factors)
+                elif is_rotated:
+                    folding = rotation(planned.plan, load)
+                found = calibrate(
+                    planned.plan, load, token_ids, model=model, weights=weights, method=method, progress=progress
+                )
+                found = replace(found, equalisation=equalisation, is_rotated=is_rotated, folding=folding)
+                found.save(path)
     except OSError as error:
         raise ModelError(f"cannot write the calibration {path}: {error.strerror or error}") from error
     return replace(found, model=model), path
@@ -356,3 +363,49 @@ def _largest(values: Float32) -> Float32:
     """Return the largest magnitude of each column."""
     largest: Float32 = np.maximum(values.max(axis=0), -values.min(axis=0))
     return largest
+
+
+def run_operator(node: Node, inputs: Sequence[Any]) -> Any:
+    """Return the output of a node, or a tuple of outputs.
+
+    Raises:
+        PartitionError: no implementation on this machine supports the operator or accepts the node.
+        ConfigError: several plug-ins' implementations accept the node.
+        BackendError: the function of a plug-in failed.
+    """
+    use = use_of(node)
+    found = _form(use, registered_operators())
+    if not found.is_plugin:
+        return found.function(*inputs, **use.node.attributes)
+    return _call_plugin(found, use, inputs)
+
+
+def _form(use: Use, registry: OperatorRegistry) -> Implementation:
+    own = registry.find_own(use.operator, REFERENCE)
+    if own is not None and registry.own_takes(use):
+        return own
+    plugin, refusal = registry.pick_plugin(use.operator, REFERENCE, use.node)
+    if plugin is None:
+        reason = registry.missing(use, REFERENCE) + refusal
+        raise PartitionError(f"node {use.node.name!r}: {reason}; install the plug-in that provides the operator")
+    return plugin
+
+
+def _call_plugin(plugin: Implementation, use: Use, inputs: Sequence[Any]) -> Any:
+    """Call a plug-in's function with chunkrt's own parts, and convert its float outputs to float32, as in a run."""
+    registry, node = registered_operators(), use.node
+    own_parts = {part: registry.find_own(part, REFERENCE) for part in plugin.parts}
+    parts = {part: own.function for part, own in own_parts.items() if own is not None}
+    function = partial(plugin.function, **parts) if parts else plugin.function
+    try:
+        results = function(*inputs, **node.attributes)
+        results = results if isinstance(results, tuple) else (results,)
+        if len(results) != len(node.outputs):
+            raise ValueError(f"it returned {len(results)} outputs, expected {len(node.outputs)}")
+        return tuple(np.ascontiguousarray(result, np.float32) for result in results)
+    except ChunkrtError:
+        raise
+    except Exception as error:  # a plug-in's function may raise any exception
+        what, who = qualified(node.domain, node.op), function_name(plugin.function)
+        reason = f"{type(error).__name__}: {error}"
+        raise BackendError(f"node {node.name!r}: {what} by {who} failed: {reason}") from error

@@ -1,6 +1,6 @@
-"""Compilation of a checkpoint to an engine directory.
+"""Compilation of a checkpoint to an engine directory, in phases.
 
-    weights -> graph -> plan -> quantisation -> engine directory
+    open -> calibrate (static schemes) -> plan -> settle (the storage of each weight) -> write
 
 This package is imported only to compile. A device that only runs engine directories needs neither this package nor
 ONNX.
@@ -10,29 +10,26 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from chunkrt.checkpoints.checkpoint import open_checkpoint
+from chunkrt.checkpoints.checkpoint import is_onnx, open_checkpoint, sampled_digest
 from chunkrt.checkpoints.source import TensorSource, weights_digest
 from chunkrt.compile.calibrate import cached_calibration
 from chunkrt.compile.search import cached_choice
-from chunkrt.engine_directory.content import sampled_digest
 from chunkrt.engine_directory.figures import linears_by_weight_bits
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, write_manifest
 from chunkrt.engine_directory.weights import check_calibration, check_shadowed, settle, write_weights
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
-from chunkrt.files import Progress, written_aside
+from chunkrt.files import Progress, no_progress, written_aside
 from chunkrt.graph.decoders import build_decoder
-from chunkrt.graph.modules import Module
+from chunkrt.graph.modules import Float32, Module
 from chunkrt.graph.partition import Planned, plan_decoder
 from chunkrt.graph.placement import Placement
-from chunkrt.graph.plan import Plan
-from chunkrt.graph.ranks import ALONE, Ranks
-from chunkrt.onnx.importing import OnnxSource, import_decoder, is_onnx, verify
+from chunkrt.graph.plan import ALONE, Plan, Ranks
+from chunkrt.onnx.importing import OnnxSource, import_decoder, verify
 from chunkrt.quant.calibration import Calibration
-from chunkrt.quant.folding import Folding
 from chunkrt.quant.residual_scaling import residual_scaling
 from chunkrt.quant.scheme import Recipe, Scheme, check_scheme_of_ranks
 from chunkrt.tokenizer import Tokenizer
@@ -74,6 +71,24 @@ def plan_checkpoint(
     return plan_decoder(*open_decoder(checkpoint, ranks), placement, scheme.is_shadowed if scheme else None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A checkpoint that was opened, calibrated and planned, so that its engine directory can be written.
+
+    Attributes:
+        scheme: the scheme, after a search and `settle`.
+        ranges: calibration of a static scheme; None under other schemes.
+    """
+
+    checkpoint: Path
+    model: str
+    planned: Planned
+    placement: Placement
+    ranks: Ranks
+    scheme: Scheme
+    ranges: Calibration | None
+
+
 def compile_checkpoint(
     checkpoint: Path,
     recipe: Recipe,
@@ -83,23 +98,39 @@ def compile_checkpoint(
     model: str,
     calibration: Path | None = None,
     ranks: Ranks = ALONE,
-    check: Callable[[Plan, Scheme], None] | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = no_progress,
 ) -> Plan:
-    """Write the engine directory of a checkpoint to a temporary name, then rename it.
+    """Prepare a checkpoint and write its engine directory. Arguments and errors are those of `prepare_checkpoint` and
+    `write_engine_directory`.
+    """
+    prepared = prepare_checkpoint(
+        checkpoint, recipe, placement, model=model, calibration=calibration, ranks=ranks, progress=progress
+    )
+    write_engine_directory(prepared, folder, progress)
+    return prepared.planned.plan
+
+
+def prepare_checkpoint(
+    checkpoint: Path,
+    recipe: Recipe,
+    placement: Placement,
+    *,
+    model: str,
+    calibration: Path | None = None,
+    ranks: Ranks = ALONE,
+    progress: Progress = no_progress,
+) -> Prepared:
+    """Open a checkpoint, calibrate it, plan it, and settle its scheme.
 
     Args:
-        folder: the path to write; it must not exist, and no other process may be writing it.
         recipe: a scheme; or a search for one, on the calibration's text.
         calibration: for a static scheme; by default a calibration is made from the text that is part of chunkrt. If the
             calibration was made for another equalisation or rotation, its text is used to recalibrate.
         ranks: the rank that the engine directory is for.
-        check: called before the first file is written; an exception that it raises ends the compilation.
         progress: called with (step, done, total).
 
     Raises:
-        ModelError, QuantizationError, ConfigError: see `plan_checkpoint`; a full disk is a ModelError. No partial
-            output remains.
+        ModelError, QuantizationError, ConfigError: see `plan_checkpoint` and `calibrate_scheme`.
     """
     scheme, ranges, scaling = recipe.scheme, None, None
     check_scheme_of_ranks(scheme, ranks.size)
@@ -109,59 +140,31 @@ def compile_checkpoint(
         if isinstance(source, OnnxSource):
             verify(source, plain.plan, plain.load)
         if scheme.is_static:
-            scheme, ranges = prepare(plain, checkpoint, recipe, calibration, model=model, progress=progress)
+            scheme, ranges = calibrate_scheme(plain, checkpoint, recipe, calibration, model=model, progress=progress)
             scaling = residual_scaling(plain.plan, ranges)
     planned = plan_decoder(source, decoder, placement, scheme.is_shadowed)
     if ranges is not None and scaling is not None:
         log.log(logging.WARNING if scaling.obstacle else logging.INFO, "%s", scaling)
         planned, ranges = replace(planned, plan=scaling.plan(planned.plan)), scaling.calibration(planned.plan, ranges)
-    scheme = settle(planned, scheme)
-    if check is not None:
-        check(planned.plan, scheme)
-    folding = ranges.folding if ranges else Folding()
-    try:
-        with written_aside(folder) as aside:
-            aside.mkdir()
-            (aside / PLAN).write_text(planned.plan.to_json(), encoding="utf-8")
-            write_weights(
-                planned.plan,
-                scheme,
-                lambda name: folding.apply(name, planned.load(name)),
-                aside / WEIGHTS,
-                load_rotary=planned.load_rotary,
-                load_blocks=planned.load_blocks,
-                calibration=ranges,
-                progress=lambda done, total: progress("compiling", done, total),
-            )
-            if tokenizer := Tokenizer.from_source(planned.source):
-                tokenizer.save(aside)
-            write_manifest(
-                aside,
-                model=model,
-                scheme=scheme,
-                placement=placement,
-                ranks=ranks,
-                checkpoint=sampled_digest(checkpoint),
-                num_parameters=planned.num_parameters,
-            )
-    except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
-        raise ModelError(f"cannot write the engine directory {folder}: {reason}") from error
-    log.info("compiled %s into %s", checkpoint, folder)
-    if scheme.weight_bits == 4:
-        counts = linears_by_weight_bits(planned.plan, scheme)
-        log.info("weights of %d linear layers have 4 bits, and weights of %d have 8 bits", counts[4], counts[8])
-    return planned.plan
+    return Prepared(
+        checkpoint=checkpoint,
+        model=model,
+        planned=planned,
+        placement=placement,
+        ranks=ranks,
+        scheme=settle(planned, scheme),
+        ranges=ranges,
+    )
 
 
-def prepare(
+def calibrate_scheme(
     planned: Planned,
     checkpoint: Path,
     recipe: Recipe,
     calibration: Path | None,
     *,
     model: str,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = no_progress,
 ) -> tuple[Scheme, Calibration]:
     """Return the scheme of a static recipe for a checkpoint, and the calibration, from the cache if possible.
 
@@ -169,8 +172,8 @@ def prepare(
         planned: the checkpoint without placement and shadows.
 
     Raises:
-        ConfigError, ModelError, QuantizationError: see `compile_checkpoint`; a shadow names a linear that does not
-            exist; no scheme is within the budget.
+        ConfigError, ModelError, QuantizationError: see `cached_calibration` and `cached_choice`; a shadow names a
+            linear that does not exist.
     """
     scheme = recipe.scheme
     check_shadowed(planned.plan, scheme)
@@ -203,3 +206,54 @@ def prepare(
         )
         scheme = choice.scheme
     return scheme, ranges
+
+
+def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress = no_progress) -> None:
+    """Write the engine directory of a checkpoint to a temporary name, then rename it.
+
+    Args:
+        folder: the path to write; it must not exist, and no other process may be writing it.
+        progress: called with ("compiling", weights done, all weights).
+
+    Raises:
+        ModelError: a tensor or the tokenizer is damaged, or the disk is full. No partial output remains.
+        QuantizationError: a weight cannot be quantised.
+    """
+    planned, scheme, ranges = prepared.planned, prepared.scheme, prepared.ranges
+
+    def load_folded(name: str) -> Float32:
+        values = planned.load(name)
+        return ranges.folding.apply(name, values) if ranges else values
+
+    try:
+        with written_aside(folder) as aside:
+            aside.mkdir()
+            (aside / PLAN).write_text(planned.plan.to_json(), encoding="utf-8")
+            write_weights(
+                planned.plan,
+                scheme,
+                load_folded,
+                aside / WEIGHTS,
+                load_rotary=planned.load_rotary,
+                load_blocks=planned.load_blocks,
+                calibration=ranges,
+                progress=partial(progress, "compiling"),
+            )
+            if tokenizer := Tokenizer.from_source(planned.source):
+                tokenizer.save(aside)
+            write_manifest(
+                aside,
+                model=prepared.model,
+                scheme=scheme,
+                placement=prepared.placement,
+                ranks=prepared.ranks,
+                checkpoint=sampled_digest(prepared.checkpoint),
+                num_parameters=planned.num_parameters,
+            )
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+        raise ModelError(f"cannot write the engine directory {folder}: {reason}") from error
+    log.info("compiled %s into %s", prepared.checkpoint, folder)
+    if scheme.weight_bits == 4:
+        counts = linears_by_weight_bits(planned.plan, scheme)
+        log.info("weights of %d linear layers have 4 bits, and weights of %d have 8 bits", counts[4], counts[8])

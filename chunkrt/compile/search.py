@@ -25,7 +25,7 @@ from chunkrt.compile.calibrate import WINDOW_LENGTH, calibrate, text_digest
 from chunkrt.compile.trials import Loss, Losses
 from chunkrt.engine_directory.content import cache_key, keyed_path
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
-from chunkrt.files import Count, made_once, read_json, written_aside
+from chunkrt.files import Count, cached_entry, read_json, written_aside
 from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, num_hot_channels
 from chunkrt.quant.scheme import BLOCK_LENGTH, CHOICE_FORMAT, Recipe, Scheme, Search
 
@@ -80,7 +80,7 @@ class LinearChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class FrontierPoint:
     """One measured scheme along a search's order: its share of multiply-adds with 8-bit activations, numbers of shadows
     and of linears with 4-bit weights, and its loss.
     """
@@ -101,7 +101,7 @@ class Choice:
     budget: float
     loss: Loss
     linears: Sequence[LinearChoice]
-    frontier: Sequence[Point]
+    frontier: Sequence[FrontierPoint]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choice as a dictionary for JSON."""
@@ -115,7 +115,7 @@ class Choice:
             budget=data["budget"],
             loss=Loss(**data["loss"]),
             linears=[LinearChoice(**linear) for linear in data["linears"]],
-            frontier=[Point(**point) for point in data["frontier"]],
+            frontier=[FrontierPoint(**point) for point in data["frontier"]],
         )
 
 
@@ -158,22 +158,21 @@ def cached_choice(
     def load(name: str) -> Float32:
         return calibration.folding.apply(name, short.load(name))
 
-    def made() -> Choice:
-        assert recipe.search is not None
-        assert recipe.budget is not None
-        kept, windows = held_out(calibration.token_ids, planned.plan.context_length)
-        grids = calibrate(short.plan, load, kept, model=calibration.model, method=calibration.method)
-        losses = Losses(short.plan, load, grids, windows)
-        choice = choose(losses, recipe.scheme, recipe.search, recipe.budget, progress=progress)
-        with written_aside(path) as aside:
-            aside.write_text(json.dumps(choice.to_dict(), indent=1), encoding="utf-8")
-        return choice
-
-    def read() -> Choice:
+    def read(path: Path) -> Choice:
         return Choice.from_dict(read_json(path))
 
     try:
-        return made_once(path, "choosing schemes", read, made), path
+        with cached_entry(path, "choosing schemes", read) as choice:
+            if choice is None:
+                assert recipe.search is not None
+                assert recipe.budget is not None
+                kept, windows = held_out(calibration.token_ids, planned.plan.context_length)
+                grids = calibrate(short.plan, load, kept, model=calibration.model, method=calibration.method)
+                losses = Losses(short.plan, load, grids, windows)
+                choice = choose(losses, recipe.scheme, recipe.search, recipe.budget, progress=progress)
+                with written_aside(path) as aside:
+                    aside.write_text(json.dumps(choice.to_dict(), indent=1), encoding="utf-8")
+        return choice, path
     except OSError as error:
         raise ModelError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -338,10 +337,10 @@ class _Search:
             shadow_multiply_adds=has_shadow * SHADOW_SHARE * depth * columns,
         )
 
-    def _point(self, scheme: Scheme, loss: Loss) -> Point:
+    def _point(self, scheme: Scheme, loss: Loss) -> FrontierPoint:
         sizes = self._losses.multiply_adds
         narrow = sum(size for name, size in sizes.items() if scheme.activation_bits_of(name) == 8)
-        return Point(
+        return FrontierPoint(
             share_in_8_bits=narrow / sum(sizes.values()),
             num_shadows=sum(scheme.is_shadowed(name) for name in sizes),
             num_with_4_bits=sum(scheme.weight_bits_of(name) == 4 for name in sizes),

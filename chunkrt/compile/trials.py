@@ -71,14 +71,15 @@ class Losses:
         self._calibration = calibration
         weights = {name: load(name) for s in plan.subgraphs for name in s.weights}
         self._rounded = RoundedLinears(weights, calibration)
-        self._home = {
+        self.home_of: dict[str, int] = {
             node.inputs[1]: index
             for index, s in enumerate(plan.subgraphs)
             for node in s.nodes
             if node.op == "MatMul" and node.inputs[1] in self.linears
         }
-        self._windows = [_Window(plan, weights, tokens) for tokens in windows]
-        self._for_each_window(_Window.keep)
+        """Index of the subgraph that runs each linear; a trial begins at the first that it changes."""
+        self._windows = [_TrialWindow(plan, weights, tokens) for tokens in windows]
+        self._for_each_window(_TrialWindow.keep)
 
     @cached_property
     def multiply_adds(self) -> dict[str, int]:
@@ -104,7 +105,7 @@ class Losses:
         chosen = set(self.linears if only is None else only)
         if not chosen:
             return Loss(kl=0.0, perplexity_ratio=1.0)
-        first = min(self._home[name] for name in chosen)
+        first = min(self.home_of[name] for name in chosen)
         for name in chosen:  # before threads need them
             self._rounded.weight(name, scheme)
 
@@ -122,7 +123,7 @@ class Losses:
             )
         return Loss(kl=float(kl.mean()), perplexity_ratio=float(np.exp(surprise.mean())))
 
-    def _for_each_window(self, task: Callable[[_Window], Result]) -> list[Result]:
+    def _for_each_window(self, task: Callable[[_TrialWindow], Result]) -> list[Result]:
         with threadpool_limits(1, "blas"), ThreadPoolExecutor(len(self._windows)) as pool:
             return list(pool.map(task, self._windows))
 
@@ -177,7 +178,7 @@ class RoundedLinears:
         return self._quantized[name, storage]
 
 
-class _Window:
+class _TrialWindow:
     """Consecutive tokens, and the inputs of every subgraph for them in the float run."""
 
     def __init__(self, plan: Plan, weights: Mapping[str, Float32], token_ids: TokenIds) -> None:

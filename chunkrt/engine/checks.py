@@ -8,8 +8,8 @@ from chunkrt.backends import Backend
 from chunkrt.backends.dispatch import Dispatcher
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError
-from chunkrt.graph.key_biases import without_key_biases
 from chunkrt.graph.plan import Plan
+from chunkrt.graph.rewrites import without_key_biases
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.state_tensors import CacheDtype
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from chunkrt.backends.qnn.options import HtpOptions
+from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.errors import ConfigError, unknown_name
 
 

@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chunkrt.backends.communicator import Communicator, ranks_of
 from chunkrt.backends.dispatch import PLUGINS as OPERATOR_PLUGINS
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
-from chunkrt.backends.link import LinkBackend
+from chunkrt.backends.link import Communicator, LinkBackend, ranks_of
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.arguments import checked_salt, require_path
 from chunkrt.engine.cache_memory import CacheMemory

@@ -19,9 +19,9 @@ from chunkrt.engine.prefix_cache.cache import Exactness
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import CompileError, ConfigError, DeviceLostError, PartitionError
 from chunkrt.files import Progress
-from chunkrt.graph.merging import merged_on_cpu
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.lanes import Lanes
 from chunkrt.runtime.policy import find_policy

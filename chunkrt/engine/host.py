@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.backends.qnn.contexts import WRAPPER
-from chunkrt.backends.qnn.executable import FLOAT16_SUFFIX
-from chunkrt.backends.qnn.support import graph_rows
-from chunkrt.backends.qnn.windowed import HIDDEN, NEW_SUFFIX, ROWS_SUFFIX, WindowEdges
+from chunkrt.backends.qnn.executable import FLOAT16_SUFFIX, HIDDEN, NEW_SUFFIX, ROWS_SUFFIX, WindowEdges
+from chunkrt.backends.qnn.htp_support import graph_rows
 from chunkrt.engine_directory.manifest import CONTEXTS, Manifest, NpuTarget
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan, Subgraph, embedding_tables
 from chunkrt.graph.static_attention import is_convolution
-from chunkrt.tokenizer.library import VOCABULARY_FILE
 from chunkrt.tokenizer.text_settings import SETTINGS_FILE
+from chunkrt.tokenizer.tokenizer import VOCABULARY_FILE
 
 FORMAT = 1
 HOST, DESCRIPTION = "host", "host.json"
@@ -99,7 +98,7 @@ def write_host(
     Raises:
         OSError: the files cannot be written.
     """
-    from chunkrt.backends.onnx.scheme import save_subgraph
+    from chunkrt.backends.onnx.scheme_models import save_subgraph
 
     (folder / HOST).mkdir()
     plan = hosts[0].plan

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
 from chunkrt.backends.base import AttentionMath
-from chunkrt.backends.qnn.options import HtpOptions
+from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.engine.options import DECLARED, AttentionOn, EngineOptions, KeptWeights, OnNpuFailure, Outputs
 from chunkrt.graph.placement import Placement
 from chunkrt.runtime.lanes import DecodeOn

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from chunkrt.backends.communicator import Communicator, ranks_of
 from chunkrt.backends.dispatch import check_switches, registered_operators
+from chunkrt.backends.link import Communicator, ranks_of
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.capability import check_plan
 from chunkrt.engine.engine import Engine

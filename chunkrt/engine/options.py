@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from chunkrt.backends import BACKENDS, PLUGINS
 from chunkrt.backends.base import AttentionMath
-from chunkrt.backends.qnn.options import HtpOptions
+from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.backends.qnn.socs import find_soc
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.declaration import Declaration, declared_option, is_number, is_whole

@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from chunkrt.checkpoints import catalogue
-from chunkrt.checkpoints.gguf_parts import gguf_in
+from chunkrt.checkpoints.checkpoint import gguf_in
 from chunkrt.checkpoints.hub import cached_model, fetch_model, parse_hub_id
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import asked_npu, check_npu, default_npu_scheme, linear_refusal
 from chunkrt.engine_directory.manifest import cached_folder, is_engine_directory, read_manifest
 from chunkrt.errors import ConfigError, ModelError, PartitionError
-from chunkrt.files import Progress, made_once
+from chunkrt.files import Progress, cached_entry
 from chunkrt.graph.placement import ALL_ON_CPU, Placement, read_placement
-from chunkrt.graph.plan import Plan
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, DEFAULT_SCHEME, MIXED, Recipe, Scheme, Search, find_scheme
 
 STATIC_OPTIONS = ("shadow", "budget", "outputs", "equalisation", "rotation")
@@ -59,35 +58,31 @@ def engine_folder(
         ranks=ranks,
     )
 
-    def whole() -> Path:
-        read_manifest(folder)
-        return folder
-
-    def compiled() -> Path:
-        try:
-            from chunkrt.compile.compiler import compile_checkpoint
-        except ImportError as error:
-            raise ConfigError(
-                f"compiling a model needs {error.name}, which is not installed; pip install it, or give an engine "
-                "directory"
-            ) from error
-        compile_checkpoint(
-            checkpoint,
-            recipe,
-            placement,
-            folder,
-            model=model,
-            calibration=options.calibration,
-            ranks=ranks,
-            check=None if check is None else lambda plan, scheme: check(plan, scheme, options),
-            progress=progress,
-        )
-        return folder
-
     try:
-        return made_once(folder, "compiling a model", whole, compiled)
+        with cached_entry(folder, "compiling a model", read_manifest) as found:
+            if found is None:
+                try:
+                    from chunkrt.compile.compiler import prepare_checkpoint, write_engine_directory
+                except ImportError as error:
+                    raise ConfigError(
+                        f"compiling a model needs {error.name}, which is not installed; pip install it, or give an "
+                        "engine directory"
+                    ) from error
+                prepared = prepare_checkpoint(
+                    checkpoint,
+                    recipe,
+                    placement,
+                    model=model,
+                    calibration=options.calibration,
+                    ranks=ranks,
+                    progress=progress,
+                )
+                if check is not None:
+                    check(prepared.planned.plan, prepared.scheme, options)
+                write_engine_directory(prepared, folder, progress)
     except OSError as error:
         raise ModelError(f"cannot write {cache}: {error.strerror or error}; set CHUNKRT_HOME to move it") from error
+    return folder
 
 
 def find_recipe(model: str, options: EngineOptions, progress: Progress) -> tuple[Path, Recipe]:

@@ -11,7 +11,7 @@ from chunkrt.backends import BACKENDS, Backend, Support, make_backend, qnn
 from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
 from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
-from chunkrt.backends.qnn.support import npu_support
+from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.backends.switches import Switches
 from chunkrt.checkpoints import catalogue
 from chunkrt.engine.checks import with_cached_keys

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chunkrt.backends.qnn.options import HtpOptions
+from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.files import read_toml

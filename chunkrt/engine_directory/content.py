@@ -19,21 +19,14 @@ from typing import Any
 import xxhash
 
 from chunkrt.checkpoints.catalogue import home
-from chunkrt.checkpoints.gguf_parts import parts_of
-from chunkrt.checkpoints.hub import TEXT_FOLDERS
+from chunkrt.checkpoints.checkpoint import checkpoint_files
 from chunkrt.errors import ModelError
 from chunkrt.files import check_regular, read_json, written_aside
 from chunkrt.plugins import code_behind
 
-SAMPLED_PIECES, SAMPLED_PIECE_BYTES = 1024, 4096
 SETTLED_SECONDS = 2.0
 """Resolution of file times: a file that changed more recently than this is read again the next time."""
 _READ_BYTES = 1 << 20
-
-ONNX_SUFFIXES = ("", ".bin", ".data", ".jinja", ".json", ".onnx_data", ".weight", ".weights")
-"""Suffixes of the files that exporters write next to an ONNX file: weights (in one or several files), settings and
-tokenizer.
-"""
 
 
 def cache_key(checkpoint: Path, **made_with: object) -> str:
@@ -63,35 +56,6 @@ def checkpoint_name(checkpoint: Path) -> str:
     if checkpoint.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--")
     return checkpoint.stem
-
-
-def sampled_digest(checkpoint: Path) -> str:
-    """Return SHA-256 of a checkpoint's files. It covers names, sizes, and 1024 evenly spread pieces of 4 KiB of each
-    file.
-
-    Ranks on several machines compare this digest to check that they have the same checkpoint, without reading all of
-    it.
-    """
-    digest = hashlib.sha256()
-    for path in checkpoint_files(checkpoint):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size};".encode())
-        with path.open("rb") as file:
-            for piece in range(SAMPLED_PIECES):
-                file.seek(piece * size // SAMPLED_PIECES)
-                digest.update(file.read(SAMPLED_PIECE_BYTES))
-    return digest.hexdigest()
-
-
-def checkpoint_files(checkpoint: Path) -> list[Path]:
-    """Return all files of a checkpoint."""
-    if checkpoint.suffix == ".onnx" and checkpoint.is_file():
-        beside = (p for p in checkpoint.parent.iterdir() if p.is_file() and p.suffix in ONNX_SUFFIXES)
-        return sorted({checkpoint, *beside})
-    if checkpoint.is_dir():
-        beside = (p for folder in TEXT_FOLDERS for p in (checkpoint / folder).glob("*"))
-        return sorted(p for p in (*checkpoint.iterdir(), *beside) if p.is_file())
-    return [part for part in parts_of(checkpoint) if part.exists()] or [checkpoint]
 
 
 def file_digest(path: Path) -> str:

@@ -8,8 +8,7 @@ from math import prod
 from typing import cast
 
 from chunkrt.engine_directory.weights import stored_weights
-from chunkrt.graph.flops import node_flops
-from chunkrt.graph.operators import OPERATORS
+from chunkrt.graph.operators import OPERATORS, node_flops
 from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, Node, Plan, Subgraph, linear_weights, resolve
 from chunkrt.graph.static_attention import window_elements
 from chunkrt.quant.calibration import num_hot_channels

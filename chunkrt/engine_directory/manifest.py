@@ -26,8 +26,7 @@ from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.files import check_keys, check_regular, fingerprint, read_json, read_text
 from chunkrt.graph.placement import Placement
-from chunkrt.graph.plan import Plan
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.quant.calibration import FORMAT as CALIBRATION_FORMAT
 from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
 from chunkrt.tokenizer.text_settings import TEXT_FORMAT

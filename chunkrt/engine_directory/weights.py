@@ -14,24 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BLOCK_TYPES, FLOAT_TYPES, BlockTensor
-from chunkrt.engine_directory.packing import (
-    COLUMNS_PER_BLOCK,
-    pack,
-    pack_blocks,
-    pack_products,
-    packed_blocks_shapes,
-    packed_shape,
-)
 from chunkrt.engine_directory.store import (
     BLOCK_SCALE_SUFFIX,
     CODES,
+    COLUMNS_PER_BLOCK,
     HOT_CHANNELS_SUFFIX,
     INPUT_STEP_SUFFIX,
     MULTIPLIER_SUFFIX,
     OUTPUT_STEP_SUFFIX,
     ROTARY_SUFFIX,
     SCALE_SUFFIX,
-    Entry,
+    StoredArray,
+    pack,
+    pack_blocks,
+    pack_products,
+    packed_blocks_shapes,
+    packed_shape,
 )
 from chunkrt.errors import QuantizationError, unknown_name
 from chunkrt.graph.plan import (
@@ -92,9 +90,9 @@ def check_shadowed(plan: Plan, scheme: Scheme) -> None:
 class WeightWriter:
     """Writes a store sequentially, one array at a time, in the order of its entries."""
 
-    def __init__(self, file: IO[bytes], entries: Sequence[Entry]) -> None:
+    def __init__(self, file: IO[bytes], entries: Sequence[StoredArray]) -> None:
         self._file = file
-        self._entries: Iterator[Entry] = iter(entries)
+        self._entries: Iterator[StoredArray] = iter(entries)
         header: dict[str, Any] = {
             "__metadata__": {e.name: json.dumps(e.logical_shape) for e in entries if e.logical_shape != e.shape}
         }
@@ -200,11 +198,11 @@ def write_weights(
     progress(len(stored), len(stored))
 
 
-def _first(weights: Sequence[StoredWeight]) -> list[Entry]:
+def _first(weights: Sequence[StoredWeight]) -> list[StoredArray]:
     return [entry for weight in weights for entry in weight.entries[: weight.num_first]]
 
 
-def _write_all(writer: WeightWriter, entries: Sequence[Entry], arrays: Mapping[str, NDArray[Any]]) -> None:
+def _write_all(writer: WeightWriter, entries: Sequence[StoredArray], arrays: Mapping[str, NDArray[Any]]) -> None:
     for entry in entries:
         writer.write(arrays[entry.name])
 
@@ -286,14 +284,14 @@ class StoredWeight:
         return 2 if self.storage == "blocks" else 1
 
     @cached_property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[StoredArray]:
         """Entries of the weight itself, and then of the other arrays of a quantised linear."""
         name, shape, scheme = self.tensor.name, resolve(self.tensor.shape, {}), self.scheme
         if self.storage in ("float32", "float16"):
-            return [Entry(name=name, dtype=self.storage, shape=shape, logical_shape=shape)]
+            return [StoredArray(name=name, dtype=self.storage, shape=shape, logical_shape=shape)]
         if self.storage == "rotary":
             made_of = (self.num_tables, 1 + shape[1])
-            return [Entry(name=name + ROTARY_SUFFIX, dtype="float64", shape=made_of, logical_shape=made_of)]
+            return [StoredArray(name=name + ROTARY_SUFFIX, dtype="float64", shape=made_of, logical_shape=made_of)]
         *experts, depth, columns = shape
         beside: dict[str, tuple[str, tuple[int, ...]]] = {SCALE_SUFFIX: ("float32", (*experts, columns))}
         dtype, packed = "int8", (*experts, *packed_shape(depth, columns))
@@ -310,8 +308,8 @@ class StoredWeight:
                     beside[OUTPUT_STEP_SUFFIX] = ("float32", (columns,) if scheme.has_column_grids(name) else (1,))
                 if scheme.is_shadowed(name):
                     beside[HOT_CHANNELS_SUFFIX] = ("int32", (num_hot_channels(depth),))
-        first = Entry(name=name, dtype=dtype, shape=packed, logical_shape=shape)
-        return [first, *(Entry(name=name + s, dtype=d, shape=n, logical_shape=n) for s, (d, n) in beside.items())]
+        first = StoredArray(name=name, dtype=dtype, shape=packed, logical_shape=shape)
+        return [first, *(StoredArray(name=name + s, dtype=d, shape=n, logical_shape=n) for s, (d, n) in beside.items())]
 
 
 def stored_weights(plan: Plan, scheme: Scheme) -> dict[str, StoredWeight]:

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.engine.engine import Engine
-from chunkrt.evaluation.jsonl import read_items, text_of
-from chunkrt.evaluation.scoring import Accuracy, encode_item, score_items
+from chunkrt.evaluation.scored_items import Accuracy, encode_item, read_items, score_items, text_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class HellaSwagItem:
     """A context, its endings without the separating space, and the index of the right ending. `line` is the line number
     in the file.
     """
@@ -40,13 +39,13 @@ class HellaSwagFigures:
     normalised_accuracy: Accuracy
 
 
-def read(path: Path, limit: int | None = None) -> list[Item]:
+def read(path: Path, limit: int | None = None) -> list[HellaSwagItem]:
     """Read the items of a file. Raise ConfigError if it cannot be read, or a line is malformed."""
     return read_items(path, _parse, limit)
 
 
 def evaluate(
-    engine: Engine, items: Sequence[Item], progress: Callable[[int, int], None] = lambda done, total: None
+    engine: Engine, items: Sequence[HellaSwagItem], progress: Callable[[int, int], None] = lambda done, total: None
 ) -> HellaSwagFigures:
     """Score every ending of every item.
 
@@ -75,7 +74,7 @@ def clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-def _parse(data: dict[str, Any], line: int) -> Item:
+def _parse(data: dict[str, Any], line: int) -> HellaSwagItem:
     activity, first, second = (text_of(data, key) for key in ("activity_label", "ctx_a", "ctx_b"))
     endings, label = data.get("endings"), data.get("label")
     if not isinstance(endings, list) or len(endings) < 2 or not all(isinstance(ending, str) for ending in endings):
@@ -89,4 +88,4 @@ def _parse(data: dict[str, Any], line: int) -> Item:
     if not all(cleaned):
         raise ValueError("an ending has no text except marks in brackets")
     context = clean(f"{activity}: {first} {second.capitalize()}")
-    return Item(line=line, context=context, endings=cleaned, label=label)
+    return HellaSwagItem(line=line, context=context, endings=cleaned, label=label)

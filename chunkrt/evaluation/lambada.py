@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from chunkrt.engine.engine import Engine
-from chunkrt.evaluation.jsonl import read_items, text_of
-from chunkrt.evaluation.scoring import Accuracy, encode_item, score_items
+from chunkrt.evaluation.scored_items import Accuracy, encode_item, read_items, score_items, text_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class LambadaItem:
     """A passage without its last word, and that word without the separating space. `line` is the line number in the
     file."""
 
@@ -38,13 +37,13 @@ class LambadaFigures:
     perplexity: float
 
 
-def read(path: Path, limit: int | None = None) -> list[Item]:
+def read(path: Path, limit: int | None = None) -> list[LambadaItem]:
     """Read the items of a file. Raise ConfigError if it cannot be read, or a line is malformed."""
     return read_items(path, _parse, limit)
 
 
 def evaluate(
-    engine: Engine, items: Sequence[Item], progress: Callable[[int, int], None] = lambda done, total: None
+    engine: Engine, items: Sequence[LambadaItem], progress: Callable[[int, int], None] = lambda done, total: None
 ) -> LambadaFigures:
     """Score the last word of every item.
 
@@ -63,8 +62,8 @@ def evaluate(
     )
 
 
-def _parse(data: dict[str, Any], line: int) -> Item:
+def _parse(data: dict[str, Any], line: int) -> LambadaItem:
     context, space, word = text_of(data, "text").rstrip().rpartition(" ")
     if not context.strip() or not space or not word:
         raise ValueError("'text' has fewer than two words")
-    return Item(line=line, context=context, word=word)
+    return LambadaItem(line=line, context=context, word=word)

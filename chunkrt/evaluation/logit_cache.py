@@ -25,7 +25,7 @@ from numpy.lib import format as npy
 
 from chunkrt.engine.scoring import Float16, Float32
 from chunkrt.errors import ConfigError
-from chunkrt.files import check_archive, check_regular, made_once, remove, written_aside
+from chunkrt.files import cached_entry, check_archive, check_regular, remove, written_aside
 
 LOGITS, SURPRISALS = "logits.npy", "surprisals.npy"
 HEADER_BYTES = 1024
@@ -120,16 +120,14 @@ class LogitCache:
         if num_bytes > self.limit_bytes:
             return False
         path = self._path(key)
-
-        def made() -> bool:
-            if not self._make_room(num_bytes):
-                return False
-            with written_aside(path) as aside:
-                _write(aside, num_rows, vocab_size, pieces)
-            return True
-
         try:
-            return made_once(path, "computing logits", lambda: True, made)
+            with cached_entry(path, "computing logits", Path.exists) as found:
+                if found is None:
+                    if not self._make_room(num_bytes):
+                        return False
+                    with written_aside(path) as aside:
+                        _write(aside, num_rows, vocab_size, pieces)
+            return True
         except OSError as error:
             raise ConfigError(
                 f"cannot keep logits in {self.folder}: {error.strerror or error}; set CHUNKRT_HOME to another "

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from chunkrt.engine.engine import Engine
-from chunkrt.evaluation.base import Base
+from chunkrt.evaluation.baseline import Base
 from chunkrt.evaluation.hellaswag import HellaSwagFigures
 from chunkrt.evaluation.lambada import LambadaFigures
 from chunkrt.evaluation.layers import LayersRun
-from chunkrt.evaluation.scoring import Accuracy
+from chunkrt.evaluation.scored_items import Accuracy
 from chunkrt.evaluation.text import TextFigures
 
 Figures = TypeVar("Figures")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class EvaluationRun:
     """The evaluated model and its configuration. `npu` and `cpu` are the backends of the two roles."""
 
     model: str
@@ -30,9 +30,9 @@ class Run:
     threads: int
 
     @staticmethod
-    def of(engine: Engine, model: str) -> Run:
+    def of(engine: Engine, model: str) -> EvaluationRun:
         """Describe a loaded model under the name that the user gave."""
-        return Run(
+        return EvaluationRun(
             model=model,
             scheme=engine.scheme.name,
             npu=engine.npu_backend.name,
@@ -96,7 +96,7 @@ class TaskRun(Generic[Figures]):
 class Report:
     """All results of one evaluation; those that were not requested are None."""
 
-    run: Run
+    run: EvaluationRun
     text: TextRun | None
     layers: LayersRun | None
     hellaswag: TaskRun[HellaSwagFigures] | None

@@ -2,7 +2,7 @@
 
 All kinds share one operator: a causal convolution over each channel, whose last inputs are state, and for some kinds a
 recurrence with a state matrix for each head. A new kind is registered here with its expansion into standard ONNX, and
-with each backend that will run it (`backends/linear_attention.py` for the reference); the shared code does not know its
+with each backend that will run it (`backends/recurrences.py` for the reference); the shared code does not know its
 name.
 """
 

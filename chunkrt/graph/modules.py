@@ -2,7 +2,7 @@
 linears.
 
 A module has a path in the tree, which is also the prefix of its checkpoint tensors. It may be placed on a device with
-`.to`, and describes its computation in `forward`, which `graph/tracing.py` records. A parameter loads itself from a
+`.to`, and describes its computation in `forward`, which `graph/ops.py` records. A parameter loads itself from a
 checkpoint.
 """
 
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from chunkrt.checkpoints.source import BlockTensor, TensorSource
 from chunkrt.errors import ChunkrtError, ConfigError, ModelError
 from chunkrt.graph import ops
+from chunkrt.graph.ops import current_trace
 from chunkrt.graph.plan import Place
-from chunkrt.graph.tracing import current_trace
 
 Float32 = NDArray[np.float32]
 

@@ -17,6 +17,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby
 from typing import Literal, cast
@@ -24,11 +26,21 @@ from typing import Literal, cast
 import onnx_ir as ir
 
 from chunkrt.checkpoints.source import BlockTensor, TensorSource
-from chunkrt.errors import ModelError
+from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.decoders import describe_family
 from chunkrt.graph.modules import Float32, Module, Parameter
-from chunkrt.graph.operators import is_dynamic
-from chunkrt.graph.placement import Placement, place
+from chunkrt.graph.operators import check_plan, is_dynamic
+from chunkrt.graph.ops import (
+    ALONE_KEY,
+    CONTEXT_KEY,
+    DEVICE_KEY,
+    LONG_CONTEXT_KEY,
+    NO_HEAD_KEY,
+    ROTARY_KEY,
+    STATE_KEY,
+    trace,
+)
+from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import (
     ALL_REDUCE_OP,
     DOMAIN,
@@ -43,19 +55,8 @@ from chunkrt.graph.plan import (
     Subgraph,
     Tensor,
 )
-from chunkrt.graph.plan_check import check_plan
 from chunkrt.graph.rope import RotaryTable, RotaryTables
 from chunkrt.graph.rotary_tables import Float64
-from chunkrt.graph.tracing import (
-    ALONE_KEY,
-    CONTEXT_KEY,
-    DEVICE_KEY,
-    LONG_CONTEXT_KEY,
-    NO_HEAD_KEY,
-    ROTARY_KEY,
-    STATE_KEY,
-    trace,
-)
 
 _DTYPES: Mapping[ir.DataType, Dtype] = {
     ir.DataType.FLOAT: "float32",
@@ -143,6 +144,27 @@ def plan_decoder(
     plan = partition(graph, family=source.architecture)
     check_new_plan(plan)
     return Planned(source=source, decoder=decoder, plan=plan)
+
+
+def place(decoder: Module, placement: Placement) -> None:
+    """Place every module that a pattern matches, and all modules below it; later patterns override earlier ones.
+
+    Raises:
+        ConfigError: a pattern matches no module; the message suggests the nearest path.
+    """
+    modules = {module.path: module for module in decoder.modules()}
+    by_themselves = {path: module.device for path, module in modules.items()}
+    for pattern, device in placement.items():
+        matched = [module for path, module in modules.items() if fnmatchcase(path, pattern)]
+        if not matched:
+            nearest = get_close_matches(pattern, modules, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(f"the placement of {pattern!r} matches no module{hint}")
+        for module in matched:
+            module.to(device)
+            for below in module.modules():
+                if below is not module:
+                    below.device = by_themselves[below.path]
 
 
 def check_new_plan(plan: Plan) -> None:

@@ -10,17 +10,13 @@ all modules below them; later lines take precedence:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from chunkrt.errors import ConfigError
 from chunkrt.files import read_toml
 from chunkrt.graph.plan import Place
-
-if TYPE_CHECKING:
-    from chunkrt.graph.modules import Module
 
 Placement = Mapping[str, Place]
 """Devices by pattern of module paths; the pattern "" matches the complete decoder."""
@@ -58,27 +54,6 @@ def check_placement(placement: Any, where: str) -> Placement:
             hint = "; write the pattern in quotes" if isinstance(device, Mapping) else ""
             raise ConfigError(f"{where}: {pattern!r} is placed on {device!r}, expected 'npu' or 'cpu'{hint}")
     return dict(placement)
-
-
-def place(decoder: Module, placement: Placement) -> None:
-    """Place every module that a pattern matches, and all modules below it; later patterns override earlier ones.
-
-    Raises:
-        ConfigError: a pattern matches no module; the message suggests the nearest path.
-    """
-    modules = {module.path: module for module in decoder.modules()}
-    by_themselves = {path: module.device for path, module in modules.items()}
-    for pattern, device in placement.items():
-        matched = [module for path, module in modules.items() if fnmatchcase(path, pattern)]
-        if not matched:
-            nearest = get_close_matches(pattern, modules, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ConfigError(f"the placement of {pattern!r} matches no module{hint}")
-        for module in matched:
-            module.to(device)
-            for below in module.modules():
-                if below is not module:
-                    below.device = by_themselves[below.path]
 
 
 def placed_by_name(placement: Placement, node: str) -> Place | None:

@@ -16,6 +16,7 @@ A shape consists of integers and these symbols:
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -24,9 +25,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.errors import ConfigError, ModelError, UnsupportedModelError
 from chunkrt.files import check_keys, parse_json
 from chunkrt.graph.flow import Flow
+from chunkrt.html_tables import html_table
 
 Device = Literal["npu", "cpu", "link"]
 """Devices of subgraphs. The subgraphs of the link are sums over ranks."""
@@ -51,7 +53,7 @@ ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
 """Operators of chunkrt's domain: attention over a cache of rotated keys, or of keys that are rotated at every use."""
 
 KEY_FORMS = ("after RoPE", "before RoPE", "before RoPE and without their biases")
-"""Forms in which keys are cached; the last form is for int8 caches only. See `graph/key_biases.py`."""
+"""Forms in which keys are cached; the last form is for int8 caches only. See `graph/rewrites.py`."""
 
 EXPERTS_OP = "RoutedExperts"
 """Operator of chunkrt's domain: feed-forwards of which every row uses a few; inputs hidden, router_logits, gate_up [E,
@@ -211,9 +213,15 @@ class Plan:
         return 2 if any(len(node.inputs) > 7 for node in raw) else int(bool(raw))
 
     def _repr_html_(self) -> str:
-        from chunkrt.graph.plan_table import plan_html
-
-        return plan_html(self)
+        rows = []
+        for subgraph in self.subgraphs:
+            operators = Counter(node.op for node in subgraph.nodes)
+            listed = ", ".join(f"{count} {name}" if count > 1 else name for name, count in operators.items())
+            kind = "static" if subgraph.is_static else "dynamic"
+            sizes = str(len(subgraph.weights)), str(len(subgraph.state))
+            rows.append((subgraph.name, subgraph.device, kind, *sizes, listed))
+        caption = f"{self.family}, vocabulary of {self.vocab_size}, context of {self.context_length}"
+        return html_table(caption, ("subgraph", "on", "kind", "weights", "state", "operators"), rows)
 
     def with_raw_keys(self) -> Plan:
         """Return a plan of the same decoder with keys cached before RoPE and rotated at every use."""
@@ -286,7 +294,7 @@ class Plan:
         Raises:
             ModelError: the text is not a valid plan.
         """
-        from chunkrt.graph.plan_check import check_plan
+        from chunkrt.graph.operators import check_plan
 
         try:
             data = parse_json(text)
@@ -343,3 +351,38 @@ def _tables(data: dict[str, Any]) -> dict[type, list[dict[str, Any]]]:
     """Return the rotary tables of a checked plan, by the input that reads each."""
     nodes = [node for subgraph in data["subgraphs"] for node in subgraph["nodes"]]
     return {Plan: [data], Subgraph: data["subgraphs"], Node: nodes, Tensor: list(data["tensors"].values())}
+
+
+MOST_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's rank among `size` processes: `rank` counts from 0 to `size` - 1; rank 0 prints.
+
+    Raises:
+        ConfigError: `rank` or `size` is out of range.
+    """
+
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if any(type(number) is not int for number in (self.rank, self.size)):
+            raise ConfigError(f"rank {self.rank!r} of {self.size!r}: expected whole numbers")
+        if not 1 <= self.size <= MOST_RANKS:
+            raise ConfigError(f"{self.size} ranks, expected 1 to {MOST_RANKS}")
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"rank {self.rank} of {self.size}: expected 0 to {self.size - 1}")
+
+    @property
+    def are_alone(self) -> bool:
+        """True if the only rank runs the complete decoder."""
+        return self.size == 1
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+
+ALONE = Ranks(0, 1)
+"""One process that has the complete decoder."""

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Float32, Module, Parameter
+from chunkrt.graph.ops import ROTARY_KEY
 from chunkrt.graph.plan import Rotary
 from chunkrt.graph.rotary_tables import Float64, rotary_table
-from chunkrt.graph.tracing import ROTARY_KEY
 
 LEAST_DIVISOR = 1e-6
 """Smallest accepted factor of frequencies. Smaller factors are not used in training, and may cause overflows."""

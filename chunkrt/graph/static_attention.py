@@ -12,8 +12,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
-from chunkrt.graph.merging import merged
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
+from chunkrt.graph.rewrites import merged
 
 HEAD_NORM_OP = "HeadNorm"
 """Operator of chunkrt's domain: RMS normalisation of each head's columns."""

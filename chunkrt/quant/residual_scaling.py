@@ -124,7 +124,7 @@ def residual_scaling(plan: Plan, calibration: Calibration) -> ResidualScaling:
     Raises:
         QuantizationError: the calibration is of another decoder.
     """
-    stream = _Stream(DataFlow(plan))
+    stream = _ScaledStream(DataFlow(plan))
     obstacle = stream.follow()
     if obstacle:
         obstacle = f"it cannot be scaled: {obstacle}"
@@ -161,7 +161,7 @@ class _ObstacleError(Exception):
 
 
 @dataclass
-class _Stream:
+class _ScaledStream:
     """Search for the values that a scale affects, starting from the embeddings, and the nodes around them; see
     ResidualScaling.
     """

@@ -30,7 +30,7 @@ def rotation(plan: Plan, load: Callable[[str], Float32]) -> Folding:
     Raises:
         QuantizationError: a rotation would change the decoder's results; the message names the node.
     """
-    stream = _Stream(DataFlow(plan))
+    stream = _RotatedStream(DataFlow(plan))
     norms = {name: load(name) for name in sorted(set(stream.norms.values()))}
     return Folding(
         ones=frozenset(norms),
@@ -40,7 +40,7 @@ def rotation(plan: Plan, load: Callable[[str], Float32]) -> Folding:
     )
 
 
-class _Stream:
+class _RotatedStream:
     """Search for the values that are rotated, starting from the embeddings, and the weights around them.
 
     Attributes:

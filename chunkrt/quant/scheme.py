@@ -40,7 +40,7 @@ class Scheme:
         in [0, 15], a scale and a minimum for each 32 weights of an output channel. Weights that were never quantised
         are converted to such blocks.
     activations: "dynamic", a scale for each row (token), max|x| / 127, measured at run time after the row's few
-        outliers are removed, which are multiplied in float32 (`quant/outliers.py`); "static", one grid for a linear's
+        outliers are removed, which are multiplied in float32 (`quant/arithmetic.py`); "static", one grid for a linear's
         input and one for its output, calibrated beforehand; None, float32.
     activation_bits: bits of the activations of linears that `wide` does not name.
     wide: static only: linears whose activations take 16 bits, because they lose most accuracy in 8 bits.

@@ -10,15 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkrt.backends.base import (
-    Array,
-    Executable,
-    HistoryExecutable,
-    Passage,
-    SegmentExecutable,
-    SegmentOperands,
-    SumExecutable,
-)
+from chunkrt.backends.base import Array, Executable, HistoryExecutable, Passage, SegmentExecutable, SegmentOperands
+from chunkrt.backends.link import SumExecutable
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Subgraph
 from chunkrt.runtime.buffers import EMPTY, ChunkBuffers

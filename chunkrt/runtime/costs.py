@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.graph.flops import attended_pairs, node_flops
+from chunkrt.graph.operators import attended_pairs, node_flops
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan
 from chunkrt.runtime.tasks import TaskEvent
 

@@ -16,8 +16,8 @@ from math import prod
 from typing import Any
 
 from chunkrt.backends.qnn.executable import NUM_PLACES
+from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.backends.qnn.socs import Soc
-from chunkrt.backends.qnn.support import npu_support
 from chunkrt.engine.npu_attention import npu_plans
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.engine_directory.figures import FLOAT16_BYTES, converted_bytes, weight_bytes

@@ -16,7 +16,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from chunkrt.graph.flops import attended_pairs
+from chunkrt.graph.operators import attended_pairs
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.tasks import TaskEvent

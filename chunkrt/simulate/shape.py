@@ -13,8 +13,7 @@ from pathlib import Path
 
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement
-from chunkrt.graph.plan import Plan
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.simulate.tables import build, read_table
 
 _FOLDER = Path(__file__).parent / "shapes"
@@ -51,9 +50,8 @@ class Shape:
         """
         from chunkrt.graph.decoders.config import DecoderConfig
         from chunkrt.graph.decoders.llama import llama
-        from chunkrt.graph.partition import partition
-        from chunkrt.graph.placement import place
-        from chunkrt.graph.tracing import trace
+        from chunkrt.graph.ops import trace
+        from chunkrt.graph.partition import partition, place
 
         config = DecoderConfig(
             hidden_size=self.hidden_size,

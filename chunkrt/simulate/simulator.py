@@ -9,8 +9,7 @@ from typing import Any
 
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import SHADOW_OP, Plan
-from chunkrt.graph.ranks import MOST_RANKS
+from chunkrt.graph.plan import MOST_RANKS, SHADOW_OP, Plan
 from chunkrt.quant.scheme import MIXED, Scheme, check_scheme_of_ranks, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots

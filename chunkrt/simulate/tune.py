@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from chunkrt.backends.qnn.support import npu_support
+from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH
 from chunkrt.engine.settings import settings_text
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest

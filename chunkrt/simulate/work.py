@@ -10,8 +10,8 @@ from math import prod
 from typing import NamedTuple, cast
 
 from chunkrt.engine_directory.figures import FLOAT16_BYTES, weight_bytes
-from chunkrt.graph.flops import attended_pairs, node_flops
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
+from chunkrt.graph.operators import attended_pairs, node_flops
 from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, linear_weights, resolve
 from chunkrt.graph.static_attention import static_slots, window_elements
 from chunkrt.quant.scheme import Scheme

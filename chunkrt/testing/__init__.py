@@ -4,6 +4,6 @@ One call runs all checks: `check_backend(MyBackend())`.
 """
 
 from chunkrt.testing.conformance import check_backend
-from chunkrt.testing.error import ConformanceError
+from chunkrt.testing.executables import ConformanceError
 
 __all__ = ["ConformanceError", "check_backend"]

@@ -27,7 +27,7 @@ State = dict[str, Array]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ExecutableCall:
     """The arguments of one `Executable.run`, and the buffers around its outputs."""
 
     inputs: Mapping[str, Array]
@@ -79,10 +79,10 @@ class Call:
 class PackedCall:
     """Calls of several sequences as segments of one chunk: the arguments of one `SegmentExecutable.run_segments`.
 
-    It supports the checks of `Call`. After the run, the outputs of `calls` contain their rows.
+    It supports the checks of `ExecutableCall`. After the run, the outputs of `calls` contain their rows.
     """
 
-    calls: Sequence[Call]
+    calls: Sequence[ExecutableCall]
     inputs: Mapping[str, Array]
     """The inputs with rows, joined over all calls."""
     outputs: Mapping[str, Array]
@@ -105,16 +105,16 @@ class PackedCall:
                 call.outputs[name][...] = rows
 
     def input_bits(self) -> dict[str, bytes]:
-        """See `Call`; the names of inputs that are specific to a segment contain the number of the segment."""
+        """See `ExecutableCall`; the names of inputs of one segment contain the number of the segment."""
         own = {f"{n} of segment {i}": b for i, call in enumerate(self.calls) for n, b in call.input_bits().items()}
         return {**own, **{name: array.tobytes() for name, array in self.inputs.items()}}
 
     def guard_bits(self) -> dict[str, bytes]:
-        """See `Call`."""
+        """See `ExecutableCall`."""
         return _guard_bits(self.buffers)
 
     def other_position_bits(self) -> dict[str, bytes]:
-        """See `Call`; results are listed by name and segment."""
+        """See `ExecutableCall`; results are listed by name and segment."""
         return {
             f"{n} of segment {i}": b for i, call in enumerate(self.calls) for n, b in call.other_position_bits().items()
         }
@@ -173,7 +173,7 @@ class Recording:
         *,
         cache_dtype: str = "float32",
         logit_rows: Sequence[int] | None = None,
-    ) -> Call:
+    ) -> ExecutableCall:
         """Return a call on the tokens from `position` on; a subgraph of R rows takes the rows `logit_rows`, or all
         rows."""
         tokens = slice(position, position + num_tokens)
@@ -188,7 +188,7 @@ class Recording:
         }
         states = {name: self._state(subgraph, name, position, cache_dtype) for name in subgraph.state}
         buffers = self._buffers(subgraph.outputs, num_tokens, len(rows))
-        return Call(
+        return ExecutableCall(
             inputs={**inputs, **states},
             outputs=_inside(buffers),
             buffers=buffers,
@@ -198,7 +198,7 @@ class Recording:
             num_tokens=num_tokens,
         )
 
-    def pack(self, calls: Sequence[Call]) -> PackedCall:
+    def pack(self, calls: Sequence[ExecutableCall]) -> PackedCall:
         """Return calls of one subgraph with rows T, as segments of one chunk."""
         first = calls[0]
         with_rows = [n for n in first.inputs if n not in first.states and "T" in self.plan.tensors[n].shape]

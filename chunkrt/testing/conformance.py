@@ -23,11 +23,10 @@ from chunkrt.graph.static_attention import (
 from chunkrt.quant.scheme import DOWN_PROJ, HEAD, SCHEMES, Scheme
 from chunkrt.runtime.state_tensors import CACHE_DTYPES
 from chunkrt.testing.calls import UNWRITTEN, Recording
-from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
-from chunkrt.testing.error import ConformanceError
 from chunkrt.testing.exact_linear import ExactLinear, exact_linears, exact_shadow
 from chunkrt.testing.executables import (
     CompiledSubgraph,
+    ConformanceError,
     check_chunks,
     check_history,
     check_repetition,
@@ -35,7 +34,7 @@ from chunkrt.testing.executables import (
     check_threads,
     check_values,
 )
-from chunkrt.testing.hybrid import HYBRID_CONFIG, hybrid
+from chunkrt.testing.random_decoders import CONFIG, CONFIG_IN_BLOCKS, HYBRID_CONFIG, hybrid, random_decoder
 
 UNKNOWN_OPERATOR = "OperatorThatNobodyHas"
 
@@ -124,7 +123,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
         ConformanceError: an AssertionError that names the first broken clause.
     """
     _check_description(backend)
-    decoders = _tried_decoders(chunk_length)
+    decoders = tried_decoders(chunk_length)
     suites = [_Suite(backend, decoder) for decoder in decoders]
     compiled = [subgraph for suite in suites for subgraph in suite.compile_all()]
     if not compiled:
@@ -142,7 +141,7 @@ def check_backend(backend: Backend, *, chunk_length: int = 8) -> None:
 
 def check_linears(backend: Backend, *, chunk_length: int = 8) -> None:
     """Check only the clauses linears and shadows; see `check_backend`. The check takes a fraction of a second."""
-    for decoder in _tried_decoders(chunk_length):
+    for decoder in tried_decoders(chunk_length):
         _Suite(backend, decoder).check_linears()
 
 
@@ -162,7 +161,7 @@ def _check_description(backend: Backend) -> None:
 
 
 @lru_cache(maxsize=1)
-def _tried_decoders(chunk_length: int) -> Sequence[_TriedDecoder]:
+def tried_decoders(chunk_length: int) -> Sequence[_TriedDecoder]:
     """Return the decoders for the checks of every backend; they are immutable and cached."""
     static_or_in_blocks = [scheme for scheme in TRIED if scheme.is_static or scheme.weight_bits == 4]
     return [

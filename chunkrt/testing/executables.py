@@ -14,8 +14,17 @@ from numpy.typing import NDArray
 from chunkrt.backends.base import Array, Executable, HistoryExecutable, SegmentExecutable
 from chunkrt.graph.plan import EXPERTS_OP, Subgraph
 from chunkrt.graph.static_attention import num_static
-from chunkrt.testing.calls import Call, PackedCall, Recording
-from chunkrt.testing.error import ConformanceError
+from chunkrt.testing.calls import ExecutableCall, PackedCall, Recording
+
+
+class ConformanceError(AssertionError):
+    """A backend broke a clause of the contract. `clause` is the name of the clause, and the message reports the
+    violation."""
+
+    def __init__(self, backend: str, clause: str, detail: str) -> None:
+        super().__init__(f"backend {backend!r} breaks the clause {clause!r}: {detail}")
+        self.clause = clause
+
 
 Results = dict[str, NDArray[np.float64]]
 
@@ -82,18 +91,18 @@ class CompiledSubgraph:
         NPU."""
         return self.executable.fixed_length is not None or num_static(self.subgraph) > 0
 
-    def calls(self, cache_dtype: str = "float32") -> list[Call]:
+    def calls(self, cache_dtype: str = "float32") -> list[ExecutableCall]:
         """Return calls with every supported number of rows, the fewest rows first. Tokens are at position 0, at a
         position within a chunk, and where a ring buffer wraps.
         """
         return [make() for make in self._makers(cache_dtype)]
 
-    def shortest_and_longest(self) -> list[Call]:
+    def shortest_and_longest(self) -> list[ExecutableCall]:
         """Return the first and the last of `calls`."""
         makers = self._makers("float32")
         return [makers[0](), makers[-1]()]
 
-    def _makers(self, cache_dtype: str) -> list[Callable[[], Call]]:
+    def _makers(self, cache_dtype: str) -> list[Callable[[], ExecutableCall]]:
         fixed = self.executable.fixed_length
         lengths = range(1, self.chunk_length + 1) if fixed is None else (fixed,)
         call = partial(self.recording.call, self.subgraph)
@@ -103,7 +112,7 @@ class CompiledSubgraph:
                 places.append(self.recording.ring - self.chunk_length // 2)
             return [partial(call, at, length, cache_dtype=cache_dtype) for length in lengths for at in places]
         last_first = range(self.chunk_length)[::-1]
-        makers: list[Callable[[], Call]] = [
+        makers: list[Callable[[], ExecutableCall]] = [
             partial(call, START, self.chunk_length, logit_rows=last_first[:length]) for length in lengths
         ]
         if fixed is None:
@@ -176,7 +185,7 @@ def check_segments(subgraph: CompiledSubgraph) -> None:
             _compare("segments", subgraph, _all_results([found]), _all_results([expected]), cache_dtype)
 
 
-def _sequences(subgraph: CompiledSubgraph, cache_dtype: str) -> list[Call]:
+def _sequences(subgraph: CompiledSubgraph, cache_dtype: str) -> list[ExecutableCall]:
     """Return rows of up to three sequences that fill two chunks together; a ring buffer of the last sequence wraps."""
     recording, length = subgraph.recording, subgraph.chunk_length
     last = recording.ring - length // 2 if subgraph.has_rings else START + 1
@@ -207,11 +216,11 @@ def _in_parts(
     executable: Executable | None = None,
     *,
     past: float = 1,
-) -> list[Call]:
+) -> list[ExecutableCall]:
     """Run consecutive calls, each on the state after the previous call. The first state is multiplied by `past`."""
     if executable is None:
         executable = subgraph.executable if max(lengths) <= subgraph.chunk_length else subgraph.of_two_chunks
-    calls: list[Call] = []
+    calls: list[ExecutableCall] = []
     position = START
     for length in lengths:
         call = subgraph.recording.call(subgraph.subgraph, position, length, cache_dtype=cache_dtype)
@@ -255,11 +264,11 @@ def check_threads(subgraph: CompiledSubgraph) -> None:
             _expect_same_bits("threads", subgraph, call, expected)
 
 
-def _run(subgraph: CompiledSubgraph, executable: Executable, call: Call) -> None:
+def _run(subgraph: CompiledSubgraph, executable: Executable, call: ExecutableCall) -> None:
     _watch(subgraph, "rows", call, partial(call.run, executable))
 
 
-def _watch(subgraph: CompiledSubgraph, clause: str, call: Call | PackedCall, act: Callable[[], None]) -> None:
+def _watch(subgraph: CompiledSubgraph, clause: str, call: ExecutableCall | PackedCall, act: Callable[[], None]) -> None:
     """Run one call and check its writes. `clause` is the clause that is broken if the call raises."""
     where = str(call)
     inputs, guards, other_positions = call.input_bits(), call.guard_bits(), call.other_position_bits()
@@ -291,17 +300,17 @@ def _compare(clause: str, subgraph: CompiledSubgraph, found: Results, expected: 
             subgraph.fail(clause, f"{name!r} is off by {off:.3g} {kind}; the tolerance is {allowed:.3g}")
 
 
-def _expect_same_bits(clause: str, subgraph: CompiledSubgraph, first: Call, second: Call) -> None:
+def _expect_same_bits(clause: str, subgraph: CompiledSubgraph, first: ExecutableCall, second: ExecutableCall) -> None:
     if changed := _first_difference(first.result_bits(), second.result_bits()):
         subgraph.fail(clause, f"{changed!r} differs in bits from an earlier call with the same inputs")
 
 
-def _all_results(calls: Sequence[Call]) -> Results:
+def _all_results(calls: Sequence[ExecutableCall]) -> Results:
     """Join the results of independent calls."""
     return {name: np.concatenate([_by_row(call.results()[name]) for call in calls]) for name in calls[0].results()}
 
 
-def _stream_results(calls: Sequence[Call]) -> Results:
+def _stream_results(calls: Sequence[ExecutableCall]) -> Results:
     """Join the results of consecutive calls: the rows of all calls, and the state without rows of the last call."""
     recurrent = calls[0].states.keys() - calls[0].caches
     return _all_results(calls) | {name: _by_row(calls[-1].results()[name]) for name in recurrent}
@@ -313,13 +322,13 @@ def _by_row(result: Array) -> NDArray[np.float64]:
     return (result if result.ndim == 2 else result.swapaxes(0, 1)).astype(np.float64)
 
 
-def _at_once(act: Callable[[Call], None], rounds: Sequence[Sequence[Call]]) -> list[BaseException]:
+def _at_once(act: Callable[[ExecutableCall], None], rounds: Sequence[Sequence[ExecutableCall]]) -> list[BaseException]:
     """Run each call of a round in a separate thread; all threads start every round together. Return their errors; the
     first error ends all threads.
     """
     barrier, errors = threading.Barrier(len(rounds[0])), list[BaseException]()
 
-    def work(calls: Sequence[Call]) -> None:
+    def work(calls: Sequence[ExecutableCall]) -> None:
         try:
             for call in calls:
                 barrier.wait()

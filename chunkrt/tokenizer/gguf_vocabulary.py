@@ -15,8 +15,8 @@ from gguf import PoolingType, TokenType
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.tokenizer.library import add_tokens, byte_pair_encoding
 from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids, known_ends
+from chunkrt.tokenizer.tokenizer import add_tokens, byte_pair_encoding
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (

@@ -13,9 +13,8 @@ from tokenizers import AddedToken
 
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import read_text
-from chunkrt.tokenizer.gguf_vocabulary import PRE_TOKENIZERS
-from chunkrt.tokenizer.library import VOCABULARY_FILE, add_tokens, encode_text, library_errors, read_vocabulary
 from chunkrt.tokenizer.text_settings import TextSettings, advised_sampling, end_ids
+from chunkrt.tokenizer.tokenizer import VOCABULARY_FILE, add_tokens, encode_text, library_errors, read_vocabulary
 
 LARGEST_WITHOUT_TEKKEN = 100_000
 """Largest number of tokens of a Mistral vocabulary that may be SentencePiece's; tekken has 131,072 tokens."""
@@ -95,6 +94,8 @@ def _with_tekken_split(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
     Raises ModelError if that fails.
     """
+    from chunkrt.tokenizer.gguf_vocabulary import PRE_TOKENIZERS
+
     state = json.loads(library.to_str())
     pattern = {"Regex": PRE_TOKENIZERS["tekken"].splits[0]}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}

@@ -94,7 +94,7 @@ def _compile(source: str) -> Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace as JinjaNamespace
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """Render the body of `{% generation %}` unchanged; the tag marks the model's own words for training."""
 
         tags = {"generation"}  # noqa: RUF012, as Jinja declares it
@@ -138,7 +138,7 @@ def _compile(source: str) -> Template:
             return dict.fromkeys(*arguments)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
     environment.filters["tojson"] = _to_json
     del environment.globals["lipsum"]  # a plain function would give access to Python's internals

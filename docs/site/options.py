@@ -13,7 +13,7 @@ import click
 
 from chunkrt.cli import COMMANDS
 from chunkrt.cli.command import GROUPS
-from chunkrt.cli.generation import SAMPLING
+from chunkrt.cli.generation_options import SAMPLING
 from chunkrt.engine.declaration import Declaration
 from chunkrt.engine.options import DECLARED, python_help
 

@@ -12,7 +12,7 @@ from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.errors import ConfigError, PartitionError
 from chunkrt.quant.scheme import SCHEMES, find_scheme
 from chunkrt.testing import ConformanceError, check_backend, conformance
-from chunkrt.testing.decoder import random_decoder
+from chunkrt.testing.random_decoders import random_decoder
 
 
 @pytest.mark.sampled(every=3)
@@ -518,9 +518,9 @@ def few_schemes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conformance, "TRIED", few)
         patch.setattr(conformance, "TRIED_HYBRID", conformance.TRIED_HYBRID[:1])
-        conformance._tried_decoders.cache_clear()
+        conformance.tried_decoders.cache_clear()
         yield
-    conformance._tried_decoders.cache_clear()
+    conformance.tried_decoders.cache_clear()
 
 
 @pytest.mark.sampled(every=3)

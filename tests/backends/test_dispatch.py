@@ -13,9 +13,9 @@ from fixture_checkpoints import checkpoint, expected_logits, input_ids
 import chunkrt
 from chunkrt.backends import dispatch, make_backend
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
-from chunkrt.backends.functions import FunctionExecutable
+from chunkrt.backends.function_executable import FunctionExecutable
 from chunkrt.backends.native.backend import NativeExecutable
-from chunkrt.backends.reference import _routed_experts, rotate_half
+from chunkrt.backends.reference import rotate_half, routed_experts
 from chunkrt.backends.registry import OWN_DEVICES
 from chunkrt.backends.sections import SectionedExecutable
 from chunkrt.backends.switches import Switches
@@ -24,8 +24,7 @@ from chunkrt.errors import BackendError, CompileError, ConfigError, PartitionErr
 from chunkrt.graph.uses import uses
 from chunkrt.quant.arithmetic import BlockWeight, DynamicWeight, StaticWeight, quantize_rows
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.testing.decoder import random_decoder
-from chunkrt.testing.hybrid import HYBRID_CONFIG, hybrid
+from chunkrt.testing.random_decoders import HYBRID_CONFIG, hybrid, random_decoder
 
 DYNAMIC, FLOAT = SCHEMES["w8a8-dynamic"], SCHEMES["float"]
 FAMILIES = {"llama": "llama_gqa", "gemma3": "gemma3_window_5", "lfm2": "lfm2", "qwen3_next": "qwen3_next_experts"}
@@ -154,9 +153,7 @@ def test_subgraph_of_backend_operators_uses_the_backends_executable(decoder, reg
 
 
 def test_operator_that_backend_lacks_runs_in_reference_with_one_warning(decoder, registry, caplog):
-    for entries in (registry._entries, registry._own):
-        del entries["rms_norm", "native"]
-    found = dispatcher(decoder, registry)
+    found = dispatcher(decoder, registry.copy(without=[("rms_norm", "native")]))
     with caplog.at_level(logging.WARNING):
         choices = all_choices(decoder, found, "native")
     mine = [choice for choice in choices if choice.operator == "rms_norm"]
@@ -199,9 +196,8 @@ def test_ctrl_c_while_loading_plugins_is_retried_at_next_call(monkeypatch):
 
 
 def test_operator_without_implementation_is_refused_by_node(decoder, registry):
-    for entries in (registry._entries, registry._own):
-        del entries["rms_norm", "native"], entries["rms_norm", "reference"]
-    found = dispatcher(decoder, registry)
+    forms = [("rms_norm", "native"), ("rms_norm", "reference")]
+    found = dispatcher(decoder, registry.copy(without=forms))
     with pytest.raises(
         PartitionError, match=r"no implementation of RMSNormalization can run: native has no form: .* 'rms_norm'"
     ) as refused:
@@ -217,8 +213,7 @@ def test_native_still_refuses_float_linears(decoder, registry):
 
 
 def test_required_operator_stays_on(decoder, registry):
-    for entries in (registry._entries, registry._own):
-        del entries["rms_norm", "native"]
+    registry = registry.copy(without=[("rms_norm", "native")])
     function = registry.find("rms_norm", "reference").function
     registry.register("rms_norm", "native", is_required=True)(function)
     choices = all_choices(decoder, dispatcher(decoder, registry, "none"), "native")
@@ -498,7 +493,7 @@ def test_experts_are_prepared_as_a_list(plugged):
         made.append([type(weight) for weight in weights])
         return weights
 
-    plugged("routed_experts", "toy", _routed_experts, prepare=prepare)
+    plugged("routed_experts", "toy", routed_experts, prepare=prepare)
     run_model("qwen3_next_experts", "all")
     assert made
     assert all(set(kinds) == {DynamicWeight} for kinds in made)

@@ -14,19 +14,19 @@ from safetensors.numpy import save_file
 
 import chunkrt
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
-from chunkrt.backends.linear_attention import register
 from chunkrt.backends.onnx.functions import has_expansion
 from chunkrt.backends.onnx.onnxrt import OnnxRuntimeBackend
+from chunkrt.backends.recurrences import register
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.backends.switches import Switches
 from chunkrt.errors import ConfigError, PartitionError, UnsupportedModelError
 from chunkrt.graph import decoders, ops
-from chunkrt.graph.decoders.parts import CausalDecoder
+from chunkrt.graph.decoders.llama import CausalDecoder
 from chunkrt.graph.linear_attention import Variant, find_variant, register_variant
 from chunkrt.graph.modules import Constant, DepthwiseWeights, Embedding, Module
+from chunkrt.graph.ops import current_trace, trace
 from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.partition import partition
-from chunkrt.graph.tracing import current_trace, trace
 from chunkrt.quant.scheme import SCHEMES
 
 LENGTHS = [1, 2, 31, 32, 33, 95]

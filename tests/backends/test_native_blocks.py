@@ -11,8 +11,7 @@ from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.checkpoints.source import BlockTensor
-from chunkrt.engine_directory.packing import pack_blocks
-from chunkrt.engine_directory.store import BLOCK_SCALE_SUFFIX, WeightStore
+from chunkrt.engine_directory.store import BLOCK_SCALE_SUFFIX, WeightStore, pack_blocks
 from chunkrt.quant.scheme import SCHEMES
 
 SCHEME = SCHEMES["w4a8-dynamic"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from chunkrt._native import Program, ProgramBuilder, StepTimes, ThreadPool
-from chunkrt.engine_directory.packing import pack
+from chunkrt.engine_directory.store import pack
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 40, 56, 4, 2, 8, 64
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM

@@ -16,9 +16,9 @@ import chunkrt
 from chunkrt.backends.base import SegmentExecutable, SegmentOperands
 from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.errors import BackendError
-from chunkrt.graph.merging import merged_on_cpu
 from chunkrt.graph.plan import Plan, Subgraph
-from chunkrt.testing.calls import Call, Recording
+from chunkrt.graph.rewrites import merged_on_cpu
+from chunkrt.testing.calls import ExecutableCall, Recording
 
 NUM_TOKENS, MOST_ROWS = 100, 40
 CUTS = ([(0, 1), (70, 1), (33, 1), (5, 1), (70, 1)], [(40, 21), (7, 1), (0, 9), (66, 5)], [(9, 40)])
@@ -63,7 +63,7 @@ def compiled(of: Recording, subgraph: Subgraph, threads: int) -> SegmentExecutab
     return executable
 
 
-def sequences(of: Recording, subgraph: Subgraph, cut: Sequence[tuple[int, int]]) -> list[Call]:
+def sequences(of: Recording, subgraph: Subgraph, cut: Sequence[tuple[int, int]]) -> list[ExecutableCall]:
     """Make one call for each sequence, with its own state; the types of caches alternate."""
     most = min(NUM_TOKENS, of.plan.context_length)
     return [
@@ -72,7 +72,7 @@ def sequences(of: Recording, subgraph: Subgraph, cut: Sequence[tuple[int, int]])
     ]
 
 
-def assert_same(found: Call, expected: Call, where: str) -> None:
+def assert_same(found: ExecutableCall, expected: ExecutableCall, where: str) -> None:
     for name, bits in expected.result_bits().items():
         assert found.result_bits()[name] == bits, f"{where}: {name}"
     assert found.other_position_bits() == expected.other_position_bits()
@@ -124,7 +124,7 @@ def test_int8_caches_and_separate_capacities() -> None:
     of = recording("llama_gqa")
     (attention,) = with_state(of.plan)
 
-    def with_int8(capacity: int) -> Call:
+    def with_int8(capacity: int) -> ExecutableCall:
         call = of.call(attention, 0, 5)
         states = {n: np.zeros((len(s), capacity, s.shape[2] + 4), np.int8) for n, s in call.states.items()}
         return replace(call, inputs={**call.inputs, **states}, states=states)
@@ -138,7 +138,7 @@ def test_int8_caches_and_separate_capacities() -> None:
         assert_same(found, expected, str(found.states))
 
 
-def three(of: Recording, subgraph: Subgraph) -> list[Call]:
+def three(of: Recording, subgraph: Subgraph) -> list[ExecutableCall]:
     return sequences(of, subgraph, [(4, 3), (70, 1), (0, 2)])
 
 

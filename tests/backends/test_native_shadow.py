@@ -16,8 +16,14 @@ from native_isas import isa_parameters
 from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.engine_directory.packing import pack
-from chunkrt.engine_directory.store import HOT_CHANNELS_SUFFIX, INPUT_STEP_SUFFIX, SCALE_SUFFIX, Entry, WeightStore
+from chunkrt.engine_directory.store import (
+    HOT_CHANNELS_SUFFIX,
+    INPUT_STEP_SUFFIX,
+    SCALE_SUFFIX,
+    StoredArray,
+    WeightStore,
+    pack,
+)
 from chunkrt.engine_directory.weights import WeightWriter
 from chunkrt.errors import PartitionError
 from chunkrt.quant.scheme import find_scheme
@@ -280,7 +286,7 @@ def test_mismatched_operands(suffix: str, value: list[int], message: str) -> Non
 
 @pytest.mark.parametrize("hot", [[], [0, 5, 69]])
 def test_hot_channels_are_loaded_from_the_file(hot: list[int], tmp_path: Path) -> None:
-    entries = [Entry(name="w" + HOT_CHANNELS_SUFFIX, dtype="int32", shape=(len(hot),), logical_shape=(len(hot),))]
+    entries = [StoredArray(name="w" + HOT_CHANNELS_SUFFIX, dtype="int32", shape=(len(hot),), logical_shape=(len(hot),))]
     with (tmp_path / "weights").open("wb") as file:
         WeightWriter(file, entries).write(np.asarray(hot, np.int32))
     store = WeightStore.open(tmp_path / "weights")

@@ -14,8 +14,7 @@ from chunkrt._native import ProgramBuilder, ThreadPool
 from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.native.fusion import fuse
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.engine_directory.packing import pack, pack_products
-from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
+from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore, pack, pack_products
 from chunkrt.engine_directory.weights import WeightWriter, stored_weights
 from chunkrt.errors import PartitionError
 from chunkrt.quant.scheme import LEVELS, SCHEMES, Scheme, find_scheme

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from chunkrt.backends import one_node
 from chunkrt.backends.dispatch import registered_operators
-from chunkrt.backends.one_node import run_operator
+from chunkrt.compile import calibrate
+from chunkrt.compile.calibrate import run_operator
 from chunkrt.errors import BackendError, ConfigError, PartitionError
 from chunkrt.graph.plan import Node
 
@@ -16,7 +16,7 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 def registry(monkeypatch):
     """Return a registry to which a test adds forms."""
     copied = registered_operators().copy()
-    monkeypatch.setattr(one_node, "registered_operators", lambda: copied)
+    monkeypatch.setattr(calibrate, "registered_operators", lambda: copied)
     return copied
 
 

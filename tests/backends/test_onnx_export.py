@@ -8,15 +8,15 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from chunkrt.backends.onnx.export import PAST, to_onnx
 from chunkrt.backends.onnx.functions import expansion, has_expansion
-from chunkrt.backends.onnx.scheme import initializer_values, quantize_linears
+from chunkrt.backends.onnx.plan_models import PAST, to_onnx
+from chunkrt.backends.onnx.scheme_models import initializer_values, quantize_linears
 from chunkrt.backends.reference import ReferenceBackend
+from chunkrt.graph.ops import OPSET
 from chunkrt.graph.plan import DOMAIN
-from chunkrt.graph.tracing import OPSET
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.testing.conformance import TRIED
-from chunkrt.testing.decoder import random_decoder
+from chunkrt.testing.random_decoders import random_decoder
 
 DECODER = random_decoder(TRIED)
 PLAN = DECODER.plan

@@ -11,9 +11,8 @@ from native_isas import isa_parameters
 
 from chunkrt._native import ProgramBuilder, ThreadPool
 from chunkrt.checkpoints.source import BlockTensor
-from chunkrt.engine_directory.packing import pack, pack_blocks
-from chunkrt.quant.arithmetic import BlockWeight, DynamicWeight
-from chunkrt.quant.outliers import OUTLIER_RATIO, take_outliers
+from chunkrt.engine_directory.store import pack, pack_blocks
+from chunkrt.quant.arithmetic import OUTLIER_RATIO, BlockWeight, DynamicWeight, take_outliers
 
 MAGNITUDES = st.sampled_from([0, 1e-30, 1e-3, 1, 3e3, 1e6, 1e30])
 ROWS = st.integers(1, 130).flatmap(

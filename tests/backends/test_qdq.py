@@ -6,13 +6,13 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from chunkrt.backends.onnx.export import to_onnx
+from chunkrt.backends.onnx.plan_models import to_onnx
 from chunkrt.backends.onnx.qdq import qdq_values
-from chunkrt.backends.onnx.scheme import initializer_values, quantize_linears
+from chunkrt.backends.onnx.scheme_models import initializer_values, quantize_linears
 from chunkrt.graph.plan import linear_nodes
 from chunkrt.testing.conformance import TRIED
-from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, random_decoder
 from chunkrt.testing.exact_linear import exact_linears, exact_shadow
+from chunkrt.testing.random_decoders import CONFIG, CONFIG_IN_BLOCKS, random_decoder
 
 STATIC = [scheme for scheme in TRIED if scheme.is_static]
 DECODERS = {"odd": random_decoder(STATIC, CONFIG), "in blocks": random_decoder(STATIC, CONFIG_IN_BLOCKS)}

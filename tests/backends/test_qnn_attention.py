@@ -10,7 +10,7 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
-from chunkrt.backends.qnn.executable import Place
+from chunkrt.backends.qnn.executable import BoundBuffers
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
@@ -244,13 +244,13 @@ def test_shorter_chunk_is_padded_inside(tmp_path):
 def test_only_new_history_enters(window, tmp_path, monkeypatch):
     one = OneAttention(4, 2, 16, 128, window=window)
     executable = one.compile(tmp_path)
-    entered, enter_at = [], Place.enter_at
+    entered, enter_at = [], BoundBuffers.enter_at
 
     def noted(place, name, slots, array):
         entered.extend(slots if name == "keys" else [])
         enter_at(place, name, slots, array)
 
-    monkeypatch.setattr(Place, "enter_at", noted)
+    monkeypatch.setattr(BoundBuffers, "enter_at", noted)
     for position, num_rows, history, missing in [
         (0, 32, 1, 0),
         (32, 20, 1, 0),  # the graph's results are in the buffers

@@ -21,7 +21,7 @@ from chunkrt.graph.plan import Node, linear_nodes
 from chunkrt.quant.scheme import DOWN_PROJ, HEAD, LEVELS, SCHEMES
 from chunkrt.testing import check_backend
 from chunkrt.testing.calls import Recording
-from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, random_decoder
+from chunkrt.testing.random_decoders import CONFIG_IN_BLOCKS, random_decoder
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
 import onnxruntime as ort

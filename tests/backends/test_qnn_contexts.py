@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from damaged_files import flip_a_bit, make_empty, truncate
 from fixture_checkpoints import checkpoint
 
 from chunkrt.backends.qnn import HtpOptions, QnnBackend, backend, find_soc
@@ -63,20 +64,6 @@ def test_written_context_is_found_and_not_written_again(contexts):
 def test_context_folder_can_be_moved_and_copied(contexts, context, tmp_path):
     shutil.copytree(context, tmp_path / "npu" / KEY)
     assert ContextFolder(tmp_path / "npu").find(KEY) == tmp_path / "npu" / KEY / "context.onnx"
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def flip_a_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def make_empty(path):
-    path.write_bytes(b"")
 
 
 def unlink(path):

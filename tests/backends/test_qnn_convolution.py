@@ -8,9 +8,9 @@ from calibrated import calibrated
 from constants import Constants
 
 import chunkrt
-from chunkrt.backends.linear_attention import linear_attention
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
 from chunkrt.backends.qnn.executable import Context
+from chunkrt.backends.recurrences import linear_attention
 from chunkrt.engine.deploy import compile_engine
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import BackendError, ClosedError, ConfigError

@@ -23,7 +23,7 @@ from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine import roles as npu
 from chunkrt.errors import CompileError, DeviceLostError, NumberRangeError, PartitionError
-from chunkrt.graph.merging import merged_on_cpu
+from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.quant.scheme import find_scheme
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")

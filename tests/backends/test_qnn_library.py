@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from chunkrt.backends.qnn import QnnBackend, find_soc
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, random_decoder
+from chunkrt.testing.random_decoders import CONFIG_IN_BLOCKS, random_decoder
 scheme = SCHEMES["w8a16"]
 decoder = random_decoder([scheme], CONFIG_IN_BLOCKS)
 backend = QnnBackend(find_soc("SM8650"), contexts=Path(sys.argv[1]))

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from chunkrt.backends.qnn import HtpOptions, QnnBackend, find_soc, is_installed
+from chunkrt.backends.qnn.htp_options import NOT_FOUND, PROVIDER_NAMES, SET_BY_CHUNKRT
 from chunkrt.backends.qnn.library import provider_option_names
-from chunkrt.backends.qnn.options import NOT_FOUND, PROVIDER_NAMES, SET_BY_CHUNKRT
 from chunkrt.errors import ConfigError
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.testing.decoder import random_decoder
+from chunkrt.testing.random_decoders import random_decoder
 
 needs_qnn = pytest.mark.skipif(not is_installed(), reason="onnxruntime-qnn is not installed")
 ROWS = 32

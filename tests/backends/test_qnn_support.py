@@ -9,12 +9,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from chunkrt.backends.qnn import HtpOptions, find_soc, open_htp
+from chunkrt.backends.qnn.htp_support import LINEARS, npu_support
 from chunkrt.backends.qnn.library import open_session
-from chunkrt.backends.qnn.support import LINEARS, npu_support
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Node
 from chunkrt.quant.scheme import BLOCK_LENGTH, LEVELS, SCHEMES, Scheme
-from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, random_decoder
+from chunkrt.testing.random_decoders import CONFIG_IN_BLOCKS, random_decoder
 
 STATIC = [scheme for scheme in SCHEMES.values() if scheme.is_static]
 NARROW = Scheme(name="w4a8", weight_bits=4, activations="static")

@@ -15,8 +15,8 @@ from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.engine_directory.weights import stored_weights, write_weights
 from chunkrt.graph import ops
+from chunkrt.graph.ops import current_trace, trace
 from chunkrt.graph.partition import partition
-from chunkrt.graph.tracing import current_trace, trace
 from chunkrt.quant.scheme import SCHEMES
 
 ROWS, WIDTH, INNER, EXPERTS, TOP = 10, 6, 4, 5, 2

@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 from fixture_checkpoints import checkpoint
 
-from chunkrt.checkpoints.gguf_parts import choose_gguf, first_of_each, gguf_in
+from chunkrt.checkpoints.checkpoint import choose_gguf, first_of_each, gguf_in
 from chunkrt.checkpoints.hub import HubModel, cached_model, cached_models, fetch_model, parse_hub_id
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.errors import ConfigError, ModelError

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import chunkrt
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.compile.support import check_support
+from chunkrt.compile.support_report import check_support
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.onnx.exporting import WindowSettings, window_model
 

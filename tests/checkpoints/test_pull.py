@@ -23,10 +23,9 @@ import pytest
 from click.testing import CliRunner
 from fixture_checkpoints import checkpoint
 
-from chunkrt import files as shared_folder
 from chunkrt.checkpoints import catalogue
-from chunkrt.checkpoints.catalogue import fetch, wheels
-from chunkrt.checkpoints.catalogue.entry import Entry, HubSource, PathSource, WheelPart, WheelSource
+from chunkrt.checkpoints.catalogue import fetch
+from chunkrt.checkpoints.catalogue.entry import CatalogueEntry, HubSource, PathSource, WheelPart, WheelSource
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.cli.models import models as models_command
 from chunkrt.cli.pull import pull as pull_command
@@ -96,7 +95,7 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture
 def direct(server, monkeypatch):
     """Skip pip, whose start takes time, in tests that are not about it."""
-    monkeypatch.setattr(wheels, "_address", lambda wheel: f"{server.url}/{wheel.distribution}")
+    monkeypatch.setattr(fetch, "wheel_address", lambda wheel: f"{server.url}/{wheel.distribution}")
 
 
 def sha256(content):
@@ -134,7 +133,7 @@ def offer(server, contents=(CONTENT,), terms=None, **changes):
 
 
 def entry_of(source, terms=None):
-    return Entry(
+    return CatalogueEntry(
         name="tiny", family="llama", scheme="float", context_length=64, licence="mit", source=source, terms=terms
     )
 
@@ -272,7 +271,7 @@ def test_missing_wheel_among_several_keeps_the_others_for_the_next_time(server, 
         raise ModelError(f"pip cannot get {wheel.distribution}=={wheel.version}: No matching distribution")
 
     with monkeypatch.context() as patch:
-        patch.setattr(wheels, "_pip", no_such_wheel)
+        patch.setattr(fetch, "run_pip", no_such_wheel)
         with pytest.raises(ModelError, match=r"pip cannot get tiny-model-2==1.0"):
             catalogue.pull(entry)
     assert "tiny.gguf" not in files_left(home)
@@ -425,11 +424,8 @@ def test_interruption_while_unpacking_leaves_only_resumable_files(server, direct
     assert files_left(home) == [PART]
 
 
-def test_second_pull_waits_for_the_first(server, direct, monkeypatch):
-    entry = offer(server)
-    fetching, waiting = threading.Event(), threading.Event()
-    monkeypatch.setattr(shared_folder, "_tell_of_waiting", lambda doing: waiting.set())
-    monkeypatch.setattr(shared_folder, "SILENT_SECONDS", 0)
+def test_second_pull_waits_for_the_first(server, direct, waiting):
+    entry, fetching = offer(server), threading.Event()
 
     def hold(done, total):
         fetching.set()
@@ -512,7 +508,7 @@ def test_wheel_unknown_to_pip_is_a_model_error(server, index):
 
 
 def test_error_without_pip_has_the_install_command(server, monkeypatch):
-    monkeypatch.setattr(wheels, "find_spec", lambda name: None)
+    monkeypatch.setattr(fetch, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip, which finds the model's wheel, is not installed"):
         catalogue.pull(offer(server))
 

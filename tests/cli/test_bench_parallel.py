@@ -11,7 +11,7 @@ from fixture_checkpoints import checkpoint
 from one_line import expect_one_line
 
 import chunkrt
-from chunkrt.cli.bench_parallel import ParallelRow, measure_parallel
+from chunkrt.cli.bench_tests import ParallelRow, measure_parallel
 from chunkrt.runtime.trace.file import read_trace
 
 GGUF = checkpoint("llama_biased_gguf")

@@ -17,7 +17,7 @@ from fixture_checkpoints import checkpoint
 from random_folders import write_folder
 from rich.console import Console
 
-from chunkrt.cli.terminal import Shown, _block_end
+from chunkrt.cli.terminal import Shown, block_end
 
 GGUF = checkpoint("llama_biased_gguf")
 SECONDS = 60
@@ -127,11 +127,11 @@ def test_wrong_commands_print_one_line_and_keep_the_chat(command, chat_model, tm
 
 
 def test_markdown_blocks_end_outside_of_code():
-    assert _block_end("one\ntwo") is None
-    assert _block_end("one\n\ntwo") == 4
-    assert _block_end("```\none\n\ntwo") is None
+    assert block_end("one\ntwo") is None
+    assert block_end("one\n\ntwo") == 4
+    assert block_end("```\none\n\ntwo") is None
     code = "```\none\n\ntwo\n```\n\nthree"
-    assert code[: _block_end(code)] == "```\none\n\ntwo\n```\n"
+    assert code[: block_end(code)] == "```\none\n\ntwo\n```\n"
 
 
 class Terminal:

@@ -18,12 +18,12 @@ import chunkrt
 from chunkrt import backends
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.cli import COMMANDS
-from chunkrt.cli.bench_tests import Case, Row, measure
+from chunkrt.cli.bench_tests import BenchRow, Case, measure
 from chunkrt.runtime.policy import DEFAULT_POLICY
 
 GGUF = checkpoint("llama_biased_gguf")
 BENCH = ("bench", GGUF, "-p", "8,20", "-n", "3", "-r", "2", "--chunk", "8", "--threads", "2")
-COLUMNS = [field.name for field in fields(Row)]
+COLUMNS = [field.name for field in fields(BenchRow)]
 
 
 def check_rows(rows):

@@ -8,7 +8,7 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 from chunkrt.cli import plots
-from chunkrt.pictures import Panel, Point, draw_panels
+from chunkrt.pictures import Panel, PlotPoint, draw_panels
 
 GGUF = checkpoint("llama_biased_gguf")
 SHAPE, DEVICE = "qwen2.5-0.5b", ("--device", "8gen3")
@@ -44,7 +44,7 @@ def test_bench_plot_has_one_panel_per_kind(command, drawn, tmp_path):
     )
     rows = json.loads(finished.out)
     ((points,), (decoded,), (both,)) = (panel.lines.values() for panel in drawn)
-    assert points == [Point(row["n_prompt"], row["avg_ts"], row["stddev_ts"]) for row in rows[:2]]
+    assert points == [PlotPoint(row["n_prompt"], row["avg_ts"], row["stddev_ts"]) for row in rows[:2]]
     assert [point.x for point in decoded + both] == [4, 12]
 
 
@@ -87,7 +87,7 @@ def test_tune_plot_has_the_pareto_front(command, drawn, tmp_path):
 @pytest.mark.parametrize(("ending", "head"), [("png", b"\x89PNG\r\n"), ("SVG", b"<?xml")])
 def test_plot_format_follows_the_suffix(readable, tmp_path, ending, head):
     path = tmp_path / f"a.{ending}"
-    draw_panels([Panel("x", "y", {"one": [Point(2, 1, 0.5), Point(1, 3)]})] * 2, path, "two")
+    draw_panels([Panel("x", "y", {"one": [PlotPoint(2, 1, 0.5), PlotPoint(1, 3)]})] * 2, path, "two")
     assert path.read_bytes().startswith(head)
 
 

@@ -35,9 +35,8 @@ from chunkrt.compile.calibrate import (
 from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.graph.plan import linear_nodes
-from chunkrt.quant.calibration import SHADOW_SHARE, Calibration, num_hot_channels
+from chunkrt.quant.calibration import METHODS, SHADOW_SHARE, Calibration, num_hot_channels
 from chunkrt.quant.folding import Folding
-from chunkrt.quant.ranges import METHODS
 from chunkrt.quant.scheme import SCHEMES, Recipe
 from chunkrt.tokenizer import Tokenizer
 

@@ -8,22 +8,26 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
+from damaged_files import flip_a_bit, make_empty, truncate
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt import files as shared_folder
+from chunkrt.checkpoints.checkpoint import sampled_digest
 from chunkrt.compile import compiler
 from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.resolve import choose_recipe
 from chunkrt.engine_directory import content
 from chunkrt.engine_directory import manifest as engine_directory
-from chunkrt.engine_directory.content import sampled_digest
 from chunkrt.engine_directory.manifest import (
     FORMAT,
     cached_folder,
@@ -136,12 +140,10 @@ def test_tensor_of_the_wrong_shape_leaves_no_files(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_second_thread_waits_for_the_compilation(tmp_path, monkeypatch):
+def test_second_thread_waits_for_the_compilation(tmp_path, monkeypatch, waiting):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     path = shutil.copy(CHECKPOINT, tmp_path / "model.gguf")
-    compiling, waiting, compiled = threading.Event(), threading.Event(), []
-    monkeypatch.setattr(shared_folder, "_tell_of_waiting", lambda doing: waiting.set())
-    monkeypatch.setattr(shared_folder, "SILENT_SECONDS", 0)
+    compiling, compiled = threading.Event(), []
 
     def progress(what, done, total):
         compiling.set()
@@ -234,7 +236,7 @@ def test_second_load_compiles_nothing(tmp_path, monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(compiler, "compile_checkpoint", refuse)
+    monkeypatch.setattr(compiler, "prepare_checkpoint", refuse)
     np.testing.assert_array_equal(logits(path), expected)
     with pytest.raises(AssertionError, match="compiled again"):
         logits(path, scheme="float")
@@ -362,16 +364,6 @@ def test_single_file_is_not_an_engine_directory(tmp_path):
     assert not is_engine_directory(tmp_path)
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def flip_a_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def of_another_model(path):
     other = path.parent.with_name("other")
     compile_checkpoint(checkpoint("llama_gqa"), W8A8, {}, other, model="other")
@@ -379,7 +371,7 @@ def of_another_model(path):
 
 
 @pytest.mark.parametrize("name", sorted(FILES - {"engine.json"}))
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, make_empty])
 def test_modified_file_is_reported(engine_folder, name, damage):
     damage(engine_folder / name)
     with pytest.raises(ModelError, match=rf"^\S+/{name} has changed since the model was compiled; compile it"):
@@ -464,3 +456,56 @@ def test_another_checkpoint_has_another_digest(tmp_path):
     assert len({one, odd_byte, longer, sampled_digest(tmp_path / "one")}) == 3
     renamed = paths[0].rename(tmp_path / "one" / "other.gguf")
     assert sampled_digest(renamed) != one
+
+
+ONNX = Path(__file__).parents[1] / "data" / "onnx"
+QUANTISATIONS = [
+    {"scheme": "w8a8-dynamic"},
+    {"scheme": "w8a16"},
+    {"scheme": "w8a8", "shadow": "auto", "budget": 1.0},
+]
+
+_opened: Counter[str] | None = None
+
+
+def _count(event, arguments):
+    if _opened is not None and event == "open" and isinstance(arguments[0], str):
+        _opened[arguments[0]] += 1
+
+
+sys.addaudithook(_count)
+
+
+def opened_by_compiling(path, tmp_path, options):
+    """Count how often each file is opened while a checkpoint is compiled."""
+    global _opened
+    recipe = choose_recipe(EngineOptions(npu="native", **options), "w8a8-dynamic")
+    _opened = Counter()
+    try:
+        compile_checkpoint(path, recipe, {}, tmp_path / "engine", model="toy")
+        return _opened
+    finally:
+        _opened = None
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("options", QUANTISATIONS, ids=lambda options: options["scheme"])
+def test_gguf_file_is_opened_once(tmp_path, monkeypatch, options):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    path = checkpoint("qwen3_gguf")
+    opened = opened_by_compiling(path, tmp_path, options)
+    keys = options["scheme"] != "w8a8-dynamic"
+    assert opened[str(path)] == 3 + keys, "its first bytes, its map, its digest, and the key of its calibration"
+
+
+@pytest.mark.sampled(every=9)
+@pytest.mark.parametrize("options", QUANTISATIONS, ids=lambda options: options["scheme"])
+@pytest.mark.parametrize("name", ["genai_llama_fp32", "optimum_llama_fp32"])
+def test_onnx_decoder_is_read_and_imported_once(tmp_path, monkeypatch, name, options):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    graphs, from_proto = [], ir.from_proto
+    monkeypatch.setattr(ir, "from_proto", lambda proto: graphs.append(proto) or from_proto(proto))
+    opened = opened_by_compiling(ONNX / name, tmp_path, options)
+    keys = options["scheme"] != "w8a8-dynamic"
+    assert opened[str(ONNX / name / "model.onnx")] == 2 + keys, "its graph, its digest, the key of its calibration"
+    assert len([proto for proto in graphs if type(proto).__name__ == "ModelProto"]) == 1

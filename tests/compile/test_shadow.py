@@ -10,8 +10,8 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt.backends.onnx.export import to_onnx
-from chunkrt.backends.onnx.scheme import initializer_values, quantize_linears
+from chunkrt.backends.onnx.plan_models import to_onnx
+from chunkrt.backends.onnx.scheme_models import initializer_values, quantize_linears
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile import compiler
 from chunkrt.compile.calibrate import cached_calibration, calibrate
@@ -23,14 +23,14 @@ from chunkrt.engine_directory.manifest import open_weights, read_manifest, read_
 from chunkrt.engine_directory.weights import check_shadowed
 from chunkrt.errors import ConfigError, QuantizationError
 from chunkrt.graph.decoders import build_decoder
-from chunkrt.graph.partition import cut_shadowed, partition
-from chunkrt.graph.placement import ALL_ON_CPU, place
+from chunkrt.graph.ops import trace
+from chunkrt.graph.partition import cut_shadowed, partition, place
+from chunkrt.graph.placement import ALL_ON_CPU
 from chunkrt.graph.plan import Plan, linear_nodes
-from chunkrt.graph.tracing import trace
 from chunkrt.quant.calibration import num_hot_channels
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEMES, Recipe, find_scheme
 from chunkrt.simulate import find_device, simulate
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint, random_decoder
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint, random_decoder
 
 LAYER = "model.layers.0"
 QKV, O_PROJ, DOWN = (f"{LAYER}.{name}.weight" for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.down_proj"))
@@ -363,7 +363,7 @@ def test_two_lists_of_shadows_are_two_engines_and_one_is_compiled_once(monkeypat
 
     folders = [folder(shadow) for shadow in ("all", "none", DOWN, O_PROJ)]
     assert len(set(folders)) == 4
-    monkeypatch.setattr(compiler, "compile_checkpoint", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiler, "prepare_checkpoint", lambda *_, **__: pytest.fail("compiled again"))
     assert [folder(shadow) for shadow in ("all", "none", DOWN, O_PROJ)] == folders
 
 

@@ -18,13 +18,12 @@ from chunkrt.backends import BACKENDS, make_backend
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.engine_directory.packing import pack
-from chunkrt.engine_directory.store import WeightStore
+from chunkrt.engine_directory.store import WeightStore, pack
 from chunkrt.engine_directory.weights import write_weights
 from chunkrt.graph.modules import Embedding, Module
+from chunkrt.graph.ops import trace
 from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.partition import cut_shadowed, partition
-from chunkrt.graph.tracing import trace
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.policy import POLICIES
 

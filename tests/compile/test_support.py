@@ -20,7 +20,7 @@ from chunkrt.checkpoints.gguf import GgufSource
 from chunkrt.checkpoints.gguf_names import ARCHITECTURES
 from chunkrt.checkpoints.safetensors import SafetensorsSource
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.compile.support import check_support
+from chunkrt.compile.support_report import check_support
 from chunkrt.errors import BackendUnavailableError, ModelError
 from chunkrt.graph.decoders import FAMILIES
 from chunkrt.quant.scheme import find_scheme
@@ -294,7 +294,9 @@ def test_tokenizer_without_its_tables_is_refused_as_at_a_load(tmp_path, tables):
 
 
 def test_subgraphs_that_the_npu_refuses_are_named(monkeypatch, command):
-    monkeypatch.setattr("chunkrt.backends.qnn.support.OPERATORS", ("Add", "MatMul", "Mul", "RMSNormalization", "Split"))
+    monkeypatch.setattr(
+        "chunkrt.backends.qnn.htp_support.OPERATORS", ("Add", "MatMul", "Mul", "RMSNormalization", "Split")
+    )
     report = check_support(checkpoint("gemma3_window_5"))
     assert [subgraph.name for subgraph in report.refused_subgraphs] == [f"static.{i}" for i in range(1, 7)]
     assert all("the NPU does not support Gelu" in subgraph.reason for subgraph in report.refused_subgraphs)

@@ -1,16 +1,13 @@
 """Loss of a trial: compared with engines of the reference backend, and with a run written by hand."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
 from threadpoolctl import threadpool_info
 
 import chunkrt
-from chunkrt.backends.one_node import run_operator
 from chunkrt.compile import trials as losses_module
-from chunkrt.compile.calibrate import cached_calibration
+from chunkrt.compile.calibrate import cached_calibration, run_operator
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.trials import LOSS_EVERY, Loss, Losses, RoundedLinears
 from chunkrt.errors import QuantizationError
@@ -129,10 +126,10 @@ def test_unselected_linears_stay_in_float(chosen):
 def test_run_from_the_first_change_equals_a_complete_run():
     tiny = Tiny(W8A8)
     losses, whole = tiny.losses(), tiny.losses()
-    whole._home = dict.fromkeys(whole._home, 0)
+    whole.home_of = dict.fromkeys(whole.home_of, 0)
     for chosen in ([QKV], [DOWN], ["lm_head.weight"], [DOWN, QKV], None):
         assert losses.of(W8A8, chosen) == whole.of(W8A8, chosen)
-    assert losses._home["lm_head.weight"] > losses._home[DOWN] > losses._home[QKV] > 0
+    assert losses.home_of["lm_head.weight"] > losses.home_of[DOWN] > losses.home_of[QKV] > 0
 
 
 def test_unchanged_scheme_has_no_loss():
@@ -175,9 +172,10 @@ def test_windows_run_on_one_thread_each(monkeypatch):
     assert [pool["num_threads"] for pool in threadpool_info()] == before
 
 
-def test_non_finite_logits_are_an_error():
-    losses = Tiny(W8A8).losses()
-    losses._windows = [SimpleNamespace(loss=lambda first, run: (np.array([0.1, np.nan]), np.zeros(2)))]
+def test_non_finite_logits_are_an_error(monkeypatch):
+    tiny, tokens = Tiny(W8A8), WINDOWS[0]
+    losses, logits = tiny.losses([tokens]), np.full_like(tiny.run(tokens)[: len(tokens) - 1 : LOSS_EVERY], np.nan)
+    monkeypatch.setattr(losses_module, "run_subgraph", lambda plan, *_: {plan.output: logits})
     with pytest.raises(QuantizationError, match="logits under the scheme 'w8a8' are not finite"):
         losses.of(W8A8, [QKV])
 

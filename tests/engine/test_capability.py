@@ -6,7 +6,7 @@ import re
 import pytest
 from fixture_checkpoints import checkpoint
 
-from chunkrt.backends.qnn import support
+from chunkrt.backends.qnn import htp_support as support
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.capability import check_plan, plan_by_capability, told
 from chunkrt.engine.options import EngineOptions

@@ -19,12 +19,12 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.backends.qnn import SOCS, HtpOptions, backend
+from chunkrt.checkpoints.checkpoint import sampled_digest
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine import deploy
 from chunkrt.engine.deploy import compile_engine
 from chunkrt.engine.lengths import compiled_chunk_length
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine_directory.content import sampled_digest
 from chunkrt.engine_directory.manifest import FORMAT, NpuTarget, read_manifest
 from chunkrt.errors import CompileError, ConfigError, ModelError
 from chunkrt.quant.scheme import SCHEMES
@@ -390,7 +390,7 @@ def test_ctrl_c_leaves_no_output_and_the_next_call_continues(command, tmp_path, 
 
 COMPILE = """
 import sys
-import chunkrt.backends.qnn.model, chunkrt.compile.compiler, chunkrt.engine.deploy
+import chunkrt.backends.qnn.backend, chunkrt.compile.compiler, chunkrt.engine.deploy
 from chunkrt.cli import main
 print("ready", flush=True)
 main()

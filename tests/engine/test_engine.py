@@ -76,7 +76,7 @@ def test_wrong_options_are_rejected(options, message):
 def test_missing_npu_is_reported(monkeypatch):
     monkeypatch.setattr(library, "PACKAGE", "a-package-that-nobody-has")
     monkeypatch.setattr(qnn, "open_htp", library.open_htp.__wrapped__)
-    monkeypatch.setattr(compiler, "compile_checkpoint", lambda *_, **__: pytest.fail("compiled before it was said"))
+    monkeypatch.setattr(compiler, "prepare_checkpoint", lambda *_, **__: pytest.fail("compiled before it was said"))
     with pytest.raises(BackendUnavailableError, match=r"is not installed; pip install 'chunkrt\[qnn\]', or use `npu="):
         chunkrt.load(CHECKPOINT, npu="qnn")
 

@@ -10,7 +10,7 @@ from random_folders import write_folder
 import chunkrt
 from chunkrt.errors import ConfigError
 from chunkrt.graph.rotary_tables import rotary_table
-from chunkrt.testing.decoder import CONFIG
+from chunkrt.testing.random_decoders import CONFIG
 
 A_MILLION = 1_010_000
 """Context length of Qwen2.5-1M."""

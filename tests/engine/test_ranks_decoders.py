@@ -13,8 +13,7 @@ from ranks_in_threads import on_ranks
 
 import chunkrt
 from chunkrt.backends import make_backend
-from chunkrt.backends.communicator import ranks_of
-from chunkrt.backends.link import LinkBackend
+from chunkrt.backends.link import LinkBackend, ranks_of
 from chunkrt.checkpoints.catalogue import find, pulled
 from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.engine_directory.manifest import read_manifest
@@ -22,16 +21,16 @@ from chunkrt.engine_directory.store import WeightStore
 from chunkrt.engine_directory.weights import settle, write_weights
 from chunkrt.errors import ConfigError, PartitionError
 from chunkrt.graph.decoders import FAMILIES, build_decoder
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import Planned, partition
-from chunkrt.graph.ranks import ALONE, Ranks
-from chunkrt.graph.tracing import trace
+from chunkrt.graph.plan import ALONE, Ranks
 from chunkrt.quant.scheme import SCHEMES, Recipe, find_scheme
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.run import Run
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Processor
-from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS, RandomCheckpoint
+from chunkrt.testing.random_decoders import CONFIG, CONFIG_IN_BLOCKS, RandomCheckpoint
 
 TOLERANCE = 1e-4
 """Tolerance to Transformers' logits of up to about 7: float32, a few layers of sums over at most 96 products."""

@@ -21,7 +21,7 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder
 from chunkrt.errors import BackendError, ConfigError, DeviceLostError
 from chunkrt.files import no_progress
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.plan import ALONE, Ranks
 from chunkrt.runtime.ranks import last_words
 from chunkrt.runtime.ranks.last_words import KILLED
 from chunkrt.runtime.ranks.launch import connect, launched_ranks

@@ -12,12 +12,12 @@ import pytest
 from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint
 
 import chunkrt
+from chunkrt.checkpoints import checkpoint as checkpoint_module
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
-from chunkrt.engine_directory import content
 from chunkrt.errors import ClosedError, ConfigError, ModelError
 
 NAME = "llama_biased_gguf"
@@ -229,8 +229,8 @@ def test_session_of_another_calibration_is_rejected(tmp_path: Path) -> None:
 def test_session_with_few_different_weights_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest by which ranks compare checkpoints samples large files; here it only covers the header."""
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))  # otherwise another test may have compiled it before
-    monkeypatch.setattr(content, "SAMPLED_PIECES", 1)
-    monkeypatch.setattr(content, "SAMPLED_PIECE_BYTES", 64)
+    monkeypatch.setattr(checkpoint_module, "SAMPLED_PIECES", 1)
+    monkeypatch.setattr(checkpoint_module, "SAMPLED_PIECE_BYTES", 64)
     folder = shutil.copytree(checkpoint("llama_gqa"), tmp_path / "model")
     options = {"scheme": "float", "npu": "reference"}
     with load(str(folder), **options) as engine, engine.session() as session:

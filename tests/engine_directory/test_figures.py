@@ -4,7 +4,7 @@ import pytest
 
 from chunkrt.engine_directory.figures import attention_figures, subgraph_figures, weight_bytes
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.testing.decoder import random_decoder
+from chunkrt.testing.random_decoders import random_decoder
 
 DECODER = random_decoder(list(SCHEMES.values()))
 HIDDEN, INNER, VOCABULARY, QKV, ATTENDED = 36, 52, 61, 80, 40

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkrt.engine_directory.store import Entry, WeightStore
+from chunkrt.engine_directory.store import StoredArray, WeightStore
 from chunkrt.engine_directory.weights import WeightWriter
 from chunkrt.errors import ModelError
 
-PACKED = Entry(name="linear", dtype="int8", shape=(2, 1, 16, 4), logical_shape=(3, 20))
-SCALE = Entry(name="linear.scale", dtype="float32", shape=(20,), logical_shape=(20,))
-TABLE = Entry(name="table", dtype="float16", shape=(5, 3), logical_shape=(5, 3))
+PACKED = StoredArray(name="linear", dtype="int8", shape=(2, 1, 16, 4), logical_shape=(3, 20))
+SCALE = StoredArray(name="linear.scale", dtype="float32", shape=(20,), logical_shape=(20,))
+TABLE = StoredArray(name="table", dtype="float16", shape=(5, 3), logical_shape=(5, 3))
 ENTRIES = (PACKED, SCALE, TABLE)
 
 
@@ -131,7 +131,7 @@ def test_store_releases_pages_and_reads_them_again(tmp_path):
     path, size = tmp_path / "weights.safetensors", 2**23
     values = np.arange(size, dtype=np.int8)
     with path.open("wb") as file:
-        entry = Entry(name="large", dtype="int8", shape=(size,), logical_shape=(size,))
+        entry = StoredArray(name="large", dtype="int8", shape=(size,), logical_shape=(size,))
         WeightWriter(file, [entry]).write(values)
     store = WeightStore.open(path)
     np.testing.assert_array_equal(store.array("large"), values)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from rotary_recipes import recipes_of
 
-from chunkrt.engine_directory.packing import pack, packed_shape, unpack
-from chunkrt.engine_directory.store import SCALE_SUFFIX, WeightStore
+from chunkrt.engine_directory.store import SCALE_SUFFIX, WeightStore, pack, packed_shape, unpack
 from chunkrt.engine_directory.weights import stored_weights, write_weights
 from chunkrt.errors import ConfigError, QuantizationError
 from chunkrt.graph.decoders import build_decoder
@@ -19,7 +18,7 @@ from chunkrt.graph.partition import plan_decoder
 from chunkrt.graph.plan import embedding_tables, linear_weights
 from chunkrt.quant.arithmetic import quantize_weight
 from chunkrt.quant.scheme import SCHEMES, find_scheme
-from chunkrt.testing.decoder import RandomCheckpoint, random_decoder
+from chunkrt.testing.random_decoders import RandomCheckpoint, random_decoder
 
 FLOATS = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
 SIDES = st.sampled_from([1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33])

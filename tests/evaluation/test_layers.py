@@ -8,13 +8,11 @@ import pytest
 from fixture_checkpoints import checkpoint
 
 import chunkrt
-from chunkrt.backends.one_node import run_operator
-from chunkrt.compile.calibrate import cached_calibration
+from chunkrt.compile.calibrate import cached_calibration, run_operator
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.trials import LOSS_EVERY
 from chunkrt.errors import ConfigError
-from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, NUM_SHOWN, evaluate_layers
-from chunkrt.evaluation.layers_picture import draw_layers
+from chunkrt.evaluation.layers import NUM_LAYER_WINDOWS, NUM_SHOWN, draw_layers, evaluate_layers
 from chunkrt.graph.plan import linear_nodes, resolve
 from chunkrt.quant.arithmetic import (
     BlockWeight,

@@ -5,11 +5,12 @@ import os
 
 import numpy as np
 import pytest
+from damaged_files import flip_a_bit, make_empty, truncate
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.errors import ConfigError
-from chunkrt.evaluation.base import Base, base_options, rounded
+from chunkrt.evaluation.baseline import Base, base_options, rounded
 from chunkrt.evaluation.logit_cache import BasePiece, LogitCache
 from chunkrt.evaluation.text import evaluate_text
 
@@ -43,7 +44,7 @@ def evaluate(engine, *, windows=WINDOWS, cache_limit=10**6, scheme="float"):
 def test_the_second_time_nothing_is_computed(engine, monkeypatch):
     first, counts = evaluate(engine)
     assert counts == (0, 3, 0)
-    monkeypatch.setattr("chunkrt.evaluation.base.Engine", None)  # not even loaded
+    monkeypatch.setattr("chunkrt.evaluation.baseline.Engine", None)  # not even loaded
     assert evaluate(engine) == (first, (3, 0, 0))
 
 
@@ -86,25 +87,11 @@ def test_entries_of_other_evaluations_make_room_oldest_first(engine, folder):
     assert len(list(folder.glob("*.npz"))) == 2
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-200])
-
-
-def alter(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
 def replace_by_another(path):
     np.savez(path, logits=np.zeros((3, 4), np.float16), surprisals=np.zeros(3, np.float32))
 
 
-@pytest.mark.parametrize("damage", [truncate, alter, empty, replace_by_another])
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, make_empty, replace_by_another])
 def test_damaged_entries_are_computed_again(engine, folder, damage, caplog):
     whole, _ = evaluate(engine)
     path = min(folder.glob("*.npz"))

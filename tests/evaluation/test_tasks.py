@@ -11,7 +11,7 @@ import chunkrt
 from chunkrt.engine.scoring import encode_pair
 from chunkrt.errors import ConfigError
 from chunkrt.evaluation import hellaswag, lambada
-from chunkrt.evaluation.scoring import Accuracy
+from chunkrt.evaluation.scored_items import Accuracy
 
 GGUF = checkpoint("llama_biased_gguf")
 SWAG = [

@@ -14,9 +14,8 @@ from chunkrt.engine import scoring
 from chunkrt.engine.scoring import piece_lengths, score_tokens
 from chunkrt.engine.session import Session
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.evaluation.logits import divergences
-from chunkrt.evaluation.text import evaluate_text
-from chunkrt.evaluation.windows import Part, cut_windows, spread
+from chunkrt.evaluation.baseline import divergences
+from chunkrt.evaluation.text import TextPart, cut_windows, evaluate_text, spread
 
 GGUF, FOLDER = checkpoint("llama_biased_gguf"), checkpoint("llama_gqa")
 FLOAT16_KL = 5e-6
@@ -144,7 +143,7 @@ def test_logits_that_are_not_finite(value):
 @given(st.integers(0, 200), st.integers(1, 7))
 def test_parts_make_up_the_text(num_tokens, count):
     tokens = list(range(num_tokens))
-    parts = [Part.parse(f"{i}/{count}").of(tokens) for i in range(1, count + 1)]
+    parts = [TextPart.parse(f"{i}/{count}").of(tokens) for i in range(1, count + 1)]
     assert [token for part in parts for token in part] == tokens
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 

@@ -11,7 +11,7 @@ from chunkrt.checkpoints.safetensors import SafetensorsSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import FAMILIES, build_decoder, lfm2, make_decoder
 from chunkrt.graph.decoders.config import read_config
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 
 def checkpoint(**changes):

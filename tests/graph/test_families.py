@@ -10,10 +10,10 @@ from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.decoders.config import read_config
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition
 from chunkrt.graph.rope import longrope_tables
-from chunkrt.graph.tracing import trace
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
 

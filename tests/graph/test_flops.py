@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from chunkrt.engine_directory.figures import attention_figures, subgraph_figures, weight_bytes
-from chunkrt.graph.flops import attended_pairs
+from chunkrt.graph.operators import attended_pairs
 from chunkrt.graph.plan import Node
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.costs import Costs
@@ -13,8 +13,7 @@ from chunkrt.runtime.tasks import Task
 from chunkrt.simulate import find_device
 from chunkrt.simulate.profile import OperatorCost
 from chunkrt.simulate.work import Chunk, ModelledWork
-from chunkrt.testing.decoder import random_decoder
-from chunkrt.testing.hybrid import HYBRID_CONFIG, hybrid
+from chunkrt.testing.random_decoders import HYBRID_CONFIG, hybrid, random_decoder
 
 WINDOW, HIDDEN, INNER, EXPERTS, TOP = 7, 36, 22, 5, 2
 ATTENDED = 4 * 10  # heads, head_dim

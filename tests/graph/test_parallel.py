@@ -16,9 +16,10 @@ from chunkrt.graph.parallel import (
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    Share,
+    share_heads,
 )
-from chunkrt.graph.ranks import ALONE, Ranks
-from chunkrt.graph.shares import Share, share_heads
+from chunkrt.graph.plan import ALONE, Ranks
 
 SIZES = st.sampled_from([1, 2, 4])
 FACTORS = st.integers(1, 9)

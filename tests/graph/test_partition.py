@@ -3,10 +3,10 @@
 import pytest
 
 from chunkrt.graph.decoders import build_decoder
-from chunkrt.graph.partition import partition
-from chunkrt.graph.placement import ALL_ON_CPU, place
-from chunkrt.graph.tracing import trace
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+from chunkrt.graph.ops import trace
+from chunkrt.graph.partition import partition, place
+from chunkrt.graph.placement import ALL_ON_CPU
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 
 def plan_of(placement=None, **changes):

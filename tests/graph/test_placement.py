@@ -5,8 +5,9 @@ import pytest
 from chunkrt.errors import ConfigError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.modules import Module
-from chunkrt.graph.placement import place, read_placement
-from chunkrt.testing.decoder import RandomCheckpoint
+from chunkrt.graph.partition import place
+from chunkrt.graph.placement import read_placement
+from chunkrt.testing.random_decoders import RandomCheckpoint
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from chunkrt.errors import ModelError
 from chunkrt.graph.flow import Flow
 from chunkrt.graph.plan import Plan, Tensor, resolve
 from chunkrt.quant.scheme import SCHEMES
-from chunkrt.testing.decoder import random_decoder
+from chunkrt.testing.random_decoders import random_decoder
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,9 @@ from chunkrt.onnx.exporting import (
     window_model,
 )
 from chunkrt.onnx.exporting import save as save_module
-from chunkrt.onnx.exporting.decoder import PLAN_KEY, ROPE_KEY, SETTINGS_KEY
-from chunkrt.onnx.exporting.settings import OPSETS
-from chunkrt.onnx.session import OnnxSession
+from chunkrt.onnx.exporting.export_settings import OPSETS
+from chunkrt.onnx.exporting.forms import PLAN_KEY, ROPE_KEY, SETTINGS_KEY
+from chunkrt.onnx.window_session import OnnxSession
 
 SIZES = {"window": 8, "sequence": 24, "context": 32}
 STANDARD_SINCE_23 = {"RMSNormalization", "RotaryEmbedding", "Attention"}

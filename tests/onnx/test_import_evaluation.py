@@ -7,10 +7,9 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from chunkrt.onnx.importing.evaluation import Evaluator
+from chunkrt.onnx.importing.evaluation import Evaluator, skeleton
 from chunkrt.onnx.importing.reading import read_proto
 from chunkrt.onnx.importing.signature import Probe, feeds, find_signature, inputs_of
-from chunkrt.onnx.importing.skeleton import skeleton
 
 FIXTURES = Path(__file__).parents[1] / "data" / "onnx"
 WRITTEN_OUT = ("llama_fp32", "llama_int8", "llama_uint8", "qwen3_fp32", "phi3_fp32", "gemma3_fp32")

@@ -13,7 +13,7 @@ from chunkrt.cli import cli
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.onnx.importing import import_decoder, verify
-from chunkrt.onnx.session import OnnxSession
+from chunkrt.onnx.window_session import OnnxSession
 
 WINDOWS = ["llama_tied", "gemma3_window_5", "phi3_longrope_long", "lfm2", "qwen3_next", "qwen3_next_experts"]
 

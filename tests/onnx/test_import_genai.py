@@ -12,10 +12,10 @@ from onnx import helper, numpy_helper
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import make_decoder
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition
-from chunkrt.graph.tracing import trace
 from chunkrt.onnx.importing import import_decoder, verify
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 
 def dequantised(model):

@@ -15,10 +15,10 @@ import chunkrt
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.graph.decoders import make_decoder
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition
-from chunkrt.graph.tracing import trace
 from chunkrt.onnx.importing import import_decoder, verify
-from chunkrt.testing.decoder import RandomCheckpoint
+from chunkrt.testing.random_decoders import RandomCheckpoint
 
 FIXTURE = Path(__file__).parents[1] / "data" / "onnx" / "genai_qwen3_5_fp32"
 LENGTHS = (1, 31, 33, 95)

@@ -174,7 +174,7 @@ def with_a_little_added_to_scores(graph):
     ],
 )
 def test_nodes_that_resemble_attention_are_refused_by_name(tmp_path, monkeypatch, change):
-    monkeypatch.setattr("chunkrt.onnx.importing.decomposed.rotary.BLOCK", 32)  # 128 positions
+    monkeypatch.setattr("chunkrt.onnx.importing.decomposed.rotary_regions.BLOCK", 32)  # 128 positions
     folder = changed_copy(tmp_path, change)
     with pytest.raises(UnsupportedModelError, match=r"model\.onnx: node '/model/layers.0/self_attn/Softmax'.*Softmax"):
         import_decoder(folder)

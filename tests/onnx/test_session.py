@@ -15,7 +15,7 @@ from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.onnx import exporting
 from chunkrt.onnx.exporting import WindowSettings, save_model, window_model
-from chunkrt.onnx.session import OnnxSession
+from chunkrt.onnx.window_session import OnnxSession
 from chunkrt.tokenizer import Tokenizer
 from chunkrt.tokenizer.huggingface_folder import read_folder
 

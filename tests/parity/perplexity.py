@@ -42,7 +42,7 @@ def main() -> None:
 def cut(model: str, text: str, length: int, number: int) -> list[list[int]]:
     """Return the windows that `chunkrt eval MODEL --text TEXT --window LENGTH --windows NUMBER` runs."""
     import chunkrt
-    from chunkrt.evaluation.windows import cut_windows, spread
+    from chunkrt.evaluation.text import cut_windows, spread
 
     with chunkrt.load(model, npu="native", context_length=length) as engine:
         tokenizer = engine.require_tokenizer()

@@ -15,14 +15,19 @@ from chunkrt.checkpoints.catalogue import find, pulled
 from chunkrt.checkpoints.source import BlockTensor
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine_directory.figures import linears_by_weight_bits, weight_bytes
-from chunkrt.engine_directory.packing import pack_blocks, packed_blocks_shapes, unpack_blocks
-from chunkrt.engine_directory.store import BLOCK_SCALE_SUFFIX, WeightStore
+from chunkrt.engine_directory.store import (
+    BLOCK_SCALE_SUFFIX,
+    WeightStore,
+    pack_blocks,
+    packed_blocks_shapes,
+    unpack_blocks,
+)
 from chunkrt.engine_directory.weights import settle, write_weights
 from chunkrt.errors import QuantizationError
 from chunkrt.graph.plan import linear_weights
 from chunkrt.quant.arithmetic import BlockWeight, quantize_rows, quantize_to_blocks
 from chunkrt.quant.scheme import SCHEMES, Scheme
-from chunkrt.testing.decoder import CONFIG, CONFIG_IN_BLOCKS
+from chunkrt.testing.random_decoders import CONFIG, CONFIG_IN_BLOCKS
 
 SCHEME = SCHEMES["w4a8-dynamic"]
 REAL_NAME = "smollm2-135m-instruct"

@@ -24,8 +24,7 @@ from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.plan import linear_nodes
 from chunkrt.quant.equalisation import equalise
-from chunkrt.quant.folding import Folding
-from chunkrt.quant.hadamard import rotate
+from chunkrt.quant.folding import Folding, rotate
 from chunkrt.quant.rotation import rotation
 
 SHAPES = {
@@ -52,7 +51,7 @@ def test_foldings_keep_logits(shape, fold):
 
 NOT_ROTATED = {
     "gemma3": "has norms behind linears; see tests/quant/test_families.py",
-    "qwen3_next_experts": "has experts, which are no linears; see tests/quant/test_folding_recurrent.py",
+    "qwen3_next_experts": "has experts, which are no linears; see tests/quant/test_folding_decoders.py",
 }
 """By prefixes of fixtures' names: the obstacle, norms whose weights no linear can absorb."""
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from chunkrt.quant.hadamard import LARGEST_POWER, ROWS_AT_ONCE, hadamard, hartley, orthogonal_factors, rotate
+from chunkrt.quant.folding import LARGEST_POWER, ROWS_AT_ONCE, hadamard, hartley, orthogonal_factors, rotate
 
 WIDTHS = [1, 2, 3, 6, 7, 12, 36, 64, 97, 128, 576, 896, 960, 2048]
 

@@ -25,7 +25,7 @@ from chunkrt.quant.calibration import Calibration, num_hot_channels
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.grid import excess_over_grid, grids_of, round_to_grid
 from chunkrt.quant.scheme import LEVELS, SCHEMES
-from chunkrt.testing.decoder import CONFIG_IN_BLOCKS, random_decoder
+from chunkrt.testing.random_decoders import CONFIG_IN_BLOCKS, random_decoder
 
 STATIC = [scheme for scheme in SCHEMES.values() if scheme.is_static]
 W8A16, W8A8, W4A16 = (SCHEMES[name] for name in ("w8a16", "w8a8", "w4a16"))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkrt.quant.ranges import CANDIDATES_AN_OCTAVE, METHODS, PERCENTILE, Range
+from chunkrt.quant.calibration import CANDIDATES_AN_OCTAVE, METHODS, PERCENTILE, Range
 
 BIN = 2**-7
 """Largest width of a bin, relative to its lower edge."""

@@ -17,10 +17,9 @@ from chunkrt.errors import QuantizationError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.decoders.config import read_config
-from chunkrt.graph.decoders.llama import llama
-from chunkrt.graph.decoders.parts import Attention, CausalDecoder, FeedForward, Layer
+from chunkrt.graph.decoders.llama import Attention, CausalDecoder, FeedForward, Layer, llama
 from chunkrt.quant.residual_scaling import LARGEST_EXPONENT, residual_scaling
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 FAMILIES = (
     "gemma3_scaled",

@@ -27,8 +27,8 @@ from fixture_checkpoints import checkpoint, input_ids
 import chunkrt
 from chunkrt.backends.native import backend as native
 from chunkrt.errors import BackendError, ClosedError
-from chunkrt.graph.merging import merged_on_cpu
 from chunkrt.graph.plan import Plan
+from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES, find_policy
 from chunkrt.runtime.run import Run

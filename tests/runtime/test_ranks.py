@@ -28,8 +28,7 @@ from hypothesis import strategies as st
 from ranks_in_threads import on_ranks
 
 from chunkrt.backends.base import Executable
-from chunkrt.backends.communicator import Communicator
-from chunkrt.backends.link import LinkBackend
+from chunkrt.backends.link import Communicator, LinkBackend
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import BackendError, ConfigError, DeviceLostError, PartitionError
 from chunkrt.graph.plan import Plan

@@ -10,7 +10,7 @@ from server_of_tests import serving
 
 from chunkrt.server.tool_calls import CallReader
 from chunkrt.tokenizer import Tokenizer
-from chunkrt.tokenizer.library import VOCABULARY_FILE, read_vocabulary
+from chunkrt.tokenizer.tokenizer import VOCABULARY_FILE, read_vocabulary
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 JSON_CALL = '{"name": "f", "parameters": {"a": "\u00e4"}}'

@@ -14,13 +14,13 @@ from chunkrt.backends.qnn.socs import GB, MIB, SOCS
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import PartitionError
 from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition
-from chunkrt.graph.tracing import trace
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.state import State
 from chunkrt.simulate.fit import MOST_SESSIONS, USABLE_RAM, find_remedy, fit_plan
-from chunkrt.testing.decoder import CONFIG, RandomCheckpoint, random_decoder
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint, random_decoder
 
 GGUF = checkpoint("llama_biased_gguf")
 SM8650 = SOCS["SM8650"]

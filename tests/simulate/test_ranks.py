@@ -18,9 +18,8 @@ from trace_checker import CheckedTrace
 from chunkrt.cli import cli
 from chunkrt.compile.compiler import compile_checkpoint
 from chunkrt.errors import ConfigError
-from chunkrt.graph.flops import node_flops
-from chunkrt.graph.plan import ATTENTION_OPS, Plan, Tensor
-from chunkrt.graph.ranks import Ranks
+from chunkrt.graph.operators import node_flops
+from chunkrt.graph.plan import ATTENTION_OPS, Plan, Ranks, Tensor
 from chunkrt.quant.scheme import Recipe, find_scheme
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.ranks.exchange import exchange_of

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from chunkrt._native import Program, ProgramBuilder
 from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.registry import NATIVE, operators
-from chunkrt.engine_directory.packing import pack
 from chunkrt.engine_directory.store import (
     HOT_CHANNELS_SUFFIX,
     INPUT_STEP_SUFFIX,
     MULTIPLIER_SUFFIX,
     OUTPUT_STEP_SUFFIX,
     WeightStore,
+    pack,
 )
 from chunkrt.graph.plan import EXPERTS_OP, Attribute, Node, Plan, Subgraph
 from chunkrt.graph.uses import use_of

@@ -40,16 +40,16 @@ def standard(node: Node) -> None:
 
 def expanded(node: Node) -> ir.Function:
     """Return the function over standard ONNX that defines the node's operator. Raises KeyError for an unknown one."""
-    from chunkrt.backends.onnx.export import overload
     from chunkrt.backends.onnx.functions import expansion
+    from chunkrt.backends.onnx.plan_models import overload
 
     return expansion(node.op, overload(node))
 
 
 def missing_expansion(node: Node) -> str:
     """Return a message if no ONNX function defines a node's operator or kind; empty if one does."""
-    from chunkrt.backends.onnx.export import overload
     from chunkrt.backends.onnx.functions import has_expansion
+    from chunkrt.backends.onnx.plan_models import overload
 
     if has_expansion(node.domain, node.op, kind := overload(node)):
         return ""

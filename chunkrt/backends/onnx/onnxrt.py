@@ -56,8 +56,8 @@ class OnnxRuntimeExecutable:
         import onnx_ir as ir
         import onnxruntime as ort
 
-        from chunkrt.backends.onnx.export import to_onnx
-        from chunkrt.backends.onnx.scheme import initializer_values, quantize_linears
+        from chunkrt.backends.onnx.plan_models import to_onnx
+        from chunkrt.backends.onnx.scheme_models import initializer_values, quantize_linears
 
         name = subgraphs[0].name if len(subgraphs) == 1 else "decoder"
         model = to_onnx(plan, subgraphs, name=name)
@@ -95,7 +95,7 @@ class OnnxRuntimeExecutable:
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
         """See `Executable.run`."""
-        from chunkrt.backends.onnx.export import PRESENT_SUFFIX
+        from chunkrt.backends.onnx.plan_models import PRESENT_SUFFIX
 
         feeds = dict(inputs)
         start = int(inputs["position"][0]) if self._caches else 0

@@ -71,7 +71,7 @@ def insert_qdq(graph: ir.Graph, linear: ir.Node, scheme: Scheme) -> None:
     assert weight is not None
     assert weight.shape is not None
     name, (depth, columns) = weight.name or "", weight.shape.numpy()
-    builder = _Builder(graph, linear)
+    builder = _QdqNodes(graph, linear)
     bits, is_4_bit = scheme.activation_bits_of(name), scheme.weight_bits_of(name) == 4
     activation = ir.DataType.from_numpy(ACTIVATION_DTYPES[bits])
 
@@ -105,7 +105,7 @@ def insert_qdq(graph: ir.Graph, linear: ir.Node, scheme: Scheme) -> None:
     builder.replace(result, output)
 
 
-class _Builder:
+class _QdqNodes:
     """Builder of nodes in front of a node that will be replaced."""
 
     def __init__(self, graph: ir.Graph, old: ir.Node) -> None:

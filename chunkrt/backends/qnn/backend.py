@@ -12,12 +12,11 @@ from typing import Any
 
 from chunkrt.backends.base import Executable, Support
 from chunkrt.backends.qnn.contexts import FORMAT, ContextFolder
-from chunkrt.backends.qnn.executable import QnnExecutable
+from chunkrt.backends.qnn.executable import QnnExecutable, WindowedExecutable
+from chunkrt.backends.qnn.htp_options import HtpOptions
+from chunkrt.backends.qnn.htp_support import graph_rows, npu_support
 from chunkrt.backends.qnn.library import PACKAGE, open_htp, open_session
-from chunkrt.backends.qnn.options import HtpOptions
 from chunkrt.backends.qnn.socs import Soc
-from chunkrt.backends.qnn.support import graph_rows, npu_support
-from chunkrt.backends.qnn.windowed import WindowedExecutable
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import CompileError, DeviceLostError
 from chunkrt.graph.plan import Plan, Subgraph, Tensor

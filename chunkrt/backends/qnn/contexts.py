@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from chunkrt.files import fingerprint, made_once, read_json, written_aside
+from chunkrt.files import cached_entry, fingerprint, read_json, written_aside
 
 FORMAT = 2
 """Version of the format of contexts, and of the graphs that `model.py` makes: raised when the format or the graphs
@@ -49,16 +49,14 @@ class ContextFolder:
             OSError: the folder cannot be written.
         """
         folder = self.path / key
-
-        def made() -> Path:
-            with written_aside(folder) as aside:
-                aside.mkdir()
-                write(aside / WRAPPER)
-                record = {"format": FORMAT, "files": {p.name: fingerprint(p) for p in sorted(aside.iterdir())}}
-                (aside / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
-            return folder / WRAPPER
-
-        return made_once(folder, "compiling for the NPU", lambda: _whole(folder), made)
+        with cached_entry(folder, "compiling for the NPU", _whole) as found:
+            if found is None:
+                with written_aside(folder) as aside:
+                    aside.mkdir()
+                    write(aside / WRAPPER)
+                    record = {"format": FORMAT, "files": {p.name: fingerprint(p) for p in sorted(aside.iterdir())}}
+                    (aside / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        return folder / WRAPPER
 
 
 def _whole(folder: Path) -> Path:

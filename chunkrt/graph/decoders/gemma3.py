@@ -15,7 +15,7 @@ import onnx_ir as ir
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, head_norm, norm
+from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, head_norm, norm
 from chunkrt.graph.modules import Constant, Module
 from chunkrt.graph.rope import RotaryTables, inverse_frequencies
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
-from chunkrt.graph.decoders.parts import Attention, CausalDecoder, FeedForward, output_projection
+from chunkrt.graph.decoders.llama import Attention, CausalDecoder, FeedForward, output_projection
 from chunkrt.graph.modules import DepthwiseWeights, Embedding, HeadNorm, Module, RMSNorm
 from chunkrt.graph.parallel import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from chunkrt.graph.rope import RotaryTables
@@ -32,8 +32,8 @@ def lfm2(config: DecoderConfig) -> Module:
     attention_layers = config.layer_indices("full_attn_idxs") or range(config.num_layers)
     default = ["full_attention" if i in attention_layers else "conv" for i in range(config.num_layers)]
     rope = RotaryTables(config.full_inverse_frequencies, config.context_length, divisor=config.rope_divisor)
-    layers = [Layer(config, rope, kind) for kind in config.layer_types(default, ("conv", "full_attention"))]
-    return CausalDecoder(config, Body(config, rope, layers))
+    layers = [Lfm2Layer(config, rope, kind) for kind in config.layer_types(default, ("conv", "full_attention"))]
+    return CausalDecoder(config, Lfm2Body(config, rope, layers))
 
 
 def _feed_forward_size(config: DecoderConfig) -> int:
@@ -78,7 +78,7 @@ class ShortConvolution(Module):
         return self.out_proj(mixed)
 
 
-class Layer(Module):
+class Lfm2Layer(Module):
     """Convolution or attention, then the feed-forward; each takes a normalised input and is added to the residual
     stream.
     """
@@ -109,7 +109,7 @@ def _attention(config: DecoderConfig, rope: RotaryTables) -> Attention:
     return Attention(config, rope, norm=norm, output=output_projection(config, "out_proj"))
 
 
-class Body(Module):
+class Lfm2Body(Module):
     """Embedding, the layers, and the final norm, which has the name `embedding_norm`."""
 
     def __init__(self, config: DecoderConfig, rope: RotaryTables, layers: Sequence[Module]) -> None:

@@ -1,4 +1,5 @@
-"""The Llama family (SmolLM2, Llama 2 and 3, TinyLlama), and Mistral, whose layers may have a sliding window.
+"""The Llama family (SmolLM2, Llama 2 and 3, TinyLlama), Mistral, whose layers may have a sliding window, and the parts
+that other families take from Llama: attention, the gated feed-forward, the stack of layers, the LM head.
 
 Pre-norm blocks of grouped-query attention with RoPE and a SwiGLU feed-forward; the LM head may share the embedding's
 table. Source: Touvron et al., LLaMA (2023), section 2.2; Hugging Face's `LlamaForCausalLM`, `MistralForCausalLM`.
@@ -6,10 +7,192 @@ table. Source: Touvron et al., LLaMA (2023), section 2.2; Hugging Face's `LlamaF
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer
-from chunkrt.graph.modules import Module
+from chunkrt.graph.modules import Embedding, HeadNorm, Module, RMSNorm
+from chunkrt.graph.ops import current_trace
+from chunkrt.graph.parallel import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from chunkrt.graph.rope import RotaryTables
+
+
+class Attention(Module):
+    """Grouped-query self-attention with RoPE, over a rank's heads.
+
+    Args:
+        rotary: module of the rotary tables, shared by layers.
+        qkv: the projection to q | k | v; by default that of the checkpoint's q_proj, k_proj and v_proj.
+        norm: norm of single heads of q and k before RoPE.
+        output: the projection of the heads' results; by default the checkpoint's o_proj.
+        scale: factor of the scores; by default head_dim^-1/2.
+        window: number of keys that a row sees, its own included; 0 for all earlier keys.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rotary: RotaryTables,
+        *,
+        qkv: LinearBase | None = None,
+        norm: HeadNorm | None = None,
+        output: LinearBase | None = None,
+        bias: tuple[bool, bool] = (False, False),
+        scale: float | None = None,
+        window: int = 0,
+    ) -> None:
+        super().__init__()
+        heads = config.heads
+        self.qkv_proj = qkv or QKVParallelLinear(config.hidden_size, heads, bias=bias[0])
+        self.qk_norm = norm
+        self.o_proj = output or output_projection(config, bias=bias[1])
+        self._heads, self._rotary = heads, (rotary,)
+        self._scale, self.window = config.head_dim**-0.5 if scale is None else scale, window
+
+    def attend(self, hidden: ir.Value) -> ir.Value:
+        """Return the heads' results, before the output projection."""
+        heads, (rotary,) = self._heads, self._rotary
+        qkv = self.qkv_proj(hidden)
+        return ops.cached_attention(
+            qkv if self.qk_norm is None else self.qk_norm(qkv),
+            rotary.cos.value(),
+            rotary.sin.value(),
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            scale=self._scale,
+            window=self.window,
+            long_context_from=rotary.long_context_from,
+        )
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        return self.o_proj(self.attend(hidden))
+
+
+class FeedForward(Module):
+    """Gated feed-forward down(activation(gate(x)) * up(x)), over a rank's columns of gate and up."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        gate_up: LinearBase | None = None,
+        down: LinearBase | None = None,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        hidden, width, ranks = config.hidden_size, config.intermediate_size, config.ranks
+        parts = {"gate_proj": width, "up_proj": width}
+        self.gate_up_proj = gate_up or MergedColumnParallelLinear(hidden, parts, ranks, bias=bias)
+        self.down_proj = down or RowParallelLinear(width, hidden, ranks, bias=bias)
+        self._activation = config.activation
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        gate, up = ops.split_columns(self.gate_up_proj(hidden), names=["gate", "up"])
+        active = ops.gelu_tanh(gate) if self._activation == "gelu_tanh" else ops.silu(gate)
+        return self.down_proj(ops.mul(active, up, name="gated"))
+
+
+def output_projection(config: DecoderConfig, name: str = "", *, bias: bool = False) -> RowParallelLinear:
+    """Return the projection of the results of a rank's heads. `name` is the checkpoint's name, if it differs from the
+    module's.
+    """
+    columns, hidden = config.heads.q_columns, config.hidden_size
+    return RowParallelLinear(columns.size, {name: hidden} if name else hidden, config.ranks, depth=columns, bias=bias)
+
+
+def norm(config: DecoderConfig) -> RMSNorm:
+    """Return a norm of the residual stream."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.norm_offset)
+
+
+def head_norm(config: DecoderConfig) -> HeadNorm:
+    """Return the norm of single heads that many families have: the checkpoint's q_norm and k_norm."""
+    parts = {"q_norm": config.heads.num_heads, "k_norm": config.heads.num_kv_heads}
+    return HeadNorm(parts, config.head_dim, config.rms_norm_eps, offset=config.norm_offset)
+
+
+class Layer(Module):
+    """Attention and feed-forward; each takes a normalised input and is added to the residual stream.
+
+    `mixer` is attention or the family's replacement for attention; `mixer_name` is its name in the checkpoint.
+    """
+
+    def __init__(self, config: DecoderConfig, mixer: Module, mlp: Module, *, mixer_name: str = "self_attn") -> None:
+        super().__init__()
+        self.input_layernorm = norm(config)
+        setattr(self, mixer_name, mixer)
+        self.post_attention_layernorm = norm(config)
+        self.mlp = mlp
+        self._mixer = (mixer,)
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        (mixer,) = self._mixer
+        hidden = ops.add(hidden, mixer(self.input_layernorm(hidden)), name="attention_residual")
+        return ops.add(hidden, self.mlp(self.post_attention_layernorm(hidden)), name="output")
+
+
+class Body(Module):
+    """Embedding, layers and final norm: the modules under "model." in Hugging Face's names.
+
+    Args:
+        rope: the rotary tables of all layers, or of one kind of layers.
+        embedding_scale: factor of the embeddings.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, rope: RotaryTables, layers: Sequence[Module], *, embedding_scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=embedding_scale)
+        self.rope = rope
+        self.layers = list(layers)
+        self.norm = norm(config)
+
+    def forward(self, token_ids: ir.Value) -> ir.Value:
+        hidden = self.embed_tokens(token_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.norm(hidden)
+
+
+class CausalDecoder(Module):
+    """Decoder that computes logits [R, vocab] of the requested rows from token ids [T].
+
+    `body` maps token ids to normalised hidden rows; its `embed_tokens` is also the LM head's table if they are tied.
+    """
+
+    def __init__(self, config: DecoderConfig, body: Module) -> None:
+        super().__init__()
+        self.model = body
+        (embedding,) = (child for name, child in body.children() if name == "embed_tokens")
+        self._context_length, self._embedding, self._has_head = config.context_length, (embedding,), True
+        tied_to = embedding if config.tie_word_embeddings else None
+        self.lm_head = ReplicatedLinear(config.hidden_size, config.vocab_size, tied_to=tied_to).to("cpu")
+
+    def leave_out_head(self) -> None:
+        """Use the embedding's table in place of an LM head that the checkpoint lacks. Call this on a named decoder.
+
+        The logits are then not valid (`Plan.has_head`).
+        """
+        self._has_head = False
+        self.lm_head.tie_to(*self._embedding)
+
+    def forward(self, token_ids: ir.Value, logit_rows: ir.Value) -> ir.Value:
+        current_trace().set_context(self._context_length, None)
+        if not self._has_head:
+            current_trace().leave_out_head()
+        hidden = ops.gather_rows(self.model(token_ids), logit_rows, name="last_hidden")
+        return self.lm_head(hidden)
+
 
 MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 

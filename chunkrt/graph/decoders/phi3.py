@@ -7,7 +7,7 @@ Source: Abdin et al., Phi-3 Technical Report (2024), section 2; Hugging Face's `
 from __future__ import annotations
 
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer
+from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer
 from chunkrt.graph.modules import Module
 from chunkrt.graph.parallel import MergedColumnParallelLinear, QKVParallelLinear
 from chunkrt.graph.rope import RotaryTables, longrope_tables, rope_parameters

@@ -7,7 +7,7 @@ Later layers may have a sliding window. Source: Yang et al., Qwen2 Technical Rep
 from __future__ import annotations
 
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer
+from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer
 from chunkrt.graph.modules import Module
 from chunkrt.graph.rope import RotaryTables
 

@@ -6,7 +6,7 @@ Source: Yang et al., Qwen3 Technical Report (2025), section 2; Hugging Face's `Q
 from __future__ import annotations
 
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
+from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
 from chunkrt.graph.decoders.qwen2 import windows
 from chunkrt.graph.modules import Module
 from chunkrt.graph.rope import RotaryTables

@@ -18,10 +18,10 @@ from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
 from chunkrt.graph.decoders.experts import SparseMixture
-from chunkrt.graph.decoders.parts import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
+from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
 from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Module, Parameter
 from chunkrt.graph.parallel import ReplicatedLinear
-from chunkrt.graph.ranks import ALONE
+from chunkrt.graph.plan import ALONE
 from chunkrt.graph.rope import RotaryTables
 
 DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_offset": 1}
@@ -127,7 +127,7 @@ class GatedDeltaRule(Module):
             self.ba_proj = ReplicatedLinear(hidden, {"in_proj_ba": 2 * v_heads}, rows=rows)
         else:
             self.ba_proj = ReplicatedLinear(hidden, {"in_proj_b": v_heads, "in_proj_a": v_heads})
-        self.step = Step()
+        self.step = UpdateStep()
         self.decay = Decay(v_heads)
         self.conv1d = DepthwiseWeights(2 * all_k + all_v, sizes.taps)
         self.head_norm = HeadNorm({"norm": v_heads}, sizes.v_dim, config.rms_norm_eps)
@@ -176,7 +176,7 @@ def _negative_exp(a_log: Float32) -> Float32:
     return rate
 
 
-class Step(Module):
+class UpdateStep(Module):
     """Step sigmoid(b): the fraction of the state's error that an update corrects. It runs on the CPU unless placed."""
 
     def __init__(self) -> None:

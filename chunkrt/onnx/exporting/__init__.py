@@ -1,14 +1,18 @@
 """Decoders as ONNX files for other tools: a fixed window with caches as inputs and outputs, ONNX Runtime GenAI's
 dynamic form, or the static subgraphs of a plan."""
 
-from chunkrt.onnx.exporting.beside import check_beside, tokenizer_files, write_beside
-from chunkrt.onnx.exporting.dynamic import dynamic_model
-from chunkrt.onnx.exporting.genai import genai_config
-from chunkrt.onnx.exporting.save import check_output, model_files, save_model
-from chunkrt.onnx.exporting.settings import DynamicSettings, SubgraphSettings, WindowSettings
-from chunkrt.onnx.exporting.subgraphs import check_subgraph_outputs, save_static_subgraphs
-from chunkrt.onnx.exporting.verification import check_float16
-from chunkrt.onnx.exporting.window import window_model
+from chunkrt.onnx.exporting.export_settings import DynamicSettings, SubgraphSettings, WindowSettings
+from chunkrt.onnx.exporting.float16_check import check_float16
+from chunkrt.onnx.exporting.forms import check_subgraph_outputs, dynamic_model, save_static_subgraphs, window_model
+from chunkrt.onnx.exporting.save import (
+    check_beside,
+    check_output,
+    genai_config,
+    model_files,
+    save_model,
+    tokenizer_files,
+    write_beside,
+)
 
 __all__ = [
     "DynamicSettings",

@@ -14,8 +14,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from chunkrt.errors import QuantizationError
+from chunkrt.graph.ops import attribute
 from chunkrt.graph.plan import Attribute, Dimension, resolve
-from chunkrt.graph.tracing import attribute
 
 IR_VERSIONS = {14: 7, 18: 8, 21: 10, 23: 10}
 """Versions of ONNX's file format by opset, for the opsets that models can be exported at."""

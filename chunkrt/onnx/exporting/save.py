@@ -1,16 +1,24 @@
-"""Writing of model files, which are complete or absent. External data is written tensor by tensor, with one in
-memory.
+"""Files of an export, which are complete or absent: the model, tokenizer files in Hugging Face's format, and
+`genai_config.json`, which ONNX Runtime GenAI needs to load a dynamic export. A model's external data is written tensor
+by tensor, with one in memory.
 """
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
 from chunkrt.errors import ChunkrtError, ConfigError
-from chunkrt.files import check_writable, remove
+from chunkrt.files import check_writable, remove, written_aside
+from chunkrt.graph.partition import Planned
+from chunkrt.onnx.exporting.export_settings import DynamicSettings
+from chunkrt.tokenizer import Tokenizer
+from chunkrt.tokenizer.tokenizer import VOCABULARY_FILE
 
 DATA_SUFFIX = ".data"
 """Suffix of a model's name for the file of its weights."""
@@ -89,3 +97,149 @@ def save_model(
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         remove(aside)
+
+
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""Names of the tokenizer files in a Hugging Face folder."""
+
+Files = dict[str, bytes]
+
+
+def tokenizer_files(planned: Planned) -> Files:
+    """Map file names to contents: a folder's own tokenizer files or, for a GGUF file, files made from its tokenizer.
+
+    Raises:
+        ModelError: the checkpoint's tokenizer is damaged.
+        UnsupportedModelError: the tokenizer's kind is not implemented.
+    """
+    source = planned.source.path
+    if source.is_dir():
+        return {name: (source / name).read_bytes() for name in TOKENIZER_FILES if (source / name).is_file()}
+    tokenizer = Tokenizer.from_source(planned.source)
+    if tokenizer is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        vocabulary = (Path(folder) / VOCABULARY_FILE).read_bytes()
+    settings = tokenizer.settings
+    tokens = {"bos_token": settings.bos_id, "eos_token": next(iter(settings.eos_ids), None)}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": settings.add_bos}
+    config |= {
+        key: tokenizer.token_bytes[index].decode(errors="replace") for key, index in tokens.items() if index is not None
+    }
+    if settings.suffix_ids:
+        config["add_eos_token"] = True
+    named = {"default": settings.chat_template, "tool_use": settings.tool_template}
+    templates = {name: _as_folders_have_it(t, settings.chat_adds_bos) for name, t in named.items() if t is not None}
+    if len(templates) > 1:
+        config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
+    elif templates:
+        (config["chat_template"],) = templates.values()
+    generation = {"bos_token_id": settings.bos_id, "eos_token_id": list(settings.eos_ids)}
+    return {
+        VOCABULARY_FILE: vocabulary,
+        "tokenizer_config.json": json.dumps(config, indent=1).encode(),
+        "generation_config.json": json.dumps(generation, indent=1).encode(),
+    }
+
+
+def _as_folders_have_it(template: str, chat_adds_bos: bool) -> str:
+    """Return a GGUF file's chat template, preceded by the beginning token if the tokenizer would add this token."""
+    return "{{- bos_token }}" + template if chat_adds_bos and "bos_token" not in template else template
+
+
+def check_beside(folder: Path, files: Files) -> None:
+    """Raise ConfigError if a different file exists under one of the names."""
+    for name, content in files.items():
+        path = folder / name
+        if path.exists() and (not path.is_file() or path.read_bytes() != content):
+            raise ConfigError(f"{path} exists already and belongs to another model; write to another folder")
+
+
+def write_beside(folder: Path, files: Files) -> None:
+    """Write missing files, each to a temporary name that is then renamed. Raises ConfigError if writing fails."""
+    for name, content in files.items():
+        if (folder / name).exists():
+            continue
+        try:
+            with written_aside(folder / name) as aside:
+                aside.write_bytes(content)
+        except OSError as error:
+            raise ConfigError(f"cannot write {folder / name}: {error.strerror or error}") from error
+
+
+def genai_config(planned: Planned, settings: DynamicSettings, filename: str) -> Files:
+    """Return the configuration of a dynamic export whose file is called `filename`.
+
+    Raises:
+        ModelError: the checkpoint's tokenizer is damaged.
+        UnsupportedModelError: the tokenizer's kind is not implemented.
+    """
+    config = _config(planned, settings, filename, Tokenizer.from_source(planned.source))
+    return {"genai_config.json": json.dumps(config, indent=1).encode()}
+
+
+def _config(planned: Planned, settings: DynamicSettings, filename: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return the configuration. Source: ONNX Runtime GenAI's genai_config.json, as its model builder writes it."""
+    config, plan = planned.source.config, planned.plan
+    nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
+    attention = next(node for node in nodes if node.op == "CachedAttention")
+    (width,) = (plan.tensors[node.outputs[0]].shape[-1] for node in nodes[:1])
+    eos = list(tokenizer.settings.eos_ids) if tokenizer else _ids(config.get("eos_token_id"))
+    bos = tokenizer.settings.bos_id if tokenizer else config.get("bos_token_id")
+    end: int | list[int] = eos[0] if len(eos) == 1 else eos
+    pad = config.get("pad_token_id")
+    return {
+        "model": {
+            **({} if bos is None else {"bos_token_id": bos}),
+            "eos_token_id": end,
+            "pad_token_id": pad if isinstance(pad, int) else next(iter(eos), 0),
+            "context_length": settings.context,
+            "decoder": {
+                "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+                "filename": filename,
+                "head_size": attention.attributes["head_dim"],
+                "hidden_size": width,
+                "inputs": {
+                    "input_ids": "input_ids",
+                    "attention_mask": "attention_mask",
+                    "past_key_names": "past_key_values.%d.key",
+                    "past_value_names": "past_key_values.%d.value",
+                },
+                "outputs": {
+                    "logits": "logits",
+                    "present_key_names": "present.%d.key",
+                    "present_value_names": "present.%d.value",
+                },
+                "num_attention_heads": attention.attributes["num_heads"],
+                "num_hidden_layers": sum(node.op == "CachedAttention" for node in nodes),
+                "num_key_value_heads": attention.attributes["num_kv_heads"],
+            },
+            "type": plan.family,
+            "vocab_size": plan.vocab_size,
+        },
+        "search": {
+            "do_sample": False,
+            "max_length": settings.context,
+            "num_beams": 1,
+            "past_present_share_buffer": True,
+            "temperature": 1.0,
+            "top_k": 1,
+            "top_p": 1.0,
+        },
+    }
+
+
+def _ids(value: object) -> list[int]:
+    """Return an eos_token_id, which may be one or several, as a list; empty if there is none."""
+    return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]

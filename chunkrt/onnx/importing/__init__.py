@@ -7,8 +7,8 @@ The result has the form of a decoder that `graph/decoders` builds from a checkpo
 docs/onnx-import.md lists the supported forms.
 """
 
-from chunkrt.onnx.importing.importing import import_decoder, is_onnx
-from chunkrt.onnx.importing.source import OnnxSource
-from chunkrt.onnx.importing.verification import verify
+from chunkrt.onnx.importing.comparison import verify
+from chunkrt.onnx.importing.importing import import_decoder
+from chunkrt.onnx.importing.onnx_source import OnnxSource
 
-__all__ = ["OnnxSource", "import_decoder", "is_onnx", "verify"]
+__all__ = ["OnnxSource", "import_decoder", "verify"]

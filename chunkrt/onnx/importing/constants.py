@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import ModelError
 from chunkrt.onnx.importing.draft import Draft, int_attribute
-from chunkrt.onnx.importing.tensors import Derived, FloatTensor, StoredTensor, dequantised_tensor, transposed
+from chunkrt.onnx.importing.onnx_source import Derived, FloatTensor, StoredTensor, dequantised_tensor, transposed
 
 MAX_COMPUTED = 2**28
 """Largest number of elements of a weight that results from arithmetic and is not read on demand."""

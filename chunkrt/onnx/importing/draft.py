@@ -1,7 +1,7 @@
 """A foreign decoder while passes convert it to chunkrt's operators.
 
-Passes replace nodes that they recognise by nodes of a small vocabulary, which `module_tree.py` converts to modules, and
-keep all other nodes. Values of the vocabulary are rows [T, N], where the exporter has [batch, T, N].
+Passes replace nodes that they recognise by nodes of a small vocabulary, which `recorded_decoder.py` converts to
+modules, and keep all other nodes. Values of the vocabulary are rows [T, N], where the exporter has [batch, T, N].
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from numpy.typing import NDArray
 
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.graph.modules import Float32, Parameter
-from chunkrt.graph.parallel import LinearWeight
-from chunkrt.graph.plan import Attribute
-from chunkrt.graph.shares import Share
-from chunkrt.graph.tracing import attribute
+from chunkrt.graph.ops import attribute
+from chunkrt.graph.parallel import LinearWeight, Share
+from chunkrt.graph.plan import DOMAIN, Attribute
 from chunkrt.onnx.importing.evaluation import Evaluator
 from chunkrt.onnx.importing.masks import Masks
+from chunkrt.onnx.importing.onnx_source import OnnxSource, StoredTensor
 from chunkrt.onnx.importing.regions import Regions
 from chunkrt.onnx.importing.signature import Signature
-from chunkrt.onnx.importing.source import OnnxSource
-from chunkrt.onnx.importing.tensors import StoredTensor
 
 CONTRIB = "com.microsoft"
 
@@ -159,6 +157,18 @@ class Draft:
         """Make all readers of a value read another value."""
         old.replace_all_uses_with(new, replace_graph_outputs=True)
 
+    def prune(self) -> None:
+        """Remove nodes on which the logits do not depend: a pass of the import.
+
+        Requires: nothing. Ensures: the only outputs are the logits, and they depend on every node.
+        """
+        logits = self.logits
+        self.graph.outputs[:] = [logits]
+        self.logits_index = 0
+        for node in reversed(list(self.graph)):
+            if not any(output.uses() or output is logits for output in node.outputs):
+                self.graph.remove(node, safe=True)
+
     def unsupported(self, node: ir.Node, reason: str) -> UnsupportedModelError:
         """Return an error that names a node, its operator and the operator's domain."""
         return UnsupportedModelError(
@@ -188,3 +198,40 @@ def float_attribute(node: ir.Node, name: str, default: float = 0.0) -> float:
 def input_of(node: ir.Node, index: int) -> ir.Value | None:
     """Return an input, or None if it is absent."""
     return node.inputs[index] if index < len(node.inputs) else None
+
+
+SAME = {
+    ("", "Add"),
+    ("", "Mul"),
+    ("", "Sigmoid"),
+    ("", "Gelu"),
+    ("", "Tanh"),
+    ("", "RMSNormalization"),
+    (DOMAIN, "HeadNorm"),
+}
+"""Operators of the vocabulary whose result is as wide as their first operand."""
+
+
+def groups_of(columns: ir.Node) -> int:
+    """Return the number of equal groups of a row, from each of which a Columns node takes the same columns."""
+    return int(columns.attributes["groups"].value)
+
+
+def width(draft: Draft, value: ir.Value | None) -> int | None:
+    """Return the number of columns of a value that an operator of the vocabulary made; None for other values."""
+    while value is not None and (node := value.producer()) is not None:
+        kind = node.domain, node.op_type
+        if kind == ("", "MatMul") and node.inputs[1] in draft.weights:
+            return draft.shape(node.inputs[1])[1]
+        if kind == ("", "Gather") and node.inputs[0] in draft.weights:
+            return draft.shape(node.inputs[0])[1]
+        if kind == (DOMAIN, "Columns"):
+            return groups_of(node) * (int(node.attributes["stop"].value) - int(node.attributes["start"].value))
+        if kind == (DOMAIN, "CachedAttention"):
+            return int(node.attributes["num_heads"].value) * int(node.attributes["head_dim"].value)
+        if kind == (DOMAIN, "LinearAttention"):
+            return int(node.attributes["num_v_heads"].value) * int(node.attributes["head_v_dim"].value)
+        if kind not in SAME:
+            return None
+        value = node.inputs[0]
+    return None

@@ -2,7 +2,7 @@
 
 A fixed window has caches that shift and masks as inputs, so its graph does not define a decoder of any length. The plan
 from the metadata is therefore used and checked: the decoder that is made from it must yield the same plan, and
-`verification.py` compares it with the file's own graph.
+`comparison.py` compares it with the file's own graph.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Parameter
 from chunkrt.graph.operators import is_dynamic
+from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, resolve
 from chunkrt.graph.rope import RotaryTable
 from chunkrt.graph.rotary_tables import FUNCTIONS
-from chunkrt.graph.tracing import trace
 from chunkrt.onnx.importing.constants import stored
 from chunkrt.onnx.importing.draft import Draft, Weight
-from chunkrt.onnx.importing.replay import OPERATORS, ReplayedDecoder, Step
-from chunkrt.onnx.importing.tensors import transposed
+from chunkrt.onnx.importing.onnx_source import transposed
+from chunkrt.onnx.importing.recorded_decoder import OPERATORS, RecordedOperator, ReplayedDecoder
 
 PLAN_KEY, ROPE_KEY, SETTINGS_KEY = "chunkrt.plan", "chunkrt.rope", "chunkrt.export"
 
@@ -112,7 +112,7 @@ def _decoder(draft: Draft, plan: Plan) -> ReplayedDecoder:
     return decoder
 
 
-def _step(node: Node, path: str, plan: Plan) -> Step:
+def _step(node: Node, path: str, plan: Plan) -> RecordedOperator:
     names = [name.removeprefix(f"{path}.") if path else name for name in node.outputs]
     attributes, inputs = dict(node.attributes), [name or None for name in node.inputs]
     if node.op in ATTENTION_OPS:
@@ -120,7 +120,7 @@ def _step(node: Node, path: str, plan: Plan) -> Step:
         if plan.long_context_from is not None and rope_position != position:
             attributes["long_context_from"] = plan.long_context_from
         inputs = [qkv, cos, sin]
-    return Step((node.domain, node.op), attributes, inputs, node.outputs, path, names)
+    return RecordedOperator((node.domain, node.op), attributes, inputs, node.outputs, path, names)
 
 
 def _weight(draft: Draft, name: str, shape: tuple[int, ...], *, is_linear: bool) -> Parameter:

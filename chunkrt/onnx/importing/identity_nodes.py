@@ -15,7 +15,7 @@ import onnx
 from numpy.typing import NDArray
 
 from chunkrt.onnx.importing.evaluation import PROBES, Evaluator
-from chunkrt.onnx.importing.rewriting import replaced
+from chunkrt.onnx.importing.reading import replaced
 
 JOINING = ("Concat", "Max", "Mean", "Min", "Sum")
 """Operators that return their input if they have only one input."""

@@ -10,33 +10,27 @@ from typing import Any
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Module
 from chunkrt.graph.rope import LONGEST_CONTEXT
-from chunkrt.onnx.importing.claims import check_claims
+from chunkrt.onnx.importing.decoder_settings import read_settings
 from chunkrt.onnx.importing.decomposed import compose, is_written_out
 from chunkrt.onnx.importing.draft import Draft
 from chunkrt.onnx.importing.evaluation import Evaluator, reason_of
 from chunkrt.onnx.importing.exported import PLAN_KEY, metadata_of, replay_plan
 from chunkrt.onnx.importing.identity_nodes import without_identities
-from chunkrt.onnx.importing.module_tree import build_tree
 from chunkrt.onnx.importing.names import name_nodes
-from chunkrt.onnx.importing.passes.activations import raise_activations
+from chunkrt.onnx.importing.onnx_source import OnnxSource
 from chunkrt.onnx.importing.passes.attention import raise_attention
 from chunkrt.onnx.importing.passes.columns import raise_columns, separate_columns
 from chunkrt.onnx.importing.passes.convolution import raise_convolutions
 from chunkrt.onnx.importing.passes.delta_rule import raise_decays, raise_delta_rules, raise_gated_norms
-from chunkrt.onnx.importing.passes.elementwise import raise_constants
-from chunkrt.onnx.importing.passes.embedding import raise_embedding
-from chunkrt.onnx.importing.passes.feed_forward import merge_gates
-from chunkrt.onnx.importing.passes.head import pick_rows
-from chunkrt.onnx.importing.passes.identities import drop_identities
-from chunkrt.onnx.importing.passes.integer_linears import raise_integer_linears
-from chunkrt.onnx.importing.passes.linears import raise_linears
+from chunkrt.onnx.importing.passes.elementwise import drop_identities, raise_activations, raise_constants
+from chunkrt.onnx.importing.passes.embedding_and_head import pick_rows, raise_embedding
+from chunkrt.onnx.importing.passes.linears import raise_integer_linears, raise_linears
 from chunkrt.onnx.importing.passes.norms import raise_head_norms, raise_norms
-from chunkrt.onnx.importing.passes.pruning import prune
 from chunkrt.onnx.importing.preparing import prepare
-from chunkrt.onnx.importing.reading import find_model, read_proto, to_graph
-from chunkrt.onnx.importing.settings import GENAI, read_settings
+from chunkrt.onnx.importing.projections import merge_gates
+from chunkrt.onnx.importing.reading import check_claims, find_model, read_proto, to_graph
+from chunkrt.onnx.importing.recorded_decoder import build_tree
 from chunkrt.onnx.importing.signature import find_signature, inputs_of, refuse_fixed_lengths
-from chunkrt.onnx.importing.source import OnnxSource
 
 PASSES: tuple[Callable[[Draft], None], ...] = (
     raise_integer_linears,
@@ -52,12 +46,12 @@ PASSES: tuple[Callable[[Draft], None], ...] = (
     raise_gated_norms,
     raise_head_norms,
     raise_attention,
-    prune,
+    Draft.prune,
     raise_convolutions,
     merge_gates,
-    prune,
+    Draft.prune,
     separate_columns,
-    prune,
+    Draft.prune,
 )
 """Passes in order; each requires no more than the earlier ones ensure."""
 
@@ -70,14 +64,6 @@ by one.
 """
 
 log = logging.getLogger(__name__)
-
-
-def is_onnx(path: Path) -> bool:
-    """Return whether a path looks like an ONNX decoder: an .onnx file, or a folder with one and no other weights."""
-    if not path.is_dir():
-        return path.suffix == ".onnx"
-    has_onnx = (path / GENAI).exists() or any(path.glob("*.onnx"))
-    return has_onnx and not any(path.glob("*.safetensors"))
 
 
 def import_decoder(path: Path) -> tuple[OnnxSource, Module]:

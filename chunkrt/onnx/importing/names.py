@@ -35,14 +35,14 @@ LFM2 = Words("operator_norm", "ffn_norm", "feed_forward", "operator_residual", "
 """Names of a layer's parts in decoders with short convolutions."""
 
 
-class Place(NamedTuple):
+class ModuleNames(NamedTuple):
     """Path of a node's module, and the names of the node's outputs in the module."""
 
     path: str
     outputs: Sequence[str]
 
 
-def name_nodes(draft: Draft) -> dict[ir.Node, Place]:
+def name_nodes(draft: Draft) -> dict[ir.Node, ModuleNames]:
     """Return a place for every node. Requires: a pruned graph of the vocabulary. Ensures: no two outputs share a
     name."""
     nodes = list(draft.graph)
@@ -66,7 +66,7 @@ def _is_short_convolution(mixer: ir.Node) -> bool:
 class _Namer:
     def __init__(self, draft: Draft, words: Words) -> None:
         self._words = words
-        self.places: dict[ir.Node, Place] = {}
+        self.places: dict[ir.Node, ModuleNames] = {}
         self._weights = draft.weights
         self._has_rows = False  # True once the rows that get logits have been picked.
 
@@ -77,38 +77,38 @@ class _Namer:
             return
         is_attention = mixer.op_type == "CachedAttention"
         path = f"{layer}.{'self_attn' if is_attention else 'conv'}"
-        self.places[mixer] = Place(path, ["attention" if is_attention else "linear_attention"])
+        self.places[mixer] = ModuleNames(path, ["attention" if is_attention else "linear_attention"])
         read = mixer.inputs[0]
         if norm := producer(read, "HeadNorm", DOMAIN):
-            self.places[norm] = Place(f"{path}.qk_norm", ["output"])
+            self.places[norm] = ModuleNames(f"{path}.qk_norm", ["output"])
             read = norm.inputs[0]
         product = self._name_linear(read, f"{path}.{'qkv_proj' if is_attention else 'in_proj'}")
         if product and (norm := producer(product.inputs[0], "RMSNormalization")):
-            self.places[norm] = Place(f"{layer}.{self._words.before_mixer}", ["output"])
+            self.places[norm] = ModuleNames(f"{layer}.{self._words.before_mixer}", ["output"])
         self._name_result(mixer.outputs[0], path, "o_proj" if is_attention else "out_proj")
 
     def _name_delta_rule(self, mixer: ir.Node, layer: str) -> None:
         """Name a recurrence, its inputs by row, and the norm of its heads."""
         path = f"{layer}.linear_attn"
-        self.places[mixer] = Place(path, ["linear_attention"])
+        self.places[mixer] = ModuleNames(path, ["linear_attention"])
         qkv, decay, step = mixer.inputs[:3]
         product = self._name_linear(qkv, f"{path}.qkv_proj")
         if product and (norm := producer(product.inputs[0], "RMSNormalization")):
-            self.places[norm] = Place(f"{layer}.{self._words.before_mixer}", ["output"])
+            self.places[norm] = ModuleNames(f"{layer}.{self._words.before_mixer}", ["output"])
         made = decay
         for op, name in (("Mul", "output"), ("Softplus", "softplus"), ("Add", "biased")):
             if found := producer(made, op):
-                self.places[found] = Place(f"{path}.decay", [name])
+                self.places[found] = ModuleNames(f"{path}.decay", [name])
                 made = found.inputs[0]
         if sigmoid := producer(step, "Sigmoid"):
-            self.places[sigmoid] = Place(f"{path}.step", ["output"])
+            self.places[sigmoid] = ModuleNames(f"{path}.step", ["output"])
         if split := producer(made, "Split"):
-            self.places[split] = Place(path, ["b", "a"])
+            self.places[split] = ModuleNames(path, ["b", "a"])
             self._name_linear(split.inputs[0], f"{path}.ba_proj")
         result = mixer.outputs[0]
         for user, _ in mixer.outputs[0].uses():
             if (user.domain, user.op_type) == (DOMAIN, "HeadNorm"):
-                self.places[user] = Place(f"{path}.head_norm", ["output"])
+                self.places[user] = ModuleNames(f"{path}.head_norm", ["output"])
                 result = user.outputs[0]
         self._name_result(result, path, "out_proj")
 
@@ -118,7 +118,7 @@ class _Namer:
             if user.op_type == "MatMul":
                 self._name_linear(self._sum(user.outputs[0]), f"{path}.{linear}")
             elif user.op_type == "Mul" and user.inputs[1] not in self._weights:
-                self.places[user] = Place(path, ["gated"])
+                self.places[user] = ModuleNames(path, ["gated"])
                 self._name_gate(next(value for value in user.inputs if value is not result), path)
                 self._name_result(user.outputs[0], path, linear)
 
@@ -126,10 +126,10 @@ class _Namer:
         """Return the factor of a mixer's result: the sigmoid or the SiLU of a linear."""
         silu, sigmoid = producer(gate, "Mul"), producer(gate, "Sigmoid")
         if silu is not None:
-            self.places[silu] = Place(path, ["silu"])
+            self.places[silu] = ModuleNames(path, ["silu"])
             sigmoid = producer(silu.inputs[1], "Sigmoid")
         if sigmoid is not None:
-            self.places[sigmoid] = Place(path, ["silu_sigmoid" if silu is not None else "sigmoid"])
+            self.places[sigmoid] = ModuleNames(path, ["silu_sigmoid" if silu is not None else "sigmoid"])
             self._name_linear(sigmoid.inputs[0], f"{path}.{'z_proj' if silu is not None else 'gate_proj'}")
 
     def name(self, node: ir.Node, layer: int) -> None:
@@ -140,25 +140,27 @@ class _Namer:
         if node.op_type == "Gather":
             is_embedding = node.inputs[0] in self._weights
             self._has_rows |= not is_embedding
-            self.places[node] = Place("model.embed_tokens", ["output"]) if is_embedding else Place("", ["last_hidden"])
+            self.places[node] = (
+                ModuleNames("model.embed_tokens", ["output"]) if is_embedding else ModuleNames("", ["last_hidden"])
+            )
         elif self._has_rows:
             self._name_head(node)
         elif node.op_type == "RMSNormalization":
-            self.places[node] = Place(self._norm(node, inside), ["output"])
+            self.places[node] = ModuleNames(self._norm(node, inside), ["output"])
         elif node.op_type == "MatMul":
             result = self._sum(node.outputs[0])
             is_gate_up = any(user.op_type == "Split" for user, _ in result.uses())
             self._name_linear(result, f"{inside}.{self._words.mlp}.{'gate_up_proj' if is_gate_up else 'down_proj'}")
         elif node.op_type == "Split":
-            self.places[node] = Place(f"{inside}.{self._words.mlp}", ["gate", "up"])
+            self.places[node] = ModuleNames(f"{inside}.{self._words.mlp}", ["gate", "up"])
         elif node.op_type == "Add" and node.inputs[1] not in self._weights:
-            residual = Place(inside, [self._words.residual])
-            self.places[node] = Place(inside, ["output"]) if residual in self.places.values() else residual
+            residual = ModuleNames(inside, [self._words.residual])
+            self.places[node] = ModuleNames(inside, ["output"]) if residual in self.places.values() else residual
         elif node.op_type == "Mul" and node.inputs[1] not in self._weights:
             is_silu = producer(node.inputs[1], "Sigmoid") is not None
-            self.places[node] = Place(f"{inside}.{self._words.mlp}", ["silu" if is_silu else "gated"])
+            self.places[node] = ModuleNames(f"{inside}.{self._words.mlp}", ["silu" if is_silu else "gated"])
         else:
-            self.places[node] = Place(
+            self.places[node] = ModuleNames(
                 f"{inside}.{self._words.mlp}", [ACTIVATIONS.get(node.op_type, node.op_type.lower())]
             )
 
@@ -166,12 +168,12 @@ class _Namer:
         if node.op_type == "MatMul":
             self._name_linear(self._sum(node.outputs[0]), "lm_head")
         elif node.op_type == "Tanh":
-            self.places[node] = Place("soft_cap", ["bounded"])
+            self.places[node] = ModuleNames("soft_cap", ["bounded"])
         elif node.op_type == "Mul":
             is_last = producer(node.inputs[0], "Tanh") is not None
-            self.places[node] = Place("soft_cap.cap" if is_last else "soft_cap.inverse", ["output"])
+            self.places[node] = ModuleNames("soft_cap.cap" if is_last else "soft_cap.inverse", ["output"])
         else:
-            self.places[node] = Place("lm_head", [node.op_type.lower()])
+            self.places[node] = ModuleNames("lm_head", [node.op_type.lower()])
 
     def _norm(self, node: ir.Node, layer: str) -> str:
         """Return the name of a norm in its layer, from its input and the earlier norms."""
@@ -184,7 +186,7 @@ class _Namer:
             return f"{layer}.post_attention_layernorm"
         if place.path.endswith(".down_proj"):
             return f"{layer}.post_feedforward_layernorm"
-        if place == Place(layer, [self._words.residual]):
+        if place == ModuleNames(layer, [self._words.residual]):
             has_post = any(found.path == f"{layer}.post_attention_layernorm" for found in self.places.values())
             return f"{layer}.{'pre_feedforward_layernorm' if has_post else self._words.before_mlp}"
         return f"model.{self._words.last_norm}"
@@ -200,15 +202,15 @@ class _Namer:
         """Return the MatMul that makes a value, either directly or before the Add of its bias."""
         add = producer(value, "Add")
         if add is not None and add.inputs[1] in self._weights:
-            self.places[add] = Place(path, ["output"])
+            self.places[add] = ModuleNames(path, ["output"])
             value = add.inputs[0]
         product = producer(value, "MatMul")
         if product is not None:
-            self.places[product] = Place(path, ["output" if add is None else "product"])
+            self.places[product] = ModuleNames(path, ["output" if add is None else "product"])
         return product
 
 
-def _unique(places: dict[ir.Node, Place]) -> dict[ir.Node, Place]:
+def _unique(places: dict[ir.Node, ModuleNames]) -> dict[ir.Node, ModuleNames]:
     """Append numbers to equal names, which occur for parts that no family of chunkrt has."""
     seen: Counter[tuple[str, str]] = Counter()
     result = {}
@@ -216,9 +218,9 @@ def _unique(places: dict[ir.Node, Place]) -> dict[ir.Node, Place]:
         count = max(seen[path, output] for output in outputs)
         seen.update((path, output) for output in outputs)
         if not count:
-            result[node] = Place(path, outputs)
+            result[node] = ModuleNames(path, outputs)
         elif outputs == ["output"]:  # a separate module, with its own weights
-            result[node] = Place(f"{path}_{count + 1}", outputs)
+            result[node] = ModuleNames(f"{path}_{count + 1}", outputs)
         else:
-            result[node] = Place(path, [f"{output}_{count + 1}" for output in outputs])
+            result[node] = ModuleNames(path, [f"{output}_{count + 1}" for output in outputs])
     return result

@@ -2,21 +2,25 @@
 
 Initializers stay in their files, and are memory-mapped when they are read. Links are resolved here, once: ONNX Runtime
 and onnx_ir get the path of the file itself, because they refuse links such as those in hubs' caches.
+
+Every node is validated before it is analysed or run: a file of a few bytes can request an array of 10^9 elements, and a
+node may lack operands that its operator needs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from math import prod
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+from onnx import defs, helper, shape_inference
 
 from chunkrt.errors import ModelError, UnsupportedModelError
-from chunkrt.onnx.importing.settings import named_file
+from chunkrt.onnx.importing.decoder_settings import named_file
 
 MAX_ELEMENTS = 2**40
 _EXTERNAL = 1
@@ -186,3 +190,133 @@ def find_model(path: Path) -> Path:
         found = ", ".join(file.name for file in files[:3]) or "none"
         raise ModelError(f"{path} has {len(files)} ONNX files ({found}); name the decoder's file itself")
     return files[0]
+
+
+def replaced(
+    proto: onnx.ModelProto, nodes: Sequence[onnx.NodeProto], initializers: Sequence[onnx.TensorProto], path: Path
+) -> onnx.ModelProto:
+    """Return a model with additional nodes and constants, without the replaced nodes and without nodes that are no
+    longer read.
+
+    Raises:
+        ModelError: the nodes have no execution order.
+    """
+    made = {*(tensor.name for tensor in initializers), *(name for node in nodes for name in node.output)}
+    everything = [*(node for node in proto.graph.node if not made.intersection(node.output)), *nodes]
+    writers = {name: index for index, node in enumerate(everything) for name in node.output if name}
+    pending, needed, read = [v.name for v in proto.graph.output], set[int](), set[str]()
+    while pending:
+        name = pending.pop()
+        read.add(name)
+        if name in writers and writers[name] not in needed:
+            needed.add(writers[name])
+            pending += [n for n in everything[writers[name]].input if n]
+    result = onnx.ModelProto(ir_version=proto.ir_version, producer_name=proto.producer_name)
+    result.opset_import.extend(proto.opset_import)
+    result.functions.extend(proto.functions)
+    result.metadata_props.extend(proto.metadata_props)
+    result.graph.name = proto.graph.name
+    result.graph.input.extend(proto.graph.input)
+    result.graph.output.extend(proto.graph.output)
+    result.graph.node.extend(everything[index] for index in sorted(needed))
+    result.graph.initializer.extend(t for t in (*proto.graph.initializer, *initializers) if t.name in read)
+    sort_nodes(result.graph, path)
+    return result
+
+
+MOST_ELEMENTS = 2**28
+"""Largest number of elements of a value whose size does not depend on the number of tokens, unless a weight is
+larger.
+"""
+STANDARD = {"ai.onnx": ""}
+"""Two names of ONNX's default domain."""
+
+SMALL = 1024
+"""Largest number of elements of a constant that may determine the size of another value."""
+
+_LEAST_OPERANDS = {
+    "CausalConvWithState": 2,
+    "DynamicQuantizeMatMul": 3,
+    "FastGelu": 1,
+    "GatherBlockQuantized": 3,
+    "Gelu": 1,
+    "GatedRMSNorm": 3,
+    "GroupQueryAttention": 7,
+    "LinearAttention": 3,
+    "LinearAttentionGate": 3,
+    "MRotaryEmbedding": 4,
+    "MatMulNBits": 3,
+    "MultiHeadAttention": 1,
+    "RotaryEmbedding": 4,
+    "SimplifiedLayerNormalization": 2,
+    "SkipSimplifiedLayerNormalization": 3,
+}
+"""Smallest numbers of operands for operators without a schema in ONNX."""
+
+
+def check_claims(proto: onnx.ModelProto, path: Path) -> None:
+    """Check the operands of all nodes, and the sizes of all values.
+
+    Raises:
+        ModelError: a node has too few operands or results for its operator, or a value has an impossible size.
+        UnsupportedModelError: the file states no version for a node's domain.
+    """
+    versions = {STANDARD.get(opset.domain, opset.domain): opset.version for opset in proto.opset_import}
+    for node in proto.graph.node:
+        domain = STANDARD.get(node.domain, node.domain)
+        if domain not in versions:
+            raise UnsupportedModelError(
+                f"{path}: {_described(node)}, cannot be imported: the file imports no version of that domain"
+            )
+        _check_operands(node, versions[domain], path)
+    _check_sizes(proto, path)
+
+
+def _check_operands(node: onnx.NodeProto, version: int, path: Path) -> None:
+    try:
+        schema = defs.get_schema(node.op_type, version, node.domain)
+    except defs.SchemaError:
+        least, most = _LEAST_OPERANDS.get(node.op_type, 0), len(node.input)
+    else:
+        least, most = schema.min_input, schema.max_input
+    found = len(node.input) - (0 if all(node.input[:least]) else 1)
+    if not least <= found <= most or not any(node.output):
+        raise ModelError(
+            f"{path} is damaged: {_described(node)}, has the operands {list(node.input)!r:.200}, "
+            f"expected at least {least}"
+        )
+
+
+def _described(node: onnx.NodeProto) -> str:
+    return f"node {node.name!r}, an operator {node.op_type} of the domain {node.domain or 'ai.onnx'}"
+
+
+def _check_sizes(proto: onnx.ModelProto, path: Path) -> None:
+    """Return the sizes that ONNX's own shape inference finds without the weights' values."""
+    light = onnx.ModelProto(ir_version=proto.ir_version)
+    light.opset_import.extend(proto.opset_import)
+    light.graph.name = "sizes"
+    light.graph.node.extend(proto.graph.node)
+    light.graph.output.extend(onnx.ValueInfoProto(name=value.name) for value in proto.graph.output)
+    largest = MOST_ELEMENTS
+    for tensor in proto.graph.initializer:
+        size = prod(tensor.dims)
+        largest = max(largest, size)
+        if size <= SMALL and not tensor.external_data:
+            light.graph.initializer.append(tensor)
+        else:
+            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    names = {tensor.name for tensor in proto.graph.initializer}
+    light.graph.input.extend(value for value in proto.graph.input if value.name not in names)
+    try:
+        inferred = shape_inference.infer_shapes(light)
+    except Exception as error:  # onnx raises many types of exceptions
+        raise ModelError(f"{path} is damaged: {str(error).splitlines()[0]:.300}; fetch it again") from error
+    for value in (*inferred.graph.value_info, *inferred.graph.output, *proto.graph.input):
+        dims = value.type.tensor_type.shape.dim
+        size = prod(d.dim_value for d in dims if d.HasField("dim_value"))
+        if size > largest or any(d.dim_value < 0 for d in dims):
+            shape = [d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in dims]
+            raise ModelError(
+                f"{path}: {value.name!r} would have the shape {shape!s:.200}, which is larger than in any decoder"
+            )

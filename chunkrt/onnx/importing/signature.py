@@ -27,7 +27,7 @@ _LAYER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class StateTensor:
     """One tensor that persists between runs, with its input, its output, and the layer and the kind that their names
     state.
 
@@ -52,7 +52,7 @@ class Signature:
     mask: str
     positions: str
     logits: str
-    states: Mapping[str, State] = field(default_factory=dict)
+    states: Mapping[str, StateTensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def find_signature(proto: onnx.ModelProto, where: str) -> Signature:
                 "new value"
             )
         kind = _LAYER.sub("", key, count=1).strip("._")
-        states[name] = State(past=name, present=presents.pop(key), layer=int(layer.group()), kind=kind)
+        states[name] = StateTensor(past=name, present=presents.pop(key), layer=int(layer.group()), kind=kind)
     if unread := [name for name in presents.values() if _STATE.search(name)]:
         raise UnsupportedModelError(
             f"{where}: its output {unread[0]!r} is a state without a counterpart among the inputs"

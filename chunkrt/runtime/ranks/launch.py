@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, NoReturn
 
 from chunkrt.errors import ConfigError
-from chunkrt.graph.ranks import ALONE, Ranks
+from chunkrt.graph.plan import ALONE, Ranks
 from chunkrt.runtime.ranks.last_words import LastWords
 
 if TYPE_CHECKING:

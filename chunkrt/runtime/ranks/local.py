@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 
-from chunkrt.backends.communicator import Float32
+from chunkrt.backends.link import Float32
 from chunkrt.errors import DeviceLostError
-from chunkrt.graph.ranks import Ranks
+from chunkrt.graph.plan import Ranks
 from chunkrt.runtime.ranks.mailbox import Envelope, Mailbox
 from chunkrt.runtime.ranks.messages import MessageCommunicator, as_bytes
 

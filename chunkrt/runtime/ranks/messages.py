@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from chunkrt.backends.communicator import Float32, Key
+from chunkrt.backends.link import Float32, Key
 from chunkrt.errors import BackendError
-from chunkrt.graph.ranks import Ranks
+from chunkrt.graph.plan import Ranks
 from chunkrt.runtime.ranks.exchange import is_sent_whole
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox
 

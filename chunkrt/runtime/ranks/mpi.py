@@ -11,9 +11,9 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import NoReturn
 
-from chunkrt.backends.communicator import Float32
+from chunkrt.backends.link import Float32
 from chunkrt.errors import ClosedError
-from chunkrt.graph.ranks import Ranks
+from chunkrt.graph.plan import Ranks
 from chunkrt.runtime.affinity import available_cpus, cpu_quota
 from chunkrt.runtime.ranks.interrupts import Interrupts
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox

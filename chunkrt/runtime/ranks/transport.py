@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 
 from chunkrt.errors import ChunkrtError, ClosedError, ConfigError, DeviceLostError
-from chunkrt.graph.ranks import Ranks
+from chunkrt.graph.plan import Ranks
 from chunkrt.runtime.ranks.carrier import Bytes, Carrier
 from chunkrt.runtime.ranks.interrupts import Interrupts
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox

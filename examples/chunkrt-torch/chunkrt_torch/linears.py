@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
-from chunkrt.quant.outliers import OUTLIER_RATIO
+from chunkrt.quant.arithmetic import OUTLIER_RATIO
 from chunkrt.quant.scheme import LEVELS, Scheme
 from chunkrt_torch.products import Int8Matrix
 

@@ -1,10 +1,10 @@
 """A decoder family with its own operator that has state: a decaying running sum, instead of attention."""
 
 from chunkrt.graph import ops
-from chunkrt.graph.decoders.parts import CausalDecoder, norm
+from chunkrt.graph.decoders.llama import CausalDecoder, norm
 from chunkrt.graph.modules import Embedding, Module, Parameter
+from chunkrt.graph.ops import current_trace
 from chunkrt.graph.parallel import ReplicatedLinear
-from chunkrt.graph.tracing import current_trace
 
 
 class Recurrence(Module):

@@ -14,13 +14,12 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from chunkrt.onnx.importing.decomposed.activations import find_gelus
-from chunkrt.onnx.importing.decomposed.attention import AttentionFinder, DecomposedAttention
-from chunkrt.onnx.importing.decomposed.norms import Norm, find_norms
-from chunkrt.onnx.importing.decomposed.rotary import Rotation
+from chunkrt.onnx.importing.decomposed.attention_regions import AttentionFinder, DecomposedAttention
+from chunkrt.onnx.importing.decomposed.norm_regions import Norm, find_gelus, find_norms
+from chunkrt.onnx.importing.decomposed.rotary_regions import Rotation
 from chunkrt.onnx.importing.evaluation import Evaluator
+from chunkrt.onnx.importing.reading import replaced
 from chunkrt.onnx.importing.regions import Regions
-from chunkrt.onnx.importing.rewriting import replaced
 from chunkrt.onnx.importing.signature import Signature
 
 CONTRIB = "com.microsoft"

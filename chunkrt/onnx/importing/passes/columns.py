@@ -8,9 +8,8 @@ import onnx_ir as ir
 
 from chunkrt.graph.plan import DOMAIN
 from chunkrt.onnx.importing.constants import is_constant, numbers
-from chunkrt.onnx.importing.draft import Draft, input_of, int_attribute, producer
+from chunkrt.onnx.importing.draft import Draft, input_of, int_attribute, producer, width
 from chunkrt.onnx.importing.projections import find_projection, merge
-from chunkrt.onnx.importing.widths import width
 
 LAST_OF_ROWS, LAST_OF_HEADS = (-1, 2), (-1, 3)
 

@@ -12,9 +12,8 @@ import onnx_ir as ir
 
 from chunkrt.graph.plan import DOMAIN
 from chunkrt.onnx.importing.constants import is_constant, numbers, row, stored
-from chunkrt.onnx.importing.draft import CONTRIB, Draft, Weight, input_of, int_attribute, producer
+from chunkrt.onnx.importing.draft import CONTRIB, Draft, Weight, input_of, int_attribute, producer, width
 from chunkrt.onnx.importing.projections import Projection, find_projection, merge
-from chunkrt.onnx.importing.widths import width
 
 BY_CHANNEL = (0, 2, 1)
 """The permutation from [batch, T, C] to [batch, C, T], which is its own inverse."""

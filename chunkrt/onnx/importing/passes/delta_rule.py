@@ -13,14 +13,22 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from chunkrt.backends.linear_attention import linear_attention
+from chunkrt.backends.recurrences import linear_attention
 from chunkrt.graph.plan import DOMAIN
 from chunkrt.onnx.importing.constants import is_constant, numbers, row
-from chunkrt.onnx.importing.draft import CONTRIB, Draft, Weight, float_attribute, input_of, int_attribute, producer
+from chunkrt.onnx.importing.draft import (
+    CONTRIB,
+    Draft,
+    Weight,
+    float_attribute,
+    input_of,
+    int_attribute,
+    producer,
+    width,
+)
 from chunkrt.onnx.importing.evaluation import decimal
 from chunkrt.onnx.importing.passes.convolution import check_convolution, convolution_weights, is_transposition
 from chunkrt.onnx.importing.projections import find_projection, merge
-from chunkrt.onnx.importing.widths import width
 
 TOLERANCE, FLOAT16_TOLERANCE = 1e-4, 2e-2
 """Tolerance relative to the largest value, at the lengths of `regions.PROBE`."""

@@ -1,5 +1,8 @@
-"""Conversion of constant terms and factors of rows to weights, and of division and subtraction to multiplication and
-addition.
+"""Conversion of elementwise operators.
+
+Nodes that change no value are removed: Identity, Dropout, and casts between types of floats. Fused activations become
+Sigmoid, Mul and Gelu. Constant terms and factors of rows become weights, and division and subtraction become
+multiplication and addition.
 """
 
 from __future__ import annotations
@@ -8,8 +11,32 @@ import numpy as np
 import onnx_ir as ir
 
 from chunkrt.onnx.importing.constants import is_constant, row, scalar, stored
-from chunkrt.onnx.importing.draft import Draft, Weight
-from chunkrt.onnx.importing.tensors import Derived, Float32
+from chunkrt.onnx.importing.draft import CONTRIB, Draft, Weight, float_attribute, input_of
+from chunkrt.onnx.importing.onnx_source import Derived, Float32
+
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
+
+
+def drop_identities(draft: Draft) -> None:
+    """Remove nodes that change no value.
+
+    Requires: the graph as it was read. Ensures: no such node is between values that depend on tokens.
+
+    Casts between float types are removed because chunkrt computes in float32 between linears, regardless of the
+    exporter's
+    types.
+    """
+    for node in list(draft.graph):
+        read = node.inputs[0] if node.inputs else None
+        if read is None or draft.evaluator.is_positional(read.name or "") or node.domain:
+            continue
+        if node.op_type in ("Identity", "Dropout") or _is_float_cast(node):
+            draft.replace(node.outputs[0], read)
+
+
+def _is_float_cast(node: ir.Node) -> bool:
+    return node.op_type == "Cast" and ir.DataType(int(node.attributes["to"].value)) in FLOATS
+
 
 OPS = ("Add", "Mul", "Sub", "Div")
 
@@ -57,3 +84,29 @@ def _weight(draft: Draft, node: ir.Node, value: ir.Value) -> ir.Value:
     if (vector := row(draft, value)) is None:
         raise draft.unsupported(node, f"its constant has the shape {list(under.shape)}, expected a vector of columns")
     return draft.add_weight(Weight(tensors=(vector,), layout="as it is"))
+
+
+def raise_activations(draft: Draft) -> None:
+    """Express fused activations as Sigmoid, Mul and Gelu.
+
+    Requires: nothing. Ensures: Gelu(approximate="tanh") is the only fused activation; SiLU is Sigmoid and Mul.
+
+    QuickGelu and Swish with alpha = 1 are SiLU; other values of alpha are not supported.
+    """
+    for node in list(draft.graph):
+        kind = node.domain, node.op_type
+        if kind in ((CONTRIB, "QuickGelu"), ("", "Swish")):
+            usual = 1.702 if node.op_type == "QuickGelu" else 1.0
+            if float_attribute(node, "alpha", usual) != 1:
+                raise draft.unsupported(node, f"its alpha is {float_attribute(node, 'alpha', usual):.4g}, expected 1")
+            (squashed,) = draft.insert(node, "Sigmoid", [node.inputs[0]])
+            _replace(draft, node, draft.insert(node, "Mul", [node.inputs[0], squashed])[0])
+        elif kind == (CONTRIB, "FastGelu"):
+            if input_of(node, 1) is not None:
+                raise draft.unsupported(node, "it has a bias")
+            _replace(draft, node, draft.insert(node, "Gelu", [node.inputs[0]], approximate="tanh")[0])
+
+
+def _replace(draft: Draft, node: ir.Node, value: ir.Value) -> None:
+    draft.replace(node.outputs[0], value)
+    draft.graph.remove(node, safe=True)

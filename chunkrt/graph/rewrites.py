@@ -1,0 +1,86 @@
+"""Plans that are rewritten when a model is loaded: with fewer subgraphs, or with keys cached without their bias.
+
+A bias of hundreds that is added to all keys in a few channels, as in Qwen2 and Qwen2.5, would make the scales of an
+int8 cache so coarse in these channels that the differences between keys would be lost. The bias is a constant, so no
+cache has to hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph
+
+
+def merged_on_cpu(plan: Plan) -> Plan:
+    """Return a plan of the same decoder for the CPU alone.
+
+    All subgraphs between sums over ranks are fused, except those that run on the rows of logits. The plan has the same
+    state, and its results are bit-identical.
+    """
+    plan = plan.on_cpu()
+    groups = [list(group) for _, group in groupby(plan.subgraphs, key=lambda s: (s.device, s.rows))]
+    return replace(plan, subgraphs=tuple(merged(group, plan) for group in groups))
+
+
+def merged(subgraphs: Sequence[Subgraph], plan: Plan) -> Subgraph:
+    """Fuse consecutive subgraphs of a plan on one device."""
+    if len(subgraphs) == 1:
+        return subgraphs[0]
+    inside = {name for subgraph in subgraphs for name in subgraph.outputs}
+    read_outside = {name for s in plan.subgraphs if s not in subgraphs for name in s.inputs} | {plan.output}
+
+    def names(kind: str) -> list[str]:
+        return list(dict.fromkeys(name for subgraph in subgraphs for name in getattr(subgraph, kind)))
+
+    return Subgraph(
+        name=f"{subgraphs[0].name}..{subgraphs[-1].name}",
+        device=subgraphs[0].device,
+        is_static=False,
+        rows=subgraphs[0].rows,
+        nodes=tuple(node for subgraph in subgraphs for node in subgraph.nodes),
+        inputs=tuple(name for name in names("inputs") if name not in inside),
+        outputs=tuple(name for name in names("outputs") if name in read_outside),
+        weights=tuple(names("weights")),
+        state=tuple(names("state")),
+    )
+
+
+def without_key_biases(plan: Plan) -> Plan:
+    """Return the decoder with keys cached before RoPE and without their bias.
+
+    The bias becomes an input of each attention node that has one. A decoder without such biases is returned
+    unchanged.
+    """
+    nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
+    makers = {name: node for node in nodes for name in node.outputs}
+    found = {node.name: _bias(node.inputs[0], plan, makers) for node in nodes if node.op in ATTENTION_OPS}
+    biases = {name: bias for name, bias in found.items() if bias}
+    if not biases:
+        return plan
+
+    def told(node: Node) -> Node:
+        return replace(node, inputs=(*node.inputs, biases[node.name])) if node.name in biases else node
+
+    def rewritten(subgraph: Subgraph) -> Subgraph:
+        added = [biases[node.name] for node in subgraph.nodes if node.name in biases]
+        weights = tuple(dict.fromkeys((*subgraph.weights, *added)))
+        return replace(subgraph, nodes=tuple(map(told, subgraph.nodes)), weights=weights)
+
+    raw = plan.with_raw_keys()
+    return replace(raw, subgraphs=tuple(map(rewritten, raw.subgraphs)))
+
+
+def _bias(value: str, plan: Plan, makers: Mapping[str, Node]) -> str:
+    """Return the name of the weight that is added to each row of a value; empty if there is none.
+
+    Other terms may be added too. If a norm of heads follows the addition, the name is empty.
+    """
+    node = makers.get(value)
+    if node is None or (node.domain, node.op) != ("", "Add"):
+        return ""
+    tensors = [plan.tensors[name] for name in node.inputs]
+    weights = (t.name for t in tensors if t.kind == "weight" and t.shape == plan.tensors[value].shape[1:])
+    return next(weights, "") or next(filter(None, (_bias(name, plan, makers) for name in node.inputs)), "")

@@ -1,0 +1,235 @@
+"""Execution of an exported fixed window with ONNX Runtime, by a small loop that serves as the export's reference.
+
+States stay on the device, in two alternating sets of buffers: the next run reads the set that this run writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from chunkrt.errors import BackendError, ConfigError, ModelError
+from chunkrt.onnx.importing.evaluation import open_session
+from chunkrt.onnx.importing.reading import read_proto
+
+SETTINGS_KEY, PLAN_KEY = "chunkrt.export", "chunkrt.plan"
+_SETTINGS = {"window", "sequence", "context", "dtype", "keys"}
+_PAST, _PRESENT = "past_key_values.", "present."
+_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
+
+
+class OnnxSession:
+    """A decoder exported by `chunkrt export`, run window by window.
+
+    Tokens are run in windows of W rows; the first window is padded on the left. Generated tokens, and tokens after the
+    first call that do not fill a window, need a window of one row, which is another export of the same model and
+    context.
+
+    Args:
+        model: the ONNX file, of any window.
+        step: an export with a window of 1; not needed if the window of `model` is 1.
+        providers: ONNX Runtime's providers, the preferred one first.
+        threads: number of ONNX Runtime's threads; by default its own choice.
+
+    Raises:
+        ModelError: a file is damaged, or is not a fixed window that chunkrt exported.
+        ConfigError: the two files do not match.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        step: str | os.PathLike[str] | None = None,
+        *,
+        providers: Sequence[str] = ("CPUExecutionProvider",),
+        threads: int | None = None,
+    ) -> None:
+        self._window = _LoadedWindow(Path(model), providers, threads)
+        self._step = _LoadedWindow(Path(step), providers, threads) if step else self._window
+        if any(self._step.settings[key] != self._window.settings[key] for key in ("context", "dtype", "keys")):
+            raise ConfigError(
+                f"{step} and {model} do not have the same caches; export both with the same context, dtype and keys"
+            )
+        if self._step.plan != self._window.plan or self._step.states != self._window.states:
+            raise ConfigError(f"{step} and {model} are exports of different decoders")
+        if step and self._step.size != 1:
+            raise ConfigError(f"{step} has a window of {self._step.size}, expected 1")
+        self._device = "cuda" if self._window.provider == "CUDAExecutionProvider" else "cpu"
+        self.reset()
+
+    @property
+    def window(self) -> int:
+        """Number of rows in a run of the first model."""
+        return self._window.size
+
+    @property
+    def position(self) -> int:
+        """Number of tokens so far. If it exceeds the sequence length T, attention covers only the last T tokens."""
+        return self._position
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._position = 0
+        self._past, self._present = (
+            {
+                name: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype), self._device, 0)
+                for name, (shape, dtype) in self._window.states.items()
+            }
+            for _ in range(2)
+        )
+
+    def run(self, token_ids: Sequence[int]) -> NDArray[Any]:
+        """Return logits [tokens, vocabulary] of tokens that follow the earlier ones, in the model's type.
+
+        Raises:
+            ConfigError: there are no tokens, or a token is not in the vocabulary; or tokens need a window of one row,
+                and the session has none; or, with keys cached after RoPE, the tokens exceed the model's context.
+            BackendError: ONNX Runtime failed.
+        """
+        tokens = self._window.checked(token_ids)
+        end = self._position + len(tokens)
+        if self._window.num_positions is not None and end > self._window.num_positions:
+            raise ConfigError(
+                f"{end} tokens exceed the model's context of {self._window.num_positions}; an export with --keys "
+                "pre-rope has no limit"
+            )
+        in_windows = len(tokens) if self._position == 0 else len(tokens) // self.window * self.window
+        if in_windows < len(tokens) and self._step.size != 1:
+            raise ConfigError(
+                f"after position {self._position}, {len(tokens)} tokens are not a multiple of the window of "
+                f"{self.window}; pass OnnxSession an export with --window 1 as its step"
+            )
+        padding = -in_windows % self.window
+        padded = np.concatenate([np.zeros(padding, np.int64), tokens[:in_windows]])
+        logits = [self._run(self._window, part, padding * (i == 0)) for i, part in enumerate(self._parts(padded))]
+        logits += [self._run(self._step, tokens[i : i + 1], 0) for i in range(in_windows, len(tokens))]
+        return np.concatenate(logits)
+
+    def generate(
+        self, token_ids: Sequence[int], max_new_tokens: int, *, eos_ids: Collection[int] = ()
+    ) -> Iterator[int]:
+        """Run a prompt, then yield the likeliest next token repeatedly; an end token is not returned.
+
+        Raises:
+            ConfigError: `max_new_tokens` is negative; or see `run`.
+            BackendError: see `run`.
+        """
+        if max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 0")
+        logits = self.run(token_ids)
+        for index in range(max_new_tokens):
+            token = int(logits[-1].argmax())
+            if token in eos_ids:
+                return
+            yield token
+            if index + 1 < max_new_tokens:
+                logits = self.run([token])
+
+    def _parts(self, padded: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        return [padded[start : start + self.window] for start in range(0, len(padded), self.window)]
+
+    def _run(self, model: _LoadedWindow, tokens: NDArray[np.int64], padding: int) -> NDArray[Any]:
+        done = self._position + len(tokens) - padding
+        sequence = int(model.settings["sequence"])
+        positions = np.maximum(np.arange(done - len(tokens), done), 0)
+        inputs = {
+            "input_ids": tokens[None],
+            "attention_mask": (np.arange(sequence) >= sequence - done).astype(np.int64)[None],
+            "position_ids": positions[None],
+        }
+        logits = model.run(inputs, self._past, self._present, self._device)
+        self._past, self._present = self._present, self._past
+        self._position = done
+        return logits[padding:]
+
+
+class _LoadedWindow:
+    """One exported model, loaded."""
+
+    def __init__(self, path: Path, providers: Sequence[str], threads: int | None) -> None:
+        options = ort.SessionOptions()
+        options.add_session_config_entry("session.disable_prepacking", "1")  # weights stay memory-mapped
+        if threads:
+            options.intra_op_num_threads = threads
+        if not path.is_file():
+            raise ModelError(f"the file {path} does not exist")
+        if unknown := [name for name in providers if name not in ort.get_available_providers()]:
+            raise ConfigError(
+                f"ONNX Runtime has no provider {unknown[0]!r} here; available: "
+                f"{', '.join(ort.get_available_providers())}"
+            )
+        try:
+            model = read_proto(path) if path.is_symlink() else path  # in a hub's cache, the data files are links too
+            self._session = open_session(model, options, providers)
+        except Exception as error:  # onnxruntime raises a dozen unrelated types
+            raise ModelError(f"ONNX Runtime cannot load {path}: {_in_a_line(error)}") from error
+        self.provider = self._session.get_providers()[0]
+        metadata = self._session.get_modelmeta().custom_metadata_map
+        try:
+            found = json.loads(metadata.get(SETTINGS_KEY, "{}"))
+            self.plan = json.loads(metadata.get(PLAN_KEY, "{}"))
+            is_window = found.get("form") == "window" and found.keys() >= _SETTINGS and "context_length" in self.plan
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ModelError(f"the metadata of {path} is damaged ({error}); export it again") from error
+        if not is_window:
+            raise ModelError(
+                f"{path} is not a fixed window; expected a file that `chunkrt export` wrote without --dynamic"
+            )
+        self.settings: Mapping[str, Any] = found
+        self.size = int(found["window"])
+        is_endless = found["keys"] == "pre-rope"
+        self.num_positions = None if is_endless else int(self.plan["context_length"])
+        inputs = {value.name: value for value in self._session.get_inputs()}
+        self._vocab_size = next(v.shape[-1] for v in self._session.get_outputs() if v.name == "logits")
+        self._inputs = [name for name in inputs if not name.startswith(_PAST)]
+        self.states = {
+            name.removeprefix(_PAST): (tuple(value.shape), _TYPES[value.type])
+            for name, value in inputs.items()
+            if name.startswith(_PAST)
+        }
+
+    def checked(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
+        """Return tokens as an array. Raises ConfigError if there are no tokens, or if a token is not in the
+        vocabulary.
+        """
+        tokens = np.asarray(token_ids)
+        if not tokens.size:
+            raise ConfigError("no tokens to run")
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise ConfigError(f"token ids are {tokens.dtype} {list(tokens.shape)}, expected a list of whole numbers")
+        if outside := [int(token) for token in tokens if not 0 <= token < self._vocab_size]:
+            raise ConfigError(f"token id {outside[0]} is not in the vocabulary of {self._vocab_size}")
+        return tokens.astype(np.int64)
+
+    def run(
+        self,
+        inputs: Mapping[str, NDArray[np.int64]],
+        past: Mapping[str, ort.OrtValue],
+        present: Mapping[str, ort.OrtValue],
+        device: str,
+    ) -> NDArray[Any]:
+        """Run the model, fill `present`, and return logits [W, vocabulary]."""
+        binding = self._session.io_binding()
+        for name in self._inputs:
+            binding.bind_cpu_input(name, inputs[name])
+        for name in self.states:
+            binding.bind_ortvalue_input(_PAST + name, past[name])
+            binding.bind_ortvalue_output(_PRESENT + name, present[name])
+        binding.bind_output("logits")
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:
+            raise BackendError(f"ONNX Runtime failed: {_in_a_line(error)}") from error
+        (logits,) = binding.get_outputs()[-1].numpy()
+        return cast(NDArray[Any], logits)
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())
