@@ -34,7 +34,7 @@ from chunkrt.engine.resolve import DEFAULT_SCHEME, find_checkpoint
 from chunkrt.graph.plan import Ranks
 from chunkrt.runtime.policy import DEFAULT_POLICY
 from chunkrt.runtime.record import RunRecord
-from chunkrt.runtime.trace.link_time import link_time
+from chunkrt.runtime.trace.utilisation import link_time
 from chunkrt.simulate import LinkProfile, Shape, Simulation, find_device, find_link, find_shape, simulate
 
 RANDOM_SHAPE = "qwen2.5-0.5b"

@@ -16,9 +16,11 @@ from chunkrt.engine.engine import Engine
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.pictures import COLOURS, plain, save_picture
-from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.batcher import find_batcher
+from chunkrt.runtime.executor import Executor, ExecutorSet
 from chunkrt.runtime.policy import find_policy
-from chunkrt.runtime.run import Run
+from chunkrt.runtime.request import Request
+from chunkrt.runtime.scheduler import Scheduler
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, processors_for
 from chunkrt.simulate.work import Chunk, cut
@@ -66,13 +68,14 @@ class _Clocked:
     def __init__(self, engine: Engine, plan: Plan, chunk_length: int, threads: int) -> None:
         self._times = StepTimes()
         backend = NativeBackend(threads, times=self._times)
-        self._executor = Executor(
+        executor = Executor(
             plan,
             {s.name: backend.compile(s, plan, chunk_length, engine.scheme, engine.weights) for s in plan.subgraphs},
             chunk_length=chunk_length,
             processors=processors_for(backend.concurrency, threads),
             policy=find_policy(engine.options.policy),
         )
+        self._scheduler = Scheduler(ExecutorSet.of_one(executor), find_batcher(engine.options.batcher))
 
     def run(self, prompts: Sequence[Sequence[int]], state: State) -> Timed:
         """Run prompts one after the other."""
@@ -80,7 +83,7 @@ class _Clocked:
         tasks: list[Task] = []
         wall_ns = tasks_ns = 0
         for prompt in prompts:
-            record = self._executor.run(Run(np.array(prompt, np.int64), state)).record
+            record = self._scheduler.run(Request(np.array(prompt, np.int64), state)).record
             wall_ns += record.end_ns - record.start_ns
             tasks += [event.task for event in record.events]
             tasks_ns += sum(event.end_ns - event.start_ns for event in record.events)

@@ -18,6 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.graph.plan import ALL_REDUCE_OP, Device, Node, Plan, Subgraph, Tensor, resolve
+from chunkrt.runtime.batcher import BATCHERS
+from chunkrt.runtime.executor import Executor, ExecutorSet
+from chunkrt.runtime.request import Request
+from chunkrt.runtime.scheduler import Scheduler
 from chunkrt.runtime.tasks import Processor
 
 Array = NDArray[Any]
@@ -311,3 +315,15 @@ def finish(call: Callable[[], Result]) -> Result:
     if not is_well:
         raise result
     return cast(Result, result)
+
+
+class LoneExecutor(Executor):
+    """Executor with a scheduler of its own."""
+
+    _scheduler: Scheduler | None = None
+
+    def run(self, request: Request) -> Request:
+        """Compute a request, and return it."""
+        if self._scheduler is None:
+            self._scheduler = Scheduler(ExecutorSet.of_one(self), BATCHERS["packed"])
+        return self._scheduler.run(request)

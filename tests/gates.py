@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from fake_backend import wait_until
 
 from chunkrt.engine.engine import Engine
-from chunkrt.gate import Gate
-from chunkrt.runtime.ticket import Ticket
+from chunkrt.gate import Bell, Gate
+from chunkrt.runtime.request import Request
 
 Result = TypeVar("Result")
 
@@ -27,7 +27,7 @@ def wait_until_waiting(thread: int | None, caller: Callable[..., Any] | None = N
 
     def waits() -> bool:
         frame = sys._current_frames()[thread]
-        return frame.f_code is Gate.wait.__code__ and (
+        return frame.f_code in (Gate.wait.__code__, Bell.wait.__code__) and (
             caller is None or (frame.f_back is not None and frame.f_back.f_code is caller.__code__)
         )
 
@@ -45,10 +45,10 @@ def asked_before_any_is_computed(engine: Engine, calls: Sequence[Callable[[], Re
         found[index] = calls[index]()
 
     threads = [Thread(target=target, args=(index,), daemon=True) for index in range(len(calls))]
-    with engine._conductor._turn:
+    with engine.scheduler.held():
         for thread in threads:
             thread.start()
-            wait_until_waiting(thread.ident, Ticket.wait)
+            wait_until_waiting(thread.ident, Request.wait)
     for thread in threads:
         thread.join(MOST_TO_COMPUTE_S)
         assert not thread.is_alive(), "deadlock"

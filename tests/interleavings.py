@@ -31,9 +31,8 @@ import chunkrt
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
 from chunkrt.errors import BackendError, ClosedError
-from chunkrt.runtime.run import Logits
-from chunkrt.runtime.stream import Stream
-from chunkrt.runtime.tasks import Task
+from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.request import Logits
 
 CONTEXT = 128
 LENGTHS = (8, 32, 100)
@@ -62,22 +61,22 @@ class Faults:
     @contextmanager
     def injected(self) -> Iterator[None]:
         """Inject faults while the block runs."""
-        compute, most = Stream.compute, self.num + MOST_FAULTS
+        run_task, most = Executor.run_task, self.num + MOST_FAULTS
 
-        def compute_or_fail(stream: Stream, task: Task, slot: int) -> None:
+        def run_or_fail(executor: Executor, *task: Any) -> Any:
             with self._lock:
                 self._num_tasks += 1
                 if fails := self._num_tasks % self._every == 0 and self.num < most:
                     self.num += 1
             if fails:
                 raise RuntimeError(FAULT)
-            compute(stream, task, slot)
+            return run_task(executor, *task)
 
-        Stream.compute = compute_or_fail  # type: ignore[method-assign]
+        Executor.run_task = run_or_fail  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Stream.compute = compute  # type: ignore[method-assign]
+            Executor.run_task = run_task  # type: ignore[method-assign]
 
 
 def make_story(random: Random, longest: int = 60) -> list[Step]:
@@ -181,7 +180,7 @@ def check_interleaving(
     faults: Faults | None = None,
     plain: Engine | None = None,
 ) -> None:
-    """Run 2 to `most` sessions at once, then each alone; raise AssertionError if one got other bits.
+    """Request 2 to `most` sessions at once, then each alone; raise AssertionError if one got other bits.
 
     The first prompt of each has up to `longest` tokens. If `plain` is given, an engine without a prefix cache, sessions
     that run alone use it.

@@ -7,29 +7,17 @@ import weakref
 from functools import cache
 from itertools import pairwise
 
-from chunkrt.engine import cache_memory, driving, engine, generation, many, sequence, session
+from chunkrt import gate
+from chunkrt.engine import cache_memory, engine, generation, many, sequence, session
 from chunkrt.engine.ranks import leader
-from chunkrt.runtime import (
-    conductor,
-    executor,
-    job,
-    run,
-    schedule,
-    state,
-    state_file,
-    state_tensors,
-    stream,
-    ticket,
-    ticket_queue,
-    workers,
-)
+from chunkrt.runtime import executor, request, schedule, scheduler, state, state_file, state_tensors, stream
 from chunkrt.runtime.ranks import messages, mpi
 
-ENGINE = (cache_memory, driving, engine, generation, many, sequence, session)
-CALLER = (*ENGINE, conductor, executor, job, run, state, state_file, state_tensors, stream, ticket, ticket_queue)
-"""Modules that calls of a session execute, for any workers and other sessions."""
+ENGINE = (cache_memory, engine, gate, generation, many, sequence, session)
+CALLER = (*ENGINE, executor, request, scheduler, state, state_file, state_tensors, stream)
+"""Modules that calls of a session execute, for any threads and other sessions."""
 
-WORKERS = (*CALLER, schedule, workers)
+WORKERS = (*CALLER, schedule)
 RANKS = (*WORKERS, leader, messages, mpi)
 
 

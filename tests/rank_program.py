@@ -17,7 +17,7 @@ from chunkrt.engine.ranks.follower import Follower
 from chunkrt.errors import ChunkrtError
 from chunkrt.runtime.ranks import transport
 from chunkrt.runtime.ranks.mpi import MpiCommunicator
-from chunkrt.runtime.run import Run
+from chunkrt.runtime.request import Request
 
 FLOAT = {"scheme": "float", "npu": "reference", "chunk_length": 8}
 PROMPT = list(range(3, 34))
@@ -56,16 +56,16 @@ def sessions(model, state_file):
         tokens += [greedy(fork, 4), greedy(session, 4)]
         state, four = session._sequence.state, np.array(PROMPT[:4])
         snapshot = state.snapshot()
-        first = engine.run(Run(four, state, logits="last")).logits
+        first = engine.run(Request(four, state, logits="last")).logits
         state.restore(snapshot)
-        assert np.array_equal(first, engine.run(Run(four, state, logits="last")).logits)
+        assert np.array_equal(first, engine.run(Request(four, state, logits="last")).logits)
         del snapshot, fork
         other = engine.session()._sequence.state
         state.save(state_file)
         other.load(state_file)
-        assert np.array_equal(*(engine.run(Run(four, each, logits="last")).logits for each in (state, other)))
+        assert np.array_equal(*(engine.run(Request(four, each, logits="last")).logits for each in (state, other)))
         state.reset()
-        logits = engine.run(Run(np.array(PROMPT), state, logits="all")).logits
+        logits = engine.run(Request(np.array(PROMPT), state, logits="all")).logits
     print(json.dumps({"tokens": tokens, "logits": logits.tolist()}))
 
 
@@ -78,7 +78,7 @@ def shifting(model):
 
 
 def at_once(model):
-    """Run two engines at once, each in its own thread; print the tokens."""
+    """Request two engines at once, each in its own thread; print the tokens."""
 
     def answer(engine):
         session = engine.session()
@@ -209,26 +209,26 @@ def interrupts(model, first, step):
 
 
 def signalled(name, *arguments):
-    """Run `chunkrt`; rank 1 sends itself a signal in the middle of a prompt."""
+    """Request `chunkrt`; rank 1 sends itself a signal in the middle of a prompt."""
     on_sum(1, 24, lambda: os.kill(os.getpid(), signal.Signals[name]))
     command(*arguments)
 
 
 def silent(*arguments):
-    """Run `chunkrt`; rank 1 stops in the middle of a prompt. With two ranks, rank 0 detects it sooner."""
+    """Request `chunkrt`; rank 1 stops in the middle of a prompt. With two ranks, rank 0 detects it sooner."""
     if (os.environ["PMI_RANK"], os.environ["PMI_SIZE"]) == ("0", "2"):
         transport.LOST_S = 2.0
     signalled("SIGSTOP", *arguments)
 
 
 def silent_leader(*arguments):
-    """Run `chunkrt`; rank 0 stops in the middle of a prompt."""
+    """Request `chunkrt`; rank 0 stops in the middle of a prompt."""
     on_sum(0, 24, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     command(*arguments)
 
 
 def ending(how, *arguments):
-    """Run `chunkrt`; rank 1 exits or raises an error while the others wait for it."""
+    """Request `chunkrt`; rank 1 exits or raises an error while the others wait for it."""
 
     def end(self, number, command):
         if how == "leaves":
@@ -241,19 +241,19 @@ def ending(how, *arguments):
 
 
 def interrupted(*arguments):
-    """Run `chunkrt`; mpiexec gets Ctrl-C in the middle of a prompt."""
+    """Request `chunkrt`; mpiexec gets Ctrl-C in the middle of a prompt."""
     on_sum(1, 24, lambda: psutil.Process().parent().parent().send_signal(signal.SIGINT))
     command(*arguments)
 
 
 def command(*arguments):
-    """Run `chunkrt` with arguments."""
+    """Request `chunkrt` with arguments."""
     sys.argv = ["chunkrt", *arguments]
     main()
 
 
 def plugged(folder, ranks, *arguments):
-    """Run `chunkrt`; only some ranks find the plug-ins of a folder."""
+    """Request `chunkrt`; only some ranks find the plug-ins of a folder."""
     if os.environ["PMI_RANK"] in ranks:
         sys.path.insert(0, folder)
     command(*arguments)

@@ -25,6 +25,7 @@ import psutil
 from chunkrt import __version__
 from chunkrt.backends.native.cpu import cpu_info
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.runtime.record import RunRecord
@@ -429,9 +430,9 @@ def measure_parallel(
     Raises:
         BusyError: the caches have no room for this number of sequences.
     """
-    shape = num_sequences, prompt_length + new_tokens
-    tokens = np.random.default_rng(0).integers(0, engine.plan.vocab_size, shape)
-    prompts, continuations = tokens[:, :prompt_length].tolist(), tokens[:, prompt_length:].tolist()
+    shape = num_sequences, max(prompt_length, 1)
+    prompts = np.random.default_rng(0).integers(0, engine.plan.vocab_size, shape).tolist()
+    num_prefilled = num_sequences * prompt_length
     ran: list[RunRecord] = []
     with ExitStack() as stack:
         sessions = [stack.enter_context(engine.session()) for _ in range(num_sequences)]
@@ -441,7 +442,7 @@ def measure_parallel(
             for session in sessions:
                 session.rewind(0)
                 session.on_run = ran.append
-            return asyncio.run(_answer_all(sessions, prompts, continuations))
+            return asyncio.run(_answer_all(sessions, prompts, prompt_length, new_tokens))
 
         samples = repeat(repetitions, run)
     if records is not None:
@@ -453,10 +454,10 @@ def measure_parallel(
         pp=prompt_length,
         tg=new_tokens,
         pl=num_sequences,
-        n_kv=tokens.size,
-        **_figures("_pp", num_sequences * prompt_length, prefills),
+        n_kv=num_prefilled + num_sequences * new_tokens,
+        **_figures("_pp", num_prefilled, prefills),
         **_figures("_tg", num_sequences * new_tokens, decodes),
-        **_figures("", tokens.size, both),
+        **_figures("", num_prefilled + num_sequences * new_tokens, both),
         samples_pp_ns=[prefill_ns for prefill_ns, _ in samples],
         samples_tg_ns=[decode_ns for _, decode_ns in samples],
     )
@@ -472,13 +473,12 @@ def _figures(suffix: str, num_tokens: int, seconds: list[float]) -> dict[str, An
 
 
 async def _answer_all(
-    sessions: list[Session], prompts: list[list[int]], continuations: list[list[int]]
+    sessions: list[Session], prompts: list[list[int]], prompt_length: int, new_tokens: int
 ) -> tuple[int, int]:
     """Return nanoseconds of all prompts, and of all decoding after them."""
-    prefill_ns = await _nanoseconds(
-        session.aprefill(prompt) for session, prompt in zip(sessions, prompts, strict=True) if prompt
-    )
-    return prefill_ns, await _nanoseconds(map(_decode, sessions, continuations))
+    pairs = list(zip(sessions, prompts, strict=True))
+    prefill_ns = await _nanoseconds(session.aprefill(prompt) for session, prompt in pairs if prompt_length)
+    return prefill_ns, await _nanoseconds(_decode(session, prompt[0], new_tokens) for session, prompt in pairs)
 
 
 async def _nanoseconds(work: Iterable[Awaitable[object]]) -> int:
@@ -487,6 +487,11 @@ async def _nanoseconds(work: Iterable[Awaitable[object]]) -> int:
     return time.perf_counter_ns() - begin
 
 
-async def _decode(session: Session, tokens: list[int]) -> None:
-    for token in tokens:
-        await session.aprefill([token])
+async def _decode(session: Session, first: int, num_tokens: int) -> None:
+    """Run a number of single tokens, the first of which is given if the session is empty."""
+    if num_tokens and not session.position:
+        await session.aprefill([first])
+        num_tokens -= 1
+    if num_tokens:  # the last generated token is not run
+        async for _ in session.agenerate(max_new_tokens=num_tokens + 1, sampling=SamplingOptions(ignore_eos=True)):
+            pass

@@ -23,7 +23,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.pictures import check_picture
 from chunkrt.quant.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, find_scheme
-from chunkrt.runtime.lanes import DecodeOn
+from chunkrt.runtime.executor import DecodeOn
 from chunkrt.runtime.policy import ALL, DEFAULT_POLICY, PLUGINS, POLICIES
 from chunkrt.simulate import DEVICES, LINKS, LinkProfile, Simulation, find_device, find_link, find_shape, shapes
 from chunkrt.simulate import simulate as simulate_prompt

@@ -14,7 +14,7 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.batcher import DEFAULT_BATCHER
-from chunkrt.runtime.lanes import DecodeOn
+from chunkrt.runtime.executor import DecodeOn
 from chunkrt.runtime.trace.file import check_trace_path, write_trace
 from chunkrt.simulate import DeviceProfile, MeasuredProfile
 from chunkrt.simulate.arrivals import Load, draw

@@ -16,8 +16,8 @@ from chunkrt.runtime.record import WORKS, RunRecord
 from chunkrt.runtime.tasks import SPANS, Span
 from chunkrt.runtime.trace.file import read_trace
 from chunkrt.runtime.trace.idle import CAUSES, ProcessorTime, where_time_went
-from chunkrt.runtime.trace.link_time import LinkTime, link_time
 from chunkrt.runtime.trace.shared import Packing, joined, packing, with_others
+from chunkrt.runtime.trace.utilisation import LinkTime, link_time
 
 SPAN_MEANINGS: Mapping[Span, str] = {
     "entering": "inputs converted",

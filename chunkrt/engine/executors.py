@@ -22,8 +22,7 @@ from chunkrt.files import Progress
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import Plan, Subgraph
 from chunkrt.graph.rewrites import merged_on_cpu
-from chunkrt.runtime.executor import Executor
-from chunkrt.runtime.lanes import Lanes
+from chunkrt.runtime.executor import Executor, ExecutorSet
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.tasks import processors_for
 
@@ -49,7 +48,7 @@ class Executors:
         is_npu_lost: function that returns True if the CPU has taken over from the NPU.
     """
 
-    lanes: Lanes
+    executors: ExecutorSet
     npu_backend: Backend
     exactness: Exactness
     is_npu_lost: Callable[[], bool]
@@ -94,7 +93,7 @@ class ExecutorBuilder:
                 if not self.options.falls_back:
                     raise
                 log.warning("%s; attention stays on the CPU", error)
-        is_near_enough = any(lane.reaches(choose_context_length(self.plan, self.options)) for lane in near)
+        is_near_enough = any(executor.reaches(choose_context_length(self.plan, self.options)) for executor in near)
         on_npu = self._compile_or_fall_back(on_cpu, health) if has_npu and not is_near_enough else {}
         if health.is_lost:
             near = []
@@ -112,20 +111,20 @@ class ExecutorBuilder:
         tokens, few, many = self._for_tokens(on_cpu, prompts, has_npu=has_npu)
         if not keeps_all:
             self.weights.forget_pages()  # most pages were only read for the hash
-        lanes = Lanes(
+        executors = ExecutorSet(
             prompts=prompts, tokens=tokens, many=many, few=few, decode_on=self.options.decodes_on, near=tuple(near)
         )
         return Executors(
-            lanes=lanes,
+            executors=executors,
             npu_backend=self.npu_backend if has_npu else self.cpu_backend,
-            exactness=self._exactness(lanes, has_npu=has_npu),
-            is_npu_lost=lambda: has_npu and health.is_lost,
+            exactness=self._exactness(executors, has_npu=has_npu),
+            is_npu_lost=(lambda: health.is_lost) if has_npu else bool,
         )
 
     def _for_tokens(
         self, on_cpu: Mapping[str, Executable], prompts: Executor, *, has_npu: bool
     ) -> tuple[Executor, Executor, Executor]:
-        """Return the executors `tokens`, `few` and `many` of the lanes."""
+        """Return the executors `tokens`, `few` and `many` of the executor set."""
         if has_npu and self.options.weights == "npu-only":
             return prompts, prompts, prompts
         merged = merged_on_cpu(self.plan)
@@ -174,7 +173,7 @@ class ExecutorBuilder:
             )
         return made
 
-    def _exactness(self, lanes: Lanes, *, has_npu: bool) -> Exactness:
+    def _exactness(self, executors: ExecutorSet, *, has_npu: bool) -> Exactness:
         """Return the exactness. Native and the HTP compute rows independently of their chunk; other backends may
         not."""
         backends = {self.cpu_backend.name, self.npu_backend.name if has_npu else self.cpu_backend.name}
@@ -185,8 +184,8 @@ class ExecutorBuilder:
             for _, runner in self.dispatcher.runners(s, self._backend_of(s, has_npu=has_npu).name)
         )
         return Exactness(
-            step=lanes.parting_step if is_by_rows else self.chunk_length,
-            tokens_differ=has_npu and (self.options.decodes_on != "npu" or bool(lanes.near)),
+            step=executors.parting_step if is_by_rows else self.chunk_length,
+            tokens_differ=has_npu and (self.options.decodes_on != "npu" or bool(executors.near)),
         )
 
     def _backend_of(self, subgraph: Subgraph, *, has_npu: bool) -> Backend:

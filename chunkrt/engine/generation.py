@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.engine.sampling import EXCLUDED, PluginSampler, Sampler, StopStrings
 from chunkrt.engine.scoring import TokenLogProbabilities, likeliest
-from chunkrt.engine.sequence import Steps, TokenSequence
+from chunkrt.engine.sequence import TokenSequence
 from chunkrt.errors import ClosedError, ConstraintError
+from chunkrt.gate import Outbox
+from chunkrt.runtime.request import Request, Tokens
 from chunkrt.tokenizer import IncrementalDecoder, Tokenizer
+
+if TYPE_CHECKING:
+    from chunkrt.engine.engine import Engine
 
 FinishReason = Literal["stop", "length", "context"]
 
@@ -55,10 +60,13 @@ class Piece:
 class Generation:
     """Generation that continues a sequence.
 
+    The sampling takes place in the scheduler's loop, so the sequence stays with the scheduler between tokens. A caller
+    that pulls pieces gets each one as soon as it is sampled, and while other requests share the chunks, the scheduler
+    already computes the logits after it.
+
     Args:
+        engine: the engine of the sequence.
         sequence: a sequence with at least one token.
-        tokenizer: converts tokens to text. Without a tokenizer the text is empty. Ids that the tokenizer does not
-            contain are never drawn.
         sampler: draws tokens.
         stops: strings that end the generation.
         max_new_tokens: maximum number of tokens.
@@ -66,52 +74,152 @@ class Generation:
             its own token; None for no log-probabilities.
         constraint: restricts the tokens; by default all tokens are allowed.
         ignore_eos, min_new_tokens: see `SamplingOptions`.
-        check_open: raises ClosedError if the session or the engine is closed.
+        deliver: called in any thread with each piece, and with None when no further piece follows until the generation
+            is continued. By default `next_piece` returns the pieces.
+        is_eager: True if the scheduler need not wait for the caller between pieces.
     """
 
     def __init__(
         self,
+        engine: Engine,
         sequence: TokenSequence,
-        tokenizer: Tokenizer | None,
         sampler: Sampler | PluginSampler,
         stops: StopStrings,
         *,
         max_new_tokens: int,
-        check_open: Callable[[], None],
         num_likeliest: int | None = None,
         constraint: Constraint | None = None,
         ignore_eos: bool = False,
         min_new_tokens: int = 0,
+        deliver: Callable[[Piece | None], object] | None = None,
+        is_eager: bool = False,
     ) -> None:
-        self.is_finished = False
         self._num_likeliest, self._constraint = num_likeliest, constraint
-        self._sequence = sequence
+        self._engine, self._scheduler, self._sequence = engine, engine.scheduler, sequence
         self._sampler = sampler
+        tokenizer = engine.tokenizer  # without one the text is empty; ids that it does not contain are never drawn
         self._missing_ids = tokenizer.missing_ids if tokenizer else np.empty(0, np.int64)
         self._text = _Text(tokenizer, stops, follows_text=sequence.follows_text)
         self._num_drawn, self._fewest, self._most = 0, min_new_tokens, max_new_tokens
         self._ignores_ends = ignore_eos
-        self._check_open = check_open
+        self._outbox: Outbox[Piece | None] = Outbox()
+        self._deliver = deliver or self._outbox.put
+        self._is_eager = is_eager
+        self.is_wanted = is_eager
+        """True if the caller waits for a piece."""
+        self._drawn: Piece | None = None
+        """The piece that this thread has computed itself."""
+        self._request: Request | None = None
+        self.is_submitted = False
+        """True if the scheduler will deliver a piece, or None."""
 
-    def next_piece(self) -> Steps[Piece]:
-        """Run the pending tokens, and draw a token.
+    def next_piece(self) -> Piece:
+        """Return the next piece.
 
         Raises:
             ClosedError: the sequence was cancelled.
             ConstraintError: the constraint allows no token.
         """
+        self.is_wanted = True
+        try:
+            while True:
+                if self.is_submitted and (piece := self._outbox.get()) is not None:
+                    return piece
+                if self.is_submitted:
+                    self.note_end()
+                if (drawn := self.draw_known()) is not None:
+                    return drawn
+                if not self._scheduler.is_shared:
+                    self._scheduler.run(self._renewed())
+                    assert self._drawn is not None
+                    return self._drawn
+                self.submit()
+        finally:
+            self.is_wanted = self._is_eager
+
+    def draw_known(self) -> Piece | None:
+        """Return the next piece if the logits after the last token are known; first compute them if this would take
+        more than one token. Otherwise return None.
+        """
         sequence = self._sequence
         if sequence.cancel.is_set():
             raise ClosedError(f"the generation was cancelled after {self._num_drawn} tokens")
         if sequence.logits is None:
-            self._check_open()
-        logits = yield from sequence.next_logits()
+            self._engine.check_open()
+            if self._num_drawn and sequence.has_pending:
+                return None
+        return self._draw(sequence.next_logits())
+
+    def submit(self) -> None:
+        """Let the scheduler compute the logits after the last token, and continue."""
+        request = self._renewed()
+        self.is_submitted, self._sequence.ahead = True, request
+        try:
+            self._scheduler.submit(request, self._end)
+        except BaseException:
+            self.is_submitted, self._sequence.ahead = False, None
+            raise
+
+    def note_end(self) -> None:
+        """Note that the scheduler has delivered None. Raise the error of the request, if it failed."""
+        self.is_submitted = False
+        self._sequence.settle()
+        if self._request is not None:
+            self._request.raise_error()
+
+    def close(self) -> None:
+        """Stop a computation whose results are no longer needed. The sequence waits for it before its next use. The
+        garbage collector may call this method in any thread, so it takes no lock.
+        """
+        self._is_eager = self.is_wanted = False
+        if self._request is not None:
+            self._request.is_unwanted = True
+
+    def _renewed(self) -> Request:
+        """Return a request for the logits after the last token."""
+        sequence, request = self._sequence, self._request
+        tokens = sequence.begin_next()
+        if request is None:
+            request = self._request = Request(tokens, sequence.state, cancel=sequence.cancel, then=self._advance)
+        else:
+            request.renew(tokens, sequence.state)
+        return request
+
+    def _advance(self, request: Request) -> Tokens | None:
+        """Draw the next token after a request's tokens have been computed, and return the tokens to compute next. The
+        thread that drives the scheduler calls this method.
+        """
+        sequence = self._sequence
+        sequence.end_next(request)
+        assert request.logits is not None
+        logits = request.logits[-1]
+        if not self.is_wanted:
+            sequence.logits = logits.copy()
+            return None
+        try:
+            piece = self._draw(logits)
+        except BaseException:
+            sequence.logits = logits.copy()
+            raise
+        self.is_wanted = self._is_eager
+        if not self.is_submitted:
+            self._drawn = piece
+            return None
+        self._deliver(piece)
+        if piece.finish_reason is not None or sequence.logits is not None:
+            return None
+        return sequence.begin_next()
+
+    def _end(self) -> None:
+        self._deliver(None)
+
+    def _draw(self, logits: NDArray[np.float32]) -> Piece:
+        """Draw a token, and add it to the sequence and to the text."""
         token_id = self._choose(logits)
         self._num_drawn += 1
         told = None if self._num_likeliest is None else likeliest(logits, token_id, self._num_likeliest)
         piece = self._take(token_id)
-        self.is_finished = piece.finish_reason is not None
-        return replace(piece, log_probabilities=told)
+        return piece if told is None else replace(piece, log_probabilities=told)
 
     def _choose(self, logits: NDArray[np.float32]) -> int:
         """Draw one of the allowed tokens. Raise ConstraintError if no token is allowed, or a sampler draws another

@@ -12,7 +12,7 @@ from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.engine.options import DECLARED, AttentionOn, EngineOptions, KeptWeights, OnNpuFailure, Outputs
 from chunkrt.graph.placement import Placement
-from chunkrt.runtime.lanes import DecodeOn
+from chunkrt.runtime.executor import DecodeOn
 from chunkrt.runtime.state_tensors import CacheDtype
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -1,109 +1,63 @@
-"""Drive many sequences at once, from one thread. Their runs share chunks, and a result is yielded as soon as it is
-ready.
-"""
+"""Work on many prompts at once: each in its own session and thread, so their tokens share chunks."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from functools import partial
-from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from threading import Thread
+from typing import TypeVar
 
-from chunkrt.engine.sequence import Steps, Work
-from chunkrt.runtime.run import Run, RunResult
+from chunkrt.engine.session import Session
+from chunkrt.gate import Outbox
 
 Result = TypeVar("Result")
-Part = Generator[Steps[Result], None, None]
-"""Work of one of many sequences: consecutive series of steps, and every series returns a result."""
 
 MOST_AT_ONCE = 16
-"""Default maximum number of sequences in progress."""
+"""Default maximum number of sessions in progress."""
 
 
-class Pending(Protocol):
-    """A run that has begun; see `Ticket`."""
+class _Part(Thread):
+    """Thread that puts the results of a part into a channel, and at its end the error, or None."""
 
-    def result(self) -> RunResult:
-        """Return the result of the run after it has ended."""
-        ...
+    def __init__(
+        self,
+        index: int,
+        session: Session,
+        results: Iterator[Result],
+        channel: Outbox[tuple[int, Result | None, BaseException | None]],
+    ) -> None:
+        super().__init__(name=f"chunkrt-part-{index}", daemon=True)
+        self.session = session
+        self._index, self._results, self._channel = index, results, channel
 
-
-class Runs(Protocol):
-    """Interface of an object that computes concurrent runs; see `Conductor`."""
-
-    def ticket(self, run: Run, on_end: Callable[[], object]) -> Any:
-        """Return a `Pending` for a run. `on_end` is called when the run has ended."""
-        ...
-
-    def begin(self, pending: Any) -> None:
-        """Start computing a pending run."""
-        ...
-
-    def abandon(self, pending: Any) -> None:
-        """End a pending run."""
-        ...
-
-
-class _Active(Generic[Result]):
-    """A part in progress. `ticket` is the run for which the part waits, until the result has been taken."""
-
-    def __init__(self, index: int, part: Part[Result]) -> None:
-        self.index, self.part = index, part
-        self.steps: Steps[Result] | None = None
-        self.ticket: Pending | None = None
-        self.is_done = False
-
-    def advance(self, runs: Runs, on_end: Callable[[], object]) -> Iterator[tuple[int, Result]]:
-        """Continue the part until it has started a run or has ended. Yield its results."""
-        while True:
-            try:
-                if self.steps is None:
-                    self.steps = next(self.part, None)
-                    if self.steps is None:
-                        self.is_done = True
-                        return
-                    wanted = next(self.steps)
-                else:
-                    ticket, self.ticket = self.ticket, None
-                    assert ticket is not None
-                    try:
-                        result = ticket.result()
-                    except BaseException as error:
-                        wanted = self.steps.throw(error)
-                    else:
-                        wanted = self.steps.send(result)
-                self.ticket = runs.ticket(_after_work(self.steps, wanted), on_end)
-                runs.begin(self.ticket)
-                return
-            except StopIteration as end:
-                self.steps = None
-                yield self.index, end.value
-
-
-def _after_work(steps: Steps[Result], wanted: Run | Work) -> Run:
-    """Do the pending work, and return the next run."""
-    while isinstance(wanted, Work):
+    def run(self) -> None:
+        """Do the work of the part."""
+        error = None
         try:
-            wanted.do()
-        except BaseException as error:
-            wanted = steps.throw(error)
-        else:
-            wanted = steps.send(None)
-    return wanted
+            with self.session:
+                for result in self._results:
+                    self._channel.put((self._index, result, None))
+        except BaseException as failure:
+            error = failure
+        self._channel.put((self._index, None, error))
 
 
-def drive_many(
-    num_parts: int, open_part: Callable[[int, bool], Part[Result] | None], runs: Runs, most: int
+def in_sessions(
+    num_parts: int,
+    open_session: Callable[[int, bool], Session | None],
+    work: Callable[[Session, int], Iterator[Result]],
+    most: int,
+    sharing: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[tuple[int, Result]]:
-    """Execute all parts to their end, at most `most` at a time.
+    """Do the work of all parts, at most `most` at a time.
 
     Args:
         num_parts: number of parts.
-        open_part: begins the part with a given index. It returns None if the part cannot begin yet. If its second
-            argument is True, it waits until the part can begin.
-        runs: computes the runs of the parts.
-        most: maximum number of parts in progress.
+        open_session: returns a session for the part with a given index, or None if the part cannot begin yet. If its
+            second argument is True, no part is in progress, so it waits until the part can begin.
+        work: yields the results of a part.
+        most: maximum number of parts in progress. One part at a time is done in the calling thread.
+        sharing: see `Scheduler.sharing`.
 
     Yields:
         Results, each with the index of its part.
@@ -112,30 +66,42 @@ def drive_many(
         BaseException: the error of a part. After an error, or if the caller closes the generator, all other parts are
             ended.
     """
-    begun = 0
-    active: dict[int, _Active[Result]] = {}
-    ended: SimpleQueue[int] = SimpleQueue()
-    ready: deque[int] = deque()
+    if min(num_parts, most) == 1:
+        for index in range(num_parts):
+            session = open_session(index, True)
+            assert session is not None
+            with session:
+                for result in work(session, index):
+                    yield index, result
+        return
+    num_begun, active = 0, dict[int, _Part]()
+    channel: Outbox[tuple[int, Result | None, BaseException | None]] = Outbox()
+    shared = ExitStack()
     try:
+        shared.enter_context(sharing())
         while True:
-            while begun < num_parts and len(active) < most:
-                part = open_part(begun, not active)
-                if part is None:
+            while num_begun < num_parts and len(active) < most:
+                session = open_session(num_begun, not active)
+                if session is None:
                     break
-                active[begun] = _Active(begun, part)
-                ready.append(begun)
-                begun += 1
+                active[num_begun] = _Part(num_begun, session, work(session, num_begun), channel)
+                active[num_begun].start()
+                num_begun += 1
             if not active:
                 return
-            index = ready.popleft() if ready else ended.get()
-            one = active[index]
-            yield from one.advance(runs, partial(ended.put, index))
-            if one.is_done:
-                del active[index]
+            index, found, error = channel.get()
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback refers to this frame
+            if found is None:
+                active.pop(index).join()
+            else:
+                yield index, found
     finally:
-        for one in active.values():
-            if one.ticket is not None:
-                runs.abandon(one.ticket)
-            if one.steps is not None:
-                one.steps.close()
-            one.part.close()
+        shared.close()
+        for part in active.values():
+            part.session.close()
+        for part in active.values():
+            part.join()

@@ -24,7 +24,7 @@ library.
 
 
 @dataclass(frozen=True, kw_only=True)
-class NearPlan:
+class _NearPlan:
     """A plan with attention on the NPU. `reach` is the last position at which a chunk may begin."""
 
     reach: int
@@ -33,7 +33,7 @@ class NearPlan:
 
 def near_plans(
     plan: Plan, placement: Placement, options: EngineOptions, context_length: int, chunk_length: int
-) -> list[NearPlan]:
+) -> list[_NearPlan]:
     """Return the plans for short histories, shortest first. The list is empty if the NPU computes no attention.
 
     Convolutions do not need a window. If the NPU computes convolutions, the last plan puts only these on the NPU, and
@@ -65,17 +65,17 @@ def near_plans(
             "omit it, or choose `attention='cpu'`"
         )
     slots, fits = plan.slots(context_length, chunk_length), _fits(plan, options.graph_layers)
-    found: list[NearPlan] = []
+    found: list[_NearPlan] = []
     for window in options.npu_windows if names else ():
         past = min(window, context_length)
         seen: Mapping[str, int] = {**slots, "P": past}
         near = with_static_attention(plan, [*names, *convolutions], seen, fits=fits)
-        found.append(NearPlan(reach=past, plan=near))
+        found.append(_NearPlan(reach=past, plan=near))
         if past == context_length:
             return found
     if convolutions:
         near = with_static_attention(plan, convolutions, slots, fits=fits)
-        found.append(NearPlan(reach=context_length, plan=near))
+        found.append(_NearPlan(reach=context_length, plan=near))
     return found
 
 

@@ -1,14 +1,22 @@
-"""Result of a prefill, with its duration."""
+"""Result of a prefill, with its duration, and its progress."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from chunkrt.files import Progress, no_progress
+from chunkrt.progress import PREFILL, find_progress
 from chunkrt.runtime.tasks import TaskEvent
+
+if TYPE_CHECKING:
+    from chunkrt.engine.sequence import TokenSequence
 
 Float32 = NDArray[np.float32]
 
@@ -63,3 +71,31 @@ def joined(results: Sequence[PrefillResult]) -> PrefillResult:
         seconds=sum(result.seconds for result in results),
         events=[event for result in results for event in result.events],
     )
+
+
+class _Counter:
+    """Counter of the prompt tokens that threads have computed."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done, self._lock = progress, total, 0, Lock()
+
+    def add(self, num_tokens: int) -> None:
+        """Report `num_tokens` more computed tokens. Earlier tokens that are run again do not count."""
+        with self._lock:
+            self._done = min(self._done + num_tokens, self._total)
+            self._progress(PREFILL, self._done, self._total)
+
+
+@contextmanager
+def telling(sequence: TokenSequence, progress: Progress | bool, num_tokens: int) -> Iterator[None]:
+    """Report the number of computed tokens of a prompt with `num_tokens` tokens while the block runs."""
+    shown = find_progress(progress)
+    if shown is no_progress:
+        yield
+        return
+    sequence.on_tokens = _Counter(shown, num_tokens).add
+    try:
+        yield
+    finally:
+        sequence.on_tokens = None
+        shown("", 0, 0)

@@ -246,6 +246,8 @@ class StopStrings:
 
         After a stop string, every further piece is discarded.
         """
+        if not self._stops:
+            return text, False
         if self._stopped:
             return "", True
         text = self._held + text

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.engine.arguments import as_token_ids
-from chunkrt.engine.sequence import Steps, TokenSequence
+from chunkrt.engine.sequence import TokenSequence
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ class Score:
 
 def score_continuation(
     sequence: TokenSequence, context: Sequence[int], continuation: Sequence[int], *, chunk_length: int
-) -> Steps[Score]:
+) -> Score:
     """Compute the score of a continuation after a context.
 
     Args:
@@ -55,7 +55,7 @@ def score_continuation(
     """
     context, continuation = as_token_ids(context), as_token_ids(continuation)
     check_pair(context, continuation, sequence.vocab_size, sequence.context_length)
-    yield from _go_to(sequence, context[:-1])
+    _go_to(sequence, context[:-1])
     log_probability, is_greedy = 0.0, True
 
     def take(logits: Float32, start: int) -> None:
@@ -64,7 +64,7 @@ def score_continuation(
         log_probability += float(scores.log_probabilities.sum())
         is_greedy = is_greedy and bool(scores.is_top.all())
 
-    yield from _run_in_pieces(sequence, [context[-1], *continuation[:-1]], chunk_length, take)
+    _run_in_pieces(sequence, [context[-1], *continuation[:-1]], chunk_length, take)
     return Score(log_probability=log_probability, is_greedy=is_greedy)
 
 
@@ -116,7 +116,7 @@ def tell_of_tokens(
     *,
     chunk_length: int,
     before: Sequence[TokenLogProbabilities] = (),
-) -> Steps[Told]:
+) -> Told:
     """Run tokens, and return the log-probability of each token from the second on, and of the `number` likeliest tokens
     at its position.
 
@@ -147,7 +147,7 @@ def tell_of_tokens(
         following = tokens[start + 1 : start + 1 + len(logits)]  # no token follows the last one
         told.extend(likeliest(row, token, number) for row, token in zip(logits, following, strict=False))
 
-    yield from _run_in_pieces(sequence, tokens, chunk_length, take)
+    _run_in_pieces(sequence, tokens, chunk_length, take)
     return Told(of_tokens=told, num_cached=start)
 
 
@@ -165,25 +165,25 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
 
 def _run_in_pieces(
     sequence: TokenSequence, tokens: Sequence[int], chunk_length: int, take: Callable[[Float32, int], None]
-) -> Steps[None]:
+) -> None:
     """Run tokens, and call `take` with a bounded number of rows of logits at a time, and the index of the first token
     of these rows.
     """
     start = 0
     for length in piece_lengths(len(tokens), sequence.vocab_size, chunk_length):
-        result = yield from sequence.extend(tokens[start : start + length], "all")
+        result = sequence.extend(tokens[start : start + length], "all")
         assert result.logits is not None
         take(result.logits, start)
         start += length
 
 
-def _go_to(sequence: TokenSequence, tokens: Sequence[int]) -> Steps[None]:
+def _go_to(sequence: TokenSequence, tokens: Sequence[int]) -> None:
     """Rewind or extend a sequence so that the sequence and its state contain exactly these tokens."""
     sequence.rewind(num_shared(tokens, sequence.tokens))
     start = sequence.state.position  # rings and recurrent state may be rewound further
     if start < len(tokens):
         sequence.rewind(start)
-        yield from sequence.extend(tokens[start:], "none")
+        sequence.extend(tokens[start:], "none")
 
 
 def piece_lengths(num_tokens: int, vocab_size: int, chunk_length: int) -> list[int]:
@@ -225,7 +225,7 @@ def check_finite(logits: Float16 | Float32) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenScores:
+class _TokenScores:
     """Scores of R tokens: `log_probabilities` is float64 [R], and `is_top` is bool [R], True if the token is the
     likeliest.
     """
@@ -234,7 +234,7 @@ class TokenScores:
     is_top: NDArray[np.bool_]
 
 
-def score_tokens(logits: Float32, tokens: Tokens) -> TokenScores:
+def score_tokens(logits: Float32, tokens: Tokens) -> _TokenScores:
     """Score the token after each row of logits.
 
     Args:
@@ -252,7 +252,7 @@ def score_tokens(logits: Float32, tokens: Tokens) -> TokenScores:
         relative -= values.max()
         own = relative[token]
         found[row] = own - np.log(np.exp(relative, out=relative).sum())
-    return TokenScores(log_probabilities=found, is_top=logits.argmax(axis=1) == tokens)
+    return _TokenScores(log_probabilities=found, is_top=logits.argmax(axis=1) == tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,55 +9,26 @@ others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.prefill_result import PrefillResult, joined
-from chunkrt.engine.prefix_cache.cache import PrefixCache
-from chunkrt.engine.prefix_cache.reuse import Reuse
+from chunkrt.engine.prefix_cache.cache import Reuse
 from chunkrt.engine.session_file import Conversation, SessionFile
 from chunkrt.errors import ClosedError, ConfigError, ModelError
-from chunkrt.graph.plan import Plan
 from chunkrt.runtime.record import RunRecord
-from chunkrt.runtime.run import OF_ALL, Cancel, Logits, Run, RunResult
+from chunkrt.runtime.request import OF_ALL, Cancel, Logits, Request, Tokens
 from chunkrt.runtime.state import State
 
+if TYPE_CHECKING:
+    from chunkrt.engine.engine import Engine
+
 Float32 = NDArray[np.float32]
-
-Result = TypeVar("Result")
-
-
-class Work(NamedTuple):
-    """Work that may wait for a disk. `do` is called once, and its errors are raised in the sequence."""
-
-    do: Callable[[], None]
-
-
-Steps = Generator[Run | Work, RunResult | None, Result]
-"""Generator of the runs of a sequence. It yields a run, receives the run's result with `send`, and returns its own
-result at the end. A driver computes the runs immediately, in turn with other sequences, or in an event loop
-(`engine/driving.py`). The generator may also yield `Work`, and receives None for it; an event loop does the work in a
-thread.
-"""
-
-
-class SequenceEngine(Protocol):
-    """Interface of an engine for sequences."""
-
-    plan: Plan
-    options: EngineOptions
-    context_length: int
-    chunk_length: int
-    prefix_cache: PrefixCache | None
-
-    def fork_state(self, state: State) -> State:
-        """Return a copy of a state. Raise BusyError if the memory for caches is exhausted."""
-        ...
 
 
 class TokenSequence:
@@ -70,9 +41,7 @@ class TokenSequence:
         cache_salt: salt of the prefix cache; prefixes are shared only between sequences with the same salt.
     """
 
-    def __init__(
-        self, engine: SequenceEngine, state: State, tokens: Iterable[int] = (), *, cache_salt: str = ""
-    ) -> None:
+    def __init__(self, engine: Engine, state: State, tokens: Iterable[int] = (), *, cache_salt: str = "") -> None:
         self._engine = engine
         self._state: State | None = state
         self.tokens = list(tokens)
@@ -90,8 +59,10 @@ class TokenSequence:
         self._dropped: list[int] = []
         """Tokens that shifts of the context have dropped. They followed the permanent tokens."""
         self._reuse = Reuse(engine.prefix_cache, cache_salt)
-        self._unreported: list[RunRecord] = []
+        self.unreported: deque[RunRecord] = deque()
         """Records that were not passed to `on_run` yet. It is called after all tokens of a prefill or step are done."""
+        self.ahead: Request | None = None
+        """Request of a generation, which another thread may be computing."""
         self._after_prompt: tuple[int, Float32] | None = None
         """End of the last prompt, with the logits at that position, for a state that cannot be rewound by one token."""
 
@@ -101,6 +72,16 @@ class TokenSequence:
         if self._state is None:
             raise ClosedError("the session is closed; open a new one with engine.session()")
         return self._state
+
+    @property
+    def has_pending(self) -> bool:
+        """True if the state lacks some of the tokens."""
+        return self._state is not None and self._state.position < len(self.tokens)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if at most one token must be run to get the logits after the last token."""
+        return self.logits is not None or len(self.tokens) - self.state.position == 1
 
     @property
     def history(self) -> tuple[int, ...]:
@@ -121,9 +102,17 @@ class TokenSequence:
     @property
     def is_full(self) -> bool:
         """True if no further token can be added, because the context is full and does not shift."""
-        return not self._room and not self._shifts
+        return len(self.tokens) >= self._engine.context_length and not self._shifts
 
-    def extend(self, new: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
+    def settle(self) -> None:
+        """Wait until no other thread computes tokens of this sequence."""
+        ahead = self.ahead
+        if ahead is not None:
+            ahead.wait()
+            self.ahead = None
+            del ahead.state  # a caller may keep the generation, while the memory of the state can be freed
+
+    def extend(self, new: Sequence[int], logits: Logits) -> PrefillResult:
         """Add the tokens of a prompt, and run them after the pending tokens.
 
         Raises:
@@ -131,34 +120,37 @@ class TokenSequence:
             ModelError: logits are requested from a model without LM head.
         """
         self._check_head(logits)
-        self._unreported.clear()
-        if len(new) <= self._room:
-            result = yield from self._extend(new, logits)
-        elif self._shifts:
-            result = yield from self._extend_in_parts(new, logits)
-        else:
+        num_reported = len(self.unreported)
+        if len(new) > self._room and not self._shifts:
             length, most = self._engine.context_length, self._engine.plan.context_length
             longer = f" choose a context of up to {most} (`context_length`)," if length < most else ""
             raise ConfigError(
                 f"the prompt has {len(new)} tokens, but the context of {length} has room for {self._room}; shorten the "
                 f"prompt,{longer} or let the context shift (`context_shift`)"
             )
+        try:
+            extend = self._extend if len(new) <= self._room else self._extend_in_parts
+            result = extend(new, logits)
+        except BaseException:
+            while len(self.unreported) > num_reported:
+                self.unreported.pop()
+            raise
         self.state.keep_snapshot()
         self._after_prompt = None if self.logits is None else (len(self.tokens), self.logits)
-        self._report_runs()
         return result
 
     def append(self, token_id: int) -> None:
         """Add a generated token, which is run when the next token is requested. If the context is full, the token is
         not added.
         """
-        if not self._room and self._shifts:
+        length = self._engine.context_length
+        if len(self.tokens) >= length and self._shifts:
             self.shift()
-        if self._room:
+        if len(self.tokens) < length:
             self.logits = None
             self.tokens.append(token_id)
 
-    def next_logits(self) -> Steps[Float32]:
+    def next_logits(self) -> Float32:
         """Return the logits after the last token, and first run the pending tokens. Raise ModelError if the model has
         no LM head.
         """
@@ -166,13 +158,25 @@ class TokenSequence:
         if self.logits is None:
             if self.state.position == len(self.tokens):
                 self.state.rewind(self.state.position - 1)
-            self._unreported.clear()
-            yield from self._catch_up(0, "last")
-            computed = self.logits
-            assert computed is not None
-            self._report_runs()  # the callback may use the session itself
-            return computed if self.logits is None else self.logits
+            self._catch_up(0, "last")
+            assert self.logits is not None
         return self.logits
+
+    def begin_next(self) -> Tokens:
+        """Return the pending tokens, int64 [n], for a request that computes the logits after the last token."""
+        state = self.state
+        position = state.position
+        pending = self.tokens[position:]
+        if len(pending) != 1 or self._engine.plan.long_context_from is not None:
+            pending, position = self._pending(), state.position
+        self._reuse.before_run(position)
+        return np.array(pending, np.int64)
+
+    def end_next(self, request: Request) -> None:
+        """Record that the tokens that `begin_next` returned have been computed."""
+        self._reuse.after_run(request.position, request.token_ids.size)
+        if self.on_run is not None:
+            self.unreported += request.records
 
     def _check_head(self, logits: Logits) -> None:
         if logits in ("last", "all") and not self._engine.plan.has_head:
@@ -273,14 +277,14 @@ class TokenSequence:
     def _num_kept(self) -> int:
         return self._engine.options.context_keep
 
-    def _extend(self, new: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
+    def _extend(self, new: Sequence[int], logits: Logits) -> PrefillResult:
         """Add and run tokens that fit into the context."""
         num_before, before = len(self.tokens), self.logits
         self.keep_prefix()
         self.logits = None
         self.tokens += new
         try:
-            result = yield from self._catch_up(len(new), logits)
+            result = self._catch_up(len(new), logits)
         except BaseException:
             if self.state.position <= num_before:  # otherwise the state contains the tokens
                 del self.tokens[num_before:]
@@ -292,7 +296,7 @@ class TokenSequence:
             return replace(result, hidden=result.hidden[-len(new) :])
         return result
 
-    def _extend_in_parts(self, new: Sequence[int], logits: Logits) -> Steps[PrefillResult]:
+    def _extend_in_parts(self, new: Sequence[int], logits: Logits) -> PrefillResult:
         """Add and run tokens that exceed the context: run as many as fit, shift the context, and repeat."""
         tokens, dropped, last_logits = self.tokens.copy(), self._dropped.copy(), self.logits
         state, reuse, results = self.state.snapshot(), self._reuse.copy(), list[PrefillResult]()
@@ -302,7 +306,7 @@ class TokenSequence:
                     self.shift()
                 part, new = new[: self._room], new[self._room :]
                 wanted: Logits = "none" if new and logits == "last" else logits
-                results.append((yield from self._extend(part, wanted)))
+                results.append(self._extend(part, wanted))
         except BaseException:
             self.tokens, self._dropped, self.logits = tokens, dropped, last_logits
             self._reuse.before_run(0)  # an interrupt may occur before the state is restored
@@ -317,24 +321,18 @@ class TokenSequence:
             hidden=np.concatenate(hidden) if hidden else None,
         )
 
-    def _catch_up(self, num_new: int, logits: Logits) -> Steps[PrefillResult]:
+    def _catch_up(self, num_new: int, logits: Logits) -> PrefillResult:
         """Run the pending tokens except those in the prefix cache; the last `num_new` pending tokens are new. After an
         error the state is either unchanged, or contains all tokens.
         """
         start, state, reuse = time.perf_counter(), self.state, self._reuse
         before, num_cached, num_left = None, 0, len(self._pending())
         limit = len(self.tokens) - (num_new if logits in OF_ALL else 0)
-
-        def take_prefix() -> None:
-            nonlocal before, num_cached
+        try:
             if (prefix := reuse.find(self.tokens, state, limit)) is not None:
                 before = state.mark()
                 num_cached = reuse.take(prefix, state)
-
-        try:
-            if reuse.may_find(self.tokens, state, limit):
-                yield Work(take_prefix)
-                if num_cached and self.on_tokens is not None:
+                if self.on_tokens is not None:
                     self.on_tokens(num_cached)
             parts = [num_left - num_cached] if logits in OF_ALL else reuse.part_lengths(self.tokens, state)
             if len(parts) > 1 and before is None:
@@ -345,7 +343,7 @@ class TokenSequence:
                 reuse.before_run(position)
                 part = self.tokens[position : position + length]
                 wanted: Logits = logits if position + length == len(self.tokens) else "none"
-                results.append((yield from self._run(part, wanted, 0 if results else num_cached)))
+                results.append(self._run(part, wanted, 0 if results else num_cached))
                 reuse.after_run(position, length)
                 if num_new:
                     reuse.keep(self.tokens, state)
@@ -356,10 +354,10 @@ class TokenSequence:
         seconds = time.perf_counter() - start
         return replace(results[0] if len(results) == 1 else joined(results), num_cached=num_cached, seconds=seconds)
 
-    def _report_runs(self) -> None:
+    def report_runs(self) -> None:
         """Pass the records of the runs since the last call to `on_run`. Exceptions that it raises propagate."""
-        records, self._unreported = self._unreported, []
-        for record in records:
+        while self.unreported:
+            record = self.unreported.popleft()
             if self.on_run is not None:
                 self.on_run(record)
 
@@ -367,28 +365,29 @@ class TokenSequence:
         """Return the tokens that the state does not contain. If the number of tokens selects another rotary table than
         before, return all tokens.
         """
-        rope_offset = self._engine.plan.rope_offset(len(self.tokens))
+        plan = self._engine.plan
+        rope_offset = 0 if plan.long_context_from is None else plan.rope_offset(len(self.tokens))
         if rope_offset != self.state.rope_offset:
             self.state.reset(rope_offset)
         return self.tokens[self.state.position :]
 
-    def _run(self, token_ids: Sequence[int], logits: Logits, num_cached: int) -> Steps[PrefillResult]:
+    def _run(self, token_ids: Sequence[int], logits: Logits, num_cached: int) -> PrefillResult:
         start = time.perf_counter()
         ids = np.array(token_ids, np.int64)
-        run = yield Run(ids, self.state, logits=logits, cancel=self.cancel, on_tokens=self.on_tokens)
-        assert run is not None
+        request = Request(ids, self.state, logits=logits, cancel=self.cancel, on_tokens=self.on_tokens)
+        self._engine.run(request)
         seconds = time.perf_counter() - start
-        self.logits = run.logits[-1].copy() if run.logits is not None else None
+        rows = request.logits
+        self.logits = rows[-1].copy() if rows is not None else None
         if self.on_run is not None:
-            first, *others = run.records
-            self._unreported += [replace(first, num_cached=num_cached), *others]
-        wanted = run.logits[-1] if logits == "last" and run.logits is not None else run.logits
+            first, *others = request.records
+            self.unreported += [replace(first, num_cached=num_cached), *others]
         return PrefillResult(
-            logits=wanted,
-            hidden=run.hidden,
+            logits=rows[-1] if logits == "last" and rows is not None else rows,
+            hidden=request.hidden,
             position=self.state.position,
             num_tokens=len(token_ids),
-            num_chunks=sum(record.num_chunks for record in run.records),
+            num_chunks=request.num_chunks,
             seconds=seconds,
-            events=[event for record in run.records for event in record.events],
+            events=[event for record in request.records for event in record.events],
         )

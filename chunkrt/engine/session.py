@@ -4,39 +4,46 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import get_args
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Self, TypeVar, get_args
 
 from chunkrt.engine.arguments import as_token_ids, require_whole
-from chunkrt.engine.async_session import AsyncSession
-from chunkrt.engine.driving import OneUser, drive
 from chunkrt.engine.embedding import Float32, Pooling, check_hidden, pooled
 from chunkrt.engine.generation import Constraint, Generation, Piece
-from chunkrt.engine.prefill_progress import telling
-from chunkrt.engine.prefill_result import PrefillResult
+from chunkrt.engine.prefill_result import PrefillResult, telling
 from chunkrt.engine.sampling import GREEDY, SamplingOptions, StopStrings
-from chunkrt.engine.scoring import Score, score_continuation
-from chunkrt.engine.sequence import Steps, TokenSequence
-from chunkrt.engine.session_engine import SessionEngine
+from chunkrt.engine.scoring import Score, TokenLogProbabilities, Told, score_continuation, tell_of_tokens
+from chunkrt.engine.sequence import TokenSequence
 from chunkrt.errors import ChunkrtError, ClosedError, ConfigError
 from chunkrt.files import Progress
 from chunkrt.runtime.record import RunRecord
-from chunkrt.runtime.run import Logits
+from chunkrt.runtime.request import Logits
 from chunkrt.runtime.state import State
 
+if TYPE_CHECKING:
+    import asyncio
 
-class Session(AsyncSession):
+    from chunkrt.engine.engine import Engine
+
+Result = TypeVar("Result")
+
+
+class Session:
     """Conversation with an engine, which takes prompts and returns text.
 
     Only one thread or task may use a session at a time; a concurrent use is an error. Concurrent sessions of an engine
-    share chunks.
+    share chunks. The methods whose names begin with "a" do the same as those without, and do not block the event loop.
+    If a task that awaits one of them is cancelled, the computation ends at the next chunk.
     """
 
-    def __init__(self, engine: SessionEngine, state: State, *, cache_salt: str = "") -> None:
+    def __init__(self, engine: Engine, state: State, *, cache_salt: str = "") -> None:
         self._engine = engine
         self._sequence = TokenSequence(engine, state, cache_salt=cache_salt)
-        self._one_user = OneUser("the session")
+        self._using = _Use(self._sequence)
         self._is_closed = False
 
     @property
@@ -104,8 +111,36 @@ class Session(AsyncSession):
             ClosedError: the session or the engine is closed, or `cancel` was called.
             BackendError: a subgraph failed. The session is unchanged.
         """
-        with self._one_user(), self._telling(progress, prompt):
-            return drive(self._extension(prompt, logits), self._engine.run)
+        with self._using:
+            self._sequence.cancel.clear()
+            result = self._extend(prompt, logits, progress)
+            self._sequence.report_runs()
+            return result
+
+    async def aprefill(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        logits: Logits = "last",
+        progress: Progress | bool | None = None,
+        follows_text: bool | None = None,
+    ) -> PrefillResult:
+        """Prefill like `prefill`. If the task is cancelled, the session is unchanged.
+
+        Args:
+            prompt, logits, progress: see `prefill`.
+            follows_text: True if the generation continues a text. A leading space is then kept, which SentencePiece
+                would otherwise drop. By default True if the prompt is text. Pass True for token ids of a text.
+        """
+        import asyncio
+
+        position = self.position
+        try:
+            return await self._in_thread(partial(self._extend, prompt, logits, progress, follows_text))
+        except asyncio.CancelledError:
+            if self.position > position:  # the last chunk had ended already
+                self.rewind(position)
+            raise
 
     def generate(
         self,
@@ -135,6 +170,18 @@ class Session(AsyncSession):
         """
         return self._pieces(self._generation(max_new_tokens, sampling, stop, log_probabilities, constraint))
 
+    def agenerate(
+        self,
+        *,
+        max_new_tokens: int = 256,
+        sampling: SamplingOptions = GREEDY,
+        stop: Sequence[str] = (),
+        log_probabilities: int | None = None,
+        constraint: Constraint | None = None,
+    ) -> AsyncIterator[Piece]:
+        """Generate like `generate`."""
+        return self._apieces(max_new_tokens, sampling, stop, log_probabilities, constraint)
+
     def score(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
         """Compute the log-probability of a continuation after a context.
 
@@ -149,19 +196,27 @@ class Session(AsyncSession):
             ConfigError: one of the two is empty, or both together exceed the context length.
             BackendError: a subgraph failed.
         """
-        with self._one_user():
-            return drive(self.scoring(context, continuation), self._engine.run)
+        with self._using:
+            self._sequence.cancel.clear()
+            found = self._score(context, continuation)
+            self._sequence.report_runs()
+            return found
 
-    def answer(
-        self, prompt: str | Sequence[int], *, max_new_tokens: int, sampling: SamplingOptions, stop: Sequence[str]
-    ) -> Generator[Steps[Piece | None], None, None]:
-        """Yield the steps of a prefill, whose result is None, and the steps of each piece of a generation, for
-        `drive_many`.
+    async def ascore(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
+        """Score like `score`."""
+        return await self._in_thread(partial(self._score, context, continuation))
+
+    async def atell(self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities] = ()) -> Told:
+        """Prefill the tokens of a text, and return the model's log-probabilities from the second token on. The session
+        must contain no other tokens.
+
+        Args:
+            prompt: token ids.
+            number: number of likeliest tokens to report at each position, in addition to the prompt's token.
+            before: the results for the text that the session contains, with the same `number`. The session is rewound
+                only to the first difference between the texts, so their shared beginning is not run again.
         """
-        yield self._taking(prompt)
-        generation = self._generation(max_new_tokens, sampling, stop)
-        while not generation.is_finished:
-            yield generation.next_piece()
+        return await self._in_thread(partial(self._tell, prompt, number, before))
 
     def __repr__(self) -> str:
         """Return a text with the number of tokens and the context length."""
@@ -178,15 +233,19 @@ class Session(AsyncSession):
             ConfigError: the position is negative, or after the present one.
         """
         self._check_open()
-        with self._one_user():
+        with self._using:
             if not 0 <= require_whole("position", position) <= self.position:
                 raise ConfigError(f"cannot rewind to position {position}; the session is at {self.position}")
             self._sequence.rewind(position)
 
     def fork(self) -> Session:
         """Return another session with the same tokens and a copy of the state."""
-        with self._one_user():
+        with self._using:
             return self._copy()
+
+    async def afork(self) -> Session:
+        """Fork like `fork`: a thread copies the caches."""
+        return await self._in_thread(self._copy)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation to a temporary file, and then rename the file.
@@ -197,7 +256,7 @@ class Session(AsyncSession):
             ConfigError: the file cannot be written, or the engine is one of several ranks.
         """
         self._check_open()
-        with self._one_user():
+        with self._using:
             self._sequence.state.save(self._engine.session_file(path, self._sequence.conversation))
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -209,7 +268,7 @@ class Session(AsyncSession):
                 tokens than the context. The session is unchanged.
         """
         self._check_open()
-        with self._one_user():
+        with self._using:
             self._sequence.load(self._engine.session_file(path))
 
     def cancel(self) -> None:
@@ -225,17 +284,41 @@ class Session(AsyncSession):
             with suppress(ChunkrtError):  # the engine is closed, or another thread still runs here
                 self._check_open()
                 if not sys.is_finalizing():  # no thread can still write into the caches
-                    with self._one_user():
+                    with self._using:
                         self._sequence.keep_prefix()
         finally:
             self._is_closed = True
             self._sequence.release()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def embedding(self, prompt: str | Sequence[int], pooling: Pooling) -> Float32:
+        """Return the embedding of a text in an empty session; see `Engine.embed`."""
+        if isinstance(prompt, str):
+            prompt = self._engine.require_tokenizer().encode_for_embedding(prompt)
+        tokens = self._encode(prompt)
+        if len(tokens) > self.context_length:  # even if the context shifts
+            raise ConfigError(f"a text of {len(tokens)} tokens does not fit the context of {self.context_length}")
+        result = self.prefill(tokens, logits="hidden")
+        assert result.hidden is not None
+        return pooled(result.hidden, pooling)
+
+    def answer(
+        self, prompt: str | Sequence[int], *, max_new_tokens: int, sampling: SamplingOptions, stop: Sequence[str]
+    ) -> Iterator[Piece]:
+        """Prefill a prompt, and yield the pieces of the answer, for which the computation does not wait."""
+        self.prefill(prompt)
+        yield from self._pieces(self._generation(max_new_tokens, sampling, stop, is_eager=True))
 
     def _generation(
         self,
@@ -244,6 +327,9 @@ class Session(AsyncSession):
         stop: Sequence[str],
         log_probabilities: int | None = None,
         constraint: Constraint | None = None,
+        *,
+        deliver: Callable[[Piece | None], object] | None = None,
+        is_eager: bool = False,
     ) -> Generation:
         self._check_open()
         if require_whole("max_new_tokens", max_new_tokens) < 1:
@@ -269,69 +355,131 @@ class Session(AsyncSession):
         self._sequence.cancel.clear()
         sampler = self._engine.make_sampler(sampling)
         return Generation(
+            self._engine,
             self._sequence,
-            self._engine.tokenizer,
             sampler,
             stops,
             max_new_tokens=max_new_tokens,
-            check_open=self._check_open,
             num_likeliest=log_probabilities,
             constraint=constraint,
             ignore_eos=sampling.ignore_eos,
             min_new_tokens=sampling.min_new_tokens,
+            deliver=deliver,
+            is_eager=is_eager,
         )
 
     def _pieces(self, generation: Generation) -> Iterator[Piece]:
-        while not generation.is_finished:
-            with self._one_user():
-                piece = drive(generation.next_piece(), self._engine.run)
-            yield piece
+        piece = None
+        try:
+            while piece is None or piece.finish_reason is None:
+                with self._using.by_generation:
+                    piece = generation.next_piece()
+                    if self._sequence.unreported:
+                        self._sequence.report_runs()
+                yield piece
+        finally:
+            generation.close()
+
+    async def _apieces(
+        self,
+        max_new_tokens: int,
+        sampling: SamplingOptions,
+        stop: Sequence[str],
+        log_probabilities: int | None,
+        constraint: Constraint | None,
+    ) -> AsyncIterator[Piece]:
+        import asyncio
+
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece | None]()
+        generation = self._generation(
+            max_new_tokens,
+            sampling,
+            stop,
+            log_probabilities,
+            constraint,
+            deliver=lambda piece: loop.call_soon_threadsafe(pieces.put_nowait, piece),
+        )
+        if self._engine.scheduler.takes_turns:
+            raise ConfigError(_NOT_ASYNCHRONOUS)
+        piece = None
+        try:
+            while piece is None or piece.finish_reason is None:
+                with self._using.by_generation:
+                    if not self._sequence.is_ready:
+                        await in_thread(self._sequence.next_logits)
+                    piece = await self._next_piece(generation, pieces)
+                    self._sequence.report_runs()
+                yield piece
+        finally:
+            generation.close()
+
+    async def _next_piece(self, generation: Generation, pieces: asyncio.Queue[Piece | None]) -> Piece:
+        generation.is_wanted = True
+        try:
+            while True:
+                if generation.is_submitted and (piece := await pieces.get()) is not None:
+                    return piece
+                if generation.is_submitted:
+                    generation.note_end()
+                if (drawn := generation.draw_known()) is not None:
+                    return drawn
+                generation.submit()
+        finally:
+            generation.is_wanted = False
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        """Do work of this session in a thread. If the task is cancelled, the work ends at the next chunk."""
+        if self._engine.scheduler.takes_turns:
+            raise ConfigError(_NOT_ASYNCHRONOUS)
+
+        def settled() -> Result:
+            self._sequence.settle()
+            return work()
+
+        with self._using.by_generation:
+            self._sequence.cancel.clear()
+            result = await in_thread(settled, self._sequence.cancel.set)
+            self._sequence.report_runs()
+            return result
 
     def _copy(self) -> Session:
         self._check_open()
         sequence = self._sequence.fork()
         copy = Session(self._engine, sequence.state)
-        copy._sequence = sequence
+        copy._sequence, copy._using = sequence, _Use(sequence)
         return copy
 
-    def _extension(
-        self, prompt: str | Sequence[int], logits: Logits, follows_text: bool | None = None
-    ) -> Steps[PrefillResult]:
+    def _extend(
+        self,
+        prompt: str | Sequence[int],
+        logits: Logits,
+        progress: Progress | bool | None,
+        follows_text: bool | None = None,
+    ) -> PrefillResult:
         self._check_open()
         if not isinstance(logits, str):
             raise ConfigError(f"logits is {logits!r}, expected one of: {', '.join(get_args(Logits))}")
         if logits == "hidden":
             check_hidden(self._engine.scheme)
-        self._sequence.cancel.clear()
-        result = yield from self._sequence.extend(self._encode(prompt), logits)
+        tokens = self._encode(prompt)
+        if progress is None:
+            result = self._sequence.extend(tokens, logits)
+        else:
+            with telling(self._sequence, progress, len(tokens)):
+                result = self._sequence.extend(tokens, logits)
         self._sequence.follows_text = isinstance(prompt, str) if follows_text is None else follows_text
         return result
 
-    def _telling(self, progress: Progress | bool | None, prompt: str | Sequence[int]) -> AbstractContextManager[object]:
-        """Return a context manager that reports the number of computed tokens of a prompt."""
-        return nullcontext() if progress is None else telling(self._sequence, progress, len(self._encode(prompt)))
-
-    def _taking(self, prompt: str | Sequence[int]) -> Steps[None]:
-        yield from self._extension(prompt, "last")
-
-    def embedding(self, prompt: str | Sequence[int], pooling: Pooling) -> Steps[Float32]:
-        """Return the steps that compute an embedding in an empty session; see `ManyPrompts.embed`."""
-        if isinstance(prompt, str):
-            prompt = self._engine.require_tokenizer().encode_for_embedding(prompt)
-        tokens = self._encode(prompt)
-        if len(tokens) > self.context_length:  # even if the context shifts
-            raise ConfigError(f"a text of {len(tokens)} tokens does not fit the context of {self.context_length}")
-        result = yield from self._extension(tokens, "hidden")
-        assert result.hidden is not None
-        return pooled(result.hidden, pooling)
-
-    def scoring(self, context: Sequence[int], continuation: Sequence[int]) -> Steps[Score]:
-        """Return the steps that compute `score`."""
+    def _score(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
         self._check_open()
-        self._sequence.cancel.clear()
-        chunk_length = self._engine.chunk_length
-        score = yield from score_continuation(self._sequence, context, continuation, chunk_length=chunk_length)
-        return score
+        return score_continuation(self._sequence, context, continuation, chunk_length=self._engine.chunk_length)
+
+    def _tell(self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities]) -> Told:
+        self._check_open()
+        tokens, chunk_length = self._encode(prompt), self._engine.chunk_length
+        told = tell_of_tokens(self._sequence, tokens, number, chunk_length=chunk_length, before=before)
+        self._sequence.follows_text = True
+        return told
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -350,3 +498,85 @@ class Session(AsyncSession):
         self._engine.check_open()
         if self._is_closed:
             raise ClosedError("the session is closed; open a new one with engine.session()")
+
+
+_NOT_ASYNCHRONOUS = (
+    "ranks without a leader cannot compute asynchronously; use prefill and generate, or start the ranks with mpiexec"
+)
+
+
+class _Use:
+    """Guard of a session, which rejects a second thread or task while another one uses the session, and waits for a
+    generation that computes ahead. After an interrupt the same thread may enter again.
+    """
+
+    def __init__(self, sequence: TokenSequence) -> None:
+        self._sequence = sequence
+        self.by_generation = _Guard()
+
+    def __enter__(self) -> None:
+        self.by_generation.__enter__()
+        try:
+            self._sequence.settle()
+        except BaseException:
+            self.by_generation.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self.by_generation.__exit__(None, None, None)
+
+
+class _Guard:
+    """The part of `_Use` that does not wait for a generation."""
+
+    def __init__(self) -> None:
+        self._user: object = None
+
+    def __enter__(self) -> None:
+        asyncio, me = sys.modules.get("asyncio"), None
+        if asyncio is not None:
+            with suppress(RuntimeError):  # no event loop runs in this thread
+                me = asyncio.current_task()  # None also for a callback of an event loop, which belongs to no task
+        if me is None:
+            me = threading.get_ident()
+        if self._user is not None and self._user != me:
+            raise ConfigError("the session is in use by another thread or task; create one for each")
+        self._user = me
+
+    def __exit__(self, *error: object) -> None:
+        self._user = None
+
+
+async def in_thread(work: Callable[[], Result], cancel: Callable[[], object] = bool) -> Result:
+    """Do slow work in a thread, without blocking the event loop. If the task is cancelled, call `cancel`, and wait for
+    the end of the work, because the work uses objects that would otherwise be deleted.
+    """
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    working: asyncio.Future[Result] = loop.create_future()
+    arguments = (loop, working, partial(copy_context().run, work))
+    threading.Thread(target=_settle, args=arguments, name="chunkrt-session", daemon=True).start()
+    del arguments
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        cancel()
+        while not working.done():
+            with suppress(asyncio.CancelledError):  # the work has begun already
+                await asyncio.wait([working])
+        working.cancelled() or working.exception()  # the result is no longer needed
+        raise
+    finally:
+        del working  # it refers to an error, whose traceback refers to this frame
+
+
+def _settle(loop: asyncio.AbstractEventLoop, working: asyncio.Future[Result], work: Callable[[], Result]) -> None:
+    """Do work, and complete a future of an event loop."""
+    try:
+        settle = partial(working.set_result, work())
+    except BaseException as error:
+        settle = partial(working.set_exception, error)
+    with suppress(RuntimeError):  # the event loop has ended
+        loop.call_soon_threadsafe(settle)
+    del settle, working  # they may refer to an error, whose traceback refers to this frame

@@ -1,6 +1,6 @@
 """Batchers choose the rows of the next chunk from the waiting sequences.
 
-A batcher is pure, like a policy: it receives the waiting sequences, returns rows, and keeps no state. The conductor and
+A batcher is pure, like a policy: it receives the waiting sequences, returns rows, and keeps no state. The scheduler and
 the simulator use the same objects. A batcher cannot change a result, only the time at which it is available.
 """
 

@@ -1,7 +1,12 @@
-"""Memory of the chunks in flight: the values that pass from one subgraph to the next.
+"""Memory of the chunks in flight, and the subgraphs that are bound to it.
 
 Every chunk slot contains the values of one chunk. Within a slot, a value B reuses the memory of a value A only if, in
 any order of tasks, the subgraph that writes B starts after all subgraphs that write or read A have ended.
+
+An executable without a fixed length receives views of the rows that contain tokens. An executable with a fixed length
+receives complete buffers. The padding rows of its inputs are zeroed before every call, because an earlier subgraph may
+have written to them. Several subgraphs may read one value concurrently: executables without a fixed length do not read
+the padding, and all others write the same zeros to it.
 """
 
 from __future__ import annotations
@@ -16,11 +21,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from chunkrt.errors import ModelError
-from chunkrt.graph.plan import Dimension, Plan, resolve
+from chunkrt.backends.base import (
+    Executable,
+    HistoryExecutable,
+    Passage,
+    SegmentExecutable,
+    SegmentOperands,
+)
+from chunkrt.backends.link import SumExecutable
+from chunkrt.errors import ConfigError, ModelError
+from chunkrt.graph.plan import Dimension, Plan, Subgraph, resolve
 
-if TYPE_CHECKING:  # job.py, which allocates its logits here, imports this module
-    from chunkrt.runtime.job import Segment
+if TYPE_CHECKING:  # request.py, which allocates its logits here, imports this module
+    from chunkrt.runtime.request import Segment
 
 Array = NDArray[Any]
 
@@ -149,25 +162,26 @@ class ChunkBuffers:
             _, *others = resolve(tensor.shape, {"T": rows, "R": rows})
             self._arrays[name] = buffers[index].view(tensor.dtype).reshape(rows, *others)
             self._symbols[name] = tensor.shape[0]
+        self._graph_inputs = [self._arrays.get(n) for n in GRAPH_INPUTS]
 
     def load(self, segments: Sequence[Segment]) -> None:
         """Fill the graph inputs from consecutive segments, with T tokens in total, T in 1..C."""
         row = num_rows = 0
-        for index, (segment, position) in enumerate((s, s.position) for s in segments):
-            rows = slice(row, row + segment.num_tokens)
-            self._put("input_ids", rows, segment.token_ids)
-            self._put("position", index, position)
-            self._put("rope_position", index, position + segment.job.rope_offset)
-            wanted = slice(num_rows, num_rows + segment.num_rows)
-            self._put("logit_rows", wanted, range(rows.stop - segment.num_rows, rows.stop))
-            row, num_rows = rows.stop, wanted.stop
-
-    def _put(self, name: str, where: int | slice, value: Any) -> None:
-        if name in self._arrays:
-            self._arrays[name][where] = value
+        ids, positions, rope_positions, logit_rows = self._graph_inputs
+        for index, (request, start, num_tokens, num_logits) in enumerate(segments):
+            end, position = row + num_tokens, request.position + start
+            if ids is not None:
+                ids[row:end] = request.token_ids[start : start + num_tokens]
+            if positions is not None:
+                positions[index] = position
+            if rope_positions is not None:
+                rope_positions[index] = position + request.rope_offset
+            if logit_rows is not None and num_logits:
+                logit_rows[num_rows : num_rows + num_logits] = range(end - num_logits, end)
+            row, num_rows = end, num_rows + num_logits
 
     def logits(self, num_rows: int) -> Array:
-        """Return a buffer for the logits of rows that several jobs request, float32 [num_rows, V]. Small arrays are
+        """Return a buffer for the logits of rows that several requests request, float32 [num_rows, V]. Small arrays are
         kept for reuse.
         """
         if self._logits is not None and len(self._logits) >= num_rows:
@@ -178,11 +192,11 @@ class ChunkBuffers:
         return made
 
     def give_hidden(self, segments: Sequence[Segment]) -> None:
-        """Copy the hidden states of the chunk's rows to the jobs that request hidden states."""
+        """Copy the hidden states of the chunk's rows to the requests that request hidden states."""
         assert self._hidden is not None
         rows, row = self._arrays[self._hidden], 0
         for segment in segments:
-            if (wanted := segment.job.hidden) is not None:
+            if (wanted := segment.request.hidden) is not None:
                 wanted[segment.start :][: segment.num_tokens] = rows[row : row + segment.num_tokens]
             row += segment.num_tokens
 
@@ -205,6 +219,158 @@ class ChunkBuffers:
         cuts: dict[Dimension, slice] = {"T": slice(num_tokens, None), "R": slice(num_logit_rows, None)}
         for name in names:
             self._arrays[name][cuts.get(self._symbols[name], EMPTY)] = 0
+
+
+class BoundSubgraph:
+    """A subgraph that is ready to run on any chunk slot.
+
+    Args:
+        subgraph: the subgraph.
+        executable: the executable of the subgraph, compiled for chunks of `chunk_length` rows.
+        slots: the buffers of each chunk slot.
+        chunk_length: C, the maximum number of rows of a chunk.
+        output: name of the plan's output, which is written directly to a run's logits and has no buffer.
+
+    Raises:
+        ConfigError: the executable's fixed length does not fit the chunk length, or padding would reach state.
+    """
+
+    def __init__(
+        self,
+        subgraph: Subgraph,
+        executable: Executable,
+        *,
+        slots: Sequence[ChunkBuffers],
+        chunk_length: int,
+        output: str,
+    ) -> None:
+        self.subgraph = subgraph
+        self.rows = subgraph.rows
+        self._compute = executable.run
+        self._compute_segments = executable.run_segments if isinstance(executable, SegmentExecutable) else None
+        self._sum = executable.run_sum if isinstance(executable, SumExecutable) else None
+        self._after = executable.run_after if isinstance(executable, HistoryExecutable) else None
+        self._fixed_length = executable.fixed_length
+        self._slots = slots
+        self._chunk_length = chunk_length
+        self._logits = output if output in subgraph.outputs else None
+        self._outputs = tuple(name for name in subgraph.outputs if name != output)
+        has_rows = slots[0].has_rows
+        self._shared = tuple(name for name in subgraph.inputs if has_rows(name))
+        self._own = tuple(name for name in subgraph.inputs if not has_rows(name))
+        self._check_length()
+        whole = slice(chunk_length)
+        self._whole = [
+            (buffers.views(subgraph.inputs, whole), buffers.views(self._outputs, whole)) for buffers in slots
+        ]
+
+    def _check_length(self) -> None:
+        fixed, chunk = self._fixed_length, self._chunk_length
+        if fixed is None:
+            return
+        if self.subgraph.rows == "R" and (fixed < 1 or chunk % fixed):
+            raise ConfigError(
+                f"{self.subgraph.name} was compiled for {fixed} rows of logits at a time, "
+                f"which does not divide the chunk length {chunk}"
+            )
+        if self.subgraph.rows == "T" and fixed != chunk:
+            raise ConfigError(
+                f"{self.subgraph.name} was compiled for {fixed} rows and cannot take chunks of {chunk}; "
+                f"compile it for {chunk}, or use chunk length {fixed}"
+            )
+        if self.subgraph.state and chunk > 1:
+            raise ConfigError(
+                f"{self.subgraph.name} keeps state and always takes {fixed} rows, "
+                "so padding would reach the state; run it on a backend that takes any number of rows"
+            )
+
+    @property
+    def logit_group(self) -> int:
+        """Number of rows of logits that one call writes if this number is fixed; otherwise 1."""
+        return self._fixed_length or 1
+
+    @property
+    def has_logits(self) -> bool:
+        """True if the subgraph computes the plan's output."""
+        return self._logits is not None
+
+    def run(self, slot: int, segments: Sequence[Segment], num_tokens: int, number: int = 0) -> Passage | None:
+        """Compute one chunk.
+
+        Args:
+            slot: chunk slot that holds the chunk.
+            segments: the segments of the chunk; the states of their requests are updated in place.
+            num_tokens: number of rows that contain tokens, 1 to C.
+            number: number of the chunk if other ranks compute it too; see `Key.number`.
+
+        Returns:
+            The result of `Executable.run`.
+        """
+        if len(segments) > 1 and self.subgraph.state:
+            self._run_segments(slot, segments, num_tokens)
+            return None
+        inputs, outputs = self._whole[slot]
+        if num_tokens < self._chunk_length:
+            buffers = self._slots[slot]
+            if self._fixed_length is None:
+                valid = slice(num_tokens)
+                inputs, outputs = (
+                    buffers.views(self.subgraph.inputs, valid),
+                    buffers.views(self._outputs, valid),
+                )
+            else:
+                buffers.clear_padding(self.subgraph.inputs, num_tokens)
+        if self.subgraph.state:
+            inputs = inputs | self._state_of(segments[0])
+            if self._after is not None:
+                return self._after(inputs, outputs, segments[0].request.state.history)
+        if self._sum is not None:
+            self._sum(inputs, outputs, number)
+            return None
+        return self._compute(inputs, outputs)
+
+    def _run_segments(self, slot: int, segments: Sequence[Segment], num_tokens: int) -> None:
+        """Compute the segments, in one call if the executable supports it, otherwise in one call per segment."""
+        buffers, row = self._slots[slot], 0
+        if self._compute_segments is not None:
+            tokens = slice(num_tokens)
+            operands = [
+                SegmentOperands(s.num_tokens, buffers.views(self._own, EMPTY, segment=i) | self._state_of(s))
+                for i, s in enumerate(segments)
+            ]
+            self._compute_segments(buffers.views(self._shared, tokens), buffers.views(self._outputs, tokens), operands)
+            return
+        for index, segment in enumerate(segments):
+            rows = slice(row, row + segment.num_tokens)
+            inputs = buffers.views(self.subgraph.inputs, rows, segment=index)
+            self._compute(inputs | self._state_of(segment), buffers.views(self._outputs, rows))
+            row = rows.stop
+
+    def _state_of(self, segment: Segment) -> dict[str, Array]:
+        tensors, names = segment.request.state.tensors, self.subgraph.state
+        return dict(tensors) if len(names) == len(tensors) else {name: tensors[name] for name in names}
+
+    def run_logit_rows(self, slot: int, num_tokens: int, num_rows: int, logits: Array) -> None:
+        """Compute the logits of the requested rows of one chunk, in groups if the executable has a fixed length.
+
+        Args:
+            slot: chunk slot that holds the chunk.
+            num_tokens: number of rows that contain tokens, 1 to C.
+            num_rows: number of requested rows, 1 to C.
+            logits: float32 [N, V], written completely; N is `num_rows` rounded up to a multiple of `logit_group`.
+        """
+        buffers = self._slots[slot]
+        step, tokens = num_rows, slice(num_tokens)
+        if self._fixed_length is not None:
+            step, tokens = self._fixed_length, slice(None)
+            buffers.clear_padding(self.subgraph.inputs, num_tokens, num_rows)
+        for start in range(0, num_rows, step):
+            group = slice(start, start + step)
+            inputs = buffers.views(self.subgraph.inputs, tokens, group)
+            outputs = buffers.views(self._outputs, tokens, group) if self._outputs else {}
+            if self._logits is not None:
+                outputs[self._logits] = logits[group]
+            self._compute(inputs, outputs)
 
 
 def _users(plan: Plan) -> dict[str, int]:

@@ -104,7 +104,8 @@ class Costs:
         subgraphs = np.array([event.task.subgraph for event in events])
         chunks = np.array([event.task.chunk for event in events])
         x = flops[subgraphs, chunks]
-        y = np.array([event.own_ns for event in events], np.float64)
+        y = np.array([event.end_ns - event.start_ns for event in events], np.float64)
+        y -= [p.began_ns - p.entered_ns if (p := event.passage) else 0 for event in events]  # waits for the NPU
         self._sums *= MEMORY
         for total, values in zip(self._sums, (np.ones_like(x), x, y, x * x, x * y), strict=True):
             np.add.at(total, subgraphs, values)

@@ -1,40 +1,54 @@
-"""The executor: streams the chunks of a prompt through a decoder's subgraphs.
+"""The executor: a decoder's subgraphs, bound to the buffers of the chunks in flight.
 
-Decoding uses the same path, with a prompt of one token. An executor owns the chunk buffers and the bound subgraphs; the
-schedule, the threads and the stream belong to one run.
+An executor computes one chunk in the calling thread, or provides the tasks of a stream (`runtime/stream.py`), whose
+threads compute several chunks at once. Only one of the two uses it at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from threading import Lock
-from time import perf_counter_ns
+from dataclasses import dataclass, fields, replace
+from math import lcm
+from time import monotonic, perf_counter_ns
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.base import Executable, Passage
-from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError, ModelError, NumberRangeError
+from chunkrt.errors import (
+    BackendError,
+    ChunkrtError,
+    ClosedError,
+    ConfigError,
+    DeviceLostError,
+    ModelError,
+    NumberRangeError,
+)
+from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP, find_variant
 from chunkrt.graph.plan import Device, Plan
 from chunkrt.runtime.affinity import running_on
-from chunkrt.runtime.binding import BoundSubgraph
-from chunkrt.runtime.buffers import BufferLayout, ChunkBuffers
+from chunkrt.runtime.buffers import BoundSubgraph, BufferLayout, ChunkBuffers
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
 from chunkrt.runtime.costs import Costs
-from chunkrt.runtime.job import Job
 from chunkrt.runtime.policy import Policy
 from chunkrt.runtime.record import Pipeline, stages_of
-from chunkrt.runtime.run import Run, RunResult
+from chunkrt.runtime.request import Chunk, Request
 from chunkrt.runtime.schedule import Schedule
-from chunkrt.runtime.stream import Chunk, Stream
-from chunkrt.runtime.task_clock import TaskClock
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent, with_link
-from chunkrt.runtime.workers import GivesWay, Workers, never, run_in_caller
+
+if TYPE_CHECKING:
+    from chunkrt.runtime.stream import Stream
+
+
+DecodeOn = Literal["auto", "cpu", "npu"]
+
+DELTA_RULE_ROWS = 32
+"""Number of rows that the native gated delta rule processes at once."""
 
 
 class Executor:
-    """Executor that runs prompts through one compiled decoder. It runs one prompt at a time, while other callers wait.
+    """Executor that runs chunks through one compiled decoder.
 
     Args:
         plan: the decoder.
@@ -101,7 +115,7 @@ class Executor:
         """True if tasks of one chunk may run concurrently, on different processors. On one processor a single chunk
         gains nothing from this, because the kernels of each task use all threads of the processor.
         """
-        self._pipeline = Pipeline(
+        self.pipeline = Pipeline(
             stages=stages_of(plan),
             processors=self.processors,
             policy=policy.name,
@@ -109,24 +123,19 @@ class Executor:
             num_slots=num_slots,
             slot_bytes=layout.num_bytes,
         )
+        """Description shared by the records of chunks that a stream computed."""
         alone = tuple(replace(processor, workers=1) for processor in self.processors)
-        self._pipeline_in_caller = replace(self._pipeline, processors=alone)
-        self.clock = TaskClock()
-        """Clock of the tasks in progress."""
-        self._workers: Workers | None = None
-        self._one_run = Lock()
-
-    def job(self, run: Run) -> Job:
-        """Return a run as a job for this executor. Raise ConfigError if tokens, state or an option do not fit the
-        decoder.
-        """
-        run.check(self.plan, self.chunk_length)
-        last = run.state.position + (run.token_ids.size - 1) // self.chunk_length * self.chunk_length
-        if not self.reaches(last):
-            raise ConfigError(
-                f"a chunk would begin at position {last}, but the last position for this executor is {self.reach}"
-            )
-        return Job(run, self.plan, self.logit_group)
+        self.pipeline_in_caller = replace(self.pipeline, processors=alone)
+        """Description shared by the records of chunks that the calling thread computed."""
+        self.last_stream: Stream | None = None
+        """The stream whose threads may still run, because an interrupt ended the wait for them."""
+        self._starts: dict[object, float] = {}
+        """Start times of the tasks in progress."""
+        self._takers = [
+            next(processor.name for processor in self.processors if subgraph.device in processor.devices)
+            for subgraph in plan.subgraphs
+        ]
+        """Names of the processors that take the tasks of each subgraph."""
 
     def reaches(self, position: int) -> bool:
         """Return True if a chunk of this executor may begin at the position."""
@@ -137,101 +146,102 @@ class Executor:
         """Number of rows of logits that one call writes; see `BoundSubgraph.logit_group`."""
         return self.subgraphs[-1].logit_group
 
-    def run(self, run: Run) -> RunResult:
-        """Run tokens through the decoder at the state's position, and advance it.
+    def overlaps(self, num_tokens: int) -> bool:
+        """Return True if tasks can overlap when a sequence runs this number of tokens alone."""
+        if num_tokens > self.chunk_length:
+            return self.is_concurrent
+        return self.splits_chunks and num_tokens > 1
 
-        The run is computed in the calling thread if the policy is sequential, if only one worker exists, or if the run
-        consists of a single token. A run of a single chunk also uses the calling thread, unless the chunk contains
-        tasks for several processors at once. Otherwise the workers of the processors are started, and the calling
-        thread waits, so that an interrupt reaches it. After an error all threads have ended, the state is restored, and
-        the executor can be used again. (After a second interrupt `run` returns while tasks still run. The next run, or
-        the next use of the state, then waits for these tasks.)
-
-        Raises:
-            ConfigError: the tokens, the state or an option do not fit; nothing has run.
-            BackendError: a task failed; the message names its subgraph and chunk, the cause is chained.
-            ClosedError: the run was cancelled.
-        """
-        job = self.job(run)
-        with self._one_run:
-            self._end_workers()
-        return job.carry_out(self.compute)
-
-    def compute(self, job: Job, gives_way: GivesWay = never, *, number: int = 0) -> None:
-        """Compute the remaining tokens of a job up to this executor's reach, without sharing chunks. The caller manages
-        the state.
-
-        Args:
-            job: a job that fits this executor.
-            gives_way: called before every task; it may withdraw chunks, whose tokens the job keeps.
-            number: number of this unit of work if other ranks compute it too; see `Key.number`.
+    def compute(self, chunk: Chunk) -> list[TaskEvent]:
+        """Compute one chunk in the calling thread, one task at a time, in the plan's order.
 
         Raises:
-            ConfigError, BackendError, ClosedError: see `run`.
+            BackendError: a task failed; the message names its subgraph, the cause is chained.
         """
-        with self._one_run:
-            start_ns = perf_counter_ns()
-            self._end_workers()
-            first, chunks = job.num_taken, list[Chunk]()
-            while job.num_left and self.reaches(job.position + job.num_taken):
-                chunks.append(Chunk([job.take(self.chunk_length)], self.plan.flow, number))
-            flops = self._flops(chunks)
-            schedule = self._schedule(chunks, flops)
-            stream = self.stream(dict(enumerate(chunks)))
-            try:
-                events = self._drive(job, stream, schedule, gives_way, starts_threads=flops is not None)
-            except BaseException:
-                job.num_taken = first
-                workers = self._workers
-                job.wait_for_writers = workers.close if workers is not None and workers.are_running else None
-                raise
-            segments = [chunk.segments[0] for chunk in chunks[: schedule.num_chunks]]
-            job.num_taken = segments[-1].start + segments[-1].num_tokens
-            if flops is not None:
-                self.costs.learn(flops, events)
-            pipeline = self._pipeline_in_caller if flops is None else self._pipeline
-            job.record(pipeline, segments, events, start_ns=start_ns, end_ns=perf_counter_ns())
-
-    def compute_chunk(self, chunk: Chunk, number: int = 0) -> list[TaskEvent]:
-        """Compute one chunk, with rows of one or more jobs, in the calling thread. Raise BackendError if a task failed.
-
-        `number` identifies the chunk if other ranks compute it too; see `Key.number`.
-        """
-        with self._one_run:
-            chunk.number = number
-            self._end_workers()
-            schedule = self._schedule([chunk], None)
-            stream = self.stream({0: chunk})
+        if self.cpus is not None:
             with running_on(self.cpus):
-                events = run_in_caller(schedule, lambda task: stream.compute(task, schedule.slot(task.chunk)))
-            if schedule.failure is not None:
-                raise self.failure(*schedule.failure) from schedule.failure[1]
-            self.learn(chunk, events)
-            return events
+                return self._compute(chunk)
+        return self._compute(chunk)
 
-    def learn(self, chunk: Chunk, events: Sequence[TaskEvent]) -> None:
-        """Update the cost estimates from a chunk's tasks, which may have shared the processors with other chunks."""
-        first = [event._replace(task=event.task._replace(chunk=0)) for event in events]
-        self.costs.learn(self._flops_of([chunk]), first)
+    def _compute(self, chunk: Chunk) -> list[TaskEvent]:
+        events = []
+        for index in chunk.route.subgraphs:
+            start_ns = perf_counter_ns()
+            try:
+                passage = self.run_task(index, chunk, 0)
+            except Exception as error:
+                raise self.failure(index, chunk, error)  # noqa: B904 - it has its cause
+            events.append(TaskEvent(Task(index, 0), self._takers[index], 0, start_ns, perf_counter_ns(), passage))
+        return events
+
+    def run_task(self, index: int, chunk: Chunk, slot: int) -> Passage | None:
+        """Run one subgraph on a chunk, whose data are in a chunk slot. Any thread may call this method."""
+        if chunk.num_tokens > 1 and chunk.is_over:
+            first = chunk.segments[0]
+            size = first.request.token_ids.size
+            raise ClosedError(f"the request was cancelled after {first.start} of {size} tokens")
+        subgraph, buffers = self.subgraphs[index], self.slots[slot]
+        if not chunk.is_loaded:
+            with chunk.loading:  # several tasks of a chunk may be first
+                if not chunk.is_loaded:
+                    buffers.load(chunk.segments)
+                    chunk.is_loaded = True
+        key = object()
+        self._starts[key] = monotonic()
+        passage = None
+        try:
+            if subgraph.rows == "T":
+                passage = subgraph.run(slot, chunk.segments, chunk.num_tokens, chunk.number)
+            elif len(chunk.segments) == 1:
+                subgraph.run_logit_rows(slot, chunk.num_tokens, chunk.num_rows, chunk.segments[0].logits)
+            else:
+                self._run_logit_rows(subgraph, slot, chunk)
+        finally:
+            del self._starts[key]
+        if chunk.wants_hidden and index == self.plan.flow.hidden:  # before a later task reuses the memory
+            buffers.give_hidden(chunk.segments)
+        if index == chunk.route.subgraphs[-1]:
+            for segment in chunk.segments:
+                if (on_tokens := segment.request.on_tokens) is not None:
+                    on_tokens(segment.num_tokens)
+        return passage
+
+    def _run_logit_rows(self, subgraph: BoundSubgraph, slot: int, chunk: Chunk) -> None:
+        """Compute the logits of the requested rows, which are consecutive in the chunk, and copy them to the
+        requests."""
+        group = subgraph.logit_group
+        together = self.slots[slot].logits(-(-chunk.num_rows // group) * group)
+        subgraph.run_logit_rows(slot, chunk.num_tokens, chunk.num_rows, together)
+        if subgraph.has_logits:
+            row = 0
+            for segment in chunk.segments:
+                if segment.num_rows:
+                    np.copyto(segment.logits[: segment.num_rows], together[row : row + segment.num_rows])
+                    row += segment.num_rows
+
+    def schedule(self, chunks: Sequence[Chunk] = ()) -> Schedule:
+        """Return a schedule of a sequence's consecutive chunks, or an open one if there are none."""
+        return Schedule(
+            self.plan,
+            routes=[chunk.route for chunk in chunks],
+            chunks_in_flight=len(self.slots),
+            processors=self.processors,
+            policy=self.policy,
+            durations=self.costs.durations(self._flops(chunks)) if chunks else None,
+        )
+
+    def learn(self, chunks: Sequence[Chunk], events: Sequence[Sequence[TaskEvent]]) -> None:
+        """Update the cost estimates from the tasks of some chunks, which may have shared the processors with others."""
+        numbered = [
+            event._replace(task=Task(event.task.subgraph, number))
+            for number, of_chunk in enumerate(events)
+            for event in of_chunk
+        ]
+        self.costs.learn(self._flops(chunks), numbered)
 
     def durations_of(self, chunk: Chunk) -> list[int]:
         """Return the expected duration of each subgraph on a chunk, in nanoseconds."""
-        return [durations[0] for durations in self.costs.durations(self._flops_of([chunk]))]
-
-    def open_schedule(self) -> Schedule:
-        """Return a schedule that accepts chunks while others run."""
-        self._end_workers()
-        return self._schedule([], None)
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """Description shared by the records of chunks that several workers computed."""
-        return self._pipeline
-
-    @property
-    def pipeline_in_caller(self) -> Pipeline:
-        """Description shared by the records of chunks that the calling thread computed."""
-        return self._pipeline_in_caller
+        return [durations[0] for durations in self.costs.durations(self._flops([chunk]))]
 
     def estimate(self, segments: Sequence[tuple[int, int]], num_rows: int) -> int:
         """Return the expected duration of a chunk without overlap, in nanoseconds.
@@ -243,65 +253,176 @@ class Executor:
         durations = self.costs.durations(self.costs.flops_of_segments([segments], [num_rows]))
         return sum(of_subgraph[0] for of_subgraph in durations)
 
-    def _end_workers(self) -> None:
-        """Wait for the workers of a run that a second interrupt left running."""
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
-
-    def _schedule(self, chunks: Sequence[Chunk], flops: NDArray[np.float64] | None) -> Schedule:
-        return Schedule(
-            self.plan,
-            routes=[chunk.route for chunk in chunks],
-            chunks_in_flight=len(self.slots),
-            processors=self.processors,
-            policy=self.policy,
-            durations=None if flops is None else self.costs.durations(flops),
-        )
-
-    def stream(self, chunks: dict[int, Chunk]) -> Stream:
-        """Return a stream that computes the tasks of these chunks (numbers to chunks) in this executor's slots."""
-        return Stream(chunks, self.plan.flow, self.subgraphs, self.slots, self.clock)
-
-    def _flops(self, chunks: Sequence[Chunk]) -> NDArray[np.float64] | None:
-        """Return the operations of every task, [subgraphs, chunks]. Return None if tasks cannot overlap, because their
-        order then does not matter.
-        """
-        if not (self.is_concurrent if len(chunks) > 1 else self.splits_chunks and chunks[0].num_tokens > 1):
-            return None
-        return self._flops_of(chunks)
-
-    def _flops_of(self, chunks: Sequence[Chunk]) -> NDArray[np.float64]:
+    def _flops(self, chunks: Sequence[Chunk]) -> NDArray[np.float64]:
+        """Return the operations of every task, [subgraphs, chunks]."""
         segments = [[(segment.position, segment.num_tokens) for segment in chunk.segments] for chunk in chunks]
         return self.costs.flops_of_segments(segments, [chunk.num_rows for chunk in chunks])
 
-    def _drive(
-        self, job: Job, stream: Stream, schedule: Schedule, gives_way: GivesWay, *, starts_threads: bool
-    ) -> list[TaskEvent]:
-        """Drive a run to its end. Raise BackendError if a task failed, or ClosedError if the run was cancelled."""
-        cancel = job.run.cancel
+    def longest_s(self) -> float:
+        """Return the seconds since the oldest task in progress began, or 0 if no task is in progress."""
+        starts = list(self._starts.copy().values())
+        return monotonic() - min(starts) if starts else 0.0
 
-        def execute(task: Task) -> Passage | None:
-            return stream.compute(task, schedule.slot(task.chunk))
+    def wait_for_threads(self) -> None:
+        """Wait for the threads of a stream that a second interrupt left running."""
+        if self.last_stream is not None:
+            self.last_stream.close()
+            self.last_stream = None
 
-        if starts_threads:
-            self._workers = Workers(schedule, execute, cancel=cancel, gives_way=gives_way, cpus=self.cpus)
-            events = self._workers.run()
-            self._workers = None
-        else:
-            with running_on(self.cpus):
-                events = run_in_caller(schedule, execute, cancel=cancel, gives_way=gives_way)
-        if schedule.failure is not None:
-            raise self.failure(*schedule.failure) from schedule.failure[1]
-        if schedule.is_cancelled:
-            raise ClosedError(f"the run was cancelled after {schedule.chunks_done} of {schedule.num_chunks} chunks")
-        return events
-
-    def failure(self, task: Task, error: BaseException) -> BackendError:
+    def failure(self, index: int, chunk: Chunk, error: BaseException) -> ChunkrtError:
         """Return the error to raise for a failed task."""
+        if isinstance(error, ClosedError) and chunk.is_over:
+            return error
         kind = next((k for k in (DeviceLostError, NumberRangeError) if isinstance(error, k)), BackendError)
-        name = self.plan.subgraphs[task.subgraph].name
-        return kind(f"subgraph {name} failed on chunk {task.chunk}: {str(error) or type(error).__name__}")
+        number = chunk.segments[0].start // self.chunk_length
+        failure = kind(
+            f"subgraph {self.plan.subgraphs[index].name} failed on chunk {number}: {str(error) or type(error).__name__}"
+        )
+        failure.__cause__ = error
+        return failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorSet:
+    """The executors that a scheduler uses.
+
+    Attributes:
+        prompts: executor of several tokens of one request.
+        tokens: executor of a single token of one request.
+        many: executor of chunks that contain rows of prompts, of any number of requests.
+        few: executor of chunks that contain only decoding sequences.
+        decode_on: if `many` and `few` differ, the choice between them for single tokens: "cpu", "npu", or "auto" for
+            the executor with the shorter expected time.
+        near: executors with a limited reach (`Executor.reach`), in order of their reach. While the history is short,
+            they take precedence over `prompts` and `many`, and with decode_on "npu" over the executors of single
+            tokens.
+    """
+
+    prompts: Executor
+    tokens: Executor
+    many: Executor
+    few: Executor
+    decode_on: DecodeOn = "cpu"
+    near: Sequence[Executor] = ()
+
+    @classmethod
+    def of_one(cls, executor: Executor) -> ExecutorSet:
+        """Return a set with one executor for all purposes."""
+        return cls(prompts=executor, tokens=executor, many=executor, few=executor)
+
+    def for_one(self, request: Request) -> Executor:
+        """Return the executor for the next tokens of a request that shares no chunks."""
+        far = self.tokens if request.is_decode else self.prompts
+        return self.near_to(request) or far if self.near else far
+
+    def near_to(self, request: Request) -> Executor | None:
+        """Return the executor of limited reach for the next tokens of a request, or None."""
+        if request.is_decode and self.decode_on != "npu":
+            return None
+        position = request.position + request.num_taken
+        return next((executor for executor in self.near if executor.reaches(position)), None)
+
+    def for_stream(self, waiting: Sequence[Request]) -> list[Request]:
+        """Return the requests whose next tokens are added to the stream of `many`, in which chunks overlap."""
+        return self._beside_decoding(self._far(waiting)) if self.overlaps else []
+
+    def for_thread(self, waiting: Sequence[Request], last: Executor | None) -> tuple[list[Request], Executor] | None:
+        """Return the requests for the next chunk outside the stream, and the executor of this chunk.
+
+        A single thread computes such chunks. If several executors have requests, the executors take turns: the executor
+        after `last` comes next. Return None if no request waits.
+        """
+        far = self._far(waiting)
+        others = self._beside_decoding(far)
+        decoding = [request for request in far if request not in others]
+        by_thread = [] if self.overlaps else others
+        groups = [(decoding, self.few)]
+        for executor in self.near:
+            own = [
+                request
+                for request in waiting
+                if self.near_to(request) is executor or (executor is self.many and request in by_thread)
+            ]
+            groups.append((own, executor))
+        if self.many not in self.near:
+            groups.append((by_thread, self.many))
+        start = next((index + 1 for index, (_, executor) in enumerate(groups) if executor is last), 0)
+        return next((group for group in (*groups[start:], *groups[:start]) if group[0]), None)
+
+    def _far(self, waiting: Sequence[Request]) -> list[Request]:
+        """Return the requests whose history exceeds the reach of the near executors."""
+        return [request for request in waiting if self.near_to(request) is None]
+
+    def _beside_decoding(self, waiting: Sequence[Request]) -> list[Request]:
+        """Return all requests, without decoding ones if single tokens are computed by a separate executor."""
+        if self.many is self.few:
+            return list(waiting)
+        is_apart = self.decode_apart([request.position for request in waiting if request.is_decode])
+        return [request for request in waiting if not (is_apart and request.is_decode)]
+
+    @property
+    def all(self) -> Sequence[Executor]:
+        """All executors; one that serves several purposes occurs several times."""
+        return (self.prompts, self.tokens, self.many, self.few, *self.near)
+
+    @property
+    def logit_group(self) -> int:
+        """Common multiple of the executors' numbers of rows of logits per call; see `BoundSubgraph.logit_group`."""
+        return lcm(*(executor.logit_group for executor in self.all))
+
+    @property
+    def parting_step(self) -> int:
+        """Step at which prompts may be split; see `Waiting.step`. Executors of limited reach require a step, because
+        they sum a chunk's own rows separately from the preceding rows.
+        """
+        return self.many.chunk_length if self.near else parting_step(self.many.plan, self.many.chunk_length)
+
+    @property
+    def overlaps(self) -> bool:
+        """True if several chunks in flight keep more processors busy than one chunk. With several ranks, shared chunks
+        are computed one at a time, in the order in which the first rank forms them.
+        """
+        if (
+            self.many.plan.flow.sums or self.many in self.near
+        ):  # near executors compute one chunk at a time, in one thread
+            return False
+        return self.many is not self.few and self.many.is_concurrent and len(self.many.processors) > 1
+
+    def decode_apart(self, positions: Sequence[int]) -> bool:
+        """Return True if single tokens at these positions run only on the CPU, not in chunks with prompts."""
+        if self.decode_on != "auto" or not positions:
+            return self.decode_on == "cpu"
+        segments = [(position, 1) for position in positions]
+        return self.few.estimate(segments, len(segments)) <= self.many.estimate(segments, len(segments))
+
+    def name_of(self, executor: Executor) -> str:
+        """Return the name of an executor, by which other ranks find the corresponding executor."""
+        return next(field.name for field in fields(self) if getattr(self, field.name) is executor)
+
+    @property
+    def identity(self) -> Sequence[object]:
+        """Description of the executors, which must be equal on all ranks."""
+        executors = (self.prompts, self.tokens, self.many, self.few)
+        return [(e.chunk_length, len(e.slots), [s.name for s in e.plan.subgraphs]) for e in executors]
+
+    def longest_task_s(self) -> float:
+        """Return the seconds since the oldest task in progress began, or 0 if no task is in progress."""
+        return max(executor.longest_s() for executor in self.all)
+
+
+def parting_step(plan: Plan, chunk_length: int) -> int:
+    """Return the step (see `Waiting.step`) at which splitting a prompt does not change results.
+
+    Most layers compute every row independently. The native gated delta rule processes up to 32 rows at once, counted
+    from the beginning of a chunk. For other recurrent kinds the step is unknown.
+    """
+    nodes = (node for subgraph in plan.subgraphs for node in subgraph.nodes if node.op == LINEAR_ATTENTION_OP)
+    kinds = {str(node.attributes["attn_type"]) for node in nodes}
+    recurrent = {kind for kind in kinds if find_variant(kind).is_recurrent}
+    if not recurrent:
+        return 1
+    is_known = recurrent == {"gated_delta_rule"} and not chunk_length % DELTA_RULE_ROWS
+    return DELTA_RULE_ROWS if is_known else chunk_length
 
 
 def _check_plan(plan: Plan) -> None:

@@ -19,7 +19,7 @@ from chunkrt.runtime.tasks import Processor, Task
 DEFAULT_POLICY = "look_ahead"
 
 MOST_TASKS_FORESEEN = 256
-"""Number of tasks of the longest run that `LookAhead` simulates. In longer runs other policies are hardly ever faster
+"""Number of tasks of the longest run that `_LookAhead` simulates. In longer runs other policies are hardly ever faster
 than the critical path, and a simulation would take longer than it could gain.
 """
 
@@ -105,7 +105,7 @@ class Sequential:
         return None if schedule.running else earliest(ready)
 
 
-class InOrder:
+class _InOrder:
     """Pipeline order: every processor takes the earliest chunk that has a ready task for this processor, and the
     earliest such task.
     """
@@ -118,7 +118,7 @@ class InOrder:
         return earliest(ready)
 
 
-class OutOfOrder:
+class _OutOfOrder:
     """Policy of llm.npu: the task that unlocks the most NPU work comes first.
 
     Source: Xu et al., Fast On-device LLM Inference with NPUs, ASPLOS 2025, out-of-order subgraph execution.
@@ -144,7 +144,7 @@ class OutOfOrder:
         return min(ready, key=lambda task: (-contribution(task), task.chunk, task.subgraph))
 
 
-class CriticalPath:
+class _CriticalPath:
     """List scheduling by upward rank: the task with the longest path to the end comes first.
 
     Source: Topcuoglu et al., Performance-effective and low-complexity task scheduling (HEFT), TPDS 2002, equation 8.
@@ -160,7 +160,7 @@ class CriticalPath:
         return min(ready, key=lambda task: (-schedule.upward_rank(task), task.chunk, task.subgraph))
 
 
-class LookAhead:
+class _LookAhead:
     """Policy that simulates several other policies with the estimated durations, and follows the fastest one.
 
     If the estimates are right, it is never slower than any of these policies. Long runs use the first policy without
@@ -190,10 +190,10 @@ POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
         Sequential(),
-        InOrder(),
-        OutOfOrder(),
-        CriticalPath(),
-        LookAhead(CriticalPath(), OutOfOrder(), InOrder()),
+        _InOrder(),
+        _OutOfOrder(),
+        _CriticalPath(),
+        _LookAhead(_CriticalPath(), _OutOfOrder(), _InOrder()),
     )
 }
 

@@ -17,7 +17,7 @@ from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.state_tensors import StateTensors, Write
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """Caches or rings with the same heads, width and dtype, which share one array of a piece."""
 
     names: tuple[str, ...]
@@ -83,7 +83,7 @@ class StateForms:
         return [[list(map(list, self.caches)), list(map(list, self.rings))], sorted(self.recurrent.items())]
 
 
-def copied(tensors: StateTensors, forms: tuple[Form, ...], slots: slice | Array) -> tuple[Array, ...]:
+def copied(tensors: StateTensors, forms: tuple[TensorForm, ...], slots: slice | Array) -> tuple[Array, ...]:
     """Copy the contents of caches or rings at the given slots into new arrays of a piece."""
     found = []
     for form in forms:
@@ -114,8 +114,8 @@ def writes_of(prefix: Prefix, tensors: StateTensors) -> tuple[Write, ...]:
     return tuple(writes)
 
 
-def _forms(arrays: Mapping[str, Array]) -> tuple[Form, ...]:
+def _forms(arrays: Mapping[str, Array]) -> tuple[TensorForm, ...]:
     alike: dict[tuple[int, int, str], list[str]] = {}
     for name, array in arrays.items():
         alike.setdefault((array.shape[0], array.shape[2], array.dtype.name), []).append(name)
-    return tuple(Form(tuple(names), *form) for form, names in alike.items())
+    return tuple(TensorForm(tuple(names), *form) for form, names in alike.items())

@@ -20,31 +20,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import get_args
 
 from chunkrt.errors import ChunkrtError, ConfigError
-from chunkrt.graph.flow import Route
+from chunkrt.graph.flow import Flow, Route
 from chunkrt.graph.plan import Device, Plan
-from chunkrt.runtime.chunk_progress import ChunkProgress
-from chunkrt.runtime.critical_path import upward_ranks
 from chunkrt.runtime.policy import Policy
-from chunkrt.runtime.tasks import Processor, Task, task_lists
+from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 
 
 class Schedule:
     """Tasks of chunks, and their progress.
 
-    The schedule of a run receives all chunks at once, and every chunk follows the previous one. A schedule without
-    initial chunks is open: `admit` adds chunks until the schedule is closed, and a failed chunk does not stop other
-    chunks.
+    A schedule is open until it is closed: `admit` adds chunks. A failed chunk does not stop other chunks. If all chunks
+    of a prompt are known at the beginning, `routes` admits them, so that every chunk follows the previous one, and the
+    schedule is closed.
 
     Args:
         plan: the decoder.
-        routes: the subgraphs that every chunk of a run passes through; empty for an open schedule.
+        routes: the subgraphs that every chunk of a prompt passes through; empty for an open schedule.
         chunks_in_flight: number of chunk slots, at least 1.
         processors: processors that claim tasks.
         policy: chooses among ready tasks.
-        durations: estimated duration of every task of a run in nanoseconds, [subgraphs][chunks], for the policy. By
+        durations: estimated duration of every task of `routes` in nanoseconds, [subgraphs][chunks], for the policy. By
             default all tasks are assumed to take equally long.
     """
 
@@ -66,8 +65,6 @@ class Schedule:
         self.num_tasks = 0
         self.chunks_done = 0
         self.running: list[Task] = []
-        self.failure: tuple[Task, BaseException] | None = None
-        """The first failed task that stopped the schedule, and its error."""
         self.is_cancelled = False
         self.ended: list[tuple[int, tuple[Task, BaseException] | None]] = []
         """Maps the number of each chunk that has ended to its first failed task with the error, or to None. The reader
@@ -81,11 +78,11 @@ class Schedule:
         """Upward ranks by chunk; empty until a policy requests one."""
         self._makespans: dict[Policy, int] = {}
         self._devices = [subgraph.device for subgraph in plan.subgraphs]
-        self._ready = task_lists(self.processors)
+        self._ready = _task_lists(self.processors)
         """Ready tasks by device."""
         self._ready_for = {p.name: _distinct(self._ready[device] for device in p.devices) for p in self.processors}
-        self._chunks: dict[int, ChunkProgress] = {}
-        """All chunks of a run. In an open schedule, the chunks that have not ended."""
+        self._chunks: dict[int, _Progress] = {}
+        """All chunks; while the schedule is open, those that have not ended."""
         self._slots: dict[int, int] = {}
         """Chunk slot of every chunk that has entered."""
         self._free_slots = list(reversed(range(chunks_in_flight)))
@@ -94,7 +91,6 @@ class Schedule:
         self._errors: dict[int, tuple[Task, BaseException]] = {}
         for chunk, route in enumerate(routes):
             self.admit(route, [chunk - 1], [of_subgraph[chunk] for of_subgraph in durations or ()])
-        self._is_run = bool(routes)
         self.is_open = not routes
 
     @property
@@ -104,13 +100,8 @@ class Schedule:
 
     @property
     def is_finished(self) -> bool:
-        """True if no further task can be claimed, because all chunks are done or the schedule was stopped."""
-        return self.is_stopped or (self.chunks_done == self.num_chunks and not self.is_open)
-
-    @property
-    def is_stopped(self) -> bool:
-        """True if a failure or a cancellation has stopped the schedule."""
-        return self.is_cancelled or self.failure is not None
+        """True if no further task can be claimed, because all chunks are done or the schedule was cancelled."""
+        return self.is_cancelled or (self.chunks_done == self.num_chunks and not self.is_open)
 
     def admit(self, route: Route, after: Iterable[int] = (), durations: Sequence[int] = ()) -> int:
         """Admit a chunk, which enters as soon as a slot is free.
@@ -128,7 +119,7 @@ class Schedule:
         number = self.num_chunks
         before = [self._chunks[earlier] for earlier in after if earlier in self._chunks]
         durations = durations or [1] * len(self._devices)
-        self._chunks[number] = chunk = ChunkProgress(number, route, durations, before, self._flow)
+        self._chunks[number] = chunk = _Progress(number, route, durations, before, self._flow)
         self.num_chunks += 1
         self.num_tasks += chunk.left
         self._outside.append(number)
@@ -142,26 +133,18 @@ class Schedule:
         """Close the schedule: no more chunks are admitted."""
         self.is_open = False
 
-    def withdraw(self, most: int | None = None) -> int:
-        """Withdraw the last chunks of a run of which no task was claimed yet. The first chunk always stays.
-
-        With sums over ranks, chunks that another rank may have begun stay as well. These are known, because the other
-        rank has the same number of slots, and none of its chunks ends before this rank has claimed the last sum of that
-        chunk. If another rank decides, `most` is the number of chunks to keep.
-
-        Returns:
-            Number of chunks left.
-        """
-        summed = sum(not chunk.num_sums for chunk in self._chunks.values())
-        least = most or (summed + self._chunks_in_flight if self._flow.sums else 1)
-        while self.num_chunks > least:
+    def recall(self) -> int:
+        """Withdraw the last chunks of which no task was claimed yet, and return the number of chunks left."""
+        while self.num_chunks:
             number = self.num_chunks - 1
-            chunk = self._chunks[number]
-            if chunk.num_running or chunk.left < len(chunk.route.subgraphs):
+            chunk = self._chunks.get(number)
+            if chunk is None or chunk.num_running or chunk.left < len(chunk.route.subgraphs):
                 break
             self._clear(number)
-            self._chunks.pop(number)
-            self._chunks[number - 1].next.clear()
+            del self._chunks[number]
+            for earlier in self._chunks.values():
+                if chunk in earlier.next:
+                    earlier.next.remove(chunk)
             if number in self._slots:
                 self._free_slots.append(self._slots.pop(number))
             else:
@@ -235,7 +218,6 @@ class Schedule:
         self.running.append(task)
         chunk = self._chunks[task.chunk]
         chunk.num_running += 1
-        chunk.num_sums -= task.subgraph in self._flow.sums
         return task
 
     def _select(self, ready: Sequence[Task]) -> Task | None:
@@ -264,7 +246,7 @@ class Schedule:
     def complete(self, task: Task) -> None:
         """Complete a running task: tasks without other dependencies become ready."""
         chunk = self._end(task)
-        if self.is_stopped:
+        if self.is_cancelled:
             return
         if not chunk.is_failed:
             released = self._released_by(task)
@@ -278,14 +260,11 @@ class Schedule:
             self._release(self._leave(chunk))
 
     def fail(self, task: Task, error: BaseException) -> None:
-        """Mark a running task as failed. No further task of a run can then be claimed. In an open schedule, no further
-        task of the same chunk can be claimed, and later chunks do not wait for it. The first failure is kept.
+        """Mark a running task as failed. No further task of the same chunk can be claimed, and later chunks do not wait
+        for it. The first failure of a chunk is kept.
         """
         chunk = self._end(task)
-        if self._is_run:
-            self._clear()
-            if self.failure is None:
-                self.failure = task, error
+        if self.is_cancelled:
             return
         if not chunk.is_failed:
             chunk.is_failed = True
@@ -302,7 +281,7 @@ class Schedule:
         self._clear()
         self.is_cancelled = True
 
-    def _end(self, task: Task) -> ChunkProgress:
+    def _end(self, task: Task) -> _Progress:
         self.running.remove(task)
         chunk = self._chunks[task.chunk]
         chunk.num_running -= 1
@@ -319,7 +298,7 @@ class Schedule:
         self._slots[number] = self._free_slots.pop()
         return self._chunks[number].route.first
 
-    def _leave(self, chunk: ChunkProgress) -> list[tuple[int, int]]:
+    def _leave(self, chunk: _Progress) -> list[tuple[int, int]]:
         """End a chunk, assign its slot to the next chunk, and return the tasks (subgraph, chunk) that waited for the
         slot.
         """
@@ -327,7 +306,7 @@ class Schedule:
         self.chunks_done += 1
         self.ended.append((number, self._errors.pop(number, None)))
         self._free_slots.append(self._slots[number])
-        if not self._is_run:
+        if self.is_open:
             del self._chunks[number], self._slots[number]
             self.num_tasks -= len(chunk.route.subgraphs)
         if not self._outside:
@@ -353,6 +332,87 @@ class Schedule:
             waits[subgraph] -= 1
             if not waits[subgraph] and not self._chunks[number].is_failed:
                 self._ready[self._devices[subgraph]].append(Task(subgraph, number))
+
+
+class _Progress:
+    """Progress of one chunk: its remaining tasks and their dependencies.
+
+    Args:
+        number: number of the chunk.
+        route: subgraphs that the chunk passes through.
+        durations: estimated durations of its tasks, by subgraph.
+        after: the chunks that precede this one at subgraphs with state.
+        flow: data flow of the decoder.
+    """
+
+    def __init__(
+        self, number: int, route: Route, durations: Sequence[int], after: Sequence[_Progress], flow: Flow
+    ) -> None:
+        self.number, self.route, self.durations = number, route, durations
+        self.left = len(route.subgraphs)
+        """Number of tasks that have not ended."""
+        self.num_running = 0
+        self.is_failed = False
+        self.next: list[_Progress] = []
+        """Chunks that follow this one at subgraphs with state."""
+        self.passed: set[int] = set()
+        """Subgraphs with state that the chunk has passed."""
+        self.waits = [len(waits_for) or 1 for waits_for in flow.waits_for]
+        """Number of unmet dependencies of each task. A task depends on tasks of its chunk, or, if it reads no other
+        task, on the chunk's entry. A task with state also depends on the preceding chunks.
+        """
+        for earlier in after:
+            earlier.next.append(self)
+            for subgraph, owns in enumerate(flow.has_state):
+                self.waits[subgraph] += owns and subgraph not in earlier.passed
+
+
+def upward_ranks(
+    durations: Sequence[Sequence[int]],
+    routes: Sequence[Route],
+    has_state: Sequence[bool],
+    chunks_in_flight: int,
+) -> list[list[int]]:
+    """Return the upward rank of every task: the longest path from its start to the end of all chunks, which includes
+    the task's own duration.
+
+    A path follows the dependencies of tasks. It leads from a task to the tasks of its chunk that read its outputs. At a
+    subgraph that owns state, it leads to the task of the next chunk. At the end of a chunk, it leads to the chunk that
+    takes over the chunk slot. The next owner of a slot depends on the order in which chunks end. This function assumes
+    that with N slots chunk c is followed by chunk c + N.
+
+    Args:
+        durations: duration of every task, [subgraphs][chunks].
+        routes: the subgraphs that each chunk passes through, [chunks].
+        has_state: True for a subgraph that owns state and therefore processes the chunks in order, [subgraphs].
+        chunks_in_flight: number of chunk slots.
+
+    Returns:
+        Ranks [chunks][subgraphs]. The rank is 0 for subgraphs that a chunk does not pass through.
+    """
+    num_chunks, num_subgraphs = len(routes), len(durations)
+    ranks = [[0] * num_subgraphs for _ in routes]
+    for chunk in reversed(range(num_chunks)):
+        route, own = routes[chunk], ranks[chunk]
+        heir = chunk + chunks_in_flight
+        after_chunk = max(ranks[heir][first] for first in routes[heir].first) if heir < num_chunks else 0
+        following = ranks[chunk + 1] if chunk + 1 < num_chunks else own
+        for subgraph in reversed(route.subgraphs):
+            followers = route.followers[subgraph]
+            longest = 0 if followers else after_chunk
+            for follower in followers:
+                longest = max(longest, own[follower])
+            if has_state[subgraph]:
+                longest = max(longest, following[subgraph])
+            own[subgraph] = longest + durations[subgraph][chunk]
+    return ranks
+
+
+def _task_lists(processors: Sequence[Processor]) -> dict[Device, list[Task]]:
+    """Map each device to an empty list of tasks. Devices of the same processor share one list."""
+    lists: dict[frozenset[str], list[Task]] = {}
+    takers = {d: frozenset(p.name for p in processors if d in p.devices) for d in get_args(Device)}
+    return {device: lists.setdefault(names, []) for device, names in takers.items()}
 
 
 def _distinct(queues: Iterable[list[Task]]) -> list[list[Task]]:

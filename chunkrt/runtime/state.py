@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,14 +21,48 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import KEY_FORMS, Plan
 from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.prefix import Prefix, PrefixPiece, StateForms, copied, writes_of
-from chunkrt.runtime.snapshot import Present, Snapshot
 from chunkrt.runtime.state_file import StateFile, state_file
-from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype, StateTensors
+from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype, StateTensors, Write
 
-_serials = count()
+_serials, _histories = count(), count()
 
 MOST_KEPT = 2
 """Number of snapshots that a state keeps for `rewind`. Conversations return to the most recent ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Contents of a state at a position.
+
+    Attributes:
+        tensors: copies of the tensors by name; of caches only the filled part.
+        first: the first position that rings contain.
+        kept: the snapshots to which the state could be rewound.
+    """
+
+    position: int
+    first: int
+    rope_offset: int
+    tensors: Mapping[str, Array]
+    kept: tuple[Snapshot, ...] = ()
+
+
+class _Present(NamedTuple):
+    """Description of a state after `writes` have been executed. During a run, the writes undo the run.
+
+    Attributes:
+        history: number that stays the same as long as tokens are only added. If it is unchanged, a copy of caches and
+            rings up to a position needs only the later positions.
+        is_running: True if a run has begun and has not completed.
+    """
+
+    position: int
+    first: int
+    rope_offset: int
+    kept: tuple[Snapshot, ...]
+    writes: tuple[Write, ...]
+    history: int
+    is_running: bool = False
 
 
 class State:
@@ -64,14 +99,13 @@ class State:
         self.capacity = capacity
         self.dtype: CacheDtype = dtype
         self.chunk_length = chunk_length or capacity
-        self._present = Present()
+        self._present = _described(0)
         self._tensors = StateTensors(plan, capacity, dtype, self.chunk_length)
-        self._wait: Callable[[], None] | None = None
-
-    @property
-    def tensors(self) -> Mapping[str, Array]:
+        self.tensors: Mapping[str, Array] = self._tensors.by_name
         """Tensors by name."""
-        return self._tensors.by_name
+        self.position_bytes = self._tensors.position_bytes
+        """Bytes of the caches for each position."""
+        self._wait: Callable[[], None] | None = None
 
     @property
     def position(self) -> int:
@@ -90,7 +124,7 @@ class State:
 
     @property
     def history(self) -> int:
-        """Number that stays the same as long as tokens are only added; see `Present.history`."""
+        """Number that stays the same as long as tokens are only added; see `_Present.history`."""
         return self._present.history
 
     @property
@@ -98,19 +132,20 @@ class State:
         """Number of reserved bytes, whether or not they are committed."""
         return sum(array.nbytes for array in self.tensors.values())
 
-    @property
-    def position_bytes(self) -> int:
-        """Bytes of the caches for each position."""
-        return self._tensors.position_bytes
-
     def begin(self, num_tokens: int) -> None:
         """Copy the data that a run of `num_tokens` will overwrite. The copies are kept until `advance` or `roll_back`.
         The executor calls this method.
         """
-        self._settle()
-        changed = self._tensors.overwritten(self.first_in_rings, self.position, num_tokens)
-        undo = tuple((array, ..., array.copy()) for array in changed)
-        self._present = self._present.begun(undo)
+        if self._wait is not None or self._present.writes:
+            self._settle()
+        position, first, rope_offset, kept, _, history, is_running = self._present
+        undo: tuple[Write, ...] = ()
+        if self._tensors.has_overwritten:
+            changed = self._tensors.overwritten(first, position, num_tokens)
+            undo = tuple((array, ..., array.copy()) for array in changed)
+        if is_running:  # the previous run was aborted, so copies of caches may contain its data
+            history = next(_histories)
+        self._present = _Present(position, first, rope_offset, kept, undo, history, True)
 
     def advance(self, num_tokens: int) -> None:
         """Advance the position after tokens have been written. The executor calls this method when a run completes.
@@ -118,14 +153,15 @@ class State:
         Raises:
             ConfigError: the tokens do not fit the capacity.
         """
-        if not 0 <= num_tokens <= self.capacity - self.position:
+        before, first, rope_offset, kept, _, history, _ = self._present
+        if not 0 <= num_tokens <= self.capacity - before:
             raise ConfigError(
-                f"{num_tokens} tokens do not fit at position {self.position} of a state of "
+                f"{num_tokens} tokens do not fit at position {before} of a state of "
                 f"{self.capacity} positions; rewind it, or increase the capacity"
             )
-        position = self.position + num_tokens
-        first = max(self.first_in_rings, position - self._tensors.ring_slots)
-        self._present = self._present.advanced(position, first)
+        position = before + num_tokens
+        first = max(first, position - self._tensors.ring_slots)
+        self._present = _Present(position, first, rope_offset, kept, (), history)
 
     def roll_back(self, wait: Callable[[], None] | None = None) -> None:
         """Undo a run that did not complete, so the state is the same as before the run.
@@ -134,9 +170,10 @@ class State:
             wait: function that waits for tasks of the run that may still write. If it is given, the run is undone at
                 the next use of the state.
         """
-        self._wait = wait
-        if wait is None:
-            self._settle()
+        if wait is not None:
+            self._wait = wait
+        else:
+            self._write()
 
     def rewind(self, position: int) -> int:
         """Rewind the state to `position`, or to an earlier position if the data needed at `position` are no longer
@@ -153,7 +190,8 @@ class State:
         self._settle()
         kept = tuple(snapshot for snapshot in self._present.kept if snapshot.position <= position)
         if position == self.position or self._tensors.can_rewind(self.first_in_rings, position):
-            self._present = self._present.rewound(position, kept)
+            history = self.history if position == self.position else next(_histories)
+            self._present = self._present._replace(position=position, kept=kept, history=history)
         elif kept:
             self._become(kept[-1], kept)
         else:
@@ -163,7 +201,7 @@ class State:
     def reset(self, rope_offset: int = 0) -> None:
         """Return to position 0, and use the rows of the rotary tables from `rope_offset` on."""
         self._settle()
-        self._present = Present(rope_offset=rope_offset, writes=self._tensors.to_be_empty())
+        self._present = _described(0, rope_offset=rope_offset, writes=self._tensors.to_be_empty())
         self._settle()
 
     def keep_snapshot(self) -> None:
@@ -175,7 +213,7 @@ class State:
         if fixed := self._tensors.rings | self._tensors.recurrent:
             before = [kept for kept in self._present.kept if kept.position < self.position]
             copies = {name: array.copy() for name, array in fixed.items()}
-            self._present = replace(self._present, kept=(*before, self._snapshot(copies))[-MOST_KEPT:])
+            self._present = self._present._replace(kept=(*before, self._snapshot(copies))[-MOST_KEPT:])
 
     def mark(self) -> Snapshot:
         """Return a mark of the present contents for `return_to`. Caches are not copied, because runs do not overwrite
@@ -223,8 +261,8 @@ class State:
         pieces are copied.
         """
         self._settle()
-        self._present = Present(
-            position=prefix.position,
+        self._present = _described(
+            prefix.position,
             first=prefix.rings_from,
             rope_offset=self.rope_offset,
             kept=self._present.kept,
@@ -281,7 +319,7 @@ class State:
         if position < keep or (first and first > self._tensors.first_seen(position)):
             return self.rewind(min(keep, self.position))
         writes = self._tensors.to_be_shifted(self.first_in_rings, self.position, keep, drop)
-        self._present = Present(position=position, first=first, rope_offset=self.rope_offset, writes=writes)
+        self._present = _described(position, first=first, rope_offset=self.rope_offset, writes=writes)
         self._settle()
         return position
 
@@ -307,8 +345,8 @@ class State:
         self._settle()
         arrays, numbers = state_file(path).read(self._expected, ("position", "rope_offset", "raw_keys"), self.tensors)
         position = numbers["position"]
-        self._present = Present(
-            position=position,
+        self._present = _described(
+            position,
             first=self._tensors.first_seen(position),
             rope_offset=numbers["rope_offset"],
             writes=self._tensors.to_be_seen(arrays, position),
@@ -340,8 +378,8 @@ class State:
         )
 
     def _become(self, snapshot: Snapshot, kept: tuple[Snapshot, ...]) -> None:
-        self._present = Present(
-            position=snapshot.position,
+        self._present = _described(
+            snapshot.position,
             first=snapshot.first,
             rope_offset=snapshot.rope_offset,
             kept=kept,
@@ -354,7 +392,22 @@ class State:
         if self._wait is not None:
             self._wait()
             self._wait = None
+        self._write()
+
+    def _write(self) -> None:
         if self._present.writes:
             for array, key, value in self._present.writes:
                 array[key] = value
-            self._present = replace(self._present, writes=())
+            self._present = self._present._replace(writes=())
+
+
+def _described(
+    position: int,
+    *,
+    first: int = 0,
+    rope_offset: int = 0,
+    kept: tuple[Snapshot, ...] = (),
+    writes: tuple[Write, ...] = (),
+) -> _Present:
+    """Return the description of a state with new contents."""
+    return _Present(position, first, rope_offset, kept, writes, next(_histories))

@@ -2,8 +2,8 @@
 
 Three kinds of tensors exist. A cache [kv_heads, P, head_dim] contains the keys or values of every position. The ring of
 a window [kv_heads, W, head_dim] contains the keys or values of the last W positions; position p is stored in slot p
-modulo W. A recurrent tensor has a fixed shape, and contains the state of a layer after all tokens so far.
-`tiled_cache.py` defines the layout of bfloat16 caches.
+modulo W. A recurrent tensor has a fixed shape, and contains the state of a layer after all tokens so far. The last part
+of this file defines the layout of bfloat16 caches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.plan import Plan, Tensor, resolve
 from chunkrt.runtime.buffers import Array, aligned_zeros
-from chunkrt.runtime.tiled_cache import BLOCK, by_slot, tiled_shape, whole_blocks
 
 CacheDtype = Literal["float32", "float16", "int8", "bfloat16"]
 CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
@@ -84,6 +83,8 @@ class StateTensors:
         """Bytes of the caches for each position."""
         self._are_tiled = dtype == "bfloat16"
         self._values = plan.value_caches if self._are_tiled else frozenset[str]()
+        self.has_overwritten = bool(self.rings or self.recurrent)
+        """True if runs overwrite data of the tensors."""
         self.ring_slots = slots["W"]
         self.window = plan.window
 
@@ -191,3 +192,30 @@ def _cache(shape: tuple[int, ...], dtype: CacheDtype) -> Array:
         return aligned_zeros(tiled_shape(heads, slots, head_dim), np.uint16)
     with_scales = head_dim + -(-head_dim // INT8_GROUP) * np.dtype(np.float32).itemsize
     return aligned_zeros((heads, slots, with_scales) if dtype == "int8" else shape, dtype)
+
+
+BLOCK = 64
+"""Number of slots in a block, which is stored contiguously."""
+
+_TILE, _DEPTH = 16, 32
+
+
+def tiled_shape(heads: int, slots: int, head_dim: int) -> tuple[int, int, int]:
+    """Return the shape of an array for at least `slots` slots."""
+    return heads, whole_blocks(slots), -(-head_dim // _DEPTH) * _DEPTH
+
+
+def whole_blocks(slots: int) -> int:
+    """Return the number of slots rounded up to complete blocks."""
+    return -(-slots // BLOCK) * BLOCK
+
+
+def by_slot(array: Array, slots: Array, *, are_values: bool) -> tuple[Array, Any]:
+    """Return a view of an array and an index into the view that selects the given slots, [heads, slots, width / n,
+    n]."""
+    heads, num_slots, width = array.shape
+    if are_values:
+        tiles = array.reshape(heads, num_slots // BLOCK, width // _TILE, BLOCK // 2, _TILE, 2)
+        return tiles.transpose(0, 1, 3, 5, 2, 4), (slice(None), slots // BLOCK, slots % BLOCK // 2, slots % 2)
+    tiles = array.reshape(heads, num_slots // _TILE, width // 2, _TILE, 2)
+    return tiles.transpose(0, 1, 3, 2, 4), (slice(None), slots // _TILE, slots % _TILE)

@@ -1,108 +1,362 @@
-"""Chunks in flight through the decoder: the segments of jobs in each chunk, and the computation of tasks."""
+"""A stream: chunks in flight through an executor, whose tasks worker threads compute.
+
+The threads wait on condition variables that share one lock. Under this lock a worker reports the task that has ended
+and claims the next one in a single step. No ready task is missed: the worker that ends a task claims one task itself,
+and wakes one idle worker for each remaining ready task.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from threading import Lock
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from threading import Condition, Lock, Thread
+from time import perf_counter_ns
+from typing import NamedTuple
 
-import numpy as np
-
-from chunkrt.backends.base import Passage
-from chunkrt.graph.flow import Flow, Route
-from chunkrt.runtime.binding import BoundSubgraph
-from chunkrt.runtime.buffers import ChunkBuffers
-from chunkrt.runtime.job import Segment
-from chunkrt.runtime.task_clock import TaskClock
-from chunkrt.runtime.tasks import Task
+from chunkrt.errors import ClosedError
+from chunkrt.gate import Bell
+from chunkrt.runtime.affinity import running_on
+from chunkrt.runtime.executor import Executor, ExecutorSet
+from chunkrt.runtime.request import Chunk, Request
+from chunkrt.runtime.tasks import Processor, Task, TaskEvent
 
 
-class Chunk:
-    """A chunk: consecutive segments, one for each job with rows in the chunk.
+class _EndedChunk(NamedTuple):
+    """A chunk that has ended, with its tasks in the order in which they ended, and its error if it failed."""
 
-    `number` identifies the chunk if other ranks compute it too; see `Key.number`.
-    """
-
-    def __init__(self, segments: Sequence[Segment], flow: Flow, number: int = 0) -> None:
-        self.number = number
-        self.segments = tuple(segments)
-        self.num_tokens = sum(segment.num_tokens for segment in self.segments)
-        self.num_rows = sum(segment.num_rows for segment in self.segments)
-        """Number of rows whose logits are requested."""
-        self.wants_hidden = any(segment.job.run.logits == "hidden" for segment in self.segments)
-        self.route: Route = self._route(flow)
-        """Subgraphs that the chunk passes through."""
-        self.loading = Lock()
-        self.is_loaded = False
-
-    def _route(self, flow: Flow) -> Route:
-        if not self.num_rows and not self.wants_hidden:
-            return flow.without_logits
-        if self.segments[0].job.run.is_for_others:
-            return flow.with_sums
-        return flow.with_logits if self.num_rows else flow.with_hidden
-
-    def load(self, buffers: ChunkBuffers) -> None:
-        """Fill the graph inputs. Every first task calls this method, but only the first call has an effect."""
-        with self.loading:
-            if not self.is_loaded:
-                buffers.load(self.segments)
-                self.is_loaded = True
+    number: int
+    chunk: Chunk
+    events: list[TaskEvent]
+    error: BaseException | None
 
 
 class Stream:
-    """The chunks in flight.
+    """Threads that take chunks through an executor, which is not used by other code at the same time.
 
     Args:
-        chunks: the chunks by number.
-        flow: data flow of the decoder.
-        subgraphs: the plan's subgraphs, bound to `slots`.
-        slots: the buffers of each chunk slot.
-        clock: records the tasks in progress.
+        executor: the executor, which provides subgraphs, slots and policy. One thread is started for each worker of its
+            processors.
+        on_end: called, in any thread, when a chunk has ended or the stream has stopped. It must not block.
+        chunks: all chunks of one sequence, in order; by default chunks are admitted later.
+
+    Raises:
+        RuntimeError: the system has no more threads.
     """
 
-    def __init__(
-        self,
-        chunks: dict[int, Chunk],
-        flow: Flow,
-        subgraphs: Sequence[BoundSubgraph],
-        slots: Sequence[ChunkBuffers],
-        clock: TaskClock,
-    ) -> None:
-        self.chunks, self._clock = chunks, clock
-        self._waits_for, self._hidden, self._subgraphs, self._slots = flow.waits_for, flow.hidden, subgraphs, slots
+    def __init__(self, executor: Executor, on_end: Callable[[], None], chunks: Sequence[Chunk] = ()) -> None:
+        executor.wait_for_threads()
+        self.executor = executor
+        self._on_end = on_end
+        self._schedule = executor.schedule(chunks)
+        self._chunks = dict(enumerate(chunks))
+        """Chunks that `take_ended` has not returned yet, by number."""
+        self._events: dict[int, list[TaskEvent]] = {number: [] for number in self._chunks}
+        """Events of these chunks, in the order in which the tasks ended; guarded by the lock."""
+        self._error: BaseException | None = None
+        """Error of a policy, or another error that stopped a thread."""
+        self._lock = Lock()
+        self._num_working = 0
+        """Number of threads that have not ended. `Thread.is_alive` is not reliable: in Python 3.11 it is False for a
+        running thread after an interrupt during a `join` on it.
+        """
+        self._no_thread_works = Lock()
+        self._idle = [(processor, Condition(self._lock)) for processor in self._schedule.processors]
+        self._threads = [
+            Thread(
+                target=self._work,
+                args=(processor, idle, worker),
+                name=f"chunkrt-{processor.name}-{worker}",
+                daemon=True,  # a thread that is stuck in a driver must not keep the process alive
+            )
+            for processor, idle in self._idle
+            for worker in range(processor.workers)
+        ]
+        executor.last_stream = self
+        try:
+            with nullcontext() if executor.cpus is None else running_on(executor.cpus):
+                for thread in self._threads:
+                    thread.start()
+        except BaseException:
+            self.close()
+            raise
 
-    def compute(self, task: Task, slot: int) -> Passage | None:
-        """Compute one task, whose chunk is in the given chunk slot. The thread of any worker may call this method."""
-        index, number = task
-        chunk, subgraph = self.chunks[number], self._subgraphs[index]
-        if not self._waits_for[index]:
-            chunk.load(self._slots[slot])
-        with self._clock.running():
-            passage = self._run(subgraph, slot, chunk)
-        if chunk.wants_hidden and index == self._hidden:  # before a later task reuses the memory
-            self._slots[slot].give_hidden(chunk.segments)
-        if index == chunk.route.subgraphs[-1]:
-            for segment in chunk.segments:
-                if (on_tokens := segment.job.run.on_tokens) is not None:
-                    on_tokens(segment.num_tokens)
-        return passage
+    @property
+    def num_in_flight(self) -> int:
+        """Number of chunks that are in flight, or have ended but were not returned by `take_ended` yet."""
+        return len(self._chunks)
 
-    def _run(self, subgraph: BoundSubgraph, slot: int, chunk: Chunk) -> Passage | None:
-        if subgraph.rows == "T":
-            return subgraph.run(slot, chunk.segments, chunk.num_tokens, chunk.number)
-        if len(chunk.segments) == 1:
-            subgraph.run_logit_rows(slot, chunk.num_tokens, chunk.num_rows, chunk.segments[0].logits)
-        else:
-            self._run_logit_rows(subgraph, slot, chunk)
-        return None
+    @property
+    def has_room(self) -> bool:
+        """True if a slot is free for another chunk."""
+        return self.num_in_flight < len(self.executor.slots)
 
-    def _run_logit_rows(self, subgraph: BoundSubgraph, slot: int, chunk: Chunk) -> None:
-        """Compute the logits of the requested rows, which are consecutive in the chunk, and copy them to the jobs."""
-        group = subgraph.logit_group
-        together = self._slots[slot].logits(-(-chunk.num_rows // group) * group)
-        subgraph.run_logit_rows(slot, chunk.num_tokens, chunk.num_rows, together)
-        if subgraph.has_logits:
-            row = 0
-            for segment in chunk.segments:
-                np.copyto(segment.logits[: segment.num_rows], together[row : row + segment.num_rows])
-                row += segment.num_rows
+    def admit(self, chunk: Chunk, after: Iterable[int]) -> int:
+        """Admit a chunk, and return its number. Requires `has_room`.
+
+        `after` lists the numbers of the chunks with earlier tokens of the same sequences.
+        """
+        durations = self.executor.durations_of(chunk)
+        with self._lock:
+            number = self._schedule.admit(chunk.route, after, durations)
+            self._chunks[number], self._events[number] = chunk, []
+            self._announce()
+        return number
+
+    def recall(self) -> None:
+        """Withdraw the last chunks of which no task has begun."""
+        with self._lock:
+            num_left = self._schedule.recall()
+            for number in [number for number in self._chunks if number >= num_left]:
+                del self._chunks[number], self._events[number]
+
+    def take_ended(self) -> list[_EndedChunk]:
+        """Return the chunks that have ended since the last call. Raise the error of the policy, if it failed."""
+        with self._lock:
+            passed = self._schedule.ended.copy()
+            self._schedule.ended.clear()
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback refers to the stream
+        ended = []
+        for number, failure in passed:
+            chunk, events = self._chunks.pop(number), self._events.pop(number)
+            error = None if failure is None else self.executor.failure(failure[0].subgraph, chunk, failure[1])
+            ended.append(_EndedChunk(number, chunk, events, error))
+        return ended
+
+    @property
+    def are_threads_running(self) -> bool:
+        """True if some threads have not ended."""
+        return self._num_working > 0
+
+    def close(self) -> None:
+        """Stop the threads after their running tasks, and wait for them."""
+        self._stop()  # a thread that starts after this claims no task
+        with self._no_thread_works:
+            pass
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+        self.executor.last_stream = None
+
+    def _work(self, processor: Processor, idle: Condition, worker: int) -> None:
+        with self._lock:
+            if not self._num_working:
+                self._no_thread_works.acquire()
+            self._num_working += 1
+        try:
+            self._run_tasks(processor, idle, worker)
+        except BaseException as error:
+            self._error = error
+            self._stop()
+            self._on_end()
+        finally:
+            with self._lock:
+                self._num_working -= 1
+                if not self._num_working:
+                    self._no_thread_works.release()
+
+    def _run_tasks(self, processor: Processor, idle: Condition, worker: int) -> None:
+        executor, schedule = self.executor, self._schedule
+        task = self._claim(processor, idle)
+        while task is not None:
+            start_ns = perf_counter_ns()
+            try:
+                passage = executor.run_task(task.subgraph, self._chunks[task.chunk], schedule.slot(task.chunk))
+            except BaseException as error:
+                with self._lock:
+                    schedule.fail(task, error)
+                    self._announce()
+                task = self._claim(processor, idle)
+            else:
+                event = TaskEvent(task, processor.name, worker, start_ns, perf_counter_ns(), passage)
+                task = self._claim(processor, idle, event)
+
+    def _claim(self, processor: Processor, idle: Condition, ended: TaskEvent | None = None) -> Task | None:
+        """Report the completed task and claim the next one in a single step. Return None when no further task will
+        follow.
+        """
+        schedule = self._schedule
+        with self._lock:
+            if ended is not None:
+                self._events[ended.task.chunk].append(ended)
+                schedule.complete(ended.task)
+            while True:
+                task = None if schedule.is_finished else schedule.claim(processor)
+                if ended is not None or schedule.is_finished:
+                    self._announce()
+                    ended = None
+                if task is not None or schedule.is_finished:
+                    return task
+                idle.wait()
+
+    def _stop(self) -> None:
+        with self._lock:
+            if not self._schedule.is_finished:
+                self._schedule.cancel()
+            self._announce()
+
+    def _announce(self) -> None:
+        """Wake an idle worker for every ready task, and all threads at the end."""
+        schedule = self._schedule
+        if schedule.ended:
+            self._on_end()
+        for processor, idle in self._idle:
+            if schedule.is_finished:
+                idle.notify_all()
+            elif num_ready := schedule.num_ready(processor):
+                idle.notify(num_ready)
+
+
+def compute_alone(
+    executor: Executor,
+    request: Request,
+    *,
+    number: int = 0,
+    most: int | None = None,
+    must_stop: Callable[[], bool] = bool,
+    bell: Bell | None = None,
+) -> None:
+    """Compute the next tokens of a request, without sharing chunks, up to the executor's reach. The caller manages the
+    state.
+
+    The tokens are computed in the calling thread, or, if their tasks can overlap, by the threads of a stream, while the
+    calling thread waits, so that an interrupt reaches it. After an error all threads have ended. (After a second
+    interrupt they may still run. Then `Request.wait_for_writers` waits for them, as does the next use of the executor.)
+
+    Args:
+        executor: an executor that no other thread uses.
+        request: a request that has begun.
+        number: number of this unit of work if other ranks compute it too; see `Key.number`.
+        most: maximum number of tokens; by default all remaining ones.
+        must_stop: returns True if no further chunk should begin, because another request waits. It is called whenever
+            the bell rings.
+        bell: wakes this thread; by default a new one.
+
+    Raises:
+        BackendError: a task failed.
+        ClosedError: the request was cancelled.
+    """
+    executor.wait_for_threads()
+    end = request.token_ids.size if most is None else min(request.token_ids.size, request.num_taken + most)
+
+    def next_chunk() -> Chunk | None:
+        left = end - request.num_taken
+        if not left or not executor.reaches(request.position + request.num_taken):
+            return None
+        return Chunk((request.take(min(left, executor.chunk_length)),), executor.plan.flow, number)
+
+    left = end - request.num_taken
+    if executor.overlaps(left):
+        _compute_in_stream(executor, request, next_chunk, must_stop, bell or Bell())
+        return
+    if left > executor.chunk_length and executor.policy.is_concurrent:
+        with running_on(executor.cpus):
+            _compute_in_order_of_policy(executor, request, next_chunk, must_stop)
+        return
+    while True:
+        _check_goes_on(request)
+        if (chunk := next_chunk()) is None:
+            return
+        request.note(executor.pipeline_in_caller, chunk.segments[0], executor.compute(chunk))
+        if must_stop():
+            return
+
+
+def _compute_in_order_of_policy(
+    executor: Executor, request: Request, next_chunk: Callable[[], Chunk | None], must_stop: Callable[[], bool]
+) -> None:
+    """Compute several chunks in the calling thread, one task at a time."""
+    first, chunks = request.num_taken, list(iter(next_chunk, None))
+    request.num_taken = first  # a chunk counts when it has been computed
+    schedule, events = executor.schedule(chunks), [list[TaskEvent]() for _ in chunks]
+    while True:
+        for number, _ in schedule.ended:
+            segment = chunks[number].segments[0]
+            request.note(executor.pipeline_in_caller, segment, events[number])
+            request.num_taken += segment.num_tokens
+        schedule.ended.clear()
+        if must_stop():
+            schedule.recall()
+        if schedule.is_finished:
+            return
+        _check_goes_on(request)
+        claims = ((processor, schedule.claim(processor)) for processor in schedule.processors)
+        processor, task = next((processor, task) for processor, task in claims if task is not None)
+        chunk, start_ns = chunks[task.chunk], perf_counter_ns()
+        try:
+            passage = executor.run_task(task.subgraph, chunk, schedule.slot(task.chunk))
+        except Exception as error:
+            raise executor.failure(task.subgraph, chunk, error)  # noqa: B904 - it has its cause
+        events[task.chunk].append(TaskEvent(task, processor.name, 0, start_ns, perf_counter_ns(), passage))
+        schedule.complete(task)
+
+
+def _compute_in_stream(
+    executor: Executor,
+    request: Request,
+    next_chunk: Callable[[], Chunk | None],
+    must_stop: Callable[[], bool],
+    bell: Bell,
+) -> None:
+    _check_goes_on(request)
+    first, chunks = request.num_taken, list(iter(next_chunk, None))
+    request.num_taken = first  # a chunk counts when it has been computed
+    computed, events = list[Chunk](), list[list[TaskEvent]]()
+    stream = Stream(executor, bell.ring, chunks)
+    try:
+        while stream.num_in_flight:
+            bell.wait()
+            for ended in stream.take_ended():
+                if ended.error is not None:
+                    request.stop(ended.error)
+                    break
+                segment = ended.chunk.segments[0]
+                request.note(executor.pipeline, segment, ended.events)
+                request.num_taken += segment.num_tokens
+                computed.append(ended.chunk)
+                events.append(ended.events)
+            if request.error is not None:
+                break
+            _check_goes_on(request)
+            if must_stop():
+                stream.recall()
+    finally:
+        try:
+            stream.close()
+        finally:
+            request.wait_for_writers = stream.close if stream.are_threads_running else None
+    request.raise_error()
+    if computed:
+        executor.learn(computed, events)
+
+
+def _check_goes_on(request: Request) -> None:
+    if request.num_left and request.is_over:
+        raise ClosedError(f"the request was cancelled after {request.num_taken} of {request.token_ids.size} tokens")
+
+
+def take_part(executors: ExecutorSet, name: str, requests: Sequence[Request], number: int) -> None:
+    """Compute the same work as another rank: tokens of a single request, or a chunk of several requests. No state
+    advances.
+
+    Args:
+        executors: the executors.
+        name: name of the executor.
+        requests: the requests.
+        number: see `Key.number`.
+
+    Raises:
+        BackendError: a task failed on this rank or on another one.
+    """
+    executor: Executor = getattr(executors, name)
+    for request in requests:
+        request.begin(executor.plan, 1)
+    if len(requests) == 1:
+        compute_alone(executor, requests[0], number=number)
+    else:
+        segments = [request.take(executor.chunk_length) for request in requests]
+        executor.wait_for_threads()
+        executor.compute(Chunk(segments, executor.plan.flow, number))

@@ -95,10 +95,3 @@ def with_link(processors: Sequence[Processor], plan: Plan, chunks_in_flight: int
         return tuple(processors)
     link = Processor(name="link", devices=frozenset(("link",)), workers=chunks_in_flight)
     return (link, *processors)
-
-
-def task_lists(processors: Sequence[Processor]) -> dict[Device, list[Task]]:
-    """Map each device to an empty list of tasks. Devices of the same processor share one list."""
-    lists: dict[frozenset[str], list[Task]] = {}
-    takers = {d: frozenset(p.name for p in processors if d in p.devices) for d in get_args(Device)}
-    return {device: lists.setdefault(names, []) for device, names in takers.items()}

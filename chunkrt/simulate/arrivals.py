@@ -19,7 +19,7 @@ MOST_TOKENS = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SimulatedRequest:
     """A prompt, and the number of tokens to generate after it.
 
     Attributes:
@@ -35,7 +35,7 @@ class Request:
 class Load:
     """Requests, and the number of requests that were clipped to the context length."""
 
-    requests: Sequence[Request]
+    requests: Sequence[SimulatedRequest]
     num_cut: int
 
 
@@ -75,7 +75,7 @@ def draw(arrivals: str, prompt: str, generate: str, *, requests: int, context_le
             tokens = min(tokens, context_length - 1)
             new = min(new, context_length - tokens)
             num_cut += 1
-        found.append(Request(arrival_ns=arrival_ns, prompt=tokens, generate=new))
+        found.append(SimulatedRequest(arrival_ns=arrival_ns, prompt=tokens, generate=new))
         if len(found) == requests:
             break
     return Load(requests=found, num_cut=num_cut)

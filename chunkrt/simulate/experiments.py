@@ -53,7 +53,7 @@ POINTS_OF_A_WORKER = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class GridRow:
     """One point of the grid and its results, as in `chunkrt.simulate.Simulation`.
 
     Attributes:
@@ -79,11 +79,11 @@ class Row:
     energy_joules: float | None
 
 
-class Rows(list[Row]):
+class Rows(list[GridRow]):
     """The rows of an experiment, in the order of its grid."""
 
     def to_pandas(self) -> Any:
-        """Return a pandas DataFrame with the fields of `Row` as columns. Placements are texts: "lm_head=npu,
+        """Return a pandas DataFrame with the fields of `GridRow` as columns. Placements are texts: "lm_head=npu,
         model.norm=cpu".
 
         Raises:
@@ -94,7 +94,7 @@ class Rows(list[Row]):
         except ImportError as error:
             raise ConfigError("a data frame needs pandas, which is not installed: pip install pandas") from error
         records = [asdict(row) | {"placement": placement_text(row.placement)} for row in self]
-        return pandas.DataFrame(records, columns=[field.name for field in fields(Row)])
+        return pandas.DataFrame(records, columns=[field.name for field in fields(GridRow)])
 
     def _repr_html_(self) -> str:
         shown = ("model", "device", "scheme", "prompt_length", "chunk_length", "policy")
@@ -206,17 +206,17 @@ def _simulated(point: _Point) -> _Point:
     return device, placement, scheme, prompt_length, chunk_length, policy, chunks_in_flight
 
 
-def _run_here(grid: _Grid, points: list[_Point], progress: Progress) -> list[Row]:
-    rows = list[Row]()
+def _run_here(grid: _Grid, points: list[_Point], progress: Progress) -> list[GridRow]:
+    rows = list[GridRow]()
     for point in points:
         rows.append(_row(grid, point))
         progress("simulating", len(rows), len(points))
     return rows
 
 
-def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress) -> list[Row]:
+def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress) -> list[GridRow]:
     """Run on worker processes. These are spawned, because a fork would copy locks that threads of this process hold."""
-    rows = list[Row]()
+    rows = list[GridRow]()
     others = set(active_children())
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (grid,)) as pool:
         try:
@@ -272,11 +272,11 @@ def _start_worker(grid: _Grid) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
 
 
-def _row_of_worker(point: _Point) -> Row:
+def _row_of_worker(point: _Point) -> GridRow:
     return _row(_worker_grid, point)
 
 
-def _row(grid: _Grid, point: _Point) -> Row:
+def _row(grid: _Grid, point: _Point) -> GridRow:
     device, placement, scheme, prompt_length, chunk_length, policy, chunks_in_flight = point
     simulation = simulate(
         grid.plans[placement],
@@ -288,7 +288,7 @@ def _row(grid: _Grid, point: _Point) -> Row:
         chunks_in_flight=chunks_in_flight,
     )
     own = {"model": grid.model, "placement": grid.placements[placement]}
-    return Row(**own, **{f.name: getattr(simulation, f.name) for f in fields(Row) if f.name not in own})  # type: ignore[arg-type]
+    return GridRow(**own, **{f.name: getattr(simulation, f.name) for f in fields(GridRow) if f.name not in own})  # type: ignore[arg-type]
 
 
 def plans_of(model: str | Path | Shape, placements: Sequence[Placement], progress: Progress) -> list[Plan]:

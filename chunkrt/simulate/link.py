@@ -11,7 +11,7 @@ from math import isfinite
 from pathlib import Path
 
 from chunkrt.errors import ConfigError, unknown_name
-from chunkrt.runtime.ranks.exchange import exchange_of
+from chunkrt.runtime.ranks.messages import exchange_of
 from chunkrt.simulate.tables import Source, build, read_table
 
 _FOLDER = Path(__file__).parent / "links"

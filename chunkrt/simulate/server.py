@@ -1,6 +1,6 @@
 """A server on a virtual clock: sequences arrive, are batched into chunks, and leave.
 
-The server feeds an open schedule by the conductor's rules. Whenever a chunk may enter, the batcher gets all waiting
+The server feeds an open schedule by the scheduler's rules. Whenever a chunk may enter, the batcher gets all waiting
 sequences. While any sequence decodes, only two chunks are in flight. If single tokens run on the CPU alone although an
 NPU exists, only one such chunk runs at a time.
 """
@@ -15,17 +15,18 @@ from chunkrt.graph.flow import Route
 from chunkrt.runtime.batcher import Batcher, Waiting, next_chunk
 from chunkrt.runtime.record import ChunkRecord, SegmentRecord
 from chunkrt.runtime.schedule import Schedule
-from chunkrt.simulate.arrivals import Request
+from chunkrt.runtime.scheduler import MOST_WHILE_DECODING
+from chunkrt.simulate.arrivals import SimulatedRequest
 
 
-class Admission(NamedTuple):
+class ChunkCosts(NamedTuple):
     """Computation of a chunk: its route through the plan, and the duration of each of its tasks alone, by subgraph."""
 
     route: Route
     durations: Sequence[int]
 
 
-Admit = Callable[[ChunkRecord, int, bool], Admission]
+Admit = Callable[[ChunkRecord, int, bool], ChunkCosts]
 """Function of a chunk, the number of its rows that need logits, and a flag: the chunk bypasses the NPU and runs on the
 CPU.
 """
@@ -33,13 +34,8 @@ CPU.
 DecodesApart = Callable[[Sequence[int]], bool]
 """Function of the positions of decoding sequences; returns True if these sequences bypass the NPU."""
 
-MOST_WHILE_DECODING = 2
-"""Maximum number of chunks in flight while any sequence decodes, because a decoding sequence waits for all chunks
-before its own. The conductor has the same rule.
-"""
 
-
-class Client:
+class SimulatedClient:
     """A request in progress: a sequence that waits for chunks to take its tokens.
 
     Args:
@@ -48,7 +44,7 @@ class Client:
         arrival_ns: its arrival time.
     """
 
-    def __init__(self, number: int, request: Request, arrival_ns: float) -> None:
+    def __init__(self, number: int, request: SimulatedRequest, arrival_ns: float) -> None:
         self.number, self.request, self.arrival_ns = number, request, arrival_ns
         self.start_ns = 0.0
         """Time at which the request was admitted."""
@@ -92,7 +88,7 @@ class Server:
     def __init__(
         self,
         schedule: Schedule,
-        requests: Sequence[Request],
+        requests: Sequence[SimulatedRequest],
         batcher: Batcher,
         *,
         chunk_length: int,
@@ -108,17 +104,17 @@ class Server:
         self._chunk_length, self._step, self._prompt_ns = chunk_length, step, prompt_ns
         self._most_sessions, self._most_in_flight = most_sessions, most_in_flight
         self._coming = deque(enumerate(requests))
-        self._queue: deque[Client] = deque()
-        self._waiting: list[Client] = []
+        self._queue: deque[SimulatedClient] = deque()
+        self._waiting: list[SimulatedClient] = []
         """Requests with tokens that no chunk has taken; the request that has waited longest is first."""
-        self._inside: list[Client] = []
-        self._flying: dict[int, list[tuple[Client, bool]]] = {}
+        self._inside: list[SimulatedClient] = []
+        self._flying: dict[int, list[tuple[SimulatedClient, bool]]] = {}
         """Requests of each chunk in flight. The flag of a request is True if the chunk contains the last of its waiting
         tokens.
         """
         self._apart: int | None = None
         """The chunk that bypasses the NPU, if one exists."""
-        self.clients: list[Client] = []
+        self.clients: list[SimulatedClient] = []
         """All requests that have arrived."""
         self.chunks: list[ChunkRecord] = []
         """All chunks that were formed."""
@@ -142,7 +138,7 @@ class Server:
             calls.append(arrival_ns)
         return min(calls, default=None)
 
-    def _is_ready(self, client: Client, now: float) -> bool:
+    def _is_ready(self, client: SimulatedClient, now: float) -> bool:
         return client.start_ns + self._prompt_ns <= now
 
     def _take_in(self, now: float) -> None:
@@ -153,7 +149,7 @@ class Server:
             if not (has_room if request.arrival_ns is None else request.arrival_ns <= now):
                 break
             self._coming.popleft()
-            client = Client(number, request, now if request.arrival_ns is None else request.arrival_ns)
+            client = SimulatedClient(number, request, now if request.arrival_ns is None else request.arrival_ns)
             self.clients.append(client)
             self._queue.append(client)
         while self._queue and len(self._inside) < self._most_sessions:
@@ -162,7 +158,7 @@ class Server:
             self._inside.append(client)
             self._waiting.append(client)
 
-    def _note_token(self, client: Client, now: float) -> None:
+    def _note_token(self, client: SimulatedClient, now: float) -> None:
         client.token_ns.append(now)
         if len(client.token_ns) == client.request.generate:
             self._inside.remove(client)
@@ -170,7 +166,7 @@ class Server:
             client.num_left, client.num_passed = 1, 0
             self._waiting.append(client)
 
-    def _form_chunks(self, ready: Sequence[Client]) -> None:
+    def _form_chunks(self, ready: Sequence[SimulatedClient]) -> None:
         if self._apart is not None:
             return
         decoding = [client for client in ready if client.is_decode]
@@ -186,7 +182,7 @@ class Server:
         if is_apart:
             self._apart = self._form_chunk(decoding, is_apart=True)
 
-    def _form_chunk(self, ready: Sequence[Client], *, is_apart: bool) -> int:
+    def _form_chunk(self, ready: Sequence[SimulatedClient], *, is_apart: bool) -> int:
         """Form a chunk of some waiting requests; return its number."""
         waiting = [Waiting(c.num_left, c.is_decode, c.num_passed, self._step) for c in ready]
         takes = next_chunk(self._batcher, waiting, self._chunk_length)

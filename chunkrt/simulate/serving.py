@@ -17,7 +17,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme, find_scheme
 from chunkrt.runtime.batcher import DEFAULT_BATCHER, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
-from chunkrt.runtime.lanes import DecodeOn, parting_step
+from chunkrt.runtime.executor import DecodeOn, parting_step
 from chunkrt.runtime.policy import find_policy
 from chunkrt.runtime.record import ChunkRecord, RunRecord
 from chunkrt.runtime.schedule import Schedule
@@ -26,11 +26,11 @@ from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 from chunkrt.simulate.arrivals import Load
 from chunkrt.simulate.measured import MeasuredProfile
 from chunkrt.simulate.profile import DeviceProfile
-from chunkrt.simulate.server import Admission, Server
+from chunkrt.simulate.server import ChunkCosts, Server
 from chunkrt.simulate.serving_costs import ServingCosts, has_npu, never, serving_costs
 from chunkrt.simulate.serving_records import serving_records
 from chunkrt.simulate.simulator import check_costs_are_known
-from chunkrt.simulate.work import Chunk
+from chunkrt.simulate.work import ChunkWork
 
 
 class Spread(NamedTuple):
@@ -194,14 +194,14 @@ def serve(
         for has_logits in (False, True)
     }
 
-    def admit(chunk: ChunkRecord, num_rows: int, is_apart: bool) -> Admission:
-        costs.chunks.append(Chunk.shared([(s.position, s.num_tokens) for s in chunk.segments], num_rows))
+    def admit(chunk: ChunkRecord, num_rows: int, is_apart: bool) -> ChunkCosts:
+        costs.chunks.append(ChunkWork.shared([(s.position, s.num_tokens) for s in chunk.segments], num_rows))
         ways.append("cpu" if is_apart else next(iter(costs.ways)))
         route = routes[ways[-1], num_rows > 0]
         durations = [0] * size
         for subgraph in route.subgraphs:
             durations[subgraph] = costs.work_of(Task(subgraph, chunk.number)).ns
-        return Admission(route, durations)
+        return ChunkCosts(route, durations)
 
     server = Server(
         schedule,

@@ -14,14 +14,14 @@ from chunkrt.errors import ConfigError
 from chunkrt.graph.flow import Route
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
-from chunkrt.runtime.lanes import DecodeOn
+from chunkrt.runtime.executor import DecodeOn
 from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.virtual_clock import Speeds
 from chunkrt.simulate.measured import MeasuredProfile
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.simulator import measured_costs
 from chunkrt.simulate.speeds import crowd_speeds, memory_speeds
-from chunkrt.simulate.work import Chunk, ModelledWork, Work, WorkOf, measured_work
+from chunkrt.simulate.work import ChunkWork, ModelledWork, Work, WorkOf, measured_work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class ServingCosts:
     ways: Mapping[str, Way]
     processors: tuple[Processor, ...]
     prompt_ns: float
-    chunks: list[Chunk]
+    chunks: list[ChunkWork]
     work_of: WorkOf
     speeds: Speeds
     decodes_apart: Callable[[Sequence[int]], bool]
@@ -90,7 +90,7 @@ def serving_costs(
         return _measured(plan, device, scheme, chunk_length, threads, decode_on)
     if threads is not None:
         raise ConfigError(f"{device.name} has a fixed cost model; omit the number of threads")
-    chunks: list[Chunk] = []
+    chunks: list[ChunkWork] = []
     processors = device.processors(plan)
     whole = ModelledWork(plan, scheme, device, chunk_length=chunk_length, chunks=chunks)
     work_of: WorkOf = whole
@@ -130,7 +130,7 @@ def never(positions: Sequence[int]) -> bool:
 
 def _together(work: ModelledWork, plan: Plan, positions: Sequence[int]) -> int:
     """Return the nanoseconds of a chunk of single tokens at some positions, without overlap."""
-    chunk = Chunk.shared([(position, 1) for position in positions], len(positions))
+    chunk = ChunkWork.shared([(position, 1) for position in positions], len(positions))
     return sum(work.of(index, chunk).ns for index in range(len(plan.subgraphs)))
 
 
@@ -150,7 +150,7 @@ def _measured(
             f"{device.name} was measured {'with' if device.has_npu else 'without'} an NPU, so it cannot "
             f"predict decode on the {decode_on.upper()}; remove --decode-on {decode_on}"
         )
-    chunks: list[Chunk] = []
+    chunks: list[ChunkWork] = []
     processors = device.processors(budget.threads)
     return ServingCosts(
         plan=plan,

@@ -8,7 +8,7 @@ from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.record import ChunkRecord, Pipeline, RunRecord, stages_of
 from chunkrt.runtime.state_tensors import state_bytes
 from chunkrt.runtime.tasks import Task, TaskEvent
-from chunkrt.simulate.server import Client, Server
+from chunkrt.simulate.server import Server, SimulatedClient
 from chunkrt.simulate.serving_costs import ServingCosts, Way
 
 
@@ -75,7 +75,7 @@ def serving_records(
     return records
 
 
-def _runs(server: Server) -> Iterator[tuple[Client, list[ChunkRecord]]]:
+def _runs(server: Server) -> Iterator[tuple[SimulatedClient, list[ChunkRecord]]]:
     """Return the chunks of every prompt, and of every generated token."""
     chunks: dict[int, list[ChunkRecord]] = {client.number: [] for client in server.clients}
     for chunk in server.chunks:

@@ -19,8 +19,7 @@ from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state_tensors import state_bytes
 from chunkrt.runtime.tasks import Task, TaskEvent, with_link
 from chunkrt.runtime.trace.idle import Cause, where_time_went
-from chunkrt.runtime.trace.link_time import link_time
-from chunkrt.runtime.trace.utilisation import utilisation
+from chunkrt.runtime.trace.utilisation import link_time, utilisation
 from chunkrt.runtime.virtual_clock import Speeds, run_on_virtual_clock
 from chunkrt.simulate.link import LinkProfile
 from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, ThreadsCost, twins

@@ -24,7 +24,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, STATIC_SCHEMES, Scheme, find_scheme
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device
-from chunkrt.simulate.experiments import Row, experiment, plans_of
+from chunkrt.simulate.experiments import GridRow, experiment, plans_of
 
 NATURAL = "natural"
 PARTITIONS: Mapping[str, Placement] = {
@@ -202,7 +202,7 @@ def tune(
         progress=progress,
     )
     grid = product(partitions, prompt_lengths, lengths, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT)
-    grouped: dict[tuple[str, int, str, int | None], list[Row]] = defaultdict(list)
+    grouped: dict[tuple[str, int, str, int | None], list[GridRow]] = defaultdict(list)
     for row, (name, _, length, policy, in_flight) in zip(rows, grid, strict=True):
         grouped[name, length, policy, in_flight].append(row)
     choices = [_choice(key, partitions, found) for key, found in grouped.items()]
@@ -296,7 +296,9 @@ def _refused(partitions: Iterable[str], plans: Iterable[Plan], scheme: Scheme) -
     return refused
 
 
-def _choice(key: tuple[str, int, str, int | None], partitions: Mapping[str, Placement], rows: Sequence[Row]) -> Setup:
+def _choice(
+    key: tuple[str, int, str, int | None], partitions: Mapping[str, Placement], rows: Sequence[GridRow]
+) -> Setup:
     partition, chunk_length, policy, chunks_in_flight = key
     times = tuple(row.time_to_first_token_ms for row in rows)
     joules = [row.energy_joules for row in rows if row.energy_joules is not None]

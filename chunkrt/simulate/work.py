@@ -15,7 +15,7 @@ from chunkrt.graph.operators import attended_pairs, node_flops
 from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, linear_weights, resolve
 from chunkrt.graph.static_attention import static_slots, window_elements
 from chunkrt.quant.scheme import Scheme
-from chunkrt.runtime.ranks.exchange import exchange_of
+from chunkrt.runtime.ranks.messages import exchange_of
 from chunkrt.runtime.tasks import Task
 from chunkrt.simulate.link import LinkProfile
 from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins
@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class ChunkWork:
     """Size of a task: number of tokens, number of rows with logits, and position of the first token.
 
     Attributes:
@@ -50,10 +50,10 @@ class Chunk:
     segments: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
-    def shared(segments: Sequence[tuple[int, int]], num_rows: int) -> Chunk:
+    def shared(segments: Sequence[tuple[int, int]], num_rows: int) -> ChunkWork:
         """Return a chunk of the given segments."""
         num_tokens = sum(count for _, count in segments)
-        return Chunk(num_tokens=num_tokens, num_rows=num_rows, position=segments[0][0], segments=tuple(segments))
+        return ChunkWork(num_tokens=num_tokens, num_rows=num_rows, position=segments[0][0], segments=tuple(segments))
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
@@ -72,17 +72,19 @@ class Chunk:
 WorkOf = Callable[[Task], Work]
 
 
-def cut(prompt_length: int, chunk_length: int) -> list[Chunk]:
+def cut(prompt_length: int, chunk_length: int) -> list[ChunkWork]:
     """Return the chunks of a prompt; only the last token gets logits."""
     starts = range(0, prompt_length, chunk_length)
     tokens = [min(chunk_length, prompt_length - start) for start in starts]
     return [
-        Chunk(num_tokens=n, num_rows=int(start + n == prompt_length), position=start)
+        ChunkWork(num_tokens=n, num_rows=int(start + n == prompt_length), position=start)
         for start, n in zip(starts, tokens, strict=True)
     ]
 
 
-def measured_work(plan: Plan, costs: dict[str, SubgraphCost], budget: ThreadsCost, chunks: Sequence[Chunk]) -> WorkOf:
+def measured_work(
+    plan: Plan, costs: dict[str, SubgraphCost], budget: ThreadsCost, chunks: Sequence[ChunkWork]
+) -> WorkOf:
     """Return the durations of a measured profile.
 
     Args:
@@ -99,7 +101,7 @@ def measured_work(plan: Plan, costs: dict[str, SubgraphCost], budget: ThreadsCos
     return work
 
 
-def with_sums(work_of: WorkOf, plan: Plan, chunks: Sequence[Chunk], link: LinkProfile, ranks: int) -> WorkOf:
+def with_sums(work_of: WorkOf, plan: Plan, chunks: Sequence[ChunkWork], link: LinkProfile, ranks: int) -> WorkOf:
     """Return the work of all tasks, given the work of computing tasks; sums over ranks take the link's time."""
 
     def work(task: Task) -> Work:
@@ -129,30 +131,30 @@ class ModelledWork:
     """
 
     def __init__(
-        self, plan: Plan, scheme: Scheme, device: DeviceProfile, *, chunk_length: int, chunks: Sequence[Chunk]
+        self, plan: Plan, scheme: Scheme, device: DeviceProfile, *, chunk_length: int, chunks: Sequence[ChunkWork]
     ) -> None:
         self._plan, self._scheme, self._device = plan, scheme, device
         self._chunk_length, self._chunks = chunk_length, chunks
         self._twins = twins(plan)
-        self._known: dict[tuple[str, Chunk], Work] = {}
+        self._known: dict[tuple[str, ChunkWork], Work] = {}
 
     def __call__(self, task: Task) -> Work:
         """Return the work of one task."""
         return self.of(task.subgraph, self._chunks[task.chunk])
 
-    def of(self, index: int, chunk: Chunk) -> Work:
+    def of(self, index: int, chunk: ChunkWork) -> Work:
         """Return the work of a subgraph on any chunk, even if the chunk is not part of the run."""
         subgraph = self._plan.subgraphs[index]
         if subgraph.device == "npu":
-            chunk = Chunk(num_tokens=self._chunk_length, num_rows=self._chunk_length, position=chunk.position)
+            chunk = ChunkWork(num_tokens=self._chunk_length, num_rows=self._chunk_length, position=chunk.position)
         if not subgraph.state:
-            chunk = Chunk(num_tokens=chunk.num_tokens, num_rows=chunk.num_rows, position=0)
+            chunk = ChunkWork(num_tokens=chunk.num_tokens, num_rows=chunk.num_rows, position=0)
         key = self._twins[subgraph.name], chunk
         if key not in self._known:
             self._known[key] = self._work(subgraph, chunk)
         return self._known[key]
 
-    def _work(self, subgraph: Subgraph, chunk: Chunk) -> Work:
+    def _work(self, subgraph: Subgraph, chunk: ChunkWork) -> Work:
         processor = self._device.processor_cost(subgraph.device)
         symbols = {"T": chunk.num_tokens, "R": max(1, chunk.num_rows)}
         taken, given = self._crossing(subgraph)
@@ -175,7 +177,9 @@ class ModelledWork:
             num_bytes += node_bytes
         return Work(round(1000 * us), num_bytes, edges_ns=(1000 * edges_us[0], 1000 * edges_us[1]))
 
-    def _node(self, node: Node, processor: ProcessorCost, chunk: Chunk, symbols: dict[str, int]) -> tuple[float, float]:
+    def _node(
+        self, node: Node, processor: ProcessorCost, chunk: ChunkWork, symbols: dict[str, int]
+    ) -> tuple[float, float]:
         """Return the microseconds of one operator, and the bytes that it reads from shared memory."""
         tensors = self._plan.tensors
         rows = resolve(tensors[node.outputs[0]].shape, symbols)[0]
@@ -211,7 +215,7 @@ class ModelledWork:
         cost = processor.operators[kind]
         return cost.fixed_us + max(num_bytes / cost.gb_per_s, operations / cost.gops) / 1000, shared_bytes
 
-    def _state_elements(self, node: Node, chunk: Chunk) -> int:
+    def _state_elements(self, node: Node, chunk: ChunkWork) -> int:
         """Return the number of state elements of all sequences that have rows in the chunk."""
         tensors = [self._plan.tensors[name] for name in node.inputs if name]
         if past := static_slots(node):

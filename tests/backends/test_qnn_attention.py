@@ -18,9 +18,7 @@ from chunkrt.engine_directory.manifest import CONTEXTS
 from chunkrt.errors import BackendError, ClosedError, ConfigError
 from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, Tensor
 from chunkrt.quant.scheme import find_scheme
-from chunkrt.runtime.run import Run
-from chunkrt.runtime.sharing import for_thread
-from chunkrt.runtime.ticket import Ticket
+from chunkrt.runtime.request import Request
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
 if not open_htp().is_emulated:
@@ -354,7 +352,7 @@ def test_every_family_attends_on_the_npu(load, with_attention_on_the_cpu, name, 
 
 def test_complete_decoder_is_one_graph(load):
     with load("llama_gqa", attention="npu", npu_window=128) as engine:
-        lanes = engine._conductor.lanes
+        lanes = engine.scheduler.executors
         assert [subgraph.name for subgraph in lanes.prompts.plan.subgraphs][0::2] == ["embedding", "head"]
         assert num_on_npu(lanes.prompts) == 1
         result = engine.session().prefill(tokens_of(33))
@@ -362,7 +360,7 @@ def test_complete_decoder_is_one_graph(load):
     with load("llama_gqa", attention="npu", npu_window=128, npu_graph="layers=1") as engine:
         nodes = [node for subgraph in engine.plan.subgraphs for node in subgraph.nodes]
         num_layers = sum(node.op == "CachedAttention" for node in nodes)
-        assert num_on_npu(engine._conductor.lanes.prompts) == num_layers > 1
+        assert num_on_npu(engine.scheduler.executors.prompts) == num_layers > 1
 
 
 @pytest.mark.parametrize(
@@ -405,7 +403,7 @@ def test_failed_run_leaves_the_state_unchanged(load, monkeypatch):
         session = engine.session()
         session.prefill(tokens_of(20))
         before = {name: array.copy() for name, array in session._sequence.state.tensors.items()}
-        executable = engine._conductor.lanes.near[0].subgraphs[1]
+        executable = engine.scheduler.executors.near[0].subgraphs[1]
         monkeypatch.setattr(executable, "_after", fails)
         with pytest.raises(BackendError, match="it is gone"):
             session.prefill(tokens_of(40, seed=2))
@@ -424,7 +422,7 @@ def test_fallback_continues_with_the_same_state(load, monkeypatch, caplog):
     with load("llama_gqa", npu="native") as engine:
         expected = tell(engine)
     with load("llama_gqa", attention="npu", npu_window=64, on_npu_failure="fallback") as engine:
-        paired = engine._conductor.lanes.near[0].subgraphs[1]._compute.__self__
+        paired = engine.scheduler.executors.near[0].subgraphs[1]._compute.__self__
         calls, run = [], paired._on_npu.run_after
 
         def fails_later(inputs, outputs, history):
@@ -461,7 +459,7 @@ def test_sequences_in_one_engine_have_the_same_bits_as_alone(load, name, how, nu
     from interleavings import check_interleaving
 
     with load(name, attention="npu", **how) as engine, load(name, attention="npu", **how) as forgetful:
-        for near in forgetful._conductor.lanes.near:
+        for near in forgetful.scheduler.executors.near:
             for subgraph in near.subgraphs:
                 subgraph._after = None
         for seed in range(num_seeds):
@@ -512,7 +510,7 @@ def test_invalid_options_are_refused(load, options, message):
 def test_layers_are_placed_one_by_one(load, with_attention_on_the_cpu):
     placement = {"model.layers.1.self_attn": "npu"}
     with load("llama_gqa", placement=placement, npu_window=64) as engine:
-        near, far = engine._conductor.lanes.near[0], engine._conductor.lanes.prompts
+        near, far = engine.scheduler.executors.near[0], engine.scheduler.executors.prompts
         names = [[node.name for node in s.nodes if node.op == "CachedAttention"] for s in near.plan.subgraphs]
         devices = {name: s.device for s, found in zip(near.plan.subgraphs, names, strict=True) for name in found}
         assert {name.split(".")[2]: device for name, device in devices.items()} == {"0": "cpu", "1": "npu"} | {
@@ -539,14 +537,14 @@ def test_cancelled_run_between_windows_leaves_the_session_unchanged(load, monkey
         session = engine.session()
         session.prefill(tokens_of(10))
         expected = session.fork().prefill(tokens_of(70, seed=3)).logits
-        far = engine._conductor.lanes.prompts
-        compute = far.compute
+        far = engine.scheduler.executors.prompts
+        run_task = far.run_task
 
-        def cancelled(job, *arguments, **options):
+        def cancelled(*task):
             session.cancel()
-            compute(job, *arguments, **options)
+            return run_task(*task)
 
-        monkeypatch.setattr(far, "compute", cancelled)
+        monkeypatch.setattr(far, "run_task", cancelled)
         with pytest.raises(ClosedError, match="cancelled"):
             session.prefill(tokens_of(70, seed=3))
         monkeypatch.undo()
@@ -560,7 +558,7 @@ def test_sequences_decode_on_the_only_executor(load):
     from interleavings import check_interleaving
 
     with load("llama_gqa", attention="npu", npu_window="32,128") as engine:
-        lanes = engine._conductor.lanes
+        lanes = engine.scheduler.executors
         assert lanes.many is lanes.near[-1]
         assert not lanes.overlaps
         check_interleaving(engine, 1, input_ids("llama_gqa"), most=4, longest=50)
@@ -580,29 +578,30 @@ def test_int8_caches_are_refused_with_attention_on_the_npu(load):
 def test_prompts_and_decoding_sequences_take_turns(load):
     """With "auto", prompts and single tokens may use the same only executor with the NPU."""
     with load("llama_gqa", attention="npu", npu_window=128, decode_on="auto") as engine:
-        lanes = engine._conductor.lanes
-        of_prompt = Ticket(engine._conductor.job(Run(tokens_of(50), engine.make_state())), CHUNK, bool)
-        decoding = Ticket(engine._conductor.job(Run(tokens_of(1), engine.make_state())), CHUNK, bool)
+        lanes = engine.scheduler.executors
+        of_prompt, decoding = (Request(tokens_of(count), engine.make_state()) for count in (50, 1))
+        for request in (of_prompt, decoding):
+            request.begin(engine.plan, 1)
         for last in (None, lanes.few, *lanes.near):
-            taken = for_thread(lanes, [decoding, of_prompt], last)
+            taken = lanes.for_thread([decoding, of_prompt], last)
             assert taken is not None
-            tickets, lane = taken
-            assert of_prompt in tickets or lane is lanes.few
-            after = for_thread(lanes, [decoding, of_prompt], lane)
-            assert of_prompt in tickets or of_prompt in after[0]
+            requests, lane = taken
+            assert of_prompt in requests or lane is lanes.few
+            after = lanes.for_thread([decoding, of_prompt], lane)
+            assert of_prompt in requests or of_prompt in after[0]
 
 
 def test_placed_attention_satisfies_strict_mode(load):
     placement = {"model.layers.1.self_attn": "npu"}
     with load("llama_gqa", placement=placement, npu_window=64, npu_strict=True) as engine:
-        assert len(engine._conductor.lanes.near) == 1
+        assert len(engine.scheduler.executors.near) == 1
 
 
 def test_far_plan_without_the_npu_continues_after_the_near_plan(load):
     linears = dict.fromkeys(("model.layers.*.self_attn.qkv_proj", "model.layers.*.self_attn.o_proj"), "cpu")
     placement = {"": "cpu", "model.layers.*.self_attn": "npu", **linears}
     with load("llama_gqa", placement=placement, npu_window=32) as engine:
-        assert all(s.device == "cpu" for s in engine._conductor.lanes.prompts.plan.subgraphs)
+        assert all(s.device == "cpu" for s in engine.scheduler.executors.prompts.plan.subgraphs)
         found = tell(engine)
     with load("llama_gqa", npu="native") as engine:
         assert relative_error(found, tell(engine)) < LOGIT_TOLERANCE

@@ -12,6 +12,7 @@ from one_line import expect_one_line
 
 import chunkrt
 from chunkrt.cli.bench_tests import ParallelRow, measure_parallel
+from chunkrt.runtime.request import Request
 from chunkrt.runtime.trace.file import read_trace
 
 GGUF = checkpoint("llama_biased_gguf")
@@ -95,14 +96,14 @@ def test_parallel_sequences_share_chunks_and_run_all_their_tokens(command, tmp_p
 def test_parallel_repetitions_start_with_new_prompts(monkeypatch):
     taken, lock = [], threading.Lock()
     with chunkrt.load(GGUF, npu="native", chunk_length=8) as engine:
-        arun = engine.arun
+        begin = Request.begin
 
-        async def noted(run):
+        def noted(request, *arguments):
             with lock:
-                taken.append((run.state.position, tuple(run.token_ids.tolist())))
-            return await arun(run)
+                taken.append((request.state.position, tuple(request.token_ids.tolist())))
+            begin(request, *arguments)
 
-        monkeypatch.setattr(engine, "arun", noted)
+        monkeypatch.setattr(Request, "begin", noted)
         measure_parallel(3, 12, 2, engine, "m", 2, None)
     prompts = [tokens for position, tokens in taken if position == 0]
     assert len(prompts) == 3 * 3

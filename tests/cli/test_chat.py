@@ -247,12 +247,12 @@ def test_tab_completes_commands_and_ctrl_c_discards_a_line(terminal):
 
 SLOW = """
 import time
-from chunkrt.runtime.stream import Stream
-compute = Stream.compute
-def slowly(self, task, slot):
-    time.sleep(0.05 if self.chunks[task[1]].num_tokens > 1 else 0)
-    compute(self, task, slot)
-Stream.compute = slowly
+from chunkrt.runtime.executor import Executor
+run_task = Executor.run_task
+def slowly(self, index, chunk, slot):
+    time.sleep(0.05 if chunk.num_tokens > 1 else 0)
+    return run_task(self, index, chunk, slot)
+Executor.run_task = slowly
 """
 
 

@@ -13,8 +13,8 @@ from fixture_checkpoints import checkpoint, input_ids
 from interrupt_at import CALLER, WORKERS, InterruptAt
 
 import chunkrt
-from chunkrt.runtime.run import Run
-from chunkrt.runtime.stream import Stream
+from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.request import Request
 
 MODELS = ("llama_gqa", "qwen3_next", "gemma3_window_5")
 CONTEXT, FIRST, SECOND = 24, 9, 5
@@ -106,7 +106,7 @@ def test_interrupt_at_any_point_leaves_the_session_consistent(act, name, step, t
 @pytest.mark.parametrize("act", [prefill, generate])
 def test_interrupt_at_any_point_of_a_waiting_thread_leaves_the_session_consistent(act, name, first, step, tmp_path):
     loaded, at = load(name, threads=2), first
-    assert loaded._conductor.lanes.prompts.is_concurrent
+    assert loaded.scheduler.executors.prompts.is_concurrent
     while interrupted_at(act, loaded, name, at, tmp_path):
         at += step
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("chunkrt-")]
@@ -132,7 +132,7 @@ def test_interrupt_at_any_point_with_shared_chunks_leaves_the_session_consistent
                 found.append(opened.prefill([*tokens[:-2], *NEXT]).logits)
             has_found.set()
 
-    monkeypatch.setattr(loaded._conductor, "_others_ask", lambda: True)  # the two always meet
+    monkeypatch.setattr(loaded.scheduler, "_others_ask", lambda: True)  # the two always meet
     shared = loaded.stats().shared_chunks
     other = threading.Thread(target=work)
     other.start()
@@ -157,16 +157,16 @@ def test_interrupt_at_any_point_with_shared_chunks_leaves_the_session_consistent
 @pytest.mark.parametrize("act", [prefill, generate])
 def test_interrupt_during_any_task_leaves_the_session_consistent(act, name, threads, step, tmp_path, monkeypatch):
     """The signal reaches the main thread, which waits for the workers or computes the task itself."""
-    tokens, compute, at, is_through = input_ids(name), Stream.compute, 1, False
+    tokens, run_task, at, is_through = input_ids(name), Executor.run_task, 1, False
     while not is_through:
         opened, tasks = begin(load(name, threads=threads), tokens), count(1)
 
-        def interrupting(self, task, slot, tasks=tasks, at=at):
+        def interrupting(self, *task, tasks=tasks, at=at):
             if next(tasks) == at:
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            compute(self, task, slot)
+            return run_task(self, *task)
 
-        monkeypatch.setattr(Stream, "compute", interrupting)
+        monkeypatch.setattr(Executor, "run_task", interrupting)
         try:
             act(opened, tokens, tmp_path)
             if next(tasks) > at:
@@ -174,7 +174,7 @@ def test_interrupt_during_any_task_leaves_the_session_consistent(act, name, thre
             is_through = True
         except KeyboardInterrupt:
             at += step
-        monkeypatch.setattr(Stream, "compute", compute)
+        monkeypatch.setattr(Executor, "run_task", run_task)
         assert_says_what_its_tokens_say(opened, name, f"{act.__name__} of {name}, task {at}")
     assert at > step
 
@@ -188,11 +188,11 @@ def test_state_after_an_aborted_change_is_the_old_or_the_new_one(name, change, s
     def state_of(count):
         made = loaded.session()._sequence.state
         if count:
-            loaded.run(Run(tokens[:count], made, logits="none"))
+            loaded.run(Request(tokens[:count], made, logits="none"))
         return made
 
     def logits_of(tried):
-        return loaded.run(Run(tokens[-3:], tried, logits="last")).logits
+        return loaded.run(Request(tokens[-3:], tried, logits="last")).logits
 
     other = state_of(4)
     other.save(path)

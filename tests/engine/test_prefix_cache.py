@@ -19,7 +19,7 @@ from chunkrt.engine.prefix_cache.cache import Exactness, PrefixCache
 from chunkrt.engine.prefix_cache.folder import entries
 from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.errors import ConfigError
-from chunkrt.runtime.run import Run, RunResult
+from chunkrt.runtime.request import Request
 
 CONTEXT = 120
 LENGTHS = (8, 32, 40)
@@ -124,7 +124,7 @@ TIGHT = {
 
 
 def follow_stories_in_threads(cached: Engine, plain: Engine, prompts: Prompts, number: int, seed: int) -> None:
-    """Run several at once on the first engine, whose sessions share chunks; on the other each call is computed
+    """Request several at once on the first engine, whose sessions share chunks; on the other each call is computed
     alone."""
     stories = [[prompts.next() for _ in range(4)] for _ in range(number)]
     with ThreadPoolExecutor(number) as pool:
@@ -134,13 +134,13 @@ def follow_stories_in_threads(cached: Engine, plain: Engine, prompts: Prompts, n
 
 
 def follow_stories_on_disk(name: str, chunk_length: int, tight: str, folder: Path, rounds: int) -> None:
-    """Run each round on an engine of its own, like another process."""
+    """Request each round on an engine of its own, like another process."""
     memory, disk = TIGHT[tight]
     budgets = {"prefix_cache": folder, "prefix_cache_memory": memory, "prefix_cache_disk": disk}
     with load(name, chunk_length) as plain:
         prompts, run, alone = Prompts(8, plain.plan.vocab_size), plain.run, threading.Lock()
 
-        def run_alone(wanted: Run) -> RunResult:
+        def run_alone(wanted: Request) -> Request:
             with alone:
                 return run(wanted)
 
@@ -312,7 +312,7 @@ class Failing:
         self._run, self.runs_left = engine.run, 10**9
         monkeypatch.setattr(engine, "run", self)
 
-    def __call__(self, run: Run) -> RunResult:
+    def __call__(self, run: Request) -> Request:
         self.runs_left -= 1
         if self.runs_left < 0:
             raise ConfigError("on purpose")
@@ -409,9 +409,9 @@ def test_failed_prefill_leaves_the_session_unchanged(name: str, monkeypatch: pyt
             one.prefill(tokens[:8])
         run, num_tokens = engine.run, list[int]()
 
-        def fails_at_the_end(wanted: Run) -> RunResult:
+        def fails_at_the_end(wanted: Request) -> Request:
             num_tokens.append(wanted.token_ids.size)
-            if wanted.logits == "last":
+            if wanted.wanted == "last":
                 raise ConfigError("on purpose")
             return run(wanted)
 

@@ -13,11 +13,11 @@ from interrupt_at import CALLER, InterruptAt
 import chunkrt
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.prefix_cache import cache as prefix_cache
-from chunkrt.engine.prefix_cache import reuse, tree
+from chunkrt.engine.prefix_cache import tree
 from chunkrt.engine.session import Session
 from chunkrt.runtime import prefix
 
-MODULES = (*CALLER, prefix_cache, reuse, tree, prefix)
+MODULES = (*CALLER, prefix_cache, tree, prefix)
 MODELS = ("llama_gqa", "mistral_window_5", "lfm2", "qwen3_next")
 TOKENS = [(5 * i) % 40 for i in range(90)]
 OTHERS = [*TOKENS[:40], *((3 * i + 1) % 40 for i in range(40))]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from block_checkpoint import BlockCheckpoint
+from fake_backend import LoneExecutor
 from fixture_checkpoints import NAMES, checkpoint, expected_logits, input_ids
 from ranks_in_threads import on_ranks
 
@@ -25,9 +26,8 @@ from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import Planned, partition
 from chunkrt.graph.plan import ALONE, Ranks
 from chunkrt.quant.scheme import SCHEMES, Recipe, find_scheme
-from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, find_policy
-from chunkrt.runtime.run import Run
+from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Processor
 from chunkrt.testing.random_decoders import CONFIG, CONFIG_IN_BLOCKS, RandomCheckpoint
@@ -170,7 +170,7 @@ def executor_of(source, communicator, scheme, folder, backend_name):
     }
     processors = [Processor(name="cpu", devices=frozenset({"npu", "cpu"}), workers=2)]
     policy = find_policy("look_ahead")
-    return Executor(planned.plan, executables, chunk_length=8, processors=processors, policy=policy), scheme
+    return LoneExecutor(planned.plan, executables, chunk_length=8, processors=processors, policy=policy), scheme
 
 
 def logits_of(source, size, folder, scheme="float", backend="reference"):
@@ -178,7 +178,7 @@ def logits_of(source, size, folder, scheme="float", backend="reference"):
 
     def work(communicator):
         executor, settled = executor_of(source, communicator, SCHEMES[scheme], folder, backend)
-        return executor.run(Run(tokens, State(executor.plan, 64), logits="all")).logits, settled
+        return executor.run(Request(tokens, State(executor.plan, 64), logits="all")).logits, settled
 
     found = on_ranks(size, work)
     assert all(np.array_equal(logits, found[0][0]) for logits, _ in found)

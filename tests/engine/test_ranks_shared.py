@@ -20,7 +20,7 @@ from ranks_in_threads import on_ranks
 import chunkrt
 from chunkrt.errors import BackendError, BusyError, ConfigError, DeviceLostError
 from chunkrt.runtime.ranks.mailbox import Channel
-from chunkrt.runtime.run import Run
+from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
 
 NAME = "llama_biased_gguf"
@@ -96,9 +96,9 @@ def test_threads_share_chunks_on_all_ranks(ranks, sent, monkeypatch):
     expected = [answer(engine, prompt) for prompt in prompts]
     before, run_lengths, take_part = engine.stats(), [], follower.take_part
 
-    def note(lane, runs, number, gives_way):
-        run_lengths.append([run.token_ids.size for run, _ in runs])
-        take_part(lane, runs, number, gives_way)
+    def note(executor, requests, number):
+        run_lengths.append([request.token_ids.size for request in requests])
+        take_part(executor, requests, number)
 
     monkeypatch.setattr(follower, "take_part", note)
     sent.clear()
@@ -124,13 +124,14 @@ def test_token_takes_two_messages_for_every_other_rank_in_addition_to_the_sums(r
         assert sent == {Channel.COMMAND: others, Channel.DONE: others}
 
 
-def test_messages_of_a_single_prompt_do_not_depend_on_its_length(ranks, sent):
+def test_single_prompt_takes_one_command_for_each_filling_of_the_slots(ranks, sent):
     session = ranks.engine.session()
     sent.clear()
     session.prefill(IDS[:60])
-    others = len(ranks.communicators) - 1
-    assert (sent[Channel.DONE], sent[Channel.KEEP], sent[Channel.ABORT]) == (others, 0, 0)
-    assert sent[Channel.COMMAND] <= 3 * others
+    others, executor = len(ranks.communicators) - 1, ranks.engine.scheduler.executors.prompts
+    num_commands = -(-60 // (len(executor.slots) * executor.chunk_length))
+    assert (sent[Channel.DONE], sent[Channel.ABORT]) == (num_commands * others, 0)
+    assert sent[Channel.COMMAND] <= (num_commands + 2) * others
 
 
 def test_many_prompts_are_answered_and_scored_as_alone_on_ranks(ranks):
@@ -179,42 +180,42 @@ def test_tasks_of_an_event_loop_share_chunks_and_are_cancelled(ranks):
 
 @pytest.mark.parametrize("name", STATES)
 def test_single_prompt_gives_way_on_all_ranks(name):
-    """Its first sum of the third chunk waits until another prompt has come: chunks that no rank has begun by then are
-    shared."""
+    """Its first sum of the third chunk waits until another prompt has come: the chunks after the next two are shared,
+    and the second prompt ends first."""
     ids = (input_ids(name) * 4)[:100]
     with led(name, 2, chunk_length=8, chunks_in_flight=2) as ranks:
-        engine, is_there, kept = ranks.engine, threading.Event(), []
+        engine, is_there, order = ranks.engine, threading.Event(), []
         expected = [engine.session().prefill(prompt, logits="all").logits for prompt in (ids, ids[:5])]
         leader = ranks.communicators[0]
-        sums, keep = leader.all_reduce, engine._mirror.keep
+        sums = leader.all_reduce
 
         def all_reduce(partial, out, *, key):
             if key.position == 16 and not is_there.is_set():
                 is_there.set()
-                wait_until(engine._conductor._others_ask)
+                wait_until(lambda: engine.scheduler.num_waiting > 0)
             sums(partial, out, key=key)
 
-        def note(number, num_chunks):
-            kept.append(num_chunks)
-            keep(number, num_chunks)
+        leader.all_reduce = all_reduce
 
-        leader.all_reduce, engine._mirror.keep = all_reduce, note
+        def prefill(prompt):
+            logits = engine.session().prefill(prompt, logits="all").logits
+            order.append(len(prompt))
+            return logits
 
         def second():
             assert is_there.wait(HANGS)
-            return engine.session().prefill(ids[:5], logits="all").logits
+            return prefill(ids[:5])
 
-        found = in_threads(lambda: engine.session().prefill(ids, logits="all").logits, second)
+        found = in_threads(lambda: prefill(ids), second)
         for here, there in zip(found, expected, strict=True):
             np.testing.assert_array_equal(here, there)
-        assert len(kept) == 1
-        assert 3 <= kept[0] < 8
+        assert order == [5, 100]
         np.testing.assert_array_equal(engine.session().prefill(ids, logits="all").logits, expected[0])
 
 
 def fail_at(engine, poison):
     """Make an engine's last task with state fail, after its writes, on chunks that hold a token."""
-    lanes = engine._conductor.lanes
+    lanes = engine.scheduler.executors
     for lane in {id(lane): lane for lane in (lanes.prompts, lanes.tokens, lanes.many, lanes.few)}.values():
         last = [subgraph for subgraph in lane.subgraphs if subgraph.subgraph.state][-1]
 
@@ -307,9 +308,9 @@ def test_follower_out_of_step_ends_all_ranks():
         session = ranks.engine.session()
         session.prefill(PROMPTS[1])
         ranks.of_followers[1].take_part = lambda *_: pytest.fail("nothing is computed")
-        session._sequence.state._present = type(session._sequence.state._present)(position=2)
+        State.rewind(session._sequence.state, 2)  # the followers are not told
         with pytest.raises(DeviceLostError, match=r"rank 1 failed: BackendError: its state is at position 8, .* at 2"):
-            ranks.engine.run(Run(np.array([5]), session._sequence.state))
+            ranks.engine.run(Request(np.array([5]), session._sequence.state))
 
 
 def test_options_of_many_sequences_apply_on_ranks(caplog):
@@ -370,7 +371,7 @@ def test_state_of_the_first_rank_alone_is_rejected(ranks):
     engine = ranks.engine
     state = State(engine.plan, engine.context_length, engine.cache_dtype, chunk_length=engine.chunk_length)
     with pytest.raises(ConfigError, match="the state belongs to this rank alone; use the state of a session"):
-        engine.run(Run(np.array([5]), state))
+        engine.run(Request(np.array([5]), state))
 
 
 def test_ranks_without_a_leader_take_one_run_at_a_time():
@@ -379,7 +380,7 @@ def test_ranks_without_a_leader_take_one_run_at_a_time():
     def work(communicator):
         options = {"npu": "native", "chunk_length": 8, "threads": 1}
         with chunkrt.load(checkpoint(NAME), communicator=communicator, **options) as engine:
-            with pytest.raises(ConfigError, match="ranks without a leader cannot compute runs asynchronously"):
+            with pytest.raises(ConfigError, match="ranks without a leader cannot compute asynchronously"):
                 asyncio.run(engine.session().aprefill(PROMPTS[1]))
             with pytest.raises(ConfigError, match="outside the vocabulary"):
                 engine.generate([*PROMPTS[:2], [10**9]], max_new_tokens=2)

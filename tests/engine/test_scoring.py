@@ -10,7 +10,7 @@ import chunkrt
 from chunkrt.engine import scoring
 from chunkrt.engine.scoring import by_beginning, likeliest, log_softmax, score_tokens
 from chunkrt.errors import ModelError
-from chunkrt.runtime.job import Job
+from chunkrt.runtime.request import Request
 
 
 def test_score_tokens_equals_log_softmax_bit_for_bit():
@@ -88,39 +88,43 @@ def test_texts_with_a_shared_beginning_have_the_same_results_as_alone(name):
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next"])
-def test_shared_tokens_are_not_run_again(name):
+def test_shared_tokens_are_not_run_again(name, monkeypatch):
     """Rings and recurrent state go back further than the divergence of two texts."""
 
     async def tell(engine):
-        told, counts, before = [], [engine.stats().shared_rows], ()
+        told, counts, before = [], [], ()
         session = await engine.asession()
         for text in ([*range(1, 31), 5, 6], [*range(1, 31), 7, 8, 9], [*range(1, 31), 7, 8, 9], [4, 5]):
+            ran.clear()
             found = await session.atell(text, 2, before)
             before = found.of_tokens
             told.append(len(text) - found.num_cached)
-            counts.append(engine.stats().shared_rows)
-        return told, np.diff(counts).tolist()
+            counts.append(sum(ran))
+        return told, counts
 
+    ran = []
     with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
-        told, ran = asyncio.run(tell(engine))
-    assert told == ran
+        run = engine.scheduler.run
+        monkeypatch.setattr(engine.scheduler, "run", lambda request: ran.append(request.token_ids.size) or run(request))
+        told, counts = asyncio.run(tell(engine))
+    assert told == counts
     assert told[0] == 32
     assert told[-1] == 2
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next"])
 def test_context_has_no_logits_for_any_rewind_of_the_state(name, monkeypatch):
-    num_rows, make = [], Job.__init__
+    num_rows, begin = [], Request.begin
 
-    def noted(job, *arguments, **options):
-        make(job, *arguments, **options)
-        num_rows.append(len(job.logits))
+    def noted(request, *arguments):
+        begin(request, *arguments)
+        num_rows.append(0 if request.logits is None else len(request.logits))
 
     context, continuations = [*range(1, 31)], ([*range(5, 29)], [5, *range(8, 29)], [11])  # the first two in pieces
     with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
         expected = [engine.session().score(context, continuation) for continuation in continuations]
         monkeypatch.setattr(scoring, "PIECE_BYTES", 8 * 4 * engine.plan.vocab_size)
-        monkeypatch.setattr(Job, "__init__", noted)
+        monkeypatch.setattr(Request, "begin", noted)
         with engine.session() as session:
             scores = [session.score(context, continuation) for continuation in continuations]
     assert 0 < max(num_rows) < 2 * 8
@@ -131,11 +135,11 @@ def test_context_has_no_logits_for_any_rewind_of_the_state(name, monkeypatch):
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next"])
 def test_held_logits_never_exceed_a_piece(name, monkeypatch):
     """The state goes back to different positions before it continues from the shared beginning."""
-    num_rows, make = [], Job.__init__
+    num_rows, begin = [], Request.begin
 
-    def noted(job, *arguments, **options):
-        make(job, *arguments, **options)
-        num_rows.append(len(job.logits))
+    def noted(request, *arguments):
+        begin(request, *arguments)
+        num_rows.append(0 if request.logits is None else len(request.logits))
 
     async def tell(engine):
         session = await engine.asession()
@@ -145,6 +149,6 @@ def test_held_logits_never_exceed_a_piece(name, monkeypatch):
     with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
         expected = asyncio.run(tell(engine))
         monkeypatch.setattr(scoring, "PIECE_BYTES", 8 * 4 * engine.plan.vocab_size)
-        monkeypatch.setattr(Job, "__init__", noted)
+        monkeypatch.setattr(Request, "begin", noted)
         assert asyncio.run(tell(engine)) == expected
     assert 0 < max(num_rows) < 2 * 8

@@ -7,7 +7,6 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt.engine.driving import drive
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.errors import BackendError, ClosedError, ConfigError
 
@@ -35,7 +34,7 @@ def generated(session, **options):
 def next_logits(session):
     """Return the logits that the next token is drawn from, without drawing one."""
     fork = session.fork()
-    return drive(fork._sequence.next_logits(), fork._engine.run)
+    return fork._sequence.next_logits()
 
 
 def test_prefill_result_describes_the_prefill(session):
@@ -327,10 +326,10 @@ def test_close_during_generation_stops_it(session):
 
 
 class Hook:
-    """Run a function before the first call of an executable."""
+    """Request a function before the first call of an executable."""
 
     def __init__(self, engine, monkeypatch, action):
-        subgraph = engine._conductor.lanes.prompts.subgraphs[3]
+        subgraph = engine.scheduler.executors.prompts.subgraphs[3]
         compute, self.action = subgraph._compute, action
 
         def run(inputs, outputs):
@@ -462,7 +461,7 @@ def test_unknown_logits_are_rejected(session, logits):
 def test_other_invalid_arguments_are_rejected(engine, session):
     with pytest.raises(ConfigError, match="on_run is 3, expected a function"):
         session.on_run = 3
-    with pytest.raises(ConfigError, match="run is 3, expected a Run"):
+    with pytest.raises(ConfigError, match="request is 3, expected a Request"):
         engine.run(3)
     with pytest.raises(ConfigError, match="model is None, expected a name or a path"):
         chunkrt.load(None)

@@ -7,20 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_backend import CONTEXT, VOCABULARY, expected_logits, make_executables, make_plan, shared_cpu
+from fake_backend import CONTEXT, VOCABULARY, LoneExecutor, expected_logits, make_executables, make_plan, shared_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_folders import load_on, write_folder
 
-from chunkrt.engine.driving import drive
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.sampling import Sampler
 from chunkrt.engine.session import Session
 from chunkrt.errors import BackendError
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
-from chunkrt.runtime.run import Run, RunResult
+from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
 
 ALL_KINDS = ("cache", "ring", "recurrent")
@@ -45,15 +43,21 @@ class ToyEngine(SimpleNamespace):
             fork_state=State.fork,
             fails=False,
             num_run=0,
-            executor=Executor(plan, executables, chunk_length=CHUNK, processors=shared_cpu(1), policy=policy),
+            executor=LoneExecutor(plan, executables, chunk_length=CHUNK, processors=shared_cpu(1), policy=policy),
         )
 
     def session(self) -> Session:
         return Session(self, State(self.plan, CONTEXT, chunk_length=CHUNK))  # type: ignore[arg-type]
 
-    def run(self, run: Run) -> RunResult:
-        self.num_run += run.token_ids.size
-        return self.executor.run(run)
+    @property
+    def scheduler(self) -> ToyEngine:
+        return self
+
+    is_shared = takes_turns = False
+
+    def run(self, request: Request) -> Request:
+        self.num_run += request.token_ids.size
+        return self.executor.run(request)
 
     def _after(self, name: str, tag: int, inputs: object) -> None:
         if self.fails and name == "head":
@@ -61,7 +65,7 @@ class ToyEngine(SimpleNamespace):
 
 
 def next_logits(session: Session) -> np.ndarray[Any, Any]:
-    return drive(session._sequence.next_logits(), session._engine.run)
+    return session._sequence.next_logits()
 
 
 def check(session: Session) -> None:

@@ -14,7 +14,8 @@ from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
 from chunkrt.backends import qnn
-from chunkrt.runtime.workers import Workers
+from chunkrt.runtime.executor import Executor
+from chunkrt.runtime.stream import Stream
 
 TASKS = Path("/proc/self/task")
 if not TASKS.is_dir():
@@ -34,23 +35,21 @@ def during_runs(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     """Lists of the process's threads at the time when a concurrent run has started its own and none has ended."""
     seen: list[set[str]] = []
     has_looked = threading.Event()
-    make, start = Workers.__init__, Workers.start
+    has_looked.set()
+    make, run_task = Stream.__init__, Executor.run_task
 
-    def make_held(self, schedule, execute, **options) -> None:
-        def held(task) -> None:
-            assert has_looked.wait(60)
-            execute(task)
+    def run_held(*task: object) -> object:
+        assert has_looked.wait(60)
+        return run_task(*task)
 
+    def make_and_look(self, *arguments: object) -> None:
         has_looked.clear()
-        make(self, schedule, held, **options)
-
-    def start_and_look(self) -> None:
-        start(self)
+        make(self, *arguments)
         seen.append(threads_now())
         has_looked.set()
 
-    monkeypatch.setattr(Workers, "__init__", make_held)
-    monkeypatch.setattr(Workers, "start", start_and_look)
+    monkeypatch.setattr(Stream, "__init__", make_and_look)
+    monkeypatch.setattr(Executor, "run_task", run_held)
     return seen
 
 

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from chunkrt.errors import ModelError
 from chunkrt.graph.plan import Plan, Tensor
 from chunkrt.runtime.buffers import BufferLayout, ChunkBuffers, aligned_zeros
-from chunkrt.runtime.job import Job, Segment
-from chunkrt.runtime.run import Logits, Run
+from chunkrt.runtime.request import Logits, Request, Segment
 from chunkrt.runtime.state import State
 
 CHUNK = 8
@@ -157,7 +156,9 @@ def segment(token_ids: list[int], position: int, logits: Logits = "last") -> Seg
     """Return all tokens of a run as a segment."""
     state = State(make_plan(), CONTEXT)
     state.advance(position)
-    return Job(Run(np.array(token_ids, np.int64), state, logits=logits), state.plan).take(CHUNK)
+    request = Request(np.array(token_ids, np.int64), state, logits=logits)
+    request.begin(state.plan, 1)
+    return request.take(CHUNK)
 
 
 def test_small_room_for_shared_logits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from fake_backend import (
     CONTEXT,
     Array,
     Hook,
+    LoneExecutor,
     expected_logits,
     finish,
     make_executables,
@@ -29,9 +30,8 @@ from chunkrt.backends.native import backend as native
 from chunkrt.errors import BackendError, ClosedError
 from chunkrt.graph.plan import Plan
 from chunkrt.graph.rewrites import merged_on_cpu
-from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES, find_policy
-from chunkrt.runtime.run import Run
+from chunkrt.runtime.request import Request
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Processor, processors_for
@@ -49,8 +49,8 @@ def make_executor(
     policy: str = DEFAULT_POLICY,
     chunks_in_flight: int = 4,
     fixed_lengths: Mapping[str, int] | None = None,
-) -> Executor:
-    return Executor(
+) -> LoneExecutor:
+    return LoneExecutor(
         plan,
         make_executables(plan, before=before, after=after, fixed_lengths=fixed_lengths),
         chunk_length=CHUNK,
@@ -67,7 +67,7 @@ def test_point_1_tasks_run_once_after_their_predecessor_and_state_takes_its_chun
 ) -> None:
     plan = make_plan(layers=3, shadowed=shadowed)
     executor = make_executor(plan, policy=policy, processors=shared_cpu(4))
-    events = finish(lambda: executor.run(Run(tokens(6 * CHUNK), State(plan, CONTEXT), logits="all"))).record.events
+    events = finish(lambda: executor.run(Request(tokens(6 * CHUNK), State(plan, CONTEXT), logits="all"))).record.events
     assert Counter(e.task for e in events) == {(s, c): 1 for s in range(len(plan.subgraphs)) for c in range(6)}
     spans = {event.task: (event.start_ns, event.end_ns) for event in events}
     for (subgraph, chunk), (start, _) in spans.items():
@@ -95,7 +95,7 @@ def test_point_2_idle_workers_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Schedule, "claim", count)
     executor = make_executor(plan, before=take_long, processors=shared_cpu(workers), chunks_in_flight=1)
-    num_tasks = len(finish(lambda: executor.run(Run(tokens(3 * CHUNK), State(plan, CONTEXT)))).record.events)
+    num_tasks = len(finish(lambda: executor.run(Request(tokens(3 * CHUNK), State(plan, CONTEXT)))).record.events)
     assert num_claims <= workers + num_tasks * (1 + workers)
 
 
@@ -115,7 +115,7 @@ def test_point_3_chunk_keeps_its_buffers_while_later_ones_run() -> None:
             others_went_on.set()
 
     executor = make_executor(plan, before=hold, after=release, processors=shared_cpu(2), chunks_in_flight=2)
-    result = finish(lambda: executor.run(Run(tokens(5 * CHUNK), State(plan, CONTEXT), logits="all")))
+    result = finish(lambda: executor.run(Request(tokens(5 * CHUNK), State(plan, CONTEXT), logits="all")))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(5 * CHUNK)))
 
 
@@ -137,7 +137,7 @@ def test_point_3_input_of_a_slow_side_of_a_fork_is_kept() -> None:
             others_went_on.set()
 
     executor = make_executor(plan, before=hold, after=release, processors=npu_and_cpu(2), chunks_in_flight=3)
-    result = finish(lambda: executor.run(Run(tokens(5 * CHUNK), State(plan, CONTEXT), logits="all")))
+    result = finish(lambda: executor.run(Request(tokens(5 * CHUNK), State(plan, CONTEXT), logits="all")))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(5 * CHUNK)))
 
 
@@ -153,13 +153,13 @@ def test_point_4_failed_or_cancelled_run_restores_the_state_and_the_executor(pol
             cancel.set()
 
     executor, state = make_executor(plan, before=stop, policy=policy), State(plan, CONTEXT)
-    finish(lambda: executor.run(Run(tokens(5), state)))
-    message = "the run was cancelled" if is_cancelled else r"subgraph dynamic\.1 failed on chunk 1: out of order"
+    finish(lambda: executor.run(Request(tokens(5), state)))
+    message = "the request was cancelled" if is_cancelled else r"subgraph dynamic\.1 failed on chunk 1: out of order"
     with pytest.raises(ClosedError if is_cancelled else BackendError, match=message):
-        finish(lambda: executor.run(Run(tokens(6 * CHUNK, CHUNK), state, cancel=cancel)))
+        finish(lambda: executor.run(Request(tokens(6 * CHUNK, CHUNK), state, cancel=cancel)))
     assert state.position == 5
     is_broken = False
-    result = finish(lambda: executor.run(Run(tokens(6 * CHUNK, 5), state)))
+    result = finish(lambda: executor.run(Request(tokens(6 * CHUNK, 5), state)))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(5 + 6 * CHUNK))[-1:])
 
 
@@ -171,9 +171,11 @@ def test_point_5_chunk_count_is_minimal_and_padding_reaches_neither_state_nor_lo
     plan = make_plan(shadowed=shadowed)
     fixed = plan.static_subgraphs if shadowed < 3 else [s for s in plan.subgraphs if s.rows == "T" and not s.state]
     executor = make_executor(plan, fixed_lengths={s.name: CHUNK for s in fixed})
-    finish(lambda: executor.run(Run(tokens(3 * CHUNK, 100), State(plan, CONTEXT), logits="all")))  # fills all buffers
+    finish(
+        lambda: executor.run(Request(tokens(3 * CHUNK, 100), State(plan, CONTEXT), logits="all"))
+    )  # fills all buffers
     state = State(plan, CONTEXT)
-    result = finish(lambda: executor.run(Run(tokens(num_tokens), state)))
+    result = finish(lambda: executor.run(Request(tokens(num_tokens), state)))
     num_chunks = -(-num_tokens // CHUNK)
     runs = Counter(event.task.subgraph for event in result.record.events)
     last_state = max(index for index, subgraph in enumerate(plan.subgraphs) if subgraph.state)
@@ -190,7 +192,7 @@ def test_point_6_results_do_not_depend_on_policy_threads_or_slots(shadowed: int)
         for workers in (1, 2, 4):
             for slots in (1, 3, 8):
                 executor = make_executor(plan, policy=policy, processors=shared_cpu(workers), chunks_in_flight=slots)
-                result = finish(lambda e=executor: e.run(Run(tokens(50), State(plan, CONTEXT), logits="all")))
+                result = finish(lambda e=executor: e.run(Request(tokens(50), State(plan, CONTEXT), logits="all")))
                 np.testing.assert_array_equal(result.logits, truth, err_msg=f"{policy}, {workers}, {slots}")
 
 

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_backend import CONTEXT, finish, make_executables, make_plan, npu_and_cpu, shared_cpu, subgraph, tokens
+from fake_backend import (
+    CONTEXT,
+    LoneExecutor,
+    finish,
+    make_executables,
+    make_plan,
+    npu_and_cpu,
+    shared_cpu,
+    subgraph,
+    tokens,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,9 +24,8 @@ from chunkrt.graph.plan import Node, Plan, Tensor
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.chunk_slots import DEFAULT_SLOT_BYTES, MOST_CHUNKS_IN_FLIGHT, chunk_slots
 from chunkrt.runtime.costs import FLOPS_PER_NS, Costs
-from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
-from chunkrt.runtime.run import Run
+from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, TaskEvent
 
@@ -105,14 +114,14 @@ def test_estimates_are_never_negative_and_grow_with_the_position(
 
 def test_executor_learns_from_prompts_of_several_chunks() -> None:
     plan = make_plan()
-    executor = Executor(
+    executor = LoneExecutor(
         plan, make_executables(plan), chunk_length=8, processors=npu_and_cpu(), policy=find_policy("critical_path")
     )
     flops = executor.costs.flops([8] * 3, [0, 0, 1], position=0)
     guesses = executor.costs.durations(flops)
-    finish(lambda: executor.run(Run(tokens(1), State(plan, CONTEXT))))
+    finish(lambda: executor.run(Request(tokens(1), State(plan, CONTEXT))))
     assert executor.costs.durations(flops) == guesses
-    result = finish(lambda: executor.run(Run(tokens(24), State(plan, CONTEXT))))
+    result = finish(lambda: executor.run(Request(tokens(24), State(plan, CONTEXT))))
     measured = [[] for _ in plan.subgraphs]  # type: list[list[int]]
     for event in result.record.events:
         measured[event.task.subgraph].append(event.end_ns - event.start_ns)
@@ -138,7 +147,7 @@ def test_one_processor_gets_two_slots_for_each_worker() -> None:
 
 def test_executor_takes_all_slots_that_fit_the_memory() -> None:
     plan = make_plan()
-    executor = Executor(
+    executor = LoneExecutor(
         plan, make_executables(plan), chunk_length=8, processors=npu_and_cpu(), policy=find_policy("in_order")
     )
     assert len(executor.slots) == MOST_CHUNKS_IN_FLIGHT

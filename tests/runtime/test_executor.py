@@ -16,6 +16,7 @@ from fake_backend import (
     Array,
     FakeExecutable,
     Hook,
+    LoneExecutor,
     expected_logits,
     finish,
     make_executables,
@@ -31,22 +32,21 @@ from hypothesis import strategies as st
 from chunkrt.errors import BackendError, ClosedError, ConfigError, ModelError
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.buffers import ChunkBuffers
-from chunkrt.runtime.executor import Executor
-from chunkrt.runtime.job import Job, Segment
 from chunkrt.runtime.policy import POLICIES, find_policy
-from chunkrt.runtime.run import Logits, Run
+from chunkrt.runtime.request import Logits, Request, Segment
 from chunkrt.runtime.state import State
+from chunkrt.runtime.stream import compute_alone
 from chunkrt.runtime.tasks import Processor
 
 
-def make_executor(plan: Plan, executables: Mapping[str, FakeExecutable] | None = None, **changes: Any) -> Executor:
+def make_executor(plan: Plan, executables: Mapping[str, FakeExecutable] | None = None, **changes: Any) -> LoneExecutor:
     options: dict[str, Any] = {
         "chunk_length": 8,
         "processors": npu_and_cpu(),
         "policy": find_policy("in_order"),
         "chunks_in_flight": 3,
     }
-    return Executor(plan, executables or make_executables(plan), **options | changes)
+    return LoneExecutor(plan, executables or make_executables(plan), **options | changes)
 
 
 @pytest.mark.sampled(every=7)
@@ -58,7 +58,7 @@ def test_chunked_equals_unchunked(num_tokens: int, chunk_length: int, policy: st
     executables = make_executables(plan)
     executor = make_executor(plan, executables, chunk_length=chunk_length, policy=find_policy(policy))
     state = State(plan, CONTEXT)
-    result = finish(lambda: executor.run(Run(tokens(num_tokens), state, logits="all")))
+    result = finish(lambda: executor.run(Request(tokens(num_tokens), state, logits="all")))
     assert result.logits is not None
     assert result.logits.dtype == np.float32
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_tokens)))
@@ -70,24 +70,25 @@ def test_chunked_equals_unchunked(num_tokens: int, chunk_length: int, policy: st
 
 
 @pytest.mark.parametrize("policy", ["sequential", "in_order"])
-def test_run_gives_way_after_any_task_and_continues_later(policy: str) -> None:
-    """Also if no task of the entered chunks is left: nothing runs then, and nothing is ready."""
+def test_request_stops_after_any_chunk_and_continues_later(policy: str) -> None:
     plan, token_ids = make_plan(), tokens(29)
     truth = expected_logits(plan, token_ids)
-    executor = make_executor(plan, processors=shared_cpu(1), policy=find_policy(policy), chunks_in_flight=2)
-    for most in range(1, 40):
-        state = State(plan, CONTEXT)
-        job = executor.job(Run(token_ids, state, logits="all"))
-        asked = iter(range(most))
+    executor = make_executor(plan, processors=shared_cpu(2), policy=find_policy(policy), chunks_in_flight=2)
+    for most in range(6):
+        state, asked = State(plan, CONTEXT), iter(range(most))
+        request = Request(token_ids, state, logits="all")
+        request.begin(plan, 1)
+        state.begin(29)
 
-        def compute(job: Job, asked: Iterator[int] = asked) -> None:
-            executor.compute(job, lambda schedule: next(asked, None) is None and schedule.withdraw())
-            assert job.num_left == max(0, 29 - sum(record.num_tokens for record in job.records))
-            if job.num_left:
-                executor.compute(job)
+        def compute(request: Request = request, asked: Iterator[int] = asked) -> None:
+            compute_alone(executor, request, must_stop=lambda: next(asked, None) is None)
+            if request.num_left:
+                compute_alone(executor, request)
 
-        np.testing.assert_array_equal(finish(lambda job=job, compute=compute: job.carry_out(compute)).logits, truth)
-        assert sum(record.num_tokens for record in job.records) == state.position == 29
+        finish(compute)
+        request.commit()
+        np.testing.assert_array_equal(request.logits, truth)
+        assert sum(record.num_tokens for record in request.records) == state.position == 29
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 24])
@@ -96,12 +97,12 @@ def test_executor_computes_only_the_requested_logits(num_tokens: int) -> None:
     truth = expected_logits(plan, tokens(num_tokens))
     executables = make_executables(plan)
     executor = make_executor(plan, executables)
-    last = finish(lambda: executor.run(Run(tokens(num_tokens), State(plan, CONTEXT))))
+    last = finish(lambda: executor.run(Request(tokens(num_tokens), State(plan, CONTEXT))))
     assert last.logits is not None
     np.testing.assert_array_equal(last.logits, truth[-1:])
     assert executables["head"].calls == [(num_tokens - 1) // 8 * 8]
     assert executables["static.2"].calls == [(num_tokens - 1) // 8 * 8]
-    none = finish(lambda: executor.run(Run(tokens(num_tokens), State(plan, CONTEXT), logits="none")))
+    none = finish(lambda: executor.run(Request(tokens(num_tokens), State(plan, CONTEXT), logits="none")))
     assert none.logits is None
     assert len(executables["head"].calls) == 1
 
@@ -112,11 +113,11 @@ def test_prompt_continues_at_the_states_position() -> None:
     executor, state = make_executor(plan), State(plan, CONTEXT)
     position = 0
     for num_tokens in (13, 1, 1, 25):
-        result = finish(lambda n=num_tokens, p=position: executor.run(Run(tokens(n, p), state, logits="all")))
+        result = finish(lambda n=num_tokens, p=position: executor.run(Request(tokens(n, p), state, logits="all")))
         np.testing.assert_array_equal(result.logits, truth[position : position + num_tokens])
         position += num_tokens
     state.rewind(13)
-    again = finish(lambda: executor.run(Run(tokens(27, 13), state, logits="all")))
+    again = finish(lambda: executor.run(Request(tokens(27, 13), state, logits="all")))
     np.testing.assert_array_equal(again.logits, truth[13:])
 
 
@@ -133,7 +134,7 @@ def test_every_kind_of_state_continues_over_chunks_and_runs(kind: str, chunk_len
     state = State(plan, CONTEXT, chunk_length=chunk_length)
     position = 0
     for num_tokens in (1, 63, 1, 40, 15):
-        result = finish(lambda n=num_tokens, p=position: executor.run(Run(tokens(n, p), state, logits="all")))
+        result = finish(lambda n=num_tokens, p=position: executor.run(Request(tokens(n, p), state, logits="all")))
         np.testing.assert_array_equal(result.logits, truth[position : position + num_tokens])
         position += num_tokens
 
@@ -165,12 +166,12 @@ def test_failure_restores_every_kind_of_state(
     executor = make_executor(plan, make_executables(plan, after=fail), policy=policy)
     state = State(plan, CONTEXT, chunk_length=8)
     if num_before:
-        finish(lambda: executor.run(Run(tokens(num_before), state)))
+        finish(lambda: executor.run(Request(tokens(num_before), state)))
     before = {name: array.copy() for name, array in state.tensors.items()}
     fails = True
     if failing < num_tokens and (subgraph not in ("static.3", "head") or failing >= (num_tokens - 1) // 8 * 8):
         with pytest.raises((BackendError, _Stop)):
-            finish(lambda: executor.run(Run(tokens(num_tokens, num_before), state)))
+            finish(lambda: executor.run(Request(tokens(num_tokens, num_before), state)))
         assert state.position == num_before
         for name, array in before.items():
             seen = state.tensors[name]
@@ -178,7 +179,7 @@ def test_failure_restores_every_kind_of_state(
                 seen, array = seen[:, :num_before], array[:, :num_before]  # data beyond the position are never read
             np.testing.assert_array_equal(seen, array)
     fails = False
-    result = finish(lambda: executor.run(Run(tokens(num_tokens, num_before), state, logits="all")))
+    result = finish(lambda: executor.run(Request(tokens(num_tokens, num_before), state, logits="all")))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_before + num_tokens))[num_before:])
 
 
@@ -191,13 +192,13 @@ def test_cancelled_run_restores_every_kind_of_state() -> None:
 
     executor = make_executor(plan, make_executables(plan, after=stop))
     state = State(plan, CONTEXT, chunk_length=8)
-    finish(lambda: executor.run(Run(tokens(70), state)))
+    finish(lambda: executor.run(Request(tokens(70), state)))
     before = {name: array.copy() for name, array in state.tensors.items()}
     with pytest.raises(ClosedError, match="cancelled"):
-        finish(lambda: executor.run(Run(tokens(30, 70), state, cancel=cancel)))
+        finish(lambda: executor.run(Request(tokens(30, 70), state, cancel=cancel)))
     np.testing.assert_array_equal(state.tensors["ring.1"], before["ring.1"])
     np.testing.assert_array_equal(state.tensors["recurrent.2"], before["recurrent.2"])
-    result = finish(lambda: executor.run(Run(tokens(30, 70), state)))
+    result = finish(lambda: executor.run(Request(tokens(30, 70), state)))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(100))[-1:])
 
 
@@ -207,7 +208,7 @@ def test_rope_position_is_the_position_plus_the_states_offset(num_tokens: int) -
     state = State(plan, CONTEXT)
     state.reset(plan.rope_offset(num_tokens))
     assert state.rope_offset == (CONTEXT if num_tokens > 20 else 0)
-    result = finish(lambda: make_executor(plan).run(Run(tokens(num_tokens), state, logits="all")))
+    result = finish(lambda: make_executor(plan).run(Request(tokens(num_tokens), state, logits="all")))
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_tokens)))
 
 
@@ -216,9 +217,9 @@ def test_executor_serves_two_states() -> None:
     truth = expected_logits(plan, tokens(30))
     executor, states = make_executor(plan), [State(plan, CONTEXT), State(plan, 40)]
     for state in states:
-        finish(lambda state=state: executor.run(Run(tokens(10), state)))
+        finish(lambda state=state: executor.run(Request(tokens(10), state)))
     for state in states:
-        result = finish(lambda state=state: executor.run(Run(tokens(20, 10), state)))
+        result = finish(lambda state=state: executor.run(Request(tokens(20, 10), state)))
         np.testing.assert_array_equal(result.logits, truth[-1:])
 
 
@@ -250,8 +251,8 @@ def test_padding_reaches_neither_state_nor_logits(num_tokens: int, logits: Logit
         hook = spy_on_padding(num_tokens, 8, seen)
         executables[f"static.{i}"] = FakeExecutable(plan.subgraphs[1 + 2 * i], fixed_length=8, before=hook)
     executor, state = make_executor(plan, executables), State(plan, CONTEXT)
-    finish(lambda: executor.run(Run(tokens(24, 100), State(plan, CONTEXT), logits="all")))
-    result = finish(lambda: executor.run(Run(tokens(num_tokens), state, logits=logits)))
+    finish(lambda: executor.run(Request(tokens(24, 100), State(plan, CONTEXT), logits="all")))
+    result = finish(lambda: executor.run(Request(tokens(num_tokens), state, logits=logits)))
     truth = expected_logits(plan, tokens(num_tokens))
     np.testing.assert_array_equal(result.logits, truth if logits == "all" else truth[-1:])
     assert {"static.0", "static.1", "static.2"} == set(seen)
@@ -281,8 +282,8 @@ def test_lm_head_of_fixed_length_gets_its_rows_in_groups(
 
     executables["head"].before = check_padding
     executor = make_executor(plan, executables)
-    finish(lambda: executor.run(Run(tokens(24, 100), State(plan, CONTEXT), logits="all")))
-    result = finish(lambda: executor.run(Run(tokens(num_tokens), State(plan, CONTEXT), logits=logits)))
+    finish(lambda: executor.run(Request(tokens(24, 100), State(plan, CONTEXT), logits="all")))
+    result = finish(lambda: executor.run(Request(tokens(num_tokens), State(plan, CONTEXT), logits=logits)))
     truth = expected_logits(plan, tokens(num_tokens))
     np.testing.assert_array_equal(result.logits, truth if logits == "all" else truth[-1:])
     rows = [min(8, num_tokens - start) for start in range(0, num_tokens, 8)] if logits == "all" else [1]
@@ -322,7 +323,7 @@ def test_results_do_not_depend_on_threads_ring_or_policy(
             chunks_in_flight=chunks_in_flight,
         )
         state = State(plan, CONTEXT)
-        result = finish(lambda e=executor, s=state: e.run(Run(tokens(num_tokens), s, logits=logits)))
+        result = finish(lambda e=executor, s=state: e.run(Request(tokens(num_tokens), s, logits=logits)))
         outcomes.append((result.logits, *(array.copy() for array in state.tensors.values())))
         tasks = Counter(event.task for event in result.record.events)
         assert set(tasks.values()) == {1}
@@ -342,11 +343,11 @@ def test_single_chunk_and_sequential_runs_start_no_thread(monkeypatch: pytest.Mo
     pipelined, alone = make_executor(plan), make_executor(plan, processors=shared_cpu(1))
     sequential = make_executor(plan, policy=find_policy("sequential"))
     monkeypatch.setattr("threading.Thread.start", refuse)
-    pipelined.run(Run(tokens(8), State(plan, CONTEXT)))
-    sequential.run(Run(tokens(30), State(plan, CONTEXT)))
-    alone.run(Run(tokens(30), State(plan, CONTEXT)))
+    pipelined.run(Request(tokens(8), State(plan, CONTEXT)))
+    sequential.run(Request(tokens(30), State(plan, CONTEXT)))
+    alone.run(Request(tokens(30), State(plan, CONTEXT)))
     with pytest.raises(AssertionError, match="a thread was started"):
-        pipelined.run(Run(tokens(9), State(plan, CONTEXT)))
+        pipelined.run(Request(tokens(9), State(plan, CONTEXT)))
 
 
 def test_single_chunk_for_one_processor_and_single_token_start_no_thread(
@@ -357,11 +358,11 @@ def test_single_chunk_for_one_processor_and_single_token_start_no_thread(
 
     plan = make_plan(shadowed=1)
     monkeypatch.setattr("threading.Thread.start", refuse)
-    make_executor(plan, processors=shared_cpu(4)).run(Run(tokens(8), State(plan, CONTEXT)))
-    make_executor(plan).run(Run(tokens(1), State(plan, CONTEXT)))
-    make_executor(plan, policy=find_policy("sequential")).run(Run(tokens(8), State(plan, CONTEXT)))
+    make_executor(plan, processors=shared_cpu(4)).run(Request(tokens(8), State(plan, CONTEXT)))
+    make_executor(plan).run(Request(tokens(1), State(plan, CONTEXT)))
+    make_executor(plan, policy=find_policy("sequential")).run(Request(tokens(8), State(plan, CONTEXT)))
     with pytest.raises(AssertionError, match="a thread was started"):
-        make_executor(plan).run(Run(tokens(2), State(plan, CONTEXT)))
+        make_executor(plan).run(Request(tokens(2), State(plan, CONTEXT)))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -380,7 +381,7 @@ def test_first_of_several_independent_subgraphs_fills_the_inputs(
     executables = make_executables(plan)
     executor = make_executor(plan, executables, policy=find_policy(policy), chunks_in_flight=2)
     for _ in range(2):
-        result = finish(lambda: executor.run(Run(tokens(30), State(plan, CONTEXT), logits=logits)))
+        result = finish(lambda: executor.run(Request(tokens(30), State(plan, CONTEXT), logits=logits)))
         truth = expected_logits(plan, tokens(30))
         if result.logits is not None:
             np.testing.assert_array_equal(result.logits, truth if logits == "all" else truth[-1:])
@@ -391,7 +392,7 @@ def test_first_of_several_independent_subgraphs_fills_the_inputs(
 
 def test_events_contain_worker_task_and_time() -> None:
     plan = make_plan()
-    result = finish(lambda: make_executor(plan).run(Run(tokens(30), State(plan, CONTEXT))))
+    result = finish(lambda: make_executor(plan).run(Request(tokens(30), State(plan, CONTEXT))))
     for event in result.record.events:
         assert event.processor == plan.subgraphs[event.task.subgraph].device
         assert event.worker == 0
@@ -414,16 +415,16 @@ def test_events_contain_worker_task_and_time() -> None:
 def test_bad_runs_are_rejected(token_ids: Array, options: dict[str, Any], message: str) -> None:
     plan = make_plan()
     with pytest.raises(ConfigError, match=message):
-        make_executor(plan).run(Run(token_ids, State(plan, CONTEXT), **options))
+        make_executor(plan).run(Request(token_ids, State(plan, CONTEXT), **options))
 
 
 def test_prompt_that_exceeds_the_capacity_is_rejected_with_the_counts() -> None:
     plan = make_plan()
     executor, state = make_executor(plan), State(plan, 32)
-    finish(lambda: executor.run(Run(tokens(20), state)))
+    finish(lambda: executor.run(Request(tokens(20), state)))
     with pytest.raises(ConfigError, match="13 tokens do not fit at position 20 of a state of 32"):
-        executor.run(Run(tokens(13), state))
-    finish(lambda: executor.run(Run(tokens(12, 20), state)))
+        executor.run(Request(tokens(13), state))
+    finish(lambda: executor.run(Request(tokens(12, 20), state)))
     assert state.position == 32
 
 
@@ -431,15 +432,15 @@ def test_state_of_another_kind_is_rejected() -> None:
     plan = make_plan(2)
     executor = make_executor(plan)
     with pytest.raises(ConfigError, match="the state belongs to another decoder"):
-        executor.run(Run(tokens(4), State(make_plan(3), CONTEXT)))
+        executor.run(Request(tokens(4), State(make_plan(3), CONTEXT)))
     with pytest.raises(ConfigError, match=r"chunk length 8 is outside 1\.\.4, the state's capacity"):
-        executor.run(Run(tokens(4), State(plan, 4)))
+        executor.run(Request(tokens(4), State(plan, 4)))
     windowed = make_plan(2, kinds=("ring",))
     with pytest.raises(ConfigError, match="the state belongs to another decoder"):
-        make_executor(windowed.with_raw_keys()).run(Run(tokens(4), State(windowed, CONTEXT)))
+        make_executor(windowed.with_raw_keys()).run(Request(tokens(4), State(windowed, CONTEXT)))
     with pytest.raises(ConfigError, match="chunk length 8 exceeds the chunk length of the state, 4"):
-        make_executor(windowed).run(Run(tokens(4), State(windowed, CONTEXT, chunk_length=4)))
-    finish(lambda: executor.run(Run(tokens(4), State(make_plan(2), CONTEXT))))
+        make_executor(windowed).run(Request(tokens(4), State(windowed, CONTEXT, chunk_length=4)))
+    finish(lambda: executor.run(Request(tokens(4), State(make_plan(2), CONTEXT))))
 
 
 NPU = Processor(name="npu", devices=frozenset({"npu"}), workers=1)

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from fake_backend import CONTEXT, make_executables, make_plan, npu_and_cpu, shared_cpu, subgraph, tokens
+from fake_backend import CONTEXT, LoneExecutor, make_executables, make_plan, npu_and_cpu, shared_cpu, subgraph, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
-from chunkrt.runtime.run import Run
+from chunkrt.runtime.request import Request
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent
@@ -331,7 +330,7 @@ def test_in_order_leaves_no_ready_task_to_an_idle_worker(plan: Plan) -> None:
 @pytest.mark.parametrize("shadowed", [0, 2])
 def test_gaps_explain_real_runs_completely(policy: str, num_tokens: int, shadowed: int) -> None:
     plan = make_plan(layers=2, shadowed=shadowed)
-    executor = Executor(
+    executor = LoneExecutor(
         plan,
         make_executables(plan),
         chunk_length=8,
@@ -341,7 +340,7 @@ def test_gaps_explain_real_runs_completely(policy: str, num_tokens: int, shadowe
     )
     state = State(plan, CONTEXT)
     for position in (0, num_tokens):
-        record = executor.run(Run(tokens(num_tokens), state)).record
+        record = executor.run(Request(tokens(num_tokens), state)).record
         assert (record.position, record.num_tokens) == (position, num_tokens)
         assert record.position_bytes == 2 * 3 * 4  # two caches, three columns of float32
         check_cover(record)
@@ -350,11 +349,11 @@ def test_gaps_explain_real_runs_completely(policy: str, num_tokens: int, shadowe
 def test_runs_without_threads_have_one_worker() -> None:
     """A single chunk runs in the calling thread, so there is no idle worker."""
     plan = make_plan(layers=2)
-    executor = Executor(
+    executor = LoneExecutor(
         plan, make_executables(plan), chunk_length=8, processors=shared_cpu(4), policy=find_policy("in_order")
     )
     state = State(plan, CONTEXT)
-    alone, together = executor.run(Run(tokens(8), state)).record, executor.run(Run(tokens(9), state)).record
+    alone, together = executor.run(Request(tokens(8), state)).record, executor.run(Request(tokens(9), state)).record
     assert [processor.workers for processor in alone.pipeline.processors] == [1]
     assert [processor.workers for processor in together.pipeline.processors] == [4]
 

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from chunkrt.errors import ConfigError
 from chunkrt.graph.flow import Flow
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.critical_path import upward_ranks
 from chunkrt.runtime.policy import DEFAULT_POLICY, MOST_TASKS_FORESEEN, POLICIES, find_policy
-from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.schedule import Schedule, upward_ranks
 from chunkrt.runtime.tasks import Processor, Task
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 

@@ -13,6 +13,7 @@ import pytest
 from fake_backend import (
     CONTEXT,
     Array,
+    LoneExecutor,
     expected_logits,
     finish,
     make_executables,
@@ -24,9 +25,8 @@ from fake_backend import (
 )
 
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, find_policy
-from chunkrt.runtime.run import Run
+from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, TaskEvent
 
@@ -41,7 +41,7 @@ def test_random_graphs_give_the_same_bits_under_every_policy(batch: int) -> None
 
 
 def check_graph(seed: int) -> None:
-    """Run a random graph: layers, devices, chunks, workers and slots, and durations, both estimated and real."""
+    """Request a random graph: layers, devices, chunks, workers and slots, and durations, both estimated and real."""
     random = Random(seed)
     plan = random_plan(random)
     chunk_length = random.randint(1, 8)
@@ -58,7 +58,7 @@ def check_graph(seed: int) -> None:
             time.sleep(0)
 
     for policy in POLICIES:
-        executor = Executor(
+        executor = LoneExecutor(
             plan,
             make_executables(plan, before=give_turns_away),
             chunk_length=chunk_length,
@@ -68,7 +68,7 @@ def check_graph(seed: int) -> None:
         )
         executor.costs.learn(executor.costs.flops([1], [1], position=0), estimates)
         state = State(plan, CONTEXT)
-        result = finish(lambda e=executor, s=state: e.run(Run(prompt, s, logits="all")))
+        result = finish(lambda e=executor, s=state: e.run(Request(prompt, s, logits="all")))
         np.testing.assert_array_equal(result.logits, truth, err_msg=f"seed {seed}, {policy}")
         assert set(Counter(event.task for event in result.record.events).values()) == {1}
         caches.append([array.tobytes() for array in state.tensors.values()])

@@ -13,6 +13,7 @@ from fake_backend import (
     CONTEXT,
     NUM_RANKS,
     Array,
+    LoneExecutor,
     expected_logits,
     finish,
     make_executables,
@@ -34,12 +35,11 @@ from chunkrt.errors import BackendError, ConfigError, DeviceLostError, Partition
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime.chunk_slots import chunk_slots
-from chunkrt.runtime.executor import Executor
-from chunkrt.runtime.lanes import Lanes
+from chunkrt.runtime.executor import ExecutorSet
 from chunkrt.runtime.policy import POLICIES, find_policy
 from chunkrt.runtime.ranks.local import local_communicators
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
-from chunkrt.runtime.run import Run
+from chunkrt.runtime.request import Request
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Processor, TaskEvent, with_link
@@ -141,7 +141,7 @@ def test_the_link_runs_sums_alone() -> None:
 
 def make_executor(
     communicator: Communicator | None, plan: Plan = PLAN, *, before: Any = None, after: Any = None, **changes: Any
-) -> Executor:
+) -> LoneExecutor:
     """Return one rank's executor, with the toy's arithmetic and real sums."""
     executables: dict[str, Executable] = dict(make_executables(plan, before=before, after=after))
     if communicator is not None:
@@ -151,7 +151,7 @@ def make_executor(
                 weights = WeightStore({}, {})
                 executables[part.name] = link.compile(part, plan, 8, SCHEMES["float"], weights)
     options: dict[str, Any] = {"chunk_length": 8, "processors": shared_cpu(1), "policy": find_policy("in_order")}
-    return Executor(plan, executables, **options | changes)
+    return LoneExecutor(plan, executables, **options | changes)
 
 
 @pytest.mark.sampled(every=7)
@@ -170,8 +170,8 @@ def test_ranks_with_different_task_orders_agree(policy: str, num_tokens: int, sl
         )
         state = State(PLAN, CONTEXT)
         runs = [
-            executor.run(Run(tokens(num_tokens), state, logits="all")),
-            executor.run(Run(tokens(1, num_tokens), state)),
+            executor.run(Request(tokens(num_tokens), state, logits="all")),
+            executor.run(Request(tokens(1, num_tokens), state)),
         ]
         assert len(runs[0].record.events) == -(-num_tokens // 8) * len(PLAN.subgraphs)
         return [run.logits for run in runs if run.logits is not None]
@@ -201,13 +201,13 @@ def test_next_chunk_is_computed_while_one_waits_for_its_sum() -> None:
             has_gone_on.set()
 
     executor = make_executor(Slow(), before=before, chunks_in_flight=2)
-    result = finish(lambda: executor.run(Run(tokens(16), State(PLAN, CONTEXT), logits="all")))
+    result = finish(lambda: executor.run(Request(tokens(16), State(PLAN, CONTEXT), logits="all")))
     np.testing.assert_array_equal(result.logits, expected_logits(PLAN, tokens(16)))
     assert {event.processor for event in result.record.events} == {"link", "cpu"}
 
 
 def run_virtually(plan: Plan, slots: int, policy: str = "in_order") -> tuple[Schedule, list[TaskEvent]]:
-    """Run two chunks on one worker and the link."""
+    """Request two chunks on one worker and the link."""
     schedule = Schedule(
         plan,
         routes=plan.flow.routes(2, range(2)),
@@ -290,13 +290,13 @@ def test_lost_rank_fails_the_run_and_restores_the_state() -> None:
 
         executor = make_executor(communicator, before=before, chunks_in_flight=3)
         state = State(PLAN, CONTEXT)
-        executor.run(Run(tokens(11), state))
+        executor.run(Request(tokens(11), state))
         kept = {name: array.copy() for name, array in state.tensors.items()}
         together.wait(60)
         with pytest.raises(
             DeviceLostError, match=r"^subgraph link\.\d failed on chunk \d: rank 1 has left, "
         ) as caught:
-            executor.run(Run(tokens(95, 11), state))
+            executor.run(Request(tokens(95, 11), state))
         for name, array in state.tensors.items():
             np.testing.assert_array_equal(array[:, : state.position], kept[name][:, : state.position])
         return str(caught.value), state.position, kept["cache.0"]
@@ -310,7 +310,7 @@ def test_shared_chunks_run_one_at_a_time_over_ranks() -> None:
     def overlaps(plan: Plan) -> bool:
         prompts = make_executor(None, plan, processors=npu_and_cpu(), policy=find_policy("look_ahead"))
         few = make_executor(None, plan)
-        return Lanes(prompts=prompts, tokens=few, many=prompts, few=few).overlaps
+        return ExecutorSet(prompts=prompts, tokens=few, many=prompts, few=few).overlaps
 
     assert overlaps(make_plan())
     assert not overlaps(PLAN)

@@ -147,17 +147,30 @@ def test_chunks_without_requested_logits_end_at_the_last_state() -> None:
     assert per_chunk == [list(range(last_state + 1))] * 2 + [list(range(len(plan.subgraphs)))]
 
 
-def test_failure_stops_the_schedule_and_the_first_is_kept() -> None:
-    schedule = make_schedule(make_plan(), 4)
-    first, second = schedule.claim(shared_cpu(2)[0]), schedule.claim(shared_cpu(2)[0])
-    assert (first, second) == (Task(0, 0), Task(0, 1))
+def test_failed_chunk_ends_and_later_chunks_continue() -> None:
+    schedule = make_schedule(make_plan(), 3)
+    assert schedule.claim(shared_cpu(2)[0]) == Task(0, 0)
     error = RuntimeError("lost")
-    schedule.fail(Task(0, 1), error)
-    schedule.fail(Task(0, 0), RuntimeError("later"))
-    assert schedule.failure == (Task(0, 1), error)
-    assert schedule.is_finished
-    assert schedule.claim(shared_cpu(1)[0]) is None
-    assert not schedule.running
+    schedule.fail(Task(0, 0), error)
+    assert schedule.ended == [(0, (Task(0, 0), error))]
+    spans = simulate(schedule)
+    assert {task.chunk for *_, task in spans} == {1, 2}
+    assert [number for number, failure in schedule.ended if failure is None] == [1, 2]
+
+
+@pytest.mark.parametrize("slots", [1, 3, 9])
+@pytest.mark.parametrize("num_steps", [0, 1, 7, 18])
+def test_recalled_chunks_have_not_begun_and_the_others_end(slots: int, num_steps: int) -> None:
+    schedule, begun = make_schedule(make_plan(), 8, in_flight=slots, processors=shared_cpu(1)), set[int]()
+    for _ in range(num_steps):
+        task = schedule.claim(shared_cpu(1)[0])
+        assert task is not None
+        begun.add(task.chunk)
+        schedule.complete(task)
+    num_left = schedule.recall()
+    assert num_left == max(begun, default=-1) + 1
+    simulate(schedule)
+    assert [number for number, _ in schedule.ended] == list(range(num_left))
 
 
 def test_task_that_ends_after_cancelling_unlocks_nothing() -> None:

@@ -8,15 +8,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_backend import CONTEXT, VOCABULARY, WINDOW, expected_logits, make_executables, make_plan, shared_cpu, tokens
+from fake_backend import (
+    CONTEXT,
+    VOCABULARY,
+    WINDOW,
+    LoneExecutor,
+    expected_logits,
+    make_executables,
+    make_plan,
+    shared_cpu,
+    tokens,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.plan import Plan, Tensor
-from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
-from chunkrt.runtime.run import Run
+from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import MOST_KEPT, State
 
 ALL_KINDS = ("cache", "ring", "recurrent")
@@ -27,22 +36,22 @@ SLOTS = 64
 """Number of slots of a ring: window and chunk rounded up."""
 
 
-def make_executor(plan: Plan) -> Executor:
+def make_executor(plan: Plan) -> LoneExecutor:
     policy = find_policy("sequential")
-    return Executor(plan, make_executables(plan), chunk_length=CHUNK, processors=shared_cpu(1), policy=policy)
+    return LoneExecutor(plan, make_executables(plan), chunk_length=CHUNK, processors=shared_cpu(1), policy=policy)
 
 
 def make_state(plan: Plan = PLAN, num_tokens: int = 0) -> State:
     """Return a state that has seen `num_tokens` tokens."""
     state = State(plan, CONTEXT, chunk_length=CHUNK)
     if num_tokens:
-        make_executor(plan).run(Run(tokens(num_tokens), state))
+        make_executor(plan).run(Request(tokens(num_tokens), state))
     return state
 
 
 def logits_after(state: State, prefix: Sequence[int], new: Sequence[int]) -> np.ndarray:
     """Return the logits of new tokens after a prefix, checked against all tokens run at once."""
-    result = make_executor(state.plan).run(Run(np.array(new, np.int64), state, logits="all"))
+    result = make_executor(state.plan).run(Request(np.array(new, np.int64), state, logits="all"))
     truth = expected_logits(state.plan, np.array([*prefix, *new], np.int64))
     assert result.logits is not None
     np.testing.assert_array_equal(result.logits, truth[len(prefix) :])
@@ -120,7 +129,7 @@ def test_recurrent_tensors_rewind_to_snapshots_or_the_beginning() -> None:
     state = make_state(PLAN)
     executor = make_executor(PLAN)
     for position in range(0, 100, 20):
-        executor.run(Run(tokens(20, position), state))
+        executor.run(Request(tokens(20, position), state))
         state.keep_snapshot()
     assert MOST_KEPT == 2
     assert state.rewind(100) == 100
@@ -201,7 +210,7 @@ def test_file_fits_another_chunk_length(tmp_path: Path, num_tokens: int) -> None
     saved.save(tmp_path / "state")
     for chunk_length in (CHUNK, 60, None):
         state = State(PLAN, CONTEXT, chunk_length=chunk_length)
-        make_executor(PLAN).run(Run(tokens(13, 100), state))
+        make_executor(PLAN).run(Request(tokens(13, 100), state))
         state.load(tmp_path / "state")
         assert state.position == num_tokens
         np.testing.assert_array_equal(state.tensors["recurrent.2"], saved.tensors["recurrent.2"])
@@ -258,7 +267,7 @@ def test_recurrent_tensors_do_not_change_in_a_shift() -> None:
     plan = PLAN.with_raw_keys()
     state = make_state(plan, 20)
     state.keep_snapshot()
-    make_executor(plan).run(Run(tokens(20, 20), state))
+    make_executor(plan).run(Request(tokens(20, 20), state))
     before = state.tensors["recurrent.2"].copy()
     assert state.shift(4, 10) == state.position == 30
     np.testing.assert_array_equal(state.tensors["recurrent.2"], before)
@@ -307,7 +316,7 @@ def test_state_after_any_operations_gives_the_logits_of_its_tokens(
         elif name == "fork":
             other = state.fork()
             if size:
-                executor.run(Run(random.integers(0, VOCABULARY, size), state))  # the fork does not change
+                executor.run(Request(random.integers(0, VOCABULARY, size), state))  # the fork does not change
             state = other
         elif name == "snapshot":
             snapshot, in_snapshot = state.snapshot(), seen.copy()

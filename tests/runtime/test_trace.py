@@ -6,15 +6,14 @@ import tracemalloc
 from dataclasses import replace
 
 import pytest
-from fake_backend import CONTEXT, make_executables, make_plan, npu_and_cpu, shared_cpu, tokens
+from fake_backend import CONTEXT, LoneExecutor, make_executables, make_plan, npu_and_cpu, shared_cpu, tokens
 from trace_checker import CheckedTrace
 from virtual_record import PLAN, virtual_record
 
 from chunkrt.backends.base import Passage
 from chunkrt.errors import ConfigError
-from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import find_policy
-from chunkrt.runtime.run import Run
+from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, TaskEvent
 from chunkrt.runtime.trace.file import check_trace_path, read_trace, write_trace
@@ -170,11 +169,11 @@ def moved_to_zero(event, start_ns):
 
 
 def test_real_runs_round_trip(tmp_path):
-    executor = Executor(
+    executor = LoneExecutor(
         PLAN, make_executables(PLAN), chunk_length=8, processors=npu_and_cpu(2), policy=find_policy("look_ahead")
     )
     state = State(PLAN, CONTEXT)
-    records = [executor.run(Run(tokens(count), state)).record for count in (29, 1, 1)]
+    records = [executor.run(Request(tokens(count), state)).record for count in (29, 1, 1)]
     write_trace(tmp_path / "out.json", records, "toy")
     trace = CheckedTrace(tmp_path / "out.json")
     assert [s[2] for s in trace.slices["runs"]] == ["prefill 29 tokens", "decode at 29", "decode at 30"]

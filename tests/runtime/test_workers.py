@@ -14,6 +14,7 @@ from fake_backend import (
     CONTEXT,
     Array,
     Hook,
+    LoneExecutor,
     expected_logits,
     finish,
     make_executables,
@@ -26,12 +27,11 @@ from fake_backend import (
 
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, find_policy
-from chunkrt.runtime.run import Run, RunResult
+from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
+from chunkrt.runtime.stream import Stream
 from chunkrt.runtime.tasks import Processor, Task
-from chunkrt.runtime.workers import Workers
 
 CHUNK = 8
 
@@ -55,8 +55,8 @@ def make_executor(
     processors: Sequence[Processor] | None = None,
     policy: Policy | None = None,
     chunks_in_flight: int = 3,
-) -> Executor:
-    return Executor(
+) -> LoneExecutor:
+    return LoneExecutor(
         plan,
         make_executables(plan, before=before, after=after),
         chunk_length=CHUNK,
@@ -66,7 +66,7 @@ def make_executor(
     )
 
 
-def check_result(plan: Plan, result: RunResult, num_tokens: int) -> None:
+def check_result(plan: Plan, result: Request, num_tokens: int) -> None:
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_tokens))[-1:])
 
 
@@ -83,7 +83,7 @@ def test_the_npu_and_the_cpu_run_at_the_same_time() -> None:
             wait_for(npu_started)
 
     executor = make_executor(plan, before=meet)
-    check_result(plan, finish(lambda: executor.run(Run(tokens(16), State(plan, CONTEXT)))), 16)
+    check_result(plan, finish(lambda: executor.run(Request(tokens(16), State(plan, CONTEXT)))), 16)
 
 
 @pytest.mark.parametrize("num_tokens", [2, CHUNK, 2 * CHUNK])
@@ -96,7 +96,7 @@ def test_two_tasks_of_one_chunk_run_at_the_same_time(num_tokens: int) -> None:
             both_run.wait(60)
 
     executor = make_executor(plan, before=meet)
-    check_result(plan, finish(lambda: executor.run(Run(tokens(num_tokens), State(plan, CONTEXT)))), num_tokens)
+    check_result(plan, finish(lambda: executor.run(Request(tokens(num_tokens), State(plan, CONTEXT)))), num_tokens)
 
 
 def test_two_workers_run_one_static_subgraph_at_the_same_time() -> None:
@@ -108,7 +108,7 @@ def test_two_workers_run_one_static_subgraph_at_the_same_time() -> None:
             arrived.wait(60)
 
     executor = make_executor(plan, before=meet, processors=shared_cpu(2))
-    check_result(plan, finish(lambda: executor.run(Run(tokens(16), State(plan, CONTEXT)))), 16)
+    check_result(plan, finish(lambda: executor.run(Request(tokens(16), State(plan, CONTEXT)))), 16)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -127,7 +127,7 @@ def test_dynamic_subgraphs_take_the_chunks_in_order_one_at_a_time(workers: int) 
     executor = make_executor(
         plan, before=note("start"), after=note("end"), processors=shared_cpu(workers), chunks_in_flight=4
     )
-    check_result(plan, finish(lambda: executor.run(Run(tokens(48), State(plan, CONTEXT)))), 48)
+    check_result(plan, finish(lambda: executor.run(Request(tokens(48), State(plan, CONTEXT)))), 48)
     for layer in range(3):
         own = [(chunk, what) for name, chunk, what in log if name == f"dynamic.{layer}"]
         assert own == [(chunk, what) for chunk in range(6) for what in ("start", "end")]
@@ -151,7 +151,7 @@ def test_slow_reader_keeps_its_buffers() -> None:
                 others_went_on.set()
 
     executor = make_executor(plan, before=hold, after=release, chunks_in_flight=3, processors=shared_cpu(3))
-    check_result(plan, finish(lambda: executor.run(Run(tokens(40), State(plan, CONTEXT)))), 40)
+    check_result(plan, finish(lambda: executor.run(Request(tokens(40), State(plan, CONTEXT)))), 40)
     assert went_on == [CHUNK, 2 * CHUNK, *went_on[2:]]
 
 
@@ -172,15 +172,15 @@ def test_failure_is_raised_once_with_its_task_and_the_executor_recovers(failing:
 
     executor = make_executor(plan, before=fail, policy=find_policy(policy), processors=npu_and_cpu(2))
     state = State(plan, CONTEXT)
-    finish(lambda: executor.run(Run(tokens(CHUNK), state)))
+    finish(lambda: executor.run(Request(tokens(CHUNK), state)))
     state.rewind(0)
     message = f"subgraph {failing} failed on chunk {chunk_start // CHUNK}: the device is on fire"
     with pytest.raises(BackendError, match=message) as caught:
-        finish(lambda: executor.run(Run(tokens(last + 1), state)))
+        finish(lambda: executor.run(Request(tokens(last + 1), state)))
     assert isinstance(caught.value.__cause__, ValueError)
     assert state.position == 0
     is_broken = False
-    check_result(plan, finish(lambda: executor.run(Run(tokens(last + 1), state))), last + 1)
+    check_result(plan, finish(lambda: executor.run(Request(tokens(last + 1), state))), last + 1)
     assert state.position == last + 1
 
 
@@ -192,11 +192,11 @@ def test_failure_keeps_the_position_at_the_beginning_of_the_run() -> None:
             raise ValueError("no further")
 
     executor, state = make_executor(plan, before=fail), State(plan, CONTEXT)
-    finish(lambda: executor.run(Run(tokens(20), state)))
+    finish(lambda: executor.run(Request(tokens(20), state)))
     with pytest.raises(BackendError):
-        finish(lambda: executor.run(Run(tokens(40, 20), state)))
+        finish(lambda: executor.run(Request(tokens(40, 20), state)))
     assert state.position == 20
-    result = finish(lambda: executor.run(Run(tokens(10, 20), state)))
+    result = finish(lambda: executor.run(Request(tokens(10, 20), state)))
     check_result(plan, result, 30)
 
 
@@ -216,7 +216,7 @@ def test_failure_wakes_waiting_threads_and_waits_for_running_tasks() -> None:
 
     executor = make_executor(plan, before=before, processors=npu_and_cpu(4))
     with pytest.raises(BackendError, match=r"subgraph dynamic\.0 failed on chunk 0: first"):
-        finish(lambda: executor.run(Run(tokens(40), State(plan, CONTEXT))))
+        finish(lambda: executor.run(Request(tokens(40), State(plan, CONTEXT))))
     assert finished == ["static.0"]
 
 
@@ -231,7 +231,7 @@ def test_first_of_two_failures_is_raised() -> None:
 
     executor = make_executor(plan, before=before, processors=shared_cpu(2))
     with pytest.raises(BackendError, match=r"on chunk (\d): failure of chunk \1$"):
-        finish(lambda: executor.run(Run(tokens(16), State(plan, CONTEXT))))
+        finish(lambda: executor.run(Request(tokens(16), State(plan, CONTEXT))))
 
 
 def test_lost_device_error_keeps_its_type() -> None:
@@ -241,7 +241,7 @@ def test_lost_device_error_keeps_its_type() -> None:
         raise DeviceLostError("the NPU does not answer")
 
     with pytest.raises(DeviceLostError, match="subgraph embedding failed on chunk 0: the NPU does not answer"):
-        make_executor(plan, before=lose).run(Run(tokens(1), State(plan, CONTEXT)))
+        make_executor(plan, before=lose).run(Request(tokens(1), State(plan, CONTEXT)))
 
 
 @pytest.mark.parametrize("policy", ["sequential", "in_order"])
@@ -262,11 +262,11 @@ def test_cancel_from_another_thread_ends_the_run(policy: str) -> None:
     executor, state = make_executor(plan, before=hold, policy=find_policy(policy)), State(plan, CONTEXT)
     other = threading.Thread(target=cancel_it)
     other.start()
-    with pytest.raises(ClosedError, match=r"the run was cancelled after [12] of 5 chunks"):
-        finish(lambda: executor.run(Run(tokens(40), state, cancel=cancel)))
+    with pytest.raises(ClosedError, match=r"the request was cancelled after \d+ of 40 tokens"):
+        finish(lambda: executor.run(Request(tokens(40), state, cancel=cancel)))
     other.join(60)
     assert state.position == 0
-    check_result(plan, finish(lambda: executor.run(Run(tokens(40), state, cancel=Event()))), 40)
+    check_result(plan, finish(lambda: executor.run(Request(tokens(40), state, cancel=Event()))), 40)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
@@ -277,7 +277,7 @@ def test_run_cancelled_before_its_start_runs_no_task(num_tokens: int) -> None:
     cancel.set()
     executor = make_executor(plan, before=lambda name, tag, inputs: started.append(name))
     with pytest.raises(ClosedError):
-        finish(lambda: executor.run(Run(tokens(num_tokens), State(plan, CONTEXT), cancel=cancel)))
+        finish(lambda: executor.run(Request(tokens(num_tokens), State(plan, CONTEXT), cancel=cancel)))
     assert not started
 
 
@@ -326,10 +326,10 @@ def test_interrupt_reaches_the_caller_and_ends_the_threads(num_tokens: int, inte
 
     executor, state = make_executor(plan, before=interrupt), State(plan, CONTEXT)
     with pytest.raises(KeyboardInterrupt):
-        executor.run(Run(tokens(num_tokens), state))
+        executor.run(Request(tokens(num_tokens), state))
     assert [thread for thread in threading.enumerate() if thread.name.startswith("chunkrt")] == []
     assert state.position == 0
-    check_result(plan, executor.run(Run(tokens(num_tokens), state)), num_tokens)
+    check_result(plan, executor.run(Request(tokens(num_tokens), state)), num_tokens)
 
 
 def test_run_after_a_second_interrupt_waits_for_running_tasks(
@@ -350,16 +350,16 @@ def test_run_after_a_second_interrupt_waits_for_running_tasks(
 
     executor, state = make_executor(plan, before=interrupt), State(plan, CONTEXT)
     with pytest.raises(KeyboardInterrupt):
-        executor.run(Run(tokens(40), state))
+        executor.run(Request(tokens(40), state))
     assert log == ["first run started"]
-    close = Workers.close
+    close = Stream.close
 
-    def let_go_and_close(workers: Workers) -> None:
+    def let_go_and_close(stream: Stream) -> None:
         left.set()
-        close(workers)
+        close(stream)
 
-    monkeypatch.setattr(Workers, "close", let_go_and_close)
-    check_result(plan, executor.run(Run(tokens(40), state)), 40)
+    monkeypatch.setattr(Stream, "close", let_go_and_close)
+    check_result(plan, executor.run(Request(tokens(40), state)), 40)
     assert log == ["first run started", "first run ended", "second run started"]
 
 
@@ -377,7 +377,7 @@ def test_policy_that_would_deadlock_is_an_error() -> None:
     plan = make_plan()
     executor, state = make_executor(plan, policy=_Stubborn()), State(plan, CONTEXT)
     with pytest.raises(ConfigError, match="policy 'stubborn' chose none"):
-        finish(lambda: executor.run(Run(tokens(40), state)))
+        finish(lambda: executor.run(Request(tokens(40), state)))
     assert state.position == 0
 
 
@@ -394,10 +394,10 @@ def test_runs_from_two_threads_follow_one_another() -> None:
                 second_runs.set()
 
     executor = make_executor(plan, before=hold)
-    results: list[RunResult] = []
+    results: list[Request] = []
 
     def call() -> None:
-        results.append(executor.run(Run(tokens(40), State(plan, CONTEXT))))
+        results.append(executor.run(Request(tokens(40), State(plan, CONTEXT))))
 
     callers = [threading.Thread(target=call, daemon=True) for _ in range(2)]
     callers[0].start()

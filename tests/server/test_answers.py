@@ -14,8 +14,8 @@ from collector import without_collector
 from server_of_tests import serving, wait_until
 from small_vocabularies import make_tokenizer
 
-from chunkrt.engine.driving import in_thread
 from chunkrt.engine.scoring import TokenLogProbabilities
+from chunkrt.engine.session import in_thread
 from chunkrt.server import app
 from chunkrt.server import chat as chats
 from chunkrt.server import completions as completed

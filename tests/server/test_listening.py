@@ -63,7 +63,7 @@ def serve(chat_folder):
 
 HUNG = """
 import sys, threading
-from chunkrt.runtime.binding import BoundSubgraph
+from chunkrt.runtime.buffers import BoundSubgraph
 BoundSubgraph.run = lambda *_: threading.Event().wait()
 from chunkrt.__main__ import main
 sys.argv = ["chunkrt", *sys.argv[1:]]

@@ -22,15 +22,15 @@ from chunkrt.graph.operators import node_flops
 from chunkrt.graph.plan import ATTENTION_OPS, Plan, Ranks, Tensor
 from chunkrt.quant.scheme import Recipe, find_scheme
 from chunkrt.runtime.policy import find_policy
-from chunkrt.runtime.ranks.exchange import exchange_of
+from chunkrt.runtime.ranks.messages import exchange_of
 from chunkrt.runtime.ranks.mpi import MpiCommunicator
 from chunkrt.runtime.record import Pipeline, RunRecord, stages_of
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.tasks import Processor, Task, TaskEvent, with_link
 from chunkrt.runtime.trace.file import read_trace, write_trace
 from chunkrt.runtime.trace.idle import where_time_went
-from chunkrt.runtime.trace.link_time import link_time
 from chunkrt.runtime.trace.timeline.picture import make_picture
+from chunkrt.runtime.trace.utilisation import link_time
 from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 from chunkrt.simulate import LINKS, DeviceProfile, LinkProfile, MeasuredProfile, find_device, find_link, simulate
 from chunkrt.simulate.experiments import plans_of

@@ -26,11 +26,11 @@ from chunkrt.runtime.trace.idle import where_time_went
 from chunkrt.runtime.trace.shared import packing
 from chunkrt.runtime.virtual_clock import at_full_speed, run_on_virtual_clock
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, find_device
-from chunkrt.simulate.arrivals import Load, Request, draw
+from chunkrt.simulate.arrivals import Load, SimulatedRequest, draw
 from chunkrt.simulate.measured import SubgraphCost, ThreadsCost, twins
 from chunkrt.simulate.serving import Serving, serve, simulate_serving
 from chunkrt.simulate.serving_costs import ServingCosts, Way, never
-from chunkrt.simulate.work import Chunk, ModelledWork, Work
+from chunkrt.simulate.work import ChunkWork, ModelledWork, Work
 
 MS = 10**6
 TASK_MS = 10
@@ -57,14 +57,14 @@ def constant(plan: Plan = PLAN, task_ms: float = TASK_MS) -> ServingCosts:
     )
 
 
-def served(requests: Sequence[Request], *, costs: ServingCosts | None = None, **changes: Any) -> Serving:
+def served(requests: Sequence[SimulatedRequest], *, costs: ServingCosts | None = None, **changes: Any) -> Serving:
     options: dict[str, Any] = {"batcher": "packed", "policy": "in_order", "chunk_length": C, "sessions": 8}
     options |= {"chunks_in_flight": 1} | changes
     return serve(costs or constant(), Load(requests=requests, num_cut=0), **options)
 
 
-def asked(at_ms: float | None, prompt: int, generate: int) -> Request:
-    return Request(arrival_ns=None if at_ms is None else at_ms * MS, prompt=prompt, generate=generate)
+def asked(at_ms: float | None, prompt: int, generate: int) -> SimulatedRequest:
+    return SimulatedRequest(arrival_ns=None if at_ms is None else at_ms * MS, prompt=prompt, generate=generate)
 
 
 TWO = [asked(0, 10, 3), asked(20, 4, 1)]
@@ -152,7 +152,7 @@ def test_sequential_requests_are_a_queue_with_one_server(load: float) -> None:
     assert inside.busy["cpu"] == pytest.approx(load, rel=0.02)
 
 
-def check_records(records: Sequence[RunRecord], requests: Sequence[Request], chunk_length: int) -> None:
+def check_records(records: Sequence[RunRecord], requests: Sequence[SimulatedRequest], chunk_length: int) -> None:
     """Check that every token of every sequence is run once, in order, in chunks within their limits."""
     chunks = {chunk.number: chunk for record in records for chunk in record.chunks}
     assert all(1 <= chunk.num_tokens <= chunk_length for chunk in chunks.values())
@@ -239,12 +239,12 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 
 
 def test_shared_chunks_attend_to_each_sequences_history() -> None:
-    chunk = Chunk.shared([(10, 3), (0, 2)], 1)
+    chunk = ChunkWork.shared([(10, 3), (0, 2)], 1)
     assert chunk.pairs(0) == (11 + 12 + 13) + (1 + 2)
     assert chunk.pairs(12) == (11 + 12 + 12) + (1 + 2)
     modelled = ModelledWork(SMALL, find_scheme("w8a16"), DEVICE, chunk_length=32, chunks=[])
     (attention, *_) = [index for index, subgraph in enumerate(SMALL.subgraphs) if subgraph.state]
-    alone = [Chunk(num_tokens=3, num_rows=0, position=10), Chunk(num_tokens=2, num_rows=0, position=0)]
+    alone = [ChunkWork(num_tokens=3, num_rows=0, position=10), ChunkWork(num_tokens=2, num_rows=0, position=0)]
     together, (first, second) = modelled.of(attention, chunk), (modelled.of(attention, one) for one in alone)
     assert together.num_bytes == pytest.approx(first.num_bytes + second.num_bytes)
     assert max(first.ns, second.ns) < together.ns < first.ns + second.ns  # a task costs its start once

@@ -90,7 +90,7 @@ class NativeExecutable:
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
         """See `Executable.run`."""
         try:
-            self._program.run([inputs[n] for n in self._inputs], [outputs[n] for n in self._outputs])
+            self._program.run([*map(inputs.__getitem__, self._inputs)], [*map(outputs.__getitem__, self._outputs)])
         except _FAILURES as error:
             raise self._failure(error) from error
 

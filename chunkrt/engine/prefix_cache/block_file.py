@@ -28,7 +28,7 @@ import xxhash
 from chunkrt.engine.prefix_cache.tree import STEP, Addition
 from chunkrt.files import check_regular, parse_json
 from chunkrt.runtime.buffers import Array
-from chunkrt.runtime.prefix import Form, PrefixPiece, StateForms
+from chunkrt.runtime.prefix import PrefixPiece, StateForms, TensorForm
 
 MAGIC, FORMAT = b"CHKRTPFX", 1
 _START = struct.Struct("<8sII")
@@ -136,7 +136,7 @@ def _read_header(file: BinaryIO) -> tuple[Header, bytes]:
 def _empty(header: Header, forms: StateForms) -> Addition:
     """Allocate arrays for all contents of a file."""
 
-    def empty(form: Form) -> Array:
+    def empty(form: TensorForm) -> Array:
         return form.empty(STEP)
 
     pieces = []

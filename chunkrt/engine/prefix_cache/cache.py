@@ -9,15 +9,18 @@ that is evicted while another thread copies it stays in memory until the copy is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from threading import Lock
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from chunkrt.engine.prefix_cache.tree import NODE_BYTES, STEP, Addition, Node, PrefixTree, Root, evict
+from chunkrt.engine.prefix_cache.tree import NODE_BYTES, STEP, Addition, PrefixTree, Root, TreeNode, evict
 from chunkrt.runtime.prefix import Prefix, StateForms
 from chunkrt.runtime.state import State
+
+if TYPE_CHECKING:
+    from chunkrt.engine.prefix_cache.disk import DiskStore
 
 LEAST_BETWEEN_CUTS = 512
 """Minimum number of tokens between positions of a prompt at which rings and recurrent tensors are kept. At each such
@@ -38,22 +41,6 @@ class Exactness:
     tokens_differ: bool
 
 
-class Store(Protocol):
-    """Storage of prefixes outside memory."""
-
-    def load(self, forms: StateForms, tokens: Sequence[int], root: Root, known: int) -> Iterator[Addition]:
-        """Yield the stored parts for some tokens, except for the first `known` tokens."""
-        ...
-
-    def save(self, forms: StateForms, root: Root, nodes: Sequence[Node]) -> None:
-        """Schedule the writing of consecutive nodes, starting with the first token."""
-        ...
-
-    def close(self) -> None:
-        """Write the remaining nodes."""
-        ...
-
-
 class PrefixCache:
     """Contents of states for the first tokens of prompts.
 
@@ -72,7 +59,7 @@ class PrefixCache:
         chunk_length: int,
         limit: int,
         *,
-        store: Store | None = None,
+        store: DiskStore | None = None,
         is_lost: Callable[[], bool] = bool,
     ) -> None:
         self.exactness = exactness
@@ -188,7 +175,7 @@ class PrefixCache:
         if self._store is not None:
             self._store.close()
 
-    def _load(self, store: Store, root: Root, forms: StateForms, tokens: Sequence[int], clock: int) -> None:
+    def _load(self, store: DiskStore, root: Root, forms: StateForms, tokens: Sequence[int], clock: int) -> None:
         """Load the stored parts for some tokens into a tree, as far as they fit into the limit."""
         with self._lock:
             known = self._tree(root, forms).matched(tokens) // STEP * STEP
@@ -209,7 +196,86 @@ class PrefixCache:
         tree = self._trees.get(root)
         return PrefixTree(forms, self.exactness.step) if tree is None else tree
 
-    def _evict(self, limit: int, kept: Collection[Node] = ()) -> None:
+    def _evict(self, limit: int, kept: Collection[TreeNode] = ()) -> None:
         """Remove the least recently used nodes like `evict`, and then remove empty trees."""
         evict(list(self._trees.values()), limit, kept)
         self._trees = {root: tree for root, tree in self._trees.items() if not tree.is_empty}
+
+
+class Reuse:
+    """One sequence's use of the prefix cache. Without a cache the methods have no effect.
+
+    Only prefixes under the sequence's salt are found and stored.
+
+    A state is exact up to a position if a prefill from the first token would have computed the same contents up to this
+    position. A run that begins at this position keeps the state exact if its chunks begin at the same positions as the
+    chunks of such a prefill.
+    """
+
+    def __init__(self, cache: PrefixCache | None, salt: str = "") -> None:
+        self._cache, self._salt = cache, salt
+        self._num_exact = 0
+        self._num_kept = 0
+        """Number of tokens that were offered to the cache."""
+
+    def find(self, tokens: Sequence[int], state: State, limit: int) -> Prefix | None:
+        """Return the longest cached prefix of a sequence's tokens, up to a limit, if it is longer than the state's
+        contents. Return None if a single token is decoded, or if no prefix would be exact. This may read from a disk.
+        """
+        if self._cache is None or not self._goes_on_from(state.position):
+            return None
+        # At least one token must be run after the prefix, in the same way as in a prefill from the first token.
+        limit = min(limit, len(tokens) - (2 if self._cache.exactness.tokens_differ else 1))
+        return self._cache.find(tokens, state, limit, self._salt) if limit > state.position else None
+
+    def take(self, prefix: Prefix, state: State) -> int:
+        """Copy a prefix into the state. Return the number of tokens that need not be run."""
+        assert self._cache is not None
+        before = state.position
+        state.take(prefix)
+        self._num_exact = self._num_kept = prefix.position
+        self._cache.num_cached += prefix.position - before
+        return prefix.position - before
+
+    def part_lengths(self, tokens: Sequence[int], state: State) -> list[int]:
+        """Return the lengths of the runs into which the pending tokens are split, so the cache can copy the state in
+        between.
+        """
+        if self._cache is None or not self._goes_on_from(state.position):
+            return [len(tokens) - state.position]
+        return self._cache.part_lengths(tokens, state, self._salt)
+
+    def before_run(self, position: int) -> None:
+        """Record the beginning of a run. The state is no longer exact after this position."""
+        self._num_exact = min(self._num_exact, position)
+        self._num_kept = min(self._num_kept, position)
+
+    def after_run(self, position: int, num_tokens: int) -> None:
+        """Record the end of a run of `num_tokens` tokens."""
+        if self._cache is None or position > self._num_exact or not self._goes_on_from(position):
+            return
+        exactness = self._cache.exactness
+        if num_tokens > 1 or not exactness.tokens_differ:
+            end = position + num_tokens
+            self._num_exact = end - end % exactness.step
+
+    def keep(self, tokens: Sequence[int], state: State) -> None:
+        """Copy the exact part of the state to the cache."""
+        num_exact = min(self._num_exact, state.position)
+        if self._cache is not None and num_exact > self._num_kept:
+            self._cache.add(tokens[:num_exact], state, self._salt)
+            self._num_kept = num_exact
+
+    def shifted(self, keep: int) -> None:
+        """Record a shift of the context. Only the contents for the first tokens stay exact."""
+        self.before_run(keep)
+
+    def copy(self) -> Reuse:
+        """Return a copy for another sequence with the same tokens."""
+        copy = Reuse(self._cache, self._salt)
+        copy._num_exact, copy._num_kept = self._num_exact, self._num_kept
+        return copy
+
+    def _goes_on_from(self, position: int) -> bool:
+        """Return True if runs from a position on give the same results as in a prefill from the first token."""
+        return self._cache is not None and position <= self._num_exact and position % self._cache.exactness.step == 0

@@ -25,7 +25,7 @@ import numpy as np
 
 from chunkrt.engine.prefix_cache.block_file import Header, block_bytes, read_block, write_block
 from chunkrt.engine.prefix_cache.folder import CacheFolder
-from chunkrt.engine.prefix_cache.tree import STEP, Addition, Node, Root
+from chunkrt.engine.prefix_cache.tree import STEP, Addition, Root, TreeNode
 from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.prefix import PrefixPiece, StateForms
 
@@ -110,7 +110,7 @@ class DiskStore:
                     return
             parent = chained(parent, whole)
 
-    def save(self, forms: StateForms, root: Root, nodes: Sequence[Node]) -> None:
+    def save(self, forms: StateForms, root: Root, nodes: Sequence[TreeNode]) -> None:
         """Schedule the writing of consecutive nodes, starting with the first token."""
         whole = [node for node in nodes if len(node.tokens) == STEP]
         if not whole:

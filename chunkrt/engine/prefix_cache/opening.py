@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from chunkrt.backends import Backend
 from chunkrt.backends.coverage import QNN
 from chunkrt.backends.native.cpu import selected_kernels
 from chunkrt.backends.registry import NATIVE
@@ -20,8 +19,11 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.prefix_cache.cache import Exactness, PrefixCache
 from chunkrt.engine.prefix_cache.disk import DiskStore, Owner
 from chunkrt.engine.prefix_cache.folder import CacheFolder
-from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, Manifest
+from chunkrt.engine_directory.manifest import PLAN, WEIGHTS
 from chunkrt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from chunkrt.engine.engine import Engine
 
 MOST_BYTES = 2 * 2**30
 SHARE_OF_FREE = 8
@@ -37,23 +39,8 @@ def own_folder() -> Path:
     return catalogue.home() / "prefixes"
 
 
-class CachedEngine(Protocol):
-    """Interface of an engine for the prefix cache."""
-
-    options: EngineOptions
-    manifest: Manifest
-    chunk_length: int
-    npu_backend: Backend
-    cpu_backend: Backend
-
-    @property
-    def identity(self) -> Mapping[str, object]:
-        """Properties that must be equal for the engines of all ranks."""
-        ...
-
-
 def open_cache(
-    engine: CachedEngine, exactness: Exactness, *, has_ranks: bool, is_npu_lost: Callable[[], bool]
+    engine: Engine, exactness: Exactness, *, has_ranks: bool, is_npu_lost: Callable[[], bool]
 ) -> PrefixCache | None:
     """Open the prefix cache that an engine's options request. Return None if it is off.
 
@@ -82,7 +69,7 @@ def open_cache(
     return PrefixCache(exactness, engine.chunk_length, limit, store=store, is_lost=is_npu_lost)
 
 
-def _owner(engine: CachedEngine, exactness: Exactness) -> Owner:
+def _owner(engine: Engine, exactness: Exactness) -> Owner:
     """Return the owner of the files, whose identity contains everything that can change the contents of a state."""
     options, manifest = engine.options, engine.manifest
     backends = engine.npu_backend.name, engine.cpu_backend.name

@@ -40,7 +40,7 @@ class Root(NamedTuple):
     rope_offset: int
 
 
-class Node:
+class TreeNode:
     """Tokens that follow the tokens of `parent`, with a state's contents for these tokens.
 
     Attributes:
@@ -50,9 +50,9 @@ class Node:
 
     __slots__ = ("children", "parent", "piece", "recurrent", "tokens", "used")
 
-    def __init__(self, parent: Node | None, tokens: Tokens, piece: PrefixPiece, used: int) -> None:
+    def __init__(self, parent: TreeNode | None, tokens: Tokens, piece: PrefixPiece, used: int) -> None:
         self.parent, self.tokens, self.piece, self.used = parent, tokens, piece, used
-        self.children: dict[Tokens, Node] = {}
+        self.children: dict[Tokens, TreeNode] = {}
         self.recurrent: dict[int, tuple[Array, ...]] = {}
 
     def begins(self, tokens: Tokens) -> bool:
@@ -86,7 +86,7 @@ class PrefixTree:
         self.forms = forms
         self._step = step
         """Hits end at multiples of this number."""
-        self._root = Node(None, (), PrefixPiece(0, 0, (), None), 0)
+        self._root = TreeNode(None, (), PrefixPiece(0, 0, (), None), 0)
         self._num_bytes: int | None = 0
         """Number of bytes; None during a change, or after an interrupt during a change."""
 
@@ -102,9 +102,9 @@ class PrefixTree:
         """True if the tree contains no node."""
         return not self._root.children
 
-    def path(self, tokens: Sequence[int]) -> list[Node]:
+    def path(self, tokens: Sequence[int]) -> list[TreeNode]:
         """Return the nodes along the given tokens. Only the first tokens of the last node may match."""
-        found, node, position = list[Node](), self._root, 0
+        found, node, position = list[TreeNode](), self._root, 0
         while child := node.children.get(tuple(tokens[position : position + STEP])):
             found.append(child)
             if len(child.tokens) < STEP:
@@ -201,14 +201,14 @@ class PrefixTree:
             node = child
         return added
 
-    def remove(self, leaf: Node) -> None:
+    def remove(self, leaf: TreeNode) -> None:
         """Remove a node without children."""
         assert leaf.parent is not None
         before, self._num_bytes = self.num_bytes, None
         leaf.parent.children.pop(leaf.tokens, None)
         self._num_bytes = before - leaf.num_bytes
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[TreeNode]:
         """Yield all nodes, a parent before its children."""
         waiting = [*self._root.children.values()]
         while waiting:
@@ -216,9 +216,9 @@ class PrefixTree:
             yield node
             waiting += node.children.values()
 
-    def _grown(self, parent: Node, tokens: Tokens, piece: PrefixPiece, clock: int) -> Node:
+    def _grown(self, parent: TreeNode, tokens: Tokens, piece: PrefixPiece, clock: int) -> TreeNode:
         """Add a child. It replaces children that contain only the first of its tokens."""
-        node = Node(parent, tokens, piece, clock)
+        node = TreeNode(parent, tokens, piece, clock)
         shorter = [child for child in parent.children.values() if child.begins(tokens)]
         for child in shorter:
             node.recurrent |= child.recurrent
@@ -229,14 +229,14 @@ class PrefixTree:
             parent.children[tokens] = node
         return node
 
-    def _ends(self, node: Node, limit: int) -> list[int]:
+    def _ends(self, node: TreeNode, limit: int) -> list[int]:
         """Return the positions in a node at which a hit may end, in descending order."""
         if self.forms.recurrent:
             return sorted((p for p in node.recurrent if p <= limit and not p % self._step), reverse=True)
         last = limit - limit % self._step
         return [last] if last > node.piece.start else []
 
-    def _rings_from(self, path: Sequence[Node], position: int) -> int | None:
+    def _rings_from(self, path: Sequence[TreeNode], position: int) -> int | None:
         """Return the position from which nodes contain all rings up to a given position. Return None if the window at
         the given position begins earlier.
         """
@@ -251,7 +251,7 @@ class PrefixTree:
         return first if first <= first_seen(self.forms.window, position) else None
 
 
-def _beginning_with(node: Node, tokens: Tokens) -> Node | None:
+def _beginning_with(node: TreeNode, tokens: Tokens) -> TreeNode | None:
     """Return a child whose tokens begin with the given tokens."""
     if found := node.children.get(tokens):
         return found
@@ -268,7 +268,7 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def evict(trees: Sequence[PrefixTree], limit: int, kept: Collection[Node] = ()) -> None:
+def evict(trees: Sequence[PrefixTree], limit: int, kept: Collection[TreeNode] = ()) -> None:
     """Remove leaves if the trees exceed a limit, the least recently used first, except for nodes in `kept`.
 
     A little more than necessary is removed, so not every call has to search for leaves.

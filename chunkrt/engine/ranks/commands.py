@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from chunkrt import errors
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import BackendError, ChunkrtError
-from chunkrt.runtime.run import Logits
+from chunkrt.runtime.request import Logits
 
 
 class Reference(NamedTuple):
@@ -63,29 +63,29 @@ class Call:
 
 
 class Part(NamedTuple):
-    """Part of a run of `run_tokens` tokens.
+    """Part of the `num_tokens` tokens of a request.
 
     Attributes:
-        start: number of tokens of the run before this part.
+        start: number of tokens of the request before this part.
         position: position of the first token of this part.
     """
 
     state: int
     position: int
     start: int
-    run_tokens: int
+    num_tokens: int
     token_ids: NDArray[np.int64]
     logits: Logits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Command to compute the remaining tokens of one run, or a chunk of several runs. `lane` is the name of the
-    executor.
+    """Command to compute tokens of one request, or a chunk of several requests. `executor` is the name of the executor
+    in the `ExecutorSet`.
     """
 
     engine: int
-    lane: str
+    executor: str
     parts: tuple[Part, ...]
 
     @property

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.ranks.commands import Call, Compute, Message, Open, RankPath, Reference, reply
 from chunkrt.errors import BackendError, ClosedError, DeviceLostError
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope
 from chunkrt.runtime.ranks.messages import MessageCommunicator
-from chunkrt.runtime.run import Run
-from chunkrt.runtime.schedule import Schedule
+from chunkrt.runtime.request import Request
 
-
-class RankEngine(Protocol):
-    """Interface of an engine for followers. Other methods of the engine are called by name."""
-
-    @property
-    def identity(self) -> Mapping[str, object]:
-        """Properties that must be equal for the engines of all ranks."""
-        ...
+if TYPE_CHECKING:
+    from chunkrt.engine.engine import Engine
 
 
 class Follower:
@@ -34,7 +26,7 @@ class Follower:
     """
 
     def __init__(
-        self, communicator: MessageCommunicator, load: Callable[[str, EngineOptions, MessageCommunicator], RankEngine]
+        self, communicator: MessageCommunicator, load: Callable[[str, EngineOptions, MessageCommunicator], Engine]
     ) -> None:
         self._communicator = communicator
         self._load = load
@@ -109,12 +101,12 @@ class Follower:
         try:
             for part, state in zip(command.parts, states, strict=True):
                 if not part.start:
-                    state.begin(part.run_tokens)
-            runs = [
-                (Run(part.token_ids, state, logits=part.logits, is_for_others=True), part.start)
+                    state.begin(part.num_tokens)
+            requests = [
+                Request(part.token_ids, state, logits=part.logits, num_before=part.start, is_for_others=True)
                 for part, state in zip(command.parts, states, strict=True)
             ]
-            self._objects[command.engine].take_part(command.lane, runs, number, partial(self._give_way, number))
+            self._objects[command.engine].take_part(command.executor, requests, number)
             communicator.send(Envelope(Channel.DONE, number), to=[0])
         except DeviceLostError:
             raise
@@ -123,9 +115,3 @@ class Follower:
                 communicator.abort(number, f"rank {communicator.rank}: {error}")
         finally:
             communicator.end(number)
-
-    def _give_way(self, number: int, schedule: Schedule) -> None:
-        """Withdraw the chunks that the leader has withdrawn."""
-        told = self._communicator.look(Envelope(Channel.KEEP, number), 0)
-        if told is not None and schedule.withdraw(int(bytes(told))) > int(bytes(told)):
-            raise BackendError(f"it has begun a chunk beyond the {int(bytes(told))} that rank 0 has not withdrawn")

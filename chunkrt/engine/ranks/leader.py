@@ -17,17 +17,15 @@ from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.ranks.commands import Call, Compute, Message, Open, Part, RankPath, Reference, read_reply
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.followers import Result
-from chunkrt.runtime.job import Segment
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope
 from chunkrt.runtime.ranks.messages import MessageCommunicator
-from chunkrt.runtime.run import Run
-from chunkrt.runtime.snapshot import Snapshot
-from chunkrt.runtime.state import State
+from chunkrt.runtime.request import Segment
+from chunkrt.runtime.state import Snapshot, State
 from chunkrt.runtime.state_file import StateFile, state_file
 from chunkrt.runtime.state_tensors import CacheDtype
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Leader:
@@ -104,9 +102,7 @@ def leader(communicator: MessageCommunicator) -> Leader:
 
 
 class EngineMirror:
-    """The engines of all followers that correspond to an engine of the leader. It implements `Followers` for the
-    conductor.
-    """
+    """The engines of all followers that correspond to an engine of the leader."""
 
     def __init__(self, leader: Leader, number: int, opening: int) -> None:
         self._leader, self._number, self._opening = leader, number, opening
@@ -137,19 +133,14 @@ class EngineMirror:
     def make_state(self, plan: Plan, capacity: int, dtype: CacheDtype, *, chunk_length: int) -> State:
         """Return an empty state, and create the corresponding state on every follower."""
         number = self._leader.new_number()
-        state = MirroredState(self._leader, number, plan, capacity, dtype, chunk_length=chunk_length)
+        state = _MirroredState(self._leader, number, plan, capacity, dtype, chunk_length=chunk_length)
         # after this, the followers' states are always released together with this state
         self._leader.call(self._number, "make_state", result=number)
         return state
 
-    def check(self, run: Run) -> None:
-        """See `Followers.check`."""
-        if not isinstance(run.state, MirroredState):
-            raise ConfigError("the state belongs to this rank alone; use the state of a session")
-
-    def compute(self, lane: str, segments: Sequence[Segment], work: Callable[[int], Result]) -> Result:
-        """See `Followers.compute`."""
-        command = Compute(engine=self._number, lane=lane, parts=tuple(map(_part, segments)))
+    def compute(self, executor: str, segments: Sequence[Segment], work: Callable[[int], Result]) -> Result:
+        """Compute some tokens on all ranks; see `OnAllRanks`."""
+        command = Compute(engine=self._number, executor=executor, parts=tuple(map(_part, segments)))
         communicator, number, is_done = self._leader.communicator, 0, False
         try:
             with communicator.interrupts:
@@ -164,11 +155,6 @@ class EngineMirror:
                     communicator.abort(number, "rank 0 ended the run")
                 communicator.end(number)
 
-    def keep(self, number: int, num_chunks: int) -> None:
-        """See `Followers.keep`."""
-        with self._leader.communicator.interrupts:
-            self._leader.communicator.send(Envelope(Channel.KEEP, number), str(num_chunks).encode())
-
     def close(self) -> None:
         """Close the followers' engines."""
         self._leader.call(self._number, "close")
@@ -176,15 +162,16 @@ class EngineMirror:
 
 def _part(segment: Segment) -> Part:
     """Return the description of a segment for the followers."""
-    run = segment.job.run
-    assert isinstance(run.state, MirroredState)
+    request = segment.request
+    if not isinstance(request.state, _MirroredState):
+        raise ConfigError("the state belongs to this rank alone; use the state of a session")
     return Part(
-        state=run.state.number,
+        state=request.state.number,
         position=segment.position,
         start=segment.start,
-        run_tokens=run.token_ids.size,
+        num_tokens=request.token_ids.size,
         token_ids=segment.token_ids,
-        logits=run.logits if segment.num_rows or run.logits == "hidden" else "none",
+        logits=request.wanted if segment.num_rows or request.wanted == "hidden" else "none",
     )
 
 
@@ -201,13 +188,13 @@ def _check_plugins(rank: int, ours: object, theirs: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MirroredSnapshot(Snapshot):
+class _MirroredSnapshot(Snapshot):
     """A snapshot of the leader, and the number of the followers' snapshots."""
 
     number: int
 
 
-class MirroredState(State):
+class _MirroredState(State):
     """A state whose changes are repeated on all ranks; see `State`."""
 
     def __init__(
@@ -248,24 +235,26 @@ class MirroredState(State):
         with self._mirrored("keep_snapshot"):
             super().keep_snapshot()
 
-    def snapshot(self) -> MirroredSnapshot:
+    def snapshot(self) -> _MirroredSnapshot:
         """See `State.snapshot`."""
-        snapshot = MirroredSnapshot(**vars(super().snapshot()), number=self._leader.new_number())
+        snapshot = _MirroredSnapshot(**vars(super().snapshot()), number=self._leader.new_number())
         self._leader.forget_with(snapshot, snapshot.number)
         self._leader.call(self.number, "snapshot", result=snapshot.number)
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
         """See `State.restore`."""
-        if not isinstance(snapshot, MirroredSnapshot):
+        if not isinstance(snapshot, _MirroredSnapshot):
             raise ConfigError("the snapshot belongs to this rank alone; use a snapshot of a session's state")
         with self._mirrored("restore", Reference(snapshot.number)):
             super().restore(snapshot)
 
-    def fork(self) -> MirroredState:
+    def fork(self) -> _MirroredState:
         """See `State.fork`."""
         number = self._leader.new_number()
-        copy = MirroredState(self._leader, number, self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length)
+        copy = _MirroredState(
+            self._leader, number, self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length
+        )
         self._copy_to(copy)  # waits for the tasks of an abandoned run, on all ranks
         self._leader.call(self.number, "fork", result=number)
         return copy

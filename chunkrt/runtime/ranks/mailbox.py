@@ -27,7 +27,6 @@ class Channel(IntEnum):
         COMMAND: work from the leader.
         REPLY: the result of a command.
         DONE: a rank has computed its part of some work.
-        KEEP: the number of chunks of a run to keep.
     """
 
     BEAT = 0
@@ -38,10 +37,9 @@ class Channel(IntEnum):
     COMMAND = 5
     REPLY = 6
     DONE = 7
-    KEEP = 8
 
 
-OF_WORK = (Channel.SUM, Channel.DONE, Channel.KEEP)
+OF_WORK = (Channel.SUM, Channel.DONE)
 """Channels of messages that belong to a unit of work, which is a run or a chunk."""
 
 
@@ -103,11 +101,6 @@ class Mailbox:
             box = self._box(envelope)
             box.payloads.setdefault(source, deque()).append(payload)
             box.arrived.notify_all()
-
-    def look(self, envelope: Envelope, source: int) -> memoryview | None:
-        """Return the first message on a subject from a rank without removing it, or None."""
-        box = self._boxes.get(envelope)
-        return box.payloads[source][0] if box is not None and box.are_there((source,)) else None
 
     def take(self, envelope: Envelope, sources: Collection[int]) -> Mapping[int, memoryview]:
         """Wait for a message on one subject from every given rank. Remove and return the messages.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 
 from chunkrt.backends.link import Float32, Key
 from chunkrt.errors import BackendError
 from chunkrt.graph.plan import Ranks
-from chunkrt.runtime.ranks.exchange import is_sent_whole
 from chunkrt.runtime.ranks.mailbox import Channel, Envelope, Mailbox
 
 
@@ -51,10 +51,6 @@ class MessageCommunicator(ABC):
     def take(self, envelope: Envelope, sources: Collection[int]) -> Mapping[int, memoryview]:
         """Wait for messages; see `Mailbox.take`."""
         return self._mailbox.take(envelope, sources)
-
-    def look(self, envelope: Envelope, source: int) -> memoryview | None:
-        """Return a message that has arrived from a rank without removing it, or None."""
-        return self._mailbox.look(envelope, source)
 
     def begin(self, number: int, *, is_urgent: bool) -> None:
         """Begin work. `is_urgent` is True if this rank has no other work while it waits for a sum of this work."""
@@ -114,3 +110,31 @@ class MessageCommunicator(ABC):
 def as_bytes(payload: bytes | Float32) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Return a payload as bytes, without a copy."""
     return np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload.reshape(-1).view(np.uint8)
+
+
+AT_ONCE_BYTES = 16 * 1024
+"""Maximum number of additional bytes for an exchange in one step instead of two."""
+
+
+class _Exchange(NamedTuple):
+    """Cost of one sum.
+
+    Attributes:
+        steps: number of messages that depend on each other.
+        sent_bytes: number of bytes that a rank sends; it receives the same number.
+    """
+
+    steps: int
+    sent_bytes: float
+
+
+def is_sent_whole(num_bytes: int, size: int) -> bool:
+    """Return True if a sum of `num_bytes` over `size` ranks is exchanged in one step."""
+    return num_bytes * (size - 2) <= AT_ONCE_BYTES
+
+
+def exchange_of(num_bytes: int, size: int) -> _Exchange:
+    """Return the cost of a sum of `num_bytes` over `size` ranks, at least 2."""
+    if is_sent_whole(num_bytes, size):
+        return _Exchange(1, float(num_bytes * (size - 1)))
+    return _Exchange(2, 2 * (size - 1) / size * num_bytes)

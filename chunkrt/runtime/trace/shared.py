@@ -17,7 +17,7 @@ MOST_NAMED = 4
 """Largest number of sequences that are named individually."""
 
 
-class SharedChunk(NamedTuple):
+class _SharedChunk(NamedTuple):
     """A chunk that several runs shared, with the events of its tasks and copies."""
 
     record: ChunkRecord
@@ -61,7 +61,7 @@ def joined(records: Sequence[RunRecord]) -> list[RunRecord]:
     """
     found = [record for record in records if not record.chunks]
     for pipeline, position_bytes, chunks in _by_pipeline(records):
-        together: list[SharedChunk] = []
+        together: list[_SharedChunk] = []
         end_ns = 0
         for chunk in sorted(chunks, key=lambda chunk: (chunk.start_ns, chunk.record.number)):
             if together and chunk.start_ns > end_ns:
@@ -139,9 +139,9 @@ def pipeline_numbers(records: Iterable[RunRecord]) -> dict[int, int]:
     return {identity: number for number, identity in enumerate(dict.fromkeys(id(r.pipeline) for r in records))}
 
 
-def _by_pipeline(records: Iterable[RunRecord]) -> list[tuple[Pipeline, int, list[SharedChunk]]]:
+def _by_pipeline(records: Iterable[RunRecord]) -> list[tuple[Pipeline, int, list[_SharedChunk]]]:
     """Return the shared chunks of every pipeline, and the bytes of its caches for each position."""
-    found: dict[int, tuple[Pipeline, int, dict[int, SharedChunk]]] = {}
+    found: dict[int, tuple[Pipeline, int, dict[int, _SharedChunk]]] = {}
     for record in records:
         if not record.chunks:
             continue
@@ -149,7 +149,7 @@ def _by_pipeline(records: Iterable[RunRecord]) -> list[tuple[Pipeline, int, list
         for chunk, events, copies in zip(
             record.chunks, _by_chunk(record, record.events), _by_chunk(record, record.copies), strict=True
         ):
-            chunks.setdefault(chunk.number, SharedChunk(chunk, events, copies))
+            chunks.setdefault(chunk.number, _SharedChunk(chunk, events, copies))
     return [(pipeline, size, list(chunks.values())) for pipeline, size, chunks in found.values()]
 
 
@@ -160,7 +160,7 @@ def _by_chunk(record: RunRecord, events: Iterable[TaskEvent]) -> list[list[TaskE
     return found
 
 
-def _joint(pipeline: Pipeline, position_bytes: int, chunks: Sequence[SharedChunk]) -> RunRecord:
+def _joint(pipeline: Pipeline, position_bytes: int, chunks: Sequence[_SharedChunk]) -> RunRecord:
     """Return one record of some chunks, in the order of their numbers."""
     chunks = sorted(chunks, key=lambda chunk: chunk.record.number)
     return RunRecord(

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from chunkrt.runtime.record import WORKS, RunRecord, track_name
 from chunkrt.runtime.trace.idle import CAUSES, idle_gaps, times_of
-from chunkrt.runtime.trace.link_time import link_time
 from chunkrt.runtime.trace.shared import chunk_numbers, rows_of, sequence_names
+from chunkrt.runtime.trace.utilisation import link_time
 
 IDLE = "idle: "
 

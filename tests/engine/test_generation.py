@@ -1,0 +1,122 @@
+"""Generation in the scheduler's loop: it computes ahead of its caller, and stops anywhere without a trace."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+from fixture_checkpoints import checkpoint, input_ids
+
+import chunkrt
+from chunkrt.errors import ClosedError
+
+NAMES = ("llama_gqa", "gemma3_window_5", "qwen3_next")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def engine(request):
+    with chunkrt.load(checkpoint(request.param), npu="native", chunk_length=8, prefix_cache="off") as engine:
+        engine.tokens = input_ids(request.param)[:12]
+        yield engine
+
+
+def prefilled(engine):
+    session = engine.session()
+    session.prefill(engine.tokens)
+    return session
+
+
+def answer_of(engine, number=9):
+    return [piece.token_id for piece in prefilled(engine).generate(max_new_tokens=number)]
+
+
+def check_continues(engine, session, num_generated):
+    """Check that a session has exactly its prompt and some tokens of the answer, and continues like a fresh one."""
+    assert list(session.tokens) == [*engine.tokens, *answer_of(engine)[:num_generated]]
+    with engine.session() as fresh:
+        expected = fresh.prefill([*session.tokens, 7, 11]).logits
+    found = session.prefill([7, 11]).logits
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("act", ["close", "rewind", "fork", "prefill", "drop"])
+def test_generation_that_shares_chunks_can_be_left_after_any_piece(engine, number, act):
+    session = prefilled(engine)
+    with engine.scheduler.sharing():  # the scheduler computes ahead
+        pieces = session.generate(max_new_tokens=9)
+        found = [next(pieces).token_id for _ in range(number)]
+        assert found == answer_of(engine)[:number]
+        if act == "close":
+            pieces.close()
+        elif act == "drop":
+            del pieces
+        elif act == "fork":
+            check_continues(engine, session.fork(), number)
+        elif act == "rewind":
+            session.rewind(session.position - 1)
+            number -= 1
+    check_continues(engine, session, number)
+
+
+def test_generation_continues_after_other_uses_of_the_session(engine):
+    session = prefilled(engine)
+    with engine.scheduler.sharing():
+        pieces = session.generate(max_new_tokens=9)
+        found = [next(pieces).token_id for _ in range(3)]
+        assert session.fork().position == session.position
+        found += [piece.token_id for piece in pieces]
+    assert found == answer_of(engine)
+
+
+def test_asynchronous_generation_can_be_left_after_any_piece(engine):
+    async def first(number):
+        async with await engine.asession() as session:
+            await session.aprefill(engine.tokens)
+            pieces = session.agenerate(max_new_tokens=9)
+            found = [(await anext(pieces)).token_id for _ in range(number)]
+            await pieces.aclose()
+            assert found == answer_of(engine)[:number]
+            await asyncio.to_thread(check_continues, engine, session, number)
+
+    for number in (1, 4):
+        asyncio.run(first(number))
+
+
+def test_error_of_a_constraint_ends_its_own_generation_only(engine):
+    class Breaks:
+        num_left = 3
+
+        def allowed(self):
+            return np.ones(engine.tokenizer_size, np.bool_)
+
+        def accept(self, token_id):
+            self.num_left -= 1
+            if not self.num_left:
+                raise ValueError("on purpose")
+
+    engine.tokenizer_size = engine.plan.vocab_size
+    broken, whole, found = prefilled(engine), prefilled(engine), []
+
+    def work():
+        found.extend(piece.token_id for piece in whole.generate(max_new_tokens=9))
+
+    thread = threading.Thread(target=work)
+    with engine.scheduler.sharing():
+        thread.start()
+        with pytest.raises(ValueError, match="on purpose"):
+            list(broken.generate(max_new_tokens=9, constraint=Breaks()))
+        thread.join()
+    assert found == answer_of(engine)
+    check_continues(engine, broken, 2)
+
+
+def test_cancelled_generation_keeps_its_pieces(engine):
+    session = prefilled(engine)
+    with engine.scheduler.sharing():
+        pieces = session.generate(max_new_tokens=9)
+        next(pieces)
+        session.cancel()
+        with pytest.raises(ClosedError, match="cancelled"):
+            list(pieces)
+    check_continues(engine, session, session.position - len(engine.tokens))
