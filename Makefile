@@ -41,7 +41,7 @@ define install_extras
 $(call install_requirements,[r for e in "$(1)".split() for r in root["project"]["optional-dependencies"][e]])
 endef
 
-.PHONY: help run test test-cpp test-exhaustive test-all tests-ready lint docs parity wheels test-arm test-arm-package test-sanitize sanitized fuzz clean
+.PHONY: help run test test-cpp test-python test-slow test-all tests-ready lint docs parity wheels test-arm test-arm-package test-sanitize sanitized fuzz clean
 .DELETE_ON_ERROR:
 
 help: ## list these targets
@@ -51,20 +51,21 @@ run: $(VENV)/.package ## answer PROMPT="..." with MODEL=..., which is downloaded
 	$(BIN)/chunkrt run $(MODEL) --prompt "$$PROMPT"
 
 test: ## run the C++ tests, and the Python tests on the installed package
-	@$(MAKE) --no-print-directory -j2 test-cpp tests-ready # one compiles, the other downloads
-	$(PYTEST) -rs -m "not exhaustive"
+	@$(MAKE) --no-print-directory -j2 test-cpp test-python
+
+test-python: tests-ready ## run the Python tests
+	$(PYTEST) -rs -m "not slow"
 
 test-cpp: $(VENV)/.wheel ## run the C++ tests
 	$(CMAKE) --build $(NATIVE_BUILD) --target chunkrt_tests --parallel $(JOBS)
 	PATH="$(CURDIR)/$(BIN):$$PATH" ctest --test-dir $(NATIVE_BUILD) --parallel $(JOBS) --output-on-failure
 
-test-exhaustive: ## run all cases of the tests that `test` samples, or of TESTS="tests/quant tests/onnx"
+test-slow: ## run the tests that `test` leaves out, or those of TESTS="tests/quant tests/onnx"
 	@$(MAKE) --no-print-directory -j2 tests-ready
-	@$(MAKE) --no-print-directory $(VENV)/.exhaustive
-	@$(MAKE) --no-print-directory $(VENV)/.docs
-	$(PYTEST) -rs -m "exhaustive or hypothesis" --hypothesis-profile=exhaustive $(TESTS)
+	@$(MAKE) --no-print-directory $(VENV)/.slow
+	$(PYTEST) -rs -m "slow or hypothesis" --hypothesis-profile=slow $(TESTS)
 
-test-all: test test-exhaustive ## run all tests of this processor
+test-all: test test-slow ## run all tests of this processor
 
 tests-ready: $(VENV)/.wheel $(VENV)/.test
 	@$(MAKE) --no-print-directory $(VENV)/.compiled
@@ -174,7 +175,7 @@ $(VENV)/.wheels $(VENV)/.docs: $(VENV)/.%: $(VENV)/.build
 	$(call install_extras,$*)
 	@touch $@
 
-$(VENV)/.lint $(VENV)/.exhaustive: $(VENV)/.%: $(VENV)/.test
+$(VENV)/.lint $(VENV)/.slow: $(VENV)/.%: $(VENV)/.test
 	$(call install_extras,$*)
 	@touch $@
 

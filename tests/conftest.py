@@ -20,25 +20,24 @@ from chunkrt.engine import options
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in background processes
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and child processes of tests would inherit that
-settings.register_profile("any machine", deadline=None, max_examples=30)
-settings.register_profile("exhaustive", deadline=None, max_examples=300)
+settings.register_profile("any machine", deadline=None, max_examples=20)
+settings.register_profile("slow", deadline=None, max_examples=300)
 settings.load_profile("any machine")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark cases outside the sample of a test with `sampled` as exhaustive; `make test` skips them."""
-    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+    """Mark cases outside the sample of a test with `sampled` as slow; `make test` skips them."""
     num_cases = Counter()
     for item in items:
         if mark := item.get_closest_marker("sampled"):
             kept = dict(mark.kwargs)
             every = kept.pop("every", 1)
             if any(item.callspec.params[argument] not in values for argument, values in kept.items()):
-                item.add_marker("exhaustive")
+                item.add_marker("slow")
                 continue
             if num_cases[item.function] % every:
-                item.add_marker("exhaustive")
+                item.add_marker("slow")
             num_cases[item.function] += 1
 
 

@@ -14,6 +14,7 @@ def shown(cell):
     return {kind: text for output in cell.outputs for kind, text in output.get("data", {}).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # warnings of the notebook's libraries
 def test_notebook_runs_and_shows_tables(monkeypatch, tmp_path):
     nbformat = pytest.importorskip("nbformat", reason="needs nbclient")
@@ -30,6 +31,7 @@ def test_notebook_runs_and_shows_tables(monkeypatch, tmp_path):
     assert shown(code[0])["text/plain"].startswith("Engine(")
 
 
+@pytest.mark.slow
 def test_notebook_is_small_and_has_no_stored_outputs():
     assert NOTEBOOK.stat().st_size < MOST_BYTES
     assert '"outputs": []' in NOTEBOOK.read_text()

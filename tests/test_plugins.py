@@ -82,7 +82,7 @@ else:
     scope="session",
     params=[
         pytest.param("forked", marks=pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")),
-        pytest.param("started", marks=[pytest.mark.exhaustive] if hasattr(os, "fork") else []),
+        pytest.param("started", marks=[pytest.mark.slow] if hasattr(os, "fork") else []),
     ],
 )
 def python(installed, request, tmp_path_factory):
@@ -287,7 +287,7 @@ for name in ("tiny", "tiny_npu", "tiny_float"):
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_backends_of_plugins_conform(python):
     status, _, err = python("-c", BACKENDS_CONFORM)
     assert status == 0, err

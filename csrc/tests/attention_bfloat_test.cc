@@ -363,7 +363,8 @@ void test_attention_in_bfloat(Suite& suite) {
   suite.run_rows(append_cache_f32, "a cache in tiles", test_append_to_tiles);
   run_in_bfloat(suite, "rounding of values", [](const Kernels& kernels) {
     test_rounding(kernels, CacheType::float32);
-    test_rounding(kernels, CacheType::bfloat16);
+    // The appending kernel, which is not trapped, rounds the values of this cache.
+    if (!kernels.are_caught) test_rounding(kernels, CacheType::bfloat16);
   });
   run_in_bfloat(suite, "rounding and places of keys", test_rounded_keys);
   run_in_bfloat(suite, "values that vanish", test_vanishing_values);

@@ -505,7 +505,7 @@ class HalvesUp(Odd):
         super().run({name: np.trunc(x + np.copysign(0.5, x)) for name, x in inputs.items()}, outputs)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(("clause", "backend"), CASES)
 def test_suite_detects_broken_clause(clause, backend):
     check_is_noticed(clause, backend)
@@ -554,7 +554,7 @@ CONFORM = [
 ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", CONFORM, ids=lambda backend: type(backend).__name__)
 def test_unusual_executables_conform(backend):
     """Executables that run segments one by one, keep the state, or take chunks of one length like an NPU."""
@@ -565,6 +565,7 @@ class PacksAndKeeps(RunsSegments, KeepsTheState):
     """Runs one segment after another, with a state of its own."""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("wrapper", [PacksAndKeeps, FixedLength])
 def test_unusual_executables_conform_under_few_schemes(few_schemes, wrapper):
@@ -592,7 +593,7 @@ def test_backend_for_some_subgraphs_conforms(few_schemes):
     check_backend(StaticOnly())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_backend_for_some_subgraphs_conforms_under_every_scheme():
     check_backend(StaticOnly())
 

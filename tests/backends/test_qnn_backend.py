@@ -70,7 +70,7 @@ def sum_of_two(decoder):
     return subgraph, replace(decoder.plan, subgraphs=(subgraph,), inputs=(left, right), output=HIDDEN)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_qnn_conforms(backend):
     check_backend(backend)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from calibrated import calibrated
 from constants import Constants
+from states import saved_arrays
 
 import chunkrt
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
@@ -235,42 +236,13 @@ def test_convolutions_are_placed_one_by_one(load):
         assert static == ["model.layers.0.conv.linear_attention"]
 
 
-@pytest.mark.exhaustive  # the same test of attention is not exhaustive
-def test_split_of_a_prompt_changes_no_bit(load):
-    """Padding does not reach a state: a part that ends within a chunk has some."""
-    tokens = tokens_of(3 * CHUNK)
-    with load(**ON_NPU) as engine:
-        whole = engine.session().prefill(tokens, logits="all").logits
-        for border in (2, CHUNK - 1, CHUNK, CHUNK + 5):
-            session = engine.session()
-            parts = [session.prefill(part, logits="all").logits for part in np.split(tokens, [border])]
-            np.testing.assert_array_equal(np.vstack(parts), whole)
-
-
-@pytest.mark.exhaustive
-def test_state_is_rewound_and_saved_unchanged(load):
-    tokens = tokens_of(80)
-    with load(attention="npu", npu_window=32, decode_on="npu") as engine:
-        session = engine.session()
-        first = session.prefill(tokens[:40]).logits
-        other = session.fork()
-        expected = session.prefill(tokens[40:], logits="all").logits
-        np.testing.assert_array_equal(other.prefill(tokens[40:], logits="all").logits, expected)
-        session.rewind(40)
-        np.testing.assert_array_equal(session.prefill(tokens[40:], logits="all").logits, expected)
-        session.rewind(0)
-        np.testing.assert_array_equal(session.prefill(tokens[:40]).logits, first)
-
-
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("how", [ON_NPU, {"attention": "npu", "npu_window": 32}])
 def test_failed_or_cancelled_run_leaves_the_state_unchanged(load, how, monkeypatch):
     with load(**how) as engine:
         session = engine.session()
         session.prefill(tokens_of(10))
-        state = session._sequence.state
-        before = {name: array.copy() for name, array in state.tensors.items() if array.ndim == 2}
-        assert len(before) == 2
+        before = saved_arrays(session)
         expected = session.fork().prefill(tokens_of(70, seed=3)).logits
         last = engine.scheduler.executors.near[-1]
         run_task = last.run_task
@@ -288,8 +260,8 @@ def test_failed_or_cancelled_run_leaves_the_state_unchanged(load, how, monkeypat
                 session.prefill(tokens_of(70, seed=3))
             monkeypatch.undo()
             assert session.position == 10
-            for tensor, array in before.items():
-                np.testing.assert_array_equal(state.tensors[tensor], array)
+            for name_of_array, array in saved_arrays(session).items():
+                np.testing.assert_array_equal(array, before[name_of_array])
         np.testing.assert_array_equal(session.prefill(tokens_of(70, seed=3)).logits, expected)
 
 
@@ -301,29 +273,6 @@ def test_fallback_starts_with_the_chunk_that_failed(load, monkeypatch, caplog):
         found = tell(engine)
         assert "it is gone; the CPU takes over" in caplog.text
     assert relative_error(found, expected) < LOGIT_TOLERANCE
-
-
-@pytest.mark.exhaustive  # the same test of attention is not exhaustive
-@pytest.mark.parametrize(
-    "how", [ON_NPU, ON_NPU | {"decode_on": "npu"}, {"attention": "npu", "npu_window": "32,64", "decode_on": "npu"}]
-)
-def test_sequences_in_one_engine_have_the_same_bits_as_alone(load, how):
-    from interleavings import check_interleaving
-
-    with load(**how) as engine:
-        for seed in range(2):
-            check_interleaving(engine, seed, tokens_of(128), most=4, longest=50)
-
-
-@pytest.mark.exhaustive  # the same test of attention is not exhaustive
-def test_prefix_cache_hit_changes_no_bit(load):
-    tokens = tokens_of(80)
-    with load(attention="npu", npu_window=32) as engine:
-        expected = engine.session().prefill(tokens).logits
-    with load(attention="npu", npu_window=32, prefix_cache="memory") as engine:
-        engine.session().prefill(tokens[:64])
-        again = engine.session().prefill(tokens)
-        np.testing.assert_array_equal(again.logits, expected)
 
 
 def test_export_for_host_refuses_convolution_state(load, tmp_path):

@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
-from gates import asked_before_any_is_computed
 
 import chunkrt
 from chunkrt.backends import qnn
@@ -104,7 +103,7 @@ def engine(model):
         yield engine
 
 
-@pytest.mark.parametrize("most_tokens", [65, pytest.param(512, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("most_tokens", [65, pytest.param(512, marks=pytest.mark.slow)])
 def test_graphs_are_compiled_once_for_all_prompts(model, tmp_path, monkeypatch, most_tokens):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     with load(model) as first:
@@ -132,7 +131,7 @@ def test_progress_covers_every_graph(model, tmp_path, monkeypatch):
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("scheme", TOLERANCES)
-@pytest.mark.parametrize("num_tokens", [2, 33, pytest.param(512, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_tokens", [2, 33, pytest.param(512, marks=pytest.mark.slow)])
 def test_logits_equal_the_reference(model, scheme, num_tokens):
     tokens = prompt(num_tokens)
     check_against_reference(model, tokens, scheme=scheme)
@@ -296,7 +295,7 @@ def failing_npu(monkeypatch):
 
 AT_RUN = pytest.mark.parametrize(
     "k",
-    [*(pytest.param(k, marks=pytest.mark.exhaustive) for k in (1, 6)), NUM_NPU_RUNS],
+    [*(pytest.param(k, marks=pytest.mark.slow) for k in (1, 6)), NUM_NPU_RUNS],
     ids=["first", "middle", "last"],
 )
 
@@ -476,7 +475,7 @@ def test_emulation_is_reported_once_a_process(model, caplog):
     assert told.startswith("no Hexagon NPU is available, so it is emulated")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_npu_alternates_with_switched_off_operators(model):
     with load(model) as whole, load(model, ops="-rms_norm,-silu_mul") as engine:
         expected, found = (logits_of(e, prompt(NUM_TOKENS)) for e in (whole, engine))
@@ -488,11 +487,6 @@ def test_npu_alternates_with_switched_off_operators(model):
     off = np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
     assert 0 < off < TOLERANCES["w8a16"]
     assert tokens[0] == tokens[1]
-
-
-def generated(session, prompt, num_tokens=6):
-    logits = session.prefill(prompt).logits
-    return logits, [piece.token_id for piece in session.generate(max_new_tokens=num_tokens)]
 
 
 def at_once(calls):
@@ -512,23 +506,6 @@ def at_once(calls):
         thread.join(300)
         assert not thread.is_alive(), "deadlock"
     return found
-
-
-@pytest.mark.sampled(decode_on=["npu"])
-@pytest.mark.parametrize("decode_on", ["cpu", "npu"])
-def test_sequences_in_shared_chunks_have_the_same_bits_as_alone(model, decode_on, home):
-    """Four sequences decode with the prompts' only graph of 8 rows; no graph is compiled for it."""
-    prompts = [prompt(length, seed=length) for length in (1, 5, 17, 30)]
-    with load(model, decode_on=decode_on) as engine:
-        alone = [generated(engine.session(), ids) for ids in prompts]
-        compiled = engine.npu_backend.num_compiled, num_contexts(home)
-        together = asked_before_any_is_computed(engine, [partial(generated, engine.session(), ids) for ids in prompts])
-        stats = engine.stats()
-        assert (engine.npu_backend.num_compiled, num_contexts(home)) == compiled
-    for (logits, ids), (shared_logits, shared_ids) in zip(alone, together, strict=True):
-        np.testing.assert_array_equal(logits, shared_logits)
-        assert ids == shared_ids
-    assert stats.shared_rows > stats.shared_chunks > 0
 
 
 @pytest.mark.parametrize("k", [1, 6])

@@ -18,7 +18,7 @@ if not open_htp().is_emulated:
 NAME = "smollm2-135m-instruct"
 MODEL = pulled(find(NAME))
 pytestmark = [
-    pytest.mark.exhaustive,
+    pytest.mark.slow,
     pytest.mark.skipif(MODEL is None, reason=f"{NAME} is not here: chunkrt pull {NAME}"),
 ]
 

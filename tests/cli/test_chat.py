@@ -13,13 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 from chat_model import TEMPLATE, write_chat_model
-from fixture_checkpoints import checkpoint
 from random_folders import write_folder
 from rich.console import Console
 
 from chunkrt.cli.terminal import Shown, block_end
 
-GGUF = checkpoint("llama_biased_gguf")
 SECONDS = 60
 
 
@@ -256,7 +254,7 @@ Executor.run_task = slowly
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_ctrl_c_in_a_prefill_discards_the_turn(terminal, tmp_path):
     saved = tmp_path / "chat.json"
     screen = terminal("-n", 4, "--chunk", 2, before=SLOW)  # the first turn takes about 15 seconds

@@ -418,7 +418,7 @@ def test_header_that_claims_another_size_is_damage_and_not_too_little_memory(pla
         Calibration.load(tmp_path / "file.npz")
 
 
-@pytest.mark.parametrize("num_tokens", [1 << 24, pytest.param(1 << 27, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_tokens", [1 << 24, pytest.param(1 << 27, marks=pytest.mark.slow)])
 def test_archive_that_would_inflate_is_refused_before_it_does(planned, tmp_path, num_tokens):
     made = run(planned, TOKENS[:9])
     replace(made, token_ids=np.zeros(num_tokens, np.int64)).save(tmp_path / "file.npz")

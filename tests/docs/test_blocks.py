@@ -2,7 +2,7 @@
 
 Blocks of Python and shell commands are executed in the order of the page, in a new folder. A comment
 `<!-- not run: REASON -->` before a block excludes it, `<!-- excerpt of FILE -->` marks a part of a file, and
-`<!-- slow -->` leaves a block to the exhaustive tests. In the expected output, "..." stands for any text, and
+`<!-- slow -->` leaves a block to the slow tests. In the expected output, "..." stands for any text, and
 differences in white space are ignored.
 """
 
@@ -132,19 +132,17 @@ def run_page(page: Path, command, *, with_slow: bool) -> None:
             assert checks, f"{where}: expected\n{block.expected}\nfound\n{out}"
 
 
-@pytest.mark.first
 @pytest.mark.parametrize("page", executed(is_slow=False))
 def test_page_blocks_print_the_shown_output(page, command, home_of_reader):
     run_page(page, command, with_slow=False)
 
 
-@pytest.mark.first
 @pytest.mark.parametrize("page", executed(is_slow=True))
 def test_page_blocks_without_slow_ones_print_the_shown_output(page, command, home_of_reader):
     run_page(page, command, with_slow=False)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("page", executed(is_slow=True))
 def test_slow_page_blocks_print_the_shown_output(page, command, home_of_reader):
     pytest.importorskip("onnxruntime_qnn", reason="needs onnxruntime-qnn")

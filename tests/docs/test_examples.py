@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(MODEL is None, reason="the model is not pulled")
     [
         ("stream_chat.py", ["The capital of France is Paris.", "tokens prefilled"]),
         ("score_endings.py", ["waited until it was baked."]),
-        pytest.param("openai_client.py", ["The capital of France is Paris."], marks=pytest.mark.exhaustive),
-        pytest.param("partition_study.py", ["chunk 128: "], marks=pytest.mark.exhaustive),
+        pytest.param("openai_client.py", ["The capital of France is Paris."], marks=pytest.mark.slow),
+        pytest.param("partition_study.py", ["chunk 128: "], marks=pytest.mark.slow),
     ],
 )
 def test_example_runs_and_prints_its_result(script, expected, tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 from fixture_checkpoints import ONE_OF_EACH_STATE, checkpoint, input_ids
@@ -55,23 +53,6 @@ def test_bfloat16_attention_supports_single_tokens_and_raw_keys() -> None:
         session = engine.session()
         rows = [session.prefill([token]).logits for token in TOKENS[:20]]
     np.testing.assert_array_equal(np.stack([row.reshape(-1) for row in rows]), whole[:20])
-
-
-def test_prompts_that_share_chunks_have_the_same_bits_as_alone() -> None:
-    prompts = [TOKENS[i : i + 40 + i] for i in range(4)]
-    with load(chunk_length=32) as engine:
-        alone = [engine.session().prefill(prompt).logits for prompt in prompts]
-
-        async def prefill(prompt: list[int]) -> object:
-            async with await engine.asession() as session:
-                return (await session.aprefill(prompt)).logits
-
-        async def prefill_all() -> list[object]:
-            return await asyncio.gather(*map(prefill, prompts))
-
-        together = asyncio.run(prefill_all())
-    for found, expected in zip(together, alone, strict=True):
-        np.testing.assert_array_equal(found, expected)
 
 
 def test_engines_of_either_arithmetic_reject_each_others_sessions() -> None:

@@ -122,7 +122,7 @@ def chunked_and_split(name, num_prompts):
         engine.close()
 
 
-FEW_OR_MANY = pytest.mark.parametrize("num_prompts", [3, pytest.param(12, marks=pytest.mark.exhaustive)])
+FEW_OR_MANY = pytest.mark.parametrize("num_prompts", [3, pytest.param(12, marks=pytest.mark.slow)])
 
 
 @pytest.mark.sampled(every=2, num_prompts=[3])

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib.metadata import version
 
@@ -18,6 +20,7 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
+from chunkrt import files
 from chunkrt.backends.qnn import SOCS, HtpOptions, backend
 from chunkrt.checkpoints.checkpoint import sampled_digest
 from chunkrt.compile.compiler import plan_checkpoint
@@ -429,7 +432,7 @@ def listing(place):
     }
 
 
-@pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_compile_killed_at_any_moment_leaves_nothing_that_loads_wrongly(command, tmp_path, monkeypatch, num_kills):
     began = time.monotonic()
     compile_here(command, monkeypatch, tmp_path / "clean")
@@ -469,3 +472,24 @@ def test_compile_killed_at_any_moment_leaves_nothing_that_loads_wrongly(command,
     assert listing(place) == clean
     np.testing.assert_array_equal(run(place / "output")[0], expected)
     assert {path.name for path in place.rglob(".*")} == {".calibrations.lock", ".contexts.lock", ".engines.lock"}
+
+
+def test_second_compilation_into_one_folder_is_an_error(tmp_path, waiting):
+    """Each process has a cache of its own; the lock file is next to the folder."""
+    output, writing = tmp_path / "out", threading.Event()
+
+    def first():
+        with files.written_aside(output) as aside:
+            aside.mkdir()
+            (aside / "engine.json").write_text("{}")
+            writing.set()
+            assert waiting.wait(60)
+
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(first)
+        assert writing.wait(60)
+        with pytest.raises(ConfigError, match="out exists already"):
+            compile_engine(str(checkpoint("llama_mha")), output, EngineOptions(npu="native"), socs=[], chunk_lengths=[])
+        other.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in output.iterdir()] == ["engine.json"]

@@ -1,16 +1,13 @@
 """Hidden states are those of Hugging Face Transformers, and embeddings depend on them alone."""
 
-import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from calibrated import calibrated
 from fixture_checkpoints import checkpoint, expected_logits, input_ids
 from led_ranks import led
 
 import chunkrt
-from chunkrt.backends import qnn
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.embedding import check_hidden
 from chunkrt.errors import ConfigError
@@ -92,33 +89,6 @@ def engine():
         yield engine
 
 
-def alone(engine, text, pooling):
-    with engine.session() as session:
-        hidden = session.prefill(text, logits="hidden").hidden
-    return unit(hidden[-1].astype(np.float64) if pooling == "last" else hidden.mean(axis=0, dtype=np.float64))
-
-
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_texts_that_share_chunks_get_the_same_bits_as_alone(engine, pooling):
-    """Other sequences request logits of their rows in the same chunks."""
-    expected = np.stack([alone(engine, text, pooling) for text in TEXTS]).astype(np.float32)
-    text = engine.generate("good day", max_new_tokens=40)
-    together, said = [], []
-
-    def write():
-        said.append(engine.generate(["good day"] * 3, max_new_tokens=40))
-
-    thread = threading.Thread(target=write)
-    before = engine.stats().shared_rows
-    thread.start()
-    for _ in range(5):
-        together.append(engine.embed(TEXTS, pooling=pooling))
-    thread.join()
-    assert engine.stats().shared_rows > before
-    assert all(np.array_equal(found, expected) for found in together)
-    assert said == [[text] * 3]
-
-
 def test_embed_of_one_text_is_one_vector(engine):
     assert np.array_equal(engine.embed(TEXTS[1], pooling="last"), engine.embed(TEXTS[1:2], pooling="last")[0])
 
@@ -157,19 +127,3 @@ def test_embed_rejects_invalid_input(engine):
         with pytest.raises(ConfigError, match=message):
             engine.embed(texts, pooling=pooling)
     assert engine.stats().sessions == 0
-
-
-@pytest.mark.exhaustive
-def test_emulated_npu_gives_the_same_bits_as_alone_and_close_embeddings(tmp_path):
-    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
-    if not qnn.open_htp().is_emulated:
-        pytest.skip("this machine has an NPU, and a compiler for that NPU alone")
-    path = tmp_path / "toy.npz"
-    model = calibrated("llama_biased_gguf", path)
-    with chunkrt.load(model, npu="reference", scheme="float") as engine:
-        exact = engine.embed(TEXTS, pooling="mean")
-    with chunkrt.load(model, npu="qnn", soc="SM8650", chunk_length=8, calibration=path) as engine:
-        together = engine.embed(TEXTS, pooling="mean")
-        for row, one in zip(together, TEXTS, strict=True):
-            assert np.array_equal(row, engine.embed(one, pooling="mean"))
-    assert (together * exact).sum(axis=1).min() > 0.99

@@ -1,9 +1,6 @@
 """Loading a model: accepted and rejected arguments, and the use of an engine by several sessions."""
 
-import subprocess
-import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +12,6 @@ import chunkrt
 from chunkrt.backends import qnn
 from chunkrt.backends.qnn import library
 from chunkrt.compile import compiler
-from chunkrt.engine.deploy import compile_engine
 from chunkrt.engine.engine import Engine, EngineOptions
 from chunkrt.errors import BackendUnavailableError, ClosedError, ConfigError, ModelError, PartitionError
 
@@ -98,42 +94,6 @@ def test_unknown_model_name_offers_the_nearest():
 def test_missing_path_is_not_treated_as_a_name(path):
     with pytest.raises(ModelError, match=f"there is no file or folder {path}"):
         chunkrt.load(path)
-
-
-def test_interleaved_sessions_are_independent(engine):
-    """Interleaved prefills and generations give each session the same results as alone."""
-    prompts = [TOKENS[:20], TOKENS[20:50], TOKENS[50:51]]
-
-    def alone(prompt):
-        session = engine.session()
-        session.prefill(prompt)
-        return [piece.token_id for piece in session.generate(max_new_tokens=6)]
-
-    expected = [alone(prompt) for prompt in prompts]
-    assert len(set(map(tuple, expected))) > 1
-    sessions = [engine.session() for _ in prompts]
-    for session, prompt in zip(sessions, prompts, strict=True):
-        session.prefill(prompt)
-    found = [[], [], []]
-    for pieces in zip(*(session.generate(max_new_tokens=6) for session in sessions), strict=True):
-        for piece, tokens in zip(pieces, found, strict=True):
-            tokens.append(piece.token_id)
-    assert found == expected
-
-
-def test_sessions_in_threads_are_independent(engine):
-    prompts = [TOKENS[start : start + 30] for start in range(0, 40, 10)]
-    expected = [engine.session().prefill(prompt, logits="all").logits for prompt in prompts]
-    barrier = threading.Barrier(len(prompts))
-
-    def run(prompt):
-        barrier.wait(60)
-        return [engine.session().prefill(prompt, logits="all").logits for _ in range(5)]
-
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        for found, alone in zip(threads.map(run, prompts), expected, strict=True):
-            for logits in found:
-                np.testing.assert_array_equal(logits, alone)
 
 
 def test_shorter_context_has_a_smaller_state():
@@ -231,19 +191,3 @@ def test_engine_is_a_public_class():
     with chunkrt.load(CHECKPOINT) as engine:
         assert isinstance(engine, Engine)
         assert engine.manifest.model == str(CHECKPOINT)
-
-
-def test_engine_directory_runs_without_onnx(tmp_path):
-    model, options = str(checkpoint("llama_gqa")), EngineOptions(npu="native")
-    compile_engine(model, tmp_path / "engine", options, socs=[], chunk_lengths=[])
-    code = """
-import sys
-sys.modules.update(dict.fromkeys(("onnx", "onnx_ir", "onnxruntime")))  # importing them fails
-import chunkrt
-with chunkrt.load(sys.argv[1], npu=sys.argv[2]) as engine:
-    print(engine.session().prefill([1, 2, 3]).num_tokens)
-"""
-    for npu in ("auto", "native", "reference"):
-        arguments = [sys.executable, "-c", code, str(tmp_path / "engine"), npu]
-        finished = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
-        assert (finished.stdout, finished.returncode) == ("3\n", 0), finished.stderr

@@ -146,7 +146,7 @@ def tokens_of(count):
     [
         ("mistral_window_5", {"npu_graph": "layers=1"}),
         ("llama_gqa", {}),
-        *(pytest.param(name, {}, marks=pytest.mark.exhaustive) for name in ("gemma3_scaled", "qwen3")),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("gemma3_scaled", "qwen3")),
     ],
 )
 def test_host_gets_the_logits_of_chunkrt(name, settings, calibrations, tmp_path):

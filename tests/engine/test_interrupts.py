@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint, input_ids
 from interrupt_at import CALLER, WORKERS, InterruptAt
+from states import make_state
 
 import chunkrt
 from chunkrt.runtime.executor import Executor
@@ -72,7 +73,7 @@ def fork(opened, tokens, path):
 
 
 def save(opened, tokens, path):
-    opened._sequence.state.save(path)
+    opened.save(path)
 
 
 def interrupted_at(act, loaded, name, at, path):
@@ -89,7 +90,7 @@ def interrupted_at(act, loaded, name, at, path):
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # an interrupt may come between open and with
-@pytest.mark.parametrize("step", [307, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [307, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate, rewind, rewind_and_generate, fork, save])
 def test_interrupt_at_any_point_leaves_the_session_consistent(act, name, step, tmp_path):
@@ -100,7 +101,7 @@ def test_interrupt_at_any_point_leaves_the_session_consistent(act, name, step, t
 
 
 @pytest.mark.parametrize(
-    ("first", "step"), [(1, 607), *(pytest.param(first, 8, marks=pytest.mark.exhaustive) for first in range(1, 9))]
+    ("first", "step"), [(1, 607), *(pytest.param(first, 8, marks=pytest.mark.slow) for first in range(1, 9))]
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
@@ -114,7 +115,7 @@ def test_interrupt_at_any_point_of_a_waiting_thread_leaves_the_session_consisten
 
 
 @pytest.mark.parametrize(
-    ("first", "step"), [(1, 607), *(pytest.param(first, 8, marks=pytest.mark.exhaustive) for first in range(1, 9))]
+    ("first", "step"), [(1, 607), *(pytest.param(first, 8, marks=pytest.mark.slow) for first in range(1, 9))]
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
@@ -151,7 +152,7 @@ def test_interrupt_at_any_point_with_shared_chunks_leaves_the_session_consistent
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a thread cannot be sent a signal")
-@pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
@@ -179,17 +180,14 @@ def test_interrupt_during_any_task_leaves_the_session_consistent(act, name, thre
     assert at > step
 
 
-@pytest.mark.parametrize("step", [53, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [53, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("change", ["reset", "load", "restore"])
 def test_state_after_an_aborted_change_is_the_old_or_the_new_one(name, change, step, tmp_path):
     loaded, tokens, path = load(name), np.array(input_ids(name)), tmp_path / "state.npz"
 
     def state_of(count):
-        made = loaded.session()._sequence.state
-        if count:
-            loaded.run(Request(tokens[:count], made, logits="none"))
-        return made
+        return make_state(loaded, tokens[:count])
 
     def logits_of(tried):
         return loaded.run(Request(tokens[-3:], tried, logits="last")).logits
@@ -234,7 +232,7 @@ def test_error_of_a_listener_keeps_tokens_and_state_consistent():
     assert_says_what_its_tokens_say(opened, "llama_gqa", "on_run")
 
 
-@pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_tokens_of_an_interrupted_shift_are_run_again(step):
     """A shifted state has seen the dropped tokens, so only a state after an aborted shift equals a fresh one."""
     tokens, at, is_through = input_ids("llama_gqa"), 1, False
@@ -244,7 +242,7 @@ def test_tokens_of_an_interrupted_shift_are_run_again(step):
         opened.prefill(whole[:-1])
         try:
             with InterruptAt(at):
-                opened._sequence.shift()
+                opened.prefill(whole[-1:])
             is_through = True
         except KeyboardInterrupt:
             at += step
@@ -252,6 +250,4 @@ def test_tokens_of_an_interrupted_shift_are_run_again(step):
                 expected = load("llama_gqa").session().prefill(whole).logits
                 found = opened.prefill(whole[-1:]).logits
                 np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
-            else:
-                assert opened._sequence.state.position == opened.position
     assert at > step

@@ -12,66 +12,14 @@ import time
 import numpy as np
 import pytest
 from collector import without_collector
-from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint, input_ids
-from interleavings import LENGTHS, Faults, check_interleaving, load_for_interleavings
+from fixture_checkpoints import checkpoint, input_ids
+from states import saved_arrays, state_bytes
 
 import chunkrt
-from chunkrt.engine.engine import Engine
+from chunkrt.engine.scoring import encode_pair
 from chunkrt.errors import BusyError, ClosedError, ConfigError
 
 NAME = "llama_biased_gguf"
-
-
-@pytest.fixture(scope="module")
-def engines():
-    """Engines by name and chunk length, each loaded once."""
-    loaded: dict[tuple[str, int], Engine] = {}
-
-    def get(name: str, chunk_length: int) -> Engine:
-        key = name, chunk_length
-        if key not in loaded:
-            loaded[key] = load_for_interleavings(checkpoint(name), chunk_length)
-        return loaded[key]
-
-    yield get
-    for engine in loaded.values():
-        engine.close()
-
-
-@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
-@pytest.mark.parametrize("name", NAMES)
-def test_random_interleavings_change_no_bit(name, engines):
-    for seed in range(3):
-        engine = engines(name, LENGTHS[seed % 3])
-        check_interleaving(engine, seed, input_ids(name))
-    assert engine.stats().waiting_runs == 0
-
-
-@pytest.mark.sampled(every=3, name=ONE_OF_EACH_STATE)
-@pytest.mark.parametrize("name", NAMES)
-def test_random_interleavings_with_faults(name, engines):
-    """A failed task fails the sequences of its chunk, whose states are restored; the others continue."""
-    faults = Faults(every=7)
-    check_interleaving(engines(name, 8), 4, input_ids(name), faults=faults)
-    assert faults.num > 1
-
-
-@pytest.mark.sampled(every=3, name=ONE_OF_EACH_STATE)
-@pytest.mark.parametrize("name", NAMES)
-def test_random_interleavings_with_a_prefix_cache(name, engines):
-    """The cache is too small for all prompts; sessions alone have none."""
-    with load_for_interleavings(checkpoint(name), 32, prefix_cache_memory=60_000) as cached:
-        for seed in (5, 6):
-            check_interleaving(cached, seed, input_ids(name), faults=Faults(every=31), plain=engines(name, 32))
-        assert cached.stats().cached_tokens
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", NAMES)
-def test_more_random_interleavings(name, engines):
-    """`python tests/interleavings.py 10000` tries that many."""
-    for seed in range(3, 12):
-        check_interleaving(engines(name, LENGTHS[seed % 3]), seed, input_ids(name))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +70,7 @@ def test_scores_equal_those_of_all_logits_at_once(engine):
         expected = log_probabilities[np.arange(len(continuation)), continuation].sum()
         assert score.log_probability == pytest.approx(expected, abs=1e-9)
         assert score.is_greedy == (logits.argmax(axis=1).tolist() == list(continuation))
-    assert engine.score([("a b", " c")]) == [engine.session().score(*engine._encode_pair(("a b", " c")))]
+    assert engine.score([("a b", " c")]) == engine.score([encode_pair(engine.require_tokenizer(), "a b", " c")])
 
 
 def test_invalid_prompt_ends_all_and_the_engine_recovers(engine):
@@ -218,7 +166,7 @@ def test_session_in_two_tasks_is_rejected(engine):
 
 def test_caches_have_a_budget():
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as free:
-        one = free.session()._sequence.state.num_bytes
+        one = state_bytes(free)
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, cache_memory=2 * one, queue=2) as engine:
         first, second = engine.session(), engine.session()
         first.prefill(PROMPTS[1])
@@ -275,7 +223,7 @@ def test_room_without_a_limit_needs_no_wait(engine):
 def test_closed_session_leaves_room_for_the_next():
     """Neither the thread that computed its last run nor an error in it keeps its caches alive."""
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as free:
-        one = free.session()._sequence.state.num_bytes
+        one = state_bytes(free)
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, cache_memory=2 * one) as engine:
         errors = []
 
@@ -314,7 +262,7 @@ def test_closed_session_leaves_room_for_the_next():
 
 def test_close_ends_the_wait_for_room():
     with chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8) as free:
-        one = free.session()._sequence.state.num_bytes
+        one = state_bytes(free)
     engine = chunkrt.load(checkpoint(NAME), npu="native", chunk_length=8, cache_memory=one)
     held, errors = engine.session(), []
 
@@ -459,7 +407,7 @@ print("over", flush=True)
 """
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_process_may_end_while_others_run(num_threads, times):
     """Its daemon threads are in a kernel or wait for their share when the interpreter exits."""
@@ -492,4 +440,4 @@ def test_on_run_may_use_its_session(engine):
     session.prefill([1, 2])
     expected.prefill([1, 2, 3])
     assert session.tokens == expected.tokens
-    np.testing.assert_array_equal(session._sequence.logits, expected._sequence.logits)
+    np.testing.assert_array_equal(*(saved_arrays(each)["session.logits"] for each in (session, expected)))

@@ -88,7 +88,7 @@ def test_logits_of_ranks_equal_those_of_one_rank_under_every_policy(name, policy
     assert np.array_equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("npu", ["reference", pytest.param("onnxrt", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("npu", ["reference", pytest.param("onnxrt", marks=pytest.mark.slow)])
 def test_switches_apply_to_ranks_except_for_the_sums(npu):
     """Sums over ranks stay on the link, regardless of the other operators' runners."""
 
@@ -311,7 +311,7 @@ def test_command_line_rejects_invalid_ranks(arguments, message, command):
 
 
 @needs_real_model
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a8-dynamic"])
 def test_smollm2_on_two_ranks_is_as_close_to_its_float_decoder_as_on_one(scheme):
     """Mean KL divergence in nats; 9 query and 3 key/value heads are padded to 12 and 4."""

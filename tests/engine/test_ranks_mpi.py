@@ -181,18 +181,6 @@ def test_last_words_are_at_most_one_line(end, line):
     assert finished.stderr == line
 
 
-@pytest.mark.exhaustive  # the next test runs these sessions, and more, for two ranks
-@needs_mpi
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("llama_gqa", (2,)), ("gemma3_window_5", (2,)), ("lfm2", (4,)), ("qwen3_next", (2,))]
-)
-def test_sessions_of_ranks_equal_those_of_one_rank(name, sizes, tmp_path):
-    expected = alone("sessions", checkpoint(name), tmp_path / "1.npz")
-    for size in sizes:
-        found = result(launch(size, "sessions", checkpoint(name), tmp_path / f"{size}.npz"))
-        check_sessions(found, expected, tmp_path / f"{size}.npz", size)
-
-
 def check_sessions(found, expected, path, size):
     """Check the results of `sessions`; their state is in a file of each rank."""
     assert found["tokens"] == expected["tokens"]
@@ -201,7 +189,7 @@ def check_sessions(found, expected, path, size):
     assert names == [path.name, *(f"{path.name}.rank{rank}" for rank in range(1, size))]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @needs_mpi
 def test_program_may_initialise_mpi_itself(tmp_path):
     """Sessions; a context that shifts on every rank; two engines at once."""
@@ -240,40 +228,11 @@ def test_failed_or_cancelled_run_restores_all_ranks():
 
 @needs_mpi
 @pytest.mark.parametrize(
-    ("size", "name", "number"), [(2, "lfm2", 1), pytest.param(4, "llama_gqa", 5, marks=pytest.mark.exhaustive)]
-)
-def test_sessions_share_chunks_on_mpi_ranks(size, name, number):
-    """Random interleavings in threads, and tasks of an event loop: the same bits as alone."""
-    num_chunks, num_rows = result(launch(size, "shared", checkpoint(name), number))
-    assert num_rows > num_chunks > 0
-
-
-@needs_mpi
-def test_sum_that_fails_on_another_rank_fails_the_sessions_of_its_chunk():
-    wrong, num_told, are_clear = result(launch(2, "failing_together", LLAMA))
-    assert wrong == []
-    assert 5 <= num_told <= 20
-    assert are_clear
-
-
-@pytest.mark.exhaustive
-@needs_mpi
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_dead_rank_ends_many_sequences_with_one_line(size):
-    options = ("--npu", "native", "--chunk", "8", "-p", "30", "-n", "60", "-r", "1")
-    finished = launch(size, "signalled", "SIGKILL", "bench", LLAMA, "--parallel", "4", *options)
-    assert finished.returncode != 0
-    (line,) = said(finished)
-    assert "rank 1 was lost" in line or line == KILLED
-
-
-@needs_mpi
-@pytest.mark.parametrize(
-    ("first", "step"), [(1, 251), *(pytest.param(first, 20, marks=pytest.mark.exhaustive) for first in range(1, 21))]
+    ("first", "step"), [(1, 503), *(pytest.param(first, 20, marks=pytest.mark.slow) for first in range(1, 21))]
 )
 def test_interrupt_at_any_point_leaves_all_ranks_consistent(first, step):
     num_interrupts, num_wrong = result(launch(2, "interrupts", LLAMA, first, step))
-    assert num_interrupts > 10
+    assert num_interrupts > 5
     assert num_wrong == 0
 
 
@@ -299,7 +258,7 @@ def test_silent_rank_ends_all_with_one_line(size):
     assert "rank 1 was lost: no message arrived from it" in line
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @needs_mpi
 def test_silent_leader_ends_all_with_one_line():
     finished = launch(2, "silent_leader", *BENCH, "1")
@@ -357,7 +316,7 @@ def test_ranks_must_be_started_with_the_same_arguments():
         (("run", LLAMA, "--no-such-option"), 2, "chunkrt: No such option"),
         pytest.param(
             *(("run", LLAMA, "-p", "x", "--npu", "reference", "--scheme", "w8a16"), 1, "chunkrt: "),
-            marks=pytest.mark.exhaustive,
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -372,13 +331,13 @@ def test_errors_are_printed_once(arguments, status, line):
 @pytest.mark.parametrize(
     ("ranks", "register", "uses"),
     [
-        pytest.param("0", "pass", "rank 0 uses the {} and rank 1 does not", marks=pytest.mark.exhaustive),
-        pytest.param("1", "pass", "rank 1 uses the {} and rank 0 does not", marks=pytest.mark.exhaustive),
+        ("0", "pass", "rank 0 uses the {} and rank 1 does not"),
+        pytest.param("1", "pass", "rank 1 uses the {} and rank 0 does not", marks=pytest.mark.slow),
         pytest.param(
             *("01", "int(os.environ['PMI_RANK']) and no_such_name", "rank 0 uses the {} and rank 1 does not"),
-            marks=pytest.mark.exhaustive,
+            marks=pytest.mark.slow,
         ),
-        ("01", "pass", ""),
+        pytest.param("01", "pass", "", marks=pytest.mark.slow),
     ],
 )
 def test_plugin_of_only_one_rank_is_named(ranks, register, uses, tmp_path):

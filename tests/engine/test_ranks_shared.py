@@ -11,11 +11,11 @@ from functools import partial
 import numpy as np
 import pytest
 from fake_backend import wait_until
-from fixture_checkpoints import NAMES, ONE_OF_EACH_STATE, checkpoint, input_ids
+from fixture_checkpoints import ONE_OF_EACH_STATE, checkpoint, input_ids
 from gates import asked_before_any_is_computed
-from interleavings import LENGTHS, check_interleaving
 from led_ranks import led
 from ranks_in_threads import on_ranks
+from states import state_bytes
 
 import chunkrt
 from chunkrt.errors import BackendError, BusyError, ConfigError, DeviceLostError
@@ -30,7 +30,7 @@ STATES = ONE_OF_EACH_STATE
 HANGS = 60.0
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request):
     with led(NAME, request.param, chunk_length=8) as ranks:
         yield ranks
@@ -76,21 +76,6 @@ def answer(engine, prompt, num_tokens=9):
         return "".join(piece.text for piece in session.generate(max_new_tokens=num_tokens))
 
 
-@pytest.mark.sampled(every=5, name=STATES)
-@pytest.mark.parametrize(
-    ("name", "size", "slots"), [(name, size, 2 if size == 2 else None) for name in NAMES for size in (2, 4)]
-)
-def test_random_interleavings_on_ranks(name, size, slots):
-    """`python tests/led_ranks.py 1000` tries that many."""
-    length = LENGTHS[len(name) % 3]
-    with led(name, size, chunk_length=length, chunks_in_flight=slots) as ranks:
-        for seed in range(2):
-            check_interleaving(ranks.engine, seed, input_ids(name))
-        stats = ranks.engine.stats()
-        assert stats.waiting_runs == 0
-        assert stats.shared_rows > stats.shared_chunks > 0
-
-
 def test_threads_share_chunks_on_all_ranks(ranks, sent, monkeypatch):
     engine, follower, prompts = ranks.engine, ranks.of_followers[1], [IDS[5:7], IDS[6:8], *PROMPTS]
     expected = [answer(engine, prompt) for prompt in prompts]
@@ -132,16 +117,6 @@ def test_single_prompt_takes_one_command_for_each_filling_of_the_slots(ranks, se
     num_commands = -(-60 // (len(executor.slots) * executor.chunk_length))
     assert (sent[Channel.DONE], sent[Channel.ABORT]) == (num_commands * others, 0)
     assert sent[Channel.COMMAND] <= (num_commands + 2) * others
-
-
-def test_many_prompts_are_answered_and_scored_as_alone_on_ranks(ranks):
-    engine = ranks.engine
-    expected = [answer(engine, prompt) for prompt in PROMPTS]
-    assert engine.generate(PROMPTS, max_new_tokens=9) == expected
-    pieces = list(engine.stream(PROMPTS, max_new_tokens=9, max_sessions=3))
-    assert ["".join(piece.text for i, piece in pieces if i == index) for index in range(len(PROMPTS))] == expected
-    pairs = [(IDS[:n], IDS[n : n + k]) for n, k in [(1, 1), (5, 3), (20, 1), (40, 9), (2, 30)]]
-    assert engine.score(pairs) == [engine.session().score(*pair) for pair in pairs]
 
 
 def test_tasks_of_an_event_loop_share_chunks_and_are_cancelled(ranks):
@@ -261,7 +236,7 @@ def test_failed_task_on_a_rank_fails_the_sequences_of_its_chunk(name, failing):
                         break
                     except BackendError as error:
                         told.add(str(error))
-                        assert session.position == session._sequence.state.position == position
+                        assert session.position == position
                         num_failed[index] += 1
                 np.testing.assert_array_equal(found, expected[index][number])
 
@@ -315,7 +290,7 @@ def test_follower_out_of_step_ends_all_ranks():
 
 def test_options_of_many_sequences_apply_on_ranks(caplog):
     with led(NAME, 2, chunk_length=8, batcher="sequential") as ranks:
-        engine, one = ranks.engine, ranks.engine.session()._sequence.state.num_bytes
+        engine, one = ranks.engine, state_bytes(ranks.engine)
         expected = [answer(engine, prompt) for prompt in PROMPTS]
         assert in_threads(*(lambda p=p: answer(engine, p) for p in PROMPTS)) == expected
         stats = engine.stats()

@@ -55,7 +55,7 @@ def test_on_run_may_use_the_session_with_an_event_loop(act):
 
     async def use(engine):
         async with await engine.asession() as session:
-            session._sequence.on_run = lambda record: told.append(session.fork().position)
+            session.on_run = lambda record: told.append(session.fork().position)
             return await (session.ascore([1, 2], [3, 4]) if act == "ascore" else session.atell([1, 2, 3], 2))
 
     with chunkrt.load(checkpoint("llama_gqa"), npu="native") as engine:

@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint, input_ids
+from states import saved_arrays
 
 import chunkrt
 from chunkrt.engine.sampling import SamplingOptions
@@ -33,8 +34,7 @@ def generated(session, **options):
 
 def next_logits(session):
     """Return the logits that the next token is drawn from, without drawing one."""
-    fork = session.fork()
-    return fork._sequence.next_logits()
+    return saved_arrays(session)["session.logits"]
 
 
 def test_prefill_result_describes_the_prefill(session):
@@ -330,15 +330,15 @@ class Hook:
 
     def __init__(self, engine, monkeypatch, action):
         subgraph = engine.scheduler.executors.prompts.subgraphs[3]
-        compute, self.action = subgraph._compute, action
+        run_subgraph, self.action = subgraph.run, action
 
-        def run(inputs, outputs):
+        def run(*arguments):
             action, self.action = self.action, None
             if action:
                 action()
-            compute(inputs, outputs)
+            run_subgraph(*arguments)
 
-        monkeypatch.setattr(subgraph, "_compute", run)
+        monkeypatch.setattr(subgraph, "run", run)
 
 
 def test_cancelled_prefill_leaves_the_session_unchanged(engine, session, monkeypatch):

@@ -19,6 +19,7 @@ from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.session import Session
 from chunkrt.errors import ClosedError, ConfigError, ModelError
+from chunkrt.runtime.request import Request
 
 NAME = "llama_biased_gguf"
 PROMPT = [(5 * i) % 40 for i in range(50)]
@@ -76,11 +77,11 @@ def after_shifts(session: Session) -> None:
     session.prefill([*PROMPT, *PROMPT])
 
 
-@pytest.mark.sampled(name=ONE_OF_EACH_STATE)
+@pytest.mark.sampled(every=3, name=ONE_OF_EACH_STATE)  # four names for each act, in turn
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "act", [after_a_prompt, after_rows_of_all, after_no_logits, after_an_answer, after_going_back, after_shifts]
 )
-@pytest.mark.parametrize("name", NAMES)
 def test_saved_session_is_restored_with_any_chunk_length(
     name: str, act: Callable[[Session], None], tmp_path: Path
 ) -> None:
@@ -89,19 +90,10 @@ def test_saved_session_is_restored_with_any_chunk_length(
     with load(name, chunk_length=32, **options) as engine, engine.session() as session:
         act(session)
         session.save(tmp_path / "said")
-        said, state = session._sequence.conversation, session._sequence.state
-        logits = None if said.logits is None else said.logits.copy()
-        position, rope_offset = state.position, state.rope_offset
     for chunk_length in (8, 33, 70):
         with load(name, chunk_length=chunk_length, prefix_cache="memory", **options) as engine:
             with engine.load_session(tmp_path / "said") as session:
                 session.save(tmp_path / "again")
-                again, state = session._sequence.conversation, session._sequence.state
-                assert (state.position, state.rope_offset) == (position, rope_offset)
-                assert again.follows_text == said.follows_text
-                for found, expected in ((again.tokens, said.tokens), (again.dropped, said.dropped)):
-                    np.testing.assert_array_equal(found, expected)
-                assert (again.logits is None) == (logits is None)
             assert engine.stats().prefix_bytes == 0  # it is unknown how it was computed
         with np.load(tmp_path / "said") as first, np.load(tmp_path / "again") as second:
             assert first.files == second.files
@@ -165,11 +157,14 @@ def test_load_errors_print_one_line(tmp_path: Path) -> None:
         session = engine.session()
         session.prefill(PROMPT)
         session.save(path)
+        state = tmp_path / "state"
+        of_prompt = engine.make_state()
+        engine.run(Request(np.array(PROMPT), of_prompt))
+        of_prompt.save(state)
+        del of_prompt
         num_sessions = engine.stats().sessions
         with pytest.raises(ModelError, match="cannot load a state from"):
             engine.load_session(tmp_path / "nothing")
-        state = tmp_path / "state"
-        session._sequence.state.save(state)
         with pytest.raises(ModelError, match="tensors do not match the"):
             engine.load_session(state)
         assert engine.stats().sessions == num_sessions
@@ -264,6 +259,6 @@ def test_damaged_file_leaves_the_session_unchanged(tmp_path: Path) -> None:
             except ModelError:
                 assert other.tokens == tuple(PROMPT[:20])
             else:  # a byte without meaning, such as a date
-                np.testing.assert_array_equal(other._sequence.logits, truth)
+                assert next(other.generate(max_new_tokens=1)).token_id == truth.argmax()
                 other.rewind(20)
         np.testing.assert_array_equal(other.prefill(PROMPT[20:]).logits, truth)

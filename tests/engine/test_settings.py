@@ -51,7 +51,7 @@ def test_settings_without_a_flag_come_from_the_file(write) -> None:
     settings = read_settings(path)
     with chunkrt.load(GGUF, **settings) as engine:
         assert (engine.chunk_length, engine.options.chunks_in_flight, engine.options.htp.vtcm_mb) == (8, 2, 4)
-        assert engine.session()._sequence.state.dtype == "float32"
+        assert engine.cache_dtype == "float32"
 
 
 @pytest.mark.parametrize("name", ["run", "chat"])

@@ -239,7 +239,7 @@ def test_report_has_no_layers_without_per_layer(command, text):
 
 @pytest.mark.parametrize(
     ("ending", "head"),
-    [("png", b"\x89PNG\r\n"), pytest.param("svg", b"<?xml", marks=pytest.mark.exhaustive), ("SVG", b"<?xml")],
+    [("png", b"\x89PNG\r\n"), pytest.param("svg", b"<?xml", marks=pytest.mark.slow), ("SVG", b"<?xml")],
 )
 def test_the_picture_is_drawn(command, text, tmp_path, ending, head):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")

@@ -53,7 +53,7 @@ def perplexity(logits, tokens):
     return np.exp(np.mean(np.log(np.exp(shifted).sum(axis=1)) - chosen))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("engine", ["native", "native_in_blocks"])
 def test_integers_are_close_to_float(request, engine, oracle, text):
@@ -77,13 +77,13 @@ def test_the_capital_of_france(command):
     assert "Paris" in json.loads(finished.out)["text"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_quantised_model_takes_a_quarter_of_the_bytes(native, oracle):
     """Linears are int8, the table is float16."""
     assert native.weights.num_bytes < 0.31 * oracle.weights.num_bytes
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_blocks_of_4_bits_take_less(native, native_in_blocks):
     """The layers' linears take 5 bits a weight instead of 8; LM head and table are unchanged."""
     assert native_in_blocks.weights.num_bytes < 0.8 * native.weights.num_bytes

@@ -202,7 +202,7 @@ def worker(format: str, begin: int, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(TESTS))
+    sys.path[:0] = [str(TESTS), str(TESTS / "support")]
     if sys.argv[1] == "--worker":
         worker(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
     else:

@@ -7,7 +7,6 @@ import json
 import shutil
 import zipfile
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,6 +26,7 @@ from fuzz.mutation import (
     mutate_toml,
 )
 from shared_runs import shared_records
+from states import make_state
 
 import chunkrt
 from chunkrt.checkpoints import catalogue
@@ -205,9 +205,7 @@ def _use_onnx(folder: Path) -> None:
 def _members(kind: str, name: str) -> dict[str, bytes]:
     path = scratch() / f"{kind}-{name}.npz"
     if kind == "state":
-        with _session(name) as session:
-            session.prefill(PROMPT)
-            session._sequence.state.save(path)
+        make_state(_engine(name), PROMPT).save(path)
     else:
         with chunkrt.load(checkpoint(name), scheme="w8a8", npu="reference", threads=1):
             pass  # makes a calibration
@@ -215,10 +213,6 @@ def _members(kind: str, name: str) -> dict[str, bytes]:
         shutil.copy(made[-1], path)
     with zipfile.ZipFile(path) as archive:
         return {member: archive.read(member) for member in archive.namelist()}
-
-
-def _session(name: str) -> closing[chunkrt.Session]:
-    return closing(_engine(name).session())
 
 
 @cache
@@ -241,10 +235,9 @@ def _archive(kind: str) -> Callable[[Random, str, Path], Path]:
 
 
 def _use_state(path: Path) -> None:
-    with _session(path.stem) as session:
-        state = session._sequence.state
-        state.load(path)
-        state.save(path.with_name("again.npz"))
+    state = make_state(_engine(path.stem))
+    state.load(path)
+    state.save(path.with_name("again.npz"))
 
 
 def _toml(find: Callable[[str], Path | str]) -> Callable[[Random, str, Path], Path]:

@@ -18,7 +18,7 @@ def seeds():
     return {format: Random(format).randrange(2**32) for format in TARGETS}
 
 
-@pytest.mark.parametrize("part", [1 / 4, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("part", [1 / 8, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("format", TARGETS)
 def test_mutated_files_are_taken_or_refused(format, part, seeds, tmp_path):
     for seed in range(seeds[format], seeds[format] + int(part * EXECUTIONS.get(format, 100))):

@@ -70,7 +70,7 @@ def saved(tmp_path, change):
 LARGEST = np.iinfo(np.int64).max
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize(
     "change",
     [

@@ -35,7 +35,7 @@ def test_kernels_that_any_processor_has_give_the_same_bits(best):
     assert answered(CHUNKRT_FORCE_ISA="reference") == best | {"kernels": ["reference"]}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(EMULATOR is None, reason="needs qemu-x86_64-static")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86-64")
 def test_processor_without_avx_gives_the_same_bits(best):

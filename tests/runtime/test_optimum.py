@@ -50,7 +50,7 @@ class Instance:
         return run_on_virtual_clock(schedule, schedule.duration)[-1].end_ns
 
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 
 def random_instance(random: Random) -> Instance:

@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 from trace_checker import CheckedTrace
 
 from chunkrt.errors import BackendError, ClosedError, ConfigError
+from chunkrt.gate import Gate
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.batcher import BATCHERS, Batcher, Take, Waiting
 from chunkrt.runtime.executor import DecodeOn, Executor, ExecutorSet
@@ -541,3 +542,19 @@ def test_error_in_making_a_record_reaches_the_waiting_caller(monkeypatch: pytest
     with pytest.raises(MemoryError, match="none left"):
         request.raise_error()
     assert state.position == 0
+
+
+def test_ended_request_calls_its_own_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that waited queues the request again, with another listener, as soon as its gate is open."""
+    plan, told = make_plan(), list[str]()
+    request = Request(tokens(9), State(plan, CONTEXT, chunk_length=CHUNK))
+    open_gate = Gate.open
+
+    def open_and_queue_again(gate: Gate) -> None:
+        open_gate(gate)
+        request.queue(partial(told.append, "second"))
+
+    monkeypatch.setattr(Gate, "open", open_and_queue_again)
+    request.queue(partial(told.append, "first"))
+    request.release()
+    assert told == ["first"]

@@ -225,7 +225,7 @@ def test_header_that_exceeds_the_file_is_rejected(tmp_path: Path) -> None:
     check_refused(filled(3), path, "'cache.1' has 236 bytes")
 
 
-@pytest.mark.parametrize("num_bytes", [1 << 26, pytest.param(1 << 28, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_bytes", [1 << 26, pytest.param(1 << 28, marks=pytest.mark.slow)])
 def test_file_that_would_inflate_is_rejected_first(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "prefix"
     filled(20).save(path)

@@ -156,14 +156,6 @@ def test_reset_state_shows_none_of_its_earlier_contents() -> None:
     logits_after(state, [], range(60, 90))
 
 
-def test_decoding_keeps_one_slot_of_a_ring() -> None:
-    """The data kept for a failing run are only those that it overwrites."""
-    for num_tokens, num_before, num_slots in ((1, 30, 0), (1, 63, 0), (1, 64, 1), (10, 60, 6), (20, 70, 20)):
-        state = make_state(RING_PLAN, num_before)
-        state.begin(num_tokens)
-        assert sum(before.nbytes for _, _, before in state._present.writes) == num_slots * 3 * 4
-
-
 @given(position=st.integers(0, 300), num_tokens=st.integers(1, 200))
 def test_overwritten_part_of_a_ring_is_restored_at_any_wrap(position: int, num_tokens: int) -> None:
     state = State(replace(RING_PLAN, context_length=512), 512, chunk_length=CHUNK)

@@ -194,7 +194,7 @@ def test_any_name_survives(tmp_path):
     assert len(read_trace(tmp_path / "spür 模.json")) == 1
 
 
-@pytest.mark.parametrize("num_chunks", [1_000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_chunks", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_huge_trace_is_written_piece_by_piece(tmp_path, num_chunks):
     """The writer holds only a small part of the file, and the analysis succeeds."""
     record = virtual_record(npu_and_cpu(2), num_chunks=num_chunks, slots=32)

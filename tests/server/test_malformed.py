@@ -45,7 +45,7 @@ def make_body(random, path):
     return text
 
 
-@pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_malformed_requests(served, number, caplog):
     service, url = served
     random, statuses = Random(5), set()

@@ -14,13 +14,13 @@ def soaked(chat_folder, **load):
         return asyncio.run(soak(url, process_id, new_tokens=24, **load))
 
 
-@pytest.mark.parametrize("seconds", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("seconds", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_disconnecting_clients_do_not_affect_others(chat_folder, seconds):
     found = soaked(chat_folder, clients=16, seconds=seconds)
     assert found.complaints == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_memory_does_not_grow(chat_folder):
     found = soaked(chat_folder, clients=64, seconds=120)
     assert found.complaints == []

@@ -49,7 +49,7 @@ class Raw:
 @contextmanager
 def held(engine):
     """Block all executors meanwhile."""
-    with engine.scheduler._turn:
+    with engine.scheduler.held():
         yield
 
 

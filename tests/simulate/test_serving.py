@@ -136,7 +136,7 @@ def test_batching_pays_if_chunks_have_constant_cost() -> None:
     assert packed.generated_tokens_per_s > 4 * sequential.generated_tokens_per_s
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.3, 0.6])
 def test_sequential_requests_are_a_queue_with_one_server(load: float) -> None:
     """M/D/1: the mean wait is load / (2 (1 - load)) of the time that each takes (Pollaczek and Khinchine)."""

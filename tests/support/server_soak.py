@@ -1,11 +1,11 @@
 """Soak test of a server: many clients send requests, and a third of the requests are dropped before they end.
 
-    python tests/server_soak.py smollm2-135m-instruct --clients 64 --seconds 120
+    python tests/support/server_soak.py smollm2-135m-instruct --clients 64 --seconds 120
 
 runs `chunkrt serve` as a process, checks its answers and its memory, and prints a line of JSON. The exit status is 1 if
 a check fails. Unknown options are passed to `chunkrt serve`. For example, two clients of an emulated NPU are
 
-    python tests/server_soak.py smollm2-135m-instruct --clients 2 --npu qnn --soc SM8650 --context 512
+    python tests/support/server_soak.py smollm2-135m-instruct --clients 2 --npu qnn --soc SM8650 --context 512
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 from chunkrt.tokenizer import Tokenizer
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 TEXTS: list[str] = json.loads((DATA / "tokenizer_texts.json").read_text("utf-8"))
 REFERENCE: dict[str, Any] = json.loads((DATA / "tokenizer_reference.json").read_text("utf-8"))
 

@@ -1,9 +1,9 @@
 """Random interleavings of sessions in threads, batched into the same chunks; each must get the bits as when alone.
 
-    python tests/interleavings.py 10000
-    python tests/interleavings.py 1000 --context 1024 --longest 400 --fault-every 400
-    python tests/interleavings.py 1000 --context 512 --longest 200 --prefix-cache 500000
-    python tests/interleavings.py 50 --model smollm2-135m-instruct --npu qnn --sessions 4 --longest 24
+    python tests/support/interleavings.py 10000
+    python tests/support/interleavings.py 1000 --context 1024 --longest 400 --fault-every 400
+    python tests/support/interleavings.py 1000 --context 512 --longest 200 --prefix-cache 500000
+    python tests/support/interleavings.py 50 --model smollm2-135m-instruct --npu qnn --sessions 4 --longest 24
 
 checks this number of interleavings, of all tiny checkpoints in turn or of one model, and prints those that differ.
 """
@@ -26,6 +26,7 @@ from typing import Any
 import click
 import numpy as np
 from fixture_checkpoints import NAMES, checkpoint, input_ids
+from states import saved_arrays
 
 import chunkrt
 from chunkrt.engine.engine import Engine
@@ -83,15 +84,21 @@ def make_story(random: Random, longest: int = 60) -> list[Step]:
     """Return the steps of a session: first a prompt, then perhaps rewinds, forks and cancelled prompts."""
     story = [("prefill", random.randint(1, longest))]
     for _ in range(random.randint(0, 5)):
-        kind = random.choice(["prefill", "all", "decode", "decode", "rewind", "fork", "cancelled"])
+        kind = random.choice(["prefill", "all", "hidden", "decode", "decode", "rewind", "fork", "cancelled"])
         story.append((kind, random.randint(1, 12)))
     return story
 
 
 def tell(
-    session: Session, story: Sequence[Step], vocabulary: Sequence[int], came_too_late: set[int], *, is_alone: bool
+    session: Session,
+    story: Sequence[Step],
+    vocabulary: Sequence[int],
+    came_too_late: set[int],
+    *,
+    is_alone: bool,
+    is_saved: bool = True,
 ) -> list[Any]:
-    """Return the logits or tokens of each step, and the part of the final state that later tokens read.
+    """Return the logits or tokens of each step, and the final contents of the session's file if `is_saved`.
 
     A random cancellation may come too late. These steps are added to `came_too_late`, and the session that runs alone
     computes them. A step with an injected fault leaves the session unchanged, and is repeated.
@@ -100,8 +107,8 @@ def tell(
     context = session.context_length
     for index, (kind, number) in enumerate(story):
         ids = [vocabulary[(7 * index + 3 * i + number % VARIETY) % len(vocabulary)] for i in range(number)]
-        if kind in ("prefill", "all") and session.position + number < context - 20:
-            found.append(prefill(session, ids, logits="all" if kind == "all" else "last"))
+        if kind in ("prefill", "all", "hidden") and session.position + number < context - 20:
+            found.append(prefill(session, ids, logits="last" if kind == "prefill" else kind))
         elif kind == "decode" and session.position + number < context:
             found.append(generate(session, number))
         elif kind == "rewind":
@@ -116,16 +123,16 @@ def tell(
             prefill(session, ids)
             session.rewind(position)
     found.append(prefill(session, ids[:1]))
-    state = session._sequence.state
-    return [*found, *(array.copy() for array in state._tensors.seen(state.position).values())]
+    return [*found, *saved_arrays(session).values()] if is_saved else found
 
 
 def prefill(session: Session, ids: list[int], *, logits: Logits = "last") -> Any:
-    """Return the logits of a prompt; repeat it after each injected fault."""
+    """Return the logits or hidden states of a prompt; repeat it after each injected fault."""
     position = session.position
     while True:
         try:
-            return session.prefill(ids, logits=logits).logits
+            result = session.prefill(ids, logits=logits)
+            return result.hidden if logits == "hidden" else result.logits
         except BackendError as error:
             expect_fault(error, session, position)
 
@@ -179,11 +186,12 @@ def check_interleaving(
     longest: int = 60,
     faults: Faults | None = None,
     plain: Engine | None = None,
+    has_ranks: bool = False,
 ) -> None:
     """Request 2 to `most` sessions at once, then each alone; raise AssertionError if one got other bits.
 
     The first prompt of each has up to `longest` tokens. If `plain` is given, an engine without a prefix cache, sessions
-    that run alone use it.
+    that run alone use it. Sessions of ranks cannot be saved, so their states are not compared.
     """
     random = Random(seed)
     stories = [make_story(random, longest) for _ in range(random.randint(2, most))]
@@ -193,7 +201,9 @@ def check_interleaving(
 
     def work(index: int) -> None:
         try:
-            found[index] = tell(engine.session(), stories[index], vocabulary, too_late[index], is_alone=False)
+            found[index] = tell(
+                engine.session(), stories[index], vocabulary, too_late[index], is_alone=False, is_saved=not has_ranks
+            )
         except BaseException as error:
             errors.append(error)
 
@@ -208,7 +218,7 @@ def check_interleaving(
                 raise AssertionError(f"deadlock, after {errors}")
     assert not errors, errors
     for story, late, one in zip(stories, too_late, found, strict=True):
-        alone = tell((plain or engine).session(), story, vocabulary, late, is_alone=True)
+        alone = tell((plain or engine).session(), story, vocabulary, late, is_alone=True, is_saved=not has_ranks)
         assert len(alone) == len(one)
         for here, there in zip(one, alone, strict=True):
             np.testing.assert_array_equal(here, there, err_msg=f"seed {seed}, story {story}")
@@ -218,13 +228,13 @@ def load_for_interleavings(
     model: str | Path,
     chunk_length: int,
     context_length: int = CONTEXT,
-    npu: str = "native",
     prefix_cache_memory: int | None = None,
+    **options: Any,
 ) -> Engine:
     """Load a model for these tests; without `prefix_cache_memory` it has no prefix cache."""
     kept = {"prefix_cache": "memory", "prefix_cache_memory": prefix_cache_memory} if prefix_cache_memory else {}
-    options = {"chunk_length": chunk_length, "context_length": context_length, "threads": 2, "prefix_cache": "off"}
-    return chunkrt.load(model, npu=npu, **(options | kept))
+    chosen = {"npu": "native", "context_length": context_length, "threads": 2, "prefix_cache": "off"} | kept | options
+    return chunkrt.load(model, chunk_length=chunk_length, **chosen)
 
 
 def with_longer_context(name: str, length: int, folder: Path) -> Path:
@@ -278,8 +288,8 @@ def main(
             if key not in engines:
                 path = model or with_longer_context(name, context, Path(folder))
                 most = 128 if isinstance(path, Path) and path.is_file() else context
-                plain = load_for_interleavings(path, key[1], most, npu)
-                cached = prefix_cache and load_for_interleavings(path, key[1], most, npu, prefix_cache)
+                plain = load_for_interleavings(path, key[1], most, npu=npu)
+                cached = prefix_cache and load_for_interleavings(path, key[1], most, prefix_cache, npu=npu)
                 engines[key] = cached or plain, plain
             engine, plain = engines[key]
             vocabulary = TEXT if model else input_ids(name)

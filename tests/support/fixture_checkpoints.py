@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-_FOLDER = Path(__file__).parent / "parity" / "fixtures"
+_FOLDER = Path(__file__).parents[1] / "parity" / "fixtures"
 NAMES = sorted(path.name for path in _FOLDER.iterdir())
 ONE_OF_EACH_STATE = ("llama_biased_gguf", "gemma3_window_5", "lfm2", "qwen3_next")
 """Decoders with caches, rings and both kinds of recurrent state: all differences that matter above the kernels."""

@@ -8,7 +8,7 @@ import onnxruntime as ort
 
 import chunkrt
 
-FIXTURES = Path(__file__).parent / "data" / "onnx"
+FIXTURES = Path(__file__).parents[1] / "data" / "onnx"
 LENGTHS = (1, 31, 33, 95)
 TOLERANCE, FLOAT16_TOLERANCE = 1e-4, 2e-2
 """Tolerances as shares of the largest logit: sums of at most 64 products, twice per layer; float16 has 11 bits."""

@@ -10,6 +10,7 @@ from threading import Event, Timer
 
 import numpy as np
 import psutil
+from states import make_state
 
 import chunkrt
 from chunkrt.cli import main
@@ -54,13 +55,13 @@ def sessions(model, state_file):
         fork = session.fork()
         fork.prefill(PROMPT[:5])
         tokens += [greedy(fork, 4), greedy(session, 4)]
-        state, four = session._sequence.state, np.array(PROMPT[:4])
+        state, four = make_state(engine, PROMPT), np.array(PROMPT[:4])
         snapshot = state.snapshot()
         first = engine.run(Request(four, state, logits="last")).logits
         state.restore(snapshot)
         assert np.array_equal(first, engine.run(Request(four, state, logits="last")).logits)
         del snapshot, fork
-        other = engine.session()._sequence.state
+        other = make_state(engine)
         state.save(state_file)
         other.load(state_file)
         assert np.array_equal(*(engine.run(Request(four, each, logits="last")).logits for each in (state, other)))
@@ -89,69 +90,6 @@ def at_once(model):
         print(json.dumps({"tokens": list(pool.map(answer, (one, other)))}))
 
 
-def shared(model, num_interleavings):
-    """Batch sessions of threads and tasks into shared chunks; raise if one gets other bits than alone.
-
-    Print the numbers of shared chunks and of their rows.
-    """
-    import asyncio  # imported here, since all ranks of all launches would import them
-
-    from interleavings import CONTEXT, check_interleaving
-
-    async def use(engine, prompt):
-        async with await engine.asession() as session:
-            logits = (await session.aprefill(prompt)).logits
-            return logits, [piece.token_id async for piece in session.agenerate(max_new_tokens=6)]
-
-    async def use_many(engine, prompts):
-        return await asyncio.gather(*(use(engine, prompt) for prompt in prompts))
-
-    options = {"npu": "native", "chunk_length": 8, "context_length": CONTEXT, "threads": 1, "chunks_in_flight": 3}
-    with chunkrt.load(model, **options) as engine:
-        for seed in range(int(num_interleavings)):
-            check_interleaving(engine, seed, PROMPT)
-        prompts = [PROMPT[:n] for n in (1, 5, 12, 31)]
-        found = asyncio.run(use_many(engine, prompts))
-        for prompt, (logits, tokens) in zip(prompts, found, strict=True):
-            session = engine.session()
-            assert np.array_equal(session.prefill(prompt).logits, logits)
-            assert greedy(session, 6) == tokens
-        stats = engine.stats()
-    print(json.dumps([stats.shared_chunks, stats.shared_rows]))
-
-
-def failing_together(model):
-    """Let sums of shared chunks fail on rank 1; print wrong sessions, number of errors, and if all name the cause."""
-    errors, wrong, sums, num_failed = [], [], MpiCommunicator.all_reduce, count()
-
-    def all_reduce(self, partial, out, *, key):
-        if self.rank == 1 and key[1] >= 40 and key[0] > 3 and next(num_failed) < 5:
-            raise ValueError("made to fail")
-        sums(self, partial, out, key=key)
-
-    MpiCommunicator.all_reduce = all_reduce
-    with chunkrt.load(model, npu="native", chunk_length=8) as engine:
-
-        def work(number):
-            session = engine.session()
-            session.prefill(PROMPT[number:])
-            for _ in range(8):
-                position = session.position
-                while True:
-                    try:
-                        session.prefill(PROMPT[:6], logits="all")
-                        break
-                    except ChunkrtError as error:
-                        errors.append(str(error))
-                        wrong.extend([] if session.position == position else [number])
-            return session.prefill(PROMPT[:1]).logits
-
-        with ThreadPoolExecutor(4) as pool:
-            together = list(pool.map(work, range(4)))
-        wrong += [number for number in range(4) if not np.array_equal(together[number], work(number))]
-    print(json.dumps([wrong, len(errors), all("rank 1: " in error and "made to fail" in error for error in errors)]))
-
-
 def failing(model):
     """Let runs fail on a rank, cancel and interrupt them; print if all states are unchanged."""
 
@@ -177,7 +115,7 @@ def failing(model):
                 print(type(error).__name__, error)
             print(session.position == len(PROMPT))
         try:
-            session._sequence.state.load("nowhere.npz")
+            make_state(engine).load("nowhere.npz")
         except ChunkrtError as error:
             print(type(error).__name__, error)
         print(greedy(session, 4) == expected)

@@ -1,6 +1,6 @@
 """Ranks in one process, of which the first leads, as under mpiexec; the followers run in threads.
 
-    python tests/led_ranks.py 1000
+    python tests/support/led_ranks.py 1000
 
 checks this number of random interleavings on 2 and 4 ranks, of all tiny checkpoints in turn, and prints those that
 differ.
@@ -76,7 +76,7 @@ def main(number: int) -> int:
         with led(name, size, chunk_length=length, chunks_in_flight=(2, 16)[turn % 2]) as ranks:
             for seed in range(turn, number, len(NAMES)):
                 try:
-                    check_interleaving(ranks.engine, seed, input_ids(name))
+                    check_interleaving(ranks.engine, seed, input_ids(name), has_ranks=True)
                 except AssertionError as error:
                     failed += 1
                     print(f"{name} on {size} ranks, chunks of {length}, seed {seed}: {error}", flush=True)

@@ -3,7 +3,7 @@
 import importlib
 from pathlib import Path
 
-BENCH = str(Path(__file__).parents[1] / "bench")
+BENCH = str(Path(__file__).parents[2] / "bench")
 
 
 def peers(module):

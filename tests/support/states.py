@@ -1,0 +1,45 @@
+"""States of an engine without a session, and the arrays of a session's state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from chunkrt.engine.engine import Engine
+from chunkrt.engine.scoring import TokenLogProbabilities
+from chunkrt.engine.session import Session
+from chunkrt.runtime.request import Logits, Request
+from chunkrt.runtime.state import State
+
+
+def make_state(engine: Engine, tokens: object = (), *, logits: Logits = "none") -> State:
+    """Return a state of an engine that contains some tokens."""
+    state = engine.make_state()
+    ids = np.asarray(tokens, np.int64)
+    if ids.size:
+        engine.run(Request(ids, state, logits=logits))
+    return state
+
+
+def state_bytes(engine: Engine) -> int:
+    """Return the size of one state."""
+    before = engine.stats().cache_bytes
+    with engine.session():
+        return engine.stats().cache_bytes - before
+
+
+def saved_arrays(session: Session) -> dict[str, np.ndarray]:
+    """Return the arrays of a session's file: those of its state that later tokens read, and of its conversation."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "session"
+        session.save(path)
+        with np.load(path) as archive:
+            return {name: archive[name] for name in archive.files}
+
+
+def next_log_probabilities(session: Session, number: int) -> TokenLogProbabilities | None:
+    """Return the log-probabilities from which a session would draw its next token; the session stays unchanged."""
+    with session.fork() as fork:
+        return next(fork.generate(max_new_tokens=1, log_probabilities=number)).log_probabilities
