@@ -130,7 +130,7 @@ def _chunk_times(engine: Engine, rounds: int) -> dict[str, dict[int, float]]:
     plan = merged_on_cpu(engine.plan)
     layers, head = plan.subgraphs
     of_layers, of_head = (
-        NativeBackend(1).compile(subgraph, plan, max(ROWS), engine.scheme, engine.weights)
+        NativeBackend(1).compile(subgraph, plan, max(ROWS), engine.scheme, engine.loaded.weights)
         for subgraph in (layers, head)
     )
     assert isinstance(of_layers, SegmentExecutable)

@@ -137,7 +137,7 @@ import chunkrt
 
 model, settings, prompt = json.load(sys.stdin)
 with chunkrt.load(model, **settings) as engine:
-    engine.check_ready()
+    engine.loaded.check_ready()
     with engine.session() as session:
         session.prefill(prompt[:1])
     start = perf_counter()

@@ -70,7 +70,10 @@ class _Clocked:
         backend = NativeBackend(threads, times=self._times)
         executor = Executor(
             plan,
-            {s.name: backend.compile(s, plan, chunk_length, engine.scheme, engine.weights) for s in plan.subgraphs},
+            {
+                s.name: backend.compile(s, plan, chunk_length, engine.scheme, engine.loaded.weights)
+                for s in plan.subgraphs
+            },
             chunk_length=chunk_length,
             processors=processors_for(backend.concurrency, threads),
             policy=find_policy(engine.options.policy),

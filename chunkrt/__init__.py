@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     from chunkrt.backends.native.cpu import cpu_info
     from chunkrt.engine.engine import Engine
     from chunkrt.engine.generation import Piece
+    from chunkrt.engine.loaded import EngineStats
     from chunkrt.engine.loading import load
     from chunkrt.engine.options import EngineOptions
     from chunkrt.engine.prefill_result import PrefillResult
     from chunkrt.engine.sampling import SamplingOptions
+    from chunkrt.engine.scoring import Score
     from chunkrt.engine.session import Session
     from chunkrt.errors import ChunkrtError
+    from chunkrt.runtime.record import RunRecord
     from chunkrt.simulate.experiments import experiment
 
 __version__ = "0.1.0"
@@ -24,9 +27,12 @@ __all__ = [
     "ChunkrtError",
     "Engine",
     "EngineOptions",
+    "EngineStats",
     "Piece",
     "PrefillResult",
+    "RunRecord",
     "SamplingOptions",
+    "Score",
     "Session",
     "cpu_info",
     "experiment",
@@ -37,9 +43,12 @@ _MODULES = {
     "ChunkrtError": "errors",
     "Engine": "engine.engine",
     "EngineOptions": "engine.options",
+    "EngineStats": "engine.loaded",
     "Piece": "engine.generation",
     "PrefillResult": "engine.prefill_result",
+    "RunRecord": "runtime.record",
     "SamplingOptions": "engine.sampling",
+    "Score": "engine.scoring",
     "Session": "engine.session",
     "cpu_info": "backends.native.cpu",
     "experiment": "simulate.experiments",

@@ -11,7 +11,7 @@ import chunkrt
 def main(model: str) -> None:
     messages: list[dict[str, str]] = []
     with chunkrt.load(model, context_length=2048, progress=True) as engine, engine.session() as session:
-        tokenizer = engine.require_tokenizer()
+        tokenizer = engine.tokenizer
         for question in ("What is the capital of France?", "What is 2 + 2?"):
             messages.append({"role": "user", "content": question})
             tokens = tokenizer.encode_chat(messages)

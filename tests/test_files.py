@@ -229,7 +229,7 @@ def test_calibration_load_reports_a_lack_of_memory(tmp_path, monkeypatch):
         Calibration.load(path)
 
 
-@pytest.mark.parametrize("what", ["chunkrt.engine.engine.open_weights", "chunkrt.engine.engine.State"])
+@pytest.mark.parametrize("what", ["chunkrt.engine.loaded.open_weights", "chunkrt.engine.loaded.State"])
 def test_load_and_session_report_a_lack_of_memory(monkeypatch, what):
     def fail(*_, **__):
         raise MemoryError("cannot allocate 8000 bytes")

@@ -298,11 +298,11 @@ import sys
 import chunkrt, numpy as np
 from chunkrt.errors import ConfigError
 with chunkrt.load(sys.argv[1], npu="tiny", chunk_length=8) as engine:
-    assert engine.npu_backend is engine.cpu_backend and engine.npu_backend.name == "tiny"
+    assert engine.loaded.npu_backend is engine.loaded.cpu_backend and engine.loaded.npu_backend.name == "tiny"
     assert engine.scheme.name == "w8a8-dynamic" and engine.cache_dtype == "float32"
     both = engine.session().prefill(range(3, 30)).logits
 with chunkrt.load(sys.argv[1], npu="tiny_npu", chunk_length=8) as engine:
-    assert (engine.npu_backend.name, engine.cpu_backend.name) == ("tiny_npu", "native")
+    assert (engine.loaded.npu_backend.name, engine.loaded.cpu_backend.name) == ("tiny_npu", "native")
     assert engine.scheme.name == "w8a16" and engine.cache_dtype == "float16"
     session = engine.session()
     prefill = session.prefill(range(3, 30))
@@ -338,7 +338,7 @@ for npu in ("reference", "tiny_float"):
         session = engine.session()
         prefill, token = session.prefill(range(3, 30)), session.prefill([5])
         logits.append(np.stack([prefill.logits, token.logits]))
-        backends = engine.npu_backend.name, engine.cpu_backend.name
+        backends = engine.loaded.npu_backend.name, engine.loaded.cpu_backend.name
 assert backends == ("tiny_float", "onnxrt"), backends
 device = [s.device for s in engine.plan.subgraphs]
 assert {(device[e.task.subgraph], e.processor) for e in prefill.events} == {("npu", "npu"), ("cpu", "cpu")}

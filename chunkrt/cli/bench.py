@@ -248,7 +248,7 @@ class _Asked(NamedTuple):
 def _tokens(engine: Engine, text: str) -> list[int]:
     if not text.strip():
         raise ConfigError("the prompt file is empty; give one with text")
-    tokens = engine.require_tokenizer().encode(text, add_special=True, parse_special=False)
+    tokens = engine.tokenizer.encode(text, add_special=True, parse_special=False)
     return tokens[: engine.context_length]
 
 

@@ -61,7 +61,7 @@ def setup_of(engine: Engine, model: str) -> dict[str, Any]:
     """Return the fields of `BenchSetup`."""
     return {
         "model": model,
-        "backend": engine.npu_backend.name,
+        "backend": engine.loaded.npu_backend.name,
         "scheme": engine.scheme.name,
         "chunk": engine.chunk_length,
         "policy": engine.options.policy,
@@ -299,7 +299,7 @@ def measure(
     samples_ns = [whole for _, whole in samples]
     rates = [(test.n_prompt + test.n_gen) / (ns / 1e9) for ns in samples_ns]
     busy = utilisation([event for record in ran for event in record.events], ran[0].pipeline.stages)
-    has_npu = engine.npu_backend.concurrency is not None
+    has_npu = engine.loaded.npu_backend.concurrency is not None
     return BenchRow(
         **setup_of(engine, model),
         **_llama_bench(engine, model),
@@ -322,14 +322,14 @@ def measure(
 
 def _llama_bench(engine: Engine, model: str) -> dict[str, Any]:
     """Return the columns that are equal for all tests of an engine."""
-    num_parameters = engine.manifest.num_parameters
+    num_parameters = engine.loaded.manifest.num_parameters
     cache_type = _GGML_TYPES[engine.cache_dtype]
     return {
         "build_commit": f"chunkrt {__version__}",
         "build_number": 0,
         "cpu_info": cpu_info()["processor"],
         "gpu_info": "",
-        "backends": engine.npu_backend.name,
+        "backends": engine.loaded.npu_backend.name,
         "model_filename": model,
         "model_type": f"{engine.plan.family} {num_parameters / 1e6:.0f}M {engine.scheme.name}",
         "model_size": sum(weight_bytes(engine.plan, engine.scheme).values()),

@@ -44,7 +44,7 @@ def chat(model: str, markdown: bool, **options: Any) -> None:
     """
     settings, sampling, generation = split_options(options)
     with open_engine(model, settings) as engine, engine.session() as session:
-        tokenizer = engine.require_tokenizer()
+        tokenizer = engine.tokenizer
         if not tokenizer.has_chat_template:
             raise ModelError("the model has no chat template; use `chunkrt run`, or a model tuned for chat")
         conversation = ChatConversation(model=model, sampling=sampling_of(tokenizer, sampling), **generation)

@@ -236,7 +236,7 @@ class _TextOptions:
             raise ConfigError(
                 f"--window is {window_length}, more than the context length of {engine.context_length}; shorten it"
             )
-        tokenizer = engine.require_tokenizer()
+        tokenizer = engine.tokenizer
         tokens = tokenizer.encode(content, add_special=False, parse_special=False)
         return cut_windows(self.part.of(tokens), window_length, bos_id=_bos_id(engine))
 
@@ -264,7 +264,7 @@ class _TextOptions:
 
 def _bos_id(engine: Engine) -> int | None:
     """Return the beginning token of each window, if the model has one."""
-    settings = engine.require_tokenizer().settings
+    settings = engine.tokenizer.settings
     return settings.bos_id if settings.add_bos else None
 
 

@@ -12,7 +12,7 @@ from chunkrt.backends.qnn.socs import GB, find_soc
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, json_option, model_argument, option
 from chunkrt.cli.plan import read_model
 from chunkrt.cli.shared_options import engine_fields, refuse_without, verbose_option
-from chunkrt.engine.lengths import choose_context_length
+from chunkrt.engine.model_options import choose_context_length
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError

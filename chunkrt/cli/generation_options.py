@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from chunkrt.cli.command import option
 from chunkrt.cli.shared_options import CONTEXT_FIELDS, engine_fields, refuse_without
 from chunkrt.engine.generation import FinishReason
+from chunkrt.engine.keywords import GenerationSettings
 from chunkrt.engine.sampling import GREEDY, SamplingOptions
 from chunkrt.engine.session import Session
 from chunkrt.files import parse_json
@@ -60,82 +61,58 @@ def template_option(note: str) -> Callable[[Command], Command]:
     )
 
 
+_TYPES: dict[str, type] = {"float": float, "int": int, "bool": bool}
+
+
+def _sampling_option(
+    name: str, help: str, *aliases: str, group: str = "Sampling", unset: int | None = None
+) -> Callable[[Command], Command]:
+    """Return the option of a field of `SamplingOptions`; `unset` is the number by which other tools unset it."""
+    field = SamplingOptions.__dataclass_fields__[name]
+    kind = _TYPES[str(field.type).partition(" ")[0]]
+    return option(
+        *aliases,
+        f"--{name.replace('_', '-')}",
+        name,
+        group=group,
+        type=kind,
+        is_flag=kind is bool,
+        default=field.default,
+        show_default=kind is float,
+        callback=None if unset is None else none_if(unset),
+        help=help,
+    )
+
+
 _OPTIONS = (
     option(
         "-n",
         "--max-new-tokens",
         group="Answer",
         type=int,
-        default=256,
+        default=GenerationSettings.max_new_tokens,
         show_default=True,
         callback=lambda context, parameter, value: UNLIMITED if value == -1 else value,
         help="Generate at most this number of tokens; -1 sets no limit.",
     ),
-    option(
-        "--temp",
-        "--temperature",
-        "temperature",
-        group="Sampling",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="Sampling temperature; 0 always takes the likeliest token.",
+    _sampling_option("temperature", "Sampling temperature; 0 always takes the likeliest token.", "--temp"),
+    _sampling_option("top_k", "Sample from this number of likeliest tokens; 0: all.", unset=0),
+    _sampling_option(
+        "top_p", "Sample from the smallest set of likeliest tokens whose total probability is at least this."
     ),
-    option(
-        "--top-k",
-        group="Sampling",
-        type=int,
-        callback=none_if(0),
-        help="Sample from this number of likeliest tokens; 0: all.",
+    _sampling_option(
+        "min_p",
+        "Exclude tokens whose probability is less than this factor times that of the likeliest token.",
     ),
-    option(
-        "--top-p",
-        group="Sampling",
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="Sample from the smallest set of likeliest tokens whose total probability is at least this.",
+    _sampling_option("repetition_penalty", "Reduce logits of earlier tokens by this factor; 1 has no effect."),
+    _sampling_option("presence_penalty", "Subtract this from logits of tokens in the answer; 0 has no effect."),
+    _sampling_option(
+        "frequency_penalty", "Subtract this from logits, once per occurrence in the answer; 0 has no effect."
     ),
-    option(
-        "--min-p",
-        group="Sampling",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="Exclude tokens whose probability is less than this factor times that of the likeliest token.",
-    ),
-    option(
-        "--repetition-penalty",
-        group="Sampling",
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="Reduce logits of earlier tokens by this factor; 1 has no effect.",
-    ),
-    option(
-        "--presence-penalty",
-        group="Sampling",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="Subtract this from logits of tokens in the answer; 0 has no effect.",
-    ),
-    option(
-        "--frequency-penalty",
-        group="Sampling",
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="Subtract this from logits, once per occurrence in the answer; 0 has no effect.",
-    ),
-    option("-s", "--seed", group="Sampling", type=int, callback=none_if(-1), help="Random seed; -1 draws one."),
-    option("--ignore-eos", group="Answer", is_flag=True, help="Continue after end tokens, up to -n tokens."),
-    option(
-        "--min-new-tokens",
-        group="Answer",
-        type=int,
-        default=0,
-        help="Generate at least this number of tokens before the answer may end.",
+    _sampling_option("seed", "Random seed; -1 draws one.", "-s", unset=-1),
+    _sampling_option("ignore_eos", "Continue after end tokens, up to -n tokens.", group="Answer"),
+    _sampling_option(
+        "min_new_tokens", "Generate at least this number of tokens before the answer may end.", group="Answer"
     ),
     option("--stop", group="Answer", multiple=True, help="End the answer before this text; may be repeated."),
     option("--system", group="Prompt", help="Put a system message before the prompt."),

@@ -14,7 +14,7 @@ from chunkrt.cli.command import GroupedCommand, json_option, model_argument, opt
 from chunkrt.cli.output import in_flags
 from chunkrt.cli.shared_options import planning_options, ranks_options
 from chunkrt.engine.capability import Moved, plan_by_capability, told
-from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
+from chunkrt.engine.model_options import choose_chunk_length, choose_context_length
 from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import check_compiled, engine_folder, find_recipe, options_placement

@@ -110,7 +110,7 @@ def measure_profile(
             for policy in dict.fromkeys(("sequential", settings["policy"]))
         }
         engine = next(iter(engines.values()))
-        backend = engine.npu_backend
+        backend = engine.loaded.npu_backend
         if isinstance(backend, QnnBackend) and backend.htp.is_emulated:
             raise ConfigError("the NPU is emulated on this machine, so its times are meaningless; profile on a device")
         chunk_length = engine.chunk_length
@@ -142,8 +142,8 @@ def measure_profile(
             model=model,
             scheme=engine.scheme.name,
             chunk_length=chunk_length,
-            has_npu=engine.npu_backend.concurrency is not None,
-            conditions=f"{datetime.now(UTC):%Y-%m-%d}, {engine.npu_backend.name}, {repetitions} repetitions of "
+            has_npu=engine.loaded.npu_backend.concurrency is not None,
+            conditions=f"{datetime.now(UTC):%Y-%m-%d}, {engine.loaded.npu_backend.name}, {repetitions} repetitions of "
             f"{prompts[0]} tokens, {os.cpu_count()} cores, affinity {engine.options.affinity}, "
             f"other load {statistics.median(loads):.0f} %",
             budgets={budget.threads: budget for budget in learnt},

@@ -215,7 +215,7 @@ def answer_prompts(
     Raises:
         ConfigError: a prompt does not fit the context; then no prompt is run.
     """
-    tokenizer = engine.require_tokenizer()
+    tokenizer = engine.tokenizer
     tokens = [prompt.tokens(tokenizer, raw=raw, system=system, template_options=template_options) for prompt in prompts]
     for number, ids in enumerate(tokens, 1):
         if len(ids) > engine.context_length and not engine.options.context_shift:

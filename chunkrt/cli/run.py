@@ -93,7 +93,7 @@ def run(
     begin = time.perf_counter()
     with written_trace(trace, model) as records, open_engine(model, engine_settings) as engine:
         load_seconds = time.perf_counter() - begin
-        tokenizer = engine.require_tokenizer()
+        tokenizer = engine.tokenizer
         tokens = asked.tokens(tokenizer, raw=raw, system=system, template_options=template_options)
         session = engine.session()
         session.on_run = records.append if trace else None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -13,9 +12,9 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from chunkrt.backends import BACKENDS
-from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.cli.command import option
+from chunkrt.engine.arguments import read_size
+from chunkrt.engine.declaration import size
 from chunkrt.engine.engine import Engine
 from chunkrt.engine.loading import load
 from chunkrt.engine.options import DECLARED
@@ -26,6 +25,9 @@ from chunkrt.runtime.record import RunRecord
 from chunkrt.runtime.trace.file import check_trace_path, write_trace
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+DEFAULT_UNIT = "GB"
+"""Unit of sizes without one on the command line."""
 
 
 class OneOf(click.ParamType[str]):
@@ -49,85 +51,9 @@ class OneOf(click.ParamType[str]):
         return [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
 
 
-def _number(flag: str, expected: str, *, prefix: str = "", word: str | None = None) -> Callable[[str | None], Any]:
-    """Return a function that reads a number after a prefix, or a word."""
-
-    def read(text: str | None) -> float | str | None:
-        try:
-            return text if text is None or text == word else float(text.removeprefix(prefix))
-        except ValueError as error:
-            raise ConfigError(f"{flag} is {text!r}, expected {expected}") from error
-
-    return read
-
-
-_UNITS = {"": 10**9, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-
-
-def read_size(flag: str, text: str) -> int:
-    """Return a size in bytes, from a number and a unit (GB by default).
-
-    Raises:
-        ConfigError: the text is no size above 0.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([MG]i?B|)", text.strip(), re.IGNORECASE)
-    num_bytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
-    if num_bytes < 1:
-        raise ConfigError(f"{flag} is {text!r}, expected a size above 0, e.g. 2GB, 800MB or 1.5GiB")
-    return num_bytes
-
-
-def _size(flag: str) -> Callable[[str | None], int | None]:
-    """Return a function that reads an optional size."""
-    return lambda text: None if text is None else read_size(flag, text)
-
-
-QUANTISATION_FIELDS = ("scheme", "calibration", "shadow", "budget", "outputs", "equalisation", "rotation")
-PLANNING_FIELDS = (
-    "npu",
-    *QUANTISATION_FIELDS,
-    "ops",
-    "chunk_length",
-    "context_length",
-    "placement",
-    "npu_strict",
-    "attention",
-    "npu_window",
-    "npu_graph",
-    "soc",
-    "htp",
-    "cache_dtype",
-)
-_WITHOUT_NPU = ("off", *BACKENDS)
+QUANTISATION_FIELDS = tuple(name for name, (_, _, declared) in DECLARED.items() if declared.group == "Quantisation")
+PLANNING_FIELDS = tuple(name for name, (_, _, declared) in DECLARED.items() if declared.is_planned)
 CONTEXT_FIELDS = ("context_shift", "context_keep")
-ALIASES = {
-    "context_length": ("-c", "--ctx-size"),
-    "threads": ("-t",),
-    "cache_dtype": ("-ctk", "--cache-type-k"),
-}
-"""Flags by which other tools, mostly llama.cpp, name an option."""
-_CACHE_TYPES = {"f32": "float32", "f16": "float16", "q8_0": "int8", "bf16": "bfloat16"}
-_FOR_NPUS = (
-    "soc",
-    "htp",
-    "on_npu_failure",
-    "decode_on",
-    "npu_strict",
-    "attention",
-    "npu_window",
-    "npu_graph",
-    "weights",
-)
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "budget": _number("--budget", "kl=NATS, as in kl=0.01", prefix="kl="),
-    "equalisation": _number("--equalise", "0 to 1, or off", word="off"),
-    "ops": lambda given: given or None,
-    "htp": HtpOptions.parse,
-    "cache_dtype": lambda text: _CACHE_TYPES.get(text, text),
-    "cache_memory": _size("--cache-memory"),
-    "prefix_cache_memory": _size("--prefix-cache-memory"),
-    "prefix_cache_disk": _size("--prefix-cache-disk"),
-}
 _TYPES: dict[str, Any] = {"int": int, "bool": bool, "Path": click.Path(path_type=Path)}
 
 
@@ -144,18 +70,24 @@ def engine_fields(*names: str) -> Callable[[Command], Command]:
 
 def _engine_option(name: str) -> Callable[[Command], Command]:
     kind, default, declared = DECLARED[name]
-    read = _READERS.get(name)
+    reads = declared.reads_flag
+    if declared.reads is size:
+        reads = partial(read_size, declared.main_flag, unit=DEFAULT_UNIT)
+
+    def read(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        return value if reads is None or value is None else reads(value)
+
     return option(
-        *ALIASES.get(name, ()),
+        *declared.aliases,
         declared.flag,
         name,
         group=declared.group,
-        type=None if read else OneOf(declared.choices) if declared.choices else _TYPES.get(kind),
-        default=None if read else default,
-        show_default=not read and type(default) in (str, int),
-        multiple=name in ("ops", "htp"),
+        type=None if reads else OneOf(declared.choices) if declared.choices else _TYPES.get(kind),
+        default=None if reads else default,
+        show_default=not reads and type(default) in (str, int),
+        multiple=declared.is_repeatable,
         metavar=declared.metavar,
-        callback=(lambda context, parameter, value: read(value)) if read else None,
+        callback=read,
         help=declared.help,
     )
 
@@ -194,20 +126,10 @@ def _engine_options(*names: str, of_settings: Iterable[str]) -> Callable[[Comman
     def decorate(command: Command) -> Command:
         @wraps(command)
         def checked(*arguments: Any, **options: Any) -> Any:
-            if options.get("npu") in _WITHOUT_NPU:
-                refuse_without(f"an NPU (--npu is {options['npu']})", *_FOR_NPUS)
-            if options.get("attention") != "npu" and options.get("placement") is None:
-                refuse_without("--attention npu", "npu_window", "npu_graph")
-            if options.get("weights") == "npu-only":
-                refuse_without("--weights both", "decode_on")
-            if options.get("cache_memory") is None:
-                refuse_without("--cache-memory", "queue")
-            if not options.get("context_shift"):
-                refuse_without("--context-shift", "context_keep")
-            if options.get("prefix_cache") == "off":
-                refuse_without("a prefix cache (--prefix-cache is off)", "prefix_cache_memory")
-            if options.get("prefix_cache") in (None, "memory", "off"):
-                refuse_without("--prefix-cache disk, or a folder", "prefix_cache_disk")
+            for name, (_, _, declared) in DECLARED.items():
+                for need in declared.needs:
+                    if not need.is_met(options):
+                        refuse_without(need.text.format_map(options), name)
             return command(*arguments, **options)
 
         with_settings = _VERBOSE(settings_option(*of_settings)(checked))

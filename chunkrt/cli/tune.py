@@ -11,8 +11,9 @@ import click
 
 from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option, plot_option
 from chunkrt.cli.plots import draw_tuned
-from chunkrt.cli.shared_options import read_size, verbose_option
+from chunkrt.cli.shared_options import DEFAULT_UNIT, verbose_option
 from chunkrt.cli.simulate import device_option
+from chunkrt.engine.arguments import read_size
 from chunkrt.errors import ConfigError
 from chunkrt.files import written_aside
 from chunkrt.graph.placement import read_placement
@@ -102,7 +103,7 @@ def tune(
     device = find_device(device_name)
     prompts = _numbers("-p", prompt_lengths)
     chunks = None if chunk_lengths is None else _numbers("--chunk", chunk_lengths)
-    memory_bytes = None if memory is None else read_size("--memory", memory)
+    memory_bytes = None if memory is None else read_size("--memory", memory, unit=DEFAULT_UNIT)
     if isinstance(device, MeasuredProfile):
         click.echo(
             f"{device.name} was measured with scheme {device.scheme}, chunks of {device.chunk_length} and one "

@@ -1,13 +1,17 @@
-"""Checks of arguments: integers, token ids, the salt of a prefix cache."""
+"""Checks and conversions of arguments: integers, sizes, paths, token ids, the salt of a prefix cache."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable, Mapping, Set
+import re
+from collections.abc import Callable, Iterable, Mapping, Set
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 from chunkrt.errors import ConfigError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def require_whole(name: str, value: object) -> int:
@@ -15,6 +19,31 @@ def require_whole(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigError(f"{name} is {value!r}, expected a whole number")
     return int(value)
+
+
+_UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def read_size(name: str, value: object, *, unit: str = "") -> int:
+    """Return a size in bytes.
+
+    Args:
+        name: name of the argument, for errors.
+        value: a number of bytes, or text of a number and a unit, for example 2GB (10^9 bytes each) or 1.5GiB (2^30).
+        unit: unit of text without one; by default such text is an error.
+
+    Raises:
+        ConfigError: the value is not a size, or is less than a byte.
+    """
+    if isinstance(value, str):
+        found = re.fullmatch(r"(\d{1,18}(?:\.\d*)?|\.\d+) *([KMGT]i?B|)", value.strip(), re.IGNORECASE)
+        if found and (unit := found[2] or unit):
+            scale = (1024 if unit[1] in "iI" else 1000) ** _UNITS[unit[0].upper()]
+            if (num_bytes := int(float(found[1]) * scale)) >= 1:
+                return num_bytes
+    elif isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1:
+        return int(value)
+    raise ConfigError(f"{name} is {value!r}, expected a size above 0, e.g. 2GB, 800MB or 1.5GiB")
 
 
 def as_token_ids(prompt: object) -> list[int]:
@@ -63,3 +92,23 @@ def checked_salt(cache_salt: object) -> str:
     if not isinstance(cache_salt, str) or not cache_salt:
         raise ConfigError(f"cache_salt is {cache_salt!r}, expected a non-empty string, or None")
     return cache_salt
+
+
+def shows_fields(options: Mapping[str, tuple[Any, Any]]) -> Callable[[Function], Function]:
+    """Show the names behind a function's `**options` in `help` and in the completion of notebooks.
+
+    Args:
+        options: type and default of each name.
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        shown = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+            for name, (kind, default) in options.items()
+        ]
+        named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=[*named, *shown])  # type: ignore[attr-defined]
+        return function
+
+    return decorate

@@ -18,7 +18,7 @@ from chunkrt.backends.coverage import QNN
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
 from chunkrt.backends.sections import cut
 from chunkrt.backends.switches import Switches
-from chunkrt.engine.checks import with_cached_keys
+from chunkrt.engine.model_options import with_cached_keys
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import options_placement
 from chunkrt.engine.roles import Supports, check_runs, linear_refusal, npu_under

@@ -1,13 +1,16 @@
-"""Declaration of an option: its flag, help text, group and checks, in one place."""
+"""Declaration of an option: its flags, help text, group, conditions, conversions and checks, in one place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from chunkrt.backends.qnn.htp_options import HtpOptions
+from chunkrt.engine.arguments import read_size, require_path
 from chunkrt.errors import ConfigError, unknown_name
 
 
@@ -27,6 +30,18 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+class Need(NamedTuple):
+    """Condition under which an option has an effect.
+
+    Attributes:
+        is_met: True for options under which the option has an effect.
+        text: the condition, in terms of the command line; {name} stands for the value of an option.
+    """
+
+    is_met: Callable[[Mapping[str, Any]], bool]
+    text: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
     """Properties of an option other than its name, type and default.
@@ -39,6 +54,12 @@ class Declaration:
         choices: allowed names. If `noun` is set, `require` refuses other names; otherwise `check` must do this.
         must: predicate of allowed values with its description, if the type is not sufficient.
         check: function that raises ConfigError for a value that is not allowed.
+        reads: conversion of a value, given the option's name and the value, in every interface.
+        reads_flag: conversion of the flag's text, or of the texts if it `is_repeatable`.
+        is_repeatable: True for a flag that may be given several times.
+        aliases: flags by which other tools, mostly llama.cpp, name the option.
+        needs: conditions under which the option has an effect.
+        is_planned: True if a plan or its runners depend on the option.
     """
 
     flag: str
@@ -49,6 +70,12 @@ class Declaration:
     noun: str | None = None
     must: tuple[Callable[[Any], bool], str] | None = None
     check: Callable[[Any], object] = id
+    reads: Callable[[str, Any], Any] | None = None
+    reads_flag: Callable[[Any], Any] | None = None
+    is_repeatable: bool = False
+    aliases: tuple[str, ...] = ()
+    needs: tuple[Need, ...] = ()
+    is_planned: bool = False
 
     @property
     def main_flag(self) -> str:
@@ -75,3 +102,30 @@ def declared_option(flag: str, help: str, *, default: Any = None, **more: Any) -
     return field(
         default=default, metadata={"option": Declaration(flag=flag, metavar=metavar or None, help=help, **more)}
     )
+
+
+def size(name: str, value: Any) -> int:
+    """Return a size in bytes; see `read_size`."""
+    return read_size(f"`{name}`", value)
+
+
+def path(name: str, value: Any) -> Any:
+    """Return a path as a Path, and other values unchanged."""
+    return Path(require_path(f"`{name}`", value)) if isinstance(value, str | os.PathLike) else value
+
+
+def word_or_path(name: str, value: Any) -> Any:
+    """Return an object that represents a path as a Path, and other values, such as text, unchanged."""
+    return value if isinstance(value, str) else path(name, value)
+
+
+def number_flag(flag: str, expected: str, *, prefix: str = "", word: str | None = None) -> Callable[[str], Any]:
+    """Return a conversion of a flag's text to a number after a prefix, or to a word."""
+
+    def read(text: str) -> float | str:
+        try:
+            return text if text == word else float(text.removeprefix(prefix))
+        except ValueError as error:
+            raise ConfigError(f"{flag} is {text!r}, expected {expected}") from error
+
+    return read

@@ -14,7 +14,7 @@ from typing import Any
 from chunkrt.backends.qnn import QnnBackend, find_soc
 from chunkrt.engine.capability import plan_to_run
 from chunkrt.engine.host import HostTarget, check_host, write_host
-from chunkrt.engine.lengths import choose_context_length
+from chunkrt.engine.model_options import choose_context_length
 from chunkrt.engine.npu_attention import compiled_attention, npu_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder

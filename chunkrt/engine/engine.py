@@ -3,89 +3,32 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, Unpack, get_args, overload
 
 import numpy as np
 
-from chunkrt.backends.dispatch import PLUGINS as OPERATOR_PLUGINS
-from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
-from chunkrt.backends.link import Communicator, LinkBackend, ranks_of
-from chunkrt.backends.switches import Switches
-from chunkrt.engine.arguments import as_token_ids, checked_salt, listed, require_path, require_whole
-from chunkrt.engine.cache_memory import CacheMemory
-from chunkrt.engine.capability import plan_to_run
-from chunkrt.engine.checks import check_cache, check_cache_memory, check_shift, default_cache_dtype
-from chunkrt.engine.embedding import Float32, Pooling
-from chunkrt.engine.executors import ExecutorBuilder
+from chunkrt.engine.arguments import as_token_ids, checked_salt, listed, require_whole
+from chunkrt.engine.embedding import Float32, Pooling, pooled
 from chunkrt.engine.generation import Piece
-from chunkrt.engine.lengths import choose_chunk_length, choose_context_length
+from chunkrt.engine.keywords import GenerationOptions, read_generation_options, shows_generation_options
+from chunkrt.engine.loaded import EngineStats, LoadedModel
 from chunkrt.engine.many import MOST_AT_ONCE, in_sessions
-from chunkrt.engine.npu_attention import as_compiled
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.prefix_cache.opening import open_cache
-from chunkrt.engine.roles import open_backends, runs_on_qnn
-from chunkrt.engine.sampling import GREEDY, PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.scoring import Score, by_context, check_pair, encode_pair, num_shared
-from chunkrt.engine.session import Session
-from chunkrt.engine.session_file import Conversation, SessionFile, model_digest
-from chunkrt.engine_directory.manifest import open_weights, read_manifest
-from chunkrt.engine_directory.verification import Verification
-from chunkrt.engine_directory.weights import stored_weights
-from chunkrt.errors import BusyError, ClosedError, ConfigError, ModelError, OutOfMemoryError, unknown_name
-from chunkrt.files import Progress, no_progress
+from chunkrt.engine.session import Session, answer
+from chunkrt.errors import BusyError, ConfigError, unknown_name
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
-from chunkrt.runtime.affinity import find_cpus, running_on
-from chunkrt.runtime.batcher import find_batcher
-from chunkrt.runtime.request import Request
-from chunkrt.runtime.scheduler import CLOSED, Scheduler
-from chunkrt.runtime.state import State
 from chunkrt.runtime.state_tensors import CacheDtype
-from chunkrt.runtime.stream import take_part
 from chunkrt.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from chunkrt.engine.ranks.leader import EngineMirror
-
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """Current activity and memory of an engine.
-
-    Attributes:
-        sessions: number of open sessions.
-        cache_bytes: bytes reserved for the caches of sessions.
-        waiting_sessions: number of sessions that wait for cache memory.
-        prefix_bytes: bytes of the prefix cache in memory.
-        cached_tokens: number of tokens that the prefix cache has supplied to sessions so far.
-        waiting_runs: number of prompts and single tokens that share chunks, or wait for a shared chunk.
-        shared_chunks: number of computed chunks that several runs could share.
-        shared_rows: number of tokens in these shared chunks.
-        chunk_length: maximum number of tokens of a chunk.
-        longest_task_s: seconds since the oldest task in progress began; a large value indicates a device that does not
-            respond.
-    """
-
-    sessions: int
-    cache_bytes: int
-    waiting_sessions: int
-    prefix_bytes: int
-    cached_tokens: int
-    waiting_runs: int
-    shared_chunks: int
-    shared_rows: int
-    chunk_length: int
-    longest_task_s: float
-
+Prompts = Sequence[str | Sequence[int]]
+Chat = Sequence[Mapping[str, Any]]
 
 LEAST_AWAITED = 32
 """Minimum number of shared tokens at the beginning of two contexts for which one context waits until the other is in
@@ -118,107 +61,58 @@ class _Beginnings:
 
 
 class Engine:
-    """A loaded model: its plan, weights and executables. Any number of sessions may be opened on it."""
+    """A model that is ready to run, which `chunkrt.load` returns. Any number of sessions may be opened on it.
 
-    def __init__(
-        self,
-        folder: Path,
-        options: EngineOptions,
-        *,
-        progress: Progress = no_progress,
-        communicator: Communicator | None = None,
-        mirror: EngineMirror | None = None,
-    ) -> None:
-        self.folder = folder
-        self.manifest = read_manifest(folder)
-        self.options = options = as_compiled(options, self.manifest) if runs_on_qnn(options) else options
-        if self.manifest.ranks != (ranks := ranks_of(communicator)):
-            raise ConfigError(f"{folder} was compiled for {self.manifest.ranks}, not for {ranks}; compile it again")
-        with Verification(folder, self.manifest) as self._verification:
-            self.plan: Plan = plan_to_run(folder, self.manifest, options)
-            self.scheme: Scheme = self.manifest.scheme
-            self.context_length = choose_context_length(self.plan, options)
-            check_shift(self.context_length, options)
-            self.plan = self.plan.within(self.context_length)
-            weights = open_weights(folder)
-            weights.check(
-                entry for weight in stored_weights(self.plan, self.scheme).values() for entry in weight.entries
-            )
-            self.weights = weights.with_tables(self.plan)
-            self.tokenizer: Tokenizer | None = Tokenizer.load(folder, self.plan.vocab_size)
-            self.is_closed = self._is_verified = False
-            self._process_id = os.getpid()
-            self._lock = threading.Lock()
-            cpus = find_cpus(options.affinity)
-            with running_on(cpus):  # this starts the threads of the native pool
-                self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
-            self._mirror = mirror
-            """The engines of the other ranks, if this is rank 0 of several."""
-            self.chunk_length = choose_chunk_length(
-                options,
-                self.context_length,
-                has_npu=self.npu_backend is not self.cpu_backend,
-                manifest=self.manifest,
-            )
-            self.dispatcher = Dispatcher(
-                self.plan,
-                self.scheme,
-                registered_operators(),
-                Switches.parse(options.ops),
-                default=default_base(options.npu),
-            )
-            check_cache(options, self.plan, self.dispatcher, self.cpu_backend)
-            self._cache_memory = CacheMemory(options.cache_memory, options.queue)
-            if options.cache_memory is not None:
-                check_cache_memory(options.cache_memory, self._make_state(State).num_bytes, self.context_length)
-            sampler = self.dispatcher.sampler()
-            assert sampler.function is not None
-            self.make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler] = (
-                partial(PluginSampler, sampler.function, sampler.origin) if sampler.is_plugin else sampler.function
-            )
-            executors = ExecutorBuilder(
-                plan=self.plan,
-                placement=self.manifest.placement,
-                options=options,
-                chunk_length=self.chunk_length,
-                weights=self.weights,
-                dispatcher=self.dispatcher,
-                npu_backend=self.npu_backend,
-                cpu_backend=self.cpu_backend,
-                link=None if communicator is None else LinkBackend(communicator),
-                cpus=cpus,
-                progress=progress,
-            ).build()
-            self.npu_backend = executors.npu_backend
-            self._has_ranks = communicator is not None
-            self.scheduler = Scheduler(
-                executors.executors,
-                find_batcher(options.batcher),
-                on_all_ranks=None if mirror is None else mirror.compute,
-                takes_turns=communicator is not None and mirror is None,
-            )
-            self.prefix_cache = open_cache(
-                self, executors.exactness, has_ranks=self._has_ranks, is_npu_lost=executors.is_npu_lost
-            )
+    Args:
+        loaded: the model. Its attributes are no public interface, and may change.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
 
     @property
-    def identity(self) -> Mapping[str, object]:
-        """Properties that are equal for the engines of all ranks."""
-        manifest = self.manifest
-        return {
-            "version": manifest.chunkrt,
-            "checkpoint": manifest.checkpoint,
-            "scheme": asdict(self.scheme),
-            "placement": list(manifest.placement.items()),
-            "subgraphs": [(subgraph.name, subgraph.device) for subgraph in self.plan.subgraphs],
-            "context length": self.context_length,
-            "chunk length": self.chunk_length,
-            "caches": self.cache_dtype,
-            "attention": self.options.attention_math,
-            "executors": self.scheduler.executors.identity,
-            "plug-ins": [str(plugin) for plugin in OPERATOR_PLUGINS.plugins if plugin.load_or_tell() is not None],
-            "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
-        }
+    def options(self) -> EngineOptions:
+        """Options of the engine."""
+        return self.loaded.options
+
+    @property
+    def plan(self) -> Plan:
+        """Subgraphs of the model, with the device of each. A notebook shows them as a table."""
+        return self.loaded.plan
+
+    @property
+    def scheme(self) -> Scheme:
+        """Quantisation of weights and activations."""
+        return self.loaded.scheme
+
+    @property
+    def folder(self) -> Path:
+        """Engine directory, which contains the compiled model."""
+        return self.loaded.folder
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            ModelError: the checkpoint contains no tokenizer.
+        """
+        return self.loaded.require_tokenizer()
+
+    @property
+    def context_length(self) -> int:
+        """Maximum number of tokens in the context of a session."""
+        return self.loaded.context_length
+
+    @property
+    def chunk_length(self) -> int:
+        """Maximum number of tokens of a chunk."""
+        return self.loaded.chunk_length
+
+    @property
+    def cache_dtype(self) -> CacheDtype:
+        """Data type of keys and values in the caches."""
+        return self.loaded.cache_dtype
 
     def session(self, *, cache_salt: str | None = None) -> Session:
         """Open a new, empty session.
@@ -233,8 +127,8 @@ class Engine:
             ConfigError: the salt is not a string, or is empty.
         """
         salt = checked_salt(cache_salt)
-        self.check_open()
-        return Session(self, self._cache_memory.open(self.make_state), cache_salt=salt)
+        self.loaded.check_open()
+        return Session(self.loaded, self.loaded.cache_memory.open(self.loaded.make_state), cache_salt=salt)
 
     async def asession(self, *, cache_salt: str | None = None) -> Session:
         """Open a session like `session`, but wait until memory for its caches is available, in order of arrival.
@@ -242,26 +136,43 @@ class Engine:
         Raise BusyError if the queue is full (`EngineOptions.queue`).
         """
         salt = checked_salt(cache_salt)
-        self.check_open()
-        return Session(self, await self._cache_memory.await_room(self.make_state), cache_salt=salt)
+        self.loaded.check_open()
+        return Session(self.loaded, await self.loaded.cache_memory.await_room(self.loaded.make_state), cache_salt=salt)
 
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompts: str,
+        *,
+        max_sessions: int = ...,
+        cache_salt: str | None = ...,
+        **options: Unpack[GenerationOptions],
+    ) -> str: ...
+    @overload
     def generate(
         self,
-        prompts: str | Sequence[str | Sequence[int]],
+        prompts: Prompts,
         *,
-        max_new_tokens: int = 256,
-        sampling: SamplingOptions = GREEDY,
-        stop: Sequence[str] = (),
+        max_sessions: int = ...,
+        cache_salt: str | None = ...,
+        **options: Unpack[GenerationOptions],
+    ) -> list[str]: ...
+    @shows_generation_options
+    def generate(
+        self,
+        prompts: str | Prompts,
+        *,
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> str | list[str]:
         """Answer prompts, many at a time.
 
         Args:
             prompts: one text, or a list of prompts, which are texts or lists of token ids as for `Session.prefill`.
-            max_new_tokens, sampling, stop: see `Session.generate`.
             max_sessions: maximum number of prompts in progress; the memory for caches may lower it.
             cache_salt: see `Engine.session`.
+            options: `max_new_tokens`, `stop`, `temperature` and others; see `Session.generate`.
 
         Returns:
             The answer, or for a list of prompts a list of answers in the same order.
@@ -270,56 +181,99 @@ class Engine:
             ChunkrtError: an error of `Session.prefill` or `Session.generate`. No answer is returned in this case.
         """
         several = [prompts] if isinstance(prompts, str) else listed("prompts", prompts)
-        texts = [""] * len(several)
-        pieces = self.stream(
-            several,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop=stop,
-            max_sessions=max_sessions,
-            cache_salt=cache_salt,
-        )
-        for index, piece in pieces:
-            texts[index] += piece.text
+        texts = _texts(self._answers(several, max_sessions, cache_salt, options), len(several))
         return texts[0] if isinstance(prompts, str) else texts
 
+    @overload
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Chat,
         *,
-        max_new_tokens: int = 256,
-        sampling: SamplingOptions = GREEDY,
-        stop: Sequence[str] = (),
+        stream: Literal[False] = ...,
+        template_options: Mapping[str, Any] | None = ...,
+        max_sessions: int = ...,
+        cache_salt: str | None = ...,
+        **options: Unpack[GenerationOptions],
+    ) -> str: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Chat],
+        *,
+        stream: Literal[False] = ...,
+        template_options: Mapping[str, Any] | None = ...,
+        max_sessions: int = ...,
+        cache_salt: str | None = ...,
+        **options: Unpack[GenerationOptions],
+    ) -> list[str]: ...
+    @overload
+    def chat(
+        self,
+        messages: Chat,
+        *,
+        stream: Literal[True],
+        template_options: Mapping[str, Any] | None = ...,
+        max_sessions: int = ...,
+        cache_salt: str | None = ...,
+        **options: Unpack[GenerationOptions],
+    ) -> Iterator[Piece]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Chat],
+        *,
+        stream: Literal[True],
+        template_options: Mapping[str, Any] | None = ...,
+        max_sessions: int = ...,
+        cache_salt: str | None = ...,
+        **options: Unpack[GenerationOptions],
+    ) -> Iterator[tuple[int, Piece]]: ...
+    @shows_generation_options
+    def chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        *,
+        stream: bool = False,
         template_options: Mapping[str, Any] | None = None,
+        max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
-    ) -> str:
-        """Return the answer to a chat.
+        **options: Unpack[GenerationOptions],
+    ) -> str | list[str] | Iterator[Piece] | Iterator[tuple[int, Piece]]:
+        """Answer a chat, or several chats at a time.
 
         Args:
-            messages: mappings with "role" and "content", for example [{"role": "user", "content": "Hello"}].
-            max_new_tokens, sampling, stop: see `Session.generate`.
+            messages: mappings with "role" and "content", for example [{"role": "user", "content": "Hello"}]; or a list
+                of such lists, one for each chat.
+            stream: True to yield pieces as soon as they are generated.
             template_options: additional variables of the chat template, for example {"enable_thinking": False}.
+            max_sessions: maximum number of chats in progress; the memory for caches may lower it.
             cache_salt: see `Engine.session`.
+            options: `max_new_tokens`, `stop`, `temperature` and others; see `Session.generate`.
+
+        Returns:
+            The answer, or for several chats a list of answers in the same order. With `stream` an iterator over the
+            pieces of the answer, or for several chats over pairs of the index of a chat and a piece.
 
         Raises:
             ConfigError: the messages or options are malformed.
             ModelError: the model has no chat template, or its template rejects them.
         """
-        tokens = self.require_tokenizer().encode_chat(messages, template_options=template_options)
-        pieces = self.stream(
-            [tokens], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, cache_salt=cache_salt
-        )
-        return "".join(piece.text for _, piece in pieces)
+        tokenizer, chats, is_single = self.tokenizer, _as_chats(messages), _is_chat(messages)
+        tokens = [tokenizer.encode_chat(chat, template_options=template_options) for chat in chats]
+        pieces = self._answers(tokens, max_sessions, cache_salt, options, "stream", "template_options")
+        if stream:
+            return (piece for _, piece in pieces) if is_single else pieces
+        texts = _texts(pieces, len(tokens))
+        return texts[0] if is_single else texts
 
+    @shows_generation_options
     def stream(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Prompts,
         *,
-        max_new_tokens: int = 256,
-        sampling: SamplingOptions = GREEDY,
-        stop: Sequence[str] = (),
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> Iterator[tuple[int, Piece]]:
         """Answer prompts like `generate`, and yield each piece as soon as it is generated, with the index of its
         prompt.
@@ -328,12 +282,23 @@ class Engine:
             raise ConfigError(
                 "prompts is a single text, expected a list; pass a list of texts, or pass the text to generate"
             )
-        several = listed("prompts", prompts)
+        return self._answers(listed("prompts", prompts), max_sessions, cache_salt, options)
 
-        def answer(session: Session, index: int) -> Iterator[Piece]:
-            return session.answer(several[index], max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
+    def _answers(
+        self,
+        prompts: Prompts,
+        max_sessions: int,
+        cache_salt: str | None,
+        options: GenerationOptions,
+        *others: str,
+    ) -> Iterator[tuple[int, Piece]]:
+        """Check the options, and answer prompts; `others` are further keywords of the method."""
+        read_generation_options(options, "max_sessions", "cache_salt", *others)
 
-        yield from self._in_sessions(len(several), answer, max_sessions, cache_salt)
+        def answering(session: Session, index: int) -> Iterator[Piece]:
+            return answer(session, prompts[index], options)
+
+        return self._in_sessions(len(prompts), answering, max_sessions, cache_salt)
 
     def score(
         self,
@@ -388,7 +353,7 @@ class Engine:
             """
             context = contexts[index]
             least = max(len(context) // 2, ran.num_known(context) + LEAST_AWAITED)
-            if self.prefix_cache is not None and any(
+            if self.loaded.prefix_cache is not None and any(
                 num_shared(context, contexts[other]) >= least for other in beginning - {index}
             ):
                 return False
@@ -403,7 +368,7 @@ class Engine:
 
     def embed(
         self,
-        texts: str | Sequence[str | Sequence[int]],
+        texts: str | Prompts,
         *,
         pooling: Pooling | None = None,
         max_sessions: int = MOST_AT_ONCE,
@@ -428,8 +393,8 @@ class Engine:
                 is None and the model's files do not name one.
             BackendError: a subgraph failed.
         """
-        if pooling is None and self.tokenizer is not None:
-            pooling = self.tokenizer.settings.pooling
+        if pooling is None and self.loaded.tokenizer is not None:
+            pooling = self.loaded.tokenizer.settings.pooling
         if pooling is None:
             raise ConfigError("the model's files do not name a pooling for embeddings; pass pooling='last' or 'mean'")
         if not isinstance(pooling, str):
@@ -441,7 +406,13 @@ class Engine:
             raise ConfigError("texts is empty; pass at least one text")
 
         def embedding(session: Session, index: int) -> Iterator[Float32]:
-            yield session.embedding(several[index], pooling)
+            text = several[index]
+            tokens = self.tokenizer.encode_for_embedding(text) if isinstance(text, str) else as_token_ids(text)
+            if len(tokens) > self.context_length:  # even if the context shifts
+                raise ConfigError(f"a text of {len(tokens)} tokens does not fit the context of {self.context_length}")
+            result = session.prefill(tokens, logits="hidden")
+            assert result.hidden is not None
+            yield pooled(result.hidden, pooling)
 
         rows = dict(self._in_sessions(len(several), embedding, max_sessions, cache_salt))
         return rows[0] if isinstance(texts, str) else np.stack([rows[index] for index in range(len(several))])
@@ -463,14 +434,14 @@ class Engine:
             if not may_begin(index):
                 return None
             if waits:
-                return Session(self, self._cache_memory.wait(self.make_state), cache_salt=salt)
+                return Session(self.loaded, self.loaded.cache_memory.wait(self.loaded.make_state), cache_salt=salt)
             with suppress(BusyError):
                 return self.session(cache_salt=cache_salt)
             return None
 
-        self.check_ready()
-        most = 1 if self.scheduler.takes_turns else most
-        return in_sessions(number, open_session, work, most, self.scheduler.sharing)
+        self.loaded.check_ready()
+        scheduler = self.loaded.scheduler
+        return in_sessions(number, open_session, work, 1 if scheduler.takes_turns else most, scheduler.sharing)
 
     def load_session(self, path: str | os.PathLike[str], *, cache_salt: str | None = None) -> Session:
         """Open a session with the contents of a file that `Session.save` wrote. For `cache_salt`, see `session`.
@@ -488,95 +459,9 @@ class Engine:
             raise
         return session
 
-    def session_file(self, path: str | os.PathLike[str], conversation: Conversation | None = None) -> SessionFile:
-        """Return a file for reading or writing a session. Raise ConfigError if the engine is one of several ranks."""
-        if self._has_ranks:
-            raise ConfigError(
-                "each rank holds only a share of a session, so it cannot be saved or loaded; load without ranks"
-            )
-        return SessionFile(
-            require_path("path", path),
-            model=model_digest(self.manifest, self.scheme, self.options.attention_math),
-            vocab_size=self.plan.vocab_size,
-            context_length=self.context_length,
-            context_keep=self.options.context_keep,
-            conversation=conversation,
-        )
-
-    def fork_state(self, state: State) -> State:
-        """Copy a state for `Session.fork`. Raise BusyError if the memory for caches is exhausted."""
-        self.check_open()
-        return self._cache_memory.open(state.fork)
-
     def stats(self) -> EngineStats:
         """Return the engine's current activity and memory."""
-        self.check_open()
-        scheduler, memory = self.scheduler, self._cache_memory
-        return EngineStats(
-            sessions=memory.num_states,
-            cache_bytes=memory.num_bytes,
-            waiting_sessions=memory.num_waiting,
-            prefix_bytes=0 if self.prefix_cache is None else self.prefix_cache.num_bytes,
-            cached_tokens=0 if self.prefix_cache is None else self.prefix_cache.num_cached,
-            waiting_runs=scheduler.num_waiting,
-            shared_chunks=scheduler.num_chunks,
-            shared_rows=scheduler.num_rows,
-            chunk_length=self.chunk_length,
-            longest_task_s=scheduler.executors.longest_task_s(),
-        )
-
-    def make_state(self) -> State:
-        """Return an empty state. Raise ClosedError if the engine is closed, OutOfMemoryError if the memory is not
-        sufficient.
-        """
-        self.check_open()
-        return self._make_state(State if self._mirror is None else self._mirror.make_state)
-
-    def _make_state(self, make: Callable[..., State]) -> State:
-        try:
-            return make(self.plan, self.context_length, self.cache_dtype, chunk_length=self.chunk_length)
-        except MemoryError as error:
-            raise OutOfMemoryError(
-                f"there is too little memory for a context of {self.context_length} ({error}); choose a shorter one "
-                "(`context_length`)"
-            ) from error
-
-    @property
-    def cache_dtype(self) -> CacheDtype:
-        """Data type of keys and values."""
-        return self.options.cache_dtype or default_cache_dtype(self.options, self.scheme, self.cpu_backend)
-
-    def run(self, request: Request) -> Request:
-        """Compute the tokens of a request; see `Scheduler.run`. Sequences call this method."""
-        if not isinstance(request, Request):
-            raise ConfigError(f"request is {request!r}, expected a Request; use a session to create one")
-        self.check_ready()
-        return self.scheduler.run(request)
-
-    def take_part(self, executor: str, requests: Sequence[Request], number: int) -> None:
-        """Compute the same work as the leading rank; see `runtime.stream.take_part`."""
-        take_part(self.scheduler.executors, executor, requests, number)
-
-    def check_ready(self) -> None:
-        """Raise ClosedError if the engine is closed, or ModelError if its files have changed since they were
-        written."""
-        self.check_open()
-        if not self._is_verified:
-            self._verification.wait()
-            self._is_verified = True
-
-    def require_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer.
-
-        Raises:
-            ModelError: the checkpoint contains no tokenizer.
-        """
-        if self.tokenizer is None:
-            raise ModelError(
-                f"{self.manifest.model} has no tokenizer; put its tokenizer.json next to its weights (or, in "
-                "Python, pass token ids in place of text)"
-            )
-        return self.tokenizer
+        return self.loaded.stats()
 
     def close(self) -> None:
         """Release the executables. Sessions cannot be used afterwards.
@@ -584,46 +469,48 @@ class Engine:
         Runs in other threads complete the chunks that have begun, and then raise ClosedError. Repeated calls are
         allowed. In a forked process the method has no effect.
         """
-        if os.getpid() != self._process_id:
-            return
-        with self._lock:
-            if not self.is_closed:
-                self.is_closed = True
-                self._cache_memory.look_again()  # each waiting sequence ends its wait, and wakes the next one
-                self.scheduler.close()
-                if self.prefix_cache is not None:
-                    self.prefix_cache.close()
-                self._verification.stop()
-                if self._mirror is not None:
-                    self._mirror.close()
+        self.loaded.close()
 
     def __repr__(self) -> str:
         """Return the model's name with its scheme, backend and lengths."""
-        how = f"scheme {self.scheme.name}, on {self.npu_backend.name}, chunks of {self.chunk_length}"
-        return f"Engine({self.manifest.model!r}, {how}, context of {self.context_length}{', closed' * self.is_closed})"
+        loaded = self.loaded
+        how = f"scheme {self.scheme.name}, on {loaded.npu_backend.name}, chunks of {self.chunk_length}"
+        name, end = loaded.manifest.model, ", closed" * loaded.is_closed
+        return f"Engine({name!r}, {how}, context of {self.context_length}{end})"
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def check_open(self) -> None:
-        """Raise ClosedError if the engine is closed. Also raise it in a forked process, where neither the engine's
-        threads nor its NPU exist.
-        """
-        if os.getpid() != self._process_id:
-            raise ClosedError(
-                "the engine belongs to the process that this one was forked from; load the model here, or start "
-                "processes with 'spawn'"
-            )
-        if self.is_closed:
-            raise ClosedError(CLOSED)
 
     def _encode_pair(self, pair: tuple[str | Sequence[int], str | Sequence[int]]) -> tuple[list[int], list[int]]:
         if isinstance(pair, str) or len(parts := listed("a pair", pair)) != 2:
             raise ConfigError(f"a pair is {pair!r}, expected a context and its continuation")
         context, continuation = parts
         if isinstance(context, str) and isinstance(continuation, str):
-            return encode_pair(self.require_tokenizer(), context, continuation)
+            return encode_pair(self.tokenizer, context, continuation)
         return as_token_ids(context), as_token_ids(continuation)
+
+
+def _texts(pieces: Iterator[tuple[int, Piece]], number: int) -> list[str]:
+    """Return the texts of a number of answers."""
+    parts: list[list[str]] = [[] for _ in range(number)]
+    for index, piece in pieces:
+        parts[index].append(piece.text)
+    return ["".join(part) for part in parts]
+
+
+def _is_chat(messages: object) -> bool:
+    """Return False for several chats, which are a list whose items are lists."""
+    return not (isinstance(messages, Sequence) and messages and isinstance(messages[0], list | tuple))
+
+
+def _as_chats(messages: Any) -> list[Chat]:
+    """Return the chats of one or several chats. Raise ConfigError if an item of several chats is not a list."""
+    if _is_chat(messages):
+        return [messages]
+    for index, chat in enumerate(messages):
+        if not isinstance(chat, list | tuple):
+            raise ConfigError(f"messages: item {index} is of type {type(chat).__name__}, expected a list like item 0")
+    return list(messages)

@@ -12,7 +12,7 @@ from chunkrt.backends.coverage import QNN
 from chunkrt.backends.dispatch import Dispatcher
 from chunkrt.backends.fallback import NpuHealth, with_fallback
 from chunkrt.backends.registry import NATIVE
-from chunkrt.engine.lengths import choose_context_length
+from chunkrt.engine.model_options import choose_context_length
 from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.prefix_cache.cache import Exactness

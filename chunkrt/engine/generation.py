@@ -18,7 +18,7 @@ from chunkrt.runtime.request import Request, Tokens
 from chunkrt.tokenizer import IncrementalDecoder, Tokenizer
 
 if TYPE_CHECKING:
-    from chunkrt.engine.engine import Engine
+    from chunkrt.engine.loaded import LoadedModel
 
 FinishReason = Literal["stop", "length", "context"]
 
@@ -81,7 +81,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LoadedModel,
         sequence: TokenSequence,
         sampler: Sampler | PluginSampler,
         stops: StopStrings,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from chunkrt.backends.dispatch import check_switches, registered_operators
 from chunkrt.backends.link import Communicator, ranks_of
 from chunkrt.backends.switches import Switches
+from chunkrt.engine.arguments import shows_fields
 from chunkrt.engine.capability import check_plan
 from chunkrt.engine.engine import Engine
-from chunkrt.engine.load_options import LoadOptions, shows_options
-from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.loaded import LoadedModel
+from chunkrt.engine.options import DECLARED, EngineOptions, LoadOptions
 from chunkrt.engine.resolve import engine_folder
 from chunkrt.errors import ConfigError, OutOfMemoryError, unknown_name
 from chunkrt.files import Progress, no_progress
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
     from chunkrt.runtime.ranks.messages import MessageCommunicator
 
 
-@shows_options
+@shows_fields({name: (LoadOptions.__annotations__[name], default) for name, (_, default, _) in DECLARED.items()})
 def load(
-    model: str | Path,
+    model: str | os.PathLike[str],
     *,
     progress: Progress | bool | None = None,
     communicator: Communicator | None = None,
@@ -60,7 +59,9 @@ def load(
         OutOfMemoryError: the memory is not sufficient.
     """
     try:
-        return _load(model, find_progress(progress), communicator, options)
+        if not isinstance(model, str | os.PathLike):
+            raise ConfigError(f"model is {model!r}, expected a name or a path")
+        return _load(os.fspath(model), find_progress(progress), communicator, options)
     except MemoryError as error:
         if isinstance(error, OutOfMemoryError):
             raise
@@ -73,30 +74,26 @@ def load(
         raise ConfigError(f"cannot load {model!s:.200}:{where}: {error.strerror or error}") from error
 
 
-def _load(
-    model: str | Path, tell: Progress, communicator: Communicator | None, options: Mapping[str, object]
-) -> Engine:
+def _load(model: str, tell: Progress, communicator: Communicator | None, options: LoadOptions) -> Engine:
     """Load a model. The arguments are those of `load`."""
-    if not isinstance(model, str | os.PathLike):
-        raise ConfigError(f"model is {model!r}, expected a name or a path")
     known = EngineOptions.__dataclass_fields__
     for name in options:
         if name not in known:
             raise unknown_name("option", name, known)
-    chosen = EngineOptions(**options)  # type: ignore[arg-type]
+    chosen = EngineOptions(**options)
     find_cpus(chosen.affinity)  # report errors in the options before a model is compiled
     check_switches(Switches.parse(chosen.ops), registered_operators())
-    if communicator is None and (launch := connect([str(model), repr(chosen)])) is not None:
+    if communicator is None and (launch := connect([model, repr(vars(chosen))])) is not None:
         if launch.rank > 0:
             sys.exit(follow(launch))
         from chunkrt.engine.ranks.leader import leader
 
-        mirror = leader(launch).open(str(model), chosen)
-        engine = load_part(str(model), chosen, launch, tell, mirror)
-        mirror.check_loaded(engine.identity)
-        return engine
-    folder = engine_folder(str(model), chosen, tell, ranks_of(communicator), check=check_plan)
-    return Engine(folder, chosen, progress=tell, communicator=communicator)
+        mirror = leader(launch).open(model, chosen)
+        loaded = load_part(model, chosen, launch, tell, mirror)
+        mirror.check_loaded(loaded.identity)
+        return Engine(loaded)
+    folder = engine_folder(model, chosen, tell, ranks_of(communicator), check=check_plan)
+    return Engine(LoadedModel(folder, chosen, progress=tell, communicator=communicator))
 
 
 def follow(launch: MessageCommunicator) -> int:
@@ -113,9 +110,9 @@ def load_part(
     launch: MessageCommunicator,
     progress: Progress = no_progress,
     mirror: EngineMirror | None = None,
-) -> Engine:
+) -> LoadedModel:
     """Load this rank's share of a model. Ranks on one machine divide its CPUs."""
     folder = engine_folder(model, options, progress, ranks_of(launch), check=check_plan)
     if options.threads is None:
         options = replace(options, threads=launch.share_of(find_cpus(options.affinity) or available_cpus()))
-    return Engine(folder, options, progress=progress, communicator=launch, mirror=mirror)
+    return LoadedModel(folder, options, progress=progress, communicator=launch, mirror=mirror)

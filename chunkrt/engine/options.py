@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
 
 from chunkrt.backends import BACKENDS, PLUGINS
 from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.qnn.htp_options import HtpOptions
 from chunkrt.backends.qnn.socs import find_soc
 from chunkrt.backends.switches import Switches
-from chunkrt.engine.declaration import Declaration, declared_option, is_number, is_whole
+from chunkrt.engine.declaration import (
+    Declaration,
+    Need,
+    declared_option,
+    is_number,
+    is_whole,
+    number_flag,
+    path,
+    size,
+    word_or_path,
+)
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, find_scheme
@@ -78,9 +89,61 @@ def _graph_layers(value: object) -> int | None:
     return None if value == "all" else int(number) if is_number else 0
 
 
+_CACHE_TYPES = {"f32": "float32", "f16": "float16", "q8_0": "int8", "bf16": "bfloat16"}
+"""Names of llama.cpp for types of the cache, on the command line."""
+
+_NPU = Need(lambda options: options.get("npu") not in ("off", *BACKENDS), "an NPU (--npu is {npu})")
+_NPU_ATTENTION = Need(
+    lambda options: options.get("attention") == "npu" or options.get("placement") is not None, "--attention npu"
+)
+
+
+class LoadOptions(TypedDict, total=False):
+    """The fields of `EngineOptions` as keyword arguments, with all types that they take."""
+
+    npu: str
+    scheme: str | None
+    calibration: str | os.PathLike[str] | None
+    shadow: str | None
+    budget: float | None
+    outputs: Outputs | None
+    equalisation: float | Literal["off"] | None
+    rotation: bool
+    ops: tuple[str, ...] | str | None
+    chunk_length: int | None
+    policy: str
+    batcher: str
+    decode_on: DecodeOn
+    cache_memory: int | str | None
+    prefix_cache: str | os.PathLike[str] | None
+    prefix_cache_memory: int | str | None
+    prefix_cache_disk: int | str | None
+    queue: int
+    chunks_in_flight: int | None
+    threads: int | None
+    affinity: str
+    context_length: int | None
+    placement: str | os.PathLike[str] | Placement | None
+    npu_strict: bool
+    attention: AttentionOn
+    attention_math: AttentionMath
+    npu_window: str | int
+    npu_graph: str
+    weights: KeptWeights
+    soc: str | None
+    on_npu_failure: OnNpuFailure | None
+    htp: HtpOptions
+    context_shift: bool
+    context_keep: int
+    cache_dtype: CacheDtype | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of an engine. Sizes are in bytes, and the budget is in nats.
+    """Options of an engine.
+
+    Sizes are numbers of bytes, or text such as "2GB" or "512MiB". Paths are text or path objects. The budget is in
+    nats.
 
     Raises:
         ConfigError: a value is not allowed, or two values contradict each other.
@@ -95,6 +158,7 @@ class EngineOptions:
         default="auto",
         choices=npu_choices,
         check=_check_npu,
+        is_planned=True,
     )
     scheme: str | None = declared_option(
         "--scheme",
@@ -103,18 +167,22 @@ class EngineOptions:
         group="Quantisation",
         choices=lambda: SCHEME_NAMES,
         check=find_scheme,
+        is_planned=True,
     )
     calibration: Path | None = declared_option(
         "--calibration",
         "Calibration file from `chunkrt calibrate`.  [default: calibrate when needed]",
         group="Quantisation",
-        must=(lambda value: isinstance(value, Path), "a pathlib.Path"),
+        must=(lambda value: isinstance(value, Path), "a path"),
+        is_planned=True,
+        reads=path,
     )
     shadow: str | None = declared_option(
         "--shadow none|all|auto|LIST",
         "8-bit linear layers whose outlier activations are computed in float on the CPU; LIST: patterns of weight "
         "names, separated by commas; auto: as few layers as --budget needs.  [default: none]",
         group="Quantisation",
+        is_planned=True,
     )
     budget: float | None = declared_option(
         "--budget kl=NATS",
@@ -123,6 +191,8 @@ class EngineOptions:
         f"kl={DEFAULT_BUDGETS['mixed']} for --scheme mixed]",
         group="Quantisation",
         must=(lambda value: is_number(value) and value > 0, "a number of nats above 0"),
+        is_planned=True,
+        reads_flag=number_flag("--budget", "kl=NATS, as in kl=0.01", prefix="kl="),
     )
     outputs: Outputs | None = declared_option(
         "--outputs",
@@ -131,6 +201,7 @@ class EngineOptions:
         group="Quantisation",
         choices=lambda: get_args(Outputs),
         noun="kind of outputs",
+        is_planned=True,
     )
     equalisation: float | Literal["off"] | None = declared_option(
         "--equalise 0..1|off",
@@ -141,12 +212,15 @@ class EngineOptions:
             lambda value: (isinstance(value, str) and value == "off") or (is_number(value) and 0 <= value <= 1),
             "0 to 1, or 'off'",
         ),
+        is_planned=True,
+        reads_flag=number_flag("--equalise", "0 to 1, or off", word="off"),
     )
     rotation: bool = declared_option(
         "--rotate/--no-rotate",
         "Rotate the residual stream before a static scheme quantises it.",
         group="Quantisation",
         default=False,
+        is_planned=True,
     )
     ops: tuple[str, ...] | str | None = declared_option(
         "--ops all|none|+NAME|-NAME",
@@ -155,12 +229,16 @@ class EngineOptions:
         "none for --npu reference]",
         group="Devices",
         check=Switches.parse,
+        is_planned=True,
+        reads_flag=lambda given: given or None,
+        is_repeatable=True,
     )
     chunk_length: int | None = declared_option(
         "--chunk",
         "Tokens per chunk.  [default: 32 with an NPU, else 128; for an engine directory 32 if it was compiled, else "
         "the longest compiled length]",
         group="Execution",
+        is_planned=True,
     )
     policy: str = declared_option(
         "--policy",
@@ -186,18 +264,21 @@ class EngineOptions:
         default="cpu",
         choices=lambda: get_args(DecodeOn),
         noun="place to decode on",
+        needs=(_NPU, Need(lambda options: options.get("weights") != "npu-only", "--weights both")),
     )
     cache_memory: int | None = declared_option(
         "--cache-memory SIZE",
         "Memory limit for the KV caches of all sessions, e.g. 2GB or 512MiB. Each session counts with all the memory "
         "reserved for it.  [default: no limit]",
         group="Context and memory",
+        reads=size,
     )
     queue: int = declared_option(
         "--queue",
         "Maximum number of sequences that wait for cache memory; further ones are refused.",
         group="Execution",
         default=64,
+        needs=(Need(lambda options: options.get("cache_memory") is not None, "--cache-memory"),),
     )
     prefix_cache: str | Path | None = declared_option(
         "--prefix-cache memory|disk|off|FOLDER",
@@ -208,16 +289,26 @@ class EngineOptions:
             lambda value: isinstance(value, str | Path) and bool(str(value).strip()),
             "memory, disk, off or a folder",
         ),
+        reads=word_or_path,
     )
     prefix_cache_memory: int | None = declared_option(
         "--prefix-cache-memory SIZE",
         "Memory limit of the prefix cache.  [default: an eighth of the free memory, at most 2GiB]",
         group="Context and memory",
+        reads=size,
+        needs=(Need(lambda options: options.get("prefix_cache") != "off", "a prefix cache (--prefix-cache is off)"),),
     )
     prefix_cache_disk: int | None = declared_option(
         "--prefix-cache-disk SIZE",
         "Disk limit of the prefix cache's folder, for all models together.  [default: 8GiB]",
         group="Context and memory",
+        reads=size,
+        needs=(
+            Need(
+                lambda options: options.get("prefix_cache") not in (None, "memory", "off"),
+                "--prefix-cache disk, or a folder",
+            ),
+        ),
     )
     chunks_in_flight: int | None = declared_option(
         "--in-flight",
@@ -232,6 +323,7 @@ class EngineOptions:
         "--affinity]",
         group="Execution",
         check=_check_threads,
+        aliases=("-t",),
     )
     affinity: str = declared_option(
         "--affinity none|big|LIST",
@@ -244,18 +336,24 @@ class EngineOptions:
         "--context",
         "Context length in tokens.  [default: the model's]",
         group="Context and memory",
+        is_planned=True,
+        aliases=("-c", "--ctx-size"),
     )
     placement: Path | Placement | None = declared_option(
         "--place",
         "TOML file that assigns modules to devices.",
         group="Devices",
         check=lambda value: isinstance(value, Path) or check_placement(value, "placement"),
+        is_planned=True,
+        reads=path,
     )
     npu_strict: bool = declared_option(
         "--npu-strict/--no-npu-strict",
         "Refuse a model with parts that the NPU cannot compile.  [default: run these parts on the CPU]",
         group="Devices",
         default=False,
+        is_planned=True,
+        needs=(_NPU,),
     )
     attention: AttentionOn = declared_option(
         "--attention",
@@ -265,6 +363,8 @@ class EngineOptions:
         default="auto",
         choices=lambda: get_args(AttentionOn),
         noun="place of attention",
+        is_planned=True,
+        needs=(_NPU,),
     )
     attention_math: AttentionMath = declared_option(
         "--attention-math",
@@ -284,6 +384,8 @@ class EngineOptions:
             lambda value: bool(_windows(value)),
             "numbers of tokens, at least 1, with commas between, as in 512,2048",
         ),
+        is_planned=True,
+        needs=(_NPU, _NPU_ATTENTION),
     )
     npu_graph: str = declared_option(
         "--npu-graph all|layers=N",
@@ -291,6 +393,8 @@ class EngineOptions:
         group="Devices",
         default="all",
         must=(lambda value: _graph_layers(value) != 0, "'all' or layers=N with N at least 1"),
+        is_planned=True,
+        needs=(_NPU, _NPU_ATTENTION),
     )
     weights: KeptWeights = declared_option(
         "--weights",
@@ -300,12 +404,15 @@ class EngineOptions:
         default="both",
         choices=lambda: get_args(KeptWeights),
         noun="choice of weights",
+        needs=(_NPU,),
     )
     soc: str | None = declared_option(
         "--soc",
         "SoC whose NPU is used or emulated.  [default: this machine's, else the one compiled for, else SM8650]",
         group="Devices",
         check=find_soc,
+        is_planned=True,
+        needs=(_NPU,),
     )
     on_npu_failure: OnNpuFailure | None = declared_option(
         "--on-npu-failure",
@@ -313,12 +420,17 @@ class EngineOptions:
         group="Devices",
         choices=lambda: get_args(OnNpuFailure),
         noun="answer to an NPU's failure",
+        needs=(_NPU,),
     )
     htp: HtpOptions = declared_option(
         "--htp NAME=VALUE",
         "Setting of the NPU, e.g. performance_mode, vtcm_mb, context_priority or profiling_level (docs/npu.md).",
         group="Devices",
         default=HtpOptions(),
+        is_planned=True,
+        reads_flag=HtpOptions.parse,
+        is_repeatable=True,
+        needs=(_NPU,),
     )
     context_shift: bool = declared_option(
         "--context-shift/--no-context-shift",
@@ -333,6 +445,7 @@ class EngineOptions:
         group="Context and memory",
         default=4,
         must=(lambda value: is_whole(value) and value >= 0, "a whole number, 0 or more"),
+        needs=(Need(lambda options: bool(options.get("context_shift")), "--context-shift"),),
     )
     cache_dtype: CacheDtype | None = declared_option(
         "--cache-type",
@@ -342,11 +455,21 @@ class EngineOptions:
         group="Context and memory",
         choices=lambda: CACHE_DTYPES,
         noun="type of the cache",
+        is_planned=True,
+        reads_flag=lambda text: _CACHE_TYPES.get(text, text),
+        aliases=("-ctk", "--cache-type-k"),
     )
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Unpack[LoadOptions]) -> None: ...
 
     def __post_init__(self) -> None:
         for name, (kind, default, declared) in DECLARED.items():
             value = getattr(self, name)
+            if value is not None and declared.reads is not None:
+                value = declared.reads(name, value)
+                object.__setattr__(self, name, value)
             if value is not None or default is not None:
                 declared.require(name, kind, value)
         if self.npu == "off" and self.placement is not None:
@@ -371,6 +494,12 @@ class EngineOptions:
                 raise ConfigError(f"`attention='npu'` and `npu={self.npu!r}` contradict each other; try `npu='qnn'`")
             if self.context_shift:
                 raise ConfigError("the NPU cannot attend to keys of a context that shifts; choose `attention='cpu'`")
+
+    def __repr__(self) -> str:
+        """Return the options that differ from the defaults."""
+        given = {name: getattr(self, name) for name in DECLARED}
+        texts = [f"{name}={value!r:.80}" for name, value in given.items() if value != DECLARED[name][1]]
+        return f"EngineOptions({', '.join(texts)})"
 
     def _check_npu_only(self) -> None:
         if self.weights == "npu-only":

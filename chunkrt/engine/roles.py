@@ -14,7 +14,7 @@ from chunkrt.backends.qnn import QnnBackend, Soc, find_soc, has_npu, this_soc
 from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.backends.switches import Switches
 from chunkrt.checkpoints import catalogue
-from chunkrt.engine.checks import with_cached_keys
+from chunkrt.engine.model_options import with_cached_keys
 from chunkrt.engine.options import NPU_CHOICES, EngineOptions
 from chunkrt.engine_directory.manifest import CONTEXTS, Manifest
 from chunkrt.errors import ConfigError

@@ -26,7 +26,7 @@ from chunkrt.runtime.request import OF_ALL, Cancel, Logits, Request, Tokens
 from chunkrt.runtime.state import State
 
 if TYPE_CHECKING:
-    from chunkrt.engine.engine import Engine
+    from chunkrt.engine.loaded import LoadedModel
 
 Float32 = NDArray[np.float32]
 
@@ -41,7 +41,7 @@ class TokenSequence:
         cache_salt: salt of the prefix cache; prefixes are shared only between sequences with the same salt.
     """
 
-    def __init__(self, engine: Engine, state: State, tokens: Iterable[int] = (), *, cache_salt: str = "") -> None:
+    def __init__(self, engine: LoadedModel, state: State, tokens: Iterable[int] = (), *, cache_salt: str = "") -> None:
         self._engine = engine
         self._state: State | None = state
         self.tokens = list(tokens)

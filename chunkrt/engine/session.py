@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack, get_args
 
 from chunkrt.engine.arguments import as_token_ids, require_whole
-from chunkrt.engine.embedding import Float32, Pooling, check_hidden, pooled
+from chunkrt.engine.embedding import check_hidden
 from chunkrt.engine.generation import Constraint, Generation, Piece
+from chunkrt.engine.keywords import GenerationOptions, read_generation_options, shows_generation_options
 from chunkrt.engine.prefill_result import PrefillResult, telling
-from chunkrt.engine.sampling import GREEDY, SamplingOptions, StopStrings
+from chunkrt.engine.sampling import StopStrings
 from chunkrt.engine.scoring import Score, TokenLogProbabilities, Told, score_continuation, tell_of_tokens
 from chunkrt.engine.sequence import TokenSequence
 from chunkrt.errors import ChunkrtError, ClosedError, ConfigError
@@ -27,7 +28,7 @@ from chunkrt.runtime.state import State
 if TYPE_CHECKING:
     import asyncio
 
-    from chunkrt.engine.engine import Engine
+    from chunkrt.engine.loaded import LoadedModel
 
 Result = TypeVar("Result")
 
@@ -40,9 +41,9 @@ class Session:
     If a task that awaits one of them is cancelled, the computation ends at the next chunk.
     """
 
-    def __init__(self, engine: Engine, state: State, *, cache_salt: str = "") -> None:
-        self._engine = engine
-        self._sequence = TokenSequence(engine, state, cache_salt=cache_salt)
+    def __init__(self, model: LoadedModel, state: State, *, cache_salt: str = "") -> None:
+        self._model = model
+        self._sequence = TokenSequence(model, state, cache_salt=cache_salt)
         self._using = _Use(self._sequence)
         self._is_closed = False
 
@@ -76,7 +77,7 @@ class Session:
     @property
     def num_kept(self) -> int:
         """The first tokens of the context, which shifts neither drop nor move."""
-        return self._engine.options.context_keep
+        return self._model.options.context_keep
 
     @property
     def position(self) -> int:
@@ -86,7 +87,7 @@ class Session:
     @property
     def context_length(self) -> int:
         """Maximum number of tokens in the context."""
-        return self._engine.context_length
+        return self._model.context_length
 
     def prefill(
         self, prompt: str | Sequence[int], *, logits: Logits = "last", progress: Progress | bool | None = None
@@ -142,45 +143,44 @@ class Session:
                 self.rewind(position)
             raise
 
+    @shows_generation_options
     def generate(
         self,
         *,
-        max_new_tokens: int = 256,
-        sampling: SamplingOptions = GREEDY,
-        stop: Sequence[str] = (),
         log_probabilities: int | None = None,
         constraint: Constraint | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> Iterator[Piece]:
         """Generate tokens after the last prefill, one at a time.
 
         Args:
-            max_new_tokens: maximum number of tokens, at least 1.
-            sampling: sampling options; greedy by default.
-            stop: strings that end the generation; they are not part of the text.
             log_probabilities: number of likeliest tokens for which each piece contains log-probabilities, in addition
                 to that of its own token; None for no log-probabilities.
             constraint: restricts the tokens; by default all tokens are allowed.
+            options: `max_new_tokens` (or `max_tokens`), the maximum number of tokens, 256 by default; `stop`, strings
+                that end the generation and are not part of the text; and the fields of `SamplingOptions`, such as
+                `temperature`, or `sampling=SamplingOptions(...)`. Greedy by default.
 
         Yields:
             Pieces whose texts concatenate to the answer. The last one has a `finish_reason`.
 
         Raises:
-            ConfigError: the session contains no tokens yet, or an argument is out of range.
+            ConfigError: the session contains no tokens yet; or an argument is unknown, out of range, or contradicts
+                another one.
             ConstraintError: the constraint allows no token, or failed.
         """
-        return self._pieces(self._generation(max_new_tokens, sampling, stop, log_probabilities, constraint))
+        return self._pieces(self._generation(options, log_probabilities, constraint))
 
+    @shows_generation_options
     def agenerate(
         self,
         *,
-        max_new_tokens: int = 256,
-        sampling: SamplingOptions = GREEDY,
-        stop: Sequence[str] = (),
         log_probabilities: int | None = None,
         constraint: Constraint | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> AsyncIterator[Piece]:
         """Generate like `generate`."""
-        return self._apieces(max_new_tokens, sampling, stop, log_probabilities, constraint)
+        return self._apieces(options, log_probabilities, constraint)
 
     def score(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
         """Compute the log-probability of a continuation after a context.
@@ -205,18 +205,6 @@ class Session:
     async def ascore(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
         """Score like `score`."""
         return await self._in_thread(partial(self._score, context, continuation))
-
-    async def atell(self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities] = ()) -> Told:
-        """Prefill the tokens of a text, and return the model's log-probabilities from the second token on. The session
-        must contain no other tokens.
-
-        Args:
-            prompt: token ids.
-            number: number of likeliest tokens to report at each position, in addition to the prompt's token.
-            before: the results for the text that the session contains, with the same `number`. The session is rewound
-                only to the first difference between the texts, so their shared beginning is not run again.
-        """
-        return await self._in_thread(partial(self._tell, prompt, number, before))
 
     def __repr__(self) -> str:
         """Return a text with the number of tokens and the context length."""
@@ -257,7 +245,7 @@ class Session:
         """
         self._check_open()
         with self._using:
-            self._sequence.state.save(self._engine.session_file(path, self._sequence.conversation))
+            self._sequence.state.save(self._model.session_file(path, self._sequence.conversation))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Restore a session from a file that `save` wrote. `Engine.load_session` opens a session and calls this method.
@@ -269,7 +257,7 @@ class Session:
         """
         self._check_open()
         with self._using:
-            self._sequence.load(self._engine.session_file(path))
+            self._sequence.load(self._model.session_file(path))
 
     def cancel(self) -> None:
         """Stop the prefill or generation that another thread runs in this session. That thread then raises
@@ -302,29 +290,9 @@ class Session:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    def embedding(self, prompt: str | Sequence[int], pooling: Pooling) -> Float32:
-        """Return the embedding of a text in an empty session; see `Engine.embed`."""
-        if isinstance(prompt, str):
-            prompt = self._engine.require_tokenizer().encode_for_embedding(prompt)
-        tokens = self._encode(prompt)
-        if len(tokens) > self.context_length:  # even if the context shifts
-            raise ConfigError(f"a text of {len(tokens)} tokens does not fit the context of {self.context_length}")
-        result = self.prefill(tokens, logits="hidden")
-        assert result.hidden is not None
-        return pooled(result.hidden, pooling)
-
-    def answer(
-        self, prompt: str | Sequence[int], *, max_new_tokens: int, sampling: SamplingOptions, stop: Sequence[str]
-    ) -> Iterator[Piece]:
-        """Prefill a prompt, and yield the pieces of the answer, for which the computation does not wait."""
-        self.prefill(prompt)
-        yield from self._pieces(self._generation(max_new_tokens, sampling, stop, is_eager=True))
-
     def _generation(
         self,
-        max_new_tokens: int,
-        sampling: SamplingOptions,
-        stop: Sequence[str],
+        options: GenerationOptions,
         log_probabilities: int | None = None,
         constraint: Constraint | None = None,
         *,
@@ -332,34 +300,28 @@ class Session:
         is_eager: bool = False,
     ) -> Generation:
         self._check_open()
-        if require_whole("max_new_tokens", max_new_tokens) < 1:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
-        if not isinstance(sampling, SamplingOptions):
-            raise ConfigError(f"sampling is {sampling!r}, expected SamplingOptions")
-        if sampling.min_new_tokens > max_new_tokens:
-            raise ConfigError(
-                f"min_new_tokens is {sampling.min_new_tokens}, more than max_new_tokens, which is {max_new_tokens}"
-            )
-        vocab_size = self._engine.plan.vocab_size
+        settings = read_generation_options(options, "log_probabilities", "constraint")
+        sampling = settings.sampling
+        vocab_size = self._model.plan.vocab_size
         if log_probabilities is not None:
             log_probabilities = require_whole("log_probabilities", log_probabilities)
             if not 0 <= log_probabilities <= vocab_size:
                 raise ConfigError(f"log_probabilities is {log_probabilities}, expected 0 to {vocab_size}")
         if constraint is not None and not all(callable(getattr(constraint, n, None)) for n in ("allowed", "accept")):
             raise ConfigError(f"constraint is {constraint!r:.80}, expected an object with allowed() and accept()")
-        stops = StopStrings(stop)
+        stops = StopStrings(settings.stop)
         if not self._sequence.tokens:
             raise ConfigError("the session has no tokens to continue; call prefill first")
         if stops:
-            self._engine.require_tokenizer()
+            self._model.require_tokenizer()
         self._sequence.cancel.clear()
-        sampler = self._engine.make_sampler(sampling)
+        sampler = self._model.make_sampler(sampling)
         return Generation(
-            self._engine,
+            self._model,
             self._sequence,
             sampler,
             stops,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=settings.max_new_tokens,
             num_likeliest=log_probabilities,
             constraint=constraint,
             ignore_eos=sampling.ignore_eos,
@@ -381,25 +343,18 @@ class Session:
             generation.close()
 
     async def _apieces(
-        self,
-        max_new_tokens: int,
-        sampling: SamplingOptions,
-        stop: Sequence[str],
-        log_probabilities: int | None,
-        constraint: Constraint | None,
+        self, options: GenerationOptions, log_probabilities: int | None, constraint: Constraint | None
     ) -> AsyncIterator[Piece]:
         import asyncio
 
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece | None]()
         generation = self._generation(
-            max_new_tokens,
-            sampling,
-            stop,
+            options,
             log_probabilities,
             constraint,
             deliver=lambda piece: loop.call_soon_threadsafe(pieces.put_nowait, piece),
         )
-        if self._engine.scheduler.takes_turns:
+        if self._model.scheduler.takes_turns:
             raise ConfigError(_NOT_ASYNCHRONOUS)
         piece = None
         try:
@@ -429,7 +384,7 @@ class Session:
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         """Do work of this session in a thread. If the task is cancelled, the work ends at the next chunk."""
-        if self._engine.scheduler.takes_turns:
+        if self._model.scheduler.takes_turns:
             raise ConfigError(_NOT_ASYNCHRONOUS)
 
         def settled() -> Result:
@@ -445,7 +400,7 @@ class Session:
     def _copy(self) -> Session:
         self._check_open()
         sequence = self._sequence.fork()
-        copy = Session(self._engine, sequence.state)
+        copy = Session(self._model, sequence.state)
         copy._sequence, copy._using = sequence, _Use(sequence)
         return copy
 
@@ -460,7 +415,7 @@ class Session:
         if not isinstance(logits, str):
             raise ConfigError(f"logits is {logits!r}, expected one of: {', '.join(get_args(Logits))}")
         if logits == "hidden":
-            check_hidden(self._engine.scheme)
+            check_hidden(self._model.scheme)
         tokens = self._encode(prompt)
         if progress is None:
             result = self._sequence.extend(tokens, logits)
@@ -472,32 +427,54 @@ class Session:
 
     def _score(self, context: Sequence[int], continuation: Sequence[int]) -> Score:
         self._check_open()
-        return score_continuation(self._sequence, context, continuation, chunk_length=self._engine.chunk_length)
+        return score_continuation(self._sequence, context, continuation, chunk_length=self._model.chunk_length)
 
     def _tell(self, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities]) -> Told:
         self._check_open()
-        tokens, chunk_length = self._encode(prompt), self._engine.chunk_length
+        tokens, chunk_length = self._encode(prompt), self._model.chunk_length
         told = tell_of_tokens(self._sequence, tokens, number, chunk_length=chunk_length, before=before)
         self._sequence.follows_text = True
         return told
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
-            tokenizer = self._engine.require_tokenizer()
+            tokenizer = self._model.require_tokenizer()
             ids = tokenizer.encode(prompt, add_special=self.position == 0, parse_special=False)
         else:
             ids = as_token_ids(prompt)
         if not ids:
             raise ConfigError("the prompt is empty; pass at least one token")
-        vocab_size = self._engine.plan.vocab_size
+        vocab_size = self._model.plan.vocab_size
         if outside := [token for token in ids if not 0 <= token < vocab_size]:
             raise ConfigError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
         return ids
 
     def _check_open(self) -> None:
-        self._engine.check_open()
+        self._model.check_open()
         if self._is_closed:
             raise ClosedError("the session is closed; open a new one with engine.session()")
+
+
+def answer(session: Session, prompt: str | Sequence[int], options: GenerationOptions) -> Iterator[Piece]:
+    """Prefill a prompt, and yield the pieces of the answer, for which the computation does not wait."""
+    session.prefill(prompt)
+    yield from session._pieces(session._generation(options, is_eager=True))
+
+
+async def prompt_log_probabilities(
+    session: Session, prompt: Sequence[int], number: int, before: Sequence[TokenLogProbabilities] = ()
+) -> Told:
+    """Prefill the tokens of a text, and return the model's log-probabilities from the second token on. The session
+    must contain no other tokens.
+
+    Args:
+        session: the session of the text.
+        prompt: token ids.
+        number: number of likeliest tokens to report at each position, in addition to the prompt's token.
+        before: the results for the text that the session contains, with the same `number`. The session is rewound only
+            to the first difference between the texts, so their shared beginning is not run again.
+    """
+    return await session._in_thread(partial(session._tell, prompt, number, before))
 
 
 _NOT_ASYNCHRONOUS = (

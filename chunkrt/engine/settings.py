@@ -16,17 +16,19 @@ settings of the NPU.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from chunkrt.backends.qnn.htp_options import HtpOptions
+from chunkrt.engine.arguments import require_path
 from chunkrt.engine.options import EngineOptions
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.files import read_toml
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the fields of `EngineOptions` in a settings file, for `chunkrt.load(model, **read_settings(path))`.
 
     The path of a calibration is relative to the folder of the settings file.
@@ -34,6 +36,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
     """
+    path = Path(require_path("path", path))
     try:
         settings = read_toml(path)
     except (OSError, ValueError) as error:
@@ -52,10 +55,10 @@ def read_settings(path: Path) -> dict[str, Any]:
             if not isinstance(settings["calibration"], str):
                 raise ConfigError(f"calibration is {settings['calibration']!r}, expected the name of a file")
             settings["calibration"] = path.parent / settings["calibration"]
-        EngineOptions(**settings)
+        options = EngineOptions(**settings)
     except ConfigError as error:
         raise ConfigError(f"{path}: {str(error).replace('`', '')}") from error
-    return settings
+    return {name: getattr(options, name) for name in settings}
 
 
 def settings_text(settings: Mapping[str, str | int | Mapping[str, str]], comments: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 
 from chunkrt.checkpoints import catalogue
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.loaded import LoadedModel
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import engine_folder
 from chunkrt.engine.scoring import Float16, Float32, Float64, log_softmax, row_blocks, score_tokens
@@ -138,7 +139,7 @@ class Base:
 
     def _compute(self, window: Sequence[int], lengths: Sequence[int]) -> Iterator[BasePiece]:
         if self._engine is None:
-            self._engine = Engine(self.folder, self.options)
+            self._engine = Engine(LoadedModel(self.folder, self.options))
         following, start = np.array(window[1:], np.int64), 0
         with self._engine.session() as session:
             for logits, _ in logit_pieces(session, window[:-1], lengths):

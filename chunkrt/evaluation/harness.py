@@ -65,7 +65,7 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
             if name in options:
                 options[name] = Path(options[name])
         self.engine = chunkrt.load(pretrained, **options)
-        self.text = self.engine.require_tokenizer()
+        self.text = self.engine.tokenizer
 
     @property
     def max_length(self) -> int:
@@ -76,7 +76,9 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
     def eot_token_id(self) -> int:
         """Id of the token that ends a text."""
         if not (ids := self.text.settings.eos_ids):
-            raise ConfigError(f"{self.engine.manifest.model} names no token that ends a text, which the harness needs")
+            raise ConfigError(
+                f"{self.engine.loaded.manifest.model} names no token that ends a text, which the harness needs"
+            )
         return ids[0]
 
     @property
@@ -89,7 +91,7 @@ class ChunkrtLM(TemplateLM):  # type: ignore[misc]  # the harness is not install
     @property
     def tokenizer_name(self) -> str:
         """Name of this model in the harness's caches."""
-        return str(self.engine.manifest.model)
+        return str(self.engine.loaded.manifest.model)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return the template's source, for the harness's report."""

@@ -54,7 +54,7 @@ def evaluate(
         ModelError: the model has no tokenizer.
         BackendError: a subgraph failed.
     """
-    tokenizer = engine.require_tokenizer()
+    tokenizer = engine.tokenizer
     with_lines = [encode_item(tokenizer, f"HellaSwag, line {item.line}", item.context, item.endings) for item in items]
     hits: list[bool] = []
     normalised_hits: list[bool] = []

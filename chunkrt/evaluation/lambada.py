@@ -52,7 +52,7 @@ def evaluate(
         ModelError: the model has no tokenizer.
         BackendError: a subgraph failed.
     """
-    tokenizer = engine.require_tokenizer()
+    tokenizer = engine.tokenizer
     pairs = [encode_item(tokenizer, f"LAMBADA, line {item.line}", item.context, [item.word]) for item in items]
     scores = [score for (score,) in score_items(engine, pairs, progress)]
     return LambadaFigures(

@@ -35,8 +35,8 @@ class EvaluationRun:
         return EvaluationRun(
             model=model,
             scheme=engine.scheme.name,
-            npu=engine.npu_backend.name,
-            cpu=engine.cpu_backend.name,
+            npu=engine.loaded.npu_backend.name,
+            cpu=engine.loaded.cpu_backend.name,
             chunk=engine.chunk_length,
             policy=engine.options.policy,
             threads=engine.options.num_threads,

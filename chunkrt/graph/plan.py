@@ -141,6 +141,14 @@ class Subgraph:
     weights: tuple[str, ...]
     state: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        """Return the name and the device, with the numbers of nodes, weights and state tensors."""
+        kind = "static" if self.is_static else "dynamic"
+        return (
+            f"Subgraph({self.name!r}, {kind}, on {self.device}, rows {self.rows}, {len(self.nodes)} nodes, "
+            f"{len(self.weights)} weights, {len(self.state)} state tensors)"
+        )
+
     @property
     def window(self) -> int:
         """Largest number of positions that a row attends to; 0 if a node attends to all earlier positions, or if there
@@ -211,6 +219,15 @@ class Plan:
         """Form in which keys are cached, as an index of `KEY_FORMS`."""
         raw = [node for s in self.subgraphs for node in s.nodes if node.op == "RawKeyAttention"]
         return 2 if any(len(node.inputs) > 7 for node in raw) else int(bool(raw))
+
+    def __repr__(self) -> str:
+        """Return the family, with the numbers of subgraphs and tensors."""
+        devices = Counter(subgraph.device for subgraph in self.subgraphs)
+        on = ", ".join(f"{number} on {device}" for device, number in devices.items())
+        return (
+            f"Plan({self.family!r}, {len(self.subgraphs)} subgraphs ({on}), {len(self.tensors)} tensors, vocabulary of "
+            f"{self.vocab_size}, context of {self.context_length})"
+        )
 
     def _repr_html_(self) -> str:
         rows = []

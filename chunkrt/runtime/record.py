@@ -53,6 +53,14 @@ class Pipeline:
     num_slots: int
     slot_bytes: int
 
+    def __repr__(self) -> str:
+        """Return the number of stages, with the processors, the policy and the slots."""
+        names = ", ".join(processor.name for processor in self.processors)
+        return (
+            f"Pipeline({len(self.stages)} stages on {names}, policy {self.policy}, chunks of {self.chunk_length}, "
+            f"{self.num_slots} slots of {self.slot_bytes} bytes)"
+        )
+
     @property
     def flow(self) -> Flow:
         """Dependencies among the stages."""
@@ -112,6 +120,15 @@ class RunRecord:
     chunks: Sequence[ChunkRecord] = ()
     sequence: int = 0
     num_cached: int = 0
+
+    def __repr__(self) -> str:
+        """Return the run's name and duration, with the numbers of chunks and events."""
+        cached = f", {self.num_cached} cached" if self.num_cached else ""
+        milliseconds = (self.end_ns - self.start_ns) / 1e6
+        return (
+            f"RunRecord({self.name}{cached}, from position {self.position}, {self.num_chunks} chunks, "
+            f"{milliseconds:.3f} ms, {len(self.events)} events, policy {self.pipeline.policy})"
+        )
 
     def _repr_html_(self) -> str:
         from chunkrt.runtime.trace.table import record_html

@@ -12,7 +12,7 @@ from typing import Any
 from chunkrt.engine.generation import Constraint, Piece
 from chunkrt.engine.sampling import SamplingOptions
 from chunkrt.engine.scoring import TokenLogProbabilities, by_beginning
-from chunkrt.engine.session import Session
+from chunkrt.engine.session import Session, prompt_log_probabilities
 from chunkrt.server.admission import Turn
 from chunkrt.server.errors import RequestError
 from chunkrt.server.service import Service
@@ -227,7 +227,7 @@ async def _tell(
     ):
         told: Sequence[TokenLogProbabilities] = ()
         for index, prompt in prompts.items():
-            found = await session.atell(prompt, wanted.likeliest, told)
+            found = await prompt_log_probabilities(session, prompt, wanted.likeliest, told)
             told = found.of_tokens
             _count(service, prompt, found.num_cached)
             tell(Prefilled(prompt=index, num_tokens=len(prompt), num_cached=found.num_cached, log_probabilities=told))
@@ -249,7 +249,7 @@ async def _prefill(
 
     told: Sequence[TokenLogProbabilities] = ()
     if wanted.echo and wanted.likeliest is not None:
-        found = await session.atell(prompt, wanted.likeliest)
+        found = await prompt_log_probabilities(session, prompt, wanted.likeliest)
         told, num_cached = found.of_tokens, found.num_cached
     else:
         result = await session.aprefill(

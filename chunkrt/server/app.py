@@ -239,7 +239,7 @@ def _between(text: str, tag: str) -> str:
 
 
 async def _health(service: Service, http: HttpRequest) -> Response:
-    await service.beside(service.engine.check_ready)
+    await service.beside(service.engine.loaded.check_ready)
     seconds, most = service.engine.stats().longest_task_s, service.options.stall_seconds
     if seconds > most:
         detail = f"a task has been running for {seconds:.0f} s; the limit is {most:g} s"

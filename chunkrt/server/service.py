@@ -72,15 +72,15 @@ class Service:
     def __init__(self, engine: Engine, name: str, options: ServerOptions) -> None:
         self.engine, self.name, self.options = engine, name, options
         self.pooling = options.embeddings
-        if self.pooling is None and engine.tokenizer is not None:
+        if self.pooling is None and engine.loaded.tokenizer is not None:
             has_hidden = engine.plan.flow.hidden is not None and not engine.scheme.is_rotated
-            self.pooling = engine.tokenizer.settings.pooling if has_hidden else None
+            self.pooling = engine.loaded.tokenizer.settings.pooling if has_hidden else None
         if options.embeddings is not None:
             check_hidden(engine.scheme)
             if engine.plan.flow.hidden is None:
                 raise ConfigError("this decoder's plan does not mark its hidden states; remove --embeddings")
-        if engine.tokenizer is not None:
-            engine.tokenizer.fewest_tokens("")  # the first call reads the vocabulary
+        if engine.loaded.tokenizer is not None:
+            engine.loaded.tokenizer.fewest_tokens("")  # the first call reads the vocabulary
         self.created = int(time.time())
         self.admission = Admission(options.max_sessions, options.queue)
         self.metrics = Metrics(engine, self.admission)
@@ -88,7 +88,7 @@ class Service:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ModelError if the model has none."""
-        return self.engine.require_tokenizer()
+        return self.engine.tokenizer
 
     def check_model(self, request: Request) -> None:
         """Raise RequestError if a request names a model that is not served here."""

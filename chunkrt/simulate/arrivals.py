@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from math import inf, isfinite, log
 from pathlib import Path
@@ -35,7 +35,7 @@ class SimulatedRequest:
 class Load:
     """Requests, and the number of requests that were clipped to the context length."""
 
-    requests: Sequence[SimulatedRequest]
+    requests: Sequence[SimulatedRequest] = field(repr=False)
     num_cut: int
 
 

@@ -17,6 +17,7 @@ The worker processes import the calling script, so a script has to call `experim
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -96,6 +97,11 @@ class Rows(list[GridRow]):
         records = [asdict(row) | {"placement": placement_text(row.placement)} for row in self]
         return pandas.DataFrame(records, columns=[field.name for field in fields(GridRow)])
 
+    def __repr__(self) -> str:
+        """Return the number of rows, and the highest speed."""
+        fastest = max((row.tokens_per_s for row in self), default=0.0)
+        return f"Rows({len(self)} rows, at most {fastest:.1f} tokens/s)"
+
     def _repr_html_(self) -> str:
         shown = ("model", "device", "scheme", "prompt_length", "chunk_length", "policy")
         figures = ("time_to_first_token_ms", "tokens_per_s")
@@ -125,9 +131,9 @@ _Point = tuple[int, int, str, int, int, str, int | None]
 
 
 def experiment(
-    model: str | Path | Shape,
+    model: str | os.PathLike[str] | Shape,
     *,
-    devices: Iterable[str | DeviceProfile | MeasuredProfile],
+    devices: Iterable[str | os.PathLike[str] | DeviceProfile | MeasuredProfile],
     chunk_lengths: Iterable[int],
     policies: Iterable[str],
     schemes: Iterable[str],
@@ -165,7 +171,7 @@ def experiment(
         ModelError: the checkpoint is missing, damaged or unsupported.
     """
     report = find_progress(progress)
-    found_devices = [find_device(d) if isinstance(d, str) else d for d in _axis("devices", devices)]
+    found_devices = [find_device(d) if isinstance(d, str | os.PathLike) else d for d in _axis("devices", devices)]
     found_placements = [check_placement(p, "placements") for p in _axis("placements", placements)]
     names = [find_scheme(name).name for name in _axis("schemes", schemes)]
     policy_names = _axis("policies", policies)
@@ -180,7 +186,7 @@ def experiment(
     context = plans[0].context_length
     prompts = [_whole("prompt_lengths", length, context) for length in prompts]
     chunks = [_whole("chunk_lengths", length, context) for length in chunks]
-    label = model.source if isinstance(model, Shape) else str(model)
+    label = model.source if isinstance(model, Shape) else os.fspath(model)
     grid = _Grid(model=label, placements=found_placements, plans=plans, devices=found_devices)
     places = range(len(found_devices)), range(len(plans))
     of_grid = list(map(_simulated, product(*places, names, prompts, chunks, policy_names, flights)))
@@ -291,11 +297,15 @@ def _row(grid: _Grid, point: _Point) -> GridRow:
     return GridRow(**own, **{f.name: getattr(simulation, f.name) for f in fields(GridRow) if f.name not in own})  # type: ignore[arg-type]
 
 
-def plans_of(model: str | Path | Shape, placements: Sequence[Placement], progress: Progress) -> list[Plan]:
+def plans_of(model: str | os.PathLike[str] | Shape, placements: Sequence[Placement], progress: Progress) -> list[Plan]:
     """Return the plan of every placement. Arguments and errors are those of `experiment`."""
-    name = str(model)
-    if isinstance(model, Shape) or name in shapes():
-        shape = model if isinstance(model, Shape) else find_shape(name)
+    if isinstance(model, Shape):
+        return [model.plan(placement) for placement in placements]
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model is {model!r:.80}, expected a name, a path or a shape")
+    name = os.fspath(model)
+    if name in shapes():
+        shape = find_shape(name)
         return [shape.plan(placement) for placement in placements]
     if is_engine_directory(Path(name)):
         if any(placements):

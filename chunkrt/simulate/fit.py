@@ -10,7 +10,7 @@ memory and the CPU's data: caches, the chunks in flight, and the CPU's copy of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from math import prod
 from typing import Any
@@ -93,12 +93,12 @@ class Fit:
         cpu_weight_bytes: the mapped file of weights.
     """
 
-    soc: Soc
+    soc: Soc = field(repr=False)
     scheme: str
     chunk_length: int
     context_length: int
-    contexts: tuple[ContextFit, ...]
-    sessions: tuple[tuple[str, ...], ...]
+    contexts: tuple[ContextFit, ...] = field(repr=False)
+    sessions: tuple[tuple[str, ...], ...] = field(repr=False)
     cache_bytes: int
     chunk_bytes: int
     cpu_weight_bytes: int

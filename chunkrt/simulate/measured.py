@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class MeasuredProfile:
     chunk_length: int
     has_npu: bool
     conditions: str
-    budgets: Mapping[int, ThreadsCost]
+    budgets: Mapping[int, ThreadsCost] = field(repr=False)
 
     def processors(self, threads: int) -> tuple[Processor, ...]:
         """Return the processors under a thread budget."""

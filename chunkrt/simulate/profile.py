@@ -6,6 +6,7 @@ The profiles in `devices/` are compiled from published numbers; every number nam
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -87,11 +88,11 @@ class DeviceProfile:
     soc: str
     prompt_us: float
     idle_watts: float
-    memory: MemoryCost
-    transfer: TransferCost
-    npu: ProcessorCost
-    cpu: ProcessorCost
-    sources: Mapping[str, Source] = field(default_factory=dict)
+    memory: MemoryCost = field(repr=False)
+    transfer: TransferCost = field(repr=False)
+    npu: ProcessorCost = field(repr=False)
+    cpu: ProcessorCost = field(repr=False)
+    sources: Mapping[str, Source] = field(default_factory=dict, repr=False)
 
     def processors(self, plan: Plan, *, overlaps_conversion: bool = False) -> tuple[Processor, ...]:
         """Return the processors of a plan, each with one task at a time. Without NPU subgraphs, it is the CPU alone.
@@ -108,12 +109,13 @@ class DeviceProfile:
         return self.npu if device == "npu" else self.cpu
 
 
-def find_device(name: str) -> DeviceProfile | MeasuredProfile:
+def find_device(name: str | os.PathLike[str]) -> DeviceProfile | MeasuredProfile:
     """Return a profile, given the name of a bundled profile, any name of its SoC, or the path of a TOML file.
 
     Raises:
         ConfigError: the name is unknown, or the file is invalid.
     """
+    name = os.fspath(name)
     if name in DEVICES:
         return read_profile(_FOLDER / f"{name}.toml")
     if name.endswith(".toml"):
@@ -126,12 +128,13 @@ def find_device(name: str) -> DeviceProfile | MeasuredProfile:
     raise unknown_name("device", name, DEVICES, hint=f"available: {', '.join(DEVICES)}, or a profile's TOML file")
 
 
-def read_profile(path: Path) -> DeviceProfile | MeasuredProfile:
+def read_profile(path: str | os.PathLike[str]) -> DeviceProfile | MeasuredProfile:
     """Read a profile, either a cost model or a measured one.
 
     Raises:
         ConfigError: the file cannot be read, or a key is unknown, missing or invalid.
     """
+    path = Path(path)
     table = read_table(path)
     if "measured" in table:
         return read_measured(table, path)

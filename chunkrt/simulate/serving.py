@@ -86,6 +86,16 @@ class Serving:
     busy: Mapping[str, float]
     records: Callable[[], list[RunRecord]]
 
+    def __repr__(self) -> str:
+        """Return the choices and the main figures; `to_dict` returns all."""
+        first = self.time_to_first_token_ms
+        return (
+            f"Serving({self.device}, {self.scheme}, policy {self.policy}, batcher {self.batcher}, {self.sessions} "
+            f"sessions, chunks of {self.chunk_length}: {self.requests} requests in {self.seconds:.1f} s, "
+            f"{self.prompt_tokens_per_s:.1f} prompt and {self.generated_tokens_per_s:.1f} generated tokens/s, time to "
+            f"first token {first.p50:.1f} ms (p50), {first.p95:.1f} ms (p95))"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return all statistics except the records, for JSON."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "records"}

@@ -8,7 +8,7 @@ operations and bytes of its linears and its attention are exact.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from chunkrt.errors import ConfigError, unknown_name
@@ -40,7 +40,7 @@ class Shape:
     context_length: int
     attention_bias: bool = False
     tie_word_embeddings: bool = False
-    approximations: tuple[str, ...] = ()
+    approximations: tuple[str, ...] = field(default=(), repr=False)
 
     def plan(self, placement: Placement | None = None, ranks: Ranks = ALONE) -> Plan:
         """Return the plan of this decoder with placed modules, or of one rank's share of it.

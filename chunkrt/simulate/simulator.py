@@ -97,6 +97,15 @@ class Simulation:
     energy_joules: float | None
     record: RunRecord
 
+    def __repr__(self) -> str:
+        """Return the choices and the main figures; `to_dict` returns all."""
+        return (
+            f"Simulation({self.device}, {self.scheme}, policy {self.policy}, {self.prompt_length} tokens in chunks "
+            f"of {self.chunk_length}, {self.chunks_in_flight} in flight: {self.time_to_first_token_ms:.1f} ms to the "
+            f"first token, {self.tokens_per_s:.1f} tokens/s, NPU {self.npu_busy:.0%} and CPU {self.cpu_busy:.0%} busy, "
+            f"{self.peak_memory_bytes / 2**20:.0f} MiB)"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields except the record, for JSON."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "record"}

@@ -5,15 +5,17 @@ Every point of a grid is simulated; choices within the memory limit are ranked b
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 from chunkrt.backends.qnn.htp_support import npu_support
+from chunkrt.engine.arguments import read_size
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH
 from chunkrt.engine.settings import settings_text
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest
@@ -74,7 +76,7 @@ class Setup:
     """
 
     partition: str
-    placement: Placement
+    placement: Placement = field(repr=False)
     chunk_length: int
     policy: str
     chunks_in_flight: int | None
@@ -97,15 +99,15 @@ class Tuned:
     """
 
     model: str
-    device: DeviceProfile | MeasuredProfile
+    device: DeviceProfile | MeasuredProfile = field(repr=False)
     scheme: str
     prompt_lengths: tuple[int, ...]
     memory_bytes: int | None
-    choices: tuple[Setup, ...]
+    choices: tuple[Setup, ...] = field(repr=False)
     best: Setup
-    default: Setup
+    default: Setup = field(repr=False)
     num_simulated: int
-    left_out: Mapping[str, str]
+    left_out: Mapping[str, str] = field(repr=False)
 
     def fits(self, choice: Setup) -> bool:
         """Return True if a choice stays within the memory limit."""
@@ -141,14 +143,14 @@ class Tuned:
 
 
 def tune(
-    model: str | Path | Shape,
-    device: str | DeviceProfile | MeasuredProfile,
+    model: str | os.PathLike[str] | Shape,
+    device: str | os.PathLike[str] | DeviceProfile | MeasuredProfile,
     *,
     prompt_lengths: Sequence[int] = (512,),
     scheme: str | None = None,
     chunk_lengths: Sequence[int] | None = None,
     placements: Mapping[str, Placement] | None = None,
-    memory_bytes: int | None = None,
+    memory_bytes: int | str | None = None,
     workers: int | None = None,
     dask: str | Any = None,
     progress: Progress = lambda what, done, total: None,
@@ -165,7 +167,7 @@ def tune(
         chunk_lengths: lengths to search; by default CHUNK_LENGTHS, or the length of the profile or the engine
             directory.
         placements: partitions by name to search in addition to PARTITIONS.
-        memory_bytes: limit of the choice's peak memory; by default none.
+        memory_bytes: limit of the choice's peak memory, in bytes or as text such as "8GB"; by default none.
         workers, dask, progress: see `chunkrt.experiment`.
 
     Raises:
@@ -173,7 +175,8 @@ def tune(
             stays within the memory.
         ModelError: the checkpoint is missing, damaged or unsupported.
     """
-    device = find_device(device) if isinstance(device, str) else device
+    device = find_device(device) if isinstance(device, str | os.PathLike) else device
+    memory_bytes = None if memory_bytes is None else read_size("memory_bytes", memory_bytes)
     fixed = _Fixed.of(model, device)
     scheme = fixed.scheme_or(scheme)
     lengths = fixed.chunk_lengths_or(chunk_lengths)
@@ -209,7 +212,7 @@ def tune(
     usual = DEFAULT_CHUNK_LENGTH if DEFAULT_CHUNK_LENGTH in lengths else max(lengths)
     default = next(c for c in choices if (c.partition, c.chunk_length) == (NATURAL, usual))
     return Tuned(
-        model=model.source if isinstance(model, Shape) else str(model),
+        model=model.source if isinstance(model, Shape) else os.fspath(model),
         device=device,
         scheme=scheme,
         prompt_lengths=tuple(prompt_lengths),
@@ -243,7 +246,7 @@ class _Fixed:
     chunk_lengths: tuple[int, ...] = ()
 
     @staticmethod
-    def of(model: str | Path | Shape, device: DeviceProfile | MeasuredProfile) -> _Fixed:
+    def of(model: str | os.PathLike[str] | Shape, device: DeviceProfile | MeasuredProfile) -> _Fixed:
         if isinstance(device, MeasuredProfile):
             return _Fixed(
                 reason=f"{device.name} was measured with scheme {device.scheme} and chunks of {device.chunk_length}",

@@ -55,8 +55,12 @@ def _engine_options() -> Iterator[str]:
     for group in GROUPS:
         named = {n: (default, d) for n, (_, default, d) in DECLARED.items() if d.group == group and d.flag}
         if named:
-            rows = ((f"`{d.flag}`", _sentence(d.help, default) + _values(d), n) for n, (default, d) in named.items())
+            rows = ((_flags(d), _sentence(d.help, default) + _values(d), n) for n, (default, d) in named.items())
             yield f"### {group}\n\n{_table(rows)}"
+
+
+def _flags(declared: Declaration) -> str:
+    return ", ".join(f"`{flag}`" for flag in (*declared.aliases, declared.flag))
 
 
 def _table(rows: Iterable[tuple[str, str, str]]) -> str:

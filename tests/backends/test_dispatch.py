@@ -379,7 +379,7 @@ def test_executable_in_sections_is_thread_safe(decoder, registry):
 @pytest.fixture
 def plugged(registry, monkeypatch):
     """Return a function that installs a plug-in for engines."""
-    monkeypatch.setattr("chunkrt.engine.engine.registered_operators", lambda: registry)
+    monkeypatch.setattr("chunkrt.engine.loaded.registered_operators", lambda: registry)
 
     def add(operator, device, function, **options):
         add_plugin(registry, operator, device, function, **options)
@@ -542,7 +542,7 @@ def test_plugin_sampler_chooses_tokens(plugged):
         session.prefill([1, 2, 3])
         assert [piece.token_id for piece in session.generate(max_new_tokens=3)] == [vocab_size - 1] * 3
     with chunkrt.load(checkpoint("llama_gqa"), ops="-sampler") as engine:
-        assert engine.make_sampler is Sampler
+        assert engine.loaded.make_sampler is Sampler
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def recording(name: str, is_merged: bool = False, *, has_raw_keys: bool = False)
     engine = load(name)
     plan = merged_on_cpu(engine.plan) if is_merged else engine.plan
     plan = plan.with_raw_keys() if has_raw_keys else plan
-    return Recording(plan, engine.scheme, engine.weights, min(NUM_TOKENS, plan.context_length), MOST_ROWS)
+    return Recording(plan, engine.scheme, engine.loaded.weights, min(NUM_TOKENS, plan.context_length), MOST_ROWS)
 
 
 def with_state(plan: Plan) -> list[Subgraph]:

@@ -353,7 +353,7 @@ def test_every_family_attends_on_the_npu(load, with_attention_on_the_cpu, name, 
 
 def test_complete_decoder_is_one_graph(load):
     with load("llama_gqa", attention="npu", npu_window=128) as engine:
-        lanes = engine.scheduler.executors
+        lanes = engine.loaded.scheduler.executors
         assert [subgraph.name for subgraph in lanes.prompts.plan.subgraphs][0::2] == ["embedding", "head"]
         assert num_on_npu(lanes.prompts) == 1
         result = engine.session().prefill(tokens_of(33))
@@ -361,7 +361,7 @@ def test_complete_decoder_is_one_graph(load):
     with load("llama_gqa", attention="npu", npu_window=128, npu_graph="layers=1") as engine:
         nodes = [node for subgraph in engine.plan.subgraphs for node in subgraph.nodes]
         num_layers = sum(node.op == "CachedAttention" for node in nodes)
-        assert num_on_npu(engine.scheduler.executors.prompts) == num_layers > 1
+        assert num_on_npu(engine.loaded.scheduler.executors.prompts) == num_layers > 1
 
 
 def test_failed_run_leaves_the_state_unchanged(load, monkeypatch):
@@ -369,7 +369,7 @@ def test_failed_run_leaves_the_state_unchanged(load, monkeypatch):
         session = engine.session()
         session.prefill(tokens_of(20))
         before = saved_arrays(session)
-        executable = engine.scheduler.executors.near[0].subgraphs[1]
+        executable = engine.loaded.scheduler.executors.near[0].subgraphs[1]
         monkeypatch.setattr(executable, "run", fails)
         with pytest.raises(BackendError, match="it is gone"):
             session.prefill(tokens_of(40, seed=2))
@@ -427,7 +427,7 @@ def test_invalid_options_are_refused(load, options, message):
 def test_layers_are_placed_one_by_one(load, with_attention_on_the_cpu):
     placement = {"model.layers.1.self_attn": "npu"}
     with load("llama_gqa", placement=placement, npu_window=64) as engine:
-        near, far = engine.scheduler.executors.near[0], engine.scheduler.executors.prompts
+        near, far = engine.loaded.scheduler.executors.near[0], engine.loaded.scheduler.executors.prompts
         names = [[node.name for node in s.nodes if node.op == "CachedAttention"] for s in near.plan.subgraphs]
         devices = {name: s.device for s, found in zip(near.plan.subgraphs, names, strict=True) for name in found}
         assert {name.split(".")[2]: device for name, device in devices.items()} == {"0": "cpu", "1": "npu"} | {
@@ -452,8 +452,8 @@ def test_int8_caches_are_refused_with_attention_on_the_npu(load):
 def test_prompts_and_decoding_sequences_take_turns(load):
     """With "auto", prompts and single tokens may use the same only executor with the NPU."""
     with load("llama_gqa", attention="npu", npu_window=128, decode_on="auto") as engine:
-        lanes = engine.scheduler.executors
-        of_prompt, decoding = (Request(tokens_of(count), engine.make_state()) for count in (50, 1))
+        lanes = engine.loaded.scheduler.executors
+        of_prompt, decoding = (Request(tokens_of(count), engine.loaded.make_state()) for count in (50, 1))
         for request in (of_prompt, decoding):
             request.begin(engine.plan, 1)
         for last in (None, lanes.few, *lanes.near):
@@ -468,14 +468,14 @@ def test_prompts_and_decoding_sequences_take_turns(load):
 def test_placed_attention_satisfies_strict_mode(load):
     placement = {"model.layers.1.self_attn": "npu"}
     with load("llama_gqa", placement=placement, npu_window=64, npu_strict=True) as engine:
-        assert len(engine.scheduler.executors.near) == 1
+        assert len(engine.loaded.scheduler.executors.near) == 1
 
 
 def test_far_plan_without_the_npu_continues_after_the_near_plan(load):
     linears = dict.fromkeys(("model.layers.*.self_attn.qkv_proj", "model.layers.*.self_attn.o_proj"), "cpu")
     placement = {"": "cpu", "model.layers.*.self_attn": "npu", **linears}
     with load("llama_gqa", placement=placement, npu_window=32) as engine:
-        assert all(s.device == "cpu" for s in engine.scheduler.executors.prompts.plan.subgraphs)
+        assert all(s.device == "cpu" for s in engine.loaded.scheduler.executors.prompts.plan.subgraphs)
         found = tell(engine)
     with load("llama_gqa", npu="native") as engine:
         assert relative_error(found, tell(engine)) < LOGIT_TOLERANCE
@@ -499,7 +499,7 @@ def test_engine_directory_has_the_graphs_of_all_plans_once(load, tmp_path, home)
     contexts = [path for path in (folder / CONTEXTS).iterdir() if path.is_dir()]
     assert written["npu"][0]["contexts"] == len(contexts) == len(set(contexts))
     with chunkrt.load(folder, npu="qnn", threads=2, prefix_cache="off", attention="npu", npu_window="32,64") as engine:
-        assert engine.npu_backend.num_compiled == 0
+        assert engine.loaded.npu_backend.num_compiled == 0
         found = tell(engine)
     with load("lfm2", attention="npu", npu_window="32,64") as engine:
         np.testing.assert_array_equal(tell(engine), found)

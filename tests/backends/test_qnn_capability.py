@@ -61,7 +61,7 @@ def test_unsupported_operators_run_on_the_cpu_with_one_line(calibration, caplog)
         found = logits_of(engine)
         moved = [s.name for s in engine.plan.subgraphs if s.device == "cpu" and "part" in s.name]
         assert len(moved) == len([s for s in engine.plan.subgraphs if any("down_proj" in n.name for n in s.nodes)])
-        assert engine.npu_backend.num_compiled == sum(s.device == "npu" for s in engine.plan.subgraphs)
+        assert engine.loaded.npu_backend.num_compiled == sum(s.device == "npu" for s in engine.plan.subgraphs)
     lines = [r.getMessage() for r in caplog.records if r.name == "chunkrt.engine.capability"]
     assert len(lines) == 1
     assert caplog.records[0].levelno == logging.WARNING
@@ -79,7 +79,7 @@ def test_engine_directory_has_contexts_of_supported_subgraphs(calibration, tmp_p
     options = EngineOptions(npu="qnn", scheme=SCHEME, calibration=calibration)
     written = compile_engine(str(checkpoint(NAME)), tmp_path / "device", options, socs=["SM8650"], chunk_lengths=[32])
     with chunkrt.load(tmp_path / "device", npu="qnn") as engine:
-        assert engine.npu_backend.num_compiled == 0
+        assert engine.loaded.npu_backend.num_compiled == 0
         assert written["npu"][0]["contexts"] == sum(s.device == "npu" for s in engine.plan.subgraphs)
 
 

@@ -209,29 +209,29 @@ def test_logits_equal_those_of_convolutions_on_the_cpu(load, name, how):
 
 def test_adjacent_subgraphs_are_fused_with_convolutions(load):
     with load() as engine:
-        assert not engine.scheduler.executors.near
+        assert not engine.loaded.scheduler.executors.near
     with load(attention="npu", npu_window=32) as engine:
-        near, far = engine.scheduler.executors.near
+        near, far = engine.loaded.scheduler.executors.near
         assert graphs(near) == [["conv", "self_attn", "conv", "self_attn"]]
         assert graphs(far) == [["conv"], ["conv"], []]
-        assert engine.scheduler.executors.prompts is far
+        assert engine.loaded.scheduler.executors.prompts is far
         assert (near.reach, far.reach) == (32, engine.plan.context_length)
         result = engine.session().prefill(tokens_of(33))
         assert sum(event.processor == "npu" for event in result.events) == result.num_chunks == 3
     with load(attention="npu", npu_window=4096, npu_graph="layers=1") as engine:
-        assert [graphs(near) for near in engine.scheduler.executors.near] == [
+        assert [graphs(near) for near in engine.loaded.scheduler.executors.near] == [
             [["conv"], ["self_attn"], ["conv"], ["self_attn"]]
         ]
 
 
 def test_convolutions_are_placed_one_by_one(load):
     with load(placement={"model.layers.2.conv": "npu"}) as engine:
-        (near,) = engine.scheduler.executors.near
+        (near,) = engine.loaded.scheduler.executors.near
         static = [n.name for s in near.plan.subgraphs for n in s.nodes if "past_slots" in n.attributes]
         assert static == ["model.layers.2.conv.linear_attention"]
         assert near.reach == engine.plan.context_length
     with load(attention="npu", placement={"model.layers.2.conv": "cpu", "model.layers.*.self_attn": "cpu"}) as engine:
-        (near,) = engine.scheduler.executors.near
+        (near,) = engine.loaded.scheduler.executors.near
         static = [n.name for s in near.plan.subgraphs for n in s.nodes if "past_slots" in n.attributes]
         assert static == ["model.layers.0.conv.linear_attention"]
 
@@ -244,7 +244,7 @@ def test_failed_or_cancelled_run_leaves_the_state_unchanged(load, how, monkeypat
         session.prefill(tokens_of(10))
         before = saved_arrays(session)
         expected = session.fork().prefill(tokens_of(70, seed=3)).logits
-        last = engine.scheduler.executors.near[-1]
+        last = engine.loaded.scheduler.executors.near[-1]
         run_task = last.run_task
 
         def cancelled(*task):

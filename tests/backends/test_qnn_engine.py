@@ -112,11 +112,11 @@ def test_graphs_are_compiled_once_for_all_prompts(model, tmp_path, monkeypatch, 
             session = first.session()
             session.prefill(prompt(num_tokens))
             assert session.position == num_tokens
-            assert first.npu_backend.num_compiled == num_contexts(tmp_path) == NUM_GRAPHS
+            assert first.loaded.npu_backend.num_compiled == num_contexts(tmp_path) == NUM_GRAPHS
         expected = logits_of(first, prompt(33))
     with load(model) as second:
         np.testing.assert_array_equal(logits_of(second, prompt(33)), expected)
-        assert second.npu_backend.num_compiled == 0
+        assert second.loaded.npu_backend.num_compiled == 0
     assert num_contexts(tmp_path) == NUM_GRAPHS
 
 
@@ -407,7 +407,7 @@ def test_fallback_at_start_runs_on_the_cpu(model, engine, native, request, monke
     else:
         monkeypatch.setattr("chunkrt.backends.qnn.backend.open_session", no_session)
     with load(model, on_npu_failure="fallback") as other:
-        assert other.npu_backend is other.cpu_backend
+        assert other.loaded.npu_backend is other.loaded.cpu_backend
         np.testing.assert_array_equal(logits_of(other, prompt(NUM_TOKENS)), logits_of(native, prompt(NUM_TOKENS)))
         assert {event.processor for event in other.session().prefill(prompt(NUM_TOKENS)).events} == {"cpu"}
     (told,) = warnings_of(caplog, FALLBACK)
@@ -422,7 +422,7 @@ def test_failing_compiler_leaves_no_files(model, tmp_path, monkeypatch, caplog):
         load(model)
     assert num_contexts(tmp_path) == 0
     with load(model, on_npu_failure="fallback") as engine:
-        assert engine.npu_backend.name == "native"
+        assert engine.loaded.npu_backend.name == "native"
     assert len(warnings_of(caplog, FALLBACK)) == 1
 
 
@@ -436,8 +436,8 @@ def with_npu(monkeypatch):
 
 def test_auto_uses_an_available_npu(model, native, with_npu, failing_npu, caplog):
     with load(model, npu="auto", scheme=None) as engine:
-        assert engine.npu_backend.name == "qnn"
-        assert engine.npu_backend.soc.name == "SM8650"
+        assert engine.loaded.npu_backend.name == "qnn"
+        assert engine.loaded.npu_backend.soc.name == "SM8650"
         assert engine.scheme.name == "w8a16"
         assert engine.options.falls_back
         failing_npu.fails_at = 1
@@ -447,7 +447,7 @@ def test_auto_uses_an_available_npu(model, native, with_npu, failing_npu, caplog
 
 def test_auto_without_an_npu_is_native(model):
     with load(model, npu="auto") as engine:
-        assert engine.npu_backend.name == "native"
+        assert engine.loaded.npu_backend.name == "native"
 
 
 def test_soc_option_without_effect_is_reported(model, caplog):
@@ -461,8 +461,8 @@ def test_auto_runs_a_dynamic_model_on_the_cpu(model, with_npu, caplog):
     with load(model, npu="native", scheme="w8a8-dynamic", calibration=None) as compiled:
         folder = compiled.folder
     with chunkrt.load(folder, npu="auto") as engine:
-        assert engine.npu_backend.name == "native"
-        assert engine.manifest.scheme == find_scheme("w8a8-dynamic")
+        assert engine.loaded.npu_backend.name == "native"
+        assert engine.loaded.manifest.scheme == find_scheme("w8a8-dynamic")
     (told,) = warnings_of(caplog, "chunkrt.engine.roles")
     assert told == "the NPU does not run the scheme w8a8-dynamic, so the CPU runs it; try `scheme='w8a16'`"
 

@@ -45,7 +45,7 @@ def test_layer_equals_the_reference(name, tmp_path, monkeypatch):
         subgraph, values = run_up_to(engine, SUBGRAPH, tokens[:CHUNK])
         assert {node.op for node in subgraph.nodes} >= OPERATORS_OF[name] | {"MatMul", "RMSNormalization"}
         backend = QnnBackend(find_soc("SM8650"), contexts=tmp_path / "contexts")
-        executable = backend.compile(subgraph, engine.plan, CHUNK, engine.scheme, engine.weights)
+        executable = backend.compile(subgraph, engine.plan, CHUNK, engine.scheme, engine.loaded.weights)
     found = {output: np.zeros_like(values[output]) for output in subgraph.outputs}
     executable.run({given: values[given] for given in subgraph.inputs}, found)
     for output in subgraph.outputs:
@@ -60,7 +60,7 @@ def run_up_to(engine, name, tokens):
     for subgraph in plan.subgraphs:
         for tensor in (*subgraph.state, *subgraph.outputs):
             values[tensor] = np.zeros(resolve(plan.tensors[tensor].shape, symbols), np.float32)
-        executable = ReferenceBackend().compile(subgraph, plan, len(tokens), engine.scheme, engine.weights)
+        executable = ReferenceBackend().compile(subgraph, plan, len(tokens), engine.scheme, engine.loaded.weights)
         inputs = {tensor: values[tensor] for tensor in (*subgraph.inputs, *subgraph.state)}
         executable.run(inputs, {tensor: values[tensor] for tensor in subgraph.outputs})
         if subgraph.name == name:

@@ -74,7 +74,7 @@ def run_up_to(engine, subgraph, tokens):
     for part in plan.subgraphs[: plan.subgraphs.index(subgraph) + 1]:
         for name in (*part.state, *part.outputs):
             values[name] = np.zeros(resolve(plan.tensors[name].shape, symbols), np.float32)
-        executable = ReferenceBackend().compile(part, plan, len(tokens), engine.scheme, engine.weights)
+        executable = ReferenceBackend().compile(part, plan, len(tokens), engine.scheme, engine.loaded.weights)
         inputs = {name: values[name] for name in (*part.inputs, *part.state)}
         executable.run(inputs, {name: values[name] for name in part.outputs})
     return values
@@ -87,7 +87,7 @@ def test_layer_equals_the_reference(reference, tokens, tmp_path, soc):
     assert [node.op for node in subgraph.nodes].count("MatMul") == 4
     values = run_up_to(engine, subgraph, tokens[:CHUNK])
     backend = QnnBackend(find_soc(soc), contexts=tmp_path)
-    executable = backend.compile(subgraph, engine.plan, CHUNK, engine.scheme, engine.weights)
+    executable = backend.compile(subgraph, engine.plan, CHUNK, engine.scheme, engine.loaded.weights)
     found = {name: np.zeros_like(values[name]) for name in subgraph.outputs}
     executable.run({name: values[name] for name in subgraph.inputs}, found)
     for name in subgraph.outputs:
@@ -97,7 +97,7 @@ def test_layer_equals_the_reference(reference, tokens, tmp_path, soc):
 
 def test_every_graph_runs_on_the_npu_once_a_chunk(on_npu):
     _, result, engine = on_npu
-    assert engine.npu_backend.num_compiled == len(engine.plan.static_subgraphs) == 31
+    assert engine.loaded.npu_backend.num_compiled == len(engine.plan.static_subgraphs) == 31
     assert result.num_chunks == 2
     num_runs = [event.processor for event in result.events].count("npu")
     assert num_runs == 2 * 31

@@ -26,7 +26,7 @@ def test_num_parameters_of_a_stale_tie_counts_head_and_table(folders):
     found = []
     for folder in folders:
         with chunkrt.load(folder, npu="reference", scheme="float") as engine:
-            found.append(engine.manifest.num_parameters)
+            found.append(engine.loaded.manifest.num_parameters)
     assert found == [NUM_PARAMETERS, NUM_PARAMETERS, NUM_PARAMETERS - 61 * 36]
 
 

@@ -57,5 +57,5 @@ def test_bfloat16_attention_supports_single_tokens_and_raw_keys() -> None:
 
 def test_engines_of_either_arithmetic_reject_each_others_sessions() -> None:
     with load() as one, load(attention_math="float32") as other:
-        assert one.identity["attention"] == "bfloat16"
-        assert one.identity != other.identity
+        assert one.loaded.identity["attention"] == "bfloat16"
+        assert one.loaded.identity != other.loaded.identity

@@ -173,7 +173,7 @@ def test_failure_between_shifts_leaves_the_session_unchanged(
     with load(folders["two"], "reference") as engine:
         session = engine.session()
         session.prefill(TOKENS[:60])
-        subgraph, num_calls = engine.scheduler.executors.prompts.subgraphs[3], 0
+        subgraph, num_calls = engine.loaded.scheduler.executors.prompts.subgraphs[3], 0
         run = subgraph.run
 
         def fail_late(*arguments: Any) -> None:

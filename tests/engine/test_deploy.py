@@ -26,7 +26,7 @@ from chunkrt.checkpoints.checkpoint import sampled_digest
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine import deploy
 from chunkrt.engine.deploy import compile_engine
-from chunkrt.engine.lengths import compiled_chunk_length
+from chunkrt.engine.model_options import compiled_chunk_length
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine_directory.manifest import FORMAT, NpuTarget, read_manifest
 from chunkrt.errors import CompileError, ConfigError, ModelError
@@ -51,7 +51,7 @@ def run(model, **options):
     """Return the logits of the prompt on the emulated NPU, and the number of contexts that had to be compiled."""
     with chunkrt.load(model, npu="qnn", **options) as engine:
         logits = engine.session().prefill(TOKENS, logits="all").logits
-        return logits, getattr(engine.npu_backend, "num_compiled", None)
+        return logits, getattr(engine.loaded.npu_backend, "num_compiled", None)
 
 
 def files_of(folder):
@@ -139,7 +139,7 @@ def test_engine_directory_equals_the_checkpoint_and_compiles_nothing(device, tmp
 
 def test_default_options_are_those_of_the_compilation(device):
     with chunkrt.load(device, npu="qnn") as engine:
-        assert (engine.npu_backend.soc.name, engine.chunk_length) == COMPILED_FOR[1] == ("SM8650", 32)
+        assert (engine.loaded.npu_backend.soc.name, engine.chunk_length) == COMPILED_FOR[1] == ("SM8650", 32)
 
 
 @pytest.mark.parametrize(("lengths", "chosen"), [([], 32), ([8], 8), ([1, 32, 128], 32), ([1, 128, 64], 128)])
@@ -163,7 +163,7 @@ try:
     with chunkrt.load(sys.argv[1], npu="qnn", **json.loads(sys.argv[2])) as engine:
         result = engine.session().prefill(json.loads(sys.argv[3]), logits="all")
         assert engine.session().prefill("some text").logits is not None
-        print(json.dumps([result.logits.tobytes().hex(), engine.npu_backend.num_compiled]))
+        print(json.dumps([result.logits.tobytes().hex(), engine.loaded.npu_backend.num_compiled]))
 except CompileError as error:
     sys.exit(str(error))
 """
@@ -211,10 +211,10 @@ def test_engine_directory_keeps_the_attention_options(tmp_path, monkeypatch, cap
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     with chunkrt.load(output, npu="qnn") as engine:
         assert engine.context_length == 24
-        assert (engine.npu_backend.num_compiled, engine.options.npu_window) == (0, "8,16")
+        assert (engine.loaded.npu_backend.num_compiled, engine.options.npu_window) == (0, "8,16")
     assert not [message for message in caplog.messages if "compiled for" in message]
     with chunkrt.load(output, npu="qnn", npu_window="12") as engine:
-        assert engine.npu_backend.num_compiled > 0
+        assert engine.loaded.npu_backend.num_compiled > 0
     told = [message for message in caplog.messages if "compiled for" in message]
     assert told[0] == (
         "attention was compiled for the NPU with npu_window 8,16, and 12 is requested; "
@@ -280,7 +280,7 @@ def test_damaged_context_without_onnx_is_an_error(device, damaged_context, witho
 
 def test_damaged_context_without_onnx_falls_back_to_the_cpu(device, damaged_context, without_onnx, caplog):
     with chunkrt.load(device, npu="qnn", on_npu_failure="fallback") as engine:
-        assert engine.npu_backend is engine.cpu_backend
+        assert engine.loaded.npu_backend is engine.loaded.cpu_backend
         found = engine.session().prefill(TOKENS).logits
     assert caplog.records[-1].getMessage().endswith("; the CPU takes over")
     with chunkrt.load(device, npu="native") as engine:

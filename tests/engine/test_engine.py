@@ -31,7 +31,7 @@ def test_load_defaults(engine):
         assert engine.options == EngineOptions()
         assert engine.chunk_length == 128
         assert engine.scheme.name == "w8a8-dynamic"
-        assert engine.npu_backend.name == "native"
+        assert engine.loaded.npu_backend.name == "native"
         assert engine.context_length == 128
         assert engine.options.num_threads >= 1
 
@@ -40,7 +40,7 @@ def test_load_defaults(engine):
 def test_load_accepts_a_file_or_a_folder(path):
     with chunkrt.load(path) as engine:
         assert engine.plan.family == "llama"
-        assert (engine.tokenizer is None) == Path(path).is_dir()
+        assert (engine.loaded.tokenizer is None) == Path(path).is_dir()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_closed_engine_raises_closed_error():
     session = engine.session()
     session.prefill(TOKENS[:3])
     engine.close()
-    assert engine.is_closed
+    assert engine.loaded.is_closed
     with pytest.raises(ClosedError, match="closed"):
         engine.session()
     with pytest.raises(ClosedError, match="closed"):
@@ -126,7 +126,7 @@ def test_close_during_a_prefill_of_another_thread_raises_one_error_there():
     def hold(what, num_done, total):
         done.append(num_done)
         begun.set()
-        wait_until(lambda: engine.scheduler.is_closed)
+        wait_until(lambda: engine.loaded.scheduler.is_closed)
 
     def prefill():
         try:
@@ -190,4 +190,4 @@ def test_load_reports_progress(tmp_path, monkeypatch):
 def test_engine_is_a_public_class():
     with chunkrt.load(CHECKPOINT) as engine:
         assert isinstance(engine, Engine)
-        assert engine.manifest.model == str(CHECKPOINT)
+        assert engine.loaded.manifest.model == str(CHECKPOINT)

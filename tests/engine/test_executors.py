@@ -29,13 +29,13 @@ def load(name, **options):
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_merged_subgraphs_change_no_bit_of_logits_or_state(name, options):
     with load(name, **options) as engine:
-        lanes = engine.scheduler.executors
+        lanes = engine.loaded.scheduler.executors
         assert len(lanes.tokens.plan.subgraphs) == 2 < len(lanes.prompts.plan.subgraphs)
         unmerged = Scheduler(ExecutorSet.of_one(lanes.prompts), BATCHERS["packed"])
-        merged, parts = engine.make_state(), engine.make_state()
+        merged, parts = engine.loaded.make_state(), engine.loaded.make_state()
         for token in input_ids(name)[:12]:
             ids = np.array([token], np.int64)
-            found, expected = engine.run(Request(ids, merged)), unmerged.run(Request(ids, parts))
+            found, expected = engine.loaded.run(Request(ids, merged)), unmerged.run(Request(ids, parts))
             np.testing.assert_array_equal(found.logits, expected.logits)
             assert len(found.record.events) == 2 < len(expected.record.events)
         for tensor, array in merged.tensors.items():
@@ -58,7 +58,7 @@ def test_state_moves_between_executors():
 @pytest.mark.parametrize("options", [{"ops": "-rms_norm"}, {"npu": "reference"}, {"npu": "onnxrt"}])
 def test_unmerged_subgraphs_run_in_the_executor_of_prompts(options):
     with chunkrt.load(checkpoint("llama_gqa"), **{"npu": "native", **options}) as engine:
-        lanes = engine.scheduler.executors
+        lanes = engine.loaded.scheduler.executors
         assert lanes.tokens is lanes.prompts is lanes.few is lanes.many
 
 

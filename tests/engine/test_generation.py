@@ -43,7 +43,7 @@ def check_continues(engine, session, num_generated):
 @pytest.mark.parametrize("act", ["close", "rewind", "fork", "prefill", "drop"])
 def test_generation_that_shares_chunks_can_be_left_after_any_piece(engine, number, act):
     session = prefilled(engine)
-    with engine.scheduler.sharing():  # the scheduler computes ahead
+    with engine.loaded.scheduler.sharing():  # the scheduler computes ahead
         pieces = session.generate(max_new_tokens=9)
         found = [next(pieces).token_id for _ in range(number)]
         assert found == answer_of(engine)[:number]
@@ -61,7 +61,7 @@ def test_generation_that_shares_chunks_can_be_left_after_any_piece(engine, numbe
 
 def test_generation_continues_after_other_uses_of_the_session(engine):
     session = prefilled(engine)
-    with engine.scheduler.sharing():
+    with engine.loaded.scheduler.sharing():
         pieces = session.generate(max_new_tokens=9)
         found = [next(pieces).token_id for _ in range(3)]
         assert session.fork().position == session.position
@@ -102,7 +102,7 @@ def test_error_of_a_constraint_ends_its_own_generation_only(engine):
         found.extend(piece.token_id for piece in whole.generate(max_new_tokens=9))
 
     thread = threading.Thread(target=work)
-    with engine.scheduler.sharing():
+    with engine.loaded.scheduler.sharing():
         thread.start()
         with pytest.raises(ValueError, match="on purpose"):
             list(broken.generate(max_new_tokens=9, constraint=Breaks()))
@@ -113,7 +113,7 @@ def test_error_of_a_constraint_ends_its_own_generation_only(engine):
 
 def test_cancelled_generation_keeps_its_pieces(engine):
     session = prefilled(engine)
-    with engine.scheduler.sharing():
+    with engine.loaded.scheduler.sharing():
         pieces = session.generate(max_new_tokens=9)
         next(pieces)
         session.cancel()

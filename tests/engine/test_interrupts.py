@@ -30,8 +30,8 @@ def load(name, context_shift=False, threads=1):
     return chunkrt.load(checkpoint(name), npu="reference", scheme="float", **options)
 
 
-def begin(loaded, tokens):
-    opened = loaded.session()
+def begin(engine, tokens):
+    opened = engine.session()
     opened.prefill(tokens[:FIRST])
     list(opened.generate(max_new_tokens=2))
     return opened
@@ -76,12 +76,12 @@ def save(opened, tokens, path):
     opened.save(path)
 
 
-def interrupted_at(act, loaded, name, at, path):
+def interrupted_at(act, engine, name, at, path):
     """Return True if the interrupt came before the act had ended, after checking the session's logits."""
     tokens = input_ids(name)
-    opened = begin(loaded, tokens)
+    opened = begin(engine, tokens)
     try:
-        with InterruptAt(at, CALLER if loaded.options.num_threads == 1 else WORKERS):
+        with InterruptAt(at, CALLER if engine.options.num_threads == 1 else WORKERS):
             act(opened, tokens, path)
     except KeyboardInterrupt:
         assert_says_what_its_tokens_say(opened, name, f"{act.__name__} of {name}, place {at}")
@@ -94,8 +94,8 @@ def interrupted_at(act, loaded, name, at, path):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate, rewind, rewind_and_generate, fork, save])
 def test_interrupt_at_any_point_leaves_the_session_consistent(act, name, step, tmp_path):
-    loaded, at = load(name), 1
-    while interrupted_at(act, loaded, name, at, tmp_path / "state.npz"):
+    engine, at = load(name), 1
+    while interrupted_at(act, engine, name, at, tmp_path / "state.npz"):
         at += step
     assert at > step
 
@@ -106,9 +106,9 @@ def test_interrupt_at_any_point_leaves_the_session_consistent(act, name, step, t
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
 def test_interrupt_at_any_point_of_a_waiting_thread_leaves_the_session_consistent(act, name, first, step, tmp_path):
-    loaded, at = load(name, threads=2), first
-    assert loaded.scheduler.executors.prompts.is_concurrent
-    while interrupted_at(act, loaded, name, at, tmp_path):
+    engine, at = load(name, threads=2), first
+    assert engine.loaded.scheduler.executors.prompts.is_concurrent
+    while interrupted_at(act, engine, name, at, tmp_path):
         at += step
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("chunkrt-")]
     assert at > step
@@ -123,30 +123,30 @@ def test_interrupt_at_any_point_with_shared_chunks_leaves_the_session_consistent
     act, name, first, step, tmp_path, monkeypatch
 ):
     """The other sequences get the same results as alone."""
-    loaded, tokens = load(name), input_ids(name)[:12]
+    engine, tokens = load(name), input_ids(name)[:12]
     expected, found = fresh_logits(name, tuple(tokens[:-2])), []
     has_found, is_over = threading.Event(), threading.Event()
 
     def work():
         while not is_over.is_set():
-            with loaded.session() as opened:
+            with engine.session() as opened:
                 found.append(opened.prefill([*tokens[:-2], *NEXT]).logits)
             has_found.set()
 
-    monkeypatch.setattr(loaded.scheduler, "_others_ask", lambda: True)  # the two always meet
-    shared = loaded.stats().shared_chunks
+    monkeypatch.setattr(engine.loaded.scheduler, "_others_ask", lambda: True)  # the two always meet
+    shared = engine.stats().shared_chunks
     other = threading.Thread(target=work)
     other.start()
     try:
         assert has_found.wait(60)
         at = first
-        while interrupted_at(act, loaded, name, at, tmp_path):
+        while interrupted_at(act, engine, name, at, tmp_path):
             at += step
     finally:
         is_over.set()
         other.join()
     assert at > step
-    assert loaded.stats().shared_chunks > shared
+    assert engine.stats().shared_chunks > shared
     for logits in found:
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
@@ -184,13 +184,13 @@ def test_interrupt_during_any_task_leaves_the_session_consistent(act, name, thre
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("change", ["reset", "load", "restore"])
 def test_state_after_an_aborted_change_is_the_old_or_the_new_one(name, change, step, tmp_path):
-    loaded, tokens, path = load(name), np.array(input_ids(name)), tmp_path / "state.npz"
+    engine, tokens, path = load(name), np.array(input_ids(name)), tmp_path / "state.npz"
 
     def state_of(count):
-        return make_state(loaded, tokens[:count])
+        return make_state(engine, tokens[:count])
 
     def logits_of(tried):
-        return loaded.run(Request(tokens[-3:], tried, logits="last")).logits
+        return engine.loaded.run(Request(tokens[-3:], tried, logits="last")).logits
 
     other = state_of(4)
     other.save(path)

@@ -70,7 +70,7 @@ def test_scores_equal_those_of_all_logits_at_once(engine):
         expected = log_probabilities[np.arange(len(continuation)), continuation].sum()
         assert score.log_probability == pytest.approx(expected, abs=1e-9)
         assert score.is_greedy == (logits.argmax(axis=1).tolist() == list(continuation))
-    assert engine.score([("a b", " c")]) == engine.score([encode_pair(engine.require_tokenizer(), "a b", " c")])
+    assert engine.score([("a b", " c")]) == engine.score([encode_pair(engine.tokenizer, "a b", " c")])
 
 
 def test_invalid_prompt_ends_all_and_the_engine_recovers(engine):
@@ -341,13 +341,13 @@ def test_closed_engine_rejects_every_call(engine):
 
 
 def test_pairs_with_one_context_run_it_once_in_any_order(engine, monkeypatch):
-    ran, run = [], engine.scheduler.run
+    ran, run = [], engine.loaded.scheduler.run
 
     def note(request):
         ran.append(request.token_ids.size)
         return run(request)
 
-    monkeypatch.setattr(engine.scheduler, "run", note)
+    monkeypatch.setattr(engine.loaded.scheduler, "run", note)
     context, other = input_ids(NAME)[:30], input_ids(NAME)[1:20]
     pairs = [(context, [5, 6]), (context, [7]), (other, [8]), (context, [9, 9, 9])]
     scores = engine.score(pairs)
@@ -361,8 +361,10 @@ def test_contexts_with_a_shared_beginning_run_it_once(monkeypatch):
     shared = input_ids(NAME)[:48]
     pairs = [([*shared, *range(n, n + 9)], [ending, 7]) for n in range(5) for ending in (3, 4)]
     with chunkrt.load(checkpoint(NAME), npu="native", threads=2, prefix_cache="memory") as cached:
-        ran, run = [], cached.scheduler.run
-        monkeypatch.setattr(cached.scheduler, "run", lambda request: ran.append(request.token_ids.size) or run(request))
+        ran, run = [], cached.loaded.scheduler.run
+        monkeypatch.setattr(
+            cached.loaded.scheduler, "run", lambda request: ran.append(request.token_ids.size) or run(request)
+        )
         scores = cached.score(pairs)
         assert cached.stats().cached_tokens == 4 * 48
         assert sum(ran) == 48 + 5 * (8 + 2 + 2)
@@ -387,7 +389,7 @@ def test_scores_come_once_each_as_they_are_ready(engine):
 
 
 def test_pairs_that_do_not_fit_are_rejected_before_anything_runs(engine, monkeypatch):
-    monkeypatch.setattr(engine.scheduler, "run", None)
+    monkeypatch.setattr(engine.loaded.scheduler, "run", None)
     with pytest.raises(ConfigError, match="do not fit the context"):
         engine.score([([1], [2]), ([1] * 10**6, [2])])
 

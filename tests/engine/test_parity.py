@@ -71,7 +71,7 @@ def test_decoder_as_one_onnx_model_equals_transformers(name):
     """It runs in one call, with empty caches, without chunks, executor or chunkrt's kernels."""
     tokens = np.array(input_ids(name), np.int64)
     with load(name, npu="onnxrt") as engine:
-        decoder = OnnxRuntimeExecutable(engine.plan.subgraphs, engine.plan, engine.scheme, engine.weights)
+        decoder = OnnxRuntimeExecutable(engine.plan.subgraphs, engine.plan, engine.scheme, engine.loaded.weights)
         state = State(engine.plan, tokens.size)
         logits = np.empty((tokens.size, engine.plan.vocab_size), np.float32)
         given = {

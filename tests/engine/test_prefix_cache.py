@@ -123,13 +123,13 @@ def follow_stories_on_disk(name: str, chunk_length: int, tight: str, folder: Pat
     memory, disk = TIGHT[tight]
     budgets = {"prefix_cache": folder, "prefix_cache_memory": memory, "prefix_cache_disk": disk}
     with load(name, chunk_length) as plain:
-        prompts, run, alone = Prompts(8, plain.plan.vocab_size), plain.run, threading.Lock()
+        prompts, run, alone = Prompts(8, plain.plan.vocab_size), plain.loaded.run, threading.Lock()
 
         def run_alone(wanted: Request) -> Request:
             with alone:
                 return run(wanted)
 
-        plain.run = run_alone  # type: ignore[method-assign]
+        plain.loaded.run = run_alone  # type: ignore[method-assign]
         long = prompts.known[0]
         for seed in range(rounds):
             with load(name, chunk_length, threads=2, **budgets) as cached:
@@ -178,8 +178,8 @@ def test_prefix_cache_on_an_emulated_npu(decode_on: str, tokens_differ: bool) ->
     options = {"npu": "qnn", "scheme": "w8a16", "decode_on": decode_on}
     name = "llama_biased_gguf"
     with load(name, 32, prefix_cache="memory", **options) as cached, load(name, 32, **options) as plain:
-        assert cached.prefix_cache is not None
-        assert cached.prefix_cache.exactness.tokens_differ == tokens_differ
+        assert cached.loaded.prefix_cache is not None
+        assert cached.loaded.prefix_cache.exactness.tokens_differ == tokens_differ
         tokens = Prompts(2, plain.plan.vocab_size).known[0]
         for num_cached, prompt in ((0, tokens[:60]), (58, tokens[:60]), (40, [*tokens[:40], *tokens[:9]])):
             with cached.session() as session, plain.session() as expected:
@@ -240,8 +240,8 @@ class Failing:
     """Makes an engine's runs fail from the n-th on."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._run, self.runs_left = engine.run, 10**9
-        monkeypatch.setattr(engine, "run", self)
+        self._run, self.runs_left = engine.loaded.run, 10**9
+        monkeypatch.setattr(engine.loaded, "run", self)
 
     def __call__(self, run: Request) -> Request:
         self.runs_left -= 1
@@ -336,7 +336,7 @@ def test_failed_prefill_leaves_the_session_unchanged(name: str, monkeypatch: pyt
         session, expected = engine.session(), plain.session()
         for one in (session, expected):
             one.prefill(tokens[:8])
-        run, num_tokens = engine.run, list[int]()
+        run, num_tokens = engine.loaded.run, list[int]()
 
         def fails_at_the_end(wanted: Request) -> Request:
             num_tokens.append(wanted.token_ids.size)
@@ -345,7 +345,7 @@ def test_failed_prefill_leaves_the_session_unchanged(name: str, monkeypatch: pyt
             return run(wanted)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "run", fails_at_the_end)
+            patch.setattr(engine.loaded, "run", fails_at_the_end)
             with pytest.raises(ConfigError, match="on purpose"):
                 session.prefill(tokens[8:90])
         assert session.position == 8
@@ -370,11 +370,11 @@ def test_invalid_place_is_rejected(value: object) -> None:
 def test_ranks_have_no_prefix_cache_and_reject_one() -> None:
     with load(CACHES_ONLY, 8) as engine:
         for place in ("memory", "disk", "/somewhere"):
-            engine.options = replace(engine.options, prefix_cache=place)
+            engine.loaded.options = replace(engine.options, prefix_cache=place)
             with pytest.raises(ConfigError, match="ranks do not support the prefix cache"):
-                open_cache(engine, Exactness(step=1, tokens_differ=False), has_ranks=True, is_npu_lost=bool)
+                open_cache(engine.loaded, Exactness(step=1, tokens_differ=False), has_ranks=True, is_npu_lost=bool)
         for place in (None, "off"):
-            engine.options = replace(engine.options, prefix_cache=place)
+            engine.loaded.options = replace(engine.options, prefix_cache=place)
             exactness = Exactness(step=1, tokens_differ=False)
             assert open_cache(engine, exactness, has_ranks=True, is_npu_lost=bool) is None
 
@@ -382,8 +382,8 @@ def test_ranks_have_no_prefix_cache_and_reject_one() -> None:
 def test_lost_npu_disables_the_cache() -> None:
     """Its results differ from those that the CPU computes from then on."""
     with load(CACHES_ONLY, 8, prefix_cache="memory") as engine:
-        is_lost, exactness = [False], engine.prefix_cache.exactness
-        engine.prefix_cache = open_cache(engine, exactness, has_ranks=False, is_npu_lost=lambda: is_lost[0])
+        is_lost, exactness = [False], engine.loaded.prefix_cache.exactness
+        engine.loaded.prefix_cache = open_cache(engine, exactness, has_ranks=False, is_npu_lost=lambda: is_lost[0])
         found = []
         for lost in (False, False, True):
             is_lost[0] = lost

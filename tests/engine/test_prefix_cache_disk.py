@@ -442,7 +442,7 @@ def test_waiting_bytes_and_remembered_names_are_bounded(
         engine.session().prefill(TOKENS)
         writes.acquire()
         engine.session().prefill(TOKENS[::-1])  # there is no room for it
-        store = engine.prefix_cache._store
+        store = engine.loaded.prefix_cache._store
         assert store._queue.empty()
         may_write.set()
         while store._num_waiting_bytes:

@@ -64,8 +64,8 @@ def close(session: Session) -> None:
 def test_interrupt_at_any_point_leaves_session_and_cache_consistent(act: object, name: str, step: int) -> None:
     engine, at, was_interrupted = load(name, "memory"), 1, True
     while was_interrupted:
-        assert engine.prefix_cache is not None
-        engine.prefix_cache.clear()
+        assert engine.loaded.prefix_cache is not None
+        engine.loaded.prefix_cache.clear()
         engine.session().prefill(TOKENS)
         session, was_interrupted = engine.session(), False
         try:

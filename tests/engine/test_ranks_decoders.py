@@ -95,7 +95,7 @@ def test_switches_apply_to_ranks_except_for_the_sums(npu):
     def work(communicator, ops):
         with load(LLAMA, communicator, chunk_length=8, npu=npu, ops=ops) as engine:
             subgraph = next(s for s in engine.plan.subgraphs if s.device == "link")
-            ((_, choice),) = engine.dispatcher.runners(subgraph, "link")
+            ((_, choice),) = engine.loaded.dispatcher.runners(subgraph, "link")
             logits = engine.session().prefill(input_ids("llama_gqa"), logits="all").logits
             return logits, (choice.operator, choice.runs_on, choice.function)
 

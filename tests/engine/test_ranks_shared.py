@@ -113,7 +113,7 @@ def test_single_prompt_takes_one_command_for_each_filling_of_the_slots(ranks, se
     session = ranks.engine.session()
     sent.clear()
     session.prefill(IDS[:60])
-    others, executor = len(ranks.communicators) - 1, ranks.engine.scheduler.executors.prompts
+    others, executor = len(ranks.communicators) - 1, ranks.engine.loaded.scheduler.executors.prompts
     num_commands = -(-60 // (len(executor.slots) * executor.chunk_length))
     assert (sent[Channel.DONE], sent[Channel.ABORT]) == (num_commands * others, 0)
     assert sent[Channel.COMMAND] <= (num_commands + 2) * others
@@ -167,7 +167,7 @@ def test_single_prompt_gives_way_on_all_ranks(name):
         def all_reduce(partial, out, *, key):
             if key.position == 16 and not is_there.is_set():
                 is_there.set()
-                wait_until(lambda: engine.scheduler.num_waiting > 0)
+                wait_until(lambda: engine.loaded.scheduler.num_waiting > 0)
             sums(partial, out, key=key)
 
         leader.all_reduce = all_reduce
@@ -188,9 +188,9 @@ def test_single_prompt_gives_way_on_all_ranks(name):
         np.testing.assert_array_equal(engine.session().prefill(ids, logits="all").logits, expected[0])
 
 
-def fail_at(engine, poison):
-    """Make an engine's last task with state fail, after its writes, on chunks that hold a token."""
-    lanes = engine.scheduler.executors
+def fail_at(loaded, poison):
+    """Make a loaded model's last task with state fail, after its writes, on chunks that hold a token."""
+    lanes = loaded.scheduler.executors
     for lane in {id(lane): lane for lane in (lanes.prompts, lanes.tokens, lanes.many, lanes.few)}.values():
         last = [subgraph for subgraph in lane.subgraphs if subgraph.subgraph.state][-1]
 
@@ -216,7 +216,7 @@ def test_failed_task_on_a_rank_fails_the_sequences_of_its_chunk(name, failing):
             session = engine.session()
             session.prefill(start)
             expected.append([session.prefill(ids[:n], logits="all").logits for n in (1, 9, 30, 1)])
-        fail_at(engine if failing == 0 else ranks.of_followers[1], poison)
+        fail_at(engine.loaded if failing == 0 else ranks.of_followers[1], poison)
         num_failed, told = Counter(), set()
 
         def work(index):
@@ -285,7 +285,7 @@ def test_follower_out_of_step_ends_all_ranks():
         ranks.of_followers[1].take_part = lambda *_: pytest.fail("nothing is computed")
         State.rewind(session._sequence.state, 2)  # the followers are not told
         with pytest.raises(DeviceLostError, match=r"rank 1 failed: BackendError: its state is at position 8, .* at 2"):
-            ranks.engine.run(Request(np.array([5]), session._sequence.state))
+            ranks.engine.loaded.run(Request(np.array([5]), session._sequence.state))
 
 
 def test_options_of_many_sequences_apply_on_ranks(caplog):
@@ -346,7 +346,7 @@ def test_state_of_the_first_rank_alone_is_rejected(ranks):
     engine = ranks.engine
     state = State(engine.plan, engine.context_length, engine.cache_dtype, chunk_length=engine.chunk_length)
     with pytest.raises(ConfigError, match="the state belongs to this rank alone; use the state of a session"):
-        engine.run(Request(np.array([5]), state))
+        engine.loaded.run(Request(np.array([5]), state))
 
 
 def test_ranks_without_a_leader_take_one_run_at_a_time():

@@ -9,6 +9,7 @@ from fixture_checkpoints import checkpoint
 import chunkrt
 from chunkrt.engine import scoring
 from chunkrt.engine.scoring import by_beginning, likeliest, log_softmax, score_tokens
+from chunkrt.engine.session import prompt_log_probabilities
 from chunkrt.errors import ModelError
 from chunkrt.runtime.request import Request
 
@@ -56,7 +57,9 @@ def test_on_run_may_use_the_session_with_an_event_loop(act):
     async def use(engine):
         async with await engine.asession() as session:
             session.on_run = lambda record: told.append(session.fork().position)
-            return await (session.ascore([1, 2], [3, 4]) if act == "ascore" else session.atell([1, 2, 3], 2))
+            return await (
+                session.ascore([1, 2], [3, 4]) if act == "ascore" else prompt_log_probabilities(session, [1, 2, 3], 2)
+            )
 
     with chunkrt.load(checkpoint("llama_gqa"), npu="native") as engine:
         assert asyncio.run(use(engine))
@@ -74,7 +77,7 @@ def test_texts_with_a_shared_beginning_have_the_same_results_as_alone(name):
         for text in texts:
             if not goes_on:
                 session, before = await engine.asession(), ()
-            before = (await session.atell(text, 3, before)).of_tokens
+            before = (await prompt_log_probabilities(session, text, 3, before)).of_tokens
             told.append(before)
         return told
 
@@ -96,7 +99,7 @@ def test_shared_tokens_are_not_run_again(name, monkeypatch):
         session = await engine.asession()
         for text in ([*range(1, 31), 5, 6], [*range(1, 31), 7, 8, 9], [*range(1, 31), 7, 8, 9], [4, 5]):
             ran.clear()
-            found = await session.atell(text, 2, before)
+            found = await prompt_log_probabilities(session, text, 2, before)
             before = found.of_tokens
             told.append(len(text) - found.num_cached)
             counts.append(sum(ran))
@@ -104,8 +107,10 @@ def test_shared_tokens_are_not_run_again(name, monkeypatch):
 
     ran = []
     with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
-        run = engine.scheduler.run
-        monkeypatch.setattr(engine.scheduler, "run", lambda request: ran.append(request.token_ids.size) or run(request))
+        run = engine.loaded.scheduler.run
+        monkeypatch.setattr(
+            engine.loaded.scheduler, "run", lambda request: ran.append(request.token_ids.size) or run(request)
+        )
         told, counts = asyncio.run(tell(engine))
     assert told == counts
     assert told[0] == 32
@@ -143,8 +148,8 @@ def test_held_logits_never_exceed_a_piece(name, monkeypatch):
 
     async def tell(engine):
         session = await engine.asession()
-        before = await session.atell([*range(1, 31), 5, 6], 2)
-        return (await session.atell([*range(1, 31), 7, 8, 9], 2, before.of_tokens)).of_tokens
+        before = await prompt_log_probabilities(session, [*range(1, 31), 5, 6], 2)
+        return (await prompt_log_probabilities(session, [*range(1, 31), 7, 8, 9], 2, before.of_tokens)).of_tokens
 
     with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
         expected = asyncio.run(tell(engine))

@@ -329,7 +329,7 @@ class Hook:
     """Request a function before the first call of an executable."""
 
     def __init__(self, engine, monkeypatch, action):
-        subgraph = engine.scheduler.executors.prompts.subgraphs[3]
+        subgraph = engine.loaded.scheduler.executors.prompts.subgraphs[3]
         run_subgraph, self.action = subgraph.run, action
 
         def run(*arguments):
@@ -462,10 +462,10 @@ def test_other_invalid_arguments_are_rejected(engine, session):
     with pytest.raises(ConfigError, match="on_run is 3, expected a function"):
         session.on_run = 3
     with pytest.raises(ConfigError, match="request is 3, expected a Request"):
-        engine.run(3)
+        engine.loaded.run(3)
     with pytest.raises(ConfigError, match="model is None, expected a name or a path"):
         chunkrt.load(None)
-    for options in ({"calibration": "cal.npz"}, {"htp": {}}):
+    for options in ({"calibration": 3}, {"htp": {}}):
         with pytest.raises(ConfigError, match=f"`{next(iter(options))}` is .*, expected"):
             chunkrt.load(checkpoint(NAME), **options)
 

@@ -158,8 +158,8 @@ def test_load_errors_print_one_line(tmp_path: Path) -> None:
         session.prefill(PROMPT)
         session.save(path)
         state = tmp_path / "state"
-        of_prompt = engine.make_state()
-        engine.run(Request(np.array(PROMPT), of_prompt))
+        of_prompt = engine.loaded.make_state()
+        engine.loaded.run(Request(np.array(PROMPT), of_prompt))
         of_prompt.save(state)
         del of_prompt
         num_sessions = engine.stats().sessions
@@ -231,13 +231,13 @@ def test_session_with_few_different_weights_is_rejected(tmp_path: Path, monkeypa
     with load(str(folder), **options) as engine, engine.session() as session:
         session.prefill(PROMPT)
         session.save(tmp_path / "said")
-        sampled = engine.manifest.checkpoint
+        sampled = engine.loaded.manifest.checkpoint
     path = folder / "model.safetensors"
     weights = bytearray(path.read_bytes())
     weights[-2] ^= 1
     path.write_bytes(weights)
     with load(str(folder), **options) as engine:
-        assert engine.manifest.checkpoint == sampled
+        assert engine.loaded.manifest.checkpoint == sampled
         with pytest.raises(ModelError, match="another model"):
             engine.load_session(tmp_path / "said")
 

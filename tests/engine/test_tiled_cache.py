@@ -107,7 +107,7 @@ def test_aborted_prompt_leaves_a_ring_unchanged() -> None:
 def test_bfloat16_caches_are_the_default_of_bfloat16_attention() -> None:
     with load(cache_dtype=None) as engine:
         assert engine.cache_dtype == "bfloat16"
-        cache = next(iter(engine.make_state().tensors.values()))
+        cache = next(iter(engine.loaded.make_state().tensors.values()))
         assert (cache.dtype, cache.shape[1] % 64, cache.shape[2] % 32) == (np.uint16, 0, 0)
     with load(cache_dtype=None, context_shift=True) as engine:
         assert engine.cache_dtype == "float16"

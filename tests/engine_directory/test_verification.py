@@ -68,7 +68,7 @@ def test_large_files_are_recorded_with_the_fast_hash(tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     monkeypatch.setattr(manifest, "HASHED_WHEN_READ", 1000)
     with chunkrt.load(checkpoint("llama_gqa"), scheme="float", npu="reference") as engine:
-        found = engine.manifest.files[WEIGHTS]
+        found = engine.loaded.manifest.files[WEIGHTS]
         assert found == (
             (engine.folder / WEIGHTS).stat().st_size,
             manifest.digest(engine.folder / WEIGHTS, FAST_HASH),

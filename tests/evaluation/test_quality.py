@@ -80,10 +80,10 @@ def test_the_capital_of_france(command):
 @pytest.mark.slow
 def test_the_quantised_model_takes_a_quarter_of_the_bytes(native, oracle):
     """Linears are int8, the table is float16."""
-    assert native.weights.num_bytes < 0.31 * oracle.weights.num_bytes
+    assert native.loaded.weights.num_bytes < 0.31 * oracle.loaded.weights.num_bytes
 
 
 @pytest.mark.slow
 def test_blocks_of_4_bits_take_less(native, native_in_blocks):
     """The layers' linears take 5 bits a weight instead of 8; LM head and table are unchanged."""
-    assert native_in_blocks.weights.num_bytes < 0.8 * native.weights.num_bytes
+    assert native_in_blocks.loaded.weights.num_bytes < 0.8 * native.loaded.weights.num_bytes

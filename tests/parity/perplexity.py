@@ -45,7 +45,7 @@ def cut(model: str, text: str, length: int, number: int) -> list[list[int]]:
     from chunkrt.evaluation.text import cut_windows, spread
 
     with chunkrt.load(model, npu="native", context_length=length) as engine:
-        tokenizer = engine.require_tokenizer()
+        tokenizer = engine.tokenizer
         bos_id = tokenizer.settings.bos_id if tokenizer.settings.add_bos else None
         tokens = tokenizer.encode(text, add_special=False, parse_special=False)
     return spread(cut_windows(tokens, length, bos_id=bos_id), number)

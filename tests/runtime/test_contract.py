@@ -224,4 +224,4 @@ def test_point_8_one_thread_budget_covers_workers_and_kernels(monkeypatch: pytes
     monkeypatch.setattr(native, "ThreadPool", note)
     with chunkrt.load(checkpoint(CHECKPOINT), npu="native", threads=3) as engine:
         assert budgets == [3]
-        assert [processor.workers for processor in processors_for(engine.npu_backend.concurrency, 3)] == [3]
+        assert [processor.workers for processor in processors_for(engine.loaded.npu_backend.concurrency, 3)] == [3]

@@ -53,7 +53,7 @@ def test_bytes_that_are_no_characters_have_names_of_their_own(engine, monkeypatc
     tokenizer = make_tokenizer("byte_level")
     parts = [i for i in range(128) if not tokenizer.token_bytes[i].isascii()]
     assert len(parts) >= 3
-    monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    monkeypatch.setattr(engine.loaded, "tokenizer", tokenizer)
     with serving(engine) as (_, url):
         body = {"prompt": [80, 81], "logit_bias": {str(parts[0]): 100}, "logprobs": 20, "max_tokens": 1}
         (choice,) = complete(url, **body)["choices"]
@@ -108,7 +108,7 @@ def test_copies_and_grammars_do_not_block_the_event_loop(engine, monkeypatch):
         return await _respond(*arguments, **more)
 
     monkeypatch.setattr(app, "_respond", respond)
-    monkeypatch.setattr(engine, "fork_state", noting("fork", engine.fork_state))
+    monkeypatch.setattr(engine.loaded, "fork_state", noting("fork", engine.loaded.fork_state))
     for room in (chats, completed):
         monkeypatch.setattr(room, "constraint_maker", noting(room.__name__, room.constraint_maker))
     with serving(engine) as (_, url):
@@ -122,7 +122,7 @@ def test_copies_and_grammars_do_not_block_the_event_loop(engine, monkeypatch):
 
 def test_abandoned_copy_finishes_before_its_source_is_released(engine, monkeypatch):
     copying, go_on, copied = threading.Event(), threading.Event(), []
-    fork_state = engine.fork_state
+    fork_state = engine.loaded.fork_state
 
     def slowly(state):
         copying.set()
@@ -130,7 +130,7 @@ def test_abandoned_copy_finishes_before_its_source_is_released(engine, monkeypat
         copied.append(fork_state(state))
         return copied[0]
 
-    monkeypatch.setattr(engine, "fork_state", slowly)
+    monkeypatch.setattr(engine.loaded, "fork_state", slowly)
 
     async def test():
         async with await engine.asession() as session:

@@ -35,5 +35,5 @@ def test_concurrent_clients_get_the_answers_of_single_clients(tmp_path):
             for thread in threads:
                 thread.join()
             assert together == [ask(prompt) for prompt in prompts]
-        assert engine.npu_backend.name == "qnn"
+        assert engine.loaded.npu_backend.name == "qnn"
         assert all(together)

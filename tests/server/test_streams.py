@@ -49,7 +49,7 @@ class Raw:
 @contextmanager
 def held(engine):
     """Block all executors meanwhile."""
-    with engine.scheduler.held():
+    with engine.loaded.scheduler.held():
         yield
 
 
@@ -86,13 +86,13 @@ def test_a_stream_that_waits_for_a_place_begins_too_and_a_full_queue_has_a_statu
 
 
 def test_comments_come_between_events_too(engine, monkeypatch):
-    go_on, fork_state = Event(), engine.fork_state
+    go_on, fork_state = Event(), engine.loaded.fork_state
 
     def wait(state):
         assert go_on.wait(30)
         return fork_state(state)
 
-    monkeypatch.setattr(engine, "fork_state", wait)
+    monkeypatch.setattr(engine.loaded, "fork_state", wait)
     with serving(engine, ping_seconds=0.05) as (_, url):
         raw = Raw(url, BODY | {"n": 2, "stream_options": {"include_progress": True}})
         raw.read_until(b'"progress":')
@@ -108,7 +108,7 @@ def test_failure_after_the_start_is_an_event(engine, monkeypatch):
     def full(state):
         raise BusyError("no room")
 
-    monkeypatch.setattr(engine, "fork_state", full)
+    monkeypatch.setattr(engine.loaded, "fork_state", full)
     with serving(engine) as (_, url):
         lines = httpx.post(f"{url}/v1/completions", json=BODY | {"n": 2}).text.splitlines()
         events = [line for line in lines if line.startswith("data: ")]

@@ -96,7 +96,7 @@ def client(engine, chat_folder, monkeypatch):
         "{% endfor %}" + TEMPLATE
     )
     settings = replace(engine.tokenizer.settings, chat_template=template)
-    monkeypatch.setattr(engine, "tokenizer", Tokenizer(read_vocabulary(chat_folder / VOCABULARY_FILE), settings))
+    monkeypatch.setattr(engine.loaded, "tokenizer", Tokenizer(read_vocabulary(chat_folder / VOCABULARY_FILE), settings))
     with serving(engine) as (_, url), openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 

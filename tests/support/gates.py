@@ -45,7 +45,7 @@ def asked_before_any_is_computed(engine: Engine, calls: Sequence[Callable[[], Re
         found[index] = calls[index]()
 
     threads = [Thread(target=target, args=(index,), daemon=True) for index in range(len(calls))]
-    with engine.scheduler.held():
+    with engine.loaded.scheduler.held():
         for thread in threads:
             thread.start()
             wait_until_waiting(thread.ident, Request.wait)

@@ -20,6 +20,7 @@ from fixture_checkpoints import NAMES, checkpoint, input_ids
 from interleavings import CONTEXT, LENGTHS, check_interleaving
 
 from chunkrt.engine.engine import Engine
+from chunkrt.engine.loaded import LoadedModel
 from chunkrt.engine.loading import load_part
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.ranks.follower import Follower
@@ -37,16 +38,16 @@ class Led:
     communicators: Sequence[LocalCommunicator]
     leader: Leader
     engine: Engine
-    of_followers: dict[int, Engine] = field(default_factory=dict)
+    of_followers: dict[int, LoadedModel] = field(default_factory=dict)
 
 
 @contextmanager
 def led(name: str | Path, size: int, *, of_others: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Led]:
     """Load a model on `size` ranks, and end all ranks at exit; `of_others` changes options of all except the first."""
     chosen = EngineOptions(**{"npu": "native", "threads": 1, "context_length": CONTEXT} | options)
-    communicators, of_followers = local_communicators(size), dict[int, Engine]()
+    communicators, of_followers = local_communicators(size), dict[int, LoadedModel]()
 
-    def load(model: str, options: EngineOptions, communicator: Any) -> Engine:
+    def load(model: str, options: EngineOptions, communicator: Any) -> LoadedModel:
         engine = load_part(model, replace(options, **of_others or {}), communicator)
         of_followers[communicator.rank] = engine
         return engine
@@ -57,9 +58,9 @@ def led(name: str | Path, size: int, *, of_others: Mapping[str, Any] | None = No
     try:
         path, leader = checkpoint(name) if isinstance(name, str) else name, Leader(communicators[0])
         mirror = leader.open(str(path), chosen)
-        engine = load_part(str(path), chosen, communicators[0], mirror=mirror)
+        engine = Engine(load_part(str(path), chosen, communicators[0], mirror=mirror))
         with engine:
-            mirror.check_loaded(engine.identity)
+            mirror.check_loaded(engine.loaded.identity)
             yield Led(communicators, leader, engine, of_followers)
     finally:
         communicators[0].close()

@@ -57,16 +57,18 @@ def sessions(model, state_file):
         tokens += [greedy(fork, 4), greedy(session, 4)]
         state, four = make_state(engine, PROMPT), np.array(PROMPT[:4])
         snapshot = state.snapshot()
-        first = engine.run(Request(four, state, logits="last")).logits
+        first = engine.loaded.run(Request(four, state, logits="last")).logits
         state.restore(snapshot)
-        assert np.array_equal(first, engine.run(Request(four, state, logits="last")).logits)
+        assert np.array_equal(first, engine.loaded.run(Request(four, state, logits="last")).logits)
         del snapshot, fork
         other = make_state(engine)
         state.save(state_file)
         other.load(state_file)
-        assert np.array_equal(*(engine.run(Request(four, each, logits="last")).logits for each in (state, other)))
+        assert np.array_equal(
+            *(engine.loaded.run(Request(four, each, logits="last")).logits for each in (state, other))
+        )
         state.reset()
-        logits = engine.run(Request(np.array(PROMPT), state, logits="all")).logits
+        logits = engine.loaded.run(Request(np.array(PROMPT), state, logits="all")).logits
     print(json.dumps({"tokens": tokens, "logits": logits.tolist()}))
 
 

@@ -16,10 +16,10 @@ from chunkrt.runtime.state import State
 
 def make_state(engine: Engine, tokens: object = (), *, logits: Logits = "none") -> State:
     """Return a state of an engine that contains some tokens."""
-    state = engine.make_state()
+    state = engine.loaded.make_state()
     ids = np.asarray(tokens, np.int64)
     if ids.size:
-        engine.run(Request(ids, state, logits=logits))
+        engine.loaded.run(Request(ids, state, logits=logits))
     return state
 
 

@@ -22,7 +22,7 @@ class Runner:
         self.engine = engine = chunkrt.load(model, threads=threads, prefix_cache="off", **options)
         self.session = engine.session()
         self.settings = (
-            f"backend {engine.npu_backend.name}, scheme {engine.scheme.name}, chunk {engine.chunk_length}, "
+            f"backend {engine.loaded.npu_backend.name}, scheme {engine.scheme.name}, chunk {engine.chunk_length}, "
             f"policy {engine.options.policy}, attention in {engine.options.attention_math}"
         )
 

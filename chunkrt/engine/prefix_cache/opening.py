@@ -23,7 +23,7 @@ from chunkrt.engine_directory.manifest import PLAN, WEIGHTS
 from chunkrt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from chunkrt.engine.engine import Engine
+    from chunkrt.engine.loaded import LoadedModel
 
 MOST_BYTES = 2 * 2**30
 SHARE_OF_FREE = 8
@@ -40,7 +40,7 @@ def own_folder() -> Path:
 
 
 def open_cache(
-    engine: Engine, exactness: Exactness, *, has_ranks: bool, is_npu_lost: Callable[[], bool]
+    engine: LoadedModel, exactness: Exactness, *, has_ranks: bool, is_npu_lost: Callable[[], bool]
 ) -> PrefixCache | None:
     """Open the prefix cache that an engine's options request. Return None if it is off.
 
@@ -69,7 +69,7 @@ def open_cache(
     return PrefixCache(exactness, engine.chunk_length, limit, store=store, is_lost=is_npu_lost)
 
 
-def _owner(engine: Engine, exactness: Exactness) -> Owner:
+def _owner(engine: LoadedModel, exactness: Exactness) -> Owner:
     """Return the owner of the files, whose identity contains everything that can change the contents of a state."""
     options, manifest = engine.options, engine.manifest
     backends = engine.npu_backend.name, engine.cpu_backend.name

@@ -14,7 +14,7 @@ from chunkrt.runtime.ranks.messages import MessageCommunicator
 from chunkrt.runtime.request import Request
 
 if TYPE_CHECKING:
-    from chunkrt.engine.engine import Engine
+    from chunkrt.engine.loaded import LoadedModel
 
 
 class Follower:
@@ -26,7 +26,7 @@ class Follower:
     """
 
     def __init__(
-        self, communicator: MessageCommunicator, load: Callable[[str, EngineOptions, MessageCommunicator], Engine]
+        self, communicator: MessageCommunicator, load: Callable[[str, EngineOptions, MessageCommunicator], LoadedModel]
     ) -> None:
         self._communicator = communicator
         self._load = load

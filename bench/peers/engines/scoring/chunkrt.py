@@ -28,7 +28,7 @@ class Runner:
         settings = {"threads": threads, "context_length": context_length, "prefix_cache": "off", **options}
         self.engine = engine = chunkrt.load(model, **settings)
         self.settings = (
-            f"backend {engine.npu_backend.name}, scheme {engine.scheme.name}, chunk {engine.chunk_length}; "
+            f"backend {engine.loaded.npu_backend.name}, scheme {engine.scheme.name}, chunk {engine.chunk_length}; "
             f"{SCORED_BY[self.way]}"
         )
         self.num_rows = self.num_padded = 0
@@ -63,4 +63,4 @@ class Runner:
     def _with_padding(self, num_rows: int, num_chunks: int) -> int:
         """Count padded rows. On the CPU alone chunks are as long as their rows; an NPU has one length."""
         engine = self.engine
-        return num_rows if engine.npu_backend is engine.cpu_backend else num_chunks * engine.chunk_length
+        return num_rows if engine.loaded.npu_backend is engine.loaded.cpu_backend else num_chunks * engine.chunk_length

@@ -20,7 +20,7 @@ class Runner:
         settings = {"threads": threads, "context_length": context_length, "prefix_cache": "off", **options}
         self.engine = engine = chunkrt.load(model, **settings)
         self.settings = (
-            f"backend {engine.npu_backend.name}, scheme {engine.scheme.name}, chunk {engine.chunk_length}, "
+            f"backend {engine.loaded.npu_backend.name}, scheme {engine.scheme.name}, chunk {engine.chunk_length}, "
             f"batcher {engine.options.batcher}, prefix cache {settings['prefix_cache']}; asession() and aprefill(), "
             "the most likely token by NumPy"
         )
