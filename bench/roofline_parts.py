@@ -23,7 +23,7 @@ from chunkrt.runtime.request import Request
 from chunkrt.runtime.scheduler import Scheduler
 from chunkrt.runtime.state import State
 from chunkrt.runtime.tasks import Task, processors_for
-from chunkrt.simulate.work import Chunk, cut
+from chunkrt.simulate.work import ChunkWork, cut
 
 PROMPT_TOKENS, DECODED_TOKENS, DECODE_POSITION = 512, 16, 128
 
@@ -146,7 +146,7 @@ class Parts:
             return step_bounds(
                 plan, scheme, cut(len(self._tokens), self._engine.chunk_length), self._prompt_tasks, peaks
             )
-        middle = Chunk(num_tokens=1, num_rows=1, position=self._position + DECODED_TOKENS // 2)
+        middle = ChunkWork(num_tokens=1, num_rows=1, position=self._position + DECODED_TOKENS // 2)
         return step_bounds(merged, scheme, [middle], [Task(i, 0) for i in range(len(merged.subgraphs))], peaks)
 
 

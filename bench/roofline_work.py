@@ -16,7 +16,7 @@ from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.plan import ATTENTION_OPS, EXPERTS_OP, Plan, linear_nodes, resolve
 from chunkrt.quant.scheme import Scheme, Storage
 from chunkrt.runtime.tasks import Task
-from chunkrt.simulate.work import Chunk
+from chunkrt.simulate.work import ChunkWork
 
 NOT_COUNTED = (EXPERTS_OP, LINEAR_ATTENTION_OP, "FloatLinear")
 """Expensive operators that are not counted here."""
@@ -55,7 +55,7 @@ class Work:
 def work_of(
     plan: Plan,
     scheme: Scheme,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[ChunkWork],
     tasks: Iterable[Task],
     storages: Collection[Storage] = ("int8", "int4", "blocks"),
 ) -> Work:
@@ -132,7 +132,7 @@ class Bounds:
 
 
 def step_bounds(
-    plan: Plan, scheme: Scheme, chunks: Sequence[Chunk], tasks: Sequence[Task], peaks: Peaks
+    plan: Plan, scheme: Scheme, chunks: Sequence[ChunkWork], tasks: Sequence[Task], peaks: Peaks
 ) -> dict[str, float]:
     """Return the smallest possible seconds by names of native steps. Arguments and errors are those of `work_of`."""
 

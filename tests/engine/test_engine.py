@@ -1,6 +1,7 @@
 """Loading a model: accepted and rejected arguments, and the use of an engine by several sessions."""
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,7 @@ def test_close_during_a_prefill_of_another_thread_raises_one_error_there():
         done.append(num_done)
         begun.set()
         wait_until(lambda: engine.loaded.scheduler.is_closed)
+        time.sleep(0.005)  # the thread that waits for the chunks notices it
 
     def prefill():
         try:

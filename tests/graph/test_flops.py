@@ -12,7 +12,7 @@ from chunkrt.runtime.costs import Costs
 from chunkrt.runtime.tasks import Task
 from chunkrt.simulate import find_device
 from chunkrt.simulate.profile import OperatorCost
-from chunkrt.simulate.work import Chunk, ModelledWork
+from chunkrt.simulate.work import ChunkWork, ModelledWork
 from chunkrt.testing.random_decoders import HYBRID_CONFIG, hybrid, random_decoder
 
 WINDOW, HIDDEN, INNER, EXPERTS, TOP = 7, 36, 22, 5, 2
@@ -81,7 +81,7 @@ def modelled(kind, scheme, chunk, *, gops=1.0, gb_per_s=1e9):
 
 
 def test_simulator_uses_the_same_operations():
-    chunk = Chunk(num_tokens=8, num_rows=0, position=16)
+    chunk = ChunkWork(num_tokens=8, num_rows=0, position=16)
     for kind, operations in OPERATIONS.items():
         assert modelled(kind, "w8a8-dynamic", chunk).ns == 8 * operations
     assert modelled("CachedAttention", "w8a8-dynamic", chunk).ns == 8 * WINDOW * 4 * ATTENDED
@@ -97,13 +97,15 @@ def test_simulator_reads_the_picked_experts(scheme):
     else:
         assert all_bytes == EXPERTS * (3 * 16 * 36 + 3 * 16 * 24 + 4 * (2 * INNER + HIDDEN))
     for rows, share in ((1, TOP / EXPERTS), (2, 1 - 0.6**2), (8, 1 - 0.6**8)):
-        work = modelled("RoutedExperts", scheme, Chunk(num_tokens=rows, num_rows=0, position=0), gops=1e9, gb_per_s=1.0)
+        work = modelled(
+            "RoutedExperts", scheme, ChunkWork(num_tokens=rows, num_rows=0, position=0), gops=1e9, gb_per_s=1.0
+        )
         assert work.num_bytes == pytest.approx(share * all_bytes)
         assert work.ns == round(share * all_bytes)
 
 
 def test_simulator_reads_and_writes_states_and_reads_the_slots_of_a_ring():
-    chunk = Chunk(num_tokens=8, num_rows=0, position=200)
+    chunk = ChunkWork(num_tokens=8, num_rows=0, position=200)
     conv, recurrent = 64 * 3, 4 * 6 * 10
     assert modelled("gated_delta_rule", "float", chunk).num_bytes == 2 * 4 * (conv + recurrent)
     assert modelled("short_conv", "float", chunk).num_bytes == 2 * 4 * HIDDEN * 2

@@ -250,6 +250,7 @@ def test_long_single_run_gives_way_to_another(kind: str) -> None:
         if name == "embedding" and tag == 0 and not started.is_set():
             started.set()
             wait_until(lambda: scheduler.num_waiting > 0)
+        time.sleep(0.002)  # the thread that waits for the chunks notices it
 
     started = threading.Event()
     scheduler = make_scheduler(plan, kind, before=hold)
