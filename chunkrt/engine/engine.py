@@ -441,7 +441,7 @@ class Engine:
 
         self.loaded.check_ready()
         scheduler = self.loaded.scheduler
-        return in_sessions(number, open_session, work, 1 if scheduler.takes_turns else most, scheduler.sharing)
+        return in_sessions(number, open_session, work, 1 if scheduler.takes_turns else most, scheduler)
 
     def load_session(self, path: str | os.PathLike[str], *, cache_salt: str | None = None) -> Session:
         """Open a session with the contents of a file that `Session.save` wrote. For `cache_salt`, see `session`.

@@ -107,8 +107,6 @@ class Generation:
         self._is_eager = is_eager
         self.is_wanted = is_eager
         """True if the caller waits for a piece."""
-        self._drawn: Piece | None = None
-        """The piece that this thread has computed itself."""
         self._request: Request | None = None
         self.is_submitted = False
         """True if the scheduler will deliver a piece, or None."""
@@ -122,6 +120,10 @@ class Generation:
         """
         self.is_wanted = True
         try:
+            if self._sequence.ahead is not None and not self.is_submitted:
+                self._sequence.settle()  # another generation may have been left while it computed ahead
+            if self.is_submitted:
+                self._engine.check_process()
             while True:
                 if self.is_submitted and (piece := self._outbox.get()) is not None:
                     return piece
@@ -129,11 +131,10 @@ class Generation:
                     self.note_end()
                 if (drawn := self.draw_known()) is not None:
                     return drawn
-                if not self._scheduler.is_shared:
+                if self._scheduler.is_shared:
+                    self.submit()
+                else:
                     self._scheduler.run(self._renewed())
-                    assert self._drawn is not None
-                    return self._drawn
-                self.submit()
         finally:
             self.is_wanted = self._is_eager
 
@@ -146,7 +147,7 @@ class Generation:
             raise ClosedError(f"the generation was cancelled after {self._num_drawn} tokens")
         if sequence.logits is None:
             self._engine.check_open()
-            if self._num_drawn and sequence.has_pending:
+            if sequence.is_ready or (self._num_drawn and sequence.has_pending):
                 return None
         return self._draw(sequence.next_logits())
 
@@ -157,7 +158,9 @@ class Generation:
         try:
             self._scheduler.submit(request, self._end)
         except BaseException:
-            self.is_submitted, self._sequence.ahead = False, None
+            self.is_submitted = False
+            if not request.is_queued:
+                self._sequence.ahead = None
             raise
 
     def note_end(self) -> None:
@@ -193,7 +196,7 @@ class Generation:
         sequence.end_next(request)
         assert request.logits is not None
         logits = request.logits[-1]
-        if not self.is_wanted:
+        if not (self.is_submitted and self.is_wanted):  # the caller draws the token itself
             sequence.logits = logits.copy()
             return None
         try:
@@ -202,9 +205,6 @@ class Generation:
             sequence.logits = logits.copy()
             raise
         self.is_wanted = self._is_eager
-        if not self.is_submitted:
-            self._drawn = piece
-            return None
         self._deliver(piece)
         if piece.finish_reason is not None or sequence.logits is not None:
             return None

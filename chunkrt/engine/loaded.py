@@ -297,13 +297,15 @@ class LoadedModel:
                     self._mirror.close()
 
     def check_open(self) -> None:
-        """Raise ClosedError if the engine is closed. Also raise it in a forked process, where neither the engine's
-        threads nor its NPU exist.
-        """
+        """Raise ClosedError if the engine is closed, or see `check_process`."""
+        self.check_process()
+        if self.is_closed:
+            raise ClosedError(CLOSED)
+
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked process, where neither the engine's threads nor its NPU exist."""
         if os.getpid() != self._process_id:
             raise ClosedError(
                 "the engine belongs to the process that this one was forked from; load the model here, or start "
                 "processes with 'spawn'"
             )
-        if self.is_closed:
-            raise ClosedError(CLOSED)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from threading import Thread
+from contextlib import ExitStack
+from threading import Thread, get_ident
 from typing import TypeVar
 
 from chunkrt.engine.session import Session
 from chunkrt.gate import Outbox
+from chunkrt.runtime.scheduler import Scheduler
 
 Result = TypeVar("Result")
 
@@ -27,8 +28,13 @@ class _Part(Thread):
         channel: Outbox[tuple[int, Result | None, BaseException | None]],
     ) -> None:
         super().__init__(name=f"chunkrt-part-{index}", daemon=True)
-        self.session = session
+        self.session, self._is_stopped = session, False
         self._index, self._results, self._channel = index, results, channel
+
+    def stop(self) -> None:
+        """End the part early. Its thread closes the session."""
+        self._is_stopped = True
+        self.session.cancel()
 
     def run(self) -> None:
         """Do the work of the part."""
@@ -37,6 +43,8 @@ class _Part(Thread):
             with self.session:
                 for result in self._results:
                     self._channel.put((self._index, result, None))
+                    if self._is_stopped:
+                        return
         except BaseException as failure:
             error = failure
         self._channel.put((self._index, None, error))
@@ -47,7 +55,7 @@ def in_sessions(
     open_session: Callable[[int, bool], Session | None],
     work: Callable[[Session, int], Iterator[Result]],
     most: int,
-    sharing: Callable[[], AbstractContextManager[None]],
+    scheduler: Scheduler,
 ) -> Iterator[tuple[int, Result]]:
     """Do the work of all parts, at most `most` at a time.
 
@@ -57,7 +65,7 @@ def in_sessions(
             second argument is True, no part is in progress, so it waits until the part can begin.
         work: yields the results of a part.
         most: maximum number of parts in progress. One part at a time is done in the calling thread.
-        sharing: see `Scheduler.sharing`.
+        scheduler: the engine's scheduler.
 
     Yields:
         Results, each with the index of its part.
@@ -76,9 +84,9 @@ def in_sessions(
         return
     num_begun, active = 0, dict[int, _Part]()
     channel: Outbox[tuple[int, Result | None, BaseException | None]] = Outbox()
-    shared = ExitStack()
+    shared, caller = ExitStack(), get_ident()
     try:
-        shared.enter_context(sharing())
+        shared.enter_context(scheduler.sharing())
         while True:
             while num_begun < num_parts and len(active) < most:
                 session = open_session(num_begun, not active)
@@ -99,9 +107,14 @@ def in_sessions(
                 active.pop(index).join()
             else:
                 yield index, found
+                caller = get_ident()
     finally:
         shared.close()
         for part in active.values():
-            part.session.close()
-        for part in active.values():
-            part.join()
+            part.stop()
+        if get_ident() == caller:  # otherwise the garbage collector ends this generator in a thread that may not wait
+            for part in active.values():
+                part.session.close()
+            for part in active.values():
+                if part.ident is not None:
+                    part.join()

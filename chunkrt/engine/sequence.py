@@ -108,6 +108,7 @@ class TokenSequence:
         """Wait until no other thread computes tokens of this sequence."""
         ahead = self.ahead
         if ahead is not None:
+            self._engine.check_process()
             ahead.wait()
             self.ahead = None
             del ahead.state  # a caller may keep the generation, while the memory of the state can be freed

@@ -271,7 +271,8 @@ class Session:
         try:
             with suppress(ChunkrtError):  # the engine is closed, or another thread still runs here
                 self._check_open()
-                if not sys.is_finalizing():  # no thread can still write into the caches
+                # The garbage collector may close a session in the thread that computes, which must not wait for itself.
+                if not sys.is_finalizing() and not self._model.scheduler.is_driver:
                     with self._using:
                         self._sequence.keep_prefix()
         finally:
@@ -360,8 +361,10 @@ class Session:
         try:
             while piece is None or piece.finish_reason is None:
                 with self._using.by_generation:
+                    if self._sequence.ahead is not None and not generation.is_submitted:
+                        await in_thread(self._sequence.settle)
                     if not self._sequence.is_ready:
-                        await in_thread(self._sequence.next_logits)
+                        await in_thread(self._sequence.next_logits, self._sequence.cancel.set)
                     piece = await self._next_piece(generation, pieces)
                     self._sequence.report_runs()
                 yield piece

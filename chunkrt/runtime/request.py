@@ -180,7 +180,7 @@ class Request:
         self.position = state.position + self._num_before
         """Position of the first token."""
         self.rope_offset = state.rope_offset
-        self.num_taken = self.num_passed = 0
+        self.num_taken = self.num_passed = self.num_in_flight = 0
         self.last_chunk, self.num_chunks, self.records = -1, 0, []
         num_rows = 0
         if not self.is_for_others:
@@ -322,6 +322,11 @@ class Request:
     def queue(self, on_end: Callable[[], object] = bool) -> None:
         """Prepare the request for `wait`, because another thread will compute it; see `Scheduler.submit`."""
         self._gate, self._on_end, self.is_released = Gate(), on_end, False
+
+    @property
+    def is_queued(self) -> bool:
+        """True if another thread computes the request, or has computed it."""
+        return self._gate is not None
 
     def release(self) -> None:
         """End the waits of other threads."""

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread, get_ident
 from typing import Any
 
-from chunkrt.errors import ClosedError
+from chunkrt.errors import ClosedError, ConfigError
 from chunkrt.gate import Bell
 from chunkrt.runtime.batcher import Batcher, next_chunk
 from chunkrt.runtime.executor import Executor, ExecutorSet
@@ -94,6 +94,8 @@ class Scheduler:
         """Requests that share chunks and have not ended, in order of arrival."""
         self._starting = Lock()
         self._thread: Thread | None = None
+        self._driver: int | None = None
+        """Identifier of the scheduler's thread, if there is one."""
         self.is_closed = False
         self._process_id = os.getpid()
         _schedulers.add(self)
@@ -118,6 +120,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Number of requests that share chunks, or wait for a shared chunk."""
         return len(self._requests) + self._inbox.qsize()
+
+    @property
+    def is_driver(self) -> bool:
+        """True in the scheduler's thread, where the garbage collector may end generators. They must not wait there."""
+        return get_ident() == self._driver
 
     @property
     def is_shared(self) -> bool:
@@ -171,12 +178,19 @@ class Scheduler:
         self._begin(request)
         request.state.begin(request.token_ids.size)
         request.queue(on_end)
-        self._send(request)
+        try:
+            self._send(request)
+        except BaseException:
+            self.drop(request)  # the interrupt may have occurred after the request was sent
+            raise
 
     def drop(self, request: Request) -> None:
         """End a submitted request, or one whose caller was interrupted. The state is restored as soon as the chunks
         with the request's tokens are done; until then every use of the state waits.
         """
+        if request.is_released:
+            return
+        request.is_unwanted = True
         with self._committing:
             request.is_dropped = True
             if not request.is_ended:
@@ -222,6 +236,8 @@ class Scheduler:
 
     def _begin(self, request: Request) -> None:
         """Check that any executor can compute a request, and prepare its results."""
+        if get_ident() == self._driver:
+            raise ConfigError("a sampler or a constraint cannot use the engine; compute its input earlier")
         executors = self._executors or self.executors
         executor = executors.tokens if request.is_decode else executors.prompts
         if not request.is_checked:
@@ -308,10 +324,11 @@ class Scheduler:
                 self._thread = Thread(target=self._serve, name="chunkrt-scheduler", daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError:
+                except RuntimeError as error:  # too many threads, or the end of the process (Python 3.12 and later)
+                    self._thread = None
+                    self._end(request, ClosedError(CLOSED) if self.is_closed else error)
                     if not self.is_closed:
                         raise
-                    self._end(request, ClosedError(CLOSED))  # Python 3.12 and later raise at the end of the process
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -319,6 +336,7 @@ class Scheduler:
 
     def _serve(self) -> None:
         """Compute shared requests in the scheduler's thread until none is left. The thread then ends."""
+        self._driver = get_ident()
         while True:
             with self._turn:
                 try:
@@ -330,7 +348,7 @@ class Scheduler:
                     self._requests = []
             with self._starting:
                 if self._inbox.empty():
-                    self._thread = None
+                    self._thread = self._driver = None
                     return
 
     def _compute_shared(self) -> None:

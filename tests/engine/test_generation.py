@@ -8,7 +8,7 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
-from chunkrt.errors import ClosedError
+from chunkrt.errors import ClosedError, ConfigError
 
 NAMES = ("llama_gqa", "gemma3_window_5", "qwen3_next")
 
@@ -120,3 +120,56 @@ def test_cancelled_generation_keeps_its_pieces(engine):
         with pytest.raises(ClosedError, match="cancelled"):
             list(pieces)
     check_continues(engine, session, session.position - len(engine.tokens))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_second_generation_waits_for_the_one_before(engine, number):
+    """The first one may still compute ahead when it is left."""
+    session = prefilled(engine)
+    with engine.loaded.scheduler.sharing():
+        pieces = session.generate(max_new_tokens=9)
+        found = [next(pieces).token_id for _ in range(number)]
+        pieces.close()
+        found += [piece.token_id for piece in session.generate(max_new_tokens=9 - number)]
+    assert found == answer_of(engine)
+    check_continues(engine, session, 9)
+
+
+class Asks:
+    """Constraint that uses the engine."""
+
+    def __init__(self, engine):
+        self._engine, self._size = engine, engine.plan.vocab_size
+
+    def allowed(self):
+        with self._engine.session() as other:
+            other.prefill([1, 2, 3])
+        return np.ones(self._size, np.bool_)
+
+    def accept(self, token_id):
+        """Accept every token."""
+
+
+def test_constraint_that_uses_the_engine_gets_an_error_instead_of_a_deadlock(engine):
+    session = prefilled(engine)
+    assert [p.token_id for p in session.generate(max_new_tokens=3, constraint=Asks(engine))] == answer_of(engine)[:3]
+    with engine.loaded.scheduler.sharing(), pytest.raises(ConfigError, match="cannot use the engine"):
+        list(prefilled(engine).generate(max_new_tokens=9, constraint=Asks(engine)))
+
+
+def test_abandoned_streams_do_not_hold_up_others(engine):
+    """Their generators are parts of reference cycles, so the garbage collector ends them in any thread."""
+    import gc
+
+    before = gc.get_threshold()
+    gc.set_threshold(200)
+    try:
+        for _ in range(5):
+            pieces = engine.stream([engine.tokens] * 3, max_new_tokens=9)
+            next(pieces)
+            cycle = [pieces]
+            cycle.append(cycle)
+            del pieces, cycle
+            assert len(engine.generate([engine.tokens] * 2, max_new_tokens=9)) == 2
+    finally:
+        gc.set_threshold(*before)

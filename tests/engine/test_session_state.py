@@ -55,7 +55,7 @@ class ToyEngine(SimpleNamespace):
     def scheduler(self) -> ToyEngine:
         return self
 
-    is_shared = takes_turns = False
+    is_shared = takes_turns = is_driver = False
 
     def run(self, request: Request) -> Request:
         self.num_run += request.token_ids.size
