@@ -178,8 +178,7 @@ class Executor:
         """Run one subgraph on a chunk, whose data are in a chunk slot. Any thread may call this method."""
         if chunk.num_tokens > 1 and chunk.is_over:
             first = chunk.segments[0]
-            size = first.request.token_ids.size
-            raise ClosedError(f"the request was cancelled after {first.start} of {size} tokens")
+            raise first.request.cancelled(first.start)
         subgraph, buffers = self.subgraphs[index], self.slots[slot]
         if not chunk.is_loaded:
             with chunk.loading:  # several tasks of a chunk may be first

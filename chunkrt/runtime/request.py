@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.errors import ChunkrtError, ConfigError, unknown_name
+from chunkrt.errors import ChunkrtError, ClosedError, ConfigError, unknown_name
 from chunkrt.gate import Gate
 from chunkrt.graph.flow import Flow, Route
 from chunkrt.graph.plan import Plan
@@ -212,6 +212,10 @@ class Request:
         if self.error is not None or self.is_dropped or self.is_unwanted:
             return True
         return self.cancel is not None and self.cancel.is_set()
+
+    def cancelled(self, num_computed: int) -> ClosedError:
+        """Return the error of a request that was cancelled after some of its tokens."""
+        return ClosedError(f"the request was cancelled after {num_computed} of {self.token_ids.size} tokens")
 
     @property
     def waiting(self) -> Waiting:

@@ -270,7 +270,7 @@ class Scheduler:
         if executor.last_stream is not None:
             executor.wait_for_threads()
         if request.is_over:
-            raise ClosedError("the request was cancelled after 0 of 1 tokens")
+            raise request.cancelled(0)
         chunk = Chunk((request.take(1),), executor.plan.flow)
         request.note(executor.pipeline_in_caller, chunk.segments[0], executor.compute(chunk))
 
@@ -386,8 +386,7 @@ class Scheduler:
             if self.is_closed:
                 request.stop(ClosedError("the engine was closed; load the model again"))
             elif request.num_left and request.is_over:
-                size, taken = request.token_ids.size, request.num_taken
-                request.stop(ClosedError(f"the request was cancelled after {taken} of {size} tokens"))
+                request.stop(request.cancelled(request.num_taken))
         self._end_done()
         return bool(self._requests)
 

@@ -13,7 +13,6 @@ from threading import Condition, Lock, Thread
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from chunkrt.errors import ClosedError
 from chunkrt.gate import Bell
 from chunkrt.runtime.affinity import running_on
 from chunkrt.runtime.executor import Executor, ExecutorSet
@@ -335,7 +334,7 @@ def _compute_in_stream(
 
 def _check_goes_on(request: Request) -> None:
     if request.num_left and request.is_over:
-        raise ClosedError(f"the request was cancelled after {request.num_taken} of {request.token_ids.size} tokens")
+        raise request.cancelled(request.num_taken)
 
 
 def take_part(executors: ExecutorSet, name: str, requests: Sequence[Request], number: int) -> None:

@@ -277,7 +277,7 @@ CHUNKRT_LANES void add_products_of_lane(Floats (&sums)[M][V], const float32x4_t 
   }
 }
 
-// As in products.h, with four factors in a register.
+// The sums of products.h, with four factors in a register.
 template <std::size_t M, std::size_t V, typename Load>
 CHUNKRT_LANES void add_products(Floats (&sums)[M][V], const float* factors, std::size_t factor_stride,
                                 const float* vectors, std::size_t vector_stride, std::size_t count,
