@@ -115,7 +115,7 @@ class LoadedModel:
             self.tokenizer: Tokenizer | None = Tokenizer.load(folder, self.plan.vocab_size)
             self.is_closed = self._is_verified = False
             self._process_id = os.getpid()
-            self._lock = threading.Lock()
+            self._lock = threading.RLock()  # a signal handler may close the engine while its thread closes it
             cpus = find_cpus(options.affinity)
             with running_on(cpus):  # this starts the threads of the native pool
                 self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)

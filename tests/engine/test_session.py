@@ -353,6 +353,37 @@ def test_cancelled_prefill_leaves_the_session_unchanged(engine, session, monkeyp
     np.testing.assert_array_equal(result.logits, engine.session().prefill(TOKENS[:60]).logits)
 
 
+def test_generation_of_another_thread_is_rejected_and_does_not_revoke_a_cancellation(engine, session, monkeypatch):
+    session.prefill(TOKENS[:10])
+    errors = []
+
+    def cancel_and_generate():
+        session.cancel()
+        with pytest.raises(ConfigError, match="in use by another thread") as error:
+            session.generate()
+        errors.append(error)
+
+    def meanwhile():
+        thread = threading.Thread(target=cancel_and_generate)
+        thread.start()
+        thread.join(60)
+
+    Hook(engine, monkeypatch, meanwhile)
+    with pytest.raises(ClosedError, match="cancelled"):
+        session.prefill(TOKENS[10:60])
+    assert len(errors) == 1
+
+
+def test_close_of_the_engine_during_a_prefill_of_the_same_thread_ends_the_prefill(monkeypatch):
+    engine = chunkrt.load(checkpoint(NAME), chunk_length=8, threads=1)
+    session = engine.session()
+    Hook(engine, monkeypatch, engine.close)
+    with pytest.raises(ClosedError, match="closed"):
+        session.prefill(TOKENS)
+    with pytest.raises(ClosedError, match="closed"):
+        _ = engine.loaded.scheduler.executors
+
+
 def test_cancel_from_another_thread_stops_the_session(engine, session, monkeypatch):
     running, cancelled = threading.Event(), threading.Event()
 
