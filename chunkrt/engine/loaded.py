@@ -44,7 +44,7 @@ from chunkrt.runtime.batcher import find_batcher
 from chunkrt.runtime.request import Request
 from chunkrt.runtime.scheduler import CLOSED, Scheduler
 from chunkrt.runtime.state import State
-from chunkrt.runtime.state_tensors import CacheDtype
+from chunkrt.runtime.state_tensors import CacheDtype, SpareTensors
 from chunkrt.runtime.stream import take_part
 from chunkrt.tokenizer import Tokenizer
 
@@ -135,6 +135,7 @@ class LoadedModel:
                 default=default_base(options.npu),
             )
             check_cache(options, self.plan, self.dispatcher, self.cpu_backend)
+            self._spare = SpareTensors()
             self.cache_memory = CacheMemory(options.cache_memory, options.queue)
             if options.cache_memory is not None:
                 check_cache_memory(options.cache_memory, self._make_state(State).num_bytes, self.context_length)
@@ -196,7 +197,9 @@ class LoadedModel:
 
     def _make_state(self, make: Callable[..., State]) -> State:
         try:
-            return make(self.plan, self.context_length, self.cache_dtype, chunk_length=self.chunk_length)
+            return make(
+                self.plan, self.context_length, self.cache_dtype, chunk_length=self.chunk_length, spare=self._spare
+            )
         except MemoryError as error:
             raise OutOfMemoryError(
                 f"there is too little memory for a context of {self.context_length} ({error}); choose a shorter one "
@@ -290,6 +293,7 @@ class LoadedModel:
                 self.is_closed = True
                 self.cache_memory.look_again()  # each waiting sequence ends its wait, and wakes the next one
                 self.scheduler.close()
+                self._spare.close()
                 if self.prefix_cache is not None:
                     self.prefix_cache.close()
                 self._verification.stop()

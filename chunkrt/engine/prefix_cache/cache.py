@@ -132,7 +132,7 @@ class PrefixCache:
             room -= takes_recurrent * forms.recurrent_bytes
             with self._locked():
                 self._evict(room + sum(node.num_bytes for node in extended), extended)
-            pieces = tuple(state.piece(forms, start, start + len(part), caches=is_new) for part, start, is_new in kept)
+            pieces = tuple(state.piece(start, start + len(part), caches=is_new) for part, start, is_new in kept)
             recurrent = {len(tokens): state.recurrent()} if takes_recurrent else {}
             with self._locked():
                 if self._is_closed:
