@@ -265,7 +265,7 @@ class Session:
         self._sequence.cancel.set()
 
     def close(self) -> None:
-        """Close the session, and give its memory back to the engine. Every later use is an error, but repeated calls are
+        """Close the session, and return its memory to the engine. Every later use is an error, but repeated calls are
         allowed.
         """
         if self._is_closed:
