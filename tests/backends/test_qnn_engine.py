@@ -4,6 +4,8 @@ import hashlib
 import json
 import logging
 import shutil
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +22,7 @@ from chunkrt.backends.qnn.library import open_session
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.engine import roles as npu
+from chunkrt.engine import roles
 from chunkrt.errors import CompileError, DeviceLostError, NumberRangeError, PartitionError
 from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.quant.scheme import find_scheme
@@ -430,8 +432,8 @@ def test_failing_compiler_leaves_no_files(model, tmp_path, monkeypatch, caplog):
 def with_npu(monkeypatch):
     """A machine that reports a Snapdragon 8 Gen 3."""
     monkeypatch.setattr(qnn, "has_npu", lambda: True)
-    monkeypatch.setattr(npu, "has_npu", lambda: True)
-    monkeypatch.setattr(npu, "this_soc", lambda: find_soc("SM8650"))
+    monkeypatch.setattr(roles, "has_npu", lambda: True)
+    monkeypatch.setattr(roles, "this_soc", lambda: find_soc("SM8650"))
 
 
 def test_auto_uses_an_available_npu(model, native, with_npu, failing_npu, caplog):
@@ -467,12 +469,19 @@ def test_auto_runs_a_dynamic_model_on_the_cpu(model, with_npu, caplog):
     assert told == "the NPU does not run the scheme w8a8-dynamic, so the CPU runs it; try `scheme='w8a16'`"
 
 
-def test_emulation_is_reported_once_a_process(model, caplog):
-    npu._tell_of_emulation.cache_clear()
-    for _ in range(2):
-        load(model).close()
-    (told,) = warnings_of(caplog, "chunkrt.engine.roles")
-    assert told.startswith("no Hexagon NPU is available, so it is emulated")
+TWICE = """
+import sys
+import chunkrt
+
+for _ in range(2):
+    chunkrt.load(sys.argv[1], npu="qnn", calibration=sys.argv[2], context_length=8, chunk_length=8).close()
+"""
+
+
+def test_emulation_is_reported_once_a_process(model):
+    command = [sys.executable, "-P", "-c", TWICE, *map(str, model)]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assert told.count("no Hexagon NPU is available, so it is emulated") == 1
 
 
 @pytest.mark.slow

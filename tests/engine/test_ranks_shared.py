@@ -15,7 +15,7 @@ from fixture_checkpoints import ONE_OF_EACH_STATE, checkpoint, input_ids
 from gates import asked_before_any_is_computed
 from led_ranks import led
 from ranks_in_threads import on_ranks
-from states import state_bytes
+from states import make_state, state_bytes
 
 import chunkrt
 from chunkrt.errors import BackendError, BusyError, ConfigError, DeviceLostError
@@ -280,12 +280,11 @@ def test_lost_rank_ends_all_ranks(size):
 
 def test_follower_out_of_step_ends_all_ranks():
     with led(NAME, 2, chunk_length=8) as ranks:
-        session = ranks.engine.session()
-        session.prefill(PROMPTS[1])
+        state = make_state(ranks.engine, PROMPTS[1])
         ranks.of_followers[1].take_part = lambda *_: pytest.fail("nothing is computed")
-        State.rewind(session._sequence.state, 2)  # the followers are not told
+        State.rewind(state, 2)  # the followers do not repeat it
         with pytest.raises(DeviceLostError, match=r"rank 1 failed: BackendError: its state is at position 8, .* at 2"):
-            ranks.engine.loaded.run(Request(np.array([5]), session._sequence.state))
+            ranks.engine.loaded.run(Request(np.array([5]), state))
 
 
 def test_options_of_many_sequences_apply_on_ranks(caplog):

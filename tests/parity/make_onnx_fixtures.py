@@ -136,7 +136,7 @@ def _write_with_vision(folder: Path, text: dict[str, Any], rng: np.random.Genera
     config.architectures = ["Qwen3_5ForConditionalGeneration"]
     model = AutoModelForImageTextToText.from_config(config)
     shapes = {name: tuple(v.shape) for name, v in model.state_dict().items() if "visual" not in name}
-    weights = {name: recurrent_fixtures._random(name, shape, text, rng) for name, shape in shapes.items()}
+    weights = {name: recurrent_fixtures.random_tensor(name, shape, text, rng) for name, shape in shapes.items()}
     model.load_state_dict({n: torch.from_numpy(np.ascontiguousarray(w)) for n, w in weights.items()}, strict=False)
     model.save_pretrained(folder)
 
