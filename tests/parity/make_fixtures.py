@@ -186,7 +186,7 @@ def make(folder: Path) -> None:
     """Write every fixture under `folder`."""
     for name, config in CONFIGS.items():
         seed = list(CONFIGS).index("phi3_longrope_long" if name == "phi3_longrope_short" else name)
-        weights = random_tensors(config, np.random.default_rng(seed))
+        weights = random_weights(config, np.random.default_rng(seed))
         input_ids = np.random.default_rng(1000 + seed).integers(
             0, config["vocab_size"], NUM_TOKENS.get(name, MOST_TOKENS), np.int64
         )
@@ -195,7 +195,7 @@ def make(folder: Path) -> None:
         _write_gguf_twins(folder, name, config, weights, write_gguf)
     for seed, (name, config) in enumerate(RECURRENT.items(), 2000):
         rng = np.random.default_rng(seed)
-        weights = recurrent_fixtures.random_tensors(config, rng)
+        weights = recurrent_fixtures.random_weights(config, rng)
         input_ids = rng.integers(0, config["vocab_size"], recurrent_fixtures.NUM_TOKENS, np.int64)
         _write_checkpoint(folder / name, config, weights)
         _write_expected(folder / name, input_ids, transformers_logits(folder / name, input_ids, "float64"))
@@ -211,7 +211,7 @@ def _write_gguf_twins(
         (folder / gguf_name / "expected.npz").write_bytes((folder / name / "expected.npz").read_bytes())
 
 
-def random_tensors(config: dict[str, Any], rng: np.random.Generator) -> Weights:
+def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
     """Return weights that make attention and logits non-trivial: linears of gain about 1.2, norms around 1."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head_dim, family = config.get("head_dim") or hidden // config["num_attention_heads"], config["model_type"]
