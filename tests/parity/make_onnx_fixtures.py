@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import recurrent_fixtures
-from make_fixtures import GEMMA3, LLAMA, PHI3, QWEN2, QWEN3, _write_checkpoint, random_weights
+from make_fixtures import GEMMA3, LLAMA, PHI3, QWEN2, QWEN3, write_checkpoint, random_weights
 
 FOLDER = Path(__file__).parents[1] / "data" / "onnx"
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
@@ -79,7 +79,7 @@ def main() -> None:
                 _write_with_vision(checkpoint, config, np.random.default_rng(seed))
             else:
                 weights = recurrent_fixtures.random_weights if family == "lfm2" else random_weights
-                _write_checkpoint(checkpoint, config, weights(config, np.random.default_rng(seed)))
+                write_checkpoint(checkpoint, config, weights(config, np.random.default_rng(seed)))
             _write_tokenizer(checkpoint)
             make(family, checkpoint, Path(folder))
 
