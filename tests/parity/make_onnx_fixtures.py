@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import recurrent_fixtures
-from make_fixtures import GEMMA3, LLAMA, PHI3, QWEN2, QWEN3, write_checkpoint, random_weights
+from make_fixtures import GEMMA3, LLAMA, PHI3, QWEN2, QWEN3, random_weights, write_checkpoint
 
 FOLDER = Path(__file__).parents[1] / "data" / "onnx"
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
