@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
+from gates import at_once
 
 import chunkrt
 from chunkrt.backends import qnn
@@ -498,33 +499,14 @@ def test_npu_alternates_with_switched_off_operators(model):
     assert tokens[0] == tokens[1]
 
 
-def at_once(calls):
-    """Run each call in a thread; return its result or exception."""
-    found = [None] * len(calls)
-
-    def work(index):
-        try:
-            found[index] = calls[index]()
-        except Exception as error:
-            found[index] = error
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-        assert not thread.is_alive(), "deadlock"
-    return found
-
-
 @pytest.mark.parametrize("k", [1, 6])
 def test_sequences_finish_after_the_npu_fails(model, native, failing_npu, k):
     """The fallback starts in the middle: the next run has the CPU's results."""
     prompts = [prompt(length, seed=length) for length in (9, 17, 30)]
     with load(model, on_npu_failure="fallback") as engine:
         failing_npu.fails_at = k
-        found = at_once([partial(engine.session().prefill, ids) for ids in prompts])
-        again = at_once([partial(engine.session().prefill, ids) for ids in prompts])
+        found = at_once(*[partial(engine.session().prefill, ids) for ids in prompts])
+        again = at_once(*[partial(engine.session().prefill, ids) for ids in prompts])
     for one, other, ids in zip(found, again, prompts, strict=True):
         expected = native.session().prefill(ids).logits
         assert relative_error(one.logits, expected) < TOLERANCES["w8a16"]
@@ -537,9 +519,9 @@ def test_npu_failure_fails_running_sequences_and_no_later_ones(model, failing_np
         expected = [engine.session().prefill(ids).logits for ids in prompts]
         sessions = [engine.session() for _ in prompts]
         failing_npu.num_runs, failing_npu.fails_at = 0, 2
-        for result in at_once([partial(s.prefill, ids) for s, ids in zip(sessions, prompts, strict=True)]):
+        for result in at_once(*[partial(s.prefill, ids) for s, ids in zip(sessions, prompts, strict=True)]):
             assert isinstance(result, DeviceLostError)
         failing_npu.fails_at = None
-        again = at_once([partial(s.prefill, ids) for s, ids in zip(sessions, prompts, strict=True)])
+        again = at_once(*[partial(s.prefill, ids) for s, ids in zip(sessions, prompts, strict=True)])
     for result, logits in zip(again, expected, strict=True):
         np.testing.assert_array_equal(result.logits, logits)

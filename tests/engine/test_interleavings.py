@@ -76,8 +76,10 @@ def test_random_interleavings_with_bfloat16_attention_to_int8_caches(name: str) 
 def test_random_interleavings_on_ranks(name: str, size: int, slots: int | None) -> None:
     length = LENGTHS[len(name) % 3]
     with led(name, size, chunk_length=length, chunks_in_flight=slots) as ranks:
-        for seed in range(2):
-            check_interleaving(ranks.engine, seed, input_ids(name), has_ranks=True)
+        faults = Faults(every=29)
+        for seed, injected in ((0, None), (1, faults)):
+            check_interleaving(ranks.engine, seed, input_ids(name), has_ranks=True, faults=injected)
+        assert faults.num > 1
         stats = ranks.engine.stats()
         assert stats.waiting_runs == 0
         assert stats.shared_rows > stats.shared_chunks > 0
