@@ -32,6 +32,8 @@ pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates t
 if not qnn.open_htp().is_emulated:
     pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("own_home")
+
 NUM_GRAPHS = 3
 """Number of static subgraphs: one for each of two layers, and one more."""
 CONTEXT, CHUNK, NUM_TOKENS = 640, 8, 33
@@ -57,15 +59,6 @@ def model(tmp_path_factory):
     path = folder.parent / "tiny.npz"
     found.save(path)
     return folder, path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def home(tmp_path_factory):
-    """A separate cache for this file, whose contexts can be counted."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("home")
-        patch.setenv("CHUNKRT_HOME", str(folder))
-        yield folder
 
 
 def prompt(num_tokens, seed=0):
@@ -374,9 +367,9 @@ def test_chunk_that_exceeds_float16_runs_on_the_cpu_and_no_other(model, native, 
 
 
 @pytest.fixture
-def damaged(model, engine, home):
+def damaged(model, engine, own_home):
     """Corrupt static.1's context, while its record still matches; it is restored afterwards."""
-    (folder,) = (home / "contexts").glob("SM8650-w8a16-r32-static.1-*")
+    (folder,) = (own_home / "contexts").glob("SM8650-w8a16-r32-static.1-*")
     (binary,) = folder.glob("*.bin")
     record = folder / "context.json"
     kept = binary.read_bytes(), record.read_text()
