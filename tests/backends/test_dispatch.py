@@ -345,18 +345,15 @@ def test_switches_work_with_shifted_contexts_and_without_npu():
         assert its_tokens == tokens
 
 
-def test_int8_caches_require_native_attention():
-    run_model("llama_gqa", "-rms_norm", cache_dtype="int8")
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"cache_dtype": "int8"}, "int8 caches are"), ({"attention_math": "bfloat16"}, "bfloat16 attention is")],
+)
+def test_int8_caches_and_bfloat16_require_native_attention(options, what):
+    run_model("llama_gqa", "-rms_norm", **options)
     for ops in ("none", "-cached_attention", "-rope"):
-        with pytest.raises(ConfigError, match=r"int8 caches are .* but reference runs cached_attention"):
-            run_model("llama_gqa", ops, cache_dtype="int8")
-
-
-def test_bfloat16_requires_native_attention():
-    run_model("llama_gqa", "-rms_norm", attention_math="bfloat16")
-    for ops in ("none", "-cached_attention", "-rope"):
-        with pytest.raises(ConfigError, match=r"bfloat16 attention is .* but reference runs cached_attention"):
-            run_model("llama_gqa", ops, attention_math="bfloat16")
+        with pytest.raises(ConfigError, match=rf"{what} .* but reference runs cached_attention"):
+            run_model("llama_gqa", ops, **options)
 
 
 def test_executable_in_sections_is_thread_safe(decoder, registry):

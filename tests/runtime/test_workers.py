@@ -87,29 +87,25 @@ def test_the_npu_and_the_cpu_run_at_the_same_time() -> None:
     check_result(plan, finish(lambda: executor.run(Request(tokens(16), State(plan, CONTEXT)))), 16)
 
 
-@pytest.mark.parametrize("num_tokens", [2, CHUNK, 2 * CHUNK])
-def test_two_tasks_of_one_chunk_run_at_the_same_time(num_tokens: int) -> None:
-    plan = make_plan(shadowed=1)
-    both_run = threading.Barrier(2)
+@pytest.mark.parametrize(
+    ("shadowed", "processors", "num_tokens", "together"),
+    [
+        *((1, npu_and_cpu(), n, {("linear.0", 0), ("shadow.0", 0)}) for n in (2, CHUNK, 2 * CHUNK)),
+        (0, shared_cpu(2), 2 * CHUNK, {("static.0", 0), ("static.0", CHUNK)}),
+    ],
+    ids=["a chunk of two tokens", "one chunk", "two chunks", "one static subgraph"],
+)
+def test_two_tasks_run_at_the_same_time(
+    shadowed: int, processors: list[Processor], num_tokens: int, together: set[tuple[str, int]]
+) -> None:
+    plan, both_run = make_plan(shadowed=shadowed), threading.Barrier(2)
 
     def meet(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-        if (name, tag) in {("linear.0", 0), ("shadow.0", 0)}:
+        if (name, tag) in together:
             both_run.wait(60)
 
-    executor = make_executor(plan, before=meet)
+    executor = make_executor(plan, before=meet, processors=processors)
     check_result(plan, finish(lambda: executor.run(Request(tokens(num_tokens), State(plan, CONTEXT)))), num_tokens)
-
-
-def test_two_workers_run_one_static_subgraph_at_the_same_time() -> None:
-    plan = make_plan()
-    arrived = threading.Barrier(2)
-
-    def meet(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-        if name == "static.0":
-            arrived.wait(60)
-
-    executor = make_executor(plan, before=meet, processors=shared_cpu(2))
-    check_result(plan, finish(lambda: executor.run(Request(tokens(16), State(plan, CONTEXT)))), 16)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
