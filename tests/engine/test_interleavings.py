@@ -69,7 +69,7 @@ def test_random_interleavings_with_bfloat16_attention_to_int8_caches(name: str) 
         check_interleaving(engine, 7, input_ids(name))
 
 
-@pytest.mark.sampled(every=5, name=ONE_OF_EACH_STATE)
+@pytest.mark.sampled(every=3, name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize(
     ("name", "size", "slots"), [(name, size, 2 if size == 2 else None) for name in NAMES for size in (2, 4)]
 )
