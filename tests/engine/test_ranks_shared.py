@@ -14,7 +14,7 @@ from fixture_checkpoints import ONE_OF_EACH_STATE, checkpoint, input_ids
 from gates import asked_before_any_is_computed, at_once
 from led_ranks import led
 from ranks_in_threads import on_ranks
-from states import make_state
+from states import make_state, state_bytes
 
 import chunkrt
 from chunkrt.errors import ConfigError, DeviceLostError
@@ -185,6 +185,15 @@ def test_options_of_shared_chunks_change_no_answer_on_ranks(ranks, options):
         assert asked_before_any_is_computed(others.engine, calls) == expected
         stats = others.engine.stats()
         assert stats.shared_rows >= stats.shared_chunks > 0
+
+
+def test_error_of_a_loading_follower_reaches_the_leaders_caller(ranks):
+    one = state_bytes(ranks.engine)
+    with (
+        pytest.raises(ConfigError, match=rf"cache_memory is {one - 1} bytes, but .* take {one}"),
+        led(NAME, len(ranks.communicators), chunk_length=8, cache_memory=one - 1),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
