@@ -27,7 +27,7 @@ from chunkrt.engine.declaration import (
 )
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement, check_placement
-from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, find_scheme
+from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, Rounding, find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY, available_cores, check_affinity, find_cpus
 from chunkrt.runtime.batcher import DEFAULT_BATCHER, batcher_names, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
@@ -109,6 +109,7 @@ class LoadOptions(TypedDict, total=False):
     outputs: Outputs | None
     equalisation: float | Literal["off"] | None
     rotation: bool
+    rounding: Rounding | None
     ops: tuple[str, ...] | str | None
     chunk_length: int | None
     policy: str
@@ -220,6 +221,15 @@ class EngineOptions:
         "Rotate the residual stream before a static scheme quantises it.",
         group="Quantisation",
         default=False,
+        is_planned=True,
+    )
+    rounding: Rounding | None = declared_option(
+        "--rounding",
+        "Rounding of weights to 4 bits: nearest, or gptq, which corrects errors by later weights and takes minutes.  "
+        "[default: gptq]",
+        group="Quantisation",
+        choices=lambda: get_args(Rounding),
+        noun="rounding",
         is_planned=True,
     )
     ops: tuple[str, ...] | str | None = declared_option(

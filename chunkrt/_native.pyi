@@ -1,0 +1,155 @@
+"""chunkrt's C++ core: programs of kernels over a thread pool; its sources are in csrc/.
+
+Operands of `ProgramBuilder` are values: numbers that its functions return. Every function raises ValueError for
+operands that do not fit.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+def architecture() -> str: ...
+def built_isas() -> dict[str, bool]: ...
+def present_isas() -> dict[str, bool]: ...
+def supported_isas() -> dict[str, bool]: ...
+def selected_kernels() -> dict[str, str]: ...
+
+class ThreadPool:
+    def __init__(self, budget: int) -> None: ...
+    @property
+    def budget(self) -> int: ...
+
+class StepTimes:
+    """How long the steps of programs took that were built with it, over all their runs and threads."""
+
+    def __init__(self) -> None: ...
+    def take(self) -> tuple[int, dict[str, int]]:
+        """Nanoseconds since the last call: how long callers were in programs, and by name, over all threads.
+
+        "between_steps" is what callers spent in programs beside steps: they open loops, and wait for a turn and for
+        other threads. Runs that failed are not counted.
+        """
+
+class Program:
+    def run(self, inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> None:
+        """Compute the outputs without the GIL. Inputs, states included, and outputs stand in declared order.
+
+        Raises:
+            ValueError: an array is not what was declared.
+            IndexError: an index or a position is out of range. Nothing has been written then.
+        """
+    def run_segments(
+        self,
+        inputs: Sequence[NDArray[Any]],
+        outputs: Sequence[NDArray[Any]],
+        segments: Sequence[tuple[int, Sequence[NDArray[Any]]]],
+    ) -> None:
+        """As `run`, for rows of several sequences, with the bits that each alone would give.
+
+        Args:
+            inputs: those with rows, of the whole chunk, in declared order.
+            segments: consecutive rows that are one sequence's: how many, and the sequence's states and inputs without
+                rows, in declared order.
+
+        Raises:
+            ValueError: also if the segments' rows together are not T, or if two share a state's memory.
+        """
+    @property
+    def arena_bytes(self) -> int: ...
+    @property
+    def num_loops(self) -> int: ...
+    @property
+    def step_names(self) -> list[list[str]]:
+        """Of each loop the names of its steps."""
+
+class ProgramBuilder:
+    def __init__(self, pool: ThreadPool, max_rows: int, times: StepTimes | None = None) -> None: ...
+    def input(self, name: str, dtype: str, shape: Sequence[int | str]) -> int: ...
+    def state(self, name: str, shape: Sequence[int | str]) -> int: ...
+    def constant(self, array: NDArray[Any]) -> int: ...
+    def output(self, name: str, value: int) -> None: ...
+    def gather(self, table: int, indices: int) -> int: ...
+    def rms_norm(self, input: int, weight: int, epsilon: float) -> int: ...
+    def head_norm(self, input: int, weight: int, epsilon: float) -> int: ...
+    def linear(
+        self,
+        input: int,
+        packed: int,
+        scales: int,
+        bias: int | None = None,
+        residual: int | None = None,
+        num_digits: int = 1,
+        input_step: float | None = None,
+        multipliers: int | None = None,
+    ) -> int: ...
+    def float_linear(self, input: int, weight: int) -> int: ...
+    def block_linear(
+        self,
+        input: int,
+        packed: int,
+        block_scales: int,
+        columns: int,
+        bias: int | None = None,
+        residual: int | None = None,
+    ) -> int: ...
+    def shadow_linear(self, input: int, packed: int, scales: int, input_step: float, hot_channels: int) -> int: ...
+    def routed_experts(
+        self,
+        hidden: int,
+        router_logits: int,
+        gate_up: int,
+        gate_up_scales: int,
+        down: int,
+        down_scales: int,
+        *,
+        top_k: int,
+        norm_topk_prob: bool,
+    ) -> int: ...
+    def add(self, left: int, right: int) -> int: ...
+    def mul(self, left: int, right: int) -> int: ...
+    def sigmoid(self, input: int) -> int: ...
+    def gelu(self, input: int) -> int: ...
+    def softplus(self, input: int) -> int: ...
+    def tanh(self, input: int) -> int: ...
+    def round_to_grid(self, input: int, step: int, levels: int) -> int: ...
+    def silu_mul(self, input: int) -> int: ...
+    def gelu_mul(self, input: int) -> int: ...
+    def columns(self, input: int, begin: int, width: int) -> int: ...
+    def attention(
+        self,
+        qkv: int,
+        position: int,
+        table_row: int,
+        cos: int,
+        sin: int,
+        key_cache: int,
+        value_cache: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int = 0,
+        has_raw_keys: bool = False,
+        is_in_bfloat: bool = False,
+        qkv_bias: int | None = None,
+    ) -> int: ...
+    def short_conv(self, bcx: int, conv_weight: int, conv_bias: int | None, conv_state: int) -> int: ...
+    def gated_delta_rule(
+        self,
+        qkv: int,
+        gate: int,
+        beta: int,
+        conv_weight: int,
+        conv_bias: int | None,
+        conv_state: int,
+        recurrent_state: int,
+        *,
+        num_k_heads: int,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        use_qk_l2norm: bool,
+    ) -> int: ...
+    def build(self) -> Program: ...
