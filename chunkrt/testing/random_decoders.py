@@ -29,7 +29,6 @@ from chunkrt.graph.modules import Module
 from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import Planned, cut_shadowed, partition
 from chunkrt.graph.plan import Plan
-from chunkrt.graph.rope import RotaryTables
 from chunkrt.quant.scheme import Scheme
 
 CONFIG: Mapping[str, Any] = {
@@ -187,7 +186,7 @@ def hybrid(config: DecoderConfig) -> Module:
     """Return a decoder with a short convolution, a gated delta rule with a mixture of experts, and windowed attention
     with head norms.
     """
-    rope = RotaryTables(config.inverse_frequencies, config.context_length)
+    rope = config.rotary_tables()
     delta_rule = GatedDeltaRule(config, DeltaSizes.of(config), is_grouped=False)
     attention = Attention(config, rope, norm=head_norm(config), window=config.sliding_window)
     layers = [

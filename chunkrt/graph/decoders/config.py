@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.parallel import HeadShare, share_heads
 from chunkrt.graph.plan import ALONE, Ranks
-from chunkrt.graph.rope import LARGEST_FLOAT, LONGEST_CONTEXT, inverse_frequencies
+from chunkrt.graph.rope import LARGEST_FLOAT, LONGEST_CONTEXT, RotaryTables, rotary_tables
 
 LARGEST_SIZE = 2**20
 """Limit of all counts of a config except positions. A config that exceeds it is damaged; the check prevents the
@@ -43,6 +40,8 @@ class DecoderConfig:
             window covers the context.
         norm_offset: offset that norms add to their weights; 1 in families that multiply by 1 + w, unless the checkpoint
             holds that sum.
+        residual_factor: factor of the results that layers add to the residual stream.
+        logit_factor: factor of the logits.
         raw: the complete config; a family reads its own keys by `count`, `number`, `flag` and `layer_types`.
         where: the checkpoint's name, for messages.
         ranks: the rank that this decoder is for; sizes and counts cover all ranks together.
@@ -61,6 +60,8 @@ class DecoderConfig:
     activation: str = "silu"
     sliding_window: int = 0
     norm_offset: float = 0.0
+    residual_factor: float = 1.0
+    logit_factor: float = 1.0
     rope_divisor: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
@@ -71,23 +72,50 @@ class DecoderConfig:
         """Attention heads of the decoder's rank."""
         return share_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.ranks)
 
-    @cached_property
-    def inverse_frequencies(self) -> NDArray[np.float64]:
-        """Inverse frequencies of RoPE, float64 [rotary_dim / 2], for configs with one rule for all layers.
+    def rotary_tables(self, *, may_be_partial: bool = False) -> RotaryTables:
+        """Make the rotary tables of configs with one rule for all layers.
+
+        Args:
+            may_be_partial: whether Transformers reads `partial_rotary_factor` in this family.
 
         Raises:
             UnsupportedModelError, ModelError: see `rope.inverse_frequencies`.
         """
-        return inverse_frequencies(self.raw, self.head_dim)
+        return rotary_tables(
+            self.raw, self.head_dim, self.context_length, divisor=self.rope_divisor, may_be_partial=may_be_partial
+        )
 
-    @cached_property
-    def full_inverse_frequencies(self) -> NDArray[np.float64]:
-        """Inverse frequencies of RoPE in families without `partial_rotary_factor`.
+    def rotary_tables_by_kind(self, base: Mapping[str, Mapping[str, Any]]) -> dict[str, RotaryTables]:
+        """Make the rotary tables of each kind of layers.
+
+        Args:
+            base: parameters of each kind, which the kind's section of `rope_parameters` overrides.
 
         Raises:
-            UnsupportedModelError, ModelError: see `rope.inverse_frequencies`.
+            UnsupportedModelError, ModelError: a section is invalid; or see `rope.inverse_frequencies`.
         """
-        return inverse_frequencies(self.raw, self.head_dim, may_be_partial=False)
+        sections = self.raw.get("rope_parameters") or {}
+        if not isinstance(sections, Mapping) or not sections.keys() <= base.keys():
+            raise UnsupportedModelError(
+                f"{self.where}: rope_parameters = {sections!r}, expected a section for {tuple(base)}",
+                feature="rope_parameters",
+            )
+        if wrong := [section for section in sections.values() if not isinstance(section, Mapping | None)]:
+            raise ModelError(f"{self.where}: rope_parameters has {wrong[0]!r}, expected a table of numbers")
+
+        def tables(kind: str) -> RotaryTables:
+            parameters = {**base[kind], **(sections.get(kind) or {})}
+            known = {"rope_parameters": parameters}
+            return rotary_tables(known, self.head_dim, self.context_length, may_be_partial=False)
+
+        return {kind: tables(kind) for kind in base}
+
+    def rope_scaling(self) -> Mapping[str, Any]:
+        """Return the config's `rope_scaling`, empty if it has none. Raises ModelError if it is not a table."""
+        scaling = self.raw.get("rope_scaling") or {}
+        if not isinstance(scaling, Mapping):
+            raise ModelError(f"{self.where}: rope_scaling is {scaling!r}, expected a table of numbers")
+        return scaling
 
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """Return a whole number, positive unless `least` is 0. Raises ModelError if it is invalid, or missing without a

@@ -18,7 +18,7 @@ from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
 from chunkrt.graph.decoders.experts import SparseMixture
-from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
+from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, LayerNames, head_norm
 from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Module, Parameter
 from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.plan import ALONE
@@ -41,7 +41,7 @@ def _decoder(config: DecoderConfig, *, has_grouped_projections: bool) -> Module:
     interval = config.count("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(config.num_layers)]
     kinds = config.layer_types(default, ("linear_attention", "full_attention"))
-    rope = RotaryTables(config.inverse_frequencies, config.context_length, divisor=config.rope_divisor)
+    rope = config.rotary_tables(may_be_partial=True)
     sizes = DeltaSizes.of(config)
     layers: list[Module] = []
     for index, kind in enumerate(kinds):
@@ -50,7 +50,7 @@ def _decoder(config: DecoderConfig, *, has_grouped_projections: bool) -> Module:
             layers.append(Layer(config, GatedAttention(config, rope), mlp))
         else:
             rule = GatedDeltaRule(config, sizes, is_grouped=has_grouped_projections)
-            layers.append(Layer(config, rule, mlp, mixer_name="linear_attn"))
+            layers.append(Layer(config, rule, mlp, names=LayerNames(mixer="linear_attn")))
     return CausalDecoder(config, Body(config, rope, layers))
 
 
