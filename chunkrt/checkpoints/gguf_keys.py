@@ -157,11 +157,25 @@ def _rope_scaling(keys: Keys) -> dict[str, Any] | None:
     if not isinstance(kind, str):
         raise ModelError(f"{keys.prefix}rope.scaling.type must be a string, found {kind!r}")
     scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor", default=1.0)}
-    if magnitude != 1:
+    if kind == "yarn":
+        scaling |= _yarn(keys)
+    elif magnitude != 1:
         scaling["attention_factor"] = magnitude
     if original := keys.count("rope.scaling.original_context_length", default=0):
         scaling["original_max_position_embeddings"] = original
     return scaling
+
+
+def _yarn(keys: Keys) -> dict[str, float]:
+    """Return the parameters that only YaRN has; llama.cpp's converter copies Hugging Face's numbers."""
+    refused = ("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_log_multiplier")
+    for key in refused:
+        if keys.get(key) not in (None, 1.0):
+            name = keys.prefix + key
+            raise UnsupportedModelError(f"{name} = {keys.get(key)} is not implemented with YaRN", feature=name)
+    names = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    given = {key: name for key, name in names.items() if keys.get(f"rope.scaling.{key}") is not None}
+    return {name: keys.number(f"rope.scaling.{key}") for key, name in given.items()}
 
 
 def lfm2_config(keys: Keys, config: Config) -> Config:

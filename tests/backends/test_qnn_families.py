@@ -21,14 +21,22 @@ TOLERANCE = 2 * 10**0.5 * 2.0**-11 / 3**0.5
 """Tolerance of an output (root mean square): twice the error of ten roundings to float16, each up to 2^-11 of a
 value."""
 OPERATORS_OF = {
+    "ernie4_5_biased": {"Sigmoid"},
     "gemma3_scaled": {"Gelu"},
+    "glm": {"Sigmoid"},
+    "glm4": {"Sigmoid"},
+    "granite": {"Sigmoid"},
+    "granite_hybrid": {"Sigmoid"},
+    "helium": {"Sigmoid"},
     "lfm2": {"Sigmoid"},
+    "minicpm": {"Sigmoid"},
     "mistral_window_5": {"Sigmoid"},
     "phi3_window_5": {"Sigmoid"},
     "qwen2": {"Sigmoid"},
     "qwen3": {"Sigmoid"},
     "qwen3_5": {"Sigmoid"},
     "qwen3_next": {"Sigmoid"},
+    "smollm3": {"Sigmoid"},
 }
 
 
@@ -57,6 +65,7 @@ def run_up_to(engine, name, tokens):
     """Return a subgraph, and every value of a chunk up to its outputs, from the reference."""
     plan, symbols = engine.plan, dict.fromkeys(("T", "P", "W"), len(tokens))
     values = {"input_ids": tokens, "position": np.zeros(1, np.int64)}
+    values["rope_position"] = np.array([plan.rope_offset(len(tokens))])
     for subgraph in plan.subgraphs:
         for tensor in (*subgraph.state, *subgraph.outputs):
             values[tensor] = np.zeros(resolve(plan.tensors[tensor].shape, symbols), np.float32)

@@ -23,6 +23,7 @@ LENGTHS = (1, 31, 32, 33, 95)
 ONE_CHUNK = 128
 FAMILY_NAMES = ("llama_gqa", "mistral_window_5", "qwen2", "qwen3_layer_types", "gemma3_scaled", "phi3_window_5")
 FAMILY_NAMES += ("lfm2", "qwen3_next", "qwen3_5")
+FAMILY_NAMES += ("smollm3_window", "granite", "granite_hybrid", "minicpm", "ernie4_5_biased", "helium", "glm", "glm4")
 LONGROPE = "phi3_longrope_long"
 
 

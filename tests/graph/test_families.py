@@ -44,12 +44,20 @@ def attention_nodes(plan):
         ("phi3_window_5", {"rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope' without 'short_factor'"),
         ("phi3_window_5", {"rope_scaling": {"type": "su", "short_factor": [1.0] * 4}}, "'su' without 'long_factor'"),
         ("phi3_window_5", {"rope_scaling": {"type": "dynamic"}}, "rope scaling 'dynamic' is not supported"),
-        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        ("qwen2", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic' is not supported"),
         (
             "qwen3",
             {"rope_scaling": {"type": "linear", "factor": 4.0, "attention_factor": 1.2}},
             "attention_factor = 1.2",
         ),
+        ("smollm3_window", {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}}, "truncate = false"),
+        ("granite_hybrid", {"num_local_experts": 4}, "num_local_experts = 4 is not supported in this family"),
+        ("granite_hybrid", {"num_local_experts": ...}, "num_local_experts = 8 is not supported in this family"),
+        ("granite_hybrid", {"layer_types": ["mamba", "attention"]}, "a layer is 'mamba'; supported: attention, full"),
+        ("granite_hybrid", {"layer_types": ...}, "a layer is 'mamba'; supported: attention, full_attention"),
+        ("minicpm", {"sparse_config": {"topk": 64}}, "sparse_config = {'topk': 64} is not supported in this family"),
+        ("minicpm", {"num_experts": 8}, "num_experts = 8 is not supported in this family"),
+        ("helium", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is ignored by Transformers"),
     ],
 )
 def test_unsupported_feature_is_refused_by_name(name, changes, message):
@@ -70,6 +78,15 @@ def test_unsupported_feature_is_refused_by_name(name, changes, message):
             r"short_factor of RoPE is \[1.0, 2.0\], expected 3 numbers",
         ),
         ("phi3_longrope_short", {"original_max_position_embeddings": 0.5}, "original_max_position_embeddings is 0.5"),
+        ("smollm3_window", {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\], expected 0 or 1 for each of 3"),
+        ("smollm3_window", {"no_rope_layers": [1, 2, 0]}, r"no_rope_layers is \[1, 2, 0\], expected 0 or 1"),
+        (
+            "smollm3_window",
+            {"rope_scaling": {"type": "yarn", "factor": -1.0}},
+            "factor of RoPE is -1.0, expected a pos",
+        ),
+        ("smollm3_window", {"rope_theta": 1.0}, "rope_theta of RoPE is 1.0; 'yarn' needs more than 1"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0, expected a positive number"),
     ],
 )
 def test_invalid_config_is_refused(name, changes, message):
@@ -89,6 +106,8 @@ def test_invalid_config_is_refused(name, changes, message):
         ("qwen2_window", {"max_window_layers": 0}, [32, 32]),
         ("qwen2_window", {"max_window_layers": ...}, [0, 0]),
         ("qwen3_layer_types", {}, [7, 0]),
+        ("smollm3", {}, [0, 0, 0, 0]),
+        ("smollm3_window", {}, [0, 9, 0]),
         ("phi3_window_5", {}, [5, 5]),
         ("mistral_window_5", {}, [5, 5]),
         ("mistral_window_5", {"sliding_window": ..., "max_position_embeddings": 8192}, [4096, 4096]),

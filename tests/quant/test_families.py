@@ -25,6 +25,14 @@ FAMILIES = (
     "phi3_window_5",
     "qwen2",
     "qwen3",
+    "ernie4_5_biased",
+    "glm",
+    "glm4",
+    "granite",
+    "granite_hybrid",
+    "helium",
+    "minicpm",
+    "smollm3_window",
 )
 RECURRENT = ("lfm2", "qwen3_5", "qwen3_next", "qwen3_next_experts")
 """Families whose foldings are tested in test_quant_folding_recurrent.py."""

@@ -1,7 +1,7 @@
 """SmolLM3: the Llama family with layers without RoPE, by default every fourth.
 
-Layers without RoPE may have a sliding window. Source: Hugging Face's `SmolLM3ForCausalLM`; Yang et al., Rope to Nope and
-Back Again (2025).
+Layers without RoPE may have a sliding window. Source: Yang et al., Rope to Nope and Back Again (2025); Hugging Face's
+`SmolLM3ForCausalLM`.
 """
 
 from __future__ import annotations
