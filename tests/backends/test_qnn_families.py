@@ -22,6 +22,8 @@ TOLERANCE = 2 * 10**0.5 * 2.0**-11 / 3**0.5
 value."""
 OPERATORS_OF = {
     "ernie4_5_biased": {"Sigmoid"},
+    "exaone4_hybrid": {"Sigmoid"},
+    "gemma": {"Gelu"},
     "gemma3_scaled": {"Gelu"},
     "glm": {"Sigmoid"},
     "glm4": {"Sigmoid"},
@@ -29,8 +31,11 @@ OPERATORS_OF = {
     "granite_hybrid": {"Sigmoid"},
     "helium": {"Sigmoid"},
     "lfm2": {"Sigmoid"},
+    "lfm3": {"Sigmoid"},
     "minicpm": {"Sigmoid"},
     "mistral_window_5": {"Sigmoid"},
+    "olmo2": {"Sigmoid"},
+    "olmo3": {"Sigmoid"},
     "phi3_window_5": {"Sigmoid"},
     "qwen2": {"Sigmoid"},
     "qwen3": {"Sigmoid"},

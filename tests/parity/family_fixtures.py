@@ -97,6 +97,59 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4": _family(
         "glm4", "Glm4ForCausalLM", head_dim=12, rope_theta=500.0, partial_rotary_factor=1 / 3, attention_bias=False
     ),
+    "olmo2": _family("olmo2", "Olmo2ForCausalLM", num_key_value_heads=4, attention_bias=True),
+    "olmo3": _family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        num_key_value_heads=4,
+        num_hidden_layers=4,
+        sliding_window=11,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 8.0,
+            "beta_slow": 0.5,
+            "attention_factor": 1.2,
+        },
+    ),
+    "exaone4": _family(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        num_hidden_layers=3,
+        sliding_window=None,
+        layer_types=["full_attention"] * 3,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "exaone4_hybrid": _family("exaone4", "Exaone4ForCausalLM", num_hidden_layers=4, sliding_window=10),
+    "gemma": _family(
+        "gemma", "GemmaForCausalLM", head_dim=10, num_key_value_heads=1, hidden_act="gelu", attention_bias=True
+    ),
+    "lfm3": _family("lfm3", "Lfm3ForCausalLM", num_hidden_layers=5, head_dim=8, sliding_window=7, conv_bias=True),
+    "lfm3_bare": _family(
+        "lfm3",
+        "Lfm3ForCausalLM",
+        num_hidden_layers=3,
+        head_dim=8,
+        conv_L_cache=3,
+        layer_types=["sliding_attention", "conv", "full_attention"],
+        sliding_window=12,
+        use_sandwich_norm=False,
+        use_attention_gate=False,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.75, "factor": 2.0},
+            "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+        },
+    ),
 }
 
 
@@ -121,7 +174,7 @@ def equivalent(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
-    """Return weights with the names and shapes that Transformers saves: linears of gain about 1.2, norms about 1."""
+    """Return weights with the names and shapes that Transformers saves: linears of gain about 1, norms about 1."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -130,14 +183,24 @@ def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
         model = AutoModelForCausalLM.from_config(known)
     is_tied = model.config.tie_word_embeddings
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    weights = {n: _random(n, s, rng) for n, s in shapes.items() if not (is_tied and n == "lm_head.weight")}
+    if is_tied:
+        del shapes["lm_head.weight"]
+    weights = {_published(name): _random(name, shape, config["model_type"], rng) for name, shape in shapes.items()}
     return {name: weight.astype(config["torch_dtype"]) for name, weight in weights.items()}
 
 
-def _random(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float32]:
+def _published(name: str) -> str:
+    """Return the name in published checkpoints, which Transformers changes when it loads (conversion_mapping.py)."""
+    return name.replace(".self_attn.g_proj.", ".self_attn.gate_proj.")
+
+
+def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Generator) -> NDArray[np.float32]:
     drawn = rng.standard_normal(shape, np.float32)
     if "norm" in name:
-        return drawn * np.float32(0.2) + np.float32(1)
+        return drawn * np.float32(0.2) + np.float32(family not in ("gemma", "gemma2"))
+    if name.endswith(".conv.weight"):
+        return drawn * np.float32(0.8)
     if "embed_tokens" in name or len(shape) == 1:
         return drawn * np.float32(0.3)
-    return drawn * np.float32(1.2 / shape[-1] ** 0.5)
+    gain = 0.8 if family.startswith("lfm") else 1.2  # products of gates magnify the errors of quantised linears
+    return drawn * np.float32(gain / shape[-1] ** 0.5)

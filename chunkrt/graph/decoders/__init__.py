@@ -11,7 +11,23 @@ from typing import Any
 
 from chunkrt.checkpoints.source import LEFT_OUT, TensorSource, are_equal
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
-from chunkrt.graph.decoders import gemma3, glm, granite, lfm2, llama, minicpm, phi3, qwen2, qwen3, qwen3_next, smollm3
+from chunkrt.graph.decoders import (
+    exaone4,
+    gemma,
+    gemma3,
+    glm,
+    granite,
+    lfm2,
+    lfm3,
+    llama,
+    minicpm,
+    olmo,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_next,
+    smollm3,
+)
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
 from chunkrt.graph.decoders.llama import CausalDecoder
 from chunkrt.graph.modules import Module, Parameter
@@ -37,6 +53,8 @@ class Family:
 
 FAMILIES = {
     "ernie4_5": Family(build=glm.ernie4_5, defaults=glm.ERNIE_DEFAULTS),
+    "exaone4": Family(build=exaone4.exaone4, defaults=exaone4.DEFAULTS),
+    "gemma": Family(build=gemma.gemma, defaults=gemma.DEFAULTS),
     "gemma3_text": Family(build=gemma3.gemma3, defaults=gemma3.DEFAULTS),
     "glm": Family(build=glm.glm, defaults=glm.DEFAULTS),
     "glm4": Family(build=glm.glm4, defaults=glm.DEFAULTS),
@@ -44,9 +62,12 @@ FAMILIES = {
     "granitemoehybrid": Family(build=granite.granite_hybrid, defaults=granite.HYBRID_DEFAULTS),
     "helium": Family(build=glm.helium, defaults=glm.HELIUM_DEFAULTS),
     "lfm2": Family(build=lfm2.lfm2, defaults=lfm2.DEFAULTS),
+    "lfm3": Family(build=lfm3.lfm3, defaults=lfm3.DEFAULTS),
     "llama": Family(build=llama.llama),
     "minicpm": Family(build=minicpm.minicpm, defaults=minicpm.DEFAULTS),
     "mistral": Family(build=llama.mistral, defaults=llama.MISTRAL_DEFAULTS),
+    "olmo2": Family(build=olmo.olmo2, defaults=olmo.DEFAULTS),
+    "olmo3": Family(build=olmo.olmo3, defaults=olmo.OLMO3_DEFAULTS),
     "phi3": Family(build=phi3.phi3, defaults=phi3.DEFAULTS),
     "qwen2": Family(build=qwen2.qwen2, defaults=qwen2.DEFAULTS),
     "qwen3": Family(build=qwen3.qwen3, defaults=qwen3.DEFAULTS),

@@ -293,6 +293,8 @@ def _context_length(config: Mapping[str, Any], where: str) -> int:
 def _activation(config: Mapping[str, Any], where: str) -> str:
     key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
     name = config.get(key) or "silu"
+    if name == "gelu" and config.get("has_legacy_gelu"):
+        name = "gelu_pytorch_tanh"  # the name in the first releases of Gemma; Transformers replaces it as well
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedModelError(
             f"{where}: hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}", feature=key

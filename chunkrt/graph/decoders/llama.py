@@ -156,22 +156,20 @@ class Layer(Module):
     def __init__(self, config: DecoderConfig, mixer: Module, mlp: Module, *, names: LayerNames = NORMS_BEFORE) -> None:
         super().__init__()
         halves = (
-            (names.before_mixer, names.mixer, mixer, names.after_mixer),
-            (names.before_mlp, names.mlp, mlp, names.after_mlp),
+            {names.before_mixer: norm(config), names.mixer: mixer, names.after_mixer: norm(config)},
+            {names.before_mlp: norm(config), names.mlp: mlp, names.after_mlp: norm(config)},
         )
-        self._halves: list[tuple[Module, ...]] = []
-        for before, name, module, after in halves:
-            parts = {before: norm(config), name: module, after: norm(config)}
-            parts.pop("", None)
-            for part_name, part in parts.items():
-                setattr(self, part_name, part)
-            self._halves.append(tuple(parts.values()))
+        for half in halves:
+            half.pop("", None)
+            for name, part in half.items():
+                setattr(self, name, part)
+        self._halves = [tuple(half) for half in halves]
 
     def forward(self, hidden: ir.Value) -> ir.Value:
-        for parts, residual in zip(self._halves, ("attention_residual", "output"), strict=True):
+        for names, residual in zip(self._halves, ("attention_residual", "output"), strict=True):
             result = hidden
-            for part in parts:
-                result = part(result)
+            for name in names:
+                result = getattr(self, name)(result)
             hidden = ops.add(hidden, result, name=residual)
         return hidden
 
@@ -202,15 +200,15 @@ class Body(Module):
         for name, tables in (other_ropes or {}).items():
             setattr(self, name, tables)
         self.layers = list(layers)
-        last_norm = norm(config)
-        setattr(self, norm_name, last_norm)
-        self._last_norm = (last_norm,)
+        setattr(self, norm_name, norm(config))
+        self._norm_name = norm_name
 
     def forward(self, token_ids: ir.Value) -> ir.Value:
         hidden = self.embed_tokens(token_ids)
         for layer in self.layers:
             hidden = layer(hidden)
-        return self._last_norm[0](hidden)
+        normed: ir.Value = getattr(self, self._norm_name)(hidden)
+        return normed
 
 
 class CausalDecoder(Module):
