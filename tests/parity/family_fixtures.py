@@ -199,7 +199,7 @@ def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Gener
     if "norm" in name:
         return drawn * np.float32(0.2) + np.float32(family not in ("gemma", "gemma2"))
     if name.endswith(".conv.weight"):
-        return drawn * np.float32(0.8)
+        return drawn * np.float32(1.2 / shape[-1] ** 0.5)
     if "embed_tokens" in name or len(shape) == 1:
         return drawn * np.float32(0.3)
     gain = 0.8 if family.startswith("lfm") else 1.2  # products of gates magnify the errors of quantised linears
