@@ -259,3 +259,56 @@ def phi3_config(keys: Keys, config: Config) -> Config:
     if keys.get("rope.scaling.attn_factor") is not None:
         scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
     return found | {"rope_scaling": scaling}
+
+
+def granite_config(keys: Keys, config: Config) -> Config:
+    """Return Granite's factors. Dense Granite 4 has the same architecture."""
+    key = "rope.scaling.finetuned"
+    if keys.get(key) is False:
+        name = keys.prefix + key
+        raise UnsupportedModelError(f"{name} = False, attention without RoPE, is not implemented", feature=name)
+    return {
+        "embedding_multiplier": keys.number("embedding_scale", default=1.0),
+        "residual_multiplier": keys.number("residual_scale", default=1.0),
+        "logits_scaling": keys.number("logit_scale", default=1.0),
+        "attention_multiplier": keys.number("attention.scale", default=config["head_dim"] ** -0.5),
+    }
+
+
+def minicpm_config(keys: Keys, config: Config) -> Config:
+    """Return MiniCPM's factors, and those of longrope."""
+    return {
+        **phi3_config(keys, config),
+        "scale_emb": keys.number("embedding_scale"),
+        "scale_depth": keys.number("residual_scale") * config["num_hidden_layers"] ** 0.5,
+        "dim_model_base": config["hidden_size"] / keys.number("logit_scale"),
+    }
+
+
+def exaone4_config(keys: Keys, config: Config) -> Config:
+    """Return the kind of each layer, by default that of models without a window."""
+    if config["sliding_window"] is None:
+        return {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    return _layers_with_a_window(keys, config)
+
+
+def olmo_config(keys: Keys, config: Config) -> Config:
+    """Return the kind of each layer of OLMo 3, which differs from OLMo 2 by its windows. All layers have one base of
+    RoPE.
+    """
+    if config["sliding_window"] is None:
+        return {}
+    ropes = {"sliding_attention": {"rope_theta": config["rope_theta"]}}
+    return {"model_type": "olmo3", "rope_parameters": ropes, **_layers_with_a_window(keys, config)}
+
+
+def _layers_with_a_window(keys: Keys, config: Config) -> Config:
+    """Return the kind of each layer from a flag for each layer, or from the period of layers without a window."""
+    key, num_layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
+    slides = keys.get(key)
+    if not isinstance(slides, list):
+        period = keys.count(key, default=4)
+        slides = [(layer + 1) % period != 0 for layer in range(num_layers)]
+    if len(slides) < num_layers or not {type(slide) for slide in slides} <= {bool, int}:
+        raise ModelError(f"{keys.prefix}{key} must be a flag for each of {num_layers} layers, found {slides!r:.80}")
+    return {"layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides[:num_layers]]}

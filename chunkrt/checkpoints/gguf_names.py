@@ -195,6 +195,12 @@ SANDWICH_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+NORMS_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_INTERLEAVED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+"""Modules that llama.cpp's converter reorders for interleaved RoPE, with the config key of their number of heads."""
 WINDOWS = frozenset({"attention.sliding_window"})
 """Keys that are refused in architectures without sliding windows."""
 
@@ -252,6 +258,8 @@ _EXPERTS = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_WITHOUT_NORMS = {name: known for name, known in LAYER.items() if not name.endswith("norm")}
+_GRANITE_SCALINGS = frozenset(("attention.scale", "embedding_scale", "logit_scale", "residual_scale"))
 _QWEN3_NEXT_LAYER |= {"post_attention_norm": "post_attention_layernorm"}
 
 
@@ -260,8 +268,74 @@ ARCHITECTURES = {
         model_type="llama",
         model=MODEL | {"rope_freqs": "rope_freqs"},
         layer=LAYER,
-        permuted={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"},
+        permuted=_INTERLEAVED,
         refused=SCALINGS,
+    ),
+    "chatglm": Architecture(
+        model_type="glm",
+        model=MODEL,
+        layer=LAYER | {"ffn_up": "mlp.gate_up_proj"},
+        refused=SCALINGS | WINDOWS,
+    ),
+    "ernie4_5": Architecture(
+        model_type="ernie4_5",
+        model=MODEL,
+        layer=LAYER,
+        refused=SCALINGS | WINDOWS,
+        config=lambda keys, config: {"use_bias": config["attention_bias"]},
+    ),
+    "exaone4": Architecture(
+        model_type="exaone4",
+        model=MODEL | {"rope_freqs": "rope_freqs"},
+        layer=_WITHOUT_NORMS | HEAD_NORMS | NORMS_BEHIND,
+        refused=SCALINGS,
+        config=gguf_keys.exaone4_config,
+    ),
+    "gemma": Architecture(
+        model_type="gemma",
+        model=MODEL,
+        layer=LAYER,
+        refused=SCALINGS | WINDOWS,
+        config=lambda keys, config: {"norm_offset": 0},
+    ),
+    "glm4": Architecture(
+        model_type="glm4",
+        model=MODEL,
+        layer=LAYER
+        | {"ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm"}
+        | {"post_ffw_norm": "post_mlp_layernorm"},
+        refused=SCALINGS | WINDOWS | {"rope.dimension_sections"},
+    ),
+    "granite": Architecture(
+        model_type="granite",
+        model=MODEL,
+        layer=LAYER,
+        permuted=_INTERLEAVED,
+        refused=(SCALINGS - _GRANITE_SCALINGS) | WINDOWS,
+        config=gguf_keys.granite_config,
+    ),
+    "minicpm": Architecture(
+        model_type="minicpm",
+        model=MODEL,
+        layer=LAYER,
+        in_config=(gguf_keys.LONG_FACTORS, gguf_keys.SHORT_FACTORS),
+        permuted=_INTERLEAVED,
+        refused=(SCALINGS - _GRANITE_SCALINGS) | WINDOWS | {"attention.scale"},
+        config=gguf_keys.minicpm_config,
+    ),
+    "olmo2": Architecture(
+        model_type="olmo2",
+        model=MODEL,
+        layer=_WITHOUT_NORMS | HEAD_NORMS | NORMS_BEHIND,
+        refused=SCALINGS,
+        config=gguf_keys.olmo_config,
+    ),
+    "smollm3": Architecture(
+        model_type="smollm3",
+        model=MODEL | {"rope_freqs": "rope_freqs"},
+        layer=LAYER,
+        permuted=_INTERLEAVED,
+        refused=SCALINGS | WINDOWS,
     ),
     "lfm2": Architecture(
         model_type="lfm2",

@@ -181,7 +181,8 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
             model_type = declared if declared in known else ""
         else:
             declared, known, kind = str(metadata.get("general.architecture")), list(ARCHITECTURES), "GGUF"
-            model_type = ARCHITECTURES[declared].model_type if declared in ARCHITECTURES else ""
+            known_type = ARCHITECTURES[declared].model_type if declared in ARCHITECTURES else ""
+            model_type = str(source.config.get("model_type", known_type)) if known_type else ""
         keys = metadata or {}
         unmapped = [refusal.feature for refusal in refusals if refusal.feature and refusal.feature not in keys]
         refusals = [refusal for refusal in refusals if refusal.feature in keys or (model_type and not refusal.feature)]

@@ -249,8 +249,8 @@ def test_gguf_without_a_valid_config_is_incomplete(tmp_path):
 @pytest.mark.parametrize(
     ("name", "config", "names"),
     [
-        ("llama_gqa", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {"rope_scaling"}),
-        ("llama_gqa", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, {"rope_scaling"}),
+        ("llama_gqa", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {"rope_scaling"}),
+        ("llama_gqa", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {"rope_scaling"}),
         ("llama_gqa", {"sliding_window": 5, "hidden_act": "relu"}, {"sliding_window", "hidden_act"}),
         ("gemma3_window_5", {"attn_logit_softcapping": 50.0}, {"attn_logit_softcapping"}),
         ("gemma3_window_5", {"layer_types": ["chunked_attention"] * 6}, {"layer_types"}),

@@ -7,6 +7,7 @@ that the logits also depend on chunkrt's defaults.
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+ARCHITECTURES = {
+    "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4",
+    "gemma": "gemma",
+    "glm": "chatglm",
+    "glm4": "glm4",
+    "granite": "granite",
+    "granitemoehybrid": "granite",  # the converter's name of dense models
+    "minicpm": "minicpm",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "smollm3": "smollm3",
+}
+GGUF_OF = {
+    f"{name}_gguf": name
+    for name in ("ernie4_5_biased", "exaone4", "exaone4_hybrid", "gemma", "glm", "glm4", "granite", "granite_hybrid")
+} | {f"{name}_gguf": name for name in ("minicpm", "olmo2", "olmo3", "smollm3")}
+
+
 def equivalent(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config that Transformers knows, with the same decoder.
 
@@ -204,3 +224,99 @@ def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Gener
         return drawn * np.float32(0.3)
     gain = 0.8 if family.startswith("lfm") else 1.2  # products of gates magnify the errors of quantised linears
     return drawn * np.float32(gain / shape[-1] ** 0.5)
+
+
+def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
+    """Write the same weights as llama.cpp's converter does (conversion/*.py). Linears keep their type, norms are
+    float32.
+    """
+    import gguf
+    from transformers import AutoConfig
+
+    known = AutoConfig.for_model(**deepcopy(equivalent(config)))  # with defaults
+    name = ARCHITECTURES[config["model_type"]]
+    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_name(path.parent.name)
+    writer.add_vocab_size(known.vocab_size)
+    writer.add_context_length(known.max_position_embeddings)
+    writer.add_embedding_length(known.hidden_size)
+    writer.add_block_count(known.num_hidden_layers)
+    writer.add_feed_forward_length(config.get("shared_intermediate_size", known.intermediate_size))
+    writer.add_head_count(known.num_attention_heads)
+    writer.add_head_count_kv(known.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(known.rms_norm_eps)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    head_dim = getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads
+    if head_dim * known.num_attention_heads != known.hidden_size:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    _add_rope(writer, known, head_dim)
+    if equivalent(config)["model_type"].startswith("granite"):
+        writer.add_embedding_scale(known.embedding_multiplier)
+        writer.add_residual_scale(known.residual_multiplier)
+        writer.add_logit_scale(known.logits_scaling)
+    if config["model_type"].startswith("granite"):
+        writer.add_attention_scale(known.attention_multiplier)
+    if config["model_type"] in ("exaone4", "olmo3") and known.sliding_window is not None:
+        writer.add_sliding_window(known.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in known.layer_types])
+    names = gguf.get_tensor_name_map(architecture, known.num_hidden_layers)
+    for tensor, stored in _as_converted(weights, config, known).items():
+        converted = stored if stored.ndim > 1 else stored.astype(np.float32)
+        found = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(found or tensor, np.ascontiguousarray(converted))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_rope(writer: Any, known: Any, head_dim: int) -> None:
+    import gguf
+
+    ropes = known.rope_parameters.get("full_attention", known.rope_parameters)
+    writer.add_rope_freq_base(ropes["rope_theta"])
+    writer.add_rope_dimension_count(round(head_dim * ropes.get("partial_rotary_factor", 1.0)))
+    if ropes["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(ropes["factor"])
+        writer.add_rope_scaling_orig_ctx_len(ropes["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_attn_factor(ropes["attention_factor"])
+        writer.add_rope_scaling_yarn_beta_fast(ropes["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(ropes["beta_slow"])
+    if ropes["rope_type"] == "longrope":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_orig_ctx_len(ropes["original_max_position_embeddings"])
+        stretch = known.max_position_embeddings / ropes["original_max_position_embeddings"]
+        writer.add_rope_scaling_attn_factors(
+            (1 + np.log(stretch) / np.log(ropes["original_max_position_embeddings"])) ** 0.5
+        )
+
+
+def _as_converted(weights: Weights, config: dict[str, Any], known: Any) -> Weights:
+    """Return the tensors as the converter's `modify_tensors` yields them, under Hugging Face's names."""
+    from gguf_twins import llama3_frequency_factors
+
+    found: Weights = {}
+    for name, weight in weights.items():
+        if config["model_type"] in ("granite", "granitemoehybrid", "minicpm", "smollm3"):
+            counts = {"q_proj": known.num_attention_heads, "k_proj": known.num_key_value_heads}
+            for projection, count in counts.items():
+                if f".{projection}." in name:
+                    weight = weight.reshape(count, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+        if config["model_type"] == "gemma" and name.endswith("norm.weight"):
+            weight = weight.astype(np.float32) + 1
+        if name.endswith("shared_mlp.input_linear.weight"):
+            gate, up = np.split(weight, 2)
+            base = name.replace("shared_mlp.input_linear", "mlp.{}")
+            found |= {base.format("gate_proj"): gate, base.format("up_proj"): up}
+        else:
+            found[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = weight
+    ropes = known.rope_parameters.get("full_attention", known.rope_parameters)
+    if ropes["rope_type"] == "llama3":
+        found["rope_freqs.weight"] = llama3_frequency_factors(ropes, known.hidden_size // known.num_attention_heads)
+    if ropes["rope_type"] == "longrope":
+        for length in ("long", "short"):
+            found[f"rope_factors_{length}.weight"] = np.float32(ropes[f"{length}_factor"])
+    return found

@@ -162,7 +162,7 @@ GGUF_OF = {
     "phi3_longrope_gguf": "phi3_longrope_long",
 }
 RECURRENT = recurrent_fixtures.CONFIGS
-GGUF_OF |= recurrent_fixtures.GGUF_OF
+GGUF_OF |= recurrent_fixtures.GGUF_OF | family_fixtures.GGUF_OF
 FAMILIES = family_fixtures.CONFIGS
 ALL_NAMES = [*CONFIGS, *RECURRENT, *FAMILIES, *GGUF_OF]
 
@@ -220,6 +220,7 @@ def _make_family(folder: Path, name: str, config: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as known:
         _write_checkpoint(Path(known), family_fixtures.equivalent(config), weights)
         _write_expected(folder / name, input_ids, transformers_logits(Path(known), input_ids, "float64"))
+    _write_gguf_twins(folder, name, config, weights, family_fixtures.write_gguf)
 
 
 def _write_gguf_twins(
