@@ -21,7 +21,7 @@ from chunkrt.engine_directory.weights import settle, write_weights
 from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
-from chunkrt.graph.decoders.experts import SparseMixture
+from chunkrt.graph.decoders.experts import gated_mixture
 from chunkrt.graph.decoders.lfm2 import ShortConvolution
 from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
 from chunkrt.graph.decoders.qwen3_next import DeltaSizes, GatedDeltaRule
@@ -191,7 +191,7 @@ def hybrid(config: DecoderConfig) -> Module:
     attention = Attention(config, rope, norm=head_norm(config), window=config.sliding_window)
     layers = [
         Layer(config, ShortConvolution(config), FeedForward(config)),
-        Layer(config, delta_rule, SparseMixture(config)),
+        Layer(config, delta_rule, gated_mixture(config)),
         Layer(config, attention, FeedForward(config)),
     ]
     return CausalDecoder(config, Body(config, rope, layers))

@@ -21,6 +21,8 @@ LARGEST_SIZE = 2**20
 allocation of huge arrays.
 """
 ROPE_DIVISOR = "rope_freqs.weight"
+STACKS_OF_EXPERTS = (".experts.gate_up_proj", ".block_sparse_moe.input_linear.weight")
+"""Endings of the names of tensors with the gates and ups of all experts of a layer."""
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -42,6 +44,7 @@ class DecoderConfig:
             holds that sum.
         residual_factor: factor of the results that layers add to the residual stream.
         logit_factor: factor of the logits.
+        has_stacked_experts: whether the checkpoint stores all experts of a layer in two tensors.
         raw: the complete config; a family reads its own keys by `count`, `number`, `flag` and `layer_types`.
         where: the checkpoint's name, for messages.
         ranks: the rank that this decoder is for; sizes and counts cover all ranks together.
@@ -63,6 +66,7 @@ class DecoderConfig:
     residual_factor: float = 1.0
     logit_factor: float = 1.0
     rope_divisor: str | None = None
+    has_stacked_experts: bool = False
     raw: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
     ranks: Ranks = ALONE
@@ -213,9 +217,10 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
             f"{where}: the config claims {layers} layers, but the checkpoint has {len(source.names())} tensors"
         )
     context = _context_length(config, where)
+    feed_forward = config.get("block_ff_dim") or config.get("moe_intermediate_size")
     return DecoderConfig(
         hidden_size=hidden,
-        intermediate_size=_count(config, where, "intermediate_size", default=config.get("block_ff_dim")),
+        intermediate_size=_count(config, where, "intermediate_size", default=feed_forward),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -228,6 +233,7 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
         sliding_window=_sliding_window(config, where, context),
         norm_offset=_norm_offset(config, where),
         rope_divisor=ROPE_DIVISOR if ROPE_DIVISOR in source.names() else None,
+        has_stacked_experts=any(name.endswith(STACKS_OF_EXPERTS) for name in source.names()),
         raw=config,
         where=where,
     )
