@@ -22,6 +22,7 @@ TOLERANCE = 2 * 10**0.5 * 2.0**-11 / 3**0.5
 value."""
 OPERATORS_OF = {
     "ernie4_5_biased": {"Sigmoid"},
+    "ernie4_5_moe": {"Sigmoid"},
     "exaone4_hybrid": {"Sigmoid"},
     "gemma": {"Gelu"},
     "gemma3_scaled": {"Gelu"},

@@ -94,9 +94,7 @@ def test_olmo_3_is_olmo_2_with_windows(pattern, expected):
 
 
 def test_pattern_of_windows_must_cover_all_layers():
-    with pytest.raises(
-        ModelError, match=r"exaone4.attention.sliding_window_pattern must be a flag for each of 4 l"
-    ):
+    with pytest.raises(ModelError, match=r"exaone4.attention.sliding_window_pattern must be a flag for each of 4 l"):
         config_of("exaone4", **{"attention.sliding_window": 5, "attention.sliding_window_pattern": [True]})
 
 

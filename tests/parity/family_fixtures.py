@@ -151,6 +151,104 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
         },
     ),
+    "qwen2_moe": _family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        num_experts=5,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+        use_sliding_window=True,
+        sliding_window=8,
+    ),
+    "qwen3_moe": _family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        num_hidden_layers=3,
+        head_dim=8,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "olmoe": _family(
+        "olmoe",
+        "OlmoeForCausalLM",
+        num_key_value_heads=4,
+        intermediate_size=12,
+        num_experts=6,
+        num_experts_per_tok=2,
+    ),
+    "granitemoe": _family("granitemoe", "GraniteMoeForCausalLM", **_GRANITE, intermediate_size=12, num_local_experts=6),
+    "granitemoeshared": _family(
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        **_GRANITE,
+        intermediate_size=12,
+        num_local_experts=5,
+        num_experts_per_tok=3,
+        shared_intermediate_size=20,
+        tie_word_embeddings=True,
+    ),
+    "granite_hybrid_experts": _family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        **_GRANITE,
+        intermediate_size=12,
+        num_local_experts=4,
+        shared_intermediate_size=20,
+        layer_types=["attention", "full_attention"],
+        mamba_n_heads=4,
+    ),
+    "lfm2_moe": _family(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        routed_scaling_factor=1.5,
+    ),
+    "ernie4_5_moe": _family(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        num_hidden_layers=3,
+        moe_num_experts=6,
+        moe_k=2,
+        moe_intermediate_size=12,
+    ),
+    "ernie4_5_moe_interval": _family(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        moe_num_experts=4,
+        moe_k=3,
+        moe_intermediate_size=12,
+        moe_num_shared_experts=0,
+        moe_layer_start_index=0,
+        moe_layer_interval=2,
+        tie_word_embeddings=False,
+    ),
+    "qwen3_5_moe": {key: value for key, value in _SIZES.items() if key != "intermediate_size"}
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "head_dim": 12,
+        "rms_norm_eps": 1e-3,  # so that rounding is not magnified when a head recalls small values
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 16,
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+    },
 }
 
 
@@ -205,20 +303,51 @@ def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if is_tied:
         del shapes["lm_head.weight"]
-    weights = {_published(name): _random(name, shape, config["model_type"], rng) for name, shape in shapes.items()}
-    return {name: weight.astype(config["torch_dtype"]) for name, weight in weights.items()}
+    family = config["model_type"]
+    found: Weights = {}
+    for name, shape in shapes.items():
+        found |= _published(name, _random(name, shape, family, rng).astype(config["torch_dtype"]), family)
+    return found
 
 
-def _published(name: str) -> str:
-    """Return the name in published checkpoints, which Transformers changes when it loads (conversion_mapping.py)."""
-    return name.replace(".self_attn.g_proj.", ".self_attn.gate_proj.")
+_RENAMED = {
+    ".self_attn.g_proj.": ".self_attn.gate_proj.",
+    ".mlp.gate.moe_statics.": ".mlp.moe_statics.",
+    ".block_sparse_moe.experts.gate_up_proj": ".block_sparse_moe.input_linear.weight",
+    ".block_sparse_moe.experts.down_proj": ".block_sparse_moe.output_linear.weight",
+    ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
+}
+"""Parts of names that differ in published checkpoints; Transformers changes them when it loads (conversion_mapping.py).
+"""
+_STACKED = ("qwen3_5_moe_text",)
+"""Families whose published checkpoints store the experts of a layer in two tensors, as Transformers does."""
+
+
+def _published(name: str, weight: NDArray[Any], family: str) -> Weights:
+    """Return a tensor under its published name, or one tensor for each expert."""
+    for ours, theirs in _RENAMED.items():
+        name = name.replace(ours, theirs)
+    path, _, kind = name.rpartition(".")
+    if not path.endswith(".experts") or family in _STACKED:
+        return {name: weight}
+    gate, up, down = ("w1", "w3", "w2") if family == "lfm2_moe" else ("gate_proj", "up_proj", "down_proj")
+    found: Weights = {}
+    for index, expert in enumerate(weight):
+        parts = {down: expert} if kind == "down_proj" else dict(zip((gate, up), np.split(expert, 2), strict=True))
+        found |= {f"{path}.{index}.{part}.weight": tensor for part, tensor in parts.items()}
+    return found
 
 
 def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Generator) -> NDArray[np.float32]:
     drawn = rng.standard_normal(shape, np.float32)
     if "norm" in name:
-        return drawn * np.float32(0.2) + np.float32(family not in ("gemma", "gemma2"))
-    if name.endswith(".conv.weight"):
+        has_offset = family == "gemma" or (family.startswith("qwen3_5") and "linear_attn" not in name)
+        return drawn * np.float32(0.2) + np.float32(not has_offset)
+    if name.endswith("A_log"):
+        return np.log(rng.uniform(0.02, 4, shape)).astype(np.float32)
+    if name.endswith("bias") and ("expert_bias" in name or "e_score" in name):
+        return drawn * np.float32(0.1)
+    if len(shape) == 3 and "conv" in name:
         return drawn * np.float32(1.2 / shape[-1] ** 0.5)
     if "embed_tokens" in name or len(shape) == 1:
         return drawn * np.float32(0.3)

@@ -38,6 +38,7 @@ FAMILIES = (
 NORMS_BEHIND = ("exaone4_hybrid", "olmo2", "olmo3")
 """Families in which no weight makes the inputs of q, k, v, gate and up, so that equalisation cannot scale them."""
 RECURRENT = ("lfm2", "lfm3", "qwen3_5", "qwen3_next", "qwen3_next_experts")
+EXPERTS = ("ernie4_5_moe", "granitemoeshared", "lfm2_moe", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_moe")
 """Families whose foldings are tested in test_quant_folding_recurrent.py."""
 MOST_ERROR = {"w8a8-dynamic": 0.08, "w8a16": 0.04}
 """Tolerance of logits against float (root mean square); random 8-bit weights alone contribute 0.02."""
@@ -56,7 +57,7 @@ def logits_of(name, **options):
 
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("scheme", MOST_ERROR)
-@pytest.mark.parametrize("name", FAMILIES + NORMS_BEHIND + RECURRENT)
+@pytest.mark.parametrize("name", FAMILIES + NORMS_BEHIND + RECURRENT + EXPERTS)
 def test_quantised_logits_are_near_those_in_float(name, scheme, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     options = {"scheme": scheme}
@@ -69,7 +70,7 @@ def test_quantised_logits_are_near_those_in_float(name, scheme, tmp_path, monkey
     assert 0 < relative_error(logits_of(name, **options), logits_of(name, scheme="float")) < MOST_ERROR[scheme]
 
 
-@pytest.mark.parametrize("name", FAMILIES + NORMS_BEHIND + RECURRENT)
+@pytest.mark.parametrize("name", FAMILIES + NORMS_BEHIND + RECURRENT + EXPERTS)
 def test_native_equals_the_reference(name, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     found = logits_of(name, npu="native", scheme="w8a8-dynamic", cache_dtype="float32")

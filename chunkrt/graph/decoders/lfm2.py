@@ -1,17 +1,20 @@
-"""LFM2: gated short convolutions, with occasional layers of grouped-query attention.
+"""LFM2, dense or with experts: gated short convolutions, with occasional layers of grouped-query attention.
 
-Every layer has a SwiGLU feed-forward, heads of q and k are normalised, and the LM head shares the embedding's table.
-Source: Hugging Face's `Lfm2ForCausalLM`.
+Layers have a SwiGLU feed-forward, or experts that a router picks by sigmoid scores. Heads of q and k are normalised,
+and the LM head shares the embedding's table.
+Source: Hugging Face's `Lfm2ForCausalLM`, `Lfm2MoeForCausalLM`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
 
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
+from chunkrt.graph.decoders.experts import Mixture, SparseMixture
 from chunkrt.graph.decoders.llama import (
     Attention,
     Body,
@@ -25,28 +28,54 @@ from chunkrt.graph.modules import DepthwiseWeights, HeadNorm, Module
 from chunkrt.graph.parallel import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from chunkrt.graph.rope import RotaryTables
 
-NAMES = LayerNames(before_mixer="operator_norm", before_mlp="ffn_norm", mlp="feed_forward")
 DEFAULTS = {"rope_theta": 1e6, "norm_eps": 1e-5, "num_key_value_heads": 8, "tie_word_embeddings": True}
+MOE_DEFAULTS = {
+    **DEFAULTS,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1792,
+}
+NAMES = LayerNames(before_mixer="operator_norm", before_mlp="ffn_norm", mlp="feed_forward")
 
 
 def lfm2(config: DecoderConfig) -> Module:
     """Build the decoder; layers are "conv" or "full_attention", by `layer_types` or, in older configs,
     `full_attn_idxs`."""
-    config = replace(
-        config,
-        intermediate_size=_feed_forward_size(config),
-        tie_word_embeddings=config.flag("tie_embedding", config.tie_word_embeddings),
-    )
+    config = replace(config, intermediate_size=_feed_forward_size(config))
     attention_layers = config.layer_indices("full_attn_idxs") or range(config.num_layers)
     default = ["full_attention" if i in attention_layers else "conv" for i in range(config.num_layers)]
+    return _decoder(config, default, lambda index: feed_forward(config))
+
+
+def lfm2_moe(config: DecoderConfig) -> Module:
+    """Build a decoder with experts in all layers except the first `num_dense_layers`."""
+    num_dense = config.count("num_dense_layers", 2, least=0)
+    mixture = replace(
+        Mixture.of(config),
+        use_sigmoid=True,
+        norm_epsilon=1e-6,
+        factor=config.number("routed_scaling_factor", 1.0),
+        selection_bias="expert_bias" if config.flag("use_expert_bias", True) else "",
+        parts=("w1", "w3", "w2"),
+    )
+
+    def mlp(index: int) -> Module:
+        return feed_forward(config) if index < num_dense else SparseMixture(config, mixture)
+
+    return _decoder(config, (), mlp)
+
+
+def _decoder(config: DecoderConfig, default: Sequence[str], mlp: Callable[[int], Module]) -> Module:
+    config = replace(config, tie_word_embeddings=config.flag("tie_embedding", config.tie_word_embeddings))
     rope = config.rotary_tables()
 
-    def layer(kind: str) -> Layer:
+    def layer(index: int, kind: str) -> Layer:
         if kind == "conv":
-            return Layer(config, ShortConvolution(config), feed_forward(config), names=replace(NAMES, mixer="conv"))
-        return Layer(config, _attention(config, rope), feed_forward(config), names=NAMES)
+            return Layer(config, ShortConvolution(config), mlp(index), names=replace(NAMES, mixer="conv"))
+        return Layer(config, _attention(config, rope), mlp(index), names=NAMES)
 
-    layers = [layer(kind) for kind in config.layer_types(default, ("conv", "full_attention"))]
+    kinds = config.layer_types(default, ("conv", "full_attention"))
+    layers = [layer(index, kind) for index, kind in enumerate(kinds)]
     return CausalDecoder(config, Body(config, rope, layers, norm_name="embedding_norm"))
 
 
