@@ -21,6 +21,9 @@ NEXTN = "nextn_predict_layers"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 GEMMA3_27B_LAYERS = 62
 
+SOFTMAX, SIGMOID = 1, 2
+"""Values of `expert_gating_func` (llama.cpp's `llama_expert_gating_func_type`)."""
+
 LARGEST_COUNT = 2**24
 """Limit of every count. It exceeds the counts of all models, and lists of that length are still small."""
 
@@ -133,7 +136,7 @@ def common_config(keys: Keys, *, is_hybrid: bool = False) -> dict[str, Any]:
     return {
         "vocab_size": embedding[0],
         "hidden_size": hidden_size,
-        "intermediate_size": keys.count("feed_forward_length"),
+        "intermediate_size": keys.count("feed_forward_length", default=keys.get("expert_feed_forward_length")),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", default=num_heads, may_lack=is_hybrid),
@@ -211,15 +214,93 @@ def qwen3_next_config(keys: Keys, config: Config) -> Config:
     }
 
 
-def _experts(keys: Keys, num_layers: int) -> Config:
-    """Return keys of the experts. The weights of the picked experts are always normalised."""
+def mixture(keys: Keys, *, use_sigmoid: bool = False) -> Config:
+    """Return keys of routed experts, under the names of most families.
+
+    Raises:
+        UnsupportedModelError: the scores of experts are of another kind, or have a factor.
+    """
+    expected = SIGMOID if use_sigmoid else SOFTMAX
+    for key, known in (("expert_gating_func", (None, 0, expected)), ("expert_weights_scale", (None, 0, 1))):
+        if keys.get(key) not in known:
+            name = keys.prefix + key
+            raise UnsupportedModelError(f"{name} = {keys.get(key)} is not implemented", feature=name)
+    width = keys.count("expert_feed_forward_length", default=_width_of(keys, "ffn_gate_exps"))
     return {
         "num_experts": keys.count("expert_count"),
         "num_experts_per_tok": keys.count("expert_used_count"),
-        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "moe_intermediate_size": width or keys.count("feed_forward_length"),
+    }
+
+
+def _width_of(keys: Keys, module: str) -> int:
+    """Return the number of rows of a module's tensor in the first layer that has it; 0 if no layer has it."""
+    layers = range(keys.count("block_count"))
+    found = (keys.shapes.get(f"blk.{layer}.{module}.weight") for layer in layers)
+    return next((shape[-2] for shape in found if shape is not None and len(shape) > 1), 0)
+
+
+def _dense_layers(keys: Keys, num_layers: int) -> list[int]:
+    return [layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" not in keys.shapes]
+
+
+def _experts(keys: Keys, num_layers: int) -> Config:
+    """Return keys of the experts. The weights of the picked experts are always normalised."""
+    return {
+        **mixture(keys),
         "shared_expert_intermediate_size": keys.count("expert_shared_feed_forward_length"),
         "norm_topk_prob": True,
-        "mlp_only_layers": [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in keys.shapes],
+        "mlp_only_layers": _dense_layers(keys, num_layers),
+    }
+
+
+def qwen2_moe_config(keys: Keys, config: Config) -> Config:
+    """Return keys of the experts. The weights of the picked experts are never normalised."""
+    shared = keys.count("expert_shared_feed_forward_length", default=_width_of(keys, "ffn_gate_shexp"))
+    dense = _dense_layers(keys, config["num_hidden_layers"])
+    found = {"shared_expert_intermediate_size": shared, "norm_topk_prob": False, "mlp_only_layers": dense}
+    return mixture(keys) | found | {"qkv_bias": config["attention_bias"]}
+
+
+def granite_moe_config(keys: Keys, config: Config) -> Config:
+    """Return Granite's factors and experts. The gate and up of the shared expert are separate tensors."""
+    return {
+        **granite_config(keys, config),
+        "num_local_experts": keys.count("expert_count"),
+        "num_experts_per_tok": mixture(keys)["num_experts_per_tok"],
+        "shared_intermediate_size": _width_of(keys, "ffn_gate_shexp"),
+        "has_gate_and_up_apart": True,
+    }
+
+
+def lfm2_moe_config(keys: Keys, config: Config) -> Config:
+    """Return LFM2's keys, and those of its experts."""
+    return {
+        **lfm2_config(keys, config),
+        **mixture(keys, use_sigmoid=True),
+        "num_dense_layers": keys.count("leading_dense_block_count", default=0),
+        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in keys.shapes),
+    }
+
+
+def ernie_moe_config(keys: Keys, config: Config) -> Config:
+    """Return ERNIE's keys. The width of the shared experts is that of their tensors, which no key states reliably.
+
+    Raises:
+        ModelError: that width is not a multiple of the width of one expert.
+    """
+    found = mixture(keys)
+    width, shared = found["moe_intermediate_size"], _width_of(keys, "ffn_gate_shexp")
+    if shared % width:
+        raise ModelError(f"the shared experts have {shared} columns, which is no multiple of an expert's {width}")
+    return {
+        "use_bias": config["attention_bias"],
+        "moe_num_experts": found["num_experts"],
+        "moe_k": found["num_experts_per_tok"],
+        "moe_intermediate_size": width,
+        "moe_num_shared_experts": shared // width,
+        "moe_layer_start_index": keys.count("leading_dense_block_count", default=0),
+        "moe_layer_interval": keys.count("interleave_moe_layer_step", default=1),
     }
 
 

@@ -154,6 +154,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": _family(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
         num_experts=5,
         num_experts_per_tok=3,
         moe_intermediate_size=12,
@@ -170,7 +172,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=12,
         norm_topk_prob=True,
-        mlp_only_layers=[1],
     ),
     "olmoe": _family(
         "olmoe",
@@ -210,7 +211,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_experts=6,
         num_experts_per_tok=3,
         moe_intermediate_size=12,
+    ),
+    "lfm2_moe_scaled": _family(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        layer_types=["conv", "full_attention"],
+        num_dense_layers=0,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
         routed_scaling_factor=1.5,
+        norm_topk_prob=False,
+        use_expert_bias=False,
+        tie_embedding=False,
     ),
     "ernie4_5_moe": _family(
         "ernie4_5_moe",
@@ -254,21 +267,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 ARCHITECTURES = {
     "ernie4_5": "ernie4_5",
+    "ernie4_5_moe": "ernie4_5-moe",
     "exaone4": "exaone4",
     "gemma": "gemma",
     "glm": "chatglm",
     "glm4": "glm4",
     "granite": "granite",
     "granitemoehybrid": "granite",  # the converter's name of dense models
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "lfm2_moe": "lfm2moe",
     "minicpm": "minicpm",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
+    "olmoe": "olmoe",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
     "smollm3": "smollm3",
 }
 GGUF_OF = {
     f"{name}_gguf": name
     for name in ("ernie4_5_biased", "exaone4", "exaone4_hybrid", "gemma", "glm", "glm4", "granite", "granite_hybrid")
-} | {f"{name}_gguf": name for name in ("minicpm", "olmo2", "olmo3", "smollm3")}
+} | {f"{name}_gguf": name for name in ("minicpm", "olmo2", "olmo3", "smollm3", "qwen3_moe", "olmoe")}
+GGUF_OF |= {f"{name}_gguf": name for name in ("ernie4_5_moe", "granitemoe", "granitemoeshared", "lfm2_moe")}
 
 
 def equivalent(config: dict[str, Any]) -> dict[str, Any]:
@@ -371,10 +392,20 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
     writer.add_context_length(known.max_position_embeddings)
     writer.add_embedding_length(known.hidden_size)
     writer.add_block_count(known.num_hidden_layers)
-    writer.add_feed_forward_length(config.get("shared_intermediate_size", known.intermediate_size))
+    is_dense_hybrid = config.get("num_local_experts") == 0
+    writer.add_feed_forward_length(known.shared_intermediate_size if is_dense_hybrid else known.intermediate_size)
     writer.add_head_count(known.num_attention_heads)
-    writer.add_head_count_kv(known.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(known.rms_norm_eps)
+    kv_heads = known.num_key_value_heads
+    if config["model_type"] == "lfm2_moe":
+        writer.add_head_count_kv([kv_heads * (kind == "full_attention") for kind in known.layer_types])
+        writer.add_shortconv_l_cache(known.conv_L_cache)
+        writer.add_leading_dense_block_count(known.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    else:
+        writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(getattr(known, "norm_eps", None) or known.rms_norm_eps)
+    if "moe" in config["model_type"] and not is_dense_hybrid:
+        _add_experts(writer, known)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     head_dim = getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads
     if head_dim * known.num_attention_heads != known.hidden_size:
@@ -399,6 +430,20 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_experts(writer: Any, known: Any) -> None:
+    """Write the keys of experts, as far as the converter does: Granite's and OLMoE's width is `feed_forward_length`."""
+    writer.add_expert_count(getattr(known, "num_local_experts", None) or known.num_experts)
+    writer.add_expert_used_count(known.num_experts_per_tok)
+    if width := getattr(known, "moe_intermediate_size", None):
+        writer.add_expert_feed_forward_length(width)
+    if shared := getattr(known, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(shared)
+    if known.model_type == "ernie4_5_moe":
+        writer.add_interleave_moe_layer_step(known.moe_layer_interval)
+        writer.add_leading_dense_block_count(known.moe_layer_start_index)
+        writer.add_expert_shared_feed_forward_length(known.intermediate_size // known.num_key_value_heads)
 
 
 def _add_rope(writer: Any, known: Any, head_dim: int) -> None:
@@ -429,19 +474,32 @@ def _as_converted(weights: Weights, config: dict[str, Any], known: Any) -> Weigh
 
     found: Weights = {}
     for name, weight in weights.items():
-        if config["model_type"] in ("granite", "granitemoehybrid", "minicpm", "smollm3"):
+        if config["model_type"].startswith("granite") or config["model_type"] in ("minicpm", "smollm3"):
             counts = {"q_proj": known.num_attention_heads, "k_proj": known.num_key_value_heads}
             for projection, count in counts.items():
                 if f".{projection}." in name:
                     weight = weight.reshape(count, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
         if config["model_type"] == "gemma" and name.endswith("norm.weight"):
             weight = weight.astype(np.float32) + 1
-        if name.endswith("shared_mlp.input_linear.weight"):
-            gate, up = np.split(weight, 2)
-            base = name.replace("shared_mlp.input_linear", "mlp.{}")
-            found |= {base.format("gate_proj"): gate, base.format("up_proj"): up}
-        else:
-            found[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = weight
+        has_experts = any("block_sparse_moe" in other for other in weights)
+        shared = "mlp.shared_expert" if has_experts else "mlp"
+        if name.endswith("_mlp.input_linear.weight"):
+            base = name.replace("shared_mlp.input_linear", f"{shared}.{{}}")
+            found |= dict(zip((base.format("gate_proj"), base.format("up_proj")), np.split(weight, 2), strict=True))
+        elif name.endswith("block_sparse_moe.input_linear.weight"):
+            base = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}")
+            halves = np.split(weight, 2, axis=1)
+            found |= dict(zip((base.format("gate_proj"), base.format("up_proj")), halves, strict=True))
+        elif ".experts.0." in name:
+            each = [name.replace(".experts.0.", f".experts.{index}.") for index in range(len(weights))]
+            stacked = name.removeprefix("model.").replace(".experts.0.", ".experts.")
+            stacked = stacked if ".feed_forward." in stacked else f"model.{stacked}"
+            found[stacked] = np.stack([weights[other] for other in each if other in weights])
+        elif ".experts." not in name:
+            name = name.replace("shared_mlp.output_linear", f"{shared}.down_proj")
+            name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+            name = name.replace(".expert_bias", ".expert_bias.bias")
+            found[name] = weight[:, 0] if ".conv.conv." in name else weight.squeeze()
     ropes = known.rope_parameters.get("full_attention", known.rope_parameters)
     if ropes["rope_type"] == "llama3":
         found["rope_freqs.weight"] = llama3_frequency_factors(ropes, known.hidden_size // known.num_attention_heads)

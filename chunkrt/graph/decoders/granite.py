@@ -97,11 +97,14 @@ def attention(config: DecoderConfig, rope: RotaryTables) -> Attention:
 
 
 def shared_expert(config: DecoderConfig) -> FeedForward:
-    """Return the gated feed-forward of width `shared_intermediate_size`, whose gate and up are one tensor."""
+    """Return the gated feed-forward of width `shared_intermediate_size`. Its gate and up are one tensor, unless the
+    config states that they are separate.
+    """
     hidden, inner = config.hidden_size, config.count("shared_intermediate_size")
-    gate_up = MergedColumnParallelLinear(
-        hidden, {"gate_proj": inner, "up_proj": inner}, config.ranks, stored_in="input_linear"
-    )
+    parts, stored_in = {"gate_proj": inner, "up_proj": inner}, "input_linear"
+    if config.flag("has_gate_and_up_apart"):
+        stored_in = ""
+    gate_up = MergedColumnParallelLinear(hidden, parts, config.ranks, stored_in=stored_in)
     down = RowParallelLinear(inner, {"output_linear": hidden}, config.ranks, factor=config.residual_factor)
     return FeedForward(config, gate_up=gate_up, down=down)
 
