@@ -107,8 +107,32 @@ def test_equalisation_reaches_every_linear_and_keeps_logits(name):
     assert_same(model.run(model.folded(folding))[0], model.run()[0])
 
 
-def test_norms_after_linears_are_not_rotated():
-    node = "model.layers.0.post_attention_layernorm.output"
+@pytest.mark.parametrize("name", NORMS_BEHIND)
+def test_equalisation_without_norms_before_linears_reaches_the_others_and_keeps_logits(name):
+    model = model_of(name)
+    folding = equalised(model)
+    others = {name for name in linear_nodes(model.plan) if name.split(".")[-2] in ("o_proj", "down_proj", "lm_head")}
+    assert folding.rows.keys() == others
+    assert_same(model.run(model.folded(folding))[0], model.run()[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [
+        ("gemma3_scaled", "post_attention_layernorm"),
+        ("glm4", "post_self_attn_layernorm"),
+        ("lfm3", "post_operator_norm"),
+        ("olmo2", "post_attention_layernorm"),
+    ],
+)
+def test_norms_after_linears_are_not_rotated(name, norm):
+    node = f"model.layers.0.{norm}.output"
     message = f"the residual stream cannot be rotated: node '{node}' (RMSNormalization) makes a part of it from values"
     with pytest.raises(QuantizationError, match="^" + re.escape(message)):
-        rotated(model_of("gemma3_scaled"))
+        rotated(model_of(name))
+
+
+@pytest.mark.parametrize("name", ["gemma", "granite", "minicpm", "smollm3_window"])
+def test_rotation_keeps_logits_of_families_with_factors_and_layers_without_rope(name):
+    model = model_of(name)
+    assert_same(model.run(model.folded(rotated(model)))[0], model.run()[0])
