@@ -464,7 +464,7 @@ def routed_experts(
         router_logits: [T, E].
         gate_up: [E, H, 2 I], columns gate | up.
         down: [E, I, H].
-        selection_bias: [E], added to the scores to pick experts, and to nothing else.
+        selection_bias: [E], added to the scores only where experts are picked.
         norm_topk_prob: whether the scores of the picked experts are divided by their sum plus `norm_epsilon`.
         use_sigmoid: whether a score is the sigmoid of its logit, and not the softmax over all logits.
     """
