@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import recurrent_fixtures
 from numpy.typing import NDArray
 
 Weights = dict[str, NDArray[Any]]
@@ -163,6 +164,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         use_sliding_window=True,
         sliding_window=8,
     ),
+    "qwen2_moe_plain": _family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+    ),
     "qwen3_moe": _family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
@@ -290,6 +299,7 @@ GGUF_OF = {
     for name in ("ernie4_5_biased", "exaone4", "exaone4_hybrid", "gemma", "glm", "glm4", "granite", "granite_hybrid")
 } | {f"{name}_gguf": name for name in ("minicpm", "olmo2", "olmo3", "smollm3", "qwen3_moe", "olmoe")}
 GGUF_OF |= {f"{name}_gguf": name for name in ("ernie4_5_moe", "granitemoe", "granitemoeshared", "lfm2_moe")}
+GGUF_OF |= {f"{name}_gguf": name for name in ("qwen2_moe_plain", "qwen3_5_moe")}
 
 
 def equivalent(config: dict[str, Any]) -> dict[str, Any]:
@@ -383,6 +393,9 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
     import gguf
     from transformers import AutoConfig
 
+    if config["model_type"] == "qwen3_5_moe_text":
+        recurrent_fixtures.write_gguf(path, config, _with_single_experts(weights))
+        return
     known = AutoConfig.for_model(**deepcopy(equivalent(config)))  # with defaults
     name = ARCHITECTURES[config["model_type"]]
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
@@ -430,6 +443,13 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _with_single_experts(weights: Weights) -> Weights:
+    found: Weights = {}
+    for name, weight in weights.items():
+        found |= _published(name, weight.astype(np.float32), "qwen3_next")
+    return found
 
 
 def _add_experts(writer: Any, known: Any) -> None:
