@@ -102,13 +102,16 @@ class SparseMixture(Module):
         self._has_shared_gate = has_shared_gate
 
     def forward(self, hidden: ir.Value) -> ir.Value:
-        if not self._shared_name:
-            return self.experts(hidden, self.gate(hidden))
-        shared = getattr(self, self._shared_name)(hidden)
-        routed = self.experts(hidden, self.gate(hidden))
         if self._has_shared_gate:
-            shared = ops.mul(shared, ops.sigmoid(self.shared_expert_gate(hidden)), name="gated_shared")
-        return ops.add(routed, shared, name="output")
+            shared = getattr(self, self._shared_name)(hidden)
+            routed = self.experts(hidden, self.gate(hidden))
+            with_gate = ops.mul(shared, ops.sigmoid(self.shared_expert_gate(hidden)), name="gated_shared")
+            return ops.add(routed, with_gate, name="output")
+        routed = self.experts(hidden, self.gate(hidden))
+        if not self._shared_name:
+            return routed
+        # The sum follows the shared expert's last linear, so that backends fuse the two in chunks and in decoding.
+        return ops.add(routed, getattr(self, self._shared_name)(hidden), name="output")
 
 
 def gated_mixture(config: DecoderConfig) -> SparseMixture:
