@@ -3,13 +3,13 @@
 import json
 import shutil
 import sys
-from importlib.metadata import Distribution, EntryPoint
 from types import SimpleNamespace
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 from fixture_checkpoints import NAMES, checkpoint
+from installed import entry
 
 from chunkrt import plugins
 from chunkrt.compile.compiler import plan_checkpoint
@@ -26,24 +26,12 @@ FAMILY = "llama_gqa"
 PLUGIN = r"the plug-in 'mine' of mine 1\.0 \(toy\) "
 
 
-class Installed(Distribution):
-    """Distribution with only a name and a version."""
-
-    metadata = {"Name": "mine", "Version": "1.0"}  # noqa: RUF012
-
-    def read_text(self, filename):
-        return None
-
-    def locate_file(self, path):
-        return path
-
-
 @pytest.fixture
 def plugged(monkeypatch, tmp_path):
     """Return a function that installs a builder as the family "mine" and returns a checkpoint of that family."""
 
     def plug(build, fixture=FAMILY):
-        found = [EntryPoint("mine", "plugin_of_this_test:build", "toy")._for(Installed())]
+        found = [entry("mine", "plugin_of_this_test:build", "mine")]
         monkeypatch.setattr(plugins, "entry_points", lambda group: found if group == "toy" else [])
         monkeypatch.setitem(sys.modules, "plugin_of_this_test", SimpleNamespace(build=build))
         monkeypatch.setattr(decoders, "PLUGINS", PluginGroup("toy", error=UnsupportedModelError))

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 from fixture_checkpoints import checkpoint, expected_logits, input_ids
+from installed import entry
 from safetensors.numpy import save_file
 
 import chunkrt
@@ -528,27 +528,6 @@ def test_unknown_name_is_refused_with_names_of_plugins(python):
 
 
 # The following tests need no installation: they replace the entry points that importlib.metadata finds.
-
-
-class Installed(Distribution):
-    """Distribution with only a name and a version."""
-
-    def __init__(self, name):
-        self._name = name
-
-    @property
-    def metadata(self):
-        return {"Name": self._name, "Version": "1.0"}
-
-    def read_text(self, filename):
-        return None
-
-    def locate_file(self, path):
-        return path
-
-
-def entry(name, value, distribution="one", group="toy"):
-    return EntryPoint(name, value, group)._for(Installed(distribution))
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from chunkrt.checkpoints.catalogue import how_to_fetch
 from chunkrt.checkpoints.checkpoint import map_file
-from chunkrt.checkpoints.source import BlockTensor, TensorInfo
+from chunkrt.checkpoints.quantised import StoredTensor, of_activations, quantised_weights
+from chunkrt.checkpoints.source import INT4, BlockTensor, TensorInfo
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import check_regular
 
@@ -37,21 +38,19 @@ _BITS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tensor:
+class _Tensor(StoredTensor):
     file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    stored: NDArray[np.uint8]
 
 
 class SafetensorsSource:
     """A folder with config.json and model.safetensors, or model.safetensors.index.json and its shards.
 
-    For a multimodal model, the source contains only the text half: its config and its tensors.
+    For a multimodal model, the source contains only the text half: its config and its tensors. Weights that another
+    library quantised (`quantised.py`) appear under the names and with the shapes of ordinary weights.
 
     Raises:
         ModelError: a file is missing, truncated or contradicts itself or another.
-        UnsupportedModelError: a tensor has an unknown data type.
+        UnsupportedModelError: a tensor has an unknown data type, or the quantisation is not supported.
     """
 
     path: Path
@@ -80,13 +79,18 @@ class SafetensorsSource:
             self.config, self.architecture = text, text["model_type"]
             for name in tensors_of_other_halves(self._tensors, self.path):
                 del self._tensors[name]
+        self._quantised = quantised_weights(self.config, self._tensors, self.path.name)
+        if self._quantised:
+            self._hide_parts()
 
     def names(self) -> Sequence[str]:
         """Return the names of all tensors, in the order of the headers."""
-        return list(self._tensors)
+        return [*self._tensors, *self._quantised]
 
     def info(self, name: str) -> TensorInfo:
         """Return the shape and safetensors' type, e.g. "BF16". Raises ModelError if there is no tensor of that name."""
+        if (weight := self._quantised.get(name)) is not None:
+            return TensorInfo(shape=weight.shape, stored_as=weight.stored_as)
         tensor = self._find(name)
         is_readable = tensor.dtype == "BF16" or tensor.dtype in _FLOATS
         return TensorInfo(shape=tensor.shape, stored_as=tensor.dtype, is_readable=is_readable)
@@ -98,6 +102,8 @@ class SafetensorsSource:
             ModelError: the checkpoint has no tensor of that name, or a float64 value exceeds the range of float32.
             UnsupportedModelError: the tensor is not stored as F64, F32, F16 or BF16.
         """
+        if (weight := self._quantised.get(name)) is not None:
+            return np.require(weight.read(), np.float32, ["C", "ALIGNED"])
         tensor = self._find(name)
         if tensor.dtype == "BF16":
             return (tensor.stored.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
@@ -114,13 +120,37 @@ class SafetensorsSource:
             raise ModelError(f"{tensor.file}: {name} holds float64 values that exceed float32's range") from error
 
     def read_blocks(self, name: str) -> BlockTensor | None:
-        """Return None, because the format has no blocks. Raises ModelError if there is no tensor of that name."""
+        """See `TensorSource`. Only quantised weights have blocks."""
+        if (weight := self._quantised.get(name)) is not None:
+            return weight.read_blocks()
         self._find(name)
         return None
 
     def stored(self, name: str) -> NDArray[np.uint8]:
-        """See `TensorSource`."""
+        """See `TensorSource`. The bytes of a quantised weight are those of all of its parts."""
+        if (weight := self._quantised.get(name)) is not None:
+            return np.concatenate([self._parts[part].stored.reshape(-1) for part in weight.parts])
         return self._find(name).stored
+
+    def _hide_parts(self) -> None:
+        """Remove the parts of quantised weights from the tensors, and log one line about the weights."""
+        self._parts = self._tensors
+        config = {
+            key: value for key, value in self.config.items() if key not in ("quantization_config", "quantization")
+        }
+        self.config = config
+        parts = {part for weight in self._quantised.values() for part in weight.parts}
+        parts |= of_activations(self._tensors)
+        self._tensors = {name: tensor for name, tensor in self._tensors.items() if name not in parts}
+        kinds = sorted({weight.stored_as for weight in self._quantised.values()})
+        kept = f"; the scheme w4a8-dynamic keeps the integers of {INT4}" if INT4 in kinds else ""
+        log.warning(
+            "%s: %d weights are quantised (%s); they are converted to float%s",
+            self.path.name,
+            len(self._quantised),
+            ", ".join(kinds),
+            kept,
+        )
 
     def _find(self, name: str) -> _Tensor:
         if name not in self._tensors:

@@ -22,7 +22,10 @@ from chunkrt.errors import UnsupportedModelError
 BLOCK_DEPTH = 32
 """Number of weights of one output channel that share a scale and a minimum, as in GGUF's Q4_0 and Q4_1."""
 
-BLOCK_TYPES = frozenset(("Q4_0", "Q4_1"))
+INT4 = "INT4"
+"""Value of `TensorInfo.stored_as`: 4-bit integers in groups of a multiple of BLOCK_DEPTH, in a Hugging Face folder."""
+
+BLOCK_TYPES = frozenset(("Q4_0", "Q4_1", INT4))
 FLOAT_TYPES = frozenset(("F64", "F32", "F16", "BF16"))
 """Values of `TensorInfo.stored_as`: types that `read_blocks` supports, and types that are not quantised."""
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "bench": "Measure prefill and decode speed.",
     "trace": "Show a time breakdown of a recorded run.",
     "support": "Check whether a checkpoint is supported.",
+    "compare": "Compare a model's values with those in Transformers.",
     "plan": "Show the subgraphs of a model and their costs.",
     "ops": "Show the implementation of each operator of a model.",
     "calibrate": "Measure activation ranges on a text.",

@@ -97,11 +97,15 @@ class Generation:
         self._num_likeliest, self._constraint = num_likeliest, constraint
         self._engine, self._scheduler, self._sequence = engine, engine.scheduler, sequence
         self._sampler = sampler
-        tokenizer = engine.tokenizer  # without one the text is empty; ids that it does not contain are never drawn
-        self._missing_ids = tokenizer.missing_ids if tokenizer else np.empty(0, np.int64)
+        tokenizer = engine.tokenizer  # without one the text is empty
         self._text = _Text(tokenizer, stops, follows_text=sequence.follows_text)
         self._num_drawn, self._fewest, self._most = 0, min_new_tokens, max_new_tokens
-        self._ignores_ends = ignore_eos
+        missing = tokenizer.missing_ids if tokenizer else np.empty(0, np.int64)
+        ends, ignored = self._text.end_ids, self._text.end_ids - self._text.stop_ids if ignore_eos else ()
+        self._excluded_before = np.union1d(missing, np.array(list(ends), np.int64))
+        """Tokens that cannot be one of the first `min_new_tokens`, int64 [n]."""
+        self._excluded = np.union1d(missing, np.array(list(ignored), np.int64))
+        """Tokens that cannot be drawn after these, int64 [n]."""
         self._outbox: Outbox[Piece | None] = Outbox()
         self._deliver = deliver or self._outbox.put
         self._is_eager = is_eager
@@ -225,20 +229,17 @@ class Generation:
         """Draw one of the allowed tokens. Raise ConstraintError if no token is allowed, or a sampler draws another
         token.
         """
-        excluded = np.zeros(len(logits), np.bool_)
-        excluded[self._missing_ids] = True
-        if self._num_drawn < self._fewest:
-            excluded[list(self._text.end_ids)] = True
-        elif self._ignores_ends:
-            excluded[list(self._text.end_ids - self._text.stop_ids)] = True
-        if self._constraint is not None:
-            excluded |= ~_mask(self._constraint, len(logits))
-            if excluded.all():
+        excluded = self._excluded_before if self._num_drawn < self._fewest else self._excluded
+        allowed = None if self._constraint is None else _mask(self._constraint, len(logits))
+        if allowed is not None or excluded.size:
+            logits = logits.copy()
+            if allowed is not None:
+                logits[~allowed] = EXCLUDED
+            logits[excluded] = EXCLUDED
+            if allowed is not None and (logits == EXCLUDED).all():
                 raise ConstraintError(f"the constraint allows no token after {self._num_drawn} tokens of the answer")
-        if excluded.any():
-            logits = np.where(excluded, EXCLUDED, logits)
         token_id = self._sampler.next(logits, self._sequence.tokens)
-        if excluded[token_id]:
+        if token_id in excluded or not (allowed is None or allowed[token_id]):
             raise ConstraintError(f"the sampler chose token {token_id}, which is not allowed here; use another sampler")
         if self._constraint is not None:
             self._constraint.accept(token_id)

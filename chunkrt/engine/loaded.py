@@ -44,7 +44,7 @@ from chunkrt.runtime.batcher import find_batcher
 from chunkrt.runtime.request import Request
 from chunkrt.runtime.scheduler import CLOSED, Scheduler
 from chunkrt.runtime.state import State
-from chunkrt.runtime.state_tensors import CacheDtype
+from chunkrt.runtime.state_tensors import CacheDtype, SpareTensors
 from chunkrt.runtime.stream import take_part
 from chunkrt.tokenizer import Tokenizer
 
@@ -115,7 +115,7 @@ class LoadedModel:
             self.tokenizer: Tokenizer | None = Tokenizer.load(folder, self.plan.vocab_size)
             self.is_closed = self._is_verified = False
             self._process_id = os.getpid()
-            self._lock = threading.Lock()
+            self._lock = threading.RLock()  # a signal handler may close the engine while its thread closes it
             cpus = find_cpus(options.affinity)
             with running_on(cpus):  # this starts the threads of the native pool
                 self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
@@ -135,6 +135,7 @@ class LoadedModel:
                 default=default_base(options.npu),
             )
             check_cache(options, self.plan, self.dispatcher, self.cpu_backend)
+            self._spare = SpareTensors()
             self.cache_memory = CacheMemory(options.cache_memory, options.queue)
             if options.cache_memory is not None:
                 check_cache_memory(options.cache_memory, self._make_state(State).num_bytes, self.context_length)
@@ -196,7 +197,9 @@ class LoadedModel:
 
     def _make_state(self, make: Callable[..., State]) -> State:
         try:
-            return make(self.plan, self.context_length, self.cache_dtype, chunk_length=self.chunk_length)
+            return make(
+                self.plan, self.context_length, self.cache_dtype, chunk_length=self.chunk_length, spare=self._spare
+            )
         except MemoryError as error:
             raise OutOfMemoryError(
                 f"there is too little memory for a context of {self.context_length} ({error}); choose a shorter one "
@@ -290,6 +293,7 @@ class LoadedModel:
                 self.is_closed = True
                 self.cache_memory.look_again()  # each waiting sequence ends its wait, and wakes the next one
                 self.scheduler.close()
+                self._spare.close()
                 if self.prefix_cache is not None:
                     self.prefix_cache.close()
                 self._verification.stop()

@@ -265,7 +265,9 @@ class Session:
         self._sequence.cancel.set()
 
     def close(self) -> None:
-        """Close the session, and free its caches. Every later use is an error, but repeated calls are allowed."""
+        """Close the session, and return its memory to the engine. Every later use is an error, but repeated calls are
+        allowed.
+        """
         if self._is_closed:
             return
         try:
@@ -279,6 +281,11 @@ class Session:
             self._is_closed = True
             self._sequence.release()
 
+    async def aclose(self) -> None:
+        """Close like `close`: a thread copies the tokens for the prefix cache."""
+        if not self._is_closed:
+            await in_thread(self.close)
+
     def __enter__(self) -> Self:
         return self
 
@@ -289,7 +296,7 @@ class Session:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.close()
+        await self.aclose()
 
     def _generation(
         self,
@@ -315,7 +322,8 @@ class Session:
             raise ConfigError("the session has no tokens to continue; call prefill first")
         if stops:
             self._model.require_tokenizer()
-        self._sequence.cancel.clear()
+        with self._using.by_generation:
+            self._sequence.cancel.clear()
         sampler = self._model.make_sampler(sampling)
         return Generation(
             self._model,

@@ -7,12 +7,15 @@ the simulator use the same objects. A batcher cannot change a result, only the t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from chunkrt.errors import ChunkrtError, ConfigError
 from chunkrt.plugins import PluginGroup
 
 DEFAULT_BATCHER = "packed"
+
+MOST_WHILE_DECODING = 2
+"""Maximum number of chunks in flight while a sequence decodes, because its token waits for all earlier chunks."""
 
 MOST_PASSED_OVER = 8
 """Number of consecutive chunks without a row of a prompt after which this prompt takes precedence."""
@@ -39,6 +42,30 @@ class Take(NamedTuple):
 
     place: int
     num_tokens: int
+
+
+class Sharer(Protocol):
+    """A request, real or simulated, that shares chunks. See `Waiting` for the attributes."""
+
+    num_passed: int
+
+    @property
+    def num_left(self) -> int:
+        """Number of tokens that no chunk has taken yet."""
+        ...
+
+    @property
+    def is_decode(self) -> bool:
+        """True if the request waits for the row of a single token."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """See `Waiting.step`."""
+        ...
+
+
+AnySharer = TypeVar("AnySharer", bound=Sharer)
 
 
 class Batcher(Protocol):
@@ -135,12 +162,36 @@ def find_batcher(name: str) -> Batcher:
     return PLUGINS.choose(name, BATCHERS, "batcher")
 
 
-def next_chunk(batcher: Batcher, waiting: Sequence[Waiting], chunk_length: int) -> list[Take]:
-    """Call a batcher, built-in or from a plug-in, and check its result.
+def may_enter(num_in_flight: int, requests: Sequence[Sharer]) -> bool:
+    """Return True if another chunk may enter the chunks in flight, next to the requests that have not ended."""
+    return num_in_flight < MOST_WHILE_DECODING or not any(request.is_decode for request in requests)
+
+
+def next_rows(batcher: Batcher, requests: Sequence[AnySharer], chunk_length: int) -> list[tuple[AnySharer, int]]:
+    """Choose the rows of the next chunk with a batcher, built-in or from a plug-in, and count the chunks that each
+    request waits.
+
+    Args:
+        batcher: a batcher.
+        requests: the requests with waiting tokens in order of arrival, at least one.
+        chunk_length: maximum number of rows of the chunk.
+
+    Returns:
+        Requests, with the number of tokens that the chunk takes from each.
 
     Raises:
         ConfigError: the batcher failed, or returned invalid rows.
     """
+    waiting = [Waiting(one.num_left, one.is_decode, one.num_passed, one.step) for one in requests]
+    taken = [(requests[place], num_tokens) for place, num_tokens in _checked(batcher, waiting, chunk_length)]
+    for one in requests:
+        one.num_passed += 1
+    for one, _ in taken:
+        one.num_passed = 0
+    return taken
+
+
+def _checked(batcher: Batcher, waiting: Sequence[Waiting], chunk_length: int) -> list[Take]:
     try:
         taken = [Take(*take) for take in batcher.next_chunk(waiting, chunk_length)]
     except ChunkrtError:

@@ -46,9 +46,8 @@ must then write the zeros.
 """
 
 HUGE_PAGES_BYTES = 32 * 2**20
-"""Minimum size in bytes of arrays that use huge pages. In smaller arrays, including caches, a few rows would commit a
-complete huge page.
-"""
+"""Minimum size in bytes of arrays that use huge pages. In smaller arrays a few rows would commit a complete huge
+page."""
 
 KEPT_LOGIT_BYTES = 8 * 2**20
 """Maximum size in bytes of the array of shared logits that a chunk slot keeps for reuse."""
@@ -61,20 +60,21 @@ this row in the rotary tables, int64 [1]; the rows with requested logits, int64 
 """
 
 
-def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike, *, huge_pages: bool = True) -> Array:
     """Return a zeroed C-contiguous array that starts at a multiple of ALIGNMENT.
 
-    The operating system commits the pages of large arrays on their first use, so unused parts take no memory.
+    The operating system commits the pages of large arrays on their first use, so unused parts take no memory, unless
+    huge pages are used.
     """
     num_bytes = prod(shape) * np.dtype(dtype).itemsize
     if num_bytes >= MAPPED_BYTES:
-        return np.frombuffer(_mapped(num_bytes), dtype).reshape(shape)
+        return np.frombuffer(_mapped(num_bytes, huge_pages=huge_pages), dtype).reshape(shape)
     raw = np.zeros(num_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def _mapped(num_bytes: int) -> mmap.mmap:
+def _mapped(num_bytes: int, *, huge_pages: bool) -> mmap.mmap:
     """Map zeroed pages. Large arrays use huge pages if the system supports them. The pages are freed with the last
     array that uses them.
     """
@@ -84,10 +84,22 @@ def _mapped(num_bytes: int) -> mmap.mmap:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"cannot allocate {num_bytes} bytes: {error.strerror or error}") from error
-    if sys.platform == "linux" and num_bytes >= HUGE_PAGES_BYTES:
+    if sys.platform == "linux" and huge_pages and num_bytes >= HUGE_PAGES_BYTES:
         with suppress(OSError):  # a kernel may not support huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
+
+
+def offer_pages(array: Array) -> None:
+    """Let the operating system take the pages of a large array back when it needs memory. The contents are lost then,
+    and zeros take their place.
+    """
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_FREE"):
+        with suppress(OSError):  # a kernel may not support it
+            owner.madvise(mmap.MADV_FREE)
 
 
 class BufferLayout:

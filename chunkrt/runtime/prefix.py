@@ -7,14 +7,13 @@ consists of a few arrays instead of two for each layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from chunkrt.runtime.buffers import Array
-from chunkrt.runtime.state_tensors import StateTensors, Write
+from chunkrt.runtime.state_tensors import Stack, StateTensors, Write
 
 
 class TensorForm(NamedTuple):
@@ -56,7 +55,6 @@ class Prefix:
         recurrent: the recurrent tensors, in the order of the state's.
     """
 
-    forms: StateForms
     position: int
     rings_from: int
     pieces: tuple[PrefixPiece, ...]
@@ -67,8 +65,8 @@ class StateForms:
     """Layout of pieces, which is the same for all states with the same tensors, regardless of their capacity."""
 
     def __init__(self, tensors: StateTensors) -> None:
-        self.caches = _forms(tensors.caches)
-        self.rings = _forms(tensors.rings)
+        self.caches = tuple(map(_form, tensors.cache_stacks))
+        self.rings = tuple(map(_form, tensors.ring_stacks))
         self.recurrent = {name: array.shape for name, array in tensors.recurrent.items()}
         self.ring_slots = tensors.ring_slots if tensors.rings else 0
         self.window = tensors.window
@@ -83,39 +81,35 @@ class StateForms:
         return [[list(map(list, self.caches)), list(map(list, self.rings))], sorted(self.recurrent.items())]
 
 
-def copied(tensors: StateTensors, forms: tuple[TensorForm, ...], slots: slice | Array) -> tuple[Array, ...]:
+def copied(tensors: StateTensors, stacks: tuple[Stack, ...], slots: slice | Array) -> tuple[Array, ...]:
     """Copy the contents of caches or rings at the given slots into new arrays of a piece."""
     found = []
-    for form in forms:
+    for stack in stacks:
         num_positions = slots.stop - slots.start if isinstance(slots, slice) else len(slots)
-        into = form.empty(num_positions)
-        for index, name in enumerate(form.names):
-            into[index] = tensors.rows(name, slots)
-        found.append(into)
+        found.append(_form(stack).empty(num_positions))
+        tensors.rows_of_all(stack, slots, found[-1])
     return tuple(found)
 
 
 def writes_of(prefix: Prefix, tensors: StateTensors) -> tuple[Write, ...]:
     """Return the writes that copy a prefix into a state."""
     writes: list[Write] = []
-    forms, size = prefix.forms, tensors.ring_slots
+    size = tensors.ring_slots
     for piece in prefix.pieces:
         end = min(piece.end, prefix.position)
-        for form, values in zip(forms.caches, piece.caches, strict=True):
-            slots, length = slice(piece.start, end), end - piece.start
-            writes += [tensors.to_be_rows(n, slots, values[i, :, :length]) for i, n in enumerate(form.names)]
+        slots, length = slice(piece.start, end), end - piece.start
+        for stack, values in zip(tensors.cache_stacks, piece.caches, strict=True):
+            writes.append(tensors.to_be_rows_of_all(stack, slots, values[:, :, :length]))
         first = max(piece.start, prefix.rings_from)
         if first < end and tensors.rings:
             assert piece.rings is not None
             in_rings, held = np.arange(first, end) % size, slice(first - piece.start, end - piece.start)
-            for form, values in zip(forms.rings, piece.rings, strict=True):
-                writes += [tensors.to_be_rows(n, in_rings, values[i, :, held]) for i, n in enumerate(form.names)]
+            for stack, values in zip(tensors.ring_stacks, piece.rings, strict=True):
+                writes.append(tensors.to_be_rows_of_all(stack, in_rings, values[:, :, held]))
     writes += [(array, ..., value) for array, value in zip(tensors.recurrent.values(), prefix.recurrent, strict=True)]
     return tuple(writes)
 
 
-def _forms(arrays: Mapping[str, Array]) -> tuple[TensorForm, ...]:
-    alike: dict[tuple[int, int, str], list[str]] = {}
-    for name, array in arrays.items():
-        alike.setdefault((array.shape[0], array.shape[2], array.dtype.name), []).append(name)
-    return tuple(TensorForm(tuple(names), *form) for form, names in alike.items())
+def _form(stack: Stack) -> TensorForm:
+    _, heads, _, width = stack.array.shape
+    return TensorForm(stack.names, heads, width, stack.array.dtype.name)

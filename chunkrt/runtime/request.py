@@ -15,7 +15,6 @@ from chunkrt.errors import ChunkrtError, ClosedError, ConfigError, unknown_name
 from chunkrt.gate import Gate
 from chunkrt.graph.flow import Flow, Route
 from chunkrt.graph.plan import Plan
-from chunkrt.runtime.batcher import Waiting
 from chunkrt.runtime.buffers import aligned_zeros
 from chunkrt.runtime.record import ChunkRecord, Pipeline, RunRecord
 from chunkrt.runtime.state import State
@@ -216,11 +215,6 @@ class Request:
     def cancelled(self, num_computed: int) -> ClosedError:
         """Return the error of a request that was cancelled after some of its tokens."""
         return ClosedError(f"the request was cancelled after {num_computed} of {self.token_ids.size} tokens")
-
-    @property
-    def waiting(self) -> Waiting:
-        """View of the request for a batcher."""
-        return Waiting(self.num_left, self.is_decode, self.num_passed, self.step)
 
     def take(self, most: int) -> Segment:
         """Return the next tokens, at most `most`, as a segment of the next chunk."""

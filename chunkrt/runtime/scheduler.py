@@ -22,7 +22,7 @@ from typing import Any
 
 from chunkrt.errors import ClosedError, ConfigError
 from chunkrt.gate import Bell
-from chunkrt.runtime.batcher import Batcher, next_chunk
+from chunkrt.runtime.batcher import Batcher, may_enter, next_rows
 from chunkrt.runtime.executor import Executor, ExecutorSet
 from chunkrt.runtime.record import ChunkRecord, Pipeline, SegmentRecord
 from chunkrt.runtime.request import Chunk, Request, Segment
@@ -37,9 +37,6 @@ or another one, it raises the error, and the other ranks stop too.
 """
 
 MOST_SECONDS_AT_END = 10.0
-
-MOST_WHILE_DECODING = 2
-"""Maximum number of chunks in flight while a sequence decodes, because its token waits for all earlier chunks."""
 
 CLOSED = "the engine is closed; load the model again"
 
@@ -143,8 +140,8 @@ class Scheduler:
         """
         self._begin(request)
         thread = get_ident()
-        self._asking[thread] = request
         try:
+            self._asking[thread] = request
             request.state.begin(request.token_ids.size)
             if self.takes_turns or not (self._turn.locked() or self._others_ask()):
                 with self._turn:
@@ -158,6 +155,8 @@ class Scheduler:
             raise
         finally:
             self._asking.pop(thread, None)
+            if self.is_closed:
+                self._release()
             if request.wait_for_writers is None:
                 del request.state  # an error may refer to the request; the memory of the state can be freed
         if request.error is not None:
@@ -216,10 +215,15 @@ class Scheduler:
     def close(self) -> None:
         """End all requests with ClosedError once their chunks in progress are done, and release the executors.
 
-        If ranks work without a leader, a request in progress is completed, because the other ranks continue it.
+        If ranks work without a leader, a request in progress is completed, because the other ranks continue it. If the
+        caller interrupted its own thread's request, as a signal handler does, that request releases the executors.
         """
         self.is_closed = True
         self._bell.ring()
+        if get_ident() not in self._asking:  # a signal handler may close the engine during a request of its own thread
+            self._release()
+
+    def _release(self) -> None:
         with self._turn:
             self._executors = self._last_executor = None
 
@@ -439,19 +443,16 @@ class Scheduler:
 
     def _form(self, requests: Sequence[Request], executor: Executor) -> tuple[Chunk, list[Request]]:
         """Form the next chunk with the batcher, and return it with the requests whose rows it contains."""
-        takes = next_chunk(self._batcher, [request.waiting for request in requests], executor.chunk_length)
-        taken = [requests[take.place] for take in takes]
-        for request in requests:
-            request.num_passed = 0 if request in taken else request.num_passed + 1
-        segments = [request.take(take.num_tokens) for request, take in zip(taken, takes, strict=True)]
-        for request in taken:
+        rows = next_rows(self._batcher, requests, executor.chunk_length)
+        segments = [request.take(num_tokens) for request, num_tokens in rows]
+        for request, _ in rows:
             request.num_in_flight += 1
-        return Chunk(segments, executor.plan.flow), taken
+        return Chunk(segments, executor.plan.flow), [request for request, _ in rows]
 
     def _admit_to(self, stream: Stream) -> None:
         """Fill the stream's slots."""
         while stream.has_room and (waiting := self.executors.for_stream(self._waiting)):
-            if stream.num_in_flight >= MOST_WHILE_DECODING and any(request.is_decode for request in self._requests):
+            if not may_enter(stream.num_in_flight, self._requests):
                 return
             chunk, taken = self._form(waiting, stream.executor)
             number = stream.admit(chunk, [request.last_chunk for request in taken])

@@ -22,7 +22,7 @@ from chunkrt.graph.plan import KEY_FORMS, Plan
 from chunkrt.runtime.buffers import Array
 from chunkrt.runtime.prefix import Prefix, PrefixPiece, StateForms, copied, writes_of
 from chunkrt.runtime.state_file import StateFile, state_file
-from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype, StateTensors, Write
+from chunkrt.runtime.state_tensors import CACHE_DTYPES, CacheDtype, SpareTensors, Write
 
 _serials, _histories = count(), count()
 
@@ -77,6 +77,7 @@ class State:
         capacity: maximum number of positions, 1 to the plan's context length.
         dtype: data type of caches and rings; it overrides the plan's.
         chunk_length: maximum number of tokens of a chunk, which determines the size of rings; by default the capacity.
+        spare: memory of earlier states with the same arguments; by default new memory.
 
     Raises:
         ConfigError: the capacity, the dtype or the chunk length is out of range, or the dtype is bfloat16 although the
@@ -85,7 +86,13 @@ class State:
     """
 
     def __init__(
-        self, plan: Plan, capacity: int, dtype: CacheDtype = "float32", *, chunk_length: int | None = None
+        self,
+        plan: Plan,
+        capacity: int,
+        dtype: CacheDtype = "float32",
+        *,
+        chunk_length: int | None = None,
+        spare: SpareTensors | None = None,
     ) -> None:
         if not 1 <= capacity <= plan.context_length:
             raise ConfigError(f"a state cannot hold {capacity} positions; the model takes 1 to {plan.context_length}")
@@ -100,7 +107,8 @@ class State:
         self.dtype: CacheDtype = dtype
         self.chunk_length = chunk_length or capacity
         self._present = _described(0)
-        self._tensors = StateTensors(plan, capacity, dtype, self.chunk_length)
+        self._spare = spare or SpareTensors()
+        self._tensors = self._spare.take(self, plan, capacity, dtype, self.chunk_length)
         self.tensors: Mapping[str, Array] = self._tensors.by_name
         """Tensors by name."""
         self.position_bytes = self._tensors.position_bytes
@@ -139,6 +147,7 @@ class State:
         if self._wait is not None or self._present.writes:
             self._settle()
         position, first, rope_offset, kept, _, history, is_running = self._present
+        self._tensors.note_use(position + num_tokens)
         undo: tuple[Write, ...] = ()
         if self._tensors.has_overwritten:
             changed = self._tensors.overwritten(first, position, num_tokens)
@@ -238,7 +247,7 @@ class State:
         """Layout of the state's tensors in the pieces of a prefix."""
         return StateForms(self._tensors)
 
-    def piece(self, forms: StateForms, start: int, end: int, *, caches: bool = True) -> PrefixPiece:
+    def piece(self, start: int, end: int, *, caches: bool = True) -> PrefixPiece:
         """Return a copy of the caches at some positions, and of the rings if they still contain these positions."""
         self._settle()
         tensors, size = self._tensors, self._tensors.ring_slots
@@ -247,8 +256,8 @@ class State:
         return PrefixPiece(
             start,
             end,
-            copied(tensors, forms.caches, slice(start, end)) if caches else (),
-            copied(tensors, forms.rings, in_rings) if has_rings else None,
+            copied(tensors, tensors.cache_stacks, slice(start, end)) if caches else (),
+            copied(tensors, tensors.ring_stacks, in_rings) if has_rings else None,
         )
 
     def recurrent(self) -> tuple[Array, ...]:
@@ -290,7 +299,7 @@ class State:
 
     def fork(self) -> State:
         """Return an independent copy of the state. Only the filled part of caches is copied."""
-        copy = State(self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length)
+        copy = State(self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length, spare=self._spare)
         self._copy_to(copy)
         return copy
 
@@ -398,6 +407,7 @@ class State:
         if self._present.writes:
             for array, key, value in self._present.writes:
                 array[key] = value
+            self._tensors.note_use(self.position)
             self._present = self._present._replace(writes=())
 
 

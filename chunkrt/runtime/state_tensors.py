@@ -8,16 +8,18 @@ of this file defines the layout of bfloat16 caches.
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.plan import Plan, Tensor, resolve
-from chunkrt.runtime.buffers import Array, aligned_zeros
+from chunkrt.runtime.buffers import ALIGNMENT, Array, aligned_zeros, offer_pages
 
 CacheDtype = Literal["float32", "float16", "int8", "bfloat16"]
 CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
@@ -42,6 +44,19 @@ def first_seen(window: int | None, position: int) -> int:
     return max(0, position - window + 1) if window else 0
 
 
+class Stack(NamedTuple):
+    """Caches or rings of one form, in one array [tensors, heads, slots, width].
+
+    Attributes:
+        names: names of the tensors.
+        are_values: True for the values of bfloat16 caches, whose layout differs from that of keys.
+    """
+
+    names: tuple[str, ...]
+    array: Array
+    are_values: bool
+
+
 class StateTensors:
     """The tensors of one state, initially zero.
 
@@ -63,10 +78,10 @@ class StateTensors:
                 "choose another cache dtype, or omit `context_shift`"
             )
         slots = plan.slots(capacity, chunk_length)
-        kinds: dict[str, dict[str, Array]] = {"P": {}, "W": {}, "": {}}
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {"P": {}, "W": {}, "": {}}
         for tensor in plan.state_tensors:
             kind = "".join(size for size in tensor.shape if isinstance(size, str))
-            if kind not in kinds or (kind and (len(tensor.shape) != 3 or tensor.shape[1] != kind)):
+            if kind not in shapes or (kind and (len(tensor.shape) != 3 or tensor.shape[1] != kind)):
                 raise ModelError(
                     f"state {tensor.name!r} has shape {tensor.shape}, not [kv_heads, P or W, head_dim] or a fixed one"
                 )
@@ -74,19 +89,35 @@ class StateTensors:
                 raise ModelError(
                     f"state {tensor.name!r} is a ring, but no layer of the plan has a window; recompile the model"
                 )
-            shape = resolve(tensor.shape, slots)
-            kinds[kind][tensor.name] = _cache(shape, dtype) if kind else aligned_zeros(shape, np.float32)
-        self.caches, self.rings, self.recurrent = kinds["P"], kinds["W"], kinds[""]
+            shapes[kind][tensor.name] = resolve(tensor.shape, slots)
+        self._are_tiled = dtype == "bfloat16"
+        values = plan.value_caches if self._are_tiled else frozenset[str]()
+        self.cache_stacks = _stacks(shapes["P"], dtype, values)
+        self.ring_stacks = _stacks(shapes["W"], dtype, values)
+        self.caches, self.rings = _by_name(self.cache_stacks), _by_name(self.ring_stacks)
+        self.recurrent = {name: aligned_zeros(shape, np.float32) for name, shape in shapes[""].items()}
         by_name = self.caches | self.rings | self.recurrent
         self.by_name: Mapping[str, Array] = MappingProxyType({t.name: by_name[t.name] for t in plan.state_tensors})
         self.position_bytes: int = sum(array.nbytes // array.shape[1] for array in self.caches.values())
         """Bytes of the caches for each position."""
-        self._are_tiled = dtype == "bfloat16"
-        self._values = plan.value_caches if self._are_tiled else frozenset[str]()
+        self._values = values
+        self.num_used = 0
+        """Number of positions that were ever written; the operating system has committed their memory."""
         self.has_overwritten = bool(self.rings or self.recurrent)
         """True if runs overwrite data of the tensors."""
         self.ring_slots = slots["W"]
         self.window = plan.window
+
+    def note_use(self, num_positions: int) -> None:
+        """Record that the first positions are about to be written, or were written."""
+        if num_positions > self.num_used:
+            self.num_used = num_positions
+
+    @property
+    def num_committed_bytes(self) -> int:
+        """Approximate number of bytes that the operating system has committed."""
+        fixed = (*self.rings.values(), *self.recurrent.values())
+        return self.position_bytes * self.num_used + sum(array.nbytes for array in fixed)
 
     def first_seen(self, position: int) -> int:
         """Return the first position of a ring that a row at `position` or later attends to."""
@@ -104,20 +135,31 @@ class StateTensors:
         array = self.by_name[name]
         if not self._are_tiled:
             return array[:, slots]
-        view, key = self._by_slot(name, slots)
+        view, key = by_slot(array, slots, are_values=name in self._values)
         found: Array = view[key].reshape(len(array), -1, array.shape[2])
         return found
+
+    def rows_of_all(self, stack: Stack, slots: slice | Array, into: Array) -> None:
+        """Copy the contents of all tensors of a stack at some slots, [tensors, heads, slots, width]."""
+        if self._are_tiled:
+            view, key = by_slot(stack.array, slots, are_values=stack.are_values)
+            into[...] = view[key].reshape(into.shape)
+        else:
+            into[...] = stack.array[:, :, slots]
+
+    def to_be_rows_of_all(self, stack: Stack, slots: slice | Array, rows: Array) -> Write:
+        """Return the write that stores the given rows of all tensors of a stack."""
+        if not self._are_tiled:
+            return stack.array, np.s_[:, :, slots], rows
+        view, key = by_slot(stack.array, slots, are_values=stack.are_values)
+        return view, key, rows.reshape(*rows.shape[:3], *view.shape[-2:])
 
     def to_be_rows(self, name: str, slots: slice | Array, rows: Array) -> Write:
         """Return the write that stores the given rows, in the format of `rows`."""
         if not self._are_tiled:
             return self.by_name[name], np.s_[:, slots], rows
-        view, key = self._by_slot(name, slots)
+        view, key = by_slot(self.by_name[name], slots, are_values=name in self._values)
         return view, key, rows.reshape(*rows.shape[:2], *view.shape[-2:])
-
-    def _by_slot(self, name: str, slots: slice | Array) -> tuple[Array, Any]:
-        slots = np.arange(slots.start or 0, slots.stop) if isinstance(slots, slice) else slots
-        return by_slot(self.by_name[name], slots, are_values=name in self._values)
 
     def overwritten(self, first: int, position: int, num_tokens: int) -> Iterator[Array]:
         """Yield the parts of tensors that a run overwrites and that contain data, given that rings contain positions
@@ -185,13 +227,76 @@ class StateTensors:
         return (*writes, *((array, np.s_[:, new % size], array[:, old % size]) for array in self.rings.values()))
 
 
-def _cache(shape: tuple[int, ...], dtype: CacheDtype) -> Array:
-    """Allocate a cache or ring for values [heads, slots, head_dim]."""
+MOST_SPARE = 4
+"""Maximum number of states whose memory is kept for new states."""
+
+MOST_SPARE_BYTES = 256 * 2**20
+"""Maximum number of committed bytes of a state whose memory is kept."""
+
+
+class SpareTensors:
+    """Memory of states that are no longer used, for new states of the same plan, capacity, dtype and chunk length.
+
+    The pages of this memory are committed already, and the operating system may take them back. Any thread may use the
+    object without a lock, because the garbage collector releases states at any point.
+    """
+
+    def __init__(self) -> None:
+        self._spare: deque[StateTensors] = deque()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Free the memory, and keep none from now on."""
+        self._is_closed = True
+        self._spare.clear()
+
+    def take(self, owner: object, plan: Plan, capacity: int, dtype: CacheDtype, chunk_length: int) -> StateTensors:
+        """Return tensors for a state. They come back when `owner` is released. The rings and recurrent tensors are
+        zero; the contents of caches are undefined.
+        """
+        try:
+            tensors = self._spare.pop()
+        except IndexError:
+            tensors = StateTensors(plan, capacity, dtype, chunk_length)
+        else:
+            for array, key, value in tensors.to_be_empty():
+                array[key] = value
+        weakref.finalize(owner, self._give_back, tensors).atexit = False
+        return tensors
+
+    def _give_back(self, tensors: StateTensors) -> None:
+        if self._is_closed:
+            return
+        if len(self._spare) < MOST_SPARE and tensors.num_committed_bytes <= MOST_SPARE_BYTES:
+            for stack in tensors.cache_stacks:
+                offer_pages(stack.array)
+            self._spare.append(tensors)
+
+
+def _stacks(shapes: Mapping[str, tuple[int, ...]], dtype: CacheDtype, values: frozenset[str]) -> tuple[Stack, ...]:
+    """Allocate caches or rings for values [heads, slots, head_dim]; those of one form share an array."""
+    alike: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    for name, shape in shapes.items():
+        alike.setdefault((shape, name in values), []).append(name)
+    return tuple(Stack(tuple(names), _stacked(len(names), key[0], dtype), key[1]) for key, names in alike.items())
+
+
+def _stacked(number: int, shape: tuple[int, ...], dtype: CacheDtype) -> Array:
+    """Return a zeroed array [number, heads, slots, width], each part of which is contiguous and aligned."""
     heads, slots, head_dim = shape
     if dtype == "bfloat16":
-        return aligned_zeros(tiled_shape(heads, slots, head_dim), np.uint16)
-    with_scales = head_dim + -(-head_dim // INT8_GROUP) * np.dtype(np.float32).itemsize
-    return aligned_zeros((heads, slots, with_scales) if dtype == "int8" else shape, dtype)
+        shape = tiled_shape(heads, slots, head_dim)
+    elif dtype == "int8":
+        shape = heads, slots, head_dim + -(-head_dim // INT8_GROUP) * np.dtype(np.float32).itemsize
+    stored = np.dtype("uint16" if dtype == "bfloat16" else dtype)
+    num_bytes = prod(shape) * stored.itemsize
+    aligned_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    memory = aligned_zeros((number, aligned_bytes), np.uint8, huge_pages=False)
+    return memory[:, :num_bytes].view(stored).reshape(number, *shape)
+
+
+def _by_name(stacks: tuple[Stack, ...]) -> dict[str, Array]:
+    return {name: array for stack in stacks for name, array in zip(stack.names, stack.array, strict=True)}
 
 
 BLOCK = 64
@@ -210,12 +315,16 @@ def whole_blocks(slots: int) -> int:
     return -(-slots // BLOCK) * BLOCK
 
 
-def by_slot(array: Array, slots: Array, *, are_values: bool) -> tuple[Array, Any]:
-    """Return a view of an array and an index into the view that selects the given slots, [heads, slots, width / n,
-    n]."""
-    heads, num_slots, width = array.shape
+def by_slot(array: Array, slots: slice | Array, *, are_values: bool) -> tuple[Array, Any]:
+    """Return a view of an array [..., slots, width], and an index into the view that selects the given slots,
+    [..., slots, width / n, n].
+    """
+    *first, num_slots, width = array.shape
+    slots = np.arange(slots.start or 0, slots.stop) if isinstance(slots, slice) else slots
+    n, whole = len(first), (slice(None),) * len(first)
     if are_values:
-        tiles = array.reshape(heads, num_slots // BLOCK, width // _TILE, BLOCK // 2, _TILE, 2)
-        return tiles.transpose(0, 1, 3, 5, 2, 4), (slice(None), slots // BLOCK, slots % BLOCK // 2, slots % 2)
-    tiles = array.reshape(heads, num_slots // _TILE, width // 2, _TILE, 2)
-    return tiles.transpose(0, 1, 3, 2, 4), (slice(None), slots // _TILE, slots % _TILE)
+        tiles = array.reshape(*first, num_slots // BLOCK, width // _TILE, BLOCK // 2, _TILE, 2)
+        tiles = tiles.transpose(*range(n), n, n + 2, n + 4, n + 1, n + 3)
+        return tiles, (*whole, slots // BLOCK, slots % BLOCK // 2, slots % 2)
+    tiles = array.reshape(*first, num_slots // _TILE, width // 2, _TILE, 2)
+    return tiles.transpose(*range(n), n, n + 2, n + 1, n + 3), (*whole, slots // _TILE, slots % _TILE)

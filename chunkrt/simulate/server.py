@@ -1,8 +1,7 @@
 """A server on a virtual clock: sequences arrive, are batched into chunks, and leave.
 
-The server feeds an open schedule by the scheduler's rules. Whenever a chunk may enter, the batcher gets all waiting
-sequences. While any sequence decodes, only two chunks are in flight. If single tokens run on the CPU alone although an
-NPU exists, only one such chunk runs at a time.
+The server feeds an open schedule by the scheduler's rules, which `runtime.batcher` contains. If single tokens run on
+the CPU alone although an NPU exists, only one such chunk runs at a time.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from chunkrt.graph.flow import Route
-from chunkrt.runtime.batcher import Batcher, Waiting, next_chunk
+from chunkrt.runtime.batcher import Batcher, may_enter, next_rows
 from chunkrt.runtime.record import ChunkRecord, SegmentRecord
 from chunkrt.runtime.schedule import Schedule
-from chunkrt.runtime.scheduler import MOST_WHILE_DECODING
 from chunkrt.simulate.arrivals import SimulatedRequest
 
 
@@ -42,9 +40,10 @@ class SimulatedClient:
         number: number of the sequence.
         request: lengths of its prompt and answer.
         arrival_ns: its arrival time.
+        step: see `Waiting.step`.
     """
 
-    def __init__(self, number: int, request: SimulatedRequest, arrival_ns: float) -> None:
+    def __init__(self, number: int, request: SimulatedRequest, arrival_ns: float, step: int) -> None:
         self.number, self.request, self.arrival_ns = number, request, arrival_ns
         self.start_ns = 0.0
         """Time at which the request was admitted."""
@@ -54,7 +53,7 @@ class SimulatedClient:
         """Position of the next token that a chunk takes."""
         self.num_left = request.prompt
         """Number of waiting tokens: those of the prompt, or the last generated one."""
-        self.num_passed = 0
+        self.num_passed, self.step = 0, step
         self.in_flight: list[int] = []
         """Chunks that contain rows of this sequence."""
 
@@ -149,7 +148,8 @@ class Server:
             if not (has_room if request.arrival_ns is None else request.arrival_ns <= now):
                 break
             self._coming.popleft()
-            client = SimulatedClient(number, request, now if request.arrival_ns is None else request.arrival_ns)
+            arrival_ns = now if request.arrival_ns is None else request.arrival_ns
+            client = SimulatedClient(number, request, arrival_ns, self._step)
             self.clients.append(client)
             self._queue.append(client)
         while self._queue and len(self._inside) < self._most_sessions:
@@ -171,10 +171,7 @@ class Server:
             return
         decoding = [client for client in ready if client.is_decode]
         is_apart = bool(decoding) and self._decodes_apart([client.position for client in decoding])
-        most = self._most_in_flight
-        if any(client.is_decode for client in self._inside):
-            most = min(most, MOST_WHILE_DECODING)
-        while len(self._flying) < most:
+        while len(self._flying) < self._most_in_flight and may_enter(len(self._flying), self._inside):
             together = [client for client in ready if client.num_left and not (is_apart and client.is_decode)]
             if not together:
                 break
@@ -184,26 +181,19 @@ class Server:
 
     def _form_chunk(self, ready: Sequence[SimulatedClient], *, is_apart: bool) -> int:
         """Form a chunk of some waiting requests; return its number."""
-        waiting = [Waiting(c.num_left, c.is_decode, c.num_passed, self._step) for c in ready]
-        takes = next_chunk(self._batcher, waiting, self._chunk_length)
-        taken = [ready[take.place] for take in takes]
-        segments = tuple(
-            SegmentRecord(client.number, client.position, take.num_tokens)
-            for client, take in zip(taken, takes, strict=True)
-        )
-        after = {number for client in taken for number in client.in_flight}
-        for client in ready:
-            client.num_passed = 0 if client in taken else client.num_passed + 1
-        for client, take in zip(taken, takes, strict=True):
-            client.num_left -= take.num_tokens
-            client.position += take.num_tokens
-        rows = [(client, not client.num_left) for client in taken]
+        takes = next_rows(self._batcher, ready, self._chunk_length)
+        segments = tuple(SegmentRecord(client.number, client.position, num_tokens) for client, num_tokens in takes)
+        after = {number for client, _ in takes for number in client.in_flight}
+        for client, num_tokens in takes:
+            client.num_left -= num_tokens
+            client.position += num_tokens
+        rows = [(client, not client.num_left) for client, _ in takes]
         self._waiting = [client for client in self._waiting if client.num_left]
         chunk = ChunkRecord(len(self.chunks), segments)
         self.chunks.append(chunk)
         admission = self._admit(chunk, sum(has_last for _, has_last in rows), is_apart)
         self._flying[chunk.number] = rows
-        for client in taken:
+        for client, _ in takes:
             client.in_flight.append(chunk.number)
         number = self._schedule.admit(admission.route, after, admission.durations)
         assert number == chunk.number

@@ -1,9 +1,11 @@
-"""Conformance suite for authors of backends: the contract of `chunkrt/backends/base.py` as tests.
+"""Checks for authors of backends and of decoder families.
 
-One call runs all checks: `check_backend(MyBackend())`.
+`check_backend(MyBackend())` checks the contract of `chunkrt/backends/base.py`. `check_family(folder, expected)`
+compares a decoder with the values that `make_expected` took from Transformers.
 """
 
 from chunkrt.testing.conformance import check_backend
 from chunkrt.testing.executables import ConformanceError
+from chunkrt.testing.families import ComparisonError, check_family, make_expected
 
-__all__ = ["ConformanceError", "check_backend"]
+__all__ = ["ComparisonError", "ConformanceError", "check_backend", "check_family", "make_expected"]

@@ -1,6 +1,8 @@
 """Dispatch: the runner of each operator under switches and plug-ins, and the results of subgraphs in sections."""
 
 import logging
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from itertools import product
@@ -11,7 +13,7 @@ import pytest
 from fixture_checkpoints import checkpoint, expected_logits, input_ids
 
 import chunkrt
-from chunkrt.backends import dispatch, make_backend
+from chunkrt.backends import make_backend
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
 from chunkrt.backends.function_executable import FunctionExecutable
 from chunkrt.backends.native.backend import NativeExecutable
@@ -176,23 +178,31 @@ def test_required_part_remains_the_plugins(decoder, registry):
         dispatcher(decoder, registry, "-rope")
 
 
-def test_ctrl_c_while_loading_plugins_is_retried_at_next_call(monkeypatch):
-    registry, calls = registered_operators().copy(), []
+INTERRUPTED = """
+from chunkrt.backends import dispatch
 
-    def interrupted(registry):
-        registry.register("add", "toy")(np.add)
-        calls.append(registry)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
+calls = []
 
-    monkeypatch.setattr(dispatch, "operators", registry)
-    monkeypatch.setattr(dispatch, "_is_loaded", False)
-    monkeypatch.setattr(dispatch, "load_operators", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        registered_operators()
-    assert registered_operators().find("add", "toy")
-    assert registered_operators() is registry
-    assert len(calls) == 2
+def interrupted(registry):
+    registry.register("add", "toy")(print)
+    calls.append(registry)
+    if len(calls) == 1:
+        raise KeyboardInterrupt
+
+dispatch.load_operators = interrupted
+try:
+    dispatch.registered_operators()
+except KeyboardInterrupt:
+    print(calls[0].find("add", "toy"))
+for _ in range(2):
+    assert dispatch.registered_operators().find("add", "toy")
+print(len(calls))
+"""
+
+
+def test_ctrl_c_while_loading_plugins_is_retried_at_next_call():
+    command = [sys.executable, "-P", "-c", INTERRUPTED]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "None\n2\n"
 
 
 def test_operator_without_implementation_is_refused_by_node(decoder, registry):
@@ -335,18 +345,15 @@ def test_switches_work_with_shifted_contexts_and_without_npu():
         assert its_tokens == tokens
 
 
-def test_int8_caches_require_native_attention():
-    run_model("llama_gqa", "-rms_norm", cache_dtype="int8")
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"cache_dtype": "int8"}, "int8 caches are"), ({"attention_math": "bfloat16"}, "bfloat16 attention is")],
+)
+def test_int8_caches_and_bfloat16_require_native_attention(options, what):
+    run_model("llama_gqa", "-rms_norm", **options)
     for ops in ("none", "-cached_attention", "-rope"):
-        with pytest.raises(ConfigError, match=r"int8 caches are .* but reference runs cached_attention"):
-            run_model("llama_gqa", ops, cache_dtype="int8")
-
-
-def test_bfloat16_requires_native_attention():
-    run_model("llama_gqa", "-rms_norm", attention_math="bfloat16")
-    for ops in ("none", "-cached_attention", "-rope"):
-        with pytest.raises(ConfigError, match=r"bfloat16 attention is .* but reference runs cached_attention"):
-            run_model("llama_gqa", ops, attention_math="bfloat16")
+        with pytest.raises(ConfigError, match=rf"{what} .* but reference runs cached_attention"):
+            run_model("llama_gqa", ops, **options)
 
 
 def test_executable_in_sections_is_thread_safe(decoder, registry):

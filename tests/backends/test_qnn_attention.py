@@ -275,19 +275,11 @@ def test_only_new_history_enters(window, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("home")
-        patch.setenv("CHUNKRT_HOME", str(folder))
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def load(home):
+def load(own_home):
     """Return a function that loads a tiny checkpoint with a calibration of its own prompt."""
 
     def load(name, **options):
-        path = home / f"{name}.npz"
+        path = own_home / f"{name}.npz"
         if not path.exists():
             planned = plan_checkpoint(checkpoint(name), {})
             tokens, weights = np.array(input_ids(name)), weights_digest(planned.source)
@@ -487,12 +479,12 @@ def test_switched_off_operator_is_named(load):
 
 
 @pytest.mark.slow
-def test_engine_directory_has_the_graphs_of_all_plans_once(load, tmp_path, home):
+def test_engine_directory_has_the_graphs_of_all_plans_once(load, tmp_path, own_home):
     from chunkrt.engine.deploy import compile_engine
     from chunkrt.engine.options import EngineOptions
 
     load("lfm2").close()  # makes the calibration
-    asked = {"scheme": "w8a16", "calibration": home / "lfm2.npz", "attention": "npu", "npu_window": "32,64"}
+    asked = {"scheme": "w8a16", "calibration": own_home / "lfm2.npz", "attention": "npu", "npu_window": "32,64"}
     options = EngineOptions(npu="qnn", **asked)
     folder = tmp_path / "out"
     written = compile_engine(str(checkpoint("lfm2")), folder, options, socs=["SM8650"], chunk_lengths=[CHUNK])

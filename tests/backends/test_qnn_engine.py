@@ -4,6 +4,8 @@ import hashlib
 import json
 import logging
 import shutil
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
+from gates import at_once
 
 import chunkrt
 from chunkrt.backends import qnn
@@ -20,7 +23,7 @@ from chunkrt.backends.qnn.library import open_session
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.engine import roles as npu
+from chunkrt.engine import roles
 from chunkrt.errors import CompileError, DeviceLostError, NumberRangeError, PartitionError
 from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.quant.scheme import find_scheme
@@ -28,6 +31,8 @@ from chunkrt.quant.scheme import find_scheme
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
 if not qnn.open_htp().is_emulated:
     pytest.skip("this machine has an NPU, and a compiler for that NPU alone", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("own_home")
 
 NUM_GRAPHS = 3
 """Number of static subgraphs: one for each of two layers, and one more."""
@@ -54,15 +59,6 @@ def model(tmp_path_factory):
     path = folder.parent / "tiny.npz"
     found.save(path)
     return folder, path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def home(tmp_path_factory):
-    """A separate cache for this file, whose contexts can be counted."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("home")
-        patch.setenv("CHUNKRT_HOME", str(folder))
-        yield folder
 
 
 def prompt(num_tokens, seed=0):
@@ -371,9 +367,9 @@ def test_chunk_that_exceeds_float16_runs_on_the_cpu_and_no_other(model, native, 
 
 
 @pytest.fixture
-def damaged(model, engine, home):
+def damaged(model, engine, own_home):
     """Corrupt static.1's context, while its record still matches; it is restored afterwards."""
-    (folder,) = (home / "contexts").glob("SM8650-w8a16-r32-static.1-*")
+    (folder,) = (own_home / "contexts").glob("SM8650-w8a16-r32-static.1-*")
     (binary,) = folder.glob("*.bin")
     record = folder / "context.json"
     kept = binary.read_bytes(), record.read_text()
@@ -430,8 +426,8 @@ def test_failing_compiler_leaves_no_files(model, tmp_path, monkeypatch, caplog):
 def with_npu(monkeypatch):
     """A machine that reports a Snapdragon 8 Gen 3."""
     monkeypatch.setattr(qnn, "has_npu", lambda: True)
-    monkeypatch.setattr(npu, "has_npu", lambda: True)
-    monkeypatch.setattr(npu, "this_soc", lambda: find_soc("SM8650"))
+    monkeypatch.setattr(roles, "has_npu", lambda: True)
+    monkeypatch.setattr(roles, "this_soc", lambda: find_soc("SM8650"))
 
 
 def test_auto_uses_an_available_npu(model, native, with_npu, failing_npu, caplog):
@@ -467,12 +463,19 @@ def test_auto_runs_a_dynamic_model_on_the_cpu(model, with_npu, caplog):
     assert told == "the NPU does not run the scheme w8a8-dynamic, so the CPU runs it; try `scheme='w8a16'`"
 
 
-def test_emulation_is_reported_once_a_process(model, caplog):
-    npu._tell_of_emulation.cache_clear()
-    for _ in range(2):
-        load(model).close()
-    (told,) = warnings_of(caplog, "chunkrt.engine.roles")
-    assert told.startswith("no Hexagon NPU is available, so it is emulated")
+TWICE = """
+import sys
+import chunkrt
+
+for _ in range(2):
+    chunkrt.load(sys.argv[1], npu="qnn", calibration=sys.argv[2], context_length=8, chunk_length=8).close()
+"""
+
+
+def test_emulation_is_reported_once_a_process(model):
+    command = [sys.executable, "-P", "-c", TWICE, *map(str, model)]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assert told.count("no Hexagon NPU is available, so it is emulated") == 1
 
 
 @pytest.mark.slow
@@ -489,33 +492,14 @@ def test_npu_alternates_with_switched_off_operators(model):
     assert tokens[0] == tokens[1]
 
 
-def at_once(calls):
-    """Run each call in a thread; return its result or exception."""
-    found = [None] * len(calls)
-
-    def work(index):
-        try:
-            found[index] = calls[index]()
-        except Exception as error:
-            found[index] = error
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-        assert not thread.is_alive(), "deadlock"
-    return found
-
-
 @pytest.mark.parametrize("k", [1, 6])
 def test_sequences_finish_after_the_npu_fails(model, native, failing_npu, k):
     """The fallback starts in the middle: the next run has the CPU's results."""
     prompts = [prompt(length, seed=length) for length in (9, 17, 30)]
     with load(model, on_npu_failure="fallback") as engine:
         failing_npu.fails_at = k
-        found = at_once([partial(engine.session().prefill, ids) for ids in prompts])
-        again = at_once([partial(engine.session().prefill, ids) for ids in prompts])
+        found = at_once(*[partial(engine.session().prefill, ids) for ids in prompts])
+        again = at_once(*[partial(engine.session().prefill, ids) for ids in prompts])
     for one, other, ids in zip(found, again, prompts, strict=True):
         expected = native.session().prefill(ids).logits
         assert relative_error(one.logits, expected) < TOLERANCES["w8a16"]
@@ -528,9 +512,9 @@ def test_npu_failure_fails_running_sequences_and_no_later_ones(model, failing_np
         expected = [engine.session().prefill(ids).logits for ids in prompts]
         sessions = [engine.session() for _ in prompts]
         failing_npu.num_runs, failing_npu.fails_at = 0, 2
-        for result in at_once([partial(s.prefill, ids) for s, ids in zip(sessions, prompts, strict=True)]):
+        for result in at_once(*[partial(s.prefill, ids) for s, ids in zip(sessions, prompts, strict=True)]):
             assert isinstance(result, DeviceLostError)
         failing_npu.fails_at = None
-        again = at_once([partial(s.prefill, ids) for s, ids in zip(sessions, prompts, strict=True)])
+        again = at_once(*[partial(s.prefill, ids) for s, ids in zip(sessions, prompts, strict=True)])
     for result, logits in zip(again, expected, strict=True):
         np.testing.assert_array_equal(result.logits, logits)

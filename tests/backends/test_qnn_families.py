@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint, input_ids
+from run_up_to import run_up_to
 
 import chunkrt
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
-from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibrate import calibrate
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.graph.plan import resolve
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
 if not open_htp().is_emulated:
@@ -56,7 +55,8 @@ def test_layer_equals_the_reference(name, tmp_path, monkeypatch):
     calibrate(planned.plan, planned.load, tokens, model=name, weights=weights).save(tmp_path / "calibration.npz")
     options = {"npu": "reference", "scheme": SCHEME, "calibration": tmp_path / "calibration.npz"}
     with chunkrt.load(checkpoint(name), chunk_length=CHUNK, **options) as engine:
-        subgraph, values = run_up_to(engine, SUBGRAPH, tokens[:CHUNK])
+        subgraph = next(subgraph for subgraph in engine.plan.subgraphs if subgraph.name == SUBGRAPH)
+        values = run_up_to(engine, subgraph, tokens[:CHUNK])
         assert {node.op for node in subgraph.nodes} >= OPERATORS_OF[name] | {"MatMul", "RMSNormalization"}
         backend = QnnBackend(find_soc("SM8650"), contexts=tmp_path / "contexts")
         executable = backend.compile(subgraph, engine.plan, CHUNK, engine.scheme, engine.loaded.weights)
@@ -65,19 +65,3 @@ def test_layer_equals_the_reference(name, tmp_path, monkeypatch):
     for output in subgraph.outputs:
         off = np.sqrt(np.mean((found[output] - values[output]) ** 2) / np.mean(values[output] ** 2))
         assert off < TOLERANCE, f"{output} is off by {off:.5f} of its root mean square"
-
-
-def run_up_to(engine, name, tokens):
-    """Return a subgraph, and every value of a chunk up to its outputs, from the reference."""
-    plan, symbols = engine.plan, dict.fromkeys(("T", "P", "W"), len(tokens))
-    values = {"input_ids": tokens, "position": np.zeros(1, np.int64)}
-    values["rope_position"] = np.array([plan.rope_offset(len(tokens))])
-    for subgraph in plan.subgraphs:
-        for tensor in (*subgraph.state, *subgraph.outputs):
-            values[tensor] = np.zeros(resolve(plan.tensors[tensor].shape, symbols), np.float32)
-        executable = ReferenceBackend().compile(subgraph, plan, len(tokens), engine.scheme, engine.loaded.weights)
-        inputs = {tensor: values[tensor] for tensor in (*subgraph.inputs, *subgraph.state)}
-        executable.run(inputs, {tensor: values[tensor] for tensor in subgraph.outputs})
-        if subgraph.name == name:
-            return subgraph, values
-    raise AssertionError(f"there is no {name}")

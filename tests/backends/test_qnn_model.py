@@ -4,12 +4,11 @@ import tempfile
 
 import numpy as np
 import pytest
+from run_up_to import run_up_to
 
 import chunkrt
 from chunkrt.backends.qnn import QnnBackend, find_soc, open_htp
-from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.checkpoints.catalogue import find, pulled
-from chunkrt.graph.plan import resolve
 
 pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which emulates the NPU, is not installed")
 if not open_htp().is_emulated:
@@ -65,19 +64,6 @@ def on_npu(home, tokens):
 @pytest.fixture(scope="module")
 def exact(reference, tokens):
     return reference.session().prefill(tokens, logits="all").logits
-
-
-def run_up_to(engine, subgraph, tokens):
-    """Return every value of a chunk before a subgraph, from the reference; and after it."""
-    plan, symbols = engine.plan, {"T": len(tokens), "P": len(tokens)}
-    values = {"input_ids": tokens, "position": np.zeros(1, np.int64)}
-    for part in plan.subgraphs[: plan.subgraphs.index(subgraph) + 1]:
-        for name in (*part.state, *part.outputs):
-            values[name] = np.zeros(resolve(plan.tensors[name].shape, symbols), np.float32)
-        executable = ReferenceBackend().compile(part, plan, len(tokens), engine.scheme, engine.loaded.weights)
-        inputs = {name: values[name] for name in (*part.inputs, *part.state)}
-        executable.run(inputs, {name: values[name] for name in part.outputs})
-    return values
 
 
 @pytest.mark.parametrize("soc", ["SM8650", "SM8750", "SM8850"], ids=["v75", "v79", "v81"])

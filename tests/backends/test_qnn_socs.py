@@ -15,15 +15,6 @@ NUMBERS_WITHOUT_FLOAT16 = {"SM8350": 30, "SM8635": 68, "SM8735": 85, "QCS6490": 
 
 
 @pytest.fixture(scope="module")
-def htp():
-    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which holds Qualcomm's compiler, is not installed")
-    opened = library.open_htp()
-    if not opened.is_emulated:
-        pytest.skip("this machine has an NPU, and a compiler for that NPU alone")
-    return opened
-
-
-@pytest.fixture(scope="module")
 def model():
     """A norm in float16, a linear in 16 bits, and its square in float16."""
     weight = [i % 255 - 127 for i in range(DEPTH * COLUMNS)]

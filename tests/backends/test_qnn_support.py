@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from chunkrt.backends.qnn import HtpOptions, find_soc, open_htp
+from chunkrt.backends.qnn import HtpOptions, find_soc
 from chunkrt.backends.qnn.htp_support import LINEARS, npu_support
 from chunkrt.backends.qnn.library import open_session
 from chunkrt.errors import ConfigError
@@ -174,15 +174,6 @@ def test_subgraph_of_supported_nodes_is_supported(plan):
     """The refused node is the first unsupported one, not the first one."""
     add = Node(name="sum", op="Add", domain="", inputs=(HIDDEN, HIDDEN), outputs=(HIDDEN,), attributes={})
     assert npu_support(replace(plan.static_subgraphs[1], nodes=(add,)), plan, SCHEMES["float"])
-
-
-@pytest.fixture(scope="module")
-def htp():
-    pytest.importorskip("onnxruntime_qnn", reason="onnxruntime-qnn, which holds Qualcomm's compiler, is not installed")
-    opened = open_htp()
-    if not opened.is_emulated:
-        pytest.skip("this machine has an NPU, and a compiler for that NPU alone")
-    return opened
 
 
 def steps_off(htp, soc, activation_bits, weight_bits, *, output_bits=None, depth=64, reach=None):

@@ -293,14 +293,14 @@ def test_ctrl_c_ends_the_contender_that_starts_and_those_that_run(tmp_path, monk
     python, started = busy
     contenders, process, command = peers("contenders"), peers("process"), peers("command")
     pair = [contenders.Contender(name=name, kind="torch") for name in ("first", "second")]
-    answer = process.ContenderProcess._answer
+    loads = json.loads
 
-    def interrupted(self):
+    def interrupted(line):
         if len(started) == 2:
             raise KeyboardInterrupt
-        return answer(self)
+        return loads(line)
 
-    monkeypatch.setattr(process.ContenderProcess, "_answer", interrupted)
+    monkeypatch.setattr(process.json, "loads", interrupted)
     forms = SimpleNamespace(make=lambda form: tmp_path, folder=tmp_path)
     with pytest.raises(KeyboardInterrupt), command.started(pair, forms, python, 1, 8):
         pass

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
+from one_line import expect_one_line
 
 from chunkrt.compile import calibrate as calibration_module
 from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
@@ -115,33 +116,25 @@ USAGE = [
 ]
 
 
-def expect_one_line(finished, status, message):
-    assert (finished.status, finished.out) == (status, "")
-    (line,) = finished.err.splitlines()
-    assert line.startswith("chunkrt: ")
-    assert message in line
-    assert "unexpected" not in line
-
-
 @pytest.mark.parametrize(("arguments", "message"), LINES)
 def test_calibrate_refuses_impossible_requests(command, arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    expect_one_line(command("calibrate", *arguments), 1, message)
+    expect_one_line(command("calibrate", *arguments), message, status=1)
 
 
 @pytest.mark.parametrize(("arguments", "message"), USAGE)
 def test_calibrate_refuses_a_wrong_command_line(command, arguments, message):
-    expect_one_line(command("calibrate", GGUF, *arguments), 2, message)
+    expect_one_line(command("calibrate", GGUF, *arguments), message, status=2)
 
 
 def test_calibrate_refuses_an_empty_text(command, text):
     text.write_text("\n \n")
-    expect_one_line(command("calibrate", GGUF, "--text", text), 1, "the calibration text is empty")
+    expect_one_line(command("calibrate", GGUF, "--text", text), "the calibration text is empty", status=1)
 
 
 def test_calibrate_refuses_an_engine_directory(command, tmp_path):
     compile_checkpoint(GGUF, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, tmp_path / "engine", model="toy")
-    expect_one_line(command("calibrate", tmp_path / "engine"), 1, "is compiled and has fixed grids")
+    expect_one_line(command("calibrate", tmp_path / "engine"), "is compiled and has fixed grids", status=1)
 
 
 def test_ctrl_c_stops_a_calibration(command, cache, text, monkeypatch):

@@ -13,6 +13,7 @@ from chunkrt.cli import COMMANDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"
 GGUF = str(checkpoint("llama_biased_gguf"))
+VALUES = Path(__file__).parents[1] / "data" / "llama_gqa.values.npz"
 SCHEMAS = {
     name: json.loads(text)
     for name, text in re.findall(r"^## `(.+?)`\n.*?```json\n(.*?)```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -23,6 +24,7 @@ WAYS = {
     "bench": ([GGUF, "-p", 8, "-n", 2, "-r", 1],),
     "bench --parallel": ([GGUF, "-p", 8, "-n", 2, "-r", 1, "--parallel", 2],),
     "trace": (["{trace}"],),
+    "compare": ([str(checkpoint("llama_gqa")), "--against", str(VALUES)],),
     "support": ([GGUF], [str(checkpoint("llama_mha"))]),
     "plan": ([GGUF], [GGUF, "--scheme", "w8a16"]),
     "ops": ([GGUF],),

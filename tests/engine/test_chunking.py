@@ -71,15 +71,6 @@ def test_policies_and_threads_change_no_bit(npu, scheme, threads):
         np.testing.assert_array_equal(found, expected, err_msg=policy)
 
 
-@pytest.mark.parametrize(("npu", "scheme"), BACKENDS)
-def test_prompt_in_two_prefills_equals_one_prompt(npu, scheme):
-    expected, _ = run(npu, scheme, max(LENGTHS), cache_dtype="float32")
-    with chunkrt.load(checkpoint(NAME), npu=npu, scheme=scheme, cache_dtype="float32") as engine:
-        session = engine.session()
-        parts = [session.prefill(TOKENS[:41], logits="all"), session.prefill(TOKENS[41:], logits="all")]
-    assert_same_logits(np.concatenate([part.logits for part in parts]), expected, scheme)
-
-
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16"])
 def test_native_equals_the_reference(cache_dtype):
     reference, _ = run("reference", "w8a8-dynamic", max(LENGTHS), cache_dtype=cache_dtype)

@@ -127,28 +127,22 @@ def test_caches_of_every_type_shift(folders: dict[str, Path], cache_dtype: str) 
 
 
 @on_all_backends
-@pytest.mark.parametrize("keep", [0, 1, 4])
-def test_rings_drop_positions(folders: dict[str, Path], keep: int, npu: str) -> None:
-    """The prompt is a context of four times a ring."""
-    with load(folders["narrow"], npu, context_length=256, context_keep=keep) as engine:
+@pytest.mark.parametrize(
+    ("folder", "context", "keep", "num_run"),
+    [*(("narrow", 256, keep, 14) for keep in (0, 1, 4)), ("wide", 150, 4, 77 + 14)],
+)
+def test_shift_runs_again_the_positions_that_rings_have_lost_and_windows_see(
+    folders: dict[str, Path], folder: str, context: int, keep: int, num_run: int, npu: str
+) -> None:
+    """The narrow context has four times the length of a ring. In the wide one, with a window of 100, a row at 78 after
+    the shift sees the 4 kept tokens, which a ring of 128 has lost.
+    """
+    with load(folders[folder], npu, context_length=context, context_keep=keep) as engine:
         session, run = engine.session(), list[int]()
         session.on_run = lambda record: run.append(record.num_tokens)
-        session.prefill(TOKENS[:256])
-        found = session.prefill(TOKENS[256:270]).logits
-        assert run == [256, 14]
-        expected = engine.session().prefill(session.tokens).logits
-    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
-
-
-@on_all_backends
-def test_positions_lost_by_a_ring_and_seen_by_a_window_are_run_again(folders: dict[str, Path], npu: str) -> None:
-    """With a window of 100 a row at 78, after a shift, sees the 4 kept tokens, which a ring of 128 has lost."""
-    with load(folders["wide"], npu, context_length=150) as engine:
-        session, run = engine.session(), list[int]()
-        session.on_run = lambda record: run.append(record.num_tokens)
-        session.prefill(TOKENS[:150])
-        found = session.prefill(TOKENS[150:160]).logits
-        assert run == [150, 77 + 10]
+        session.prefill(TOKENS[:context])
+        found = session.prefill(TOKENS[context : context + 14]).logits
+        assert run == [context, num_run]
         expected = engine.session().prefill(session.tokens).logits
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 

@@ -17,6 +17,7 @@ from importlib.metadata import version
 
 import numpy as np
 import pytest
+from damaged_files import flip_a_bit
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
@@ -246,12 +247,6 @@ def test_missing_contexts_need_onnx(device, without_onnx, options):
 
 def truncate(path):
     path.write_bytes(path.read_bytes()[:-1000])
-
-
-def flip_a_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.fixture(params=[truncate, flip_a_bit])

@@ -5,6 +5,8 @@ import pytest
 from fixture_checkpoints import checkpoint, input_ids
 
 import chunkrt
+from chunkrt.backends.native.backend import NativeBackend
+from chunkrt.graph.rewrites import merged_on_cpu
 from chunkrt.runtime.batcher import BATCHERS
 from chunkrt.runtime.executor import ExecutorSet
 from chunkrt.runtime.request import Request
@@ -73,3 +75,18 @@ def test_trace_calls_merged_subgraphs_layers():
     assert {stage.work for stage in prompt.stages} == {"embedding", "linears", "attention"}
     assert [stage.work for stage in token.stages] == ["layers", "embedding"]
     assert [stage.has_state for stage in token.stages] == [True, False]
+
+
+def test_subgraphs_are_compiled_once_for_prompts_of_any_length(monkeypatch):
+    compiled, compile_one = [], NativeBackend.compile
+
+    def count(backend, subgraph, *rest):
+        compiled.append(subgraph.name)
+        return compile_one(backend, subgraph, *rest)
+
+    monkeypatch.setattr(NativeBackend, "compile", count)
+    with load("llama_biased_gguf") as engine:
+        for length in (1, 8, 9, 30):
+            engine.session().prefill(input_ids("llama_biased_gguf")[:length])
+        parts = {subgraph.name for subgraph in engine.plan.subgraphs}
+        assert sorted(compiled) == sorted(parts | {subgraph.name for subgraph in merged_on_cpu(engine.plan).subgraphs})

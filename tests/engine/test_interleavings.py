@@ -69,15 +69,17 @@ def test_random_interleavings_with_bfloat16_attention_to_int8_caches(name: str) 
         check_interleaving(engine, 7, input_ids(name))
 
 
-@pytest.mark.sampled(every=5, name=ONE_OF_EACH_STATE)
+@pytest.mark.sampled(every=3, name=ONE_OF_EACH_STATE)
 @pytest.mark.parametrize(
     ("name", "size", "slots"), [(name, size, 2 if size == 2 else None) for name in NAMES for size in (2, 4)]
 )
 def test_random_interleavings_on_ranks(name: str, size: int, slots: int | None) -> None:
     length = LENGTHS[len(name) % 3]
     with led(name, size, chunk_length=length, chunks_in_flight=slots) as ranks:
-        for seed in range(2):
-            check_interleaving(ranks.engine, seed, input_ids(name), has_ranks=True)
+        faults = Faults(every=29)
+        for seed, injected in ((0, None), (1, faults)):
+            check_interleaving(ranks.engine, seed, input_ids(name), has_ranks=True, faults=injected)
+        assert faults.num > 1
         stats = ranks.engine.stats()
         assert stats.waiting_runs == 0
         assert stats.shared_rows > stats.shared_chunks > 0

@@ -119,9 +119,7 @@ def test_interrupt_at_any_point_of_a_waiting_thread_leaves_the_session_consisten
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("act", [prefill, generate])
-def test_interrupt_at_any_point_with_shared_chunks_leaves_the_session_consistent(
-    act, name, first, step, tmp_path, monkeypatch
-):
+def test_interrupt_at_any_point_with_shared_chunks_leaves_the_session_consistent(act, name, first, step, tmp_path):
     """The other sequences get the same results as alone."""
     engine, tokens = load(name), input_ids(name)[:12]
     expected, found = fresh_logits(name, tuple(tokens[:-2])), []
@@ -133,15 +131,15 @@ def test_interrupt_at_any_point_with_shared_chunks_leaves_the_session_consistent
                 found.append(opened.prefill([*tokens[:-2], *NEXT]).logits)
             has_found.set()
 
-    monkeypatch.setattr(engine.loaded.scheduler, "_others_ask", lambda: True)  # the two always meet
     shared = engine.stats().shared_chunks
     other = threading.Thread(target=work)
     other.start()
     try:
         assert has_found.wait(60)
         at = first
-        while interrupted_at(act, engine, name, at, tmp_path):
-            at += step
+        with engine.loaded.scheduler.sharing():
+            while interrupted_at(act, engine, name, at, tmp_path):
+                at += step
     finally:
         is_over.set()
         other.join()

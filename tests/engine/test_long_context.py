@@ -4,7 +4,7 @@ from math import cos, sin
 
 import numpy as np
 import pytest
-from fixture_checkpoints import NAMES, checkpoint, expected_logits, input_ids
+from fixture_checkpoints import checkpoint, input_ids
 from random_folders import write_folder
 
 import chunkrt
@@ -69,16 +69,6 @@ def test_tables_are_rounded_from_float64_at_every_position(function):
     for rows in (1, 4097, 10_000, 10_001):
         cut = rotary_table(in_libm.__name__, recipe, num_positions=10_000, num_rows=rows)
         np.testing.assert_array_equal(cut, table[:rows])
-
-
-@pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("npu", ["reference", "onnxrt"])
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_in_a_full_context_equal_those_of_transformers(name, npu):
-    tokens = input_ids(name)
-    with with_context(name, len(tokens), npu=npu) as engine:
-        found = logits_of(engine, tokens)
-    np.testing.assert_allclose(found, expected_logits(name), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("num_tokens", [FROM - 1, FROM, FROM + 1])

@@ -99,26 +99,6 @@ def test_event_loop_answers_many_at_once(engine):
     assert asyncio.run(main()) == answers_alone(engine, PROMPTS, max_new_tokens=9)
 
 
-def test_cancelled_task_does_not_affect_others(engine):
-    async def main():
-        sessions = [await engine.asession() for _ in range(3)]
-        long = asyncio.create_task(sessions[0].aprefill(input_ids(NAME) + PROMPTS[3]))
-        others = [asyncio.create_task(session.aprefill(PROMPTS[4])) for session in sessions[1:]]
-        await asyncio.sleep(0)
-        long.cancel()
-        results = await asyncio.gather(long, *others, return_exceptions=True)
-        assert isinstance(results[0], asyncio.CancelledError | chunkrt.PrefillResult)
-        if isinstance(results[0], asyncio.CancelledError):
-            assert sessions[0].position == 0
-            results[0] = await sessions[0].aprefill(input_ids(NAME) + PROMPTS[3])
-        return [result.logits for result in results]
-
-    found = asyncio.run(main())
-    expected = [engine.session().prefill(p).logits for p in (input_ids(NAME) + PROMPTS[3], PROMPTS[4], PROMPTS[4])]
-    for here, there in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(here, there)
-
-
 def test_closed_event_loop_leaves_the_engine_usable(engine):
     session = engine.session()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -389,3 +390,43 @@ def test_lost_npu_disables_the_cache() -> None:
             is_lost[0] = lost
             found.append(engine.session().prefill(range(1, 40)).num_cached)
         assert found == [0, 38, 0]
+
+
+def test_session_that_is_collected_during_a_search_is_closed_without_a_wait() -> None:
+    class Collecting(list[int]):
+        """Tokens during whose comparison the garbage collector closes a session."""
+
+        def __getitem__(self, key: object) -> object:
+            other.close()
+            return super().__getitem__(key)  # type: ignore[call-overload]
+
+    with load(CACHES_ONLY, 32, prefix_cache="memory") as engine, engine.session() as session, engine.session() as other:
+        other.prefill(list(range(1, 41)))
+        cache = engine.loaded.prefix_cache
+        assert cache is not None
+        state = make_state(engine)
+        searching = threading.Thread(target=cache.find, args=(Collecting(range(1, 41)), state, 39), daemon=True)
+        searching.start()
+        searching.join(60)
+        assert not searching.is_alive()
+        session.prefill(list(range(1, 41)))
+
+
+def test_asynchronous_close_keeps_the_prefix_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    async def main() -> None:
+        async with await engine.asession() as session:
+            await session.aprefill(list(range(1, 41)))
+            async for _ in session.agenerate(max_new_tokens=30, ignore_eos=True):
+                pass
+            threads.clear()
+
+    with load(CACHES_ONLY, 32, prefix_cache="memory") as engine:
+        cache = engine.loaded.prefix_cache
+        assert cache is not None
+        add = cache.add
+        monkeypatch.setattr(cache, "add", lambda *given: (threads.append(threading.get_ident()), add(*given)))
+        asyncio.run(main())
+    assert threads
+    assert threading.get_ident() not in threads

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
 import pytest
 from fake_backend import wait_until
 from fixture_checkpoints import ONE_OF_EACH_STATE, checkpoint, input_ids
-from gates import asked_before_any_is_computed
+from gates import asked_before_any_is_computed, at_once
 from led_ranks import led
 from ranks_in_threads import on_ranks
-from states import state_bytes
+from states import make_state, state_bytes
 
 import chunkrt
-from chunkrt.errors import BackendError, BusyError, ConfigError, DeviceLostError
+from chunkrt.errors import ConfigError, DeviceLostError
 from chunkrt.runtime.ranks.mailbox import Channel
 from chunkrt.runtime.request import Request
 from chunkrt.runtime.state import State
@@ -48,26 +47,6 @@ def sent(ranks, monkeypatch):
 
         monkeypatch.setattr(communicator, "send", count)
     return counted
-
-
-def in_threads(*calls):
-    """Make calls at the same time, and return the result or error of each."""
-    found, together = [None] * len(calls), threading.Barrier(len(calls), timeout=HANGS)
-
-    def target(index):
-        try:
-            together.wait()
-            found[index] = calls[index]()
-        except Exception as error:
-            found[index] = error
-
-    threads = [threading.Thread(target=target, args=(index,), daemon=True) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANGS)
-        assert not thread.is_alive(), "deadlock"
-    return found
 
 
 def answer(engine, prompt, num_tokens=9):
@@ -119,40 +98,6 @@ def test_single_prompt_takes_one_command_for_each_filling_of_the_slots(ranks, se
     assert sent[Channel.COMMAND] <= (num_commands + 2) * others
 
 
-def test_tasks_of_an_event_loop_share_chunks_and_are_cancelled(ranks):
-    engine = ranks.engine
-    long = (IDS * 3)[:100]
-
-    async def use(prompt):
-        async with await engine.asession() as session:
-            await session.aprefill(prompt)
-            return "".join([piece.text async for piece in session.agenerate(max_new_tokens=9)])
-
-    async def cancelled(number):
-        async with await engine.asession() as session:
-            await session.aprefill(PROMPTS[3])
-            task = asyncio.create_task(session.aprefill(long))
-            for _ in range(number):
-                await asyncio.sleep(0)
-            await asyncio.sleep(number * 1e-3)
-            task.cancel()
-            with suppress(asyncio.CancelledError):  # it may come too late
-                await task
-            session.rewind(len(PROMPTS[3]))
-            return (await session.aprefill(PROMPTS[4])).logits
-
-    async def main():
-        return await asyncio.gather(*map(use, PROMPTS), *map(cancelled, range(6)))
-
-    found = asyncio.run(main())
-    assert found[: len(PROMPTS)] == [answer(engine, prompt) for prompt in PROMPTS]
-    session = engine.session()
-    session.prefill(PROMPTS[3])
-    expected = session.prefill(PROMPTS[4]).logits
-    for logits in found[len(PROMPTS) :]:
-        np.testing.assert_array_equal(logits, expected)
-
-
 @pytest.mark.parametrize("name", STATES)
 def test_single_prompt_gives_way_on_all_ranks(name):
     """Its first sum of the third chunk waits until another prompt has come: the chunks after the next two are shared,
@@ -181,68 +126,11 @@ def test_single_prompt_gives_way_on_all_ranks(name):
             assert is_there.wait(HANGS)
             return prefill(ids[:5])
 
-        found = in_threads(lambda: prefill(ids), second)
+        found = at_once(lambda: prefill(ids), second)
         for here, there in zip(found, expected, strict=True):
             np.testing.assert_array_equal(here, there)
         assert order == [5, 100]
         np.testing.assert_array_equal(engine.session().prefill(ids, logits="all").logits, expected[0])
-
-
-def fail_at(loaded, poison):
-    """Make a loaded model's last task with state fail, after its writes, on chunks that hold a token."""
-    lanes = loaded.scheduler.executors
-    for lane in {id(lane): lane for lane in (lanes.prompts, lanes.tokens, lanes.many, lanes.few)}.values():
-        last = [subgraph for subgraph in lane.subgraphs if subgraph.subgraph.state][-1]
-
-        def fail(slot, segments, num_tokens, number=0, run=last.run):
-            run(slot, segments, num_tokens, number)
-            if any(poison in segment.token_ids for segment in segments):
-                raise ValueError("made to fail")
-
-        last.run = fail
-
-
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("name", STATES)
-def test_failed_task_on_a_rank_fails_the_sequences_of_its_chunk(name, failing):
-    ids = [token for token in input_ids(name) if token != input_ids(name)[-1]] * 3
-    poison = input_ids(name)[-1]
-    with led(name, 2, chunk_length=16) as ranks:
-        engine = ranks.engine
-        starts = [ids[i : i + 2 + 3 * i] for i in range(6)]
-        expected = []
-        for start in starts:
-            session = engine.session()
-            session.prefill(start)
-            expected.append([session.prefill(ids[:n], logits="all").logits for n in (1, 9, 30, 1)])
-        fail_at(engine.loaded if failing == 0 else ranks.of_followers[1], poison)
-        num_failed, told = Counter(), set()
-
-        def work(index):
-            session = engine.session()
-            while True:
-                try:
-                    session.prefill(starts[index])
-                    break
-                except BackendError:
-                    assert session.position == 0
-            for number, n in enumerate((1, 9, 30, 1)):
-                position = session.position
-                for attempt in range(1000):
-                    tokens = [*ids[: n - 1], poison] if index < 2 and attempt < 2 else ids[:n]
-                    try:
-                        found = session.prefill(tokens, logits="all").logits
-                        break
-                    except BackendError as error:
-                        told.add(str(error))
-                        assert session.position == position
-                        num_failed[index] += 1
-                np.testing.assert_array_equal(found, expected[index][number])
-
-        assert in_threads(*(lambda i=i: work(i) for i in range(6))) == [None] * 6
-        assert min(num_failed[0], num_failed[1]) >= 8
-        assert all("made to fail" in message for message in told)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -269,7 +157,7 @@ def test_lost_rank_ends_all_ranks(size):
                 await session.aprefill(PROMPTS[4])
                 session.rewind(0)
 
-        *errors, nothing = in_threads(work, work, work, lambda: asyncio.run(in_loop()), lose)
+        *errors, nothing = at_once(work, work, work, lambda: asyncio.run(in_loop()), lose)
         assert nothing is None
         for error in errors:
             assert isinstance(error, DeviceLostError)
@@ -280,46 +168,32 @@ def test_lost_rank_ends_all_ranks(size):
 
 def test_follower_out_of_step_ends_all_ranks():
     with led(NAME, 2, chunk_length=8) as ranks:
-        session = ranks.engine.session()
-        session.prefill(PROMPTS[1])
+        state = make_state(ranks.engine, PROMPTS[1])
         ranks.of_followers[1].take_part = lambda *_: pytest.fail("nothing is computed")
-        State.rewind(session._sequence.state, 2)  # the followers are not told
+        State.rewind(state, 2)  # the followers do not repeat it
         with pytest.raises(DeviceLostError, match=r"rank 1 failed: BackendError: its state is at position 8, .* at 2"):
-            ranks.engine.loaded.run(Request(np.array([5]), session._sequence.state))
+            ranks.engine.loaded.run(Request(np.array([5]), state))
 
 
-def test_options_of_many_sequences_apply_on_ranks(caplog):
-    with led(NAME, 2, chunk_length=8, batcher="sequential") as ranks:
-        engine, one = ranks.engine, state_bytes(ranks.engine)
-        expected = [answer(engine, prompt) for prompt in PROMPTS]
-        assert in_threads(*(lambda p=p: answer(engine, p) for p in PROMPTS)) == expected
-        stats = engine.stats()
+@pytest.mark.parametrize(
+    "options", [{"batcher": "sequential"}, *({"decode_on": place} for place in ("cpu", "npu", "auto"))], ids=str
+)
+def test_options_of_shared_chunks_change_no_answer_on_ranks(ranks, options):
+    expected = [answer(ranks.engine, prompt) for prompt in PROMPTS[:4]]
+    with led(NAME, len(ranks.communicators), chunk_length=8, **options) as others:
+        calls = [partial(answer, others.engine, prompt) for prompt in PROMPTS[:4]]
+        assert asked_before_any_is_computed(others.engine, calls) == expected
+        stats = others.engine.stats()
         assert stats.shared_rows >= stats.shared_chunks > 0
-    with led(NAME, 2, chunk_length=8, cache_memory=2 * one, queue=1) as ranks:
-        engine = ranks.engine
-        first, second = engine.session(), engine.session()
-        with pytest.raises(BusyError, match="the caches of 2 sessions leave no room"):
-            engine.session()
 
-        async def main():
-            waiting = asyncio.create_task(engine.asession())
-            await asyncio.sleep(0)
-            with pytest.raises(BusyError, match="1 sequences already wait for cache memory"):
-                await engine.asession()
-            second.close()
-            (await waiting).close()
 
-        asyncio.run(main())
-        first.close()
-        assert engine.generate(PROMPTS, max_new_tokens=9) == expected
+def test_error_of_a_loading_follower_reaches_the_leaders_caller(ranks):
+    one = state_bytes(ranks.engine)
     with (
         pytest.raises(ConfigError, match=rf"cache_memory is {one - 1} bytes, but .* take {one}"),
-        led(NAME, 2, chunk_length=8, cache_memory=one - 1),
+        led(NAME, len(ranks.communicators), chunk_length=8, cache_memory=one - 1),
     ):
         pass
-    for decode_on in ("cpu", "npu", "auto"):
-        with led(NAME, 2, chunk_length=8, decode_on=decode_on) as ranks:
-            assert in_threads(*(lambda p=p: answer(ranks.engine, p) for p in PROMPTS[:3])) == expected[:3]
 
 
 @pytest.mark.parametrize(

@@ -117,19 +117,25 @@ def test_shared_tokens_are_not_run_again(name, monkeypatch):
     assert told[-1] == 2
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next"])
-def test_context_has_no_logits_for_any_rewind_of_the_state(name, monkeypatch):
+def rows_in_pieces(engine, monkeypatch):
+    """Limit pieces to 8 rows of logits, and return a list of the numbers of rows that requests then hold."""
     num_rows, begin = [], Request.begin
 
     def noted(request, *arguments):
         begin(request, *arguments)
         num_rows.append(0 if request.logits is None else len(request.logits))
 
+    monkeypatch.setattr(scoring, "PIECE_BYTES", 8 * 4 * engine.plan.vocab_size)
+    monkeypatch.setattr(Request, "begin", noted)
+    return num_rows
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next"])
+def test_context_has_no_logits_for_any_rewind_of_the_state(name, monkeypatch):
     context, continuations = [*range(1, 31)], ([*range(5, 29)], [5, *range(8, 29)], [11])  # the first two in pieces
     with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
         expected = [engine.session().score(context, continuation) for continuation in continuations]
-        monkeypatch.setattr(scoring, "PIECE_BYTES", 8 * 4 * engine.plan.vocab_size)
-        monkeypatch.setattr(Request, "begin", noted)
+        num_rows = rows_in_pieces(engine, monkeypatch)
         with engine.session() as session:
             scores = [session.score(context, continuation) for continuation in continuations]
     assert 0 < max(num_rows) < 2 * 8
@@ -140,11 +146,6 @@ def test_context_has_no_logits_for_any_rewind_of_the_state(name, monkeypatch):
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2_biased", "qwen3_next"])
 def test_held_logits_never_exceed_a_piece(name, monkeypatch):
     """The state goes back to different positions before it continues from the shared beginning."""
-    num_rows, begin = [], Request.begin
-
-    def noted(request, *arguments):
-        begin(request, *arguments)
-        num_rows.append(0 if request.logits is None else len(request.logits))
 
     async def tell(engine):
         session = await engine.asession()
@@ -153,7 +154,6 @@ def test_held_logits_never_exceed_a_piece(name, monkeypatch):
 
     with chunkrt.load(checkpoint(name), npu="native", chunk_length=8, context_length=60) as engine:
         expected = asyncio.run(tell(engine))
-        monkeypatch.setattr(scoring, "PIECE_BYTES", 8 * 4 * engine.plan.vocab_size)
-        monkeypatch.setattr(Request, "begin", noted)
+        num_rows = rows_in_pieces(engine, monkeypatch)
         assert asyncio.run(tell(engine)) == expected
     assert 0 < max(num_rows) < 2 * 8

@@ -104,60 +104,12 @@ def test_prompt_after_a_generation_follows_it(engine):
     np.testing.assert_array_equal(found.logits, expected.logits[-10:])
 
 
-def test_rewind_forgets_tokens(engine):
-    session = engine.session()
-    session.prefill(TOKENS[:40])
-    session.rewind(17)
-    assert session.tokens == tuple(TOKENS[:17])
-    found = session.prefill(TOKENS[50:60], logits="all").logits
-    expected = engine.session().prefill([*TOKENS[:17], *TOKENS[50:60]], logits="all").logits
-    np.testing.assert_array_equal(found, expected[17:])
-
-
-def test_generation_continues_after_a_rewind(engine):
-    session, fresh = engine.session(), engine.session()
-    session.prefill(TOKENS[:40])
-    session.rewind(17)
-    fresh.prefill(TOKENS[:17])
-    assert generated(session, max_new_tokens=5) == generated(fresh, max_new_tokens=5)
-
-
-def test_rewind_into_a_generation(engine):
-    session = engine.session()
-    session.prefill(TOKENS[:10])
-    tokens = generated(session, max_new_tokens=6)
-    session.rewind(13)
-    assert session.tokens == (*TOKENS[:10], *tokens[:3])
-    assert generated(session, max_new_tokens=3) == tokens[3:]
-
-
-def test_rewind_to_the_present_position_changes_nothing(engine):
-    session = engine.session()
-    session.prefill(TOKENS[:10])
-    session.rewind(10)
-    fresh = engine.session()
-    fresh.prefill(TOKENS[:10])
-    assert generated(session, max_new_tokens=3) == generated(fresh, max_new_tokens=3)
-
-
 @pytest.mark.parametrize("position", [-1, 11])
 def test_rewind_to_other_positions_is_rejected(session, position):
     session.prefill(TOKENS[:10])
     with pytest.raises(ConfigError, match=f"cannot rewind to position {position}; the session is at 10"):
         session.rewind(position)
     assert session.position == 10
-
-
-def test_fork_is_independent(engine):
-    session = engine.session()
-    session.prefill(TOKENS[:20])
-    fork = session.fork()
-    assert fork.tokens == session.tokens
-    for continued, new in ((fork, TOKENS[30:40]), (session, TOKENS[20:30])):
-        found = continued.prefill(new, logits="all").logits
-        expected = engine.session().prefill([*TOKENS[:20], *new], logits="all").logits
-        np.testing.assert_array_equal(found, expected[20:])
-    assert fork.tokens == (*TOKENS[:20], *TOKENS[30:40])
 
 
 def test_prompt_longer_than_the_context_is_rejected_with_counts(session):
@@ -190,12 +142,6 @@ def test_invalid_prompt_is_rejected_and_changes_nothing(session, prompt, message
     with pytest.raises(ConfigError, match=message):
         session.prefill(prompt)
     assert session.tokens == tuple(TOKENS[:10])
-
-
-def test_unknown_choice_of_logits_is_rejected(session):
-    with pytest.raises(ConfigError, match="unknown choice of logits 'lst'; did you mean 'last'"):
-        session.prefill(TOKENS[:10], logits="lst")
-    assert session.position == 0
 
 
 def test_text_becomes_tokens_with_a_beginning(engine, session):
@@ -232,21 +178,6 @@ def test_stop_string_ends_the_text_before_it(engine, session, length):
     assert all(piece.finish_reason is None for piece in pieces[:-1])
 
 
-def test_stop_string_that_never_comes_withholds_nothing_at_the_end(engine, session):
-    text, _ = text_and_tokens(engine)
-    session.prefill(TOKENS[:10])
-    pieces = list(session.generate(max_new_tokens=20, stop=[text[-3:] + "?"]))
-    assert "".join(piece.text for piece in pieces) == text
-    assert pieces[-1].finish_reason == "length"
-
-
-@pytest.mark.parametrize("stop", [[""], "text", [3]])
-def test_invalid_stop_string_is_rejected(session, stop):
-    session.prefill(TOKENS[:10])
-    with pytest.raises(ConfigError, match="stop strings"):
-        session.generate(stop=stop)
-
-
 def test_end_token_stops_and_has_no_text(engine, monkeypatch):
     text, tokens = text_and_tokens(engine)
     end = tokens[7]
@@ -280,23 +211,6 @@ def test_full_context_ends_the_generation(engine):
 def test_generation_needs_a_prompt(session):
     with pytest.raises(ConfigError, match="the session has no tokens to continue; call prefill first"):
         session.generate()
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_generation_of_no_tokens_is_rejected_at_once(session, count):
-    session.prefill(TOKENS[:10])
-    with pytest.raises(ConfigError, match=f"max_new_tokens is {count}, expected at least 1"):
-        session.generate(max_new_tokens=count)
-
-
-def test_one_seed_gives_one_text(engine):
-    def drawn(seed):
-        session = engine.session()
-        session.prefill(TOKENS[:10])
-        return generated(session, max_new_tokens=16, sampling=SamplingOptions(temperature=1.5, seed=seed))
-
-    assert drawn(1) == drawn(1)
-    assert drawn(1) != drawn(2)
 
 
 def test_returned_logits_do_not_change_later(session):
@@ -351,6 +265,37 @@ def test_cancelled_prefill_leaves_the_session_unchanged(engine, session, monkeyp
     np.testing.assert_array_equal(next_logits(session), before)
     result = session.prefill(TOKENS[10:60])
     np.testing.assert_array_equal(result.logits, engine.session().prefill(TOKENS[:60]).logits)
+
+
+def test_generation_of_another_thread_is_rejected_and_does_not_revoke_a_cancellation(engine, session, monkeypatch):
+    session.prefill(TOKENS[:10])
+    errors = []
+
+    def cancel_and_generate():
+        session.cancel()
+        with pytest.raises(ConfigError, match="in use by another thread") as error:
+            session.generate()
+        errors.append(error)
+
+    def meanwhile():
+        thread = threading.Thread(target=cancel_and_generate)
+        thread.start()
+        thread.join(60)
+
+    Hook(engine, monkeypatch, meanwhile)
+    with pytest.raises(ClosedError, match="cancelled"):
+        session.prefill(TOKENS[10:60])
+    assert len(errors) == 1
+
+
+def test_close_of_the_engine_during_a_prefill_of_the_same_thread_ends_the_prefill(monkeypatch):
+    engine = chunkrt.load(checkpoint(NAME), chunk_length=8, threads=1)
+    session = engine.session()
+    Hook(engine, monkeypatch, engine.close)
+    with pytest.raises(ClosedError, match="closed"):
+        session.prefill(TOKENS)
+    with pytest.raises(ClosedError, match="closed"):
+        _ = engine.loaded.scheduler.executors
 
 
 def test_cancel_from_another_thread_stops_the_session(engine, session, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from fixture_checkpoints import NAMES, checkpoint, expected_logits, input_ids
 from hypothesis import given
 from hypothesis import strategies as st
+from one_line import expect_one_line
 
 import chunkrt
 from chunkrt.engine import scoring
@@ -168,14 +169,6 @@ def test_windows_are_spread_evenly():
         spread(windows, 11)
 
 
-def expect_one_line(finished, status, message):
-    assert (finished.status, finished.out) == (status, "")
-    (line,) = finished.err.splitlines()
-    assert line.startswith("chunkrt: ")
-    assert message in line
-    assert "unexpected" not in line
-
-
 LINES = [
     ((), "nothing to evaluate; give --text FILE, --hellaswag FILE or --lambada FILE"),
     (("--text", "nowhere.txt"), "cannot read the text from nowhere.txt: No such file"),
@@ -203,7 +196,7 @@ def test_wrong_command_is_refused_in_one_line(command, arguments, message, text,
     monkeypatch.chdir(text.parent)
     (text.parent / "empty.txt").write_text("")
     window = () if "--window" in arguments else ("--window", 64)
-    expect_one_line(command("eval", GGUF, "--npu", "native", *window, *arguments), 1, message)
+    expect_one_line(command("eval", GGUF, "--npu", "native", *window, *arguments), message, status=1)
 
 
 def test_windows_are_no_longer_than_a_small_context_by_themselves(command, text):
@@ -220,11 +213,11 @@ def test_a_base_with_other_tokens():
 
 
 def test_unknown_base_scheme_is_refused(command, text):
-    expect_one_line(command("eval", GGUF, "--text", text, "--base", "float64"), 2, "'float64' is not one of")
+    expect_one_line(command("eval", GGUF, "--text", text, "--base", "float64"), "'float64' is not one of", status=2)
 
 
 def test_a_model_without_a_tokenizer(command, text):
-    expect_one_line(command("eval", FOLDER, "--text", text, "--window", 64), 1, "has no tokenizer")
+    expect_one_line(command("eval", FOLDER, "--text", text, "--window", 64), "has no tokenizer", status=1)
 
 
 def test_engine_directory_needs_a_base_model(command, text, tmp_path):
@@ -242,7 +235,7 @@ def test_engine_directory_needs_a_base_model(command, text, tmp_path):
         1,
         "--json",
     )
-    expect_one_line(command(*arguments), 1, "give its original checkpoint with --base-model (it was called")
+    expect_one_line(command(*arguments), "give its original checkpoint with --base-model (it was called", status=1)
     alone = json.loads(command(*arguments, "--base", "none").out)["text"]
     beside = json.loads(command(*arguments, "--base-model", GGUF).out)["text"]
     itself = json.loads(command(*arguments, "--base", "w8a8-dynamic").out)["text"]

@@ -1,5 +1,7 @@
 """ONNX's forms of attention, in a decoder of one layer; the reference is ONNX Runtime's own run of it."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from small_onnx import CONTRIB, HEADS, HIDDEN, PAST, PRESENT, SmallDecoder, by_head, by_row, causal_mask, rotated
@@ -28,6 +30,17 @@ def grouped(decoder, q, k, v, **options):
     return decoder.node("GroupQueryAttention", inputs, domain=CONTRIB, outputs=[name, *PRESENT], **options)
 
 
+def standard(mask_of, **options):
+    """Return a maker of standard attention over rotated rows, with the mask that `mask_of(decoder)` makes."""
+
+    def attention(decoder, q, k, v):
+        inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, mask_of(decoder), *PAST]
+        given = {"q_num_heads": HEADS, "kv_num_heads": 1, **options}
+        return decoder.node("Attention", inputs, outputs=["attended", *PRESENT], **given)
+
+    return attention
+
+
 def test_group_query_attention_over_rotated_rows(tmp_path):
     def attention(decoder, q, k, v):
         return grouped(decoder, rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, local_window_size=7)
@@ -48,13 +61,7 @@ def test_multi_head_attention(tmp_path):
 
 @pytest.mark.parametrize("window", [0, 5, 40])  # 64 positions, and 33 tokens to compare with
 def test_standard_attention_with_a_mask(tmp_path, window):
-    def attention(decoder, q, k, v):
-        mask = causal_mask(decoder, window)
-        inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, mask, *PAST]
-        return decoder.node(
-            "Attention", inputs, outputs=["attended", *PRESENT], q_num_heads=HEADS, kv_num_heads=1, scale=0.3
-        )
-
+    attention = standard(lambda decoder: causal_mask(decoder, window), scale=0.3)
     found = attributes(SmallDecoder(attention).save(tmp_path))
     assert (found["window"], found["scale"]) == (window, 0.3)
 
@@ -72,30 +79,31 @@ def test_standard_attention_by_head(tmp_path):
     assert (found["num_heads"], found["num_kv_heads"]) == (2, 1)
 
 
-def test_mask_that_is_not_causal_is_refused(tmp_path):
-    def attention(decoder, q, k, v):
-        visible = decoder.node("Not", [causal_mask(decoder)])
-        inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, visible, *PAST]
-        return decoder.node("Attention", inputs, outputs=["attended", *PRESENT], q_num_heads=HEADS, kv_num_heads=1)
-
-    with pytest.raises(UnsupportedModelError, match=r"operator Attention .* its mask .* not causal"):
-        import_decoder(SmallDecoder(attention).save(tmp_path))
+def inverted_mask(decoder):
+    return decoder.node("Not", [causal_mask(decoder)])
 
 
-@pytest.mark.parametrize("window", [1, 5])
-def test_mask_that_always_shows_the_first_key_is_refused(tmp_path, window):
-    """An attention sink in addition to a window is not supported."""
+def mask_with_a_sink(window, decoder):
+    """Show the first key always: an attention sink in addition to a window."""
+    first = decoder.constant("first", np.arange(64) == 0)
+    total = decoder.node("Shape", ["attention_mask"], start=1, end=2)
+    sink = decoder.node("Slice", [first, decoder.constant("start", np.array([0])), total])
+    return decoder.node("Or", [causal_mask(decoder, window), sink])
 
-    def attention(decoder, q, k, v):
-        first = decoder.constant("first", np.arange(64) == 0)
-        total = decoder.node("Shape", ["attention_mask"], start=1, end=2)
-        sink = decoder.node("Slice", [first, decoder.constant("start", np.array([0])), total])
-        mask = decoder.node("Or", [causal_mask(decoder, window), sink])
-        inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, mask, *PAST]
-        return decoder.node("Attention", inputs, outputs=["attended", *PRESENT], q_num_heads=HEADS, kv_num_heads=1)
 
-    with pytest.raises(UnsupportedModelError, match=r"its mask .* is not a causal mask"):
-        import_decoder(SmallDecoder(attention).save(tmp_path))
+@pytest.mark.parametrize(
+    ("mask_of", "message"),
+    [
+        (inverted_mask, r"operator Attention .* its mask .* not causal"),
+        (partial(mask_with_a_sink, 1), r"its mask .* is not a causal mask"),
+        (partial(mask_with_a_sink, 5), r"its mask .* is not a causal mask"),
+        (lambda decoder: "", "it is not causal"),
+    ],
+    ids=["inverted", "a sink in addition to the row itself", "a sink in addition to a window", "no mask"],
+)
+def test_attention_without_a_causal_mask_is_refused(tmp_path, mask_of, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        import_decoder(SmallDecoder(standard(mask_of)).save(tmp_path))
 
 
 def test_keys_appended_before_attention_need_a_mask(tmp_path):
@@ -110,15 +118,6 @@ def test_keys_appended_before_attention_need_a_mask(tmp_path):
         return by_row(decoder, decoder.node("Attention", [heads[0], *both], is_causal=1))
 
     with pytest.raises(UnsupportedModelError, match=r"operator Attention .* is_causal counts rows from the first key"):
-        import_decoder(SmallDecoder(attention).save(tmp_path))
-
-
-def test_attention_without_a_mask_is_refused(tmp_path):
-    def attention(decoder, q, k, v):
-        inputs = [rotated(decoder, q, HEADS), rotated(decoder, k, 1), v, "", *PAST]
-        return decoder.node("Attention", inputs, outputs=["attended", *PRESENT], q_num_heads=HEADS, kv_num_heads=1)
-
-    with pytest.raises(UnsupportedModelError, match="it is not causal"):
         import_decoder(SmallDecoder(attention).save(tmp_path))
 
 

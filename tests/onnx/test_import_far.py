@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
-from small_onnx import CONTRIB, HEADS, PAST, PRESENT, SmallDecoder, rotated
+from small_onnx import CONTRIB, HEADS, PAST, PRESENT, SmallDecoder, rotated, scale_far_from_the_start
 
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import UnsupportedModelError
@@ -44,22 +43,18 @@ def test_consistent_decoder_is_imported(tmp_path):
 
 
 @pytest.mark.parametrize("change", [stopping, wrapping])
-def test_positions_that_change_far_from_the_start_are_refused(tmp_path, change):
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("positions", r"RotaryEmbedding .* its positions .* from number 10[01] for 128 tokens"),
+        ("length", r"its length .* for 128 tokens after 0, expected \[127\]"),
+    ],
+)
+def test_positions_and_lengths_that_change_far_from_the_start_are_refused(tmp_path, change, changed, message):
     def attention(decoder, q, k, v):
-        return grouped(decoder, q, k, v, positions=lambda value: change(decoder, value, CHANGE))
+        return grouped(decoder, q, k, v, **{changed: lambda value: change(decoder, value, CHANGE)})
 
-    with pytest.raises(
-        UnsupportedModelError, match=r"RotaryEmbedding .* its positions .* from number 10[01] for 128 tokens"
-    ):
-        import_decoder(SmallDecoder(attention, context=CONTEXT).save(tmp_path))
-
-
-@pytest.mark.parametrize("change", [stopping, wrapping])
-def test_lengths_that_change_far_from_the_start_are_refused(tmp_path, change):
-    def attention(decoder, q, k, v):
-        return grouped(decoder, q, k, v, length=lambda value: change(decoder, value, CHANGE))
-
-    with pytest.raises(UnsupportedModelError, match=r"its length .* for 128 tokens after 0, expected \[127\]"):
+    with pytest.raises(UnsupportedModelError, match=message):
         import_decoder(SmallDecoder(attention, context=CONTEXT).save(tmp_path))
 
 
@@ -109,18 +104,7 @@ def test_computed_numbers_that_change_far_from_the_start_are_no_constants(tmp_pa
     model = onnx.load(folder / "model.onnx")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     head = next(node for node in model.graph.node if "logits" in node.output)
-    for name, value in (("far", np.int64(far)), ("one", np.float32(1)), ("two", np.float32(2)), ("axis", [0, 1])):
-        model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
-    made = [
-        helper.make_node("ReduceSum", ["attention_mask", "axis"], ["total"], keepdims=0),
-        helper.make_node("Less", ["total", "far"], ["is near"]),
-        helper.make_node("Where", ["is near", "one", "two"], ["factor"]),
-        helper.make_node("Mul", [head.input[0], "factor"], ["changed"], "the change"),
-    ]
-    head.input[0] = "changed"
-    index = list(model.graph.node).index(head)
-    for node in reversed(made):
-        model.graph.node.insert(index, node)
+    scale_far_from_the_start(model, head, far)
     onnx.save(model, tmp_path / "model.onnx")
     if far > CONTEXT:
         import_decoder(tmp_path)

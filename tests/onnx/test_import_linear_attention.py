@@ -10,6 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import helper, numpy_helper
+from small_onnx import scale_far_from_the_start
 
 import chunkrt
 from chunkrt.compile.compiler import plan_checkpoint
@@ -244,19 +245,7 @@ def test_other_recurrences_are_refused(tmp_path, change):
 def test_queries_that_change_with_the_length_are_refused(tmp_path):
     """They are twice as long from 100 tokens on, more than are run on random rows."""
     model = load()
-    rule = nodes_of(model, "LinearAttention")[0]
-    for name, value in (("far", np.int64(100)), ("one", np.float32(1)), ("two", np.float32(2)), ("axes", [0, 1])):
-        model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
-    made = [
-        helper.make_node("ReduceSum", ["attention_mask", "axes"], ["total"], keepdims=0),
-        helper.make_node("Less", ["total", "far"], ["is near"]),
-        helper.make_node("Where", ["is near", "one", "two"], ["factor"]),
-        helper.make_node("Mul", [rule.input[0], "factor"], ["changed"]),
-    ]
-    rule.input[0] = "changed"
-    index = list(model.graph.node).index(rule)
-    for node in reversed(made):
-        model.graph.node.insert(index, node)
+    scale_far_from_the_start(model, nodes_of(model, "LinearAttention")[0], 100)
     with pytest.raises(UnsupportedModelError, match="depends on 'factor', which changes with the length"):
         import_decoder(saved(model, tmp_path))
 

@@ -197,14 +197,14 @@ def make(folder: Path) -> None:
         input_ids = np.random.default_rng(1000 + seed).integers(
             0, config["vocab_size"], NUM_TOKENS.get(name, MOST_TOKENS), np.int64
         )
-        _write_checkpoint(folder / name, config, weights)
+        write_checkpoint(folder / name, config, weights)
         _write_expected(folder / name, input_ids, transformers_logits(folder / name, input_ids, "float32"))
         _write_gguf_twins(folder, name, config, weights, write_gguf)
     for seed, (name, config) in enumerate(RECURRENT.items(), 2000):
         rng = np.random.default_rng(seed)
         weights = recurrent_fixtures.random_weights(config, rng)
         input_ids = rng.integers(0, config["vocab_size"], recurrent_fixtures.NUM_TOKENS, np.int64)
-        _write_checkpoint(folder / name, config, weights)
+        write_checkpoint(folder / name, config, weights)
         _write_expected(folder / name, input_ids, transformers_logits(folder / name, input_ids, "float64"))
         _write_gguf_twins(folder, name, config, weights, recurrent_fixtures.write_gguf)
     for name, config in FAMILIES.items():
@@ -216,9 +216,9 @@ def _make_family(folder: Path, name: str, config: dict[str, Any]) -> None:
     rng = np.random.default_rng(list(name.encode()))
     weights = family_fixtures.random_weights(config, rng)
     input_ids = rng.integers(0, config["vocab_size"], family_fixtures.NUM_TOKENS, np.int64)
-    _write_checkpoint(folder / name, config, weights)
+    write_checkpoint(folder / name, config, weights)
     with tempfile.TemporaryDirectory() as known:
-        _write_checkpoint(Path(known), family_fixtures.equivalent(config), weights)
+        write_checkpoint(Path(known), family_fixtures.equivalent(config), weights)
         _write_expected(folder / name, input_ids, transformers_logits(Path(known), input_ids, "float64"))
     _write_gguf_twins(folder, name, config, weights, family_fixtures.write_gguf)
 
@@ -301,7 +301,7 @@ def transformers_logits(folder: Path, input_ids: NDArray[np.int64], dtype: str) 
         return np.asarray(logits.float().numpy())
 
 
-def _write_checkpoint(folder: Path, config: dict[str, Any], weights: Weights) -> None:
+def write_checkpoint(folder: Path, config: dict[str, Any], weights: Weights) -> None:
     import torch
     from safetensors.torch import save_file
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import recurrent_fixtures
-from make_fixtures import GEMMA3, LLAMA, PHI3, QWEN2, QWEN3, _write_checkpoint, random_weights
+from make_fixtures import GEMMA3, LLAMA, PHI3, QWEN2, QWEN3, random_weights, write_checkpoint
 
 FOLDER = Path(__file__).parents[1] / "data" / "onnx"
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
@@ -79,7 +79,7 @@ def main() -> None:
                 _write_with_vision(checkpoint, config, np.random.default_rng(seed))
             else:
                 weights = recurrent_fixtures.random_weights if family == "lfm2" else random_weights
-                _write_checkpoint(checkpoint, config, weights(config, np.random.default_rng(seed)))
+                write_checkpoint(checkpoint, config, weights(config, np.random.default_rng(seed)))
             _write_tokenizer(checkpoint)
             make(family, checkpoint, Path(folder))
 
@@ -136,7 +136,7 @@ def _write_with_vision(folder: Path, text: dict[str, Any], rng: np.random.Genera
     config.architectures = ["Qwen3_5ForConditionalGeneration"]
     model = AutoModelForImageTextToText.from_config(config)
     shapes = {name: tuple(v.shape) for name, v in model.state_dict().items() if "visual" not in name}
-    weights = {name: recurrent_fixtures._random(name, shape, text, rng) for name, shape in shapes.items()}
+    weights = {name: recurrent_fixtures.random_tensor(name, shape, text, rng) for name, shape in shapes.items()}
     model.load_state_dict({n: torch.from_numpy(np.ascontiguousarray(w)) for n, w in weights.items()}, strict=False)
     model.save_pretrained(folder)
 

@@ -112,7 +112,9 @@ def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     is_tied = model.config.tie_word_embeddings
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    weights = {n: _random(n, s, config, rng) for n, s in shapes.items() if not (is_tied and n == "lm_head.weight")}
+    weights = {
+        n: random_tensor(n, s, config, rng) for n, s in shapes.items() if not (is_tied and n == "lm_head.weight")
+    }
     return {name: part for whole in weights.items() for name, part in _as_published(*whole)}
 
 
@@ -132,7 +134,9 @@ def _as_published(name: str, weight: NDArray[np.float32]) -> list[tuple[str, NDA
     ]
 
 
-def _random(name: str, shape: tuple[int, ...], config: dict[str, Any], rng: np.random.Generator) -> NDArray[np.float32]:
+def random_tensor(
+    name: str, shape: tuple[int, ...], config: dict[str, Any], rng: np.random.Generator
+) -> NDArray[np.float32]:
     drawn = rng.standard_normal(shape, np.float32)
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.02, 4, shape)).astype(np.float32)

@@ -16,6 +16,7 @@ from folding_models import (
     both,
     equalised,
     rotated,
+    unusual_model,
 )
 
 from chunkrt.checkpoints.checkpoint import open_checkpoint
@@ -24,13 +25,11 @@ from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import QuantizationError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders import build_decoder
-from chunkrt.graph.decoders.config import read_config
-from chunkrt.graph.decoders.llama import Attention, CausalDecoder, FeedForward, Layer, llama
+from chunkrt.graph.decoders.llama import CausalDecoder, FeedForward, Layer
 from chunkrt.graph.modules import RMSNorm
 from chunkrt.graph.ops import current_trace
 from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.plan import linear_nodes, linear_weights
-from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 
 class SandwichLayer(Layer):
@@ -111,27 +110,6 @@ class BareDecoder(CausalDecoder):
 
     def forward(self, token_ids, logit_rows):
         return ops.gather_rows(self.model.embed_tokens(token_ids), logit_rows, name="picked")
-
-
-class AnyTensors(RandomCheckpoint):
-    """Has every requested tensor; its parameters know the shapes."""
-
-    def __init__(self, decoder):
-        super().__init__(CONFIG)
-        self.shapes = {name: shape for p in decoder.parameters() for name, shape in p.checkpoint_tensors.items()}
-
-
-def unusual_model(layer=Layer, feed_forward=FeedForward, decoder=CausalDecoder):
-    config = read_config(RandomCheckpoint(CONFIG))
-    body = llama(config).model
-    has_bias = CONFIG["attention_bias"]
-
-    def attention():
-        return Attention(config, body.rope, bias=(has_bias, has_bias))
-
-    body.layers = [layer(config, attention(), feed_forward(config)) for _ in range(2)]
-    decoder = decoder(config, body).named()
-    return Model(decoder, AnyTensors(decoder))
 
 
 @pytest.mark.parametrize(

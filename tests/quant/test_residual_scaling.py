@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fixture_checkpoints import checkpoint
-from folding_models import Model, equalised, random_model, rotated
+from folding_models import Model, equalised, random_model, rotated, unusual_model
 from wide_gemma import EXPONENT, PEAK, wide_gemma, wide_logits
 
 import chunkrt
@@ -16,10 +16,8 @@ from chunkrt.compile.calibrate import calibrate
 from chunkrt.errors import QuantizationError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders import build_decoder
-from chunkrt.graph.decoders.config import read_config
-from chunkrt.graph.decoders.llama import Attention, CausalDecoder, FeedForward, Layer, llama
+from chunkrt.graph.decoders.llama import Layer
 from chunkrt.quant.residual_scaling import LARGEST_EXPONENT, residual_scaling
-from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 FAMILIES = (
     "gemma3_scaled",
@@ -147,22 +145,6 @@ class UnnormedLayer(Layer):
     def forward(self, hidden):
         hidden = ops.add(hidden, self.self_attn(self.input_layernorm(hidden)), name="attention_residual")
         return ops.add(hidden, self.mlp(hidden), name="output")
-
-
-class AnyTensors(RandomCheckpoint):
-    """Has every requested tensor; its parameters know the shapes."""
-
-    def __init__(self, decoder):
-        super().__init__(CONFIG)
-        self.shapes = {name: shape for p in decoder.parameters() for name, shape in p.checkpoint_tensors.items()}
-
-
-def unusual_model(layer):
-    config = read_config(RandomCheckpoint(CONFIG))
-    body = llama(config).model
-    body.layers = [layer(config, Attention(config, body.rope), FeedForward(config)) for _ in range(2)]
-    decoder = CausalDecoder(config, body).named()
-    return Model(decoder, AnyTensors(decoder))
 
 
 @pytest.mark.parametrize(

@@ -107,20 +107,6 @@ def test_executor_computes_only_the_requested_logits(num_tokens: int) -> None:
     assert len(executables["head"].calls) == 1
 
 
-def test_prompt_continues_at_the_states_position() -> None:
-    plan = make_plan()
-    truth = expected_logits(plan, tokens(40))
-    executor, state = make_executor(plan), State(plan, CONTEXT)
-    position = 0
-    for num_tokens in (13, 1, 1, 25):
-        result = finish(lambda n=num_tokens, p=position: executor.run(Request(tokens(n, p), state, logits="all")))
-        np.testing.assert_array_equal(result.logits, truth[position : position + num_tokens])
-        position += num_tokens
-    state.rewind(13)
-    again = finish(lambda: executor.run(Request(tokens(27, 13), state, logits="all")))
-    np.testing.assert_array_equal(again.logits, truth[13:])
-
-
 ALL_KINDS = ("cache", "ring", "recurrent")
 
 
@@ -212,17 +198,6 @@ def test_rope_position_is_the_position_plus_the_states_offset(num_tokens: int) -
     np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(num_tokens)))
 
 
-def test_executor_serves_two_states() -> None:
-    plan = make_plan()
-    truth = expected_logits(plan, tokens(30))
-    executor, states = make_executor(plan), [State(plan, CONTEXT), State(plan, 40)]
-    for state in states:
-        finish(lambda state=state: executor.run(Request(tokens(10), state)))
-    for state in states:
-        result = finish(lambda state=state: executor.run(Request(tokens(20, 10), state)))
-        np.testing.assert_array_equal(result.logits, truth[-1:])
-
-
 def spy_on_padding(num_tokens: int, chunk_length: int, seen: list[str]) -> Hook:
     """Return a hook that checks the inputs of a fixed-length executable: complete buffers, with zeros in rows without
     tokens."""
@@ -298,6 +273,7 @@ def test_lm_head_of_fixed_length_gets_its_rows_in_groups(
     workers=st.integers(1, 4),
     is_shared=st.booleans(),
     is_fixed=st.booleans(),
+    shadowed=st.sampled_from([0, 1, 3]),
     logits=st.sampled_from(["last", "all", "none"]),
 )
 def test_results_do_not_depend_on_threads_ring_or_policy(
@@ -308,10 +284,14 @@ def test_results_do_not_depend_on_threads_ring_or_policy(
     workers: int,
     is_shared: bool,
     is_fixed: bool,
+    shadowed: int,
     logits: Logits,
 ) -> None:
-    plan = make_plan(layers)
-    fixed = {s.name: chunk_length for s in plan.static_subgraphs} if is_fixed else {}
+    plan = make_plan(layers, shadowed=shadowed)
+    fixed = {s.name: chunk_length for s in plan.subgraphs if is_fixed and s.rows == "T" and not s.state}
+    truth = {"last": expected_logits(plan, tokens(num_tokens))[-1:], "none": None}
+    truth["all"] = expected_logits(plan, tokens(num_tokens))
+    num_always = 1 + max(index for index, subgraph in enumerate(plan.subgraphs) if subgraph.state)
     outcomes = []
     for policy in POLICIES:
         executor = make_executor(
@@ -324,45 +304,34 @@ def test_results_do_not_depend_on_threads_ring_or_policy(
         )
         state = State(plan, CONTEXT)
         result = finish(lambda e=executor, s=state: e.run(Request(tokens(num_tokens), s, logits=logits)))
-        outcomes.append((result.logits, *(array.copy() for array in state.tensors.values())))
+        np.testing.assert_array_equal(result.logits, truth[logits])
+        outcomes.append([array[:, :num_tokens].copy() for array in state.tensors.values()])
+        assert not any(cache[:, num_tokens:].any() for cache in state.tensors.values())
         tasks = Counter(event.task for event in result.record.events)
         assert set(tasks.values()) == {1}
         chunks = -(-num_tokens // chunk_length)
         with_logits = {"last": 1, "all": chunks, "none": 0}[logits]
-        assert len(tasks) == with_logits * len(plan.subgraphs) + (chunks - with_logits) * (2 * layers + 1)
+        assert len(tasks) == with_logits * len(plan.subgraphs) + (chunks - with_logits) * num_always
     for outcome in outcomes[1:]:
         for one, other in zip(outcomes[0], outcome, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
-def test_single_chunk_and_sequential_runs_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_chunk_single_token_and_sequential_runs_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a thread was started")
 
-    plan = make_plan()
-    pipelined, alone = make_executor(plan), make_executor(plan, processors=shared_cpu(1))
-    sequential = make_executor(plan, policy=find_policy("sequential"))
     monkeypatch.setattr("threading.Thread.start", refuse)
-    pipelined.run(Request(tokens(8), State(plan, CONTEXT)))
-    sequential.run(Request(tokens(30), State(plan, CONTEXT)))
-    alone.run(Request(tokens(30), State(plan, CONTEXT)))
-    with pytest.raises(AssertionError, match="a thread was started"):
-        pipelined.run(Request(tokens(9), State(plan, CONTEXT)))
-
-
-def test_single_chunk_for_one_processor_and_single_token_start_no_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a thread was started")
-
-    plan = make_plan(shadowed=1)
-    monkeypatch.setattr("threading.Thread.start", refuse)
-    make_executor(plan, processors=shared_cpu(4)).run(Request(tokens(8), State(plan, CONTEXT)))
-    make_executor(plan).run(Request(tokens(1), State(plan, CONTEXT)))
-    make_executor(plan, policy=find_policy("sequential")).run(Request(tokens(8), State(plan, CONTEXT)))
-    with pytest.raises(AssertionError, match="a thread was started"):
-        make_executor(plan).run(Request(tokens(2), State(plan, CONTEXT)))
+    for shadowed, pipelined_tokens in ((0, 8), (1, 1)):  # the tasks of a fork run at once, except for a single token
+        plan = make_plan(shadowed=shadowed)
+        pipelined, alone = make_executor(plan), make_executor(plan, processors=shared_cpu(1))
+        sequential = make_executor(plan, policy=find_policy("sequential"))
+        pipelined.run(Request(tokens(pipelined_tokens), State(plan, CONTEXT)))
+        sequential.run(Request(tokens(30), State(plan, CONTEXT)))
+        alone.run(Request(tokens(30), State(plan, CONTEXT)))
+        make_executor(plan, processors=shared_cpu(4)).run(Request(tokens(8), State(plan, CONTEXT)))
+        with pytest.raises(AssertionError, match="a thread was started"):
+            pipelined.run(Request(tokens(pipelined_tokens + 1), State(plan, CONTEXT)))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -184,26 +184,6 @@ def test_task_that_ends_after_cancelling_unlocks_nothing() -> None:
     assert schedule.chunks_done == 0
 
 
-class _Refusing:
-    name = "refusing"
-    is_concurrent = True
-
-    def select(self, ready: Sequence[Task], schedule: ScheduleView) -> Task | None:
-        return None
-
-
-def test_policy_that_waits_without_running_tasks_is_an_error() -> None:
-    schedule = Schedule(
-        make_plan(),
-        routes=make_plan().flow.routes(1, ()),
-        chunks_in_flight=1,
-        processors=npu_and_cpu(),
-        policy=_Refusing(),
-    )
-    with pytest.raises(ConfigError, match="'refusing' chose none of 1 ready tasks while none runs"):
-        schedule.claim(npu_and_cpu()[1])
-
-
 class _Choosing:
     name = "choosing"
     is_concurrent = True
@@ -220,6 +200,7 @@ class _Choosing:
     [
         (lambda: Task(99, 0), r"'choosing' chose Task\(subgraph=99, chunk=0\), which is not ready"),
         (lambda: 7, "'choosing' chose 7, which is not ready"),
+        (lambda: None, "'choosing' chose none of 1 ready tasks while none runs"),
         (lambda: 1 / 0, "'choosing' failed: ZeroDivisionError: division by zero"),
     ],
 )

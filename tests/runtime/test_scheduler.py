@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from fake_backend import (
     wait_for,
     wait_until,
 )
+from gates import at_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trace_checker import CheckedTrace
@@ -137,24 +138,6 @@ def check_records(result: Request, num_tokens: int) -> None:
             assert all(sum(s.num_tokens for s in chunk.segments) <= CHUNK for chunk in record.chunks)
 
 
-def in_threads(calls: Sequence[Callable[[], object]]) -> list[BaseException | None]:
-    """Make calls at the same time, and return the error of each."""
-    raised: list[BaseException | None] = [None] * len(calls)
-
-    def target(index: int) -> None:
-        try:
-            finish(calls[index])
-        except BaseException as error:
-            raised[index] = error
-
-    threads = [threading.Thread(target=target, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
-
-
 def stories(plan: Plan) -> st.SearchStrategy[list[Story]]:
     step = st.tuples(st.integers(1, 40), st.integers(0, 4), st.sampled_from(["last", "all", "none"]))
     one = st.builds(
@@ -174,7 +157,7 @@ def test_sequences_that_share_chunks_get_the_results_of_running_alone(
     scheduler = make_scheduler(plan, kind, batcher=chosen)
     told = data.draw(stories(plan))
     states = [State(plan, CONTEXT, chunk_length=CHUNK) for _ in told]
-    raised = in_threads([partial(story.tell, scheduler, state) for story, state in zip(told, states, strict=True)])
+    raised = at_once(*[partial(story.tell, scheduler, state) for story, state in zip(told, states, strict=True)])
     assert raised == [None] * len(told)
     assert [state.position for state in states] == [len(story.tokens) for story in told]
     assert scheduler.num_waiting == 0
@@ -268,7 +251,7 @@ def test_long_single_run_gives_way_to_another(kind: str) -> None:
         order.append("second")
         np.testing.assert_array_equal(result.logits, expected_logits(plan, tokens(3, 130))[-1:])
 
-    assert in_threads([first, second]) == [None, None]
+    assert at_once(first, second) == [None, None]
     assert order == ["second", "first"]
 
 
@@ -315,7 +298,7 @@ def test_traces_of_sequences_that_share_chunks(kind: str, tmp_path: Path) -> Non
         for count in [1] * 6 + [20] + [1] * 6:
             records.extend(scheduler.run(Request(tokens(count), state)).records)
 
-    assert in_threads([partial(go_on, state) for state in states]) == [None] * 4
+    assert at_once(*[partial(go_on, state) for state in states]) == [None] * 4
     path = tmp_path / "out.json"
     write_trace(path, records, "toy")
     CheckedTrace(path)
@@ -430,7 +413,7 @@ def test_close_ends_a_single_run_at_the_next_chunk(kind: str) -> None:
         wait_for(reached)
         scheduler.close()
 
-    error, nothing = in_threads([lambda: scheduler.run(Request(tokens(120), state)), closing])
+    error, nothing = at_once(lambda: scheduler.run(Request(tokens(120), state)), closing)
     assert nothing is None
     assert isinstance(error, ClosedError)
     assert str(error) == "the engine is closed; load the model again"

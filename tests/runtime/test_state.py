@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,28 +214,26 @@ def test_files_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
     check_refused(filled(3), path, "not a zip file")
 
 
-def test_header_that_exceeds_the_file_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "prefix"
+def with_member(path: Path, change: Callable[[bytes], bytes]) -> Path:
+    """Write a file of 20 positions with a change in its member cache.1."""
     filled(20).save(path)
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    members["cache.1.npy"] = members["cache.1.npy"][:-4]
-    with zipfile.ZipFile(path, "w") as archive:
+    members["cache.1.npy"] = change(members["cache.1.npy"])
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in members.items():
             archive.writestr(name, data)
+    return path
+
+
+def test_header_that_exceeds_the_file_is_rejected(tmp_path: Path) -> None:
+    path = with_member(tmp_path / "prefix", lambda data: data[:-4])
     check_refused(filled(3), path, "'cache.1' has 236 bytes")
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 26, pytest.param(1 << 28, marks=pytest.mark.slow)])
 def test_file_that_would_inflate_is_rejected_first(tmp_path: Path, num_bytes: int) -> None:
-    path = tmp_path / "prefix"
-    filled(20).save(path)
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    members["cache.1.npy"] += bytes(num_bytes)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
+    path = with_member(tmp_path / "prefix", lambda data: data + bytes(num_bytes))
     tracemalloc.start()
     check_refused(filled(3), path, "inflate to more than 1 times its size")
     _, peak = tracemalloc.get_traced_memory()
@@ -263,15 +262,8 @@ def test_duplicate_name_is_rejected(tmp_path: Path) -> None:
     ids=["endless", "number", "fields", "types", "deep", "zeros"],
 )
 def test_invalid_header_is_rejected(tmp_path: Path, header: bytes) -> None:
-    path = tmp_path / "prefix"
-    filled(20).save(path)
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    body = members["cache.1.npy"][-240:]
-    members["cache.1.npy"] = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + body
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
+    start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
+    path = with_member(tmp_path / "prefix", lambda data: start + header + data[-240:])
     check_refused(filled(3), path, "cannot load a state from")
 
 

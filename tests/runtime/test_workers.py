@@ -29,6 +29,7 @@ from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostErr
 from chunkrt.graph.plan import Plan
 from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, find_policy
 from chunkrt.runtime.request import Request
+from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
 from chunkrt.runtime.stream import Stream
 from chunkrt.runtime.tasks import Processor, Task
@@ -86,29 +87,25 @@ def test_the_npu_and_the_cpu_run_at_the_same_time() -> None:
     check_result(plan, finish(lambda: executor.run(Request(tokens(16), State(plan, CONTEXT)))), 16)
 
 
-@pytest.mark.parametrize("num_tokens", [2, CHUNK, 2 * CHUNK])
-def test_two_tasks_of_one_chunk_run_at_the_same_time(num_tokens: int) -> None:
-    plan = make_plan(shadowed=1)
-    both_run = threading.Barrier(2)
+@pytest.mark.parametrize(
+    ("shadowed", "processors", "num_tokens", "together"),
+    [
+        *((1, npu_and_cpu(), n, {("linear.0", 0), ("shadow.0", 0)}) for n in (2, CHUNK, 2 * CHUNK)),
+        (0, shared_cpu(2), 2 * CHUNK, {("static.0", 0), ("static.0", CHUNK)}),
+    ],
+    ids=["a chunk of two tokens", "one chunk", "two chunks", "one static subgraph"],
+)
+def test_two_tasks_run_at_the_same_time(
+    shadowed: int, processors: list[Processor], num_tokens: int, together: set[tuple[str, int]]
+) -> None:
+    plan, both_run = make_plan(shadowed=shadowed), threading.Barrier(2)
 
     def meet(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-        if (name, tag) in {("linear.0", 0), ("shadow.0", 0)}:
+        if (name, tag) in together:
             both_run.wait(60)
 
-    executor = make_executor(plan, before=meet)
+    executor = make_executor(plan, before=meet, processors=processors)
     check_result(plan, finish(lambda: executor.run(Request(tokens(num_tokens), State(plan, CONTEXT)))), num_tokens)
-
-
-def test_two_workers_run_one_static_subgraph_at_the_same_time() -> None:
-    plan = make_plan()
-    arrived = threading.Barrier(2)
-
-    def meet(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-        if name == "static.0":
-            arrived.wait(60)
-
-    executor = make_executor(plan, before=meet, processors=shared_cpu(2))
-    check_result(plan, finish(lambda: executor.run(Request(tokens(16), State(plan, CONTEXT)))), 16)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -133,26 +130,55 @@ def test_dynamic_subgraphs_take_the_chunks_in_order_one_at_a_time(workers: int) 
         assert own == [(chunk, what) for chunk in range(6) for what in ("start", "end")]
 
 
-def test_slow_reader_keeps_its_buffers() -> None:
-    plan = make_plan()
-    others_went_on, went_on = Event(), []
+@pytest.mark.parametrize(
+    ("shadowed", "slow", "others"),
+    [
+        (0, "static.1", {("dynamic.0", CHUNK), ("dynamic.0", 2 * CHUNK)}),
+        (1, "shadow.0", {("linear.0", 0), ("linear.0", CHUNK), ("embedding", 2 * CHUNK)}),
+    ],
+    ids=["a chain", "a side of a fork"],
+)
+def test_slow_reader_keeps_its_buffers(shadowed: int, slow: str, others: set[tuple[str, int]]) -> None:
+    """The slow subgraph is held on chunk 0 until other tasks are done."""
+    plan, left, others_went_on = make_plan(shadowed=shadowed), set(others), Event()
 
     def hold(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-        if (name, tag) == ("static.1", 0):
+        if (name, tag) == (slow, 0):
             held = {key: array.copy() for key, array in inputs.items()}
             wait_for(others_went_on)
             for key, array in inputs.items():
                 np.testing.assert_array_equal(array, held[key])
 
     def release(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-        if (name, tag) in {("dynamic.0", CHUNK), ("dynamic.0", 2 * CHUNK)}:
-            went_on.append(tag)
-            if len(went_on) == 2:
-                others_went_on.set()
+        left.discard((name, tag))
+        if not left:
+            others_went_on.set()
 
-    executor = make_executor(plan, before=hold, after=release, chunks_in_flight=3, processors=shared_cpu(3))
+    processors = npu_and_cpu(2) if shadowed else shared_cpu(3)
+    executor = make_executor(plan, before=hold, after=release, processors=processors)
     check_result(plan, finish(lambda: executor.run(Request(tokens(40), State(plan, CONTEXT)))), 40)
-    assert went_on == [CHUNK, 2 * CHUNK, *went_on[2:]]
+
+
+def test_idle_workers_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that spins would claim tasks during the complete first task."""
+    plan, workers = make_plan(), 4
+    claim, lock, num_claims = Schedule.claim, Lock(), 0
+
+    def count(schedule: Schedule, processor: Processor) -> object:
+        nonlocal num_claims
+        with lock:
+            num_claims += 1
+        return claim(schedule, processor)
+
+    def take_long(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
+        if (name, tag) == ("embedding", 0):
+            for _ in range(2000):
+                time.sleep(0)
+
+    monkeypatch.setattr(Schedule, "claim", count)
+    executor = make_executor(plan, before=take_long, processors=shared_cpu(workers), chunks_in_flight=1)
+    num_tasks = len(finish(lambda: executor.run(Request(tokens(3 * CHUNK), State(plan, CONTEXT)))).record.events)
+    assert num_claims <= workers + num_tasks * (1 + workers)
 
 
 FAILING = ["embedding", "static.0", "static.1", "dynamic.0", "dynamic.1", "static.2", "head"]
@@ -182,22 +208,6 @@ def test_failure_is_raised_once_with_its_task_and_the_executor_recovers(failing:
     is_broken = False
     check_result(plan, finish(lambda: executor.run(Request(tokens(last + 1), state))), last + 1)
     assert state.position == last + 1
-
-
-def test_failure_keeps_the_position_at_the_beginning_of_the_run() -> None:
-    plan = make_plan()
-
-    def fail(name: str, tag: int, inputs: Mapping[str, Array]) -> None:
-        if tag >= 40:
-            raise ValueError("no further")
-
-    executor, state = make_executor(plan, before=fail), State(plan, CONTEXT)
-    finish(lambda: executor.run(Request(tokens(20), state)))
-    with pytest.raises(BackendError):
-        finish(lambda: executor.run(Request(tokens(40, 20), state)))
-    assert state.position == 20
-    result = finish(lambda: executor.run(Request(tokens(10, 20), state)))
-    check_result(plan, result, 30)
 
 
 def test_failure_wakes_waiting_threads_and_waits_for_running_tasks() -> None:
@@ -244,7 +254,7 @@ def test_lost_device_error_keeps_its_type() -> None:
         make_executor(plan, before=lose).run(Request(tokens(1), State(plan, CONTEXT)))
 
 
-@pytest.mark.parametrize("policy", ["sequential", "in_order"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_cancel_from_another_thread_ends_the_run(policy: str) -> None:
     plan = make_plan()
     cancel, is_running, was_cancelled = Event(), Event(), Event()

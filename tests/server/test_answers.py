@@ -6,19 +6,18 @@ import itertools
 import json
 import threading
 import weakref
-from types import SimpleNamespace
 
 import httpx
 import pytest
 from collector import without_collector
 from server_of_tests import serving, wait_until
-from small_vocabularies import make_tokenizer
+from small_vocabularies import REFERENCE, make_tokenizer
 
-from chunkrt.engine.scoring import TokenLogProbabilities
 from chunkrt.engine.session import in_thread
-from chunkrt.server import app
 from chunkrt.server import chat as chats
 from chunkrt.server import completions as completed
+from chunkrt.server.errors import RequestError
+from chunkrt.server.service import Service
 
 SPACE = "6"
 """The token of a space, in the model's SentencePiece vocabulary."""
@@ -103,11 +102,10 @@ def test_copies_and_grammars_do_not_block_the_event_loop(engine, monkeypatch):
 
         return noted
 
-    async def respond(*arguments, _respond=app._respond, **more):
+    def check_model(self, request):
         loops.add(threading.get_ident())
-        return await _respond(*arguments, **more)
 
-    monkeypatch.setattr(app, "_respond", respond)
+    monkeypatch.setattr(Service, "check_model", check_model)
     monkeypatch.setattr(engine.loaded, "fork_state", noting("fork", engine.loaded.fork_state))
     for room in (chats, completed):
         monkeypatch.setattr(room, "constraint_maker", noting(room.__name__, room.constraint_maker))
@@ -117,6 +115,7 @@ def test_copies_and_grammars_do_not_block_the_event_loop(engine, monkeypatch):
             f"{url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
         )
     assert len(threads) == 3
+    assert len(loops) == 1
     assert loops.isdisjoint(threads.values())
 
 
@@ -152,31 +151,22 @@ def test_abandoned_copy_finishes_before_its_source_is_released(engine, monkeypat
         asyncio.run(test())
 
 
-def test_failed_answer_leaves_no_reference_cycle():
+def test_failed_answer_leaves_no_reference_cycle(engine, monkeypatch):
     """A reference cycle would keep states, with their caches, until a garbage collection."""
+    kept = []
 
-    class Held:
-        pass
+    class MadeToFailError(RequestError):
+        def __init__(self):
+            super().__init__("made to fail")
+            kept.append(weakref.ref(self))
 
-    class Http:
-        async def receive(self):
-            await asyncio.Event().wait()
+    def fail(*_):
+        raise MadeToFailError
 
-    async def work(held):
-        await asyncio.sleep(0)
-        raise ValueError(held)
-
-    async def test():
-        held = Held()
-        kept = weakref.ref(held)
-        with contextlib.suppress(ValueError):
-            await app._while_connected(Http(), work(held))
-        del held
-        await asyncio.sleep(0)  # the event loop's callbacks release it
-        return kept() is None
-
-    with without_collector():
-        assert asyncio.run(test())
+    monkeypatch.setattr(Service, "check_model", fail)
+    with serving(engine) as (_, url), without_collector():
+        assert "made to fail" in httpx.post(f"{url}/v1/completions", json={"prompt": "hello"}).text
+        wait_until(lambda: kept[0]() is None)
 
 
 def test_failure_in_a_thread_keeps_no_references():
@@ -214,29 +204,25 @@ def test_client_that_disconnects_at_any_time_leaves_no_state(engine, stream, mor
         wait_until(lambda: engine.stats().sessions == 0)
 
 
-def test_character_of_several_tokens_is_reported_token_by_token():
+def test_character_of_several_tokens_is_reported_token_by_token(engine, monkeypatch):
     """Like in a stream: each token with its bytes, and the next ones with their place in the text."""
-    tokenizer = make_tokenizer("byte_level")
-    of_bytes = {tokenizer.token_bytes[i]: i for i in range(tokenizer.vocab_size)}
+    vocabulary = list(REFERENCE["vocabularies"]["byte_level"]["tokenizer.ggml.tokens"])
+    for low, high in zip(range(120, 123), (161, 249, 228), strict=True):  # among the 128 tokens of the model
+        vocabulary[low], vocabulary[high] = vocabulary[high], vocabulary[low]
+    template = "{{ messages[0].content }}"
+    tokenizer = make_tokenizer("byte_level", tokens=vocabulary, chat_template=template)
+    monkeypatch.setattr(engine.loaded, "tokenizer", tokenizer)
+    of_bytes = {tokenizer.token_bytes[i]: i for i in range(128)}
     tokens = [of_bytes[bytes([byte])] for byte in "a☃b".encode()]
-    service = SimpleNamespace(tokenizer=tokenizer, token_bytes=lambda token_id: tokenizer.token_bytes[token_id])
-    told = TokenLogProbabilities(own=-1.0, top=[(tokens[1], -0.5), (tokens[2], -0.75)])
-    completion = completed._LogProbabilities(service, follows_text=True)
-    names, offsets = [], []
-    for token in tokens:
-        completion.add(token, told)
-        taken = completion.take()
-        names += taken["tokens"]
-        offsets += taken["text_offset"]
-        (top,) = taken["top_logprobs"]
-        assert top["bytes:\\xe2"] == -0.5
-        assert top[taken["tokens"][0]] == max(-1.0, {tokens[1]: -0.5, tokens[2]: -0.75}.get(token, -1.0))
-    assert names == ["a", "bytes:\\xe2", "bytes:\\x98", "bytes:\\x83", "b"]
-    assert offsets == [0, 1, 1, 1, 2]
-    of_chat = chats._LogProbabilities(service, frozenset())
-    for token in tokens:
-        of_chat.add(token, told)
-    content = of_chat.take()["content"]
-    assert bytes(byte for one in content for byte in one["bytes"]).decode() == "a☃b"
-    assert [len(one["top_logprobs"]) for one in content] == [2] * 5
-    assert of_chat.take() == {"content": []}
+    chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2, "max_tokens": 1}
+    with serving(engine) as (_, url):
+        (choice,) = complete(url, prompt=tokens, max_tokens=0, echo=True, logprobs=2)["choices"]
+        answer = httpx.post(f"{url}/v1/chat/completions", json=chat | {"logit_bias": {str(tokens[1]): 100}}).json()
+    told = choice["logprobs"]
+    assert choice["text"] == "a☃b"
+    assert told["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x98", "bytes:\\x83", "b"]
+    assert told["text_offset"] == [0, 1, 1, 1, 2]
+    assert all(name in top for name, top in zip(told["tokens"][1:], told["top_logprobs"][1:], strict=True))
+    (content,) = answer["choices"][0]["logprobs"]["content"]
+    assert content["bytes"] == [0xE2]
+    assert len(content["top_logprobs"]) == 2

@@ -8,13 +8,10 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import httpx
 import pytest
 from one_line import expect_one_line
-
-from chunkrt.cli.serve import _name
 
 SECONDS = 60
 LONG = {"prompt": "hello", "max_tokens": 110, "temperature": 0, "logit_bias": {"2": -100}, "stream": True}
@@ -48,8 +45,8 @@ class Process:
 @pytest.fixture
 def serve(chat_folder):
     @contextmanager
-    def serve(*arguments):
-        command = [sys.executable, "-P", "-m", "chunkrt", "serve", str(chat_folder), "--port", "0", "--threads", "1"]
+    def serve(*arguments, model=chat_folder):
+        command = [sys.executable, "-P", "-m", "chunkrt", "serve", str(model), "--port", "0", "--threads", "1"]
         process = subprocess.Popen([*command, *map(str, arguments)], stderr=subprocess.PIPE, text=True)
         try:
             yield Process(process)
@@ -187,15 +184,10 @@ def test_allow_host_accepts_a_name(serve):
         assert httpx.get(f"{server.url}/health", headers={"Host": "other.lan"}).status_code == 403
 
 
-def test_served_name_of_the_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.gguf").touch()
-    assert _name(".") == tmp_path.name
-    assert _name("model.gguf") == "model.gguf"
-    assert _name(f"{tmp_path}/") == tmp_path.name
-    assert _name("org/name:Q4_0") == "org/name:Q4_0"
-    assert _name("smollm2-135m-instruct") == "smollm2-135m-instruct"
-    assert Path(_name("..")).name == tmp_path.parent.name
+def test_served_name_of_a_folder_is_its_last_part(serve, chat_folder, monkeypatch):
+    monkeypatch.chdir(chat_folder)
+    with serve(model=".") as server:
+        assert server.err.startswith(f"{chat_folder.name} is served at ")
 
 
 @pytest.mark.parametrize("key", ["two words", "schlüssel", "ключ", "a\x01b", "name: two words", ": key"])

@@ -18,6 +18,7 @@ from chunkrt.engine.scoring import encode_pair, log_softmax
 from chunkrt.runtime.buffers import BoundSubgraph
 
 PROMPT = "hello"
+LONG_PROMPT = ("hello there " * 9).strip()
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
 
 
@@ -124,16 +125,19 @@ def test_log_probabilities_are_those_of_the_logits(client, engine):
         assert bytes(token.bytes) == engine.tokenizer.token_bytes[piece.token_id]
 
 
-def test_an_echo_scores_the_prompt(client, engine):
-    answer = client.completions.create(model="toy", prompt=PROMPT, max_tokens=0, echo=True, logprobs=2)
+@pytest.mark.parametrize("prompt", [PROMPT, LONG_PROMPT], ids=["at once", "in pieces"])
+def test_an_echo_scores_the_prompt(client, engine, prompt):
+    """A long prompt is run in pieces, so that its logits take bounded memory."""
+    answer = client.completions.create(model="toy", prompt=prompt, max_tokens=0, echo=True, logprobs=2)
     (choice,) = answer.choices
-    tokens = encoded(engine, PROMPT)
+    tokens = encoded(engine, prompt)
+    assert (len(tokens) > 64) == (prompt == LONG_PROMPT)
     with engine.session() as session:
         expected = log_softmax(session.prefill(tokens, logits="all").logits)
     values = choice.logprobs.token_logprobs
     assert values[0] is None
-    assert values[1:] == pytest.approx([expected[i, token] for i, token in enumerate(tokens[1:])], abs=1e-5)
-    assert "".join(choice.logprobs.tokens).endswith(PROMPT)
+    assert values[1:] == pytest.approx([expected[i, token] for i, token in enumerate(tokens[1:])], abs=1e-4)
+    assert "".join(choice.logprobs.tokens).endswith(prompt)
     assert choice.text == engine.tokenizer.decode(tokens)
     assert choice.finish_reason == "length"
     assert answer.usage.completion_tokens == 0
@@ -157,18 +161,6 @@ def test_prompts_of_an_echo_that_begin_alike_run_their_beginning_once(client, en
     assert sum(ran) == sum(map(len, prompts)) - num_cached
 
 
-def test_an_echo_of_a_long_prompt_scores_every_token_once(client, engine):
-    """It is run in pieces, so that its logits take bounded memory."""
-    prompt = ("hello there " * 9).strip()
-    tokens = encoded(engine, prompt)
-    assert len(tokens) > 64
-    answer = client.completions.create(model="toy", prompt=prompt, max_tokens=1, echo=True, logprobs=0, temperature=0)
-    with engine.session() as session:
-        expected = log_softmax(session.prefill(tokens, logits="all").logits)
-    values = answer.choices[0].logprobs.token_logprobs[1 : len(tokens)]
-    assert values == pytest.approx([expected[i, token] for i, token in enumerate(tokens[1:])], abs=1e-4)
-
-
 def test_several_prompts_of_several_choices(client, engine):
     prompts = ["hello", encoded(engine, "there")]
     answer = client.completions.create(model="toy", prompt=prompts[:1], max_tokens=6, temperature=0, n=3)
@@ -178,23 +170,6 @@ def test_several_prompts_of_several_choices(client, engine):
     assert [c.text for c in answer.choices] == [text, alone(engine, prompts[1], 6)[0]]
     answer = client.completions.create(model="toy", prompt=prompts[1], max_tokens=6, temperature=0)
     assert answer.choices[0].text == alone(engine, prompts[1], 6)[0]
-
-
-def test_a_seed_gives_the_same_choices_again(client):
-    def ask(seed):
-        answer = client.completions.create(model="toy", prompt=PROMPT, max_tokens=12, n=3, seed=seed, temperature=1.5)
-        return [choice.text for choice in answer.choices]
-
-    assert ask(7) == ask(7)
-    assert len(set(ask(7))) > 1
-
-
-def test_a_stop_string_ends_the_answer(client, engine):
-    text, _ = alone(engine, encoded(engine, PROMPT), 12)
-    stop = text[4:6]
-    answer = client.completions.create(model="toy", prompt=PROMPT, max_tokens=12, temperature=0, stop=[stop])
-    assert answer.choices[0].text == text[: text.index(stop)]
-    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_a_bias_forbids_a_token(client, engine):
@@ -207,8 +182,6 @@ def test_a_bias_forbids_a_token(client, engine):
 
 
 def test_scores_are_the_engines(served, engine):
-    import httpx
-
     body = {"text_1": "hello", "text_2": [" there", " you"]}
     answer = httpx.post(f"{served[1]}/v1/score", json=body).json()
     expected = engine.score([("hello", " there"), ("hello", " you")])
@@ -225,16 +198,12 @@ def test_scores_are_the_engines(served, engine):
 
 @pytest.mark.parametrize(("query", "document", "param"), [("", "hello", "query"), ("you", "", "documents")])
 def test_rerank_names_the_text_that_is_empty(served, query, document, param):
-    import httpx
-
     answer = httpx.post(f"{served[1]}/v1/rerank", json={"query": query, "documents": [document]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert answer.json()["error"]["message"].startswith(f"{param}: ")
 
 
 def test_score_names_the_text_that_is_empty(served):
-    import httpx
-
     answer = httpx.post(f"{served[1]}/v1/score", json={"text_1": "hello", "text_2": ["you", ""]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text_2")
 
@@ -242,8 +211,6 @@ def test_score_names_the_text_that_is_empty(served):
 @pytest.mark.parametrize("max_tokens", [0, 1, 5, -1])
 def test_prompt_that_exceeds_the_context_is_refused_with_advice(served, engine, max_tokens):
     """No `max_tokens` would help, so the message suggests none."""
-    import httpx
-
     prompt = [5] * (engine.context_length + 1)
     error = httpx.post(f"{served[1]}/v1/completions", json={"prompt": prompt, "max_tokens": max_tokens}).json()["error"]
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
@@ -251,8 +218,6 @@ def test_prompt_that_exceeds_the_context_is_refused_with_advice(served, engine, 
 
 
 def test_tokens_and_back(served, engine):
-    import httpx
-
     found = httpx.post(f"{served[1]}/tokenize", json={"prompt": PROMPT}).json()
     assert found["tokens"] == encoded(engine, PROMPT)
     assert found["count"] == len(found["tokens"])
@@ -344,16 +309,12 @@ def test_embeddings_are_the_engines(engine, pooling):
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"prompt": 1}', b"\xff\xfe", b"[" * 100_000])
 def test_arbitrary_bodies_get_client_errors(served, body):
-    import httpx
-
     answer = httpx.post(f"{served[1]}/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_paths_and_methods(served):
-    import httpx
-
     assert httpx.get(f"{served[1]}/health").json() == {"status": "ok"}
     assert httpx.get(f"{served[1]}/v1/nothing").status_code == 404
     answer = httpx.get(f"{served[1]}/v1/completions")
@@ -416,8 +377,6 @@ def test_key_is_required(engine):
 
 
 def test_a_body_that_is_too_long_or_too_slow(engine):
-    import httpx
-
     def slowly():
         yield b'{"prompt": '
         time.sleep(1.5)
@@ -429,54 +388,6 @@ def test_a_body_that_is_too_long_or_too_slow(engine):
         answer = httpx.post(f"{url}/v1/completions", content=slowly(), headers={"Content-Type": "application/json"})
         assert answer.status_code == 408
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "max_tokens": 1}).status_code == 200
-
-
-def test_a_full_queue_is_an_error_at_once(engine):
-    import httpx
-
-    with serving(engine, max_sessions=1, queue=0) as (service, url):
-        with httpx.stream("POST", f"{url}/v1/completions", json=endless()) as first:
-            lines = first.iter_lines()
-            next(lines)
-            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hello"})
-            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-            assert answer.json()["error"]["type"] == "server_busy"
-        wait_until(lambda: service.admission.num_active == 0)
-
-
-def endless():
-    return {"prompt": "hello", "stream": True, "temperature": 0, "max_tokens": 100, "logit_bias": {"2": -100}}
-
-
-def test_disconnecting_client_leaves_no_state_and_disturbs_no_other(engine):
-    import httpx
-
-    text, _ = alone(engine, encoded(engine, "hello there"), 40)
-    texts = []
-
-    def stay(url):
-        body = {"prompt": "hello there", "max_tokens": 40, "temperature": 0}
-        texts.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"])
-
-    def leave(url, *, stream):
-        body = endless() | {"stream": stream}
-        if stream:
-            with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
-                next(answer.iter_lines())
-        else:
-            with pytest.raises(httpx.TimeoutException):
-                httpx.post(f"{url}/v1/completions", json=body | {"n": 4}, timeout=0.02)
-
-    with serving(engine, max_sessions=8) as (service, url):
-        work = [threading.Thread(target=stay, args=(url,)) for _ in range(6)]
-        work += [threading.Thread(target=leave, args=(url,), kwargs={"stream": i % 2 == 0}) for i in range(6)]
-        for thread in work:
-            thread.start()
-        for thread in work:
-            thread.join()
-        wait_until(lambda: service.admission.num_active == service.admission.num_waiting == 0)
-        wait_until(lambda: engine.stats().sessions == 0)
-    assert texts == [text] * 6
 
 
 def test_an_answer_follows_a_schema(client, engine, monkeypatch):

@@ -81,6 +81,7 @@ def test_a_stream_that_waits_for_a_place_begins_too_and_a_full_queue_has_a_statu
             for stream in (False, True):
                 answer = httpx.post(f"{url}/v1/completions", json=BODY | {"stream": stream})
                 assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+                assert answer.json()["error"]["type"] == "server_busy"
         for raw in (first, second):
             assert b"data: [DONE]" in raw.read_all()
 

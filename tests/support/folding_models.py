@@ -4,6 +4,8 @@ import numpy as np
 
 from chunkrt.compile.calibrate import run_operator
 from chunkrt.graph.decoders import build_decoder
+from chunkrt.graph.decoders.config import read_config
+from chunkrt.graph.decoders.llama import Attention, CausalDecoder, FeedForward, Layer, llama
 from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import resolve
@@ -81,3 +83,25 @@ def both(model):
 
 def assert_same(found, expected):
     assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+class AnyTensors(RandomCheckpoint):
+    """Has every requested tensor; its parameters know the shapes."""
+
+    def __init__(self, decoder):
+        super().__init__(CONFIG)
+        self.shapes = {name: shape for p in decoder.parameters() for name, shape in p.checkpoint_tensors.items()}
+
+
+def unusual_model(layer=Layer, feed_forward=FeedForward, decoder=CausalDecoder):
+    """Return a Llama of two layers with other modules."""
+    config = read_config(RandomCheckpoint(CONFIG))
+    body = llama(config).model
+    has_bias = CONFIG["attention_bias"]
+
+    def attention():
+        return Attention(config, body.rope, bias=(has_bias, has_bias))
+
+    body.layers = [layer(config, attention(), feed_forward(config)) for _ in range(2)]
+    decoder = decoder(config, body).named()
+    return Model(decoder, AnyTensors(decoder))

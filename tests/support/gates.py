@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from threading import Thread
+from threading import Barrier, Thread
 from typing import Any, TypeVar
 
 from fake_backend import wait_until
@@ -49,6 +49,27 @@ def asked_before_any_is_computed(engine: Engine, calls: Sequence[Callable[[], Re
         for thread in threads:
             thread.start()
             wait_until_waiting(thread.ident, Request.wait)
+    for thread in threads:
+        thread.join(MOST_TO_COMPUTE_S)
+        assert not thread.is_alive(), "deadlock"
+    return found
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """Make calls at the same time, each in a thread, and return the result or error of each."""
+    found: list[Any] = [None] * len(calls)
+    together = Barrier(len(calls), timeout=MOST_TO_COMPUTE_S)
+
+    def target(index: int) -> None:
+        try:
+            together.wait()
+            found[index] = calls[index]()
+        except BaseException as error:
+            found[index] = error
+
+    threads = [Thread(target=target, args=(index,), daemon=True) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
     for thread in threads:
         thread.join(MOST_TO_COMPUTE_S)
         assert not thread.is_alive(), "deadlock"

@@ -1,8 +1,9 @@
 """Check that a refused command prints one line to stderr and nothing to stdout, and exits with a status."""
 
 
-def expect_one_line(finished, message):
+def expect_one_line(finished, message, status=None):
     assert finished.status not in (0, None)
+    assert status in (None, finished.status)
     assert finished.out == ""
     line, *rest = finished.err.splitlines()
     assert not rest, finished.err

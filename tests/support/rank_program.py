@@ -14,7 +14,6 @@ from states import make_state
 
 import chunkrt
 from chunkrt.cli import main
-from chunkrt.engine.ranks.follower import Follower
 from chunkrt.errors import ChunkrtError
 from chunkrt.runtime.ranks import transport
 from chunkrt.runtime.ranks.mpi import MpiCommunicator
@@ -170,13 +169,13 @@ def silent_leader(*arguments):
 def ending(how, *arguments):
     """Request `chunkrt`; rank 1 exits or raises an error while the others wait for it."""
 
-    def end(self, number, command):
+    def end(self, number, *, is_urgent):
         if how == "leaves":
             sys.exit(1)
         raise ValueError("made to fail")
 
     if os.environ["PMI_RANK"] == "1":
-        Follower._compute = end
+        MpiCommunicator.begin = end
     command(*arguments)
 
 

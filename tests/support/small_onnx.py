@@ -117,3 +117,19 @@ def by_row(decoder, value):
     """Reshape [1, heads, T, D] to [1, T, heads * D]."""
     turned = decoder.node("Transpose", [value], perm=[0, 2, 1, 3])
     return decoder.node("Reshape", [turned, decoder.constant("rows", np.array([0, 0, -1]))])
+
+
+def scale_far_from_the_start(model, reader, far):
+    """Multiply the first input of a node by 1, and by 2 if there are `far` tokens or more."""
+    for name, value in (("far", np.int64(far)), ("one", np.float32(1)), ("two", np.float32(2)), ("axes", [0, 1])):
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+    made = [
+        helper.make_node("ReduceSum", ["attention_mask", "axes"], ["total"], keepdims=0),
+        helper.make_node("Less", ["total", "far"], ["is near"]),
+        helper.make_node("Where", ["is near", "one", "two"], ["factor"]),
+        helper.make_node("Mul", [reader.input[0], "factor"], ["changed"], "the change"),
+    ]
+    reader.input[0] = "changed"
+    index = list(model.graph.node).index(reader)
+    for node in reversed(made):
+        model.graph.node.insert(index, node)

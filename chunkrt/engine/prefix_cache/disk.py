@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 BLOCK = 8 * STEP
 """Maximum number of tokens of a file."""
 MOST_WAITING_BYTES = 256 * 2**20
-"""Maximum number of bytes that are queued for writing. Beyond this limit prompts are not written. The limit does not
-apply to a single prompt.
+"""Maximum number of bytes that are queued for writing. Beyond this limit further prompts, and further parts of a prompt
+that is added in parts, are not written. The limit does not apply while nothing is queued.
 """
 MOST_NAMES = 1 << 14
 """Number of files whose contents are remembered."""

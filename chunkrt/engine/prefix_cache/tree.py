@@ -132,9 +132,7 @@ class PrefixTree:
                     first = min(after, rings_from) if self.forms.rings else after
                     pieces = tuple(one.piece for one in path[: index + 1] if one.piece.end > first)
                     kept = node.recurrent[position] if self.forms.recurrent else ()
-                    return Prefix(
-                        forms=self.forms, position=position, rings_from=rings_from, pieces=pieces, recurrent=kept
-                    )
+                    return Prefix(position=position, rings_from=rings_from, pieces=pieces, recurrent=kept)
         return None
 
     def missing(self, tokens: Sequence[int], rings_first: int, clock: int) -> list[tuple[Tokens, int, bool]]:

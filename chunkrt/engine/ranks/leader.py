@@ -22,7 +22,7 @@ from chunkrt.runtime.ranks.messages import MessageCommunicator
 from chunkrt.runtime.request import Segment
 from chunkrt.runtime.state import Snapshot, State
 from chunkrt.runtime.state_file import StateFile, state_file
-from chunkrt.runtime.state_tensors import CacheDtype
+from chunkrt.runtime.state_tensors import CacheDtype, SpareTensors
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -130,10 +130,12 @@ class EngineMirror:
                     "same checkpoint on every machine"
                 )
 
-    def make_state(self, plan: Plan, capacity: int, dtype: CacheDtype, *, chunk_length: int) -> State:
+    def make_state(
+        self, plan: Plan, capacity: int, dtype: CacheDtype, *, chunk_length: int, spare: SpareTensors
+    ) -> State:
         """Return an empty state, and create the corresponding state on every follower."""
         number = self._leader.new_number()
-        state = _MirroredState(self._leader, number, plan, capacity, dtype, chunk_length=chunk_length)
+        state = _MirroredState(self._leader, number, plan, capacity, dtype, chunk_length=chunk_length, spare=spare)
         # after this, the followers' states are always released together with this state
         self._leader.call(self._number, "make_state", result=number)
         return state
@@ -198,9 +200,17 @@ class _MirroredState(State):
     """A state whose changes are repeated on all ranks; see `State`."""
 
     def __init__(
-        self, leader: Leader, number: int, plan: Plan, capacity: int, dtype: CacheDtype, *, chunk_length: int
+        self,
+        leader: Leader,
+        number: int,
+        plan: Plan,
+        capacity: int,
+        dtype: CacheDtype,
+        *,
+        chunk_length: int,
+        spare: SpareTensors,
     ) -> None:
-        super().__init__(plan, capacity, dtype, chunk_length=chunk_length)
+        super().__init__(plan, capacity, dtype, chunk_length=chunk_length, spare=spare)
         self.number = number
         self._leader = leader
         self._is_changing = False
@@ -253,7 +263,13 @@ class _MirroredState(State):
         """See `State.fork`."""
         number = self._leader.new_number()
         copy = _MirroredState(
-            self._leader, number, self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length
+            self._leader,
+            number,
+            self.plan,
+            self.capacity,
+            self.dtype,
+            chunk_length=self.chunk_length,
+            spare=self._spare,
         )
         self._copy_to(copy)  # waits for the tasks of an abandoned run, on all ranks
         self._leader.call(self.number, "fork", result=number)
