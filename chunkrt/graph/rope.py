@@ -101,6 +101,11 @@ class RotaryTables(Module):
         """Number of rotated columns of each head."""
         return 2 * len(self._frequencies[0])
 
+    @property
+    def rotates(self) -> bool:
+        """False if all angles are 0, in tables of layers without RoPE."""
+        return any(frequencies.any() for frequencies in self._frequencies)
+
     def declare(self) -> None:
         self.cos, self.sin = self._table("cos"), self._table("sin")
 
