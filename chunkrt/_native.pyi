@@ -102,9 +102,12 @@ class ProgramBuilder:
         gate_up_scales: int,
         down: int,
         down_scales: int,
+        selection_bias: int | None = None,
         *,
         top_k: int,
         norm_topk_prob: bool,
+        use_sigmoid: bool = False,
+        norm_epsilon: float = 0.0,
     ) -> int: ...
     def add(self, left: int, right: int) -> int: ...
     def mul(self, left: int, right: int) -> int: ...

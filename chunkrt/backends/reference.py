@@ -175,17 +175,25 @@ def routed_experts(
     router_logits: Float32,
     gate_up: Float32 | Sequence[DynamicWeight],
     down: Float32 | Sequence[DynamicWeight],
+    selection_bias: Float32 | None = None,
     *,
     top_k: int,
     norm_topk_prob: int,
+    use_sigmoid: int = 0,
+    norm_epsilon: float = 0.0,
     quantize: Quantize = quantize_rows,
 ) -> Float32:
-    scores = np.exp(router_logits - router_logits.max(axis=-1, keepdims=True))
-    scores /= scores.sum(axis=-1, keepdims=True)
-    picked = np.argsort(-router_logits, axis=-1, kind="stable")[:, :top_k]  # the first of equal logits
+    if use_sigmoid:
+        scores = values = _sigmoid(router_logits)
+    else:
+        scores = np.exp(router_logits - router_logits.max(axis=-1, keepdims=True))
+        scores, values = scores / scores.sum(axis=-1, keepdims=True), router_logits
+    if selection_bias is not None:
+        values = scores + selection_bias
+    picked = np.argsort(-values, axis=-1, kind="stable")[:, :top_k]  # the first of equal values
     weights = np.take_along_axis(scores, picked, axis=-1)
     if norm_topk_prob:
-        weights /= weights.sum(axis=-1, keepdims=True)
+        weights /= weights.sum(axis=-1, keepdims=True) + np.float32(norm_epsilon)
     output = np.zeros_like(hidden)
     for expert in np.unique(picked):
         rows, places = np.nonzero(picked == expert)

@@ -98,7 +98,7 @@ class GgufSource:
                 continue
             for part_name, part in _parts(name, tensor):
                 tensors[part_name] = (part, layout)
-        self.architecture, self.config, self._tensors = architecture.model_type, config, tensors
+        self.architecture, self.config, self._tensors = config["model_type"], config, tensors
 
     def names(self) -> Sequence[str]:
         """Return the names of all tensors, in the order of the file's table."""

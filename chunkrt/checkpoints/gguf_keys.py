@@ -21,6 +21,9 @@ NEXTN = "nextn_predict_layers"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 GEMMA3_27B_LAYERS = 62
 
+SOFTMAX, SIGMOID = 1, 2
+"""Values of `expert_gating_func` (llama.cpp's `llama_expert_gating_func_type`)."""
+
 LARGEST_COUNT = 2**24
 """Limit of every count. It exceeds the counts of all models, and lists of that length are still small."""
 
@@ -133,7 +136,7 @@ def common_config(keys: Keys, *, is_hybrid: bool = False) -> dict[str, Any]:
     return {
         "vocab_size": embedding[0],
         "hidden_size": hidden_size,
-        "intermediate_size": keys.count("feed_forward_length"),
+        "intermediate_size": keys.count("feed_forward_length", default=keys.get("expert_feed_forward_length")),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", default=num_heads, may_lack=is_hybrid),
@@ -157,11 +160,25 @@ def _rope_scaling(keys: Keys) -> dict[str, Any] | None:
     if not isinstance(kind, str):
         raise ModelError(f"{keys.prefix}rope.scaling.type must be a string, found {kind!r}")
     scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor", default=1.0)}
-    if magnitude != 1:
+    if kind == "yarn":
+        scaling |= _yarn(keys)
+    elif magnitude != 1:
         scaling["attention_factor"] = magnitude
     if original := keys.count("rope.scaling.original_context_length", default=0):
         scaling["original_max_position_embeddings"] = original
     return scaling
+
+
+def _yarn(keys: Keys) -> dict[str, float]:
+    """Return the parameters that only YaRN has; llama.cpp's converter copies Hugging Face's numbers."""
+    refused = ("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_log_multiplier")
+    for key in refused:
+        if keys.get(key) not in (None, 1.0):
+            name = keys.prefix + key
+            raise UnsupportedModelError(f"{name} = {keys.get(key)} is not implemented with YaRN", feature=name)
+    names = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    given = {key: name for key, name in names.items() if keys.get(f"rope.scaling.{key}") is not None}
+    return {name: keys.number(f"rope.scaling.{key}") for key, name in given.items()}
 
 
 def lfm2_config(keys: Keys, config: Config) -> Config:
@@ -197,15 +214,93 @@ def qwen3_next_config(keys: Keys, config: Config) -> Config:
     }
 
 
-def _experts(keys: Keys, num_layers: int) -> Config:
-    """Return keys of the experts. The weights of the picked experts are always normalised."""
+def mixture(keys: Keys, *, use_sigmoid: bool = False) -> Config:
+    """Return keys of routed experts, under the names of most families.
+
+    Raises:
+        UnsupportedModelError: the scores of experts are of another kind, or have a factor.
+    """
+    expected = SIGMOID if use_sigmoid else SOFTMAX
+    for key, known in (("expert_gating_func", (None, 0, expected)), ("expert_weights_scale", (None, 0, 1))):
+        if keys.get(key) not in known:
+            name = keys.prefix + key
+            raise UnsupportedModelError(f"{name} = {keys.get(key)} is not implemented", feature=name)
+    width = keys.count("expert_feed_forward_length", default=_width_of(keys, "ffn_gate_exps"))
     return {
         "num_experts": keys.count("expert_count"),
         "num_experts_per_tok": keys.count("expert_used_count"),
-        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "moe_intermediate_size": width or keys.count("feed_forward_length"),
+    }
+
+
+def _width_of(keys: Keys, module: str) -> int:
+    """Return the number of rows of a module's tensor in the first layer that has it; 0 if no layer has it."""
+    layers = range(keys.count("block_count"))
+    found = (keys.shapes.get(f"blk.{layer}.{module}.weight") for layer in layers)
+    return next((shape[-2] for shape in found if shape is not None and len(shape) > 1), 0)
+
+
+def _dense_layers(keys: Keys, num_layers: int) -> list[int]:
+    return [layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" not in keys.shapes]
+
+
+def _experts(keys: Keys, num_layers: int) -> Config:
+    """Return keys of the experts. The weights of the picked experts are always normalised."""
+    return {
+        **mixture(keys),
         "shared_expert_intermediate_size": keys.count("expert_shared_feed_forward_length"),
         "norm_topk_prob": True,
-        "mlp_only_layers": [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in keys.shapes],
+        "mlp_only_layers": _dense_layers(keys, num_layers),
+    }
+
+
+def qwen2_moe_config(keys: Keys, config: Config) -> Config:
+    """Return keys of the experts. The weights of the picked experts are never normalised."""
+    shared = keys.count("expert_shared_feed_forward_length", default=_width_of(keys, "ffn_gate_shexp"))
+    dense = _dense_layers(keys, config["num_hidden_layers"])
+    found = {"shared_expert_intermediate_size": shared, "norm_topk_prob": False, "mlp_only_layers": dense}
+    return mixture(keys) | found | {"qkv_bias": config["attention_bias"]}
+
+
+def granite_moe_config(keys: Keys, config: Config) -> Config:
+    """Return Granite's factors and experts. The gate and up of the shared expert are separate tensors."""
+    return {
+        **granite_config(keys, config),
+        "num_local_experts": keys.count("expert_count"),
+        "num_experts_per_tok": mixture(keys)["num_experts_per_tok"],
+        "shared_intermediate_size": _width_of(keys, "ffn_gate_shexp"),
+        "has_gate_and_up_apart": True,
+    }
+
+
+def lfm2_moe_config(keys: Keys, config: Config) -> Config:
+    """Return LFM2's keys, and those of its experts."""
+    return {
+        **lfm2_config(keys, config),
+        **mixture(keys, use_sigmoid=True),
+        "num_dense_layers": keys.count("leading_dense_block_count", default=0),
+        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in keys.shapes),
+    }
+
+
+def ernie_moe_config(keys: Keys, config: Config) -> Config:
+    """Return ERNIE's keys. The width of the shared experts is that of their tensors, which no key states reliably.
+
+    Raises:
+        ModelError: that width is not a multiple of the width of one expert.
+    """
+    found = mixture(keys)
+    width, shared = found["moe_intermediate_size"], _width_of(keys, "ffn_gate_shexp")
+    if shared % width:
+        raise ModelError(f"the shared experts have {shared} columns, which is no multiple of an expert's {width}")
+    return {
+        "use_bias": config["attention_bias"],
+        "moe_num_experts": found["num_experts"],
+        "moe_k": found["num_experts_per_tok"],
+        "moe_intermediate_size": width,
+        "moe_num_shared_experts": shared // width,
+        "moe_layer_start_index": keys.count("leading_dense_block_count", default=0),
+        "moe_layer_interval": keys.count("interleave_moe_layer_step", default=1),
     }
 
 
@@ -245,3 +340,56 @@ def phi3_config(keys: Keys, config: Config) -> Config:
     if keys.get("rope.scaling.attn_factor") is not None:
         scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
     return found | {"rope_scaling": scaling}
+
+
+def granite_config(keys: Keys, config: Config) -> Config:
+    """Return Granite's factors. Dense Granite 4 has the same architecture."""
+    key = "rope.scaling.finetuned"
+    if keys.get(key) is False:
+        name = keys.prefix + key
+        raise UnsupportedModelError(f"{name} = False, attention without RoPE, is not implemented", feature=name)
+    return {
+        "embedding_multiplier": keys.number("embedding_scale", default=1.0),
+        "residual_multiplier": keys.number("residual_scale", default=1.0),
+        "logits_scaling": keys.number("logit_scale", default=1.0),
+        "attention_multiplier": keys.number("attention.scale", default=config["head_dim"] ** -0.5),
+    }
+
+
+def minicpm_config(keys: Keys, config: Config) -> Config:
+    """Return MiniCPM's factors, and those of longrope."""
+    return {
+        **phi3_config(keys, config),
+        "scale_emb": keys.number("embedding_scale"),
+        "scale_depth": keys.number("residual_scale") * config["num_hidden_layers"] ** 0.5,
+        "dim_model_base": config["hidden_size"] / keys.number("logit_scale"),
+    }
+
+
+def exaone4_config(keys: Keys, config: Config) -> Config:
+    """Return the kind of each layer, by default that of models without a window."""
+    if config["sliding_window"] is None:
+        return {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    return _layers_with_a_window(keys, config)
+
+
+def olmo_config(keys: Keys, config: Config) -> Config:
+    """Return the kind of each layer of OLMo 3, which differs from OLMo 2 by its windows. All layers have one base of
+    RoPE.
+    """
+    if config["sliding_window"] is None:
+        return {}
+    ropes = {"sliding_attention": {"rope_theta": config["rope_theta"]}}
+    return {"model_type": "olmo3", "rope_parameters": ropes, **_layers_with_a_window(keys, config)}
+
+
+def _layers_with_a_window(keys: Keys, config: Config) -> Config:
+    """Return the kind of each layer from a flag for each layer, or from the period of layers without a window."""
+    key, num_layers = "attention.sliding_window_pattern", config["num_hidden_layers"]
+    slides = keys.get(key)
+    if not isinstance(slides, list):
+        period = keys.count(key, default=4)
+        slides = [(layer + 1) % period != 0 for layer in range(num_layers)]
+    if len(slides) < num_layers or not {type(slide) for slide in slides} <= {bool, int}:
+        raise ModelError(f"{keys.prefix}{key} must be a flag for each of {num_layers} layers, found {slides!r:.80}")
+    return {"layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides[:num_layers]]}

@@ -195,6 +195,12 @@ SANDWICH_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+NORMS_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_INTERLEAVED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+"""Modules that llama.cpp's converter reorders for interleaved RoPE, with the config key of their number of heads."""
 WINDOWS = frozenset({"attention.sliding_window"})
 """Keys that are refused in architectures without sliding windows."""
 
@@ -247,11 +253,39 @@ _EXPERTS = {
     "ffn_gate_exps": f"mlp.experts.{EACH}.gate_proj",
     "ffn_up_exps": f"mlp.experts.{EACH}.up_proj",
     "ffn_down_exps": f"mlp.experts.{EACH}.down_proj",
+}
+_SHARED_EXPERT = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_GRANITE_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": f"block_sparse_moe.experts.{EACH}.gate_proj",
+    "ffn_up_exps": f"block_sparse_moe.experts.{EACH}.up_proj",
+    "ffn_down_exps": f"block_sparse_moe.experts.{EACH}.down_proj",
+    "ffn_gate_shexp": "shared_mlp.gate_proj",
+    "ffn_up_shexp": "shared_mlp.up_proj",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
+_LFM2_EXPERTS = {
+    "ffn_gate_inp": "feed_forward.gate",
+    "ffn_gate_exps": f"feed_forward.experts.{EACH}.w1",
+    "ffn_up_exps": f"feed_forward.experts.{EACH}.w3",
+    "ffn_down_exps": f"feed_forward.experts.{EACH}.w2",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+}
+_GROUPS = frozenset(("expert_group_count", "expert_group_used_count"))
+_MIXTURE_SCALINGS = (SCALINGS | _GROUPS) - {"expert_count"}
+_SHARED_GATE_ROW = {"ffn_gate_inp_shexp": SINGLE_ROW}
+_WITHOUT_NORMS = {name: known for name, known in LAYER.items() if not name.endswith("norm")}
+_GRANITE_SCALINGS = frozenset(("attention.scale", "embedding_scale", "logit_scale", "residual_scale"))
 _QWEN3_NEXT_LAYER |= {"post_attention_norm": "post_attention_layernorm"}
 
 
@@ -260,8 +294,129 @@ ARCHITECTURES = {
         model_type="llama",
         model=MODEL | {"rope_freqs": "rope_freqs"},
         layer=LAYER,
-        permuted={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"},
+        permuted=_INTERLEAVED,
         refused=SCALINGS,
+    ),
+    "chatglm": Architecture(
+        model_type="glm",
+        model=MODEL,
+        layer=LAYER | {"ffn_up": "mlp.gate_up_proj"},
+        refused=SCALINGS | WINDOWS,
+    ),
+    "ernie4_5": Architecture(
+        model_type="ernie4_5",
+        model=MODEL,
+        layer=LAYER,
+        refused=SCALINGS | WINDOWS,
+        config=lambda keys, config: {"use_bias": config["attention_bias"]},
+    ),
+    "ernie4_5-moe": Architecture(
+        model_type="ernie4_5_moe",
+        model=MODEL,
+        layer=LAYER | _EXPERTS | _SHARED_EXPERTS | {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        layouts=lambda config: {"exp_probs_b": SINGLE_ROW},
+        refused=_MIXTURE_SCALINGS | WINDOWS,
+        config=gguf_keys.ernie_moe_config,
+    ),
+    "exaone4": Architecture(
+        model_type="exaone4",
+        model=MODEL | {"rope_freqs": "rope_freqs"},
+        layer=_WITHOUT_NORMS | HEAD_NORMS | NORMS_BEHIND,
+        refused=SCALINGS,
+        config=gguf_keys.exaone4_config,
+    ),
+    "gemma": Architecture(
+        model_type="gemma",
+        model=MODEL,
+        layer=LAYER,
+        refused=SCALINGS | WINDOWS,
+        config=lambda keys, config: {"norm_offset": 0},
+    ),
+    "glm4": Architecture(
+        model_type="glm4",
+        model=MODEL,
+        layer=LAYER
+        | {"ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm"}
+        | {"post_ffw_norm": "post_mlp_layernorm"},
+        refused=SCALINGS | WINDOWS | {"rope.dimension_sections"},
+    ),
+    "granite": Architecture(
+        model_type="granite",
+        model=MODEL,
+        layer=LAYER,
+        permuted=_INTERLEAVED,
+        refused=(SCALINGS - _GRANITE_SCALINGS) | WINDOWS,
+        config=gguf_keys.granite_config,
+    ),
+    "granitemoe": Architecture(
+        model_type="granitemoeshared",
+        model=MODEL,
+        layer=LAYER | _GRANITE_EXPERTS,
+        permuted=_INTERLEAVED,
+        refused=(_MIXTURE_SCALINGS - _GRANITE_SCALINGS) | WINDOWS,
+        config=gguf_keys.granite_moe_config,
+    ),
+    "lfm2moe": Architecture(
+        model_type="lfm2_moe",
+        model={"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
+        layer=_LFM2_LAYER | _LFM2_EXPERTS,
+        layouts=lambda config: {"shortconv.conv": DEPTHWISE},
+        refused=_MIXTURE_SCALINGS | WINDOWS,
+        config=gguf_keys.lfm2_moe_config,
+        is_hybrid=True,
+    ),
+    "minicpm": Architecture(
+        model_type="minicpm",
+        model=MODEL,
+        layer=LAYER,
+        in_config=(gguf_keys.LONG_FACTORS, gguf_keys.SHORT_FACTORS),
+        permuted=_INTERLEAVED,
+        refused=(SCALINGS - _GRANITE_SCALINGS) | WINDOWS | {"attention.scale"},
+        config=gguf_keys.minicpm_config,
+    ),
+    "olmo2": Architecture(
+        model_type="olmo2",
+        model=MODEL,
+        layer=_WITHOUT_NORMS | HEAD_NORMS | NORMS_BEHIND,
+        refused=SCALINGS,
+        config=gguf_keys.olmo_config,
+    ),
+    "olmoe": Architecture(
+        model_type="olmoe",
+        model=MODEL,
+        layer=LAYER | HEAD_NORMS | _EXPERTS,
+        refused=_MIXTURE_SCALINGS | WINDOWS,
+        config=lambda keys, config: gguf_keys.mixture(keys) | {"norm_topk_prob": False},
+    ),
+    "qwen2moe": Architecture(
+        model_type="qwen2_moe",
+        model=MODEL,
+        layer=LAYER | _EXPERTS | _SHARED_EXPERT,
+        layouts=lambda config: _SHARED_GATE_ROW,
+        refused=_MIXTURE_SCALINGS | WINDOWS,
+        config=gguf_keys.qwen2_moe_config,
+    ),
+    "qwen3moe": Architecture(
+        model_type="qwen3_moe",
+        model=MODEL,
+        layer=LAYER | HEAD_NORMS | _EXPERTS,
+        refused=_MIXTURE_SCALINGS | WINDOWS,
+        config=lambda keys, config: gguf_keys.mixture(keys) | {"norm_topk_prob": True},
+    ),
+    "qwen35moe": Architecture(
+        model_type="qwen3_5_moe_text",
+        model=MODEL,
+        layer=_QWEN3_NEXT_LAYER | _EXPERTS | _SHARED_EXPERT,
+        layouts=lambda config: {**tiled_value_heads(config), **_SHARED_GATE_ROW},
+        refused=_MIXTURE_SCALINGS | WINDOWS,
+        config=gguf_keys.qwen3_next_config,
+    ),
+    "smollm3": Architecture(
+        model_type="smollm3",
+        model=MODEL | {"rope_freqs": "rope_freqs"},
+        layer=LAYER,
+        permuted=_INTERLEAVED,
+        refused=SCALINGS | WINDOWS,
     ),
     "lfm2": Architecture(
         model_type="lfm2",
@@ -300,9 +455,9 @@ ARCHITECTURES = {
     "qwen3next": Architecture(
         model_type="qwen3_next",
         model=MODEL,
-        layer=_QWEN3_NEXT_LAYER | _EXPERTS,
-        layouts=lambda config: {"ssm_conv1d": DEPTHWISE, "ssm_a": LOGARITHM, "ffn_gate_inp_shexp": SINGLE_ROW},
-        refused=(SCALINGS | WINDOWS) - {"expert_count"},
+        layer=_QWEN3_NEXT_LAYER | _EXPERTS | _SHARED_EXPERT,
+        layouts=lambda config: {"ssm_conv1d": DEPTHWISE, "ssm_a": LOGARITHM, **_SHARED_GATE_ROW},
+        refused=_MIXTURE_SCALINGS | WINDOWS,
         config=gguf_keys.qwen3_next_config,
     ),
 }

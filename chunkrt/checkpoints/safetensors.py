@@ -272,6 +272,7 @@ COMPOSITES = {
     "gemma3": Composite(text_type="gemma3_text", is_tied=True),
     "mistral3": Composite(text_type="mistral", is_tied=True),
     "qwen3_5": Composite(text_type="qwen3_5_text", is_tied=False),
+    "qwen3_5_moe": Composite(text_type="qwen3_5_moe_text", is_tied=False),
 }
 
 _WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")

@@ -34,7 +34,7 @@ from chunkrt.graph.modules import Module, Parameter
 from chunkrt.graph.ops import trace
 from chunkrt.graph.parallel import LinearBase
 from chunkrt.graph.partition import check_new_plan, partition, unused_parameters
-from chunkrt.graph.plan import ATTENTION_OPS, Plan
+from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan
 from chunkrt.graph.rope import SCALING_KEY, rope_parameters
 from chunkrt.onnx.importing import import_decoder
 from chunkrt.tokenizer import Tokenizer
@@ -181,7 +181,8 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
             model_type = declared if declared in known else ""
         else:
             declared, known, kind = str(metadata.get("general.architecture")), list(ARCHITECTURES), "GGUF"
-            model_type = ARCHITECTURES[declared].model_type if declared in ARCHITECTURES else ""
+            known_type = ARCHITECTURES[declared].model_type if declared in ARCHITECTURES else ""
+            model_type = str(source.config.get("model_type", known_type)) if known_type else ""
         keys = metadata or {}
         unmapped = [refusal.feature for refusal in refusals if refusal.feature and refusal.feature not in keys]
         refusals = [refusal for refusal in refusals if refusal.feature in keys or (model_type and not refusal.feature)]
@@ -263,6 +264,10 @@ def _sizes(source: TensorSource, declared: str, metadata: Mapping[str, Any] | No
     return {name: value for name, value in found.items() if type(value) is int}
 
 
+def _num_experts(plan: Plan, node: Node) -> str:
+    return f"{node.attributes['top_k']} of {plan.tensors[node.inputs[2]].shape[0]}"
+
+
 def _features(config: DecoderConfig, draft: _Draft, refusals: Sequence[UnsupportedModelError]) -> Iterator[Feature]:
     """List the features of the config that the decoder supports, without refused features."""
     plan = draft.plan
@@ -280,7 +285,7 @@ def _features(config: DecoderConfig, draft: _Draft, refusals: Sequence[Unsupport
         "sliding_window": f"{plan.window} tokens in {num_windows} layers" if num_windows else "",
         SCALING_KEY: ", ".join(_rope_rules(config)),
         "final_logit_softcapping": str(config.raw.get("final_logit_softcapping") or ""),
-        "num_experts": f"{experts[0].attributes['top_k']} of {config.raw.get('num_experts')}" if experts else "",
+        "num_experts": _num_experts(plan, experts[0]) if experts else "",
         "biases": ", ".join(biases),
         "tie_word_embeddings": "yes"
         if any(isinstance(m, LinearBase) and m.tied_to for m in draft.decoder.modules())

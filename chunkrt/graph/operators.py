@@ -203,7 +203,7 @@ def _linear_attention(attributes: Attributes, inputs: Sequence[Any]) -> Shape:
 
 
 def _experts(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
-    hidden, logits, gate_up, down = inputs
+    hidden, logits, gate_up, down, *bias = inputs
     rows, width = _matrix(hidden)
     require(len(gate_up) == len(down) == 3, f"its experts {list(gate_up)} and {list(down)} do not match")
     experts, _, inner = gate_up
@@ -211,6 +211,7 @@ def _experts(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     require(gate_up[1] == width and int(inner) % 2 == 0, f"its experts {list(gate_up)} do not match its input")
     require(down == (experts, int(inner) // 2, width), f"its experts {list(gate_up)} and {list(down)} do not match")
     require(1 <= attributes["top_k"] <= int(experts), f"it cannot pick {attributes['top_k']} of {experts} experts")
+    require(bias in ([], [None], [(experts,)]), f"its selection bias {bias} does not match {experts} experts")
     return hidden
 
 
@@ -241,7 +242,7 @@ def _linear_attention_flops(attributes: Attributes, inputs: Sequence[Any]) -> in
 
 def _experts_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
     """Return the FLOPs of the experts that the router picks for a row."""
-    return 2 * int(attributes["top_k"]) * sum(_size(shape[1:]) for shape in inputs[2:])
+    return 2 * int(attributes["top_k"]) * sum(_size(shape[1:]) for shape in inputs[2:4])
 
 
 _ATTENTION = Operator(
@@ -297,9 +298,12 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("chunkrt", "RoutedExperts"): Operator(
         is_dynamic=True,
         flops=_experts_flops,
-        num_inputs=4,
+        num_inputs=5,
+        least_inputs=4,
+        optional=(4,),
         output=_experts,
-        attributes={"top_k": int, "norm_topk_prob": int},
+        attributes={"top_k": int, "norm_topk_prob": int, "use_sigmoid": int, "norm_epsilon": float},
+        defaulted=("use_sigmoid", "norm_epsilon"),
     ),
     ("chunkrt", "ShadowLinear"): Operator(is_dynamic=True, num_inputs=2, output=_product),
 }

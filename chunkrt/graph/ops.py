@@ -449,22 +449,32 @@ def routed_experts(
     router_logits: ir.Value,
     gate_up: ir.Value,
     down: ir.Value,
+    selection_bias: ir.Value | None = None,
     *,
     top_k: int,
     norm_topk_prob: bool,
+    use_sigmoid: bool = False,
+    norm_epsilon: float = 0.0,
     name: str = "experts",
 ) -> ir.Value:
-    """Sum the feed-forwards that a router picks for each row, weighted by the softmax over all of them.
+    """Sum the feed-forwards that a router picks for each row, weighted by their scores.
 
     Args:
         hidden: [T, H].
         router_logits: [T, E].
         gate_up: [E, H, 2 I], columns gate | up.
         down: [E, I, H].
-        norm_topk_prob: whether the weights of the picked experts are divided by their sum.
+        selection_bias: [E], added to the scores only where experts are picked.
+        norm_topk_prob: whether the scores of the picked experts are divided by their sum plus `norm_epsilon`.
+        use_sigmoid: whether a score is the sigmoid of its logit, and not the softmax over all logits.
     """
-    attributes = {"top_k": top_k, "norm_topk_prob": int(norm_topk_prob)}
-    inputs = [hidden, router_logits, gate_up, down]
+    attributes: dict[str, int | float | str] = {
+        "top_k": top_k,
+        "norm_topk_prob": int(norm_topk_prob),
+        "use_sigmoid": int(use_sigmoid),
+        "norm_epsilon": norm_epsilon,
+    }
+    inputs = [hidden, router_logits, gate_up, down, *([] if selection_bias is None else [selection_bias])]
     return _one("RoutedExperts", inputs, shape_of(hidden), name, attributes=attributes, domain="chunkrt")
 
 

@@ -72,12 +72,13 @@ class Share:
         ]
         return Share(size, np.concatenate(parts))
 
-    def spread(self, width: int) -> Share:
-        """Return the share of an axis in which each element is replaced by `width` elements."""
-        return Share(self.size * width, self._spread(width))
+    def spread(self, width: int, order: NDArray[np.int64] | None = None) -> Share:
+        """Return the share of an axis in which each element is replaced by `width` elements, in a given order."""
+        return Share(self.size * width, self._spread(width, order))
 
-    def _spread(self, width: int) -> NDArray[np.int64]:
-        columns: NDArray[np.int64] = (self.indices[:, None] * width + np.arange(width)).ravel()
+    def _spread(self, width: int, order: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        order = np.arange(width) if order is None else order
+        columns: NDArray[np.int64] = (self.indices[:, None] * width + order).ravel()
         return np.minimum(columns, self.size * width)
 
     @property
@@ -163,11 +164,12 @@ numbers of columns.
 @dataclass(kw_only=True)
 class LinearWeight(Parameter):
     """A linear's weight [K, N]: the rows `rows` (N) of the concatenated checkpoint tensors, and their columns `depth`
-    (K).
+    (K), times `factor`. The scales of blocks, which are float16, are multiplied and rounded.
     """
 
     rows: Share
     depth: Share
+    factor: float = 1.0
 
     @property
     def keeps_blocks(self) -> bool:
@@ -181,10 +183,15 @@ class LinearWeight(Parameter):
         if blocks is None or any(part is None for part in parts):
             return None
         whole = [part for part in parts if part is not None]
+
+        def scaled(values: list[NDArray[np.float16]]) -> NDArray[np.float16]:
+            taken = blocks.take(self.rows.take(_stacked(values)), axis=1)
+            return taken if self.factor == 1 else (taken * np.float32(self.factor)).astype(np.float16)
+
         return BlockTensor(
             integers=self.depth.take(self.rows.take(_stacked([p.integers for p in whole])), axis=1),
-            scales=blocks.take(self.rows.take(_stacked([p.scales for p in whole])), axis=1),
-            minima=blocks.take(self.rows.take(_stacked([p.minima for p in whole])), axis=1),
+            scales=scaled([p.scales for p in whole]),
+            minima=scaled([p.minima for p in whole]),
         )
 
     def _blocks(self) -> Share | None:
@@ -203,6 +210,7 @@ class LinearBase(Module, ABC):
         stored_in: name of the one tensor, a sibling of the module, in which the checkpoint stores the outputs one after
             another.
         tied_to: the module whose table [columns, in_features] is the weight of a tied LM head.
+        factor: factor of the result, which the loaded weight and bias contain.
     """
 
     def __init__(
@@ -213,9 +221,10 @@ class LinearBase(Module, ABC):
         bias: bool = False,
         stored_in: str = "",
         tied_to: Module | None = None,
+        factor: float = 1.0,
     ) -> None:
         super().__init__()
-        self.in_features, self.has_bias = in_features, bias
+        self.in_features, self.has_bias, self.factor = in_features, bias, factor
         self.outputs: Mapping[str, int] = {"": outputs} if isinstance(outputs, int) else outputs
         self._stored_in = stored_in
         self._tied_to: Sequence[Module] = (tied_to,) if tied_to else ()
@@ -237,15 +246,16 @@ class LinearBase(Module, ABC):
         self.weight = LinearWeight(
             shape=(depth.length, rows.length),
             checkpoint_tensors={f"{path}.weight": (columns, self.in_features) for path, columns in tensors.items()},
-            combine=lambda *parts: depth.take(rows.take(_stacked(parts)), axis=1).T,
+            combine=lambda *parts: _scaled(depth.take(rows.take(_stacked(parts)), axis=1).T, self.factor),
             rows=rows,
             depth=depth,
+            factor=self.factor,
         )
         if self.has_bias:
             self.bias = Parameter(
                 shape=(rows.length,),
                 checkpoint_tensors={f"{path}.bias": (columns,) for path, columns in tensors.items()},
-                combine=lambda *parts: rows.take(_stacked(parts)),
+                combine=lambda *parts: _scaled(rows.take(_stacked(parts)), self.factor),
             )
 
     @property
@@ -295,8 +305,9 @@ class ReplicatedLinear(LinearBase):
         bias: bool = False,
         rows: NDArray[np.int64] | None = None,
         tied_to: Module | None = None,
+        factor: float = 1.0,
     ) -> None:
-        super().__init__(in_features, outputs, bias=bias, tied_to=tied_to)
+        super().__init__(in_features, outputs, bias=bias, tied_to=tied_to, factor=factor)
         self._rows = rows
 
     def share(self) -> tuple[Share, Share]:
@@ -336,13 +347,19 @@ class QKVParallelLinear(LinearBase):
 
     Args:
         heads: a rank's heads; see the module for copies and padding.
+        interleaved: number of leading columns of each head of q and k that the checkpoint stores for interleaved RoPE,
+            which rotates columns 2i and 2i + 1 together. The linear's columns are in the order of rotate-half RoPE.
     """
 
-    def __init__(self, in_features: int, heads: HeadShare, *, bias: bool = False, stored_in: str = "") -> None:
-        q, kv = heads.q_columns, heads.kv_columns
-        outputs = {"q_proj": q.size, "k_proj": kv.size, "v_proj": kv.size}
+    def __init__(
+        self, in_features: int, heads: HeadShare, *, bias: bool = False, stored_in: str = "", interleaved: int = 0
+    ) -> None:
+        order = np.arange(heads.head_dim)
+        order[:interleaved] = order[:interleaved].reshape(-1, 2).T.ravel()
+        q, k = (share.spread(heads.head_dim, order) for share in (heads.query, heads.key))
+        outputs = {"q_proj": q.size, "k_proj": k.size, "v_proj": k.size}
         super().__init__(in_features, outputs, bias=bias, stored_in=stored_in)
-        self._rows = Share.joined([q, kv, kv])
+        self._rows = Share.joined([q, k, heads.kv_columns])
 
     def share(self) -> tuple[Share, Share]:
         return self._rows, Share.whole(self.in_features)
@@ -369,8 +386,9 @@ class RowParallelLinear(LinearBase):
         *,
         depth: Share | None = None,
         bias: bool = False,
+        factor: float = 1.0,
     ) -> None:
-        super().__init__(in_features, outputs, bias=bias)
+        super().__init__(in_features, outputs, bias=bias, factor=factor)
         self._ranks, self._depth = ranks, depth
 
     def share(self) -> tuple[Share, Share]:
@@ -382,6 +400,10 @@ class RowParallelLinear(LinearBase):
             return super().forward(hidden)
         partial = ops.matmul(hidden, self.weight.value(), name="partial")
         return self.with_bias(ops.all_reduce(partial, name="product" if self.has_bias else "output"))
+
+
+def _scaled(values: NDArray[np.float32], factor: float) -> NDArray[np.float32]:
+    return values if factor == 1 else values * np.float32(factor)
 
 
 def _stacked(parts: Sequence[NDArray[Number]]) -> NDArray[Number]:

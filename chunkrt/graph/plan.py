@@ -351,7 +351,7 @@ def expert_weights(plan: Plan) -> set[str]:
     """Return the names of the weights of all routed experts. If linears are quantised, the experts have int8 weights,
     with a scale for each output channel of each expert, and dynamic activations under every scheme.
     """
-    return {name for s in plan.subgraphs for node in s.nodes if node.op == EXPERTS_OP for name in node.inputs[2:]}
+    return {name for s in plan.subgraphs for node in s.nodes if node.op == EXPERTS_OP for name in node.inputs[2:4]}
 
 
 def embedding_tables(plan: Plan) -> set[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import inf, log, sqrt
+from math import ceil, floor, inf, log, pi, sqrt
 from sys import float_info
 from typing import Any
 
@@ -96,6 +96,16 @@ class RotaryTables(Module):
         self.magnitude = magnitude
         self._context_length, self._divisor = context_length, divisor
 
+    @property
+    def rotary_dim(self) -> int:
+        """Number of rotated columns of each head."""
+        return 2 * len(self._frequencies[0])
+
+    @property
+    def rotates(self) -> bool:
+        """False if all angles are 0, in tables of layers without RoPE."""
+        return any(frequencies.any() for frequencies in self._frequencies)
+
     def declare(self) -> None:
         self.cos, self.sin = self._table("cos"), self._table("sin")
 
@@ -137,13 +147,12 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int, *, may_be_part
         ModelError: a rule lacks one of its numbers, or a number is invalid.
     """
     parameters = rope_parameters(config)
-    if not may_be_partial and (factor := parameters["partial_rotary_factor"]) != 1:
-        raise UnsupportedModelError(
-            f"partial_rotary_factor = {factor!r} is ignored by Transformers in this family "
-            "and applied by other runtimes; set it to 1, or remove it, if the model was trained with full rotation",
-            feature="partial_rotary_factor",
-        )
-    base, rule = _base(parameters, head_dim), parameters["rope_type"]
+    rule = parameters["rope_type"]
+    if rule == "proportional":
+        return _proportional(parameters, head_dim)
+    if not may_be_partial:
+        _refuse_partial(parameters)
+    base = _base(parameters, head_dim)
     if parameters.get("attention_factor") not in (None, 1):
         raise UnsupportedModelError(
             f"attention_factor = {parameters['attention_factor']!r} of RoPE is not supported", feature=SCALING_KEY
@@ -158,8 +167,91 @@ def inverse_frequencies(config: Mapping[str, Any], head_dim: int, *, may_be_part
     except KeyError as error:
         raise ModelError(f"rope scaling {rule!r} needs {error}, which the config lacks") from error
     raise UnsupportedModelError(
-        f"rope scaling {rule!r} is not supported; supported: default, linear, llama3", feature=SCALING_KEY
+        f"rope scaling {rule!r} is not supported; supported: default, linear, llama3, proportional, and in most "
+        "families longrope and yarn",
+        feature=SCALING_KEY,
     )
+
+
+def rotary_tables(
+    config: Mapping[str, Any],
+    head_dim: int,
+    context_length: int,
+    *,
+    divisor: str | None = None,
+    may_be_partial: bool = True,
+) -> RotaryTables:
+    """Make tables under the config's rule, which may be any of `inverse_frequencies`, "longrope" or "yarn".
+
+    Args:
+        divisor: see `RotaryTables`.
+        may_be_partial: see `inverse_frequencies`.
+
+    Raises:
+        UnsupportedModelError, ModelError: see `inverse_frequencies`.
+    """
+    parameters = rope_parameters(config)
+    rule = parameters["rope_type"]
+    if rule in ("longrope", "yarn") and not may_be_partial:
+        _refuse_partial(parameters)
+    if rule == "longrope":
+        return longrope_tables(config, head_dim, context_length)
+    if rule == "yarn":
+        return yarn_tables(config, head_dim, context_length)
+    return RotaryTables(
+        inverse_frequencies(config, head_dim, may_be_partial=may_be_partial), context_length, divisor=divisor
+    )
+
+
+def unrotated_tables(context_length: int) -> RotaryTables:
+    """Make tables that rotate nothing, for layers without RoPE: one column of angle 0."""
+    return RotaryTables(np.zeros(1), context_length)
+
+
+def yarn_tables(config: Mapping[str, Any], head_dim: int, context_length: int) -> RotaryTables:
+    """Make tables under the rule "yarn", which divides low frequencies by a factor, keeps high frequencies, and blends
+    the frequencies between them.
+
+    cos and sin are multiplied by `attention_factor`. Its default is 1 + 0.1 ln(factor). Source: Peng et al., YaRN
+    (2023), section 3; Hugging Face's `_compute_yarn_parameters`.
+
+    Raises:
+        UnsupportedModelError: the config has a switch that is not implemented.
+        ModelError: a number is missing or invalid.
+    """
+    parameters = rope_parameters(config)
+    base = _base(parameters, head_dim)
+    key = "original_max_position_embeddings"
+    original = config.get(key) or parameters.get(key) or context_length
+    numbers = {key: original, "beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": parameters["rope_theta"]}
+    numbers |= {"factor": context_length / _positive(numbers, key)}
+    names = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    numbers |= {name: parameters[name] for name in names if parameters.get(name)}
+    found = {name: _positive(numbers, name) for name in numbers}
+    factor, rotary_dim = _divisor(found, "factor"), 2 * len(base)
+    if parameters.get("truncate") not in (None, True):
+        raise UnsupportedModelError("rope scaling 'yarn' with truncate = false is not supported", feature=SCALING_KEY)
+    if found["rope_theta"] <= 1:
+        raise ModelError(f"the config's rope_theta of RoPE is {found['rope_theta']!r}; 'yarn' needs more than 1")
+
+    def pair(turns: float) -> float:
+        """Return the index of the pair that makes a number of turns in the original context."""
+        wavelength = found["original_max_position_embeddings"] / (turns * 2 * pi)
+        return rotary_dim * log(wavelength) / (2 * log(found["rope_theta"]))
+
+    low = max(floor(pair(found["beta_fast"])), 0)
+    high = min(ceil(pair(found["beta_slow"])), rotary_dim - 1)
+    blend = np.clip((np.arange(len(base)) - low) / (high - low or 0.001), 0.0, 1.0)
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
+
+    attention = magnitude(1.0)
+    if "mscale" in found and "mscale_all_dim" in found:
+        attention = magnitude(found["mscale"]) / magnitude(found["mscale_all_dim"])
+    if parameters.get("attention_factor") is not None:
+        attention = _positive(parameters, "attention_factor")
+    return RotaryTables(base / factor * blend + base * (1 - blend), context_length, magnitude=attention)
 
 
 def longrope_tables(config: Mapping[str, Any], head_dim: int, context_length: int) -> RotaryTables:
@@ -229,6 +321,23 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     parameters["rope_type"] = rule or "default"
     return parameters
+
+
+def _refuse_partial(parameters: Mapping[str, Any]) -> None:
+    if (factor := parameters["partial_rotary_factor"]) != 1:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor = {factor!r} is ignored by Transformers in this family "
+            "and applied by other runtimes; set it to 1, or remove it, if the model was trained with full rotation",
+            feature="partial_rotary_factor",
+        )
+
+
+def _proportional(parameters: Mapping[str, Any], head_dim: int) -> Float64:
+    """Return frequencies of complete heads, of which only the first `partial_rotary_factor` differ from 0."""
+    base = _base({**parameters, "partial_rotary_factor": 1.0}, head_dim)
+    rotated = int(min(_positive(parameters, "partial_rotary_factor"), 1.0) * head_dim // 2)
+    factor = 1.0 if parameters.get("factor") is None else _divisor(parameters, "factor")
+    return np.where(np.arange(len(base)) < rotated, base, 0.0) / factor
 
 
 def _base(parameters: Mapping[str, Any], head_dim: int) -> Float64:

@@ -204,7 +204,7 @@ class ModelledWork:
             kind = "linear_float"
         elif node.op == EXPERTS_OP:
             num_bytes = shared_bytes = self._share_of_experts(node, rows) * sum(
-                self._weight_bytes[name] for name in node.inputs[2:]
+                self._weight_bytes[name] for name in node.inputs[2:4]
             )
             kind = "linear_float" if self._scheme.weight_bits is None else "linear_a8"
         else:

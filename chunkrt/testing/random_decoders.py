@@ -21,7 +21,7 @@ from chunkrt.engine_directory.weights import settle, write_weights
 from chunkrt.errors import ModelError
 from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
-from chunkrt.graph.decoders.experts import SparseMixture
+from chunkrt.graph.decoders.experts import gated_mixture
 from chunkrt.graph.decoders.lfm2 import ShortConvolution
 from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
 from chunkrt.graph.decoders.qwen3_next import DeltaSizes, GatedDeltaRule
@@ -29,7 +29,6 @@ from chunkrt.graph.modules import Module
 from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import Planned, cut_shadowed, partition
 from chunkrt.graph.plan import Plan
-from chunkrt.graph.rope import RotaryTables
 from chunkrt.quant.scheme import Scheme
 
 CONFIG: Mapping[str, Any] = {
@@ -187,12 +186,12 @@ def hybrid(config: DecoderConfig) -> Module:
     """Return a decoder with a short convolution, a gated delta rule with a mixture of experts, and windowed attention
     with head norms.
     """
-    rope = RotaryTables(config.inverse_frequencies, config.context_length)
+    rope = config.rotary_tables()
     delta_rule = GatedDeltaRule(config, DeltaSizes.of(config), is_grouped=False)
     attention = Attention(config, rope, norm=head_norm(config), window=config.sliding_window)
     layers = [
         Layer(config, ShortConvolution(config), FeedForward(config)),
-        Layer(config, delta_rule, SparseMixture(config)),
+        Layer(config, delta_rule, gated_mixture(config)),
         Layer(config, attention, FeedForward(config)),
     ]
     return CausalDecoder(config, Body(config, rope, layers))

@@ -111,6 +111,14 @@ ValueId add_attention(ProgramBuilder& builder, ValueId qkv, ValueId position, Va
                    {num_heads, num_kv_heads, head_dim, scale, window, has_raw_keys, math}, qkv_bias);
 }
 
+ValueId add_routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_logits, ValueId gate_up,
+                           ValueId gate_up_scales, ValueId down, ValueId down_scales,
+                           std::optional<ValueId> selection_bias, std::size_t top_k, bool norm_topk_prob,
+                           bool use_sigmoid, float norm_epsilon) {
+  return routed_experts(builder, hidden, router_logits, gate_up, gate_up_scales, down, down_scales,
+                        selection_bias, {top_k, norm_topk_prob, use_sigmoid, norm_epsilon});
+}
+
 ValueId add_delta_rule(ProgramBuilder& builder, ValueId qkv, ValueId gate, ValueId beta, ValueId conv_weight,
                        std::optional<ValueId> conv_bias, ValueId conv_state, ValueId recurrent_state,
                        std::size_t num_k_heads, std::size_t num_v_heads, std::size_t head_k_dim,
@@ -167,8 +175,9 @@ void bind_program(py::module_& module) {
            "bias"_a = py::none(), "residual"_a = py::none())
       .def("shadow_linear", shadow_linear, "input"_a, "packed"_a, "scales"_a, "input_step"_a,
            "hot_channels"_a)
-      .def("routed_experts", routed_experts, "hidden"_a, "router_logits"_a, "gate_up"_a, "gate_up_scales"_a,
-           "down"_a, "down_scales"_a, py::kw_only(), "top_k"_a, "norm_topk_prob"_a)
+      .def("routed_experts", add_routed_experts, "hidden"_a, "router_logits"_a, "gate_up"_a,
+           "gate_up_scales"_a, "down"_a, "down_scales"_a, "selection_bias"_a = py::none(), py::kw_only(),
+           "top_k"_a, "norm_topk_prob"_a, "use_sigmoid"_a = false, "norm_epsilon"_a = 0.0f)
       .def("attention", add_attention, "qkv"_a, "position"_a, "table_row"_a, "cos"_a, "sin"_a, "key_cache"_a,
            "value_cache"_a, py::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
            "window"_a = 0, "has_raw_keys"_a = false, "is_in_bfloat"_a = false, "qkv_bias"_a = py::none())

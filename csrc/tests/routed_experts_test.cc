@@ -62,7 +62,7 @@ std::vector<float> run(Case& given, std::size_t budget, std::size_t chunk, bool 
   const auto [gate_up, gate_up_scales] = given.gate_up.all(builder);
   const auto [down, down_scales] = given.down.all(builder);
   builder.output("y", routed_experts(builder, input, logits, gate_up, gate_up_scales, down, down_scales,
-                                     kPicked, norm_topk_prob));
+                                     std::nullopt, {.top_k = kPicked, .norm_topk_prob = norm_topk_prob}));
   const auto program = builder.build();
   std::vector<float> out(kLength * kWidth);
   for (std::size_t start = 0; start < kLength; start += chunk) {

@@ -69,10 +69,10 @@ std::unique_ptr<Program> build(std::size_t budget) {
   const ValueId recurrent =
       builder.state("recurrent", {fixed(kValueHeads), fixed(kKeyDim), fixed(kValueDim)});
 
-  const ValueId experts =
-      routed_experts(builder, x, router, packed(builder, {kExperts, 2, 16, 16, 4}, 1),
-                     floats(builder, {kExperts, 2 * kInner}, 2), packed(builder, {kExperts, 4, 3, 16, 4}, 3),
-                     floats(builder, {kExperts, kWidth}, 4), kPicked, true);
+  const ValueId experts = routed_experts(
+      builder, x, router, packed(builder, {kExperts, 2, 16, 16, 4}, 1),
+      floats(builder, {kExperts, 2 * kInner}, 2), packed(builder, {kExperts, 4, 3, 16, 4}, 3),
+      floats(builder, {kExperts, kWidth}, 4), std::nullopt, {.top_k = kPicked, .norm_topk_prob = true});
   const ValueId normed = rms_norm(builder, experts, floats(builder, {kWidth}, 5), 1e-5f);
   const ValueId marks = marked(builder, normed, position);
   const ValueId qkv = head_norm(builder, normed, floats(builder, {6, kHeadDim}, 6), 1e-5f);

@@ -20,14 +20,28 @@ TOLERANCE = 2 * 10**0.5 * 2.0**-11 / 3**0.5
 """Tolerance of an output (root mean square): twice the error of ten roundings to float16, each up to 2^-11 of a
 value."""
 OPERATORS_OF = {
+    "ernie4_5_biased": {"Sigmoid"},
+    "ernie4_5_moe": {"Sigmoid"},
+    "exaone4_hybrid": {"Sigmoid"},
+    "gemma": {"Gelu"},
     "gemma3_scaled": {"Gelu"},
+    "glm": {"Sigmoid"},
+    "glm4": {"Sigmoid"},
+    "granite": {"Sigmoid"},
+    "granite_hybrid": {"Sigmoid"},
+    "helium": {"Sigmoid"},
     "lfm2": {"Sigmoid"},
+    "lfm3": {"Sigmoid"},
+    "minicpm": {"Sigmoid"},
     "mistral_window_5": {"Sigmoid"},
+    "olmo2": {"Sigmoid"},
+    "olmo3": {"Sigmoid"},
     "phi3_window_5": {"Sigmoid"},
     "qwen2": {"Sigmoid"},
     "qwen3": {"Sigmoid"},
     "qwen3_5": {"Sigmoid"},
     "qwen3_next": {"Sigmoid"},
+    "smollm3": {"Sigmoid"},
 }
 
 

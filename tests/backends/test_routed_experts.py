@@ -22,7 +22,7 @@ from chunkrt.quant.scheme import SCHEMES
 ROWS, WIDTH, INNER, EXPERTS, TOP = 10, 6, 4, 5, 2
 
 
-def plan_of(*, norm_topk_prob, rows=ROWS, width=WIDTH, inner=INNER, experts=EXPERTS, top_k=TOP):
+def plan_of(*, norm_topk_prob, rows=ROWS, width=WIDTH, inner=INNER, experts=EXPERTS, top_k=TOP, has_bias=False, **rule):
     def decoder(token_ids, logit_rows):
         record = current_trace()
         tables = {"hidden": (rows, width), "router": (rows, experts)}
@@ -31,7 +31,10 @@ def plan_of(*, norm_topk_prob, rows=ROWS, width=WIDTH, inner=INNER, experts=EXPE
         )
         gate_up = record.weight("gate_up", (experts, width, 2 * inner))
         down = record.weight("down", (experts, inner, width))
-        mixed = ops.routed_experts(hidden, router, gate_up, down, top_k=top_k, norm_topk_prob=norm_topk_prob)
+        bias = [record.weight("bias", (experts,))] if has_bias else []
+        mixed = ops.routed_experts(
+            hidden, router, gate_up, down, *bias, top_k=top_k, norm_topk_prob=norm_topk_prob, **rule
+        )
         return ops.gather_rows(mixed, logit_rows, name="logits")
 
     return partition(trace(decoder), family="operator")
@@ -44,14 +47,19 @@ def draw():
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def row_by_row(weights, norm_topk_prob, before_down=lambda activated: activated):
-    """Compute the definition in float64."""
+def row_by_row(
+    weights, norm_topk_prob, before_down=lambda activated: activated, *, use_sigmoid=False, norm_epsilon=0.0
+):
+    """Compute the definition in float64; a weight "bias" takes part in the choice of experts alone."""
     hidden, router, gate_up, down = (weights[n].astype(np.float64) for n in ("hidden", "router", "gate_up", "down"))
     output = np.zeros_like(hidden)
     for row in range(ROWS):
         probabilities = np.exp(router[row]) / np.exp(router[row]).sum()
-        picked = sorted(range(EXPERTS), key=lambda expert: -probabilities[expert])[:TOP]
-        total = probabilities[picked].sum() if norm_topk_prob else 1
+        if use_sigmoid:
+            probabilities = 1 / (1 + np.exp(-router[row]))
+        values = probabilities + weights.get("bias", 0)
+        picked = sorted(range(EXPERTS), key=lambda expert: -values[expert])[:TOP]
+        total = probabilities[picked].sum() + norm_epsilon if norm_topk_prob else 1
         for expert in picked:
             gate, up = np.split(hidden[row] @ gate_up[expert], 2)
             output[row] += probabilities[expert] / total * (before_down(gate / (1 + np.exp(-gate)) * up) @ down[expert])
@@ -71,6 +79,27 @@ def test_row_gets_the_weighted_sum_of_its_best_experts(norm_topk_prob, backend):
     executable.run({"input_ids": np.arange(ROWS)}, outputs)
     expected = row_by_row(weights, norm_topk_prob)
     np.testing.assert_allclose(outputs[name], expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+RULES = [
+    {"use_sigmoid": True},
+    {"has_bias": True},
+    {"use_sigmoid": True, "has_bias": True, "norm_epsilon": 0.25},
+]
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend, OnnxRuntimeBackend])
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+def test_router_may_use_sigmoids_and_a_bias_that_only_selects(rule, norm_topk_prob, backend):
+    plan, weights = plan_of(norm_topk_prob=norm_topk_prob, **rule), draw()
+    if rule.get("has_bias"):
+        weights["bias"] = np.float32([0.0, 0.5, -0.5, 0.25, 0.0])
+    subgraph = experts_of(plan)
+    executable = backend().compile(subgraph, plan, ROWS, SCHEMES["float"], SimpleNamespace(array=weights.__getitem__))
+    found = run(executable, subgraph, range(ROWS), WIDTH)
+    expected = row_by_row(weights, norm_topk_prob, **{key: rule[key] for key in rule if key != "has_bias"})
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
 QUANTIZED = [SCHEMES["w8a8-dynamic"], SCHEMES["w4a8-dynamic"], SCHEMES["w8a16"]]
@@ -140,6 +169,27 @@ def test_quantised_schemes_multiply_8_bit_integers(scheme, norm_topk_prob, backe
         integers, scale = store.experts(name)
         dequantised[name] = integers.astype(np.float64) * scale[:, None]
     expected = row_by_row(dequantised, norm_topk_prob, before_down=quantised)
+    found = run(executable, experts_of(plan), range(ROWS), WIDTH)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+def test_quantised_schemes_apply_the_rules_of_routers(rule, norm_topk_prob, backend, tmp_path):
+    plan, weights, scheme = plan_of(norm_topk_prob=norm_topk_prob, **rule), draw(), SCHEMES["w8a8-dynamic"]
+    weights["hidden"] = np.rint(weights["hidden"] * 30).clip(-126, 126)
+    weights["hidden"][:, 1] = 127  # a row's integers are its values
+    if rule.get("has_bias"):
+        weights["bias"] = np.float32([0.0, 0.5, -0.5, 0.25, 0.0])
+    store = store_of(plan, scheme, weights, tmp_path)
+    executable = backend().compile(experts_of(plan), plan, ROWS, scheme, store)
+    dequantised = {name: store.array(name) for name in weights if name not in ("gate_up", "down")}
+    for name in ("gate_up", "down"):
+        integers, scale = store.experts(name)
+        dequantised[name] = integers.astype(np.float64) * scale[:, None]
+    given = {key: rule[key] for key in rule if key != "has_bias"}
+    expected = row_by_row(dequantised, norm_topk_prob, before_down=quantised, **given)
     found = run(executable, experts_of(plan), range(ROWS), WIDTH)
     np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6 * np.abs(expected).max())
 
@@ -231,4 +281,6 @@ def test_native_refuses_mismatched_operands():
         experts(hidden, logits, gate_up, scales, down, scales)
     with pytest.raises(ValueError, match=r"expected a constant int8 \[3, 1, 2, 16, 4\]"):
         experts(hidden, logits, scales, scales, down, down_scales)
+    with pytest.raises(ValueError, match=r"selection bias"):
+        experts(hidden, logits, gate_up, scales, down, down_scales, builder.constant(np.ones(4, np.float32)))
     experts(hidden, logits, gate_up, scales, down, down_scales)

@@ -6,7 +6,7 @@ from gguf import GGMLQuantizationType
 
 from chunkrt.checkpoints.gguf_header import GgufTensor
 from chunkrt.checkpoints.gguf_keys import Keys
-from chunkrt.checkpoints.gguf_names import find_architecture, translate_config, translate_name
+from chunkrt.checkpoints.gguf_names import ARCHITECTURES, find_architecture, translate_config, translate_name
 from chunkrt.errors import ModelError, UnsupportedModelError
 
 COMMON = {
@@ -55,6 +55,49 @@ def test_factors_of_phi_3_are_tensors():
     assert config_of("phi3", **changes)["rope_scaling"] is None
 
 
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 1024}
+
+
+def test_numbers_of_yarn_are_those_of_hugging_face():
+    given = YARN | {"rope.scaling.yarn_attn_factor": 1.5, "rope.scaling.yarn_beta_fast": 16.0}
+    expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    assert config_of("qwen2", **YARN)["rope_scaling"] == expected
+    assert config_of("qwen2", **given)["rope_scaling"] == expected | {"attention_factor": 1.5, "beta_fast": 16.0}
+
+
+@pytest.mark.parametrize("key", ["attn_factor", "yarn_ext_factor", "yarn_log_multiplier"])
+def test_variant_of_yarn_is_refused_by_name(key):
+    with pytest.raises(UnsupportedModelError, match=rf"qwen2.rope.scaling.{key} = 0.5 is not implemented with YaRN"):
+        config_of("qwen2", **YARN, **{f"rope.scaling.{key}": 0.5})
+
+
+def test_factors_of_granite_have_defaults_and_those_of_minicpm_are_required():
+    assert config_of("granite")["attention_multiplier"] == 128**-0.5
+    assert config_of("minicpm", **SCALES)["dim_model_base"] == 5376 / 4
+    with pytest.raises(ModelError, match=r"minicpm.embedding_scale must be a positive number, found None"):
+        config_of("minicpm")
+    with pytest.raises(UnsupportedModelError, match=r"granite.rope.scaling.finetuned = False, attention without RoPE"):
+        config_of("granite", **{"rope.scaling.finetuned": False})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"), [(None, "sssf"), (2, "sfsf"), ([True, False, False, True], "sffs"), ([1, 0, 0, 0], "sfff")]
+)
+def test_olmo_3_is_olmo_2_with_windows(pattern, expected):
+    assert config_of("olmo2")["model_type"] == "olmo2"
+    windowed = config_of(
+        "olmo2", **{"attention.sliding_window": 512, "attention.sliding_window_pattern": pattern, "rope.freq_base": 7e5}
+    )
+    assert windowed["model_type"] == "olmo3"
+    assert windowed["rope_parameters"] == {"sliding_attention": {"rope_theta": 7e5}}
+    assert [kind[0] for kind in windowed["layer_types"]] == list(expected)
+
+
+def test_pattern_of_windows_must_cover_all_layers():
+    with pytest.raises(ModelError, match=r"exaone4.attention.sliding_window_pattern must be a flag for each of 4 l"):
+        config_of("exaone4", **{"attention.sliding_window": 5, "attention.sliding_window_pattern": [True]})
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
@@ -91,9 +134,14 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "lfm2", "phi3", "qwen2", "qwen3", "qwen3next", "qwen35"])
+SCALES = {"embedding_scale": 12.0, "residual_scale": 0.2, "logit_scale": 4.0}
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_header_that_claims_more_layers_than_tensors_is_refused(architecture):
     changes = LINEAR | {"shortconv.l_cache": 3}
+    if architecture in ("granite", "minicpm"):
+        changes |= SCALES
     with pytest.raises(ModelError, match=r"block_count = 4000000, but the file has \d+ tensors"):
         config_of(architecture, 4_000_000, **changes)
     with pytest.raises(ModelError, match="expected at most 16777216"):

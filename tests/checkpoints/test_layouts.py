@@ -18,6 +18,7 @@ from chunkrt.onnx.exporting import WindowSettings, window_model
 FAMILIES = ("gemma3_window_5", "lfm2", "llama_gqa", "llama_tied", "mistral_window_5", "phi3_longrope_short", "qwen2")
 FAMILIES += ("qwen3_layer_types", "qwen3_5", "qwen3_next_experts")
 COMPOSITES = {"gemma3_window_5": "gemma3", "mistral_window_5": "mistral3", "qwen3_5": "qwen3_5"}
+COMPOSITES |= {"qwen3_5_moe": "qwen3_5_moe"}
 OTHER_HALVES = {
     "vision_tower.a.weight": np.ones(3, np.float32),
     "multi_modal_projector.b": np.ones(2, np.float32),

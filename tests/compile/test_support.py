@@ -137,6 +137,7 @@ def test_fixtures_are_supported_as_by_the_backends(name):
         ("llama_tied", {"tie_word_embeddings": "yes"}),
         ("qwen2", {"biases": "q_proj, k_proj, v_proj"}),
         ("qwen3_next_experts", {"num_experts": r"\d of \d"}),
+        ("granitemoe", {"num_experts": "2 of 6"}),
     ],
 )
 def test_supported_features_are_reported(name, expected):
@@ -249,8 +250,8 @@ def test_gguf_without_a_valid_config_is_incomplete(tmp_path):
 @pytest.mark.parametrize(
     ("name", "config", "names"),
     [
-        ("llama_gqa", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {"rope_scaling"}),
-        ("llama_gqa", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, {"rope_scaling"}),
+        ("llama_gqa", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {"rope_scaling"}),
+        ("llama_gqa", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {"rope_scaling"}),
         ("llama_gqa", {"sliding_window": 5, "hidden_act": "relu"}, {"sliding_window", "hidden_act"}),
         ("gemma3_window_5", {"attn_logit_softcapping": 50.0}, {"attn_logit_softcapping"}),
         ("gemma3_window_5", {"layer_types": ["chunked_attention"] * 6}, {"layer_types"}),
@@ -370,6 +371,20 @@ def test_damaged_file_prints_one_line(tmp_path, command):
         ("qwen3_next_experts", "linear_key_head_dim"),
         ("qwen3_next_experts", "linear_num_value_heads"),
         ("llama_gqa", "norm_offset"),
+        ("ernie4_5_moe", "moe_layer_end_index"),
+        ("ernie4_5_moe", "moe_num_experts"),
+        ("ernie4_5_moe", "moe_num_shared_experts"),
+        ("exaone4_hybrid", "sliding_window_pattern"),
+        ("granite", "residual_multiplier"),
+        ("granite_hybrid", "layer_types"),
+        ("granitemoeshared", "shared_intermediate_size"),
+        ("lfm2_moe", "num_dense_layers"),
+        ("lfm3", "rope_parameters"),
+        ("minicpm", "dim_model_base"),
+        ("olmo3", "rope_scaling"),
+        ("smollm3_window", "no_rope_layer_interval"),
+        ("smollm3_window", "no_rope_layers"),
+        ("smollm3_window", "rope_scaling"),
     ],
 )
 @pytest.mark.parametrize("value", [-1, 2**31, 2**62, 10**30, 0.5, inf, "x", "", [1], ["x"], {}, {"a": {}}, True])

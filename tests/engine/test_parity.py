@@ -23,6 +23,9 @@ LENGTHS = (1, 31, 32, 33, 95)
 ONE_CHUNK = 128
 FAMILY_NAMES = ("llama_gqa", "mistral_window_5", "qwen2", "qwen3_layer_types", "gemma3_scaled", "phi3_window_5")
 FAMILY_NAMES += ("lfm2", "qwen3_next", "qwen3_5")
+FAMILY_NAMES += ("smollm3_window", "granite", "granite_hybrid", "minicpm", "ernie4_5_biased", "helium", "glm", "glm4")
+FAMILY_NAMES += ("qwen2_moe", "granitemoeshared", "lfm2_moe", "ernie4_5_moe", "qwen3_5_moe")
+FAMILY_NAMES += ("olmo2", "olmo3", "exaone4_hybrid", "gemma", "lfm3")
 LONGROPE = "phi3_longrope_long"
 
 

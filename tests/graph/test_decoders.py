@@ -145,7 +145,7 @@ def test_unknown_architecture_is_refused_with_the_known_ones():
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         ({"sliding_window": 32}, "sliding_window = 32 is not supported in this family"),
         ({"quantization_config": {"bits": 4}}, "quantised by another library"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
     ],
 )
 def test_unsupported_feature_is_refused_by_name(changes, message):

@@ -14,8 +14,12 @@ from random_folders import write_folder
 
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError, QuantizationError, UnsupportedModelError
-from chunkrt.graph.partition import Planned
+from chunkrt.graph.decoders.config import read_config
+from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer
+from chunkrt.graph.ops import trace
+from chunkrt.graph.partition import Planned, partition
 from chunkrt.graph.plan import Plan
+from chunkrt.graph.rope import RotaryTables
 from chunkrt.onnx.exporting import (
     DynamicSettings,
     SubgraphSettings,
@@ -29,6 +33,7 @@ from chunkrt.onnx.exporting import save as save_module
 from chunkrt.onnx.exporting.export_settings import OPSETS
 from chunkrt.onnx.exporting.forms import PLAN_KEY, ROPE_KEY, SETTINGS_KEY
 from chunkrt.onnx.window_session import OnnxSession
+from chunkrt.testing.random_decoders import CONFIG, RandomCheckpoint
 
 SIZES = {"window": 8, "sequence": 24, "context": 32}
 STANDARD_SINCE_23 = {"RMSNormalization", "RotaryEmbedding", "Attention"}
@@ -252,7 +257,15 @@ def dynamic_decoder(folder, **config):
 
 @pytest.mark.parametrize("opset", [14, 23])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@pytest.mark.parametrize("sizes", [{}, {"model_type": "mistral", "sliding_window": 5}], ids=["all", "window"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"model_type": "mistral", "sliding_window": 5},
+        {"model_type": "smollm3", "no_rope_layers": [1, 0], "attention_bias": False},
+    ],
+    ids=["all", "window", "no_rope"],
+)
 def test_dynamic_form_equals_a_window_of_the_context(tmp_path, sizes, dtype, opset):
     decoder = dynamic_decoder(tmp_path / "tiny", **sizes)
     model = dynamic_model(decoder, DynamicSettings(context=64, dtype=dtype, opset=opset))
@@ -293,6 +306,17 @@ def test_unsupported_dynamic_form_is_refused_by_name():
         dynamic_model(planned("lfm2"), DynamicSettings(context=64))
     with pytest.raises(UnsupportedModelError, match=r"its heads have \d+ dimensions"):
         dynamic_model(planned("qwen3"), DynamicSettings(context=64))
+
+
+def test_dynamic_form_of_rotations_that_onnx_runtime_lacks_is_refused():
+    """Its GroupQueryAttention checks that the tables have a multiple of 8 columns."""
+    source = RandomCheckpoint({**CONFIG, "head_dim": 16})
+    config, rope = read_config(source), RotaryTables(np.ones(4), 64)
+    layer = Layer(config, Attention(config, rope), FeedForward(config))
+    decoder = CausalDecoder(config, Body(config, rope, [layer])).named()
+    partial = Planned(source=source, decoder=decoder, plan=partition(trace(decoder), family="llama"))
+    with pytest.raises(UnsupportedModelError, match="its RoPE rotates 8 dimensions of each head"):
+        dynamic_model(partial, DynamicSettings(context=64))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def _add_llama(writer: Any, config: Config) -> None:
     writer.add_rope_dimension_count(_head_dim(config))
     writer.add_vocab_size(config["vocab_size"])
     if config["rope_scaling"]:
-        writer.add_tensor("rope_freqs.weight", _llama3_frequency_factors(config))
+        scaling = {"rope_theta": config["rope_theta"], **config["rope_scaling"]}
+        writer.add_tensor("rope_freqs.weight", llama3_frequency_factors(scaling, _head_dim(config)))
 
 
 def _add_qwen(writer: Any, config: Config) -> None:
@@ -123,11 +124,10 @@ def _add_tokenizer(writer: Any, config: Config) -> None:
     writer.add_unk_token_id(0)
 
 
-def _llama3_frequency_factors(config: Config) -> NDArray[np.float32]:
-    """Return the divisors of the inverse frequencies, float32 [head_dim / 2]."""
-    scaling, head_dim = config["rope_scaling"], _head_dim(config)
+def llama3_frequency_factors(scaling: Config, head_dim: int) -> NDArray[np.float32]:
+    """Return the divisors of the inverse frequencies, float32 [head_dim / 2]. `scaling` has a "rope_theta"."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    wavelengths = 2 * np.pi * config["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    wavelengths = 2 * np.pi * scaling["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low)
     smooth = np.clip(smooth, 0, 1)
     return (1 / ((1 - smooth) / scaling["factor"] + smooth)).astype(np.float32)

@@ -5,6 +5,7 @@ Each folder under fixtures/ holds a checkpoint (config.json and model.safetensor
 float32, or in float64 for decoders with recurrences. The configurations have the form of published checkpoints.
 
     python make_fixtures.py           remake every fixture
+    python make_fixtures.py NAME ...  remake single fixtures of family_fixtures.py
     python make_fixtures.py --check   remake elsewhere and compare with the committed files
     python make_fixtures.py --live    compare chunkrt's own logits with the committed ones
 
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import family_fixtures
 import numpy as np
 import recurrent_fixtures
 from gguf_twins import write_gguf
@@ -160,26 +162,31 @@ GGUF_OF = {
     "phi3_longrope_gguf": "phi3_longrope_long",
 }
 RECURRENT = recurrent_fixtures.CONFIGS
-GGUF_OF |= recurrent_fixtures.GGUF_OF
+GGUF_OF |= recurrent_fixtures.GGUF_OF | family_fixtures.GGUF_OF
+FAMILIES = family_fixtures.CONFIGS
+ALL_NAMES = [*CONFIGS, *RECURRENT, *FAMILIES, *GGUF_OF]
 
 
 def main() -> int:
     """Remake, check or compare live; the exit status is 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="fixtures to remake")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="compare with the committed files")
     mode.add_argument("--live", action="store_true", help="compare chunkrt's logits with the committed ones")
     arguments = parser.parse_args()
+    for name in arguments.names:
+        _make_family(FIXTURES, name, FAMILIES[name])
+    if arguments.names:
+        return 0
     if arguments.live:
-        return _report({name: _live_difference(FIXTURES / name) for name in [*CONFIGS, *RECURRENT, *GGUF_OF]})
+        return _report({name: _live_difference(FIXTURES / name) for name in ALL_NAMES})
     if not arguments.check:
         make(FIXTURES)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder))
-        return _report(
-            {name: _difference(FIXTURES / name, Path(folder) / name) for name in [*CONFIGS, *RECURRENT, *GGUF_OF]}
-        )
+        return _report({name: _difference(FIXTURES / name, Path(folder) / name) for name in ALL_NAMES})
 
 
 def make(folder: Path) -> None:
@@ -200,6 +207,20 @@ def make(folder: Path) -> None:
         write_checkpoint(folder / name, config, weights)
         _write_expected(folder / name, input_ids, transformers_logits(folder / name, input_ids, "float64"))
         _write_gguf_twins(folder, name, config, weights, recurrent_fixtures.write_gguf)
+    for name, config in FAMILIES.items():
+        _make_family(folder, name, config)
+
+
+def _make_family(folder: Path, name: str, config: dict[str, Any]) -> None:
+    """Write a fixture whose random numbers depend on its name alone."""
+    rng = np.random.default_rng(list(name.encode()))
+    weights = family_fixtures.random_weights(config, rng)
+    input_ids = rng.integers(0, config["vocab_size"], family_fixtures.NUM_TOKENS, np.int64)
+    write_checkpoint(folder / name, config, weights)
+    with tempfile.TemporaryDirectory() as known:
+        write_checkpoint(Path(known), family_fixtures.equivalent(config), weights)
+        _write_expected(folder / name, input_ids, transformers_logits(Path(known), input_ids, "float64"))
+    _write_gguf_twins(folder, name, config, weights, family_fixtures.write_gguf)
 
 
 def _write_gguf_twins(

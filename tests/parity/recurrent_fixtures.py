@@ -161,6 +161,7 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
         "lfm2": gguf.MODEL_ARCH.LFM2,
         "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
         "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+        "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     }
     architecture = kinds[config["model_type"]]
     num_layers = config["num_hidden_layers"]
@@ -182,12 +183,13 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
         writer.add_shortconv_l_cache(config["conv_L_cache"])
     else:
         writer.add_head_count_kv(config["num_key_value_heads"])
-        writer.add_feed_forward_length(config["intermediate_size"])
+        if "intermediate_size" in config:
+            writer.add_feed_forward_length(config["intermediate_size"])
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
         writer.add_rope_dimension_count(int(config["head_dim"] * rope["partial_rotary_factor"]))
-        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_conv_kernel(config.get("linear_conv_kernel_dim", 4))
         writer.add_ssm_state_size(config["linear_key_head_dim"])
         writer.add_ssm_group_count(config["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
@@ -237,7 +239,7 @@ def _as_converted(
         q, k, v, z = (part.reshape(-1, weight.shape[1]) for part in parts)
         block = f"blk.{name.split('.')[2]}"
         return [(f"{block}.attn_qkv.weight", np.concatenate([q, k, v])), (f"{block}.attn_gate.weight", z)]
-    if config["model_type"] == "qwen3_5_text" and ".linear_attn." in name:
+    if config["model_type"] in ("qwen3_5_text", "qwen3_5_moe_text") and ".linear_attn." in name:
 
         def tiled(part: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
             return part.reshape(k_heads, share, head_dim, -1).swapaxes(0, 1).reshape(part.shape)

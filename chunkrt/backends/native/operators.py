@@ -100,7 +100,7 @@ def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
             f"under the scheme {scheme.name!r} {what} not int8 by int8, the only products of native; use a "
             "quantised scheme such as 'w8a8-dynamic', or `npu='onnxrt'` or `npu='reference'`"
         )
-    if node.op == EXPERTS_OP and any(plan.tensors[name].kind != "weight" for name in node.inputs[2:]):
+    if node.op == EXPERTS_OP and any(plan.tensors[name].kind != "weight" for name in node.inputs[2:4]):
         return f"native supports {EXPERTS_OP} only with weights as experts; these are computed"
     if node.op == "ShadowLinear" and not (scheme.is_static and scheme.activation_bits_of(node.inputs[1]) == 8):
         return (
@@ -186,14 +186,17 @@ def _shadow_linear(lowering: Lowering, node: Node) -> list[int]:
 
 @operators.register("routed_experts", NATIVE)
 def _routed_experts(lowering: Lowering, node: Node) -> list[int]:
-    hidden, router_logits, *experts = node.inputs
+    hidden, router_logits, *experts = node.inputs[:4]
     weights = (lowering.builder.constant(array) for name in experts for array in lowering.weights.packed_linear(name))
     value = lowering.builder.routed_experts(
         lowering.value(hidden),
         lowering.value(router_logits),
         *weights,
+        *map(lowering.value, node.inputs[4:]),
         top_k=int(_number(node.attributes["top_k"])),
         norm_topk_prob=bool(_number(node.attributes["norm_topk_prob"])),
+        use_sigmoid=bool(_number(node.attributes.get("use_sigmoid", 0))),
+        norm_epsilon=_number(node.attributes.get("norm_epsilon", 0.0)),
     )
     return [value]
 

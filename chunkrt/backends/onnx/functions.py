@@ -114,27 +114,35 @@ ShadowLinear (x, weight, step, weight_scale) => (y)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
-Route <top_k, norm_topk_prob> (router_logits) => (weights)
+Route <top_k, norm_topk_prob, use_sigmoid, norm_epsilon> (router_logits, selection_bias) => (weights)
 {
-    # every row's weights of all experts [T, E]: the softmax of the picked ones (of equals the first), 0 of the others
+    # every row's weights of all experts [T, E]: the scores of the picked ones (of equals the first), 0 of the others
     one = Constant <value_ints = [1]> ()
     last = Constant <value_ints = [-1]> ()
     probabilities = Softmax <axis = -1> (router_logits)
+    squashed = Sigmoid (router_logits)
+    is_squashed_int = Constant <value_int: int = @use_sigmoid> ()
+    is_squashed = Cast <to = 9> (is_squashed_int)
+    scores = Where (is_squashed, squashed, probabilities)
+    values = Add (scores, selection_bias)
     count_scalar = Constant <value_int: int = @top_k> ()
     count = Reshape (count_scalar, one)
-    largest, indices = TopK <axis = -1> (router_logits, count)
-    picked = GatherElements <axis = -1> (probabilities, indices)
+    largest, indices = TopK <axis = -1> (values, count)
+    picked = GatherElements <axis = -1> (scores, indices)
     sums = ReduceSum (picked, last)
-    normalised = Div (picked, sums)
+    epsilon = Constant <value_float: float = @norm_epsilon> ()
+    divisors = Add (sums, epsilon)
+    normalised = Div (picked, divisors)
     is_normalised_int = Constant <value_int: int = @norm_topk_prob> ()
     is_normalised = Cast <to = 9> (is_normalised_int)
-    values = Where (is_normalised, normalised, picked)
+    kept = Where (is_normalised, normalised, picked)
     nothing = Sub (probabilities, probabilities)
-    weights = ScatterElements <axis = -1> (nothing, indices, values)
+    weights = ScatterElements <axis = -1> (nothing, indices, kept)
 }
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-RoutedExperts <top_k, norm_topk_prob> (hidden, router_logits, gate_up, down) => (output)
+RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon>
+    (hidden, router_logits, gate_up, down, selection_bias) => (output)
 {
     # all experts of all rows [E, T, H]
     zero = Constant <value_ints = [0]> ()
@@ -142,13 +150,15 @@ RoutedExperts <top_k, norm_topk_prob> (hidden, router_logits, gate_up, down) => 
     both = MatMul (rows, gate_up)
     gated = chunkrt.SplitSiluMul (both)
     results = MatMul (gated, down)
-    weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob> (router_logits)
+    weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob,
+                             use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon>
+                            (router_logits, selection_bias)
     output = chunkrt.SumExperts (results, weights)
 }
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-DynamicRoutedExperts <top_k, norm_topk_prob>
-    (hidden, router_logits, gate_up, down, gate_up_scale, down_scale) => (output)
+DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon>
+    (hidden, router_logits, gate_up, down, selection_bias, gate_up_scale, down_scale) => (output)
 {
     # as above; the scales are [E, 1, N]
     zero = Constant <value_ints = [0]> ()
@@ -156,7 +166,9 @@ DynamicRoutedExperts <top_k, norm_topk_prob>
     both = chunkrt.DynamicLinear (rows, gate_up, gate_up_scale)
     gated = chunkrt.SplitSiluMul (both)
     results = chunkrt.DynamicLinear (gated, down, down_scale)
-    weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob> (router_logits)
+    weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob,
+                             use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon>
+                            (router_logits, selection_bias)
     output = chunkrt.SumExperts (results, weights)
 }
 

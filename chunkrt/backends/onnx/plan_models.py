@@ -6,14 +6,14 @@ them to files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
 from chunkrt.backends.onnx.functions import expansions
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.ops import IR_VERSION, OPSET, attribute
-from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, Tensor
+from chunkrt.graph.plan import DOMAIN, EXPERTS_OP, Attribute, Node, Plan, Subgraph, Tensor
 
 PAST = "past"
 """Symbol for the length of a cache input; the cache output is longer by the new rows. In these models the cache of a
@@ -23,7 +23,9 @@ layer with a window also holds all positions and is not a ring.
 PRESENT_SUFFIX = ".present"
 """Suffix of a cache's name as an output."""
 
-_CONV_BIAS = 4
+_CONV_BIAS = _SELECTION_BIAS = 4
+_ROUTER: Mapping[str, Attribute] = {"use_sigmoid": 0, "norm_epsilon": 0.0}
+"""Attributes of routed experts that a plan may omit, but a call of a function may not."""
 """Index of the convolution's bias among the inputs of LinearAttention."""
 
 _DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int64": ir.DataType.INT64}
@@ -56,6 +58,9 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
         if node.op == LINEAR_ATTENTION_OP and inputs[_CONV_BIAS] is None:
             nodes.append(_zero(f"{node.name}.conv_bias"))
             inputs[_CONV_BIAS] = nodes[-1].outputs[0]
+        if node.op == EXPERTS_OP and len(inputs) == _SELECTION_BIAS:
+            nodes.append(_zero(f"{node.name}.selection_bias"))
+            inputs.append(nodes[-1].outputs[0])
         nodes.append(_node(node, inputs, outputs))
 
     made = {n for subgraph in subgraphs for n in subgraph.outputs}
@@ -96,7 +101,8 @@ def _present(cache: Tensor) -> ir.Value:
 
 
 def _node(node: Node, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value]) -> ir.Node:
-    attributes = [attribute(name, value) for name, value in node.attributes.items()]
+    stated = {**(_ROUTER if node.op == EXPERTS_OP else {}), **node.attributes}
+    attributes = [attribute(name, value) for name, value in stated.items()]
     return ir.Node(node.domain, node.op, inputs, attributes, overload=overload(node), outputs=outputs, name=node.name)
 
 

@@ -88,9 +88,9 @@ def _make_dynamic(graph: ir.Graph, node: ir.Node, weight: ir.Value, scheme: Sche
 
 def _make_experts_dynamic(model: ir.Model, node: ir.Node) -> None:
     node.op_type = DYNAMIC_EXPERTS
-    weights = node.inputs[2:]
-    node.resize_inputs(6)
-    for index, weight in enumerate(weights, 4):
+    weights = node.inputs[2:4]
+    node.resize_inputs(7)
+    for index, weight in enumerate(weights, 5):
         assert weight is not None
         assert weight.shape is not None
         experts, _, columns = weight.shape

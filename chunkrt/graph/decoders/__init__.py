@@ -11,7 +11,24 @@ from typing import Any
 
 from chunkrt.checkpoints.source import LEFT_OUT, TensorSource, are_equal
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
-from chunkrt.graph.decoders import gemma3, lfm2, llama, phi3, qwen2, qwen3, qwen3_next
+from chunkrt.graph.decoders import (
+    exaone4,
+    gemma,
+    gemma3,
+    glm,
+    granite,
+    lfm2,
+    lfm3,
+    llama,
+    minicpm,
+    moe,
+    olmo,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_next,
+    smollm3,
+)
 from chunkrt.graph.decoders.config import DecoderConfig, read_config
 from chunkrt.graph.decoders.llama import CausalDecoder
 from chunkrt.graph.modules import Module, Parameter
@@ -36,18 +53,39 @@ class Family:
 
 
 FAMILIES = {
+    "ernie4_5": Family(build=glm.ernie4_5, defaults=glm.ERNIE_DEFAULTS),
+    "ernie4_5_moe": Family(build=moe.ernie4_5_moe, defaults=moe.ERNIE_DEFAULTS),
+    "exaone4": Family(build=exaone4.exaone4, defaults=exaone4.DEFAULTS),
+    "gemma": Family(build=gemma.gemma, defaults=gemma.DEFAULTS),
     "gemma3_text": Family(build=gemma3.gemma3, defaults=gemma3.DEFAULTS),
+    "glm": Family(build=glm.glm, defaults=glm.DEFAULTS),
+    "glm4": Family(build=glm.glm4, defaults=glm.DEFAULTS),
+    "granite": Family(build=granite.granite),
+    "granitemoe": Family(build=granite.granite_moe, defaults=granite.MOE_DEFAULTS),
+    "granitemoeshared": Family(build=granite.granite_moe, defaults=granite.MOE_DEFAULTS),
+    "granitemoehybrid": Family(build=granite.granite_hybrid, defaults=granite.HYBRID_DEFAULTS),
+    "helium": Family(build=glm.helium, defaults=glm.HELIUM_DEFAULTS),
     "lfm2": Family(build=lfm2.lfm2, defaults=lfm2.DEFAULTS),
+    "lfm2_moe": Family(build=lfm2.lfm2_moe, defaults=lfm2.MOE_DEFAULTS),
+    "lfm3": Family(build=lfm3.lfm3, defaults=lfm3.DEFAULTS),
     "llama": Family(build=llama.llama),
+    "minicpm": Family(build=minicpm.minicpm, defaults=minicpm.DEFAULTS),
     "mistral": Family(build=llama.mistral, defaults=llama.MISTRAL_DEFAULTS),
+    "olmo2": Family(build=olmo.olmo2, defaults=olmo.DEFAULTS),
+    "olmo3": Family(build=olmo.olmo3, defaults=olmo.OLMO3_DEFAULTS),
+    "olmoe": Family(build=moe.olmoe, defaults=moe.OLMOE_DEFAULTS),
     "phi3": Family(build=phi3.phi3, defaults=phi3.DEFAULTS),
     "qwen2": Family(build=qwen2.qwen2, defaults=qwen2.DEFAULTS),
+    "qwen2_moe": Family(build=moe.qwen2_moe, defaults=moe.QWEN2_DEFAULTS),
     "qwen3": Family(build=qwen3.qwen3, defaults=qwen3.DEFAULTS),
+    "qwen3_5_moe_text": Family(build=qwen3_next.qwen3_5, defaults=qwen3_next.MOE_DEFAULTS),
     "qwen3_5_text": Family(build=qwen3_next.qwen3_5, defaults=qwen3_next.DEFAULTS),
+    "qwen3_moe": Family(build=moe.qwen3_moe, defaults=moe.QWEN3_DEFAULTS),
     "qwen3_next": Family(build=qwen3_next.qwen3_next, defaults=qwen3_next.DEFAULTS),
+    "smollm3": Family(build=smollm3.smollm3, defaults=smollm3.DEFAULTS),
 }
 
-PREDICTION_TENSORS = re.compile(r"^mtp\.")
+PREDICTION_TENSORS = re.compile(r"^(model\.)?mtp[._]")
 """Tensors of heads that predict several tokens at once, which Transformers omits as well."""
 
 PLUGINS: PluginGroup[Builder] = PluginGroup("chunkrt.decoders", error=UnsupportedModelError, own=FAMILIES)

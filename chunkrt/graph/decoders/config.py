@@ -10,20 +10,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.parallel import HeadShare, share_heads
 from chunkrt.graph.plan import ALONE, Ranks
-from chunkrt.graph.rope import LARGEST_FLOAT, LONGEST_CONTEXT, inverse_frequencies
+from chunkrt.graph.rope import LARGEST_FLOAT, LONGEST_CONTEXT, RotaryTables, rotary_tables
 
 LARGEST_SIZE = 2**20
 """Limit of all counts of a config except positions. A config that exceeds it is damaged; the check prevents the
 allocation of huge arrays.
 """
 ROPE_DIVISOR = "rope_freqs.weight"
+STACKS_OF_EXPERTS = (".experts.gate_up_proj", ".block_sparse_moe.input_linear.weight")
+"""Endings of the names of tensors with the gates and ups of all experts of a layer."""
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -43,6 +42,9 @@ class DecoderConfig:
             window covers the context.
         norm_offset: offset that norms add to their weights; 1 in families that multiply by 1 + w, unless the checkpoint
             holds that sum.
+        residual_factor: factor of the results that layers add to the residual stream.
+        logit_factor: factor of the logits.
+        has_stacked_experts: whether the checkpoint stores all experts of a layer in two tensors.
         raw: the complete config; a family reads its own keys by `count`, `number`, `flag` and `layer_types`.
         where: the checkpoint's name, for messages.
         ranks: the rank that this decoder is for; sizes and counts cover all ranks together.
@@ -61,7 +63,10 @@ class DecoderConfig:
     activation: str = "silu"
     sliding_window: int = 0
     norm_offset: float = 0.0
+    residual_factor: float = 1.0
+    logit_factor: float = 1.0
     rope_divisor: str | None = None
+    has_stacked_experts: bool = False
     raw: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
     ranks: Ranks = ALONE
@@ -71,23 +76,50 @@ class DecoderConfig:
         """Attention heads of the decoder's rank."""
         return share_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.ranks)
 
-    @cached_property
-    def inverse_frequencies(self) -> NDArray[np.float64]:
-        """Inverse frequencies of RoPE, float64 [rotary_dim / 2], for configs with one rule for all layers.
+    def rotary_tables(self, *, may_be_partial: bool = False) -> RotaryTables:
+        """Make the rotary tables of configs with one rule for all layers.
+
+        Args:
+            may_be_partial: whether Transformers reads `partial_rotary_factor` in this family.
 
         Raises:
             UnsupportedModelError, ModelError: see `rope.inverse_frequencies`.
         """
-        return inverse_frequencies(self.raw, self.head_dim)
+        return rotary_tables(
+            self.raw, self.head_dim, self.context_length, divisor=self.rope_divisor, may_be_partial=may_be_partial
+        )
 
-    @cached_property
-    def full_inverse_frequencies(self) -> NDArray[np.float64]:
-        """Inverse frequencies of RoPE in families without `partial_rotary_factor`.
+    def rotary_tables_by_kind(self, base: Mapping[str, Mapping[str, Any]]) -> dict[str, RotaryTables]:
+        """Make the rotary tables of each kind of layers.
+
+        Args:
+            base: parameters of each kind, which the kind's section of `rope_parameters` overrides.
 
         Raises:
-            UnsupportedModelError, ModelError: see `rope.inverse_frequencies`.
+            UnsupportedModelError, ModelError: a section is invalid; or see `rope.inverse_frequencies`.
         """
-        return inverse_frequencies(self.raw, self.head_dim, may_be_partial=False)
+        sections = self.raw.get("rope_parameters") or {}
+        if not isinstance(sections, Mapping) or not sections.keys() <= base.keys():
+            raise UnsupportedModelError(
+                f"{self.where}: rope_parameters = {sections!r}, expected a section for {tuple(base)}",
+                feature="rope_parameters",
+            )
+        if wrong := [section for section in sections.values() if not isinstance(section, Mapping | None)]:
+            raise ModelError(f"{self.where}: rope_parameters has {wrong[0]!r}, expected a table of numbers")
+
+        def tables(kind: str) -> RotaryTables:
+            parameters = {**base[kind], **(sections.get(kind) or {})}
+            known = {"rope_parameters": parameters}
+            return rotary_tables(known, self.head_dim, self.context_length, may_be_partial=False)
+
+        return {kind: tables(kind) for kind in base}
+
+    def rope_scaling(self) -> Mapping[str, Any]:
+        """Return the config's `rope_scaling`, empty if it has none. Raises ModelError if it is not a table."""
+        scaling = self.raw.get("rope_scaling") or {}
+        if not isinstance(scaling, Mapping):
+            raise ModelError(f"{self.where}: rope_scaling is {scaling!r}, expected a table of numbers")
+        return scaling
 
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """Return a whole number, positive unless `least` is 0. Raises ModelError if it is invalid, or missing without a
@@ -185,9 +217,10 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
             f"{where}: the config claims {layers} layers, but the checkpoint has {len(source.names())} tensors"
         )
     context = _context_length(config, where)
+    feed_forward = config.get("block_ff_dim") or config.get("moe_intermediate_size")
     return DecoderConfig(
         hidden_size=hidden,
-        intermediate_size=_count(config, where, "intermediate_size", default=config.get("block_ff_dim")),
+        intermediate_size=_count(config, where, "intermediate_size", default=feed_forward),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -200,6 +233,7 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
         sliding_window=_sliding_window(config, where, context),
         norm_offset=_norm_offset(config, where),
         rope_divisor=ROPE_DIVISOR if ROPE_DIVISOR in source.names() else None,
+        has_stacked_experts=any(name.endswith(STACKS_OF_EXPERTS) for name in source.names()),
         raw=config,
         where=where,
     )
@@ -265,6 +299,8 @@ def _context_length(config: Mapping[str, Any], where: str) -> int:
 def _activation(config: Mapping[str, Any], where: str) -> str:
     key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
     name = config.get(key) or "silu"
+    if name == "gelu" and config.get("has_legacy_gelu"):
+        name = "gelu_pytorch_tanh"  # the name in the first releases of Gemma; Transformers replaces it as well
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedModelError(
             f"{where}: hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}", feature=key

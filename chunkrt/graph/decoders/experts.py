@@ -1,11 +1,12 @@
-"""Mixtures of experts: a router picks a few feed-forwards for each row, and a shared feed-forward takes every row.
+"""Mixtures of experts: a router picks a few feed-forwards for each row, and a shared feed-forward may take every row.
 
-Source: Hugging Face's `Qwen3NextSparseMoeBlock`; Shazeer et al., The Sparsely-Gated Mixture-of-Experts Layer (2017).
+Source: Shazeer et al., The Sparsely-Gated Mixture-of-Experts Layer (2017); DeepSeek-AI, DeepSeek-V3 (2024), section
+2.1.2, for the bias that only selects; Hugging Face's `Qwen3NextSparseMoeBlock`, `Lfm2MoeSparseMoeBlock`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -19,39 +20,128 @@ from chunkrt.graph.modules import Float32, Module, Parameter
 MOST_EXPERTS = 4096
 
 
-class SparseMixture(Module):
-    """The routed experts, plus the shared expert times the sigmoid of its gate. Router and gate run on the CPU."""
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Sizes and rules of a mixture, and the names of its parts in the checkpoint.
 
-    def __init__(self, config: DecoderConfig) -> None:
+    Attributes:
+        width: width of each expert between its gate and down.
+        norm_topk_prob, use_sigmoid, norm_epsilon: see `ops.routed_experts`.
+        factor: factor of the sum of the routed experts.
+        router: name of the router's linear.
+        selection_bias: name of the tensor that is added to scores to pick experts; empty if there is none.
+        bias_rank: number of axes of that tensor, which are of length 1 except the last.
+        parts: names of each expert's gate, up and down.
+        stacks: names of the tensors, siblings of the experts, in which a checkpoint may store all gates and ups, and
+            all downs.
+    """
+
+    num_experts: int
+    top_k: int
+    width: int
+    norm_topk_prob: bool = True
+    use_sigmoid: bool = False
+    norm_epsilon: float = 0.0
+    factor: float = 1.0
+    router: str = "gate"
+    selection_bias: str = ""
+    bias_rank: int = 1
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacks: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+
+    @staticmethod
+    def of(config: DecoderConfig) -> Mixture:
+        """Read the keys that most families have."""
+        return Mixture(
+            num_experts=config.count("num_experts"),
+            top_k=config.count("num_experts_per_tok"),
+            width=config.count("moe_intermediate_size"),
+            norm_topk_prob=config.flag("norm_topk_prob", True),
+        )
+
+
+class SparseMixture(Module):
+    """The routed experts, plus the shared expert, which may be multiplied by the sigmoid of a gate. Router and gate run
+    on the CPU.
+
+    Args:
+        mixture: by default that of `Mixture.of`.
+        shared: the shared expert.
+        shared_name: the shared expert's name in the checkpoint.
+        has_shared_gate: whether the shared expert has a gate, which has the same name with "_gate".
+
+    Raises:
+        ModelError: there are too many experts, or the router would pick more than there are.
+        UnsupportedModelError: the experts have an activation other than SiLU.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        mixture: Mixture | None = None,
+        *,
+        shared: Module | None = None,
+        shared_name: str = "shared_expert",
+        has_shared_gate: bool = False,
+    ) -> None:
         super().__init__()
-        num_experts = config.count("num_experts")
+        mixture = mixture or Mixture.of(config)
+        num_experts = mixture.num_experts
         if num_experts > MOST_EXPERTS:
             raise ModelError(f"{config.where}: num_experts is {num_experts}; expected at most {MOST_EXPERTS}")
-        self.gate = RouterGate(config.hidden_size, num_experts)
-        self.experts = Experts(config, num_experts)
-        shared_size = config.count("shared_expert_intermediate_size")
-        self.shared_expert = FeedForward(replace(config, intermediate_size=shared_size))
-        self.shared_expert_gate = RouterGate(config.hidden_size, 1)
+        if mixture.top_k > num_experts:
+            raise ModelError(f"{config.where}: cannot pick {mixture.top_k} of {num_experts} experts")
+        config.refuse(hidden_act=config.activation != "silu")
+        self.gate = RouterGate(config.hidden_size, num_experts, name=mixture.router)
+        self.experts = Experts(config, mixture)
+        if shared is not None:
+            setattr(self, shared_name, shared)
+        if has_shared_gate:
+            self.shared_expert_gate = RouterGate(config.hidden_size, 1, name=f"{shared_name}_gate")
+        self._shared_name = shared_name if shared is not None else ""
+        self._has_shared_gate = has_shared_gate
 
     def forward(self, hidden: ir.Value) -> ir.Value:
-        shared = self.shared_expert(hidden)
+        if self._has_shared_gate:
+            shared = getattr(self, self._shared_name)(hidden)
+            routed = self.experts(hidden, self.gate(hidden))
+            with_gate = ops.mul(shared, ops.sigmoid(self.shared_expert_gate(hidden)), name="gated_shared")
+            return ops.add(routed, with_gate, name="output")
         routed = self.experts(hidden, self.gate(hidden))
-        with_gate = ops.mul(shared, ops.sigmoid(self.shared_expert_gate(hidden)), name="gated_shared")
-        return ops.add(routed, with_gate, name="output")
+        if not self._shared_name:
+            return routed
+        # The sum follows the shared expert's last linear, so that backends fuse the two in chunks and in decoding.
+        return ops.add(routed, getattr(self, self._shared_name)(hidden), name="output")
+
+
+def gated_mixture(config: DecoderConfig) -> SparseMixture:
+    """Return a mixture whose shared expert has a gate, and a width of its own."""
+    shared = FeedForward(replace(config, intermediate_size=config.count("shared_expert_intermediate_size")))
+    return SparseMixture(config, shared=shared, has_shared_gate=True)
+
+
+def has_experts(config: DecoderConfig, index: int) -> bool:
+    """Return whether a layer has experts, by the keys of Qwen's families."""
+    is_sparse = (index + 1) % config.count("decoder_sparse_step", 1) == 0
+    return is_sparse and bool(config.raw.get("num_experts")) and index not in config.layer_indices("mlp_only_layers")
 
 
 class RouterGate(Module):
-    """The product hidden @ weight, in float32 under every scheme. It runs on the CPU unless placed."""
+    """The product hidden @ weight, in float32 under every scheme. It runs on the CPU unless placed.
 
-    def __init__(self, width: int, num_columns: int) -> None:
+    `name` is the checkpoint's name of the weight, a sibling of this module.
+    """
+
+    def __init__(self, width: int, num_columns: int, *, name: str) -> None:
         super().__init__()
         self.device = "cpu"
         self.shape: tuple[int, ...] = (num_columns, width)
+        self._name = name
 
     def declare(self) -> None:
         self.weight = Parameter(
             shape=self.shape[::-1],
-            checkpoint_tensors={f"{self.path}.weight": self.shape},
+            checkpoint_tensors={f"{self.sibling(self._name)}.weight": self.shape},
             combine=lambda weight: weight.T,
         )
 
@@ -60,45 +150,60 @@ class RouterGate(Module):
 
 
 class Experts(Module):
-    """The routed feed-forwards. They run on the CPU unless placed.
+    """The routed feed-forwards. They run on the CPU unless placed."""
 
-    Raises:
-        ModelError: the router would pick more experts than the model has.
-    """
-
-    def __init__(self, config: DecoderConfig, num_experts: int) -> None:
+    def __init__(self, config: DecoderConfig, mixture: Mixture) -> None:
         super().__init__()
         self.device = "cpu"
-        self._sizes = (num_experts, config.hidden_size, config.count("moe_intermediate_size"))
-        self._top_k = config.count("num_experts_per_tok")
-        self._norm_topk_prob = config.flag("norm_topk_prob", True)
-        if self._top_k > num_experts:
-            raise ModelError(f"{config.where}: cannot pick {self._top_k} of {num_experts} experts")
+        self._hidden_size, self._mixture = config.hidden_size, mixture
+        self._has_stacks = config.has_stacked_experts
+        self._factor = np.float32(config.residual_factor * mixture.factor)
 
     def declare(self) -> None:
-        num_experts, width, inner = self._sizes
-        paths = [f"{self.path}.{expert}" for expert in range(num_experts)]
+        mixture, width = self._mixture, self._hidden_size
+        num_experts, inner = mixture.num_experts, mixture.width
+        gate_ups: dict[str, tuple[int, ...]] = {}
+        downs: dict[str, tuple[int, ...]] = {}
+        if self._has_stacks:
+            gate_ups[self.sibling(mixture.stacks[0])] = (num_experts, 2 * inner, width)
+            downs[self.sibling(mixture.stacks[1])] = (num_experts, width, inner)
+        else:
+            gate, up, down = mixture.parts
+            for path in (f"{self.path}.{expert}" for expert in range(num_experts)):
+                gate_ups |= {f"{path}.{part}.weight": (inner, width) for part in (gate, up)}
+                downs[f"{path}.{down}.weight"] = (width, inner)
         self.gate_up = Parameter(
-            shape=(num_experts, width, 2 * inner),
-            checkpoint_tensors={f"{p}.{part}_proj.weight": (inner, width) for p in paths for part in ("gate", "up")},
-            combine=self._gates_and_ups,
+            shape=(num_experts, width, 2 * inner), checkpoint_tensors=gate_ups, combine=self._gates_and_ups
         )
-        self.down = Parameter(
-            shape=(num_experts, inner, width),
-            checkpoint_tensors={f"{path}.down_proj.weight": (width, inner) for path in paths},
-            combine=lambda *tensors: np.stack([tensor.T for tensor in tensors]),
-        )
+        self.down = Parameter(shape=(num_experts, inner, width), checkpoint_tensors=downs, combine=self._downs)
+        if mixture.selection_bias:
+            shape = (1,) * (mixture.bias_rank - 1) + (num_experts,)
+            self.selection_bias = Parameter(
+                shape=(num_experts,),
+                checkpoint_tensors={self.sibling(mixture.selection_bias): shape},
+                combine=lambda bias: bias.reshape(num_experts),
+            )
 
     def _gates_and_ups(self, *tensors: Float32) -> Float32:
+        if self._has_stacks:
+            return tensors[0].swapaxes(1, 2)
         pairs = zip(tensors[::2], tensors[1::2], strict=True)
         return np.stack([np.concatenate(pair).T for pair in pairs])
 
+    def _downs(self, *tensors: Float32) -> Float32:
+        downs = tensors[0] if self._has_stacks else np.stack(tensors)
+        return downs.swapaxes(1, 2) if self._factor == 1 else downs.swapaxes(1, 2) * self._factor
+
     def forward(self, hidden: ir.Value, router_logits: ir.Value) -> ir.Value:
+        mixture = self._mixture
         return ops.routed_experts(
             hidden,
             router_logits,
             self.gate_up.value(),
             self.down.value(),
-            top_k=self._top_k,
-            norm_topk_prob=self._norm_topk_prob,
+            self.selection_bias.value() if mixture.selection_bias else None,
+            top_k=mixture.top_k,
+            norm_topk_prob=mixture.norm_topk_prob,
+            use_sigmoid=mixture.use_sigmoid,
+            norm_epsilon=mixture.norm_epsilon,
         )

@@ -1,39 +1,82 @@
-"""LFM2: gated short convolutions, with occasional layers of grouped-query attention.
+"""LFM2, dense or with experts: gated short convolutions, with occasional layers of grouped-query attention.
 
-Every layer has a SwiGLU feed-forward, heads of q and k are normalised, and the LM head shares the embedding's table.
-Source: Hugging Face's `Lfm2ForCausalLM`.
+Layers have a SwiGLU feed-forward, or experts that a router picks by sigmoid scores. Heads of q and k are normalised,
+and the LM head shares the embedding's table.
+Source: Hugging Face's `Lfm2ForCausalLM`, `Lfm2MoeForCausalLM`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
 
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
-from chunkrt.graph.decoders.llama import Attention, CausalDecoder, FeedForward, output_projection
-from chunkrt.graph.modules import DepthwiseWeights, Embedding, HeadNorm, Module, RMSNorm
+from chunkrt.graph.decoders.experts import Mixture, SparseMixture
+from chunkrt.graph.decoders.llama import (
+    Attention,
+    Body,
+    CausalDecoder,
+    FeedForward,
+    Layer,
+    LayerNames,
+    output_projection,
+)
+from chunkrt.graph.modules import DepthwiseWeights, HeadNorm, Module
 from chunkrt.graph.parallel import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from chunkrt.graph.rope import RotaryTables
 
 DEFAULTS = {"rope_theta": 1e6, "norm_eps": 1e-5, "num_key_value_heads": 8, "tie_word_embeddings": True}
+MOE_DEFAULTS = {
+    **DEFAULTS,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1792,
+}
+NAMES = LayerNames(before_mixer="operator_norm", before_mlp="ffn_norm", mlp="feed_forward")
 
 
 def lfm2(config: DecoderConfig) -> Module:
     """Build the decoder; layers are "conv" or "full_attention", by `layer_types` or, in older configs,
     `full_attn_idxs`."""
-    config = replace(
-        config,
-        intermediate_size=_feed_forward_size(config),
-        tie_word_embeddings=config.flag("tie_embedding", config.tie_word_embeddings),
-    )
+    config = replace(config, intermediate_size=_feed_forward_size(config))
     attention_layers = config.layer_indices("full_attn_idxs") or range(config.num_layers)
     default = ["full_attention" if i in attention_layers else "conv" for i in range(config.num_layers)]
-    rope = RotaryTables(config.full_inverse_frequencies, config.context_length, divisor=config.rope_divisor)
-    layers = [Lfm2Layer(config, rope, kind) for kind in config.layer_types(default, ("conv", "full_attention"))]
-    return CausalDecoder(config, Lfm2Body(config, rope, layers))
+    return _decoder(config, default, lambda index: feed_forward(config))
+
+
+def lfm2_moe(config: DecoderConfig) -> Module:
+    """Build a decoder with experts in all layers except the first `num_dense_layers`."""
+    num_dense = config.count("num_dense_layers", 2, least=0)
+    mixture = replace(
+        Mixture.of(config),
+        use_sigmoid=True,
+        norm_epsilon=1e-6,
+        factor=config.number("routed_scaling_factor", 1.0),
+        selection_bias="expert_bias" if config.flag("use_expert_bias", True) else "",
+        parts=("w1", "w3", "w2"),
+    )
+
+    def mlp(index: int) -> Module:
+        return feed_forward(config) if index < num_dense else SparseMixture(config, mixture)
+
+    return _decoder(config, (), mlp)
+
+
+def _decoder(config: DecoderConfig, default: Sequence[str], mlp: Callable[[int], Module]) -> Module:
+    config = replace(config, tie_word_embeddings=config.flag("tie_embedding", config.tie_word_embeddings))
+    rope = config.rotary_tables()
+
+    def layer(index: int, kind: str) -> Layer:
+        if kind == "conv":
+            return Layer(config, ShortConvolution(config), mlp(index), names=replace(NAMES, mixer="conv"))
+        return Layer(config, _attention(config, rope), mlp(index), names=NAMES)
+
+    kinds = config.layer_types(default, ("conv", "full_attention"))
+    layers = [layer(index, kind) for index, kind in enumerate(kinds)]
+    return CausalDecoder(config, Body(config, rope, layers, norm_name="embedding_norm"))
 
 
 def _feed_forward_size(config: DecoderConfig) -> int:
@@ -47,6 +90,13 @@ def _feed_forward_size(config: DecoderConfig) -> int:
     wanted = config.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)
     check_size(wanted, config.where, "the width of the feed-forward")
     return -(-int(wanted) // multiple) * multiple
+
+
+def feed_forward(config: DecoderConfig) -> FeedForward:
+    """Return the gated feed-forward under this family's names: w1 (gate), w3 (up) and w2 (down)."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    gate_up = MergedColumnParallelLinear(hidden, {"w1": inner, "w3": inner}, config.ranks)
+    return FeedForward(config, gate_up=gate_up, down=RowParallelLinear(inner, {"w2": hidden}, config.ranks))
 
 
 class ShortConvolution(Module):
@@ -78,49 +128,7 @@ class ShortConvolution(Module):
         return self.out_proj(mixed)
 
 
-class Lfm2Layer(Module):
-    """Convolution or attention, then the feed-forward; each takes a normalised input and is added to the residual
-    stream.
-    """
-
-    def __init__(self, config: DecoderConfig, rope: RotaryTables, kind: str) -> None:
-        super().__init__()
-        hidden, inner, epsilon = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-        gate_up = MergedColumnParallelLinear(hidden, {"w1": inner, "w3": inner}, config.ranks)
-        down = RowParallelLinear(inner, {"w2": hidden}, config.ranks)
-        self.operator_norm = RMSNorm(hidden, epsilon)
-        if kind == "conv":
-            self.conv = ShortConvolution(config)
-        else:
-            self.self_attn = _attention(config, rope)
-        self.ffn_norm = RMSNorm(hidden, epsilon)
-        self.feed_forward = FeedForward(config, gate_up=gate_up, down=down)
-        self._is_convolution = kind == "conv"
-
-    def forward(self, hidden: ir.Value) -> ir.Value:
-        mix = self.conv if self._is_convolution else self.self_attn
-        hidden = ops.add(hidden, mix(self.operator_norm(hidden)), name="operator_residual")
-        return ops.add(hidden, self.feed_forward(self.ffn_norm(hidden)), name="output")
-
-
 def _attention(config: DecoderConfig, rope: RotaryTables) -> Attention:
     heads = {"q_layernorm": config.heads.num_heads, "k_layernorm": config.heads.num_kv_heads}
     norm = HeadNorm(heads, config.head_dim, config.rms_norm_eps)
     return Attention(config, rope, norm=norm, output=output_projection(config, "out_proj"))
-
-
-class Lfm2Body(Module):
-    """Embedding, the layers, and the final norm, which has the name `embedding_norm`."""
-
-    def __init__(self, config: DecoderConfig, rope: RotaryTables, layers: Sequence[Module]) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rope = rope
-        self.layers = list(layers)
-        self.embedding_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, token_ids: ir.Value) -> ir.Value:
-        hidden = self.embed_tokens(token_ids)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.embedding_norm(hidden)

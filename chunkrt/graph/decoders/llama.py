@@ -7,7 +7,8 @@ table. Source: Touvron et al., LLaMA (2023), section 2.2; Hugging Face's `LlamaF
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -92,7 +93,7 @@ class FeedForward(Module):
         hidden, width, ranks = config.hidden_size, config.intermediate_size, config.ranks
         parts = {"gate_proj": width, "up_proj": width}
         self.gate_up_proj = gate_up or MergedColumnParallelLinear(hidden, parts, ranks, bias=bias)
-        self.down_proj = down or RowParallelLinear(width, hidden, ranks, bias=bias)
+        self.down_proj = down or RowParallelLinear(width, hidden, ranks, bias=bias, factor=config.residual_factor)
         self._activation = config.activation
 
     def forward(self, hidden: ir.Value) -> ir.Value:
@@ -106,7 +107,10 @@ def output_projection(config: DecoderConfig, name: str = "", *, bias: bool = Fal
     module's.
     """
     columns, hidden = config.heads.q_columns, config.hidden_size
-    return RowParallelLinear(columns.size, {name: hidden} if name else hidden, config.ranks, depth=columns, bias=bias)
+    outputs = {name: hidden} if name else hidden
+    return RowParallelLinear(
+        columns.size, outputs, config.ranks, depth=columns, bias=bias, factor=config.residual_factor
+    )
 
 
 def norm(config: DecoderConfig) -> RMSNorm:
@@ -120,24 +124,54 @@ def head_norm(config: DecoderConfig) -> HeadNorm:
     return HeadNorm(parts, config.head_dim, config.rms_norm_eps, offset=config.norm_offset)
 
 
-class Layer(Module):
-    """Attention and feed-forward; each takes a normalised input and is added to the residual stream.
+@dataclass(frozen=True, kw_only=True)
+class LayerNames:
+    """Names of a layer's parts in the checkpoint. A family lacks a norm whose name is empty."""
 
-    `mixer` is attention or the family's replacement for attention; `mixer_name` is its name in the checkpoint.
+    before_mixer: str = "input_layernorm"
+    mixer: str = "self_attn"
+    after_mixer: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    after_mlp: str = ""
+
+
+NORMS_BEFORE = LayerNames()
+"""Names in families that normalise the inputs of attention and feed-forward: most families."""
+NORMS_BEHIND = LayerNames(
+    before_mixer="",
+    after_mixer="post_attention_layernorm",
+    before_mlp="",
+    after_mlp="post_feedforward_layernorm",
+)
+"""Names in families that normalise the results of attention and feed-forward, and not their inputs."""
+
+
+class Layer(Module):
+    """Attention and feed-forward, each with norms before or behind it; their results are added to the residual stream.
+
+    `mixer` is attention or the family's replacement for attention.
     """
 
-    def __init__(self, config: DecoderConfig, mixer: Module, mlp: Module, *, mixer_name: str = "self_attn") -> None:
+    def __init__(self, config: DecoderConfig, mixer: Module, mlp: Module, *, names: LayerNames = NORMS_BEFORE) -> None:
         super().__init__()
-        self.input_layernorm = norm(config)
-        setattr(self, mixer_name, mixer)
-        self.post_attention_layernorm = norm(config)
-        self.mlp = mlp
-        self._mixer = (mixer,)
+        halves = (
+            {names.before_mixer: norm(config), names.mixer: mixer, names.after_mixer: norm(config)},
+            {names.before_mlp: norm(config), names.mlp: mlp, names.after_mlp: norm(config)},
+        )
+        for half in halves:
+            half.pop("", None)
+            for name, part in half.items():
+                setattr(self, name, part)
+        self._halves = [tuple(half) for half in halves]
 
     def forward(self, hidden: ir.Value) -> ir.Value:
-        (mixer,) = self._mixer
-        hidden = ops.add(hidden, mixer(self.input_layernorm(hidden)), name="attention_residual")
-        return ops.add(hidden, self.mlp(self.post_attention_layernorm(hidden)), name="output")
+        for names, residual in zip(self._halves, ("attention_residual", "output"), strict=True):
+            result = hidden
+            for name in names:
+                result = getattr(self, name)(result)
+            hidden = ops.add(hidden, result, name=residual)
+        return hidden
 
 
 class Body(Module):
@@ -146,22 +180,35 @@ class Body(Module):
     Args:
         rope: the rotary tables of all layers, or of one kind of layers.
         embedding_scale: factor of the embeddings.
+        other_ropes: rotary tables of other kinds of layers, by the names that they get in the plan.
+        norm_name: name of the final norm.
     """
 
     def __init__(
-        self, config: DecoderConfig, rope: RotaryTables, layers: Sequence[Module], *, embedding_scale: float = 1.0
+        self,
+        config: DecoderConfig,
+        rope: RotaryTables,
+        layers: Sequence[Module],
+        *,
+        embedding_scale: float = 1.0,
+        other_ropes: Mapping[str, RotaryTables] | None = None,
+        norm_name: str = "norm",
     ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=embedding_scale)
         self.rope = rope
+        for name, tables in (other_ropes or {}).items():
+            setattr(self, name, tables)
         self.layers = list(layers)
-        self.norm = norm(config)
+        setattr(self, norm_name, norm(config))
+        self._norm_name = norm_name
 
     def forward(self, token_ids: ir.Value) -> ir.Value:
         hidden = self.embed_tokens(token_ids)
         for layer in self.layers:
             hidden = layer(hidden)
-        return self.norm(hidden)
+        normed: ir.Value = getattr(self, self._norm_name)(hidden)
+        return normed
 
 
 class CausalDecoder(Module):
@@ -176,7 +223,9 @@ class CausalDecoder(Module):
         (embedding,) = (child for name, child in body.children() if name == "embed_tokens")
         self._context_length, self._embedding, self._has_head = config.context_length, (embedding,), True
         tied_to = embedding if config.tie_word_embeddings else None
-        self.lm_head = ReplicatedLinear(config.hidden_size, config.vocab_size, tied_to=tied_to).to("cpu")
+        self.lm_head = ReplicatedLinear(
+            config.hidden_size, config.vocab_size, tied_to=tied_to, factor=config.logit_factor
+        ).to("cpu")
 
     def leave_out_head(self) -> None:
         """Use the embedding's table in place of an LM head that the checkpoint lacks. Call this on a named decoder.
@@ -205,7 +254,7 @@ def llama(config: DecoderConfig) -> Module:
 
 def mistral(config: DecoderConfig) -> Module:
     """Build a decoder whose layers all have a sliding window, if the config states one."""
-    rope = RotaryTables(config.full_inverse_frequencies, config.context_length, divisor=config.rope_divisor)
+    rope = config.rotary_tables()
     has_bias = config.flag("attention_bias")
 
     def layer() -> Layer:

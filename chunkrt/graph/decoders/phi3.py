@@ -35,4 +35,4 @@ def phi3(config: DecoderConfig) -> Module:
 def _tables(config: DecoderConfig) -> RotaryTables:
     if rope_parameters(config.raw)["rope_type"] in LONGROPE:
         return longrope_tables(config.raw, config.head_dim, config.context_length)
-    return RotaryTables(config.inverse_frequencies, config.context_length)
+    return config.rotary_tables(may_be_partial=True)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer
 from chunkrt.graph.modules import Module
-from chunkrt.graph.rope import RotaryTables
 
 DEFAULTS = {"sliding_window": 4096}
 
 
 def qwen2(config: DecoderConfig) -> Module:
     """Build a decoder whose layers attend to all earlier tokens, unless the config enables sliding windows."""
-    rope = RotaryTables(config.full_inverse_frequencies, config.context_length, divisor=config.rope_divisor)
+    rope = config.rotary_tables()
 
     def layer(window: int) -> Layer:
         return Layer(config, Attention(config, rope, bias=(True, False), window=window), FeedForward(config))

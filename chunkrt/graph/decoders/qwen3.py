@@ -9,14 +9,13 @@ from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
 from chunkrt.graph.decoders.qwen2 import windows
 from chunkrt.graph.modules import Module
-from chunkrt.graph.rope import RotaryTables
 
 DEFAULTS = {"head_dim": 128, "sliding_window": 4096}
 
 
 def qwen3(config: DecoderConfig) -> Module:
     """Build a decoder whose layers attend to all earlier tokens, unless the config enables sliding windows."""
-    rope = RotaryTables(config.full_inverse_frequencies, config.context_length, divisor=config.rope_divisor)
+    rope = config.rotary_tables()
     has_bias = config.flag("attention_bias")
 
     def layer(window: int) -> Layer:

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5's text half: three layers of the gated delta rule, then one of gated attention.
+"""Qwen3-Next and Qwen3.5, dense or with experts: three layers of the gated delta rule, then one of gated attention.
 
 The results of attention's heads are multiplied by a gate, RoPE rotates a quarter of their dimensions, and norms
 multiply by 1 + w. Source: Yang et al., Gated Delta Networks (2024); Hugging Face's `Qwen3NextForCausalLM`,
@@ -17,14 +17,22 @@ from numpy.typing import NDArray
 from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
-from chunkrt.graph.decoders.experts import SparseMixture
-from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, head_norm
+from chunkrt.graph.decoders.experts import gated_mixture, has_experts
+from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, LayerNames, head_norm
 from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Module, Parameter
 from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.plan import ALONE
 from chunkrt.graph.rope import RotaryTables
 
 DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_offset": 1}
+MOE_DEFAULTS = {
+    **DEFAULTS,
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 
 
 def qwen3_next(config: DecoderConfig) -> Module:
@@ -41,22 +49,17 @@ def _decoder(config: DecoderConfig, *, has_grouped_projections: bool) -> Module:
     interval = config.count("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(config.num_layers)]
     kinds = config.layer_types(default, ("linear_attention", "full_attention"))
-    rope = RotaryTables(config.inverse_frequencies, config.context_length, divisor=config.rope_divisor)
+    rope = config.rotary_tables(may_be_partial=True)
     sizes = DeltaSizes.of(config)
     layers: list[Module] = []
     for index, kind in enumerate(kinds):
-        mlp = SparseMixture(config) if _has_experts(config, index) else FeedForward(config)
+        mlp = gated_mixture(config) if has_experts(config, index) else FeedForward(config)
         if kind == "full_attention":
             layers.append(Layer(config, GatedAttention(config, rope), mlp))
         else:
             rule = GatedDeltaRule(config, sizes, is_grouped=has_grouped_projections)
-            layers.append(Layer(config, rule, mlp, mixer_name="linear_attn"))
+            layers.append(Layer(config, rule, mlp, names=LayerNames(mixer="linear_attn")))
     return CausalDecoder(config, Body(config, rope, layers))
-
-
-def _has_experts(config: DecoderConfig, index: int) -> bool:
-    is_sparse = (index + 1) % config.count("decoder_sparse_step", 1) == 0
-    return is_sparse and bool(config.raw.get("num_experts")) and index not in config.layer_indices("mlp_only_layers")
 
 
 @dataclass(frozen=True, kw_only=True)

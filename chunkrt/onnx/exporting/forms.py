@@ -154,6 +154,7 @@ def _tied(planned: Planned) -> dict[str, str]:
         for table in tables
         for parameter in planned.decoder.parameters()
         if parameter is not table
+        and getattr(parameter, "factor", 1) == 1
         and parameter.checkpoint_tensors.keys() == table.checkpoint_tensors.keys()
         and parameter.shape == table.shape[::-1]
     }
@@ -211,11 +212,17 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
             f"{plan.family} has layers of linear attention, which the dynamic form does not support; export a fixed "
             "window"
         )
-    attention = (node for subgraph in plan.subgraphs for node in subgraph.nodes if node.op in ATTENTION_OPS)
-    if uneven := [dim for node in attention if cast(int, dim := node.attributes["head_dim"]) % HEAD_STEP]:
+    attention = [node for subgraph in plan.subgraphs for node in subgraph.nodes if node.op in ATTENTION_OPS]
+    if uneven_dims := [dim for node in attention if cast(int, dim := node.attributes["head_dim"]) % HEAD_STEP]:
         raise UnsupportedModelError(
-            f"its heads have {uneven[0]} dimensions; ONNX Runtime's GroupQueryAttention supports multiples of "
+            f"its heads have {uneven_dims[0]} dimensions; ONNX Runtime's GroupQueryAttention supports multiples of "
             f"{HEAD_STEP}; export a fixed window"
+        )
+    rotated = [cast(int, node.attributes["rotary_dim"]) for node in attention if _rotates(planned, node)]
+    if uneven := [dim for dim in rotated if dim % HEAD_STEP]:
+        raise UnsupportedModelError(
+            f"its RoPE rotates {uneven[0]} dimensions of each head; ONNX Runtime's GroupQueryAttention supports "
+            f"multiples of {HEAD_STEP}; export a fixed window"
         )
     e = make_emitter(planned.within(settings.context), opset=settings.opset, dtype=settings.tensor_type)
     e.input("input_ids", INT64, [BATCH, ROWS])
@@ -229,7 +236,7 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
     rows = slice(first_row, first_row + settings.context)
 
     def layer(node: Node, past: Sequence[ir.Value]) -> Sequence[ir.Value]:
-        return _attention(e, node, past, (last, total), rows)
+        return _attention(e, node, past, (last, total), rows if _rotates(planned, node) else None)
 
     def describe(state: Tensor) -> tuple[ir.DataType, list[int | str], list[int | str]]:
         heads, dim = resolve((state.shape[0], state.shape[2]), {})
@@ -240,10 +247,10 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
 
 
 def _attention(
-    e: Emitter, node: Node, past: Sequence[ir.Value], lengths: tuple[ir.Value, ir.Value], rows: slice
+    e: Emitter, node: Node, past: Sequence[ir.Value], lengths: tuple[ir.Value, ir.Value], rows: slice | None
 ) -> Sequence[ir.Value]:
     (out,) = node.outputs
-    cos, sin = (e.table(name, name, rows, e.dtype) for name in node.inputs[3:5])
+    tables = [] if rows is None else [e.table(name, name, rows, e.dtype) for name in node.inputs[3:5]]
     _, *present = e.ops(
         "GroupQueryAttention",
         e.read(node.inputs[0], e.dtype),
@@ -251,17 +258,23 @@ def _attention(
         None,
         *past,
         *lengths,
-        cos,
-        sin,
+        *tables,
         names=[out, f"{out}/present_key", f"{out}/present_value"],
         domain=CONTRIB_DOMAIN,
         num_heads=node.attributes["num_heads"],
         kv_num_heads=node.attributes["num_kv_heads"],
         scale=node.attributes["scale"],
         local_window_size=cast(int, node.attributes["window"]) or -1,
-        do_rotary=1,
+        do_rotary=int(rows is not None),
     )
     return present
+
+
+def _rotates(planned: Planned, node: Node) -> bool:
+    """Return whether the tables of an attention node have an angle other than 0."""
+    path = node.inputs[3].rpartition(".")[0]
+    tables = [m for m in planned.decoder.modules() if isinstance(m, RotaryTables) and m.path == path]
+    return all(table.rotates for table in tables)
 
 
 SUBGRAPH_KEY = "chunkrt.subgraph"

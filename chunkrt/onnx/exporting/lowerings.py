@@ -115,17 +115,26 @@ def _routed_experts(e: Emitter, node: Node) -> None:
     """Compute all experts for all rows; the factor of an expert is 0 for rows that do not use it."""
     (out,) = node.outputs
     hidden, router_logits = e.read(node.inputs[0], e.dtype), e.read(node.inputs[1], FLOAT)
-    gate_up, down = (e.read(name, e.dtype) for name in node.inputs[2:])
+    gate_up, down = (e.read(name, e.dtype) for name in node.inputs[2:4])
     assert down.shape is not None
     inner = int(down.shape.numpy()[1])
-    probabilities = e.op("Softmax", router_logits, name=f"{out}/probabilities", axis=-1)
+    if node.attributes.get("use_sigmoid", 0):
+        probabilities = e.op("Sigmoid", router_logits, name=f"{out}/probabilities")
+    else:
+        probabilities = e.op("Softmax", router_logits, name=f"{out}/probabilities", axis=-1)
+    values = router_logits
+    if node.inputs[4:]:
+        values = e.op("Add", probabilities, e.read(node.inputs[4], FLOAT), name=f"{out}/values")
     top_k = e.ints(cast(int, node.attributes["top_k"]))
-    largest, indices = e.ops("TopK", router_logits, top_k, names=[f"{out}/largest", f"{out}/picked"], axis=-1)
+    largest, indices = e.ops("TopK", values, top_k, names=[f"{out}/largest", f"{out}/picked"], axis=-1)
     del largest
     indices.type = ir.TensorType(ir.DataType.INT64)
     picked = e.op("GatherElements", probabilities, indices, name=f"{out}/weights", axis=-1)
     if node.attributes["norm_topk_prob"]:
-        picked = e.op("Div", picked, e.reduce_sum(picked, -1, name=f"{out}/sum"), name=f"{out}/normed")
+        divisor = e.reduce_sum(picked, -1, name=f"{out}/sum")
+        if epsilon := cast(float, node.attributes.get("norm_epsilon", 0.0)):
+            divisor = e.op("Add", divisor, e.number(epsilon), name=f"{out}/divisor")
+        picked = e.op("Div", picked, divisor, name=f"{out}/normed")
     nothing = e.op("Sub", probabilities, probabilities, name=f"{out}/nothing")
     weights = e.op("ScatterElements", nothing, indices, picked, name=f"{out}/of_all", axis=-1)
     rows = e.op("Unsqueeze", hidden, e.ints(1), name=f"{out}/rows")

@@ -21,17 +21,20 @@ MIXERS = ("CachedAttention", "LinearAttention")
 ACTIVATIONS = {"Sigmoid": "silu_sigmoid", "Gelu": "gelu", "Tanh": "tanh", "Softplus": "softplus"}
 
 
+RESIDUAL = "attention_residual"
+"""Name of the residual stream between a layer's halves."""
+
+
 class Words(NamedTuple):
     """Names of a layer's parts in a family of models."""
 
     before_mixer: str = "input_layernorm"
     before_mlp: str = "post_attention_layernorm"
     mlp: str = "mlp"
-    residual: str = "attention_residual"
     last_norm: str = "norm"
 
 
-LFM2 = Words("operator_norm", "ffn_norm", "feed_forward", "operator_residual", "embedding_norm")
+LFM2 = Words("operator_norm", "ffn_norm", "feed_forward", "embedding_norm")
 """Names of a layer's parts in decoders with short convolutions."""
 
 
@@ -154,7 +157,7 @@ class _Namer:
         elif node.op_type == "Split":
             self.places[node] = ModuleNames(f"{inside}.{self._words.mlp}", ["gate", "up"])
         elif node.op_type == "Add" and node.inputs[1] not in self._weights:
-            residual = ModuleNames(inside, [self._words.residual])
+            residual = ModuleNames(inside, [RESIDUAL])
             self.places[node] = ModuleNames(inside, ["output"]) if residual in self.places.values() else residual
         elif node.op_type == "Mul" and node.inputs[1] not in self._weights:
             is_silu = producer(node.inputs[1], "Sigmoid") is not None
@@ -186,7 +189,7 @@ class _Namer:
             return f"{layer}.post_attention_layernorm"
         if place.path.endswith(".down_proj"):
             return f"{layer}.post_feedforward_layernorm"
-        if place == ModuleNames(layer, [self._words.residual]):
+        if place == ModuleNames(layer, [RESIDUAL]):
             has_post = any(found.path == f"{layer}.post_attention_layernorm" for found in self.places.values())
             return f"{layer}.{'pre_feedforward_layernorm' if has_post else self._words.before_mlp}"
         return f"model.{self._words.last_norm}"

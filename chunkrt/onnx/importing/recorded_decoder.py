@@ -151,8 +151,15 @@ def _linear_attention(attributes: Attributes, operands: Operands, names: Names) 
 
 
 def _experts(attributes: Attributes, operands: Operands, names: Names) -> list[ir.Value]:
-    top_k, is_normed = attributes["top_k"], bool(attributes["norm_topk_prob"])
-    return [ops.routed_experts(*operands, top_k=top_k, norm_topk_prob=is_normed, name=names[0])]
+    mixed = ops.routed_experts(
+        *operands,
+        top_k=attributes["top_k"],
+        norm_topk_prob=bool(attributes["norm_topk_prob"]),
+        use_sigmoid=bool(attributes.get("use_sigmoid", 0)),
+        norm_epsilon=attributes.get("norm_epsilon", 0.0),
+        name=names[0],
+    )
+    return [mixed]
 
 
 def _plain(operator: Callable[..., ir.Value]) -> Operator:

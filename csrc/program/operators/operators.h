@@ -65,15 +65,23 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
 // outliers in the channels of other rows dequantises these rows.
 ValueId shadow_linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId scales,
                       float input_step, ValueId hot_channels);
-// The weighted sum of the feed-forward networks (experts) that a router picks for each row. The picked
-// experts are those with the row's top_k largest router_logits [rows, E]; of equal logits, the first wins.
-// The weights of the sum are the softmax over all logits of the row; with norm_topk_prob, the weights of the
-// picked experts are divided by their sum. The experts' weights are as in linear, with a leading axis [E]:
-// gate_up with scales [E, 2 * I] and columns gate | up, and down with scales [E, width]. Before each product,
-// rows are quantised as in linear without an input step.
+struct RouterRule {
+  std::size_t top_k;
+  bool norm_topk_prob = false;
+  bool use_sigmoid = false;
+  float norm_epsilon = 0.0f;
+};
+
+// The weighted sum of the feed-forward networks (experts) that a router picks for each row. The scores of
+// experts are the softmax over the row's router_logits [rows, E], or the sigmoid of each with use_sigmoid.
+// The picked experts are those with the top_k largest sums of score and selection_bias float32 [E]; of equal
+// ones, the first wins. The weights of the sum are the scores; with norm_topk_prob, those of the picked
+// experts are divided by their sum plus norm_epsilon. The experts' weights are as in linear, with a leading
+// axis [E]: gate_up with scales [E, 2 * I] and columns gate | up, and down with scales [E, width]. Before
+// each product, rows are quantised as in linear without an input step.
 ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_logits, ValueId gate_up,
-                       ValueId gate_up_scales, ValueId down, ValueId down_scales, std::size_t top_k,
-                       bool norm_topk_prob);
+                       ValueId gate_up_scales, ValueId down, ValueId down_scales,
+                       std::optional<ValueId> selection_bias, const RouterRule& rule);
 
 struct AttentionShape {
   std::size_t num_heads;

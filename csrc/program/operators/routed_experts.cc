@@ -33,9 +33,14 @@ struct SlotRows {
   Outliers outliers;
 };
 
+struct RouterKernels {
+  UnaryFunction* exp;
+  UnaryFunction* sigmoid;
+};
+
 using RowOfSlot = std::function<const float*(const Frame& frame, std::size_t slot, float* scratch)>;
 
-// Picks the top_k largest logits, in ascending order of experts; of equal logits, the first wins.
+// Picks the top_k largest values, in ascending order of experts; of equal values, the first wins.
 void pick(const float* logits, std::size_t num_experts, std::int32_t* picked, std::size_t top_k) {
   std::size_t count = 0;  // so far, the largest first
   for (std::size_t expert = 0; expert < num_experts; ++expert) {
@@ -48,18 +53,24 @@ void pick(const float* logits, std::size_t num_experts, std::int32_t* picked, st
   std::sort(picked, picked + top_k);
 }
 
-// Computes the softmax over all experts, and keeps the values of the picked experts; `scores` has room for
-// all experts.
-void weigh(const float* logits, std::size_t num_experts, const std::int32_t* picked, std::size_t top_k,
-           bool norm_topk_prob, UnaryFunction* exp, float* scores, float* weights) {
+// Computes the scores of all experts: the softmax over them, or the sigmoid of each.
+void score(const float* logits, std::size_t num_experts, bool use_sigmoid, const RouterKernels& kernels,
+           float* scores) {
+  if (use_sigmoid) return kernels.sigmoid(logits, scores, num_experts);
   const float largest = *std::max_element(logits, logits + num_experts);
   for (std::size_t expert = 0; expert < num_experts; ++expert) scores[expert] = logits[expert] - largest;
-  exp(scores, scores, num_experts);
-  float sum = 0.0f, sum_of_picked = 0.0f;
+  kernels.exp(scores, scores, num_experts);
+  float sum = 0.0f;
   for (std::size_t expert = 0; expert < num_experts; ++expert) sum += scores[expert];
-  for (std::size_t i = 0; i < top_k; ++i) sum_of_picked += weights[i] = scores[picked[i]] / sum;
-  if (!norm_topk_prob) return;
-  for (std::size_t i = 0; i < top_k; ++i) weights[i] /= sum_of_picked;
+  for (std::size_t expert = 0; expert < num_experts; ++expert) scores[expert] /= sum;
+}
+
+// Keeps the scores of the picked experts.
+void weigh(const float* scores, const std::int32_t* picked, const RouterRule& rule, float* weights) {
+  float sum = 0.0f;
+  for (std::size_t i = 0; i < rule.top_k; ++i) sum += weights[i] = scores[picked[i]];
+  if (!rule.norm_topk_prob) return;
+  for (std::size_t i = 0; i < rule.top_k; ++i) weights[i] /= sum + rule.norm_epsilon;
 }
 
 // Sorts slots by expert, and by row within an expert. begins [num_experts + 1] receives the first slots of
@@ -82,7 +93,9 @@ RowOutliers from_slot(const RowOutliers& outliers, std::size_t slot) {
           .capacity = outliers.capacity};
 }
 
-Routing route(ProgramBuilder& builder, ValueId router_logits, std::size_t top_k, bool norm_topk_prob) {
+Routing route(ProgramBuilder& builder, ValueId router_logits, std::optional<ValueId> selection_bias,
+              const RouterRule& rule) {
+  const std::size_t top_k = rule.top_k;
   const Symbol symbol = builder.rows_of(router_logits, "routed_experts' router logits");
   const std::size_t num_experts = builder.width_of(router_logits);
   require(top_k >= 1 && top_k <= num_experts, "routed_experts: " + std::to_string(top_k) + " of " +
@@ -98,16 +111,30 @@ Routing route(ProgramBuilder& builder, ValueId router_logits, std::size_t top_k,
                            .slots = builder.temporary(Dtype::int32, of_slots),
                            .rows = builder.temporary(Dtype::int32, of_slots)};
   const ValueId picked = builder.temporary(Dtype::int32, of_slots);
-  builder.need_scratch(num_experts);
-  UnaryFunction* exp = select_kernel(exp_f32_f32).function;
-  builder.add_row_step(symbol, "route", {router_logits, picked, routing.weights},
+  builder.need_scratch(2 * num_experts);
+  const RouterKernels kernels = {.exp = select_kernel(exp_f32_f32).function,
+                                 .sigmoid = select_kernel(sigmoid_f32_f32).function};
+  std::vector<ValueId> uses = {router_logits, picked, routing.weights};
+  if (selection_bias) {
+    builder.require_constant(*selection_bias, Dtype::float32, {fixed(num_experts)},
+                             "routed_experts' selection bias");
+    uses.push_back(*selection_bias);
+  }
+  builder.add_row_step(symbol, "route", uses,
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+                         float* sums = scratch + num_experts;  // scores and selection bias
                          for (std::size_t row = begin; row < end; ++row) {
                            const float* logits = frame.get<const float>(router_logits) + row * num_experts;
+                           score(logits, num_experts, rule.use_sigmoid, kernels, scratch);
+                           const float* values = rule.use_sigmoid ? scratch : logits;
+                           if (selection_bias) {
+                             const float* bias = frame.get<const float>(*selection_bias);
+                             for (std::size_t i = 0; i < num_experts; ++i) sums[i] = scratch[i] + bias[i];
+                             values = sums;
+                           }
                            std::int32_t* of_row = frame.get<std::int32_t>(picked) + row * top_k;
-                           pick(logits, num_experts, of_row, top_k);
-                           weigh(logits, num_experts, of_row, top_k, norm_topk_prob, exp, scratch,
-                                 frame.get<float>(routing.weights) + row * top_k);
+                           pick(values, num_experts, of_row, top_k);
+                           weigh(scratch, of_row, rule, frame.get<float>(routing.weights) + row * top_k);
                          }
                        });
   builder.add_loop([](const Frame&) { return std::size_t{1}; }, 1, "route",
@@ -232,8 +259,8 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
 }  // namespace
 
 ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_logits, ValueId gate_up,
-                       ValueId gate_up_scales, ValueId down, ValueId down_scales, std::size_t top_k,
-                       bool norm_topk_prob) {
+                       ValueId gate_up_scales, ValueId down, ValueId down_scales,
+                       std::optional<ValueId> selection_bias, const RouterRule& rule) {
   const Symbol symbol = builder.rows_of(hidden, "routed_experts' input");
   const std::size_t width = builder.width_of(hidden);
   require(builder.rows_of(router_logits, "routed_experts' router logits") == symbol,
@@ -249,7 +276,7 @@ ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_l
               " of down, got " + std::to_string(both) + " and " +
               std::to_string(builder.width_of(down_scales)));
 
-  const Routing routing = route(builder, router_logits, top_k, norm_topk_prob);
+  const Routing routing = route(builder, router_logits, selection_bias, rule);
   const SlotRows rows = quantize_slots(
       builder, routing, width, {hidden, routing.rows}, "gather",
       [=](const Frame& frame, std::size_t slot, float*) {
@@ -273,7 +300,7 @@ ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_l
                          for (std::size_t row = begin; row < end; ++row) {
                            float* sum = frame.get<float>(out) + row * width;
                            std::fill_n(sum, width, 0.0f);
-                           for (std::size_t i = row * top_k; i < (row + 1) * top_k; ++i) {
+                           for (std::size_t i = row * rule.top_k; i < (row + 1) * rule.top_k; ++i) {
                              const float weight = frame.get<const float>(routing.weights)[i];
                              const auto slot =
                                  static_cast<std::size_t>(frame.get<const std::int32_t>(routing.slots)[i]);

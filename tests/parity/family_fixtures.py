@@ -1,0 +1,529 @@
+"""The fixtures of families that differ from Llama in single parts: their configs, and their weights.
+
+Configs omit keys whose values are Transformers' defaults wherever published configs of that size could omit them, so
+that the logits also depend on chunkrt's defaults.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import recurrent_fixtures
+from numpy.typing import NDArray
+
+Weights = dict[str, NDArray[Any]]
+NUM_TOKENS = 95
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "torch_dtype": "float16",
+}
+_GRANITE = {
+    "embedding_multiplier": 12,
+    "logits_scaling": 0.5,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "rms_norm_eps": 1e-5,
+}
+_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.1, 2.0, 3.0]}
+
+
+def _family(name: str, architecture: str, **changes: Any) -> dict[str, Any]:
+    return {**_SIZES, "architectures": [architecture], "model_type": name, **changes}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "smollm3": _family("smollm3", "SmolLM3ForCausalLM", num_hidden_layers=4),
+    "smollm3_window": _family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        num_hidden_layers=3,
+        no_rope_layers=[1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=9,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    ),
+    "granite": _family("granite", "GraniteForCausalLM", **_GRANITE, tie_word_embeddings=True, rope_theta=300.0),
+    "granite_biased": _family("granite", "GraniteForCausalLM", attention_bias=True, mlp_bias=True, logits_scaling=2),
+    "granite_hybrid": _family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        **_GRANITE,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=28,
+        layer_types=["attention", "attention"],
+        position_embedding_type="rope",
+        tie_word_embeddings=True,
+        mamba_n_heads=4,
+    ),
+    "granite_hybrid_nope": _family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        num_local_experts=0,
+        shared_intermediate_size=28,
+        layer_types=["attention", "attention"],
+        position_embedding_type="nope",
+        mamba_n_heads=4,
+    ),
+    "minicpm": _family(
+        "minicpm",
+        "MiniCPMForCausalLM",
+        scale_emb=12,
+        scale_depth=1.4,
+        dim_model_base=48,
+        rms_norm_eps=1e-5,
+        rope_scaling=_LONGROPE | {"original_max_position_embeddings": 64},
+    ),
+    "ernie4_5": _family("ernie4_5", "Ernie4_5ForCausalLM", head_dim=8, num_hidden_layers=3),
+    "ernie4_5_biased": _family(
+        "ernie4_5", "Ernie4_5ForCausalLM", head_dim=6, use_bias=True, tie_word_embeddings=False, rope_theta=700.0
+    ),
+    "helium": _family("helium", "HeliumForCausalLM", head_dim=6, num_key_value_heads=4, rope_theta=100.0),
+    "glm": _family("glm", "GlmForCausalLM", head_dim=8),
+    "glm4": _family(
+        "glm4", "Glm4ForCausalLM", head_dim=12, rope_theta=500.0, partial_rotary_factor=1 / 3, attention_bias=False
+    ),
+    "olmo2": _family("olmo2", "Olmo2ForCausalLM", num_key_value_heads=4, attention_bias=True),
+    "olmo3": _family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        num_key_value_heads=4,
+        num_hidden_layers=4,
+        sliding_window=11,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 8.0,
+            "beta_slow": 0.5,
+            "attention_factor": 1.2,
+        },
+    ),
+    "exaone4": _family(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        num_hidden_layers=3,
+        sliding_window=None,
+        layer_types=["full_attention"] * 3,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "exaone4_hybrid": _family("exaone4", "Exaone4ForCausalLM", num_hidden_layers=4, sliding_window=10),
+    "gemma": _family(
+        "gemma", "GemmaForCausalLM", head_dim=10, num_key_value_heads=1, hidden_act="gelu", attention_bias=True
+    ),
+    "lfm3": _family("lfm3", "Lfm3ForCausalLM", num_hidden_layers=5, head_dim=8, sliding_window=7, conv_bias=True),
+    "lfm3_bare": _family(
+        "lfm3",
+        "Lfm3ForCausalLM",
+        num_hidden_layers=3,
+        head_dim=8,
+        conv_L_cache=3,
+        layer_types=["sliding_attention", "conv", "full_attention"],
+        sliding_window=12,
+        use_sandwich_norm=False,
+        use_attention_gate=False,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.75, "factor": 2.0},
+            "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+        },
+    ),
+    "qwen2_moe": _family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        num_experts=5,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+        use_sliding_window=True,
+        sliding_window=8,
+    ),
+    "qwen2_moe_plain": _family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+    ),
+    "qwen3_moe": _family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        num_hidden_layers=3,
+        head_dim=8,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+    ),
+    "olmoe": _family(
+        "olmoe",
+        "OlmoeForCausalLM",
+        num_key_value_heads=4,
+        intermediate_size=12,
+        num_experts=6,
+        num_experts_per_tok=2,
+    ),
+    "granitemoe": _family("granitemoe", "GraniteMoeForCausalLM", **_GRANITE, intermediate_size=12, num_local_experts=6),
+    "granitemoeshared": _family(
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        **_GRANITE,
+        intermediate_size=12,
+        num_local_experts=5,
+        num_experts_per_tok=3,
+        shared_intermediate_size=20,
+        tie_word_embeddings=True,
+    ),
+    "granite_hybrid_experts": _family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        **_GRANITE,
+        intermediate_size=12,
+        num_local_experts=4,
+        shared_intermediate_size=20,
+        layer_types=["attention", "full_attention"],
+        mamba_n_heads=4,
+    ),
+    "lfm2_moe": _family(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+    ),
+    "lfm2_moe_scaled": _family(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        layer_types=["conv", "full_attention"],
+        num_dense_layers=0,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        routed_scaling_factor=1.5,
+        norm_topk_prob=False,
+        use_expert_bias=False,
+        tie_embedding=False,
+    ),
+    "ernie4_5_moe": _family(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        num_hidden_layers=3,
+        moe_num_experts=6,
+        moe_k=2,
+        moe_intermediate_size=12,
+    ),
+    "ernie4_5_moe_interval": _family(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        moe_num_experts=4,
+        moe_k=3,
+        moe_intermediate_size=12,
+        moe_num_shared_experts=0,
+        moe_layer_start_index=0,
+        moe_layer_interval=2,
+        tie_word_embeddings=False,
+    ),
+    "qwen3_5_moe": {key: value for key, value in _SIZES.items() if key != "intermediate_size"}
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "head_dim": 12,
+        "rms_norm_eps": 1e-3,  # so that rounding is not magnified when a head recalls small values
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 16,
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+    },
+}
+
+
+ARCHITECTURES = {
+    "ernie4_5": "ernie4_5",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "exaone4": "exaone4",
+    "gemma": "gemma",
+    "glm": "chatglm",
+    "glm4": "glm4",
+    "granite": "granite",
+    "granitemoehybrid": "granite",  # the converter's name of dense models
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "lfm2_moe": "lfm2moe",
+    "minicpm": "minicpm",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "olmoe": "olmoe",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "smollm3": "smollm3",
+}
+GGUF_OF = {
+    f"{name}_gguf": name
+    for name in ("ernie4_5_biased", "exaone4", "exaone4_hybrid", "gemma", "glm", "glm4", "granite", "granite_hybrid")
+} | {f"{name}_gguf": name for name in ("minicpm", "olmo2", "olmo3", "smollm3", "qwen3_moe", "olmoe")}
+GGUF_OF |= {f"{name}_gguf": name for name in ("ernie4_5_moe", "granitemoe", "granitemoeshared", "lfm2_moe")}
+GGUF_OF |= {f"{name}_gguf": name for name in ("qwen2_moe_plain", "qwen3_5_moe")}
+
+
+def equivalent(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config that Transformers knows, with the same decoder.
+
+    MiniCPM's code is outside of Transformers. Its factors are those of Granite under other names (OpenBMB's
+    `modeling_minicpm.py`: `MiniCPMDecoderLayer.forward`, `MiniCPMForCausalLM.forward`).
+    """
+    if config["model_type"] != "minicpm":
+        return config
+    own = ("scale_emb", "scale_depth", "dim_model_base")
+    return {key: value for key, value in config.items() if key not in own} | {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "tie_word_embeddings": config.get("tie_word_embeddings", True),
+        "embedding_multiplier": config["scale_emb"],
+        "residual_multiplier": config["scale_depth"] / config["num_hidden_layers"] ** 0.5,
+        "logits_scaling": config["hidden_size"] / config["dim_model_base"],
+        "attention_multiplier": (config["hidden_size"] // config["num_attention_heads"]) ** -0.5,
+    }
+
+
+def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
+    """Return weights with the names and shapes that Transformers saves: linears of gain about 1, norms about 1."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    known = AutoConfig.for_model(**deepcopy(equivalent(config)))  # Transformers changes its arguments
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(known)
+    is_tied = model.config.tie_word_embeddings
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if is_tied:
+        del shapes["lm_head.weight"]
+    family = config["model_type"]
+    found: Weights = {}
+    for name, shape in shapes.items():
+        found |= _published(name, _random(name, shape, family, rng).astype(config["torch_dtype"]), family)
+    return found
+
+
+_RENAMED = {
+    ".self_attn.g_proj.": ".self_attn.gate_proj.",
+    ".mlp.gate.moe_statics.": ".mlp.moe_statics.",
+    ".block_sparse_moe.experts.gate_up_proj": ".block_sparse_moe.input_linear.weight",
+    ".block_sparse_moe.experts.down_proj": ".block_sparse_moe.output_linear.weight",
+    ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
+}
+"""Parts of names that differ in published checkpoints; Transformers changes them when it loads (conversion_mapping.py).
+"""
+_STACKED = ("qwen3_5_moe_text",)
+"""Families whose published checkpoints store the experts of a layer in two tensors, as Transformers does."""
+
+
+def _published(name: str, weight: NDArray[Any], family: str) -> Weights:
+    """Return a tensor under its published name, or one tensor for each expert."""
+    for ours, theirs in _RENAMED.items():
+        name = name.replace(ours, theirs)
+    path, _, kind = name.rpartition(".")
+    if not path.endswith(".experts") or family in _STACKED:
+        return {name: weight}
+    gate, up, down = ("w1", "w3", "w2") if family == "lfm2_moe" else ("gate_proj", "up_proj", "down_proj")
+    found: Weights = {}
+    for index, expert in enumerate(weight):
+        parts = {down: expert} if kind == "down_proj" else dict(zip((gate, up), np.split(expert, 2), strict=True))
+        found |= {f"{path}.{index}.{part}.weight": tensor for part, tensor in parts.items()}
+    return found
+
+
+def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Generator) -> NDArray[np.float32]:
+    drawn = rng.standard_normal(shape, np.float32)
+    if "norm" in name:
+        has_offset = family == "gemma" or (family.startswith("qwen3_5") and "linear_attn" not in name)
+        return drawn * np.float32(0.2) + np.float32(not has_offset)
+    if name.endswith("A_log"):
+        return np.log(rng.uniform(0.02, 4, shape)).astype(np.float32)
+    if name.endswith("bias") and ("expert_bias" in name or "e_score" in name):
+        return drawn * np.float32(0.1)
+    if len(shape) == 3 and "conv" in name:
+        return drawn * np.float32(1.2 / shape[-1] ** 0.5)
+    if "embed_tokens" in name or len(shape) == 1:
+        return drawn * np.float32(0.3)
+    gain = 0.8 if family.startswith("lfm") else 1.2  # products of gates magnify the errors of quantised linears
+    return drawn * np.float32(gain / shape[-1] ** 0.5)
+
+
+def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
+    """Write the same weights as llama.cpp's converter does (conversion/*.py). Linears keep their type, norms are
+    float32.
+    """
+    import gguf
+    from transformers import AutoConfig
+
+    if config["model_type"] == "qwen3_5_moe_text":
+        recurrent_fixtures.write_gguf(path, config, _with_single_experts(weights))
+        return
+    known = AutoConfig.for_model(**deepcopy(equivalent(config)))  # with defaults
+    name = ARCHITECTURES[config["model_type"]]
+    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_name(path.parent.name)
+    writer.add_vocab_size(known.vocab_size)
+    writer.add_context_length(known.max_position_embeddings)
+    writer.add_embedding_length(known.hidden_size)
+    writer.add_block_count(known.num_hidden_layers)
+    is_dense_hybrid = config.get("num_local_experts") == 0
+    writer.add_feed_forward_length(known.shared_intermediate_size if is_dense_hybrid else known.intermediate_size)
+    writer.add_head_count(known.num_attention_heads)
+    kv_heads = known.num_key_value_heads
+    if config["model_type"] == "lfm2_moe":
+        writer.add_head_count_kv([kv_heads * (kind == "full_attention") for kind in known.layer_types])
+        writer.add_shortconv_l_cache(known.conv_L_cache)
+        writer.add_leading_dense_block_count(known.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    else:
+        writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(getattr(known, "norm_eps", None) or known.rms_norm_eps)
+    if "moe" in config["model_type"] and not is_dense_hybrid:
+        _add_experts(writer, known)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    head_dim = getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads
+    if head_dim * known.num_attention_heads != known.hidden_size:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    _add_rope(writer, known, head_dim)
+    if equivalent(config)["model_type"].startswith("granite"):
+        writer.add_embedding_scale(known.embedding_multiplier)
+        writer.add_residual_scale(known.residual_multiplier)
+        writer.add_logit_scale(known.logits_scaling)
+    if config["model_type"].startswith("granite"):
+        writer.add_attention_scale(known.attention_multiplier)
+    if config["model_type"] in ("exaone4", "olmo3") and known.sliding_window is not None:
+        writer.add_sliding_window(known.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in known.layer_types])
+    names = gguf.get_tensor_name_map(architecture, known.num_hidden_layers)
+    for tensor, stored in _as_converted(weights, config, known).items():
+        converted = stored if stored.ndim > 1 else stored.astype(np.float32)
+        found = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(found or tensor, np.ascontiguousarray(converted))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _with_single_experts(weights: Weights) -> Weights:
+    found: Weights = {}
+    for name, weight in weights.items():
+        found |= _published(name, weight.astype(np.float32), "qwen3_next")
+    return found
+
+
+def _add_experts(writer: Any, known: Any) -> None:
+    """Write the keys of experts, as far as the converter does: Granite's and OLMoE's width is `feed_forward_length`."""
+    writer.add_expert_count(getattr(known, "num_local_experts", None) or known.num_experts)
+    writer.add_expert_used_count(known.num_experts_per_tok)
+    if width := getattr(known, "moe_intermediate_size", None):
+        writer.add_expert_feed_forward_length(width)
+    if shared := getattr(known, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(shared)
+    if known.model_type == "ernie4_5_moe":
+        writer.add_interleave_moe_layer_step(known.moe_layer_interval)
+        writer.add_leading_dense_block_count(known.moe_layer_start_index)
+        writer.add_expert_shared_feed_forward_length(known.intermediate_size // known.num_key_value_heads)
+
+
+def _add_rope(writer: Any, known: Any, head_dim: int) -> None:
+    import gguf
+
+    ropes = known.rope_parameters.get("full_attention", known.rope_parameters)
+    writer.add_rope_freq_base(ropes["rope_theta"])
+    writer.add_rope_dimension_count(round(head_dim * ropes.get("partial_rotary_factor", 1.0)))
+    if ropes["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(ropes["factor"])
+        writer.add_rope_scaling_orig_ctx_len(ropes["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_attn_factor(ropes["attention_factor"])
+        writer.add_rope_scaling_yarn_beta_fast(ropes["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(ropes["beta_slow"])
+    if ropes["rope_type"] == "longrope":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_orig_ctx_len(ropes["original_max_position_embeddings"])
+        stretch = known.max_position_embeddings / ropes["original_max_position_embeddings"]
+        writer.add_rope_scaling_attn_factors(
+            (1 + np.log(stretch) / np.log(ropes["original_max_position_embeddings"])) ** 0.5
+        )
+
+
+def _as_converted(weights: Weights, config: dict[str, Any], known: Any) -> Weights:
+    """Return the tensors as the converter's `modify_tensors` yields them, under Hugging Face's names."""
+    from gguf_twins import llama3_frequency_factors
+
+    found: Weights = {}
+    for name, weight in weights.items():
+        if config["model_type"].startswith("granite") or config["model_type"] in ("minicpm", "smollm3"):
+            counts = {"q_proj": known.num_attention_heads, "k_proj": known.num_key_value_heads}
+            for projection, count in counts.items():
+                if f".{projection}." in name:
+                    weight = weight.reshape(count, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+        if config["model_type"] == "gemma" and name.endswith("norm.weight"):
+            weight = weight.astype(np.float32) + 1
+        has_experts = any("block_sparse_moe" in other for other in weights)
+        shared = "mlp.shared_expert" if has_experts else "mlp"
+        if name.endswith("_mlp.input_linear.weight"):
+            base = name.replace("shared_mlp.input_linear", f"{shared}.{{}}")
+            found |= dict(zip((base.format("gate_proj"), base.format("up_proj")), np.split(weight, 2), strict=True))
+        elif name.endswith("block_sparse_moe.input_linear.weight"):
+            base = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}")
+            halves = np.split(weight, 2, axis=1)
+            found |= dict(zip((base.format("gate_proj"), base.format("up_proj")), halves, strict=True))
+        elif ".experts.0." in name:
+            each = [name.replace(".experts.0.", f".experts.{index}.") for index in range(len(weights))]
+            stacked = name.removeprefix("model.").replace(".experts.0.", ".experts.")
+            stacked = stacked if ".feed_forward." in stacked else f"model.{stacked}"
+            found[stacked] = np.stack([weights[other] for other in each if other in weights])
+        elif ".experts." not in name:
+            name = name.replace("shared_mlp.output_linear", f"{shared}.down_proj")
+            name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+            name = name.replace(".expert_bias", ".expert_bias.bias")
+            found[name] = weight[:, 0] if ".conv.conv." in name else weight.squeeze()
+    ropes = known.rope_parameters.get("full_attention", known.rope_parameters)
+    if ropes["rope_type"] == "llama3":
+        found["rope_freqs.weight"] = llama3_frequency_factors(ropes, known.hidden_size // known.num_attention_heads)
+    if ropes["rope_type"] == "longrope":
+        for length in ("long", "short"):
+            found[f"rope_factors_{length}.weight"] = np.float32(ropes[f"{length}_factor"])
+    return found
