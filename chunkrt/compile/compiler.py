@@ -34,6 +34,7 @@ from chunkrt.onnx.importing import OnnxSource, import_decoder, verify
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.residual_scaling import residual_scaling
+from chunkrt.quant.rotation import can_rotate
 from chunkrt.quant.scheme import Recipe, Scheme, check_scheme_of_ranks
 from chunkrt.tokenizer import Tokenizer
 
@@ -224,6 +225,8 @@ def calibrate_scheme(
             linear that does not exist.
     """
     scheme = recipe.scheme
+    if scheme.is_rotated and not recipe.has_to_rotate and not can_rotate(planned.plan):
+        scheme = replace(scheme, is_rotated=False)
     check_shadowed(planned.plan, scheme)
     ranges = Calibration.load(calibration) if calibration else None
     if ranges is not None:

@@ -108,7 +108,7 @@ class LoadOptions(TypedDict, total=False):
     budget: float | None
     outputs: Outputs | None
     equalisation: float | Literal["off"] | None
-    rotation: bool
+    rotation: bool | None
     rounding: Rounding | None
     ops: tuple[str, ...] | str | None
     chunk_length: int | None
@@ -216,11 +216,11 @@ class EngineOptions:
         is_planned=True,
         reads_flag=number_flag("--equalise", "0 to 1, or off", word="off"),
     )
-    rotation: bool = declared_option(
+    rotation: bool | None = declared_option(
         "--rotate/--no-rotate",
-        "Rotate the residual stream before a static scheme quantises it.",
+        "Rotate the residual stream before a static scheme quantises it.  [default: under w4a16, if the decoder "
+        "permits it]",
         group="Quantisation",
-        default=False,
         is_planned=True,
     )
     rounding: Rounding | None = declared_option(

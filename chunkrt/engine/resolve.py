@@ -128,7 +128,8 @@ def choose_recipe(options: EngineOptions, default: str) -> Recipe:
         scheme = in_float
     if options.equalisation is not None:
         scheme = replace(scheme, equalisation=None if options.equalisation == "off" else options.equalisation)
-    scheme = replace(scheme, is_rotated=options.rotation)
+    if options.rotation is not None:
+        scheme = replace(scheme, is_rotated=options.rotation)
     search: Search | None = None
     if scheme.name == MIXED:
         if options.shadow is not None:
@@ -148,7 +149,12 @@ def choose_recipe(options: EngineOptions, default: str) -> Recipe:
         raise ConfigError(
             "`budget` has no effect without `shadow='auto'` or `scheme='mixed'`; omit it, or set one of these"
         )
-    return Recipe(scheme=scheme, search=search, budget=search and (options.budget or DEFAULT_BUDGETS[search]))
+    return Recipe(
+        scheme=scheme,
+        has_to_rotate=options.rotation is True,
+        search=search,
+        budget=search and (options.budget or DEFAULT_BUDGETS[search]),
+    )
 
 
 def _is_given(option: object) -> bool:

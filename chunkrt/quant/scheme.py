@@ -163,6 +163,7 @@ SCHEMES = {
             activation_bits=16,
             column_grids=(DOWN_PROJ,),
             weights_of_8_bits=(HEAD,),
+            is_rotated=True,
             rounding="gptq",
         ),
     )
@@ -220,10 +221,13 @@ CHOICE_FORMAT = 2
 class Recipe:
     """The scheme of a compilation, or the starting point of a search for one.
 
+    has_to_rotate: True if the rotation of the scheme was chosen by the user. Otherwise a decoder that cannot be rotated
+        is compiled without rotation.
     search: "shadow" for the fewest shadows, or "mixed" for the most 8-bit linears, with a mean KL divergence of at most
     `budget` nats on the calibration text; None without a search. See `chunkrt/compile/search.py`.
     """
 
     scheme: Scheme
+    has_to_rotate: bool = False
     search: Search | None = None
     budget: float | None = None
