@@ -153,7 +153,11 @@ bool built(Isa isa) {
          (isa == Isa::neon_bf16 && kHasBfloatFiles);
 }
 bool is_allowed(Isa) { return true; }
+#if defined(__APPLE__)
+bool is_fast_if_present(Isa isa) { return isa != Isa::neon_bf16; }
+#else
 bool is_fast_if_present(Isa) { return true; }
+#endif
 
 #else
 

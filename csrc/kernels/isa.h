@@ -41,8 +41,11 @@ bool is_present(Isa isa);
 bool is_supported(Isa isa);
 
 // True if the kernels of a supported instruction set are faster here than those of the sets before it. False
-// only for avx512bf16 on processors by others than AMD: on Sapphire Rapids, VDPBF16PS was measured at half
-// the multiply-adds per second of float32.
+// only for
+// - avx512bf16 on processors that are not AMD's: on Sapphire Rapids, VDPBF16PS was measured at half the
+//   multiply-adds per second of float32, on Zen 4 at twice
+// - neon_bf16 on Apple's processors, for which there is neither a measurement nor a published throughput of
+//   bfmmla. On Arm's cores it has the throughput of fmla, with four times the multiply-adds.
 bool is_fast(Isa isa);
 
 // Returns the instruction set of that name. Throws std::invalid_argument if the name is unknown, or the

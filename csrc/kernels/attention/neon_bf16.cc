@@ -78,7 +78,7 @@ Sums to_tiles(float32x4_t upper, float32x4_t lower) {
 }
 
 template <std::size_t RowPairs>
-[[gnu::noinline]] void add_products(const Matrices& of) {
+[[gnu::noinline]] void add_products(Matrices of) {
   constexpr std::size_t kFours = kColumns / 4;
   Sums sums[RowPairs][kFours];
 #pragma GCC unroll 4
@@ -122,7 +122,7 @@ template <std::size_t RowPairs>
 
 // Element [i] multiplies i + 1 pairs of rows.
 template <std::size_t... I>
-constexpr std::array<void (*)(const Matrices&), sizeof...(I)> functions(std::index_sequence<I...>) {
+constexpr std::array<void (*)(Matrices), sizeof...(I)> functions(std::index_sequence<I...>) {
   return {add_products<I + 1>...};
 }
 

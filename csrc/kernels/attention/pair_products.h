@@ -55,7 +55,7 @@ struct PairMatrices {
 };
 
 template <typename Pairs, std::size_t M, std::size_t V>
-[[gnu::noinline]] void add_pairs(const PairMatrices& of) {
+[[gnu::noinline]] void add_pairs(PairMatrices of) {
   Floats sums[M][V];
 #pragma GCC unroll 12
   for (std::size_t m = 0; m < M; ++m) {
@@ -116,7 +116,7 @@ class PairProducts {
 
  private:
   static constexpr std::size_t kRows = Pairs::kRows, kVectors = Pairs::kVectors;
-  using Function = void(const PairMatrices&);
+  using Function = void(PairMatrices);
 
   // Element [i] multiplies i + 1 rows.
   template <std::size_t V, std::size_t... I>
