@@ -45,7 +45,7 @@ bool is_supported(Isa isa);
 // - avx512bf16 on processors that are not AMD's: on Sapphire Rapids, VDPBF16PS was measured at half the
 //   multiply-adds per second of float32, on Zen 4 at twice
 // - neon_bf16 on Apple's processors, for which there is neither a measurement nor a published throughput of
-//   bfmmla. On Arm's cores it has the throughput of fmla, with four times the multiply-adds.
+//   bfmmla. The analyser predicts 1.8 (Oryon) to 3.2 times the multiply-adds of float32 (bench/RESULTS.md).
 bool is_fast(Isa isa);
 
 // Returns the instruction set of that name. Throws std::invalid_argument if the name is unknown, or the
