@@ -90,8 +90,8 @@ def choose_attention_math(
     if options.attention_math != "auto":
         if options.attention_math == "bfloat16" and fastest_attention() == "float32":
             log.warning(
-                "attention in bfloat16 multiplies in float32 on this processor: it is not faster, and less precise; "
-                "choose `attention_math='auto'`"
+                "attention in bfloat16 multiplies in float32 on this processor: it is less precise, and prompts are no "
+                "faster; choose `attention_math='auto'`"
             )
         return options.attention_math
     is_native = options.npu in ("auto", "qnn", "off", "native") and not _other_attention(plan, dispatcher, "native")

@@ -99,8 +99,8 @@ def test_bfloat16_attention_without_fast_products_is_a_warning(
     monkeypatch.setenv("CHUNKRT_FORCE_ISA", "reference")
     with load():
         assert [record.getMessage() for record in caplog.records] == [
-            "attention in bfloat16 multiplies in float32 on this processor: it is not faster, and less precise; choose "
-            "`attention_math='auto'`"
+            "attention in bfloat16 multiplies in float32 on this processor: it is less precise, and prompts are no "
+            "faster; choose `attention_math='auto'`"
         ]
     caplog.clear()
     with load(attention_math="auto"), load(attention_math="float32"):

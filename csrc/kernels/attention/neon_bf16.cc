@@ -16,8 +16,8 @@
 namespace chunkrt {
 namespace {
 
-constexpr std::size_t kColumns = 8;        // of a tile of sums
-constexpr std::size_t kMostRowPairs = 4;   // of a tile of sums: 16 of 32 registers
+constexpr std::size_t kColumns = 8;        // columns of a tile of sums
+constexpr std::size_t kMostRowPairs = 4;   // pairs of rows of a tile of sums: 16 of 32 registers
 constexpr std::size_t kJoinedDepth = 128;  // depth that is multiplied before sums pass through memory
 
 bfloat16x8_t load_pairs(const std::uint16_t* from) { return vreinterpretq_bf16_u16(vld1q_u16(from)); }
