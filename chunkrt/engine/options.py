@@ -48,6 +48,7 @@ DEFAULT_PREFIX_CACHE = "memory"
 Outputs = Literal["grid", "float"]
 OnNpuFailure = Literal["fallback", "fail"]
 AttentionOn = Literal["auto", "cpu", "npu"]
+AttentionMathChoice = Literal["auto", AttentionMath]
 KeptWeights = Literal["both", "npu-only"]
 DEFAULT_NPU_WINDOW = "512"
 
@@ -127,7 +128,7 @@ class LoadOptions(TypedDict, total=False):
     placement: str | os.PathLike[str] | Placement | None
     npu_strict: bool
     attention: AttentionOn
-    attention_math: AttentionMath
+    attention_math: AttentionMathChoice
     npu_window: str | int
     npu_graph: str
     weights: KeptWeights
@@ -376,13 +377,13 @@ class EngineOptions:
         is_planned=True,
         needs=(_NPU,),
     )
-    attention_math: AttentionMath = declared_option(
+    attention_math: AttentionMathChoice = declared_option(
         "--attention-math",
-        "Arithmetic of attention on the CPU. bfloat16 (native only) is faster on processors with bfloat16 tiles "
-        "(AMX), and less precise.",
+        "Arithmetic of attention on the CPU. bfloat16 (native only) is less precise, and faster on processors with "
+        "fast products of bfloat16. auto: bfloat16 on these processors, else float32 (docs/quantisation.md).",
         group="Execution",
-        default="float32",
-        choices=lambda: get_args(AttentionMath),
+        default="auto",
+        choices=lambda: ("auto", *get_args(AttentionMath)),
         noun="arithmetic of attention",
     )
     npu_window: str | int = declared_option(
