@@ -32,7 +32,6 @@ from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks, linear_weights
 from chunkrt.onnx.importing import OnnxSource, import_decoder, verify
 from chunkrt.quant.calibration import Calibration
-from chunkrt.quant.folding import Folding
 from chunkrt.quant.residual_scaling import residual_scaling
 from chunkrt.quant.rotation import can_rotate
 from chunkrt.quant.scheme import Recipe, Scheme, check_scheme_of_ranks
@@ -94,10 +93,10 @@ class Prepared:
     ranges: Calibration | None
     rounded: Mapping[str, Rounded]
 
-    @property
-    def folding(self) -> Folding:
-        """Changes of the weights that precede their quantisation."""
-        return self.ranges.folding if self.ranges else Folding()
+    def load(self, name: str) -> Float32:
+        """Return a weight's values before their quantisation, by its plan name. Raises ModelError as `Planned.load`."""
+        values = self.planned.load(name)
+        return self.ranges.folding.apply(name, values) if self.ranges else values
 
 
 def compile_checkpoint(
@@ -200,7 +199,7 @@ def _rounded(prepared: Prepared, plan: Plan, progress: Progress) -> dict[str, Ro
         plan,
         scheme,
         names,
-        lambda name: prepared.folding.apply(name, planned.load(name)),
+        prepared.load,
         ranges.token_ids if ranges else calibration_tokens(planned, shipped_text(), None),
         progress=lambda done, total: progress("rounding weights", done, total),
     )
@@ -271,10 +270,6 @@ def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress 
         QuantizationError: a weight cannot be quantised.
     """
     planned, scheme, ranges = prepared.planned, prepared.scheme, prepared.ranges
-
-    def load_folded(name: str) -> Float32:
-        return prepared.folding.apply(name, planned.load(name))
-
     try:
         with written_aside(folder) as aside:
             aside.mkdir()
@@ -282,7 +277,7 @@ def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress 
             write_weights(
                 planned.plan,
                 scheme,
-                load_folded,
+                prepared.load,
                 aside / WEIGHTS,
                 load_rotary=planned.load_rotary,
                 load_blocks=planned.load_blocks,
