@@ -123,13 +123,13 @@ def _multipliers(block: Float64, importance: Float64, is_widest: NDArray[np.bool
     """Return the multiplier of each column of a block with the least error, and this error, float64 [N]. Columns for
     which `is_widest` is True take the largest multiplier.
     """
+    widest = np.abs(block).max(axis=0) / MOST_4_BIT
     least, best = np.full(block.shape[1], np.inf), np.ones(block.shape[1])
-    for multiplier in range(1, MOST_MULTIPLIER + 1):
+    for share in SHARES:
+        multiplier = np.where(is_widest, MOST_MULTIPLIER, np.ceil(widest * share).clip(1, MOST_MULTIPLIER))
         rounded = np.rint(block / multiplier).clip(-MOST_4_BIT, MOST_4_BIT) * multiplier
         error = (importance * np.square(rounded - block)).sum(axis=0)
-        if multiplier == MOST_MULTIPLIER:
-            least = np.where(is_widest, np.inf, least)
-        least, best = np.minimum(error, least), np.where(error < least, float(multiplier), best)
+        least, best = np.minimum(error, least), np.where(error < least, multiplier, best)
     return best, least
 
 
