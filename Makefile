@@ -114,6 +114,7 @@ test-sanitize: sanitized ## run the C++ and the native Python tests under saniti
 
 docs: $(VENV)/.package $(VENV)/.docs ## build the documentation site in build/site/VERSION; broken links are errors
 	$(BIN)/python -P docs/site/options.py > build/options.md && cp build/options.md docs/options.md
+	$(BIN)/python -P docs/site/families.py > build/families.md && cp build/families.md docs/families.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fuzz: sanitized ## mutate files of all formats for MINUTES=60, under sanitizers

@@ -44,6 +44,7 @@ def _print(report: SupportReport) -> None:
     if not report.module:
         click.echo(f"known, nearest first: {', '.join(report.known)}")
     click.echo(", ".join(f"{name} {value}" for name, value in report.sizes.items()) or "no sizes are given")
+    click.echo(f"kind: {report.kind}")
     for feature in report.features:
         click.echo(f"{_mark(feature.reason)} {feature.name:24} {feature.asked}".rstrip())
         _reason(feature.reason)
@@ -56,6 +57,9 @@ def _print(report: SupportReport) -> None:
     for reason, refused in groupby(report.refused_subgraphs, key=lambda subgraph: subgraph.reason):
         click.echo(f"{_mark(reason)} {'not for the NPU':24} {first_few([subgraph.name for subgraph in refused])}")
         _reason(reason)
+    click.echo(f"stages that work: {', '.join(name for name, reason in report.stages.items() if not reason) or 'none'}")
+    if without := [f"{name} ({reason})" for name, reason in report.stages.items() if reason]:
+        click.echo(f"stages that do not: {', '.join(without)}")
     for gap in report.gaps:
         click.echo(f"missing: {gap}")
     if not report.gaps:

@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import describe_family, family_names, find_family, make_decoder, match_tensors
 from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.modules import Module, Parameter
 from chunkrt.graph.ops import trace
 from chunkrt.graph.parallel import LinearBase
 from chunkrt.graph.partition import check_new_plan, partition, unused_parameters
-from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan
+from chunkrt.graph.plan import ATTENTION_OPS, EXPERTS_OP, Node, Plan
 from chunkrt.graph.rope import SCALING_KEY, rope_parameters
+from chunkrt.onnx.exporting.forms import window_refusal
 from chunkrt.onnx.importing import import_decoder
 from chunkrt.tokenizer import Tokenizer
 
@@ -103,6 +105,8 @@ class SupportReport:
 
     Attributes:
         module: the family's source file; empty if the architecture is unknown.
+        kind: "dense", "mixture" (of experts), "hybrid" (attention and linear attention), "recurrent" (only linear
+            attention), a mixture of the latter two, or "new" if the architecture is unknown.
         known: the known architectures, nearest first.
         sizes: number of layers, hidden size and other sizes, if the header states them.
         unavailable: backends that are not available on this machine, with the reason; they do not count as missing.
@@ -113,6 +117,7 @@ class SupportReport:
     architecture: str
     model_type: str
     module: str
+    kind: str
     known: Sequence[str]
     sizes: Mapping[str, int]
     features: Sequence[Feature]
@@ -121,6 +126,8 @@ class SupportReport:
     operators: Sequence[OperatorCoverage] = ()
     unavailable: Mapping[str, str] = field(default_factory=dict)
     refused_subgraphs: Sequence[RefusedSubgraph] = ()
+    stages: Mapping[str, str] = field(default_factory=dict)
+    """For each stage from the config to the export an empty string if it works, otherwise the reason."""
 
     @property
     def gaps(self) -> list[str]:
@@ -190,12 +197,13 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
         module = family.build.__module__.replace(".", "/") + ".py" if family else ""
         draft = _draft(source, refusals) if model_type and source.config else None
     available, unavailable = available_backends() if backends is None and draft else (backends or (), {})
-    return SupportReport(
+    report = SupportReport(
         path=str(path),
         format=kind,
         architecture=declared,
         model_type=model_type,
         module=module,
+        kind=_kind(draft.plan) if draft else "new",
         known=sorted(known, key=lambda name: -SequenceMatcher(None, declared, name).ratio()),
         sizes=_sizes(source, declared, metadata),
         features=[
@@ -208,6 +216,44 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
         unavailable=unavailable,
         refused_subgraphs=refused_subgraphs(draft.plan) if draft else (),
     )
+    return replace(report, stages=_stages(report, draft.plan if draft else None, _has_template(source)))
+
+
+def _kind(plan: Plan) -> str:
+    ops = {node.op for subgraph in plan.subgraphs for node in subgraph.nodes}
+    is_linear, is_mixture = LINEAR_ATTENTION_OP in ops, EXPERTS_OP in ops
+    mixer = "" if not is_linear else "hybrid" if ops & set(ATTENTION_OPS) else "recurrent"
+    return " ".join(filter(None, (mixer, "mixture" if is_mixture else ""))) or "dense"
+
+
+def _has_template(source: TensorSource) -> bool:
+    try:
+        tokenizer = Tokenizer.from_source(source)
+    except ModelError:
+        return False
+    return tokenizer is not None and tokenizer.has_chat_template
+
+
+def _stages(report: SupportReport, plan: Plan | None, has_template: bool) -> dict[str, str]:
+    """Return the reason why each stage does not work; empty if it works."""
+    tensors, refused = report.tensors, [feature for feature in report.features if feature.reason]
+    odd = [*tensors.missing, *tensors.unread, *tensors.misfits, *tensors.unreadable]
+    stages = {
+        "config": "" if report.module and not refused else refused[0].reason if refused else "not known",
+        "tensors": first_few(odd) if odd else "" if plan else "not known",
+        "tokenizer": report.tokenizer.reason or ("" if report.tokenizer.model else "the model has none"),
+        "template": "" if has_template else "the model has none",
+        "graph": "not built" if plan is None else first_few(tensors.unused),
+    }
+    names = {name for operator in report.operators for name in operator.refusals}
+    for backend in ("reference", "native", "onnxrt"):
+        reasons = [f"{o.name}: {o.refusals[backend]}" for o in report.operators if o.refusals.get(backend)]
+        if backend in names:
+            stages[backend] = first_few(reasons)
+    if plan is not None:
+        stages["NPU"] = first_few([f"{one.node}: {one.reason}" for one in report.refused_subgraphs])
+        stages["export"] = window_refusal(plan)
+    return stages
 
 
 @dataclass(frozen=True, kw_only=True)

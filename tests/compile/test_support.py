@@ -392,3 +392,32 @@ def test_hostile_config_is_reported_or_refused_at_once(tmp_path, name, key, valu
     folder = altered(tmp_path, name, **{key: value})
     with suppress(ModelError):
         assert check_support(folder, backends=[ReferenceBackend()]).model_type
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama_gqa", "dense"),
+        ("olmoe", "mixture"),
+        ("lfm2", "hybrid"),
+        ("qwen3_next_experts", "hybrid mixture"),
+    ],
+)
+def test_support_report_names_the_kind_of_decoder(name, kind):
+    report = check_support(checkpoint(name))
+    assert report.kind == kind
+    works = {stage for stage, reason in report.stages.items() if not reason}
+    assert works >= {"config", "tensors", "graph", "reference", "native", "export"}
+    assert report.stages["tokenizer"] == "the model has none"
+
+
+def test_support_stages_name_what_is_missing(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("llama_gqa"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}))
+    report = check_support(folder)
+    assert "dynamic" in report.stages["config"]
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
+    report = check_support(folder)
+    assert (report.kind, report.stages["config"], report.stages["graph"]) == ("new", "not known", "not built")

@@ -31,7 +31,7 @@ from chunkrt.onnx.exporting.export_settings import DynamicSettings, Settings, Su
 from chunkrt.onnx.exporting.lowerings import LOWERINGS
 from chunkrt.onnx.exporting.save import check_output, save_model
 from chunkrt.onnx.exporting.window_attention import WindowAttention
-from chunkrt.onnx.exporting.window_linear_attention import WindowLinearAttention
+from chunkrt.onnx.exporting.window_linear_attention import LINEAR_ATTENTION_FORMS, WindowLinearAttention
 
 PLAN_KEY, SETTINGS_KEY, ROPE_KEY = "chunkrt.plan", "chunkrt.export", "chunkrt.rope"
 """Keys of a model's metadata: the plan, the export's settings, and the rotary tables' frequencies."""
@@ -105,6 +105,19 @@ def emit_node(e: Emitter, node: Node) -> None:
         LOWERINGS[node.domain, node.op](e, node)
     else:
         raise UnsupportedModelError(f"{node.name} is a {node.domain or 'standard'} {node.op}, which has no ONNX form")
+
+
+def window_refusal(plan: Plan) -> str:
+    """Return the reason why a decoder cannot be exported with a fixed window; empty if it can."""
+    if not plan.has_head:
+        return "it has no LM head"
+    for node in (node for subgraph in plan.subgraphs for node in subgraph.nodes):
+        if node.op == LINEAR_ATTENTION_OP:
+            if (kind := str(node.attributes["attn_type"])) not in LINEAR_ATTENTION_FORMS:
+                return f"linear attention of the kind {kind!r} has no ONNX form of fixed length"
+        elif node.op not in ATTENTION_OPS and (node.domain, node.op) not in LOWERINGS:
+            return f"{node.op} has no ONNX form"
+    return ""
 
 
 def state_names(plan: Plan) -> dict[str, str]:

@@ -38,9 +38,9 @@ class WindowLinearAttention:
             UnsupportedModelError: no closed form of the kind is implemented.
         """
         kind = cast(str, node.attributes["attn_type"])
-        if kind not in _KINDS:
+        if kind not in LINEAR_ATTENTION_FORMS:
             raise UnsupportedModelError(f"linear attention of the kind {kind!r} has no ONNX form of fixed length")
-        return _KINDS[kind](self, node, states)
+        return LINEAR_ATTENTION_FORMS[kind](self, node, states)
 
     def _short_conv(self, node: Node, states: States) -> States:
         e, (out,) = self._e, node.outputs
@@ -185,7 +185,7 @@ class WindowLinearAttention:
         return right if inverse is None else e.op("MatMul", inverse, right, name=f"{out}/written")
 
 
-_KINDS: dict[str, Callable[[WindowLinearAttention, Node, States], States]] = {
+LINEAR_ATTENTION_FORMS: dict[str, Callable[[WindowLinearAttention, Node, States], States]] = {
     "short_conv": WindowLinearAttention._short_conv,
     "gated_delta_rule": WindowLinearAttention._gated_delta_rule,
 }
