@@ -411,7 +411,7 @@ def test_support_report_names_the_kind_of_decoder(name, kind):
     assert report.stages["tokenizer"] == "the model has none"
 
 
-def test_support_stages_name_what_is_missing(tmp_path):
+def test_support_stages_name_missing_parts(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(checkpoint("llama_gqa"), folder)
     config = json.loads((folder / "config.json").read_text())
