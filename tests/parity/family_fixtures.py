@@ -481,6 +481,10 @@ def _published(name: str, weight: NDArray[Any], family: str) -> Weights:
     return found
 
 
+_GAINS = dict.fromkeys(("lfm2_moe", "lfm3"), 0.8) | dict.fromkeys(("bamba", "mamba2", "nemotron_h"), 0.5)
+"""Gains of linears where products of gates, and norms of few columns, magnify the errors of quantised linears."""
+
+
 def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Generator) -> NDArray[np.float32]:
     drawn = rng.standard_normal(shape, np.float32)
     if "norm" in name:
@@ -494,7 +498,7 @@ def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Gener
         return drawn * np.float32(1.2 / shape[-1] ** 0.5)
     if "embed_tokens" in name or "embeddings" in name or len(shape) == 1:
         return drawn * np.float32(0.3)
-    gain = 0.8 if family.startswith("lfm") else 1.2  # products of gates magnify the errors of quantised linears
+    gain = _GAINS.get(family, 1.2)
     return drawn * np.float32(gain / shape[-1] ** 0.5)
 
 
