@@ -9,6 +9,7 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Self, get_args
 
@@ -162,8 +163,12 @@ class Module:
         raise TypeError(f"{type(self).__name__} has no forward; define one, because the module is called")
 
     def __call__(self, *inputs: ir.Value) -> ir.Value:
-        with current_trace().scope(self.path, self.device):
+        with self.scope():
             return self.forward(*inputs)
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Return a context in which operators belong to this module, for a parent that calls parts of it."""
+        return current_trace().scope(self.path, self.device)
 
     def sibling(self, name: str) -> str:
         """Return the path of a sibling of this module: a packed linear's checkpoint tensors are siblings."""

@@ -35,7 +35,10 @@ def falcon_h1(config: DecoderConfig) -> Module:
 
 
 class FalconH1Layer(Module):
-    """The sum of Mamba-2 and attention, and a feed-forward; each half is added to the residual stream."""
+    """The sum of Mamba-2 and attention, and a feed-forward; each half is added to the residual stream.
+
+    The projections of both mixers come first, so that both states are in one subgraph.
+    """
 
     def __init__(self, config: DecoderConfig, rope: RotaryTables) -> None:
         super().__init__()
@@ -47,7 +50,13 @@ class FalconH1Layer(Module):
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         normed = self.input_layernorm(hidden)
-        mixed = ops.add(self.mamba(normed), self.self_attn(normed), name="mixed")
+        with self.mamba.scope():
+            projected = self.mamba.project(normed)
+        with self.self_attn.scope():
+            attended = self.self_attn.attend(normed)
+        with self.mamba.scope():
+            remembered = self.mamba.mix(*projected)
+        mixed = ops.add(self.mamba.out_proj(remembered), self.self_attn.o_proj(attended), name="mixed")
         hidden = ops.add(hidden, mixed, name="attention_residual")
         return ops.add(hidden, self.feed_forward(self.pre_ff_layernorm(hidden)), name="output")
 

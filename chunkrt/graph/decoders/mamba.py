@@ -211,8 +211,13 @@ class Mamba2Mixer(Module):
         self.out_proj = ReplicatedLinear(sizes.inner, config.hidden_size, bias=bias[1], factor=output_factor)
         self._sizes = sizes
 
-    def forward(self, hidden: ir.Value) -> ir.Value:
-        z, cbx, step = self.z_proj(hidden), self.cbx_proj(hidden), self.step(self.dt_proj(hidden))
+    def project(self, hidden: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Return the columns z, C | B | x, and dt."""
+        return self.z_proj(hidden), self.cbx_proj(hidden), self.dt_proj(hidden)
+
+    def mix(self, z: ir.Value, cbx: ir.Value, dt: ir.Value) -> ir.Value:
+        """Return the gated and normalised results of the heads, before the output projection."""
+        step = self.step(dt)
         mixed = ops.linear_attention(
             cbx,
             self.decay(step),
@@ -226,7 +231,10 @@ class Mamba2Mixer(Module):
             head_v_dim=self._sizes.head_dim,
             skip=self.skip.factors.value(),
         )
-        return self.out_proj(self.gated(mixed, z))
+        return self.gated(mixed, z)
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        return self.out_proj(self.mix(*self.project(hidden)))
 
 
 class Step(Module):
