@@ -10,6 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import mamba_twins
 import numpy as np
 import recurrent_fixtures
 from numpy.typing import NDArray
@@ -381,6 +382,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         position_embedding_type="rope",
         rope_theta=200.0,
     ),
+    "granite_hybrid_mamba_unrotated": _family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        **_MAMBA,
+        intermediate_size=12,
+        num_local_experts=4,
+        shared_intermediate_size=20,
+        layer_types=["mamba", "attention"],
+        mamba_proj_bias=True,
+    ),
 }
 
 
@@ -410,6 +421,9 @@ GGUF_OF = {
 } | {f"{name}_gguf": name for name in ("minicpm", "olmo2", "olmo3", "smollm3", "qwen3_moe", "olmoe")}
 GGUF_OF |= {f"{name}_gguf": name for name in ("ernie4_5_moe", "granitemoe", "granitemoeshared", "lfm2_moe")}
 GGUF_OF |= {f"{name}_gguf": name for name in ("qwen2_moe_plain", "qwen3_5_moe")}
+MAMBA_GGUF = {f"{name}_gguf": name for name in ("falcon_h1", "mamba2", "nemotron_h")}
+MAMBA_GGUF |= {f"{name}_gguf": name for name in ("granite_hybrid_mamba", "granite_hybrid_mamba_unrotated")}
+GGUF_OF |= MAMBA_GGUF
 
 
 def equivalent(config: dict[str, Any]) -> dict[str, Any]:
@@ -513,6 +527,9 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
         recurrent_fixtures.write_gguf(path, config, _with_single_experts(weights))
         return
     known = AutoConfig.for_model(**deepcopy(equivalent(config)))  # with defaults
+    if path.parent.name in MAMBA_GGUF:
+        mamba_twins.write_gguf(path, known, weights)
+        return
     name = ARCHITECTURES[config["model_type"]]
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     writer = gguf.GGUFWriter(path, name)
