@@ -160,8 +160,8 @@ def _mamba2(
     use_qk_l2norm: int,
     skip: Float32,
 ) -> Float32:
-    """Compute Mamba-2 row by row: S <- e^g S + B (step x)^T; y = S^T C + skip x. The state is rounded after each row, so
-    that calls may split rows in any way. Source: Dao and Gu, Transformers are SSMs (2024), section 7.
+    """Compute Mamba-2 row by row: S <- e^g S + B (step x)^T; y = S^T C + skip x. The state is rounded after each row,
+    so that calls may split rows in any way. Source: Dao and Gu, Transformers are SSMs (2024), section 7.
     """
     mixed = convolve(cbx)
     active = mixed / (1 + np.exp(-mixed.astype(np.float64)))

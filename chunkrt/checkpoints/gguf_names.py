@@ -301,7 +301,6 @@ _GRANITE_SCALINGS = frozenset(("attention.scale", "embedding_scale", "logit_scal
 _QWEN3_NEXT_LAYER |= {"post_attention_norm": "post_attention_layernorm"}
 
 
-
 def _mamba(mixer: str) -> dict[str, str]:
     """Return the names of Mamba-2's tensors, below the name of the mixer."""
     names = {
@@ -404,7 +403,9 @@ ARCHITECTURES = {
         model_type="falcon_h1",
         model={"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"},
         layer={**_WITHOUT_NORMS, "attn_norm": "input_layernorm"}
-        | dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight")  # the converter leaves ".weight" out
+        | dict.fromkeys(
+            ("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight"
+        )  # the converter leaves ".weight" out
         | {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
         | _mamba("mamba"),
         layouts=lambda config: _MAMBA_LAYOUTS,

@@ -29,9 +29,9 @@ class Variant:
         is_row_by_row: True if splitting rows into calls in another way changes no bit of a recurrent kind's results.
         expansion: the body of an ONNX function in ONNX's text form, opset 23, which may call
             `chunkrt.CausalConvolution`. Its inputs are qkv, gate, beta, conv_weight, conv_bias (a zero if the node has
-            none), conv_state, recurrent_state and, if `has_skip`, skip. Its attributes are the operator's. Its outputs are output,
-            new_conv_state and, for a recurrent kind, new_recurrent_state. If the expansion is empty, `onnxrt` refuses
-            the kind.
+            none), conv_state, recurrent_state and, if `has_skip`, skip. Its attributes are the operator's. Its outputs
+            are output, new_conv_state and, for a recurrent kind, new_recurrent_state. If the expansion is empty,
+            `onnxrt` refuses the kind.
     """
 
     columns_per_channel: int

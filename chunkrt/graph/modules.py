@@ -256,9 +256,7 @@ class DepthwiseWeights(Module):
     index of each channel, if it differs.
     """
 
-    def __init__(
-        self, channels: int, taps: int, *, bias: bool = False, order: NDArray[np.int64] | None = None
-    ) -> None:
+    def __init__(self, channels: int, taps: int, *, bias: bool = False, order: NDArray[np.int64] | None = None) -> None:
         super().__init__()
         self.shape, self.has_bias = (channels, 1, taps), bias
         self._order = np.arange(channels) if order is None else order

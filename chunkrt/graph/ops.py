@@ -430,7 +430,16 @@ def linear_attention(
     news = [(f"new_{state.name.rpartition('.')[2]}", shape_of(state)) for state in states if state.name]
     output, *updated = trace.node(
         "LinearAttention",
-        [qkv, gate, beta, conv_weight, conv_bias, *states, *([None] * (2 - len(states))), *([skip] if variant.has_skip else [])],
+        [
+            qkv,
+            gate,
+            beta,
+            conv_weight,
+            conv_bias,
+            *states,
+            *([None] * (2 - len(states))),
+            *([skip] if variant.has_skip else []),
+        ],
         [(name, (shape_of(qkv)[0], num_v_heads * head_v_dim)), *news],
         attributes=attributes,
         domain="chunkrt",

@@ -102,8 +102,7 @@ constexpr Truth kGelu = {
     gelu_f32_f32_reference};
 
 constexpr Truth kRelu = {"relu", [](double x) { return std::max(x, 0.0); },
-                         [](double, double) { return 0.0; },
-                         relu_f32_f32_reference};
+                         [](double, double) { return 0.0; }, relu_f32_f32_reference};
 
 constexpr Truth kSoftplus = {
     "softplus", [](double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::fabs(x))); },

@@ -67,9 +67,7 @@ class Problem:
         shape, builder = self.shape, ProgramBuilder(ThreadPool(threads), ROWS)
         inputs = {"cbx": shape.channels, "gate": shape.num_heads, "step": shape.num_heads}
         cbx, gate, step = (builder.input(name, "float32", ["T", width]) for name, width in inputs.items())
-        conv_state, state = (
-            builder.state(f"state.{index}", array.shape) for index, array in enumerate(self.states)
-        )
+        conv_state, state = (builder.state(f"state.{index}", array.shape) for index, array in enumerate(self.states))
         constants = [builder.constant(array) for array in (self.weight, self.bias, self.skip)]
         out = builder.mamba2(
             cbx,

@@ -345,7 +345,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "falcon_h1_norm_first": _family(
         "falcon_h1", "FalconH1ForCausalLM", **_MAMBA, mamba_d_ssm=24, mamba_rms_norm=True, num_hidden_layers=1
     ),
-    "nemotron_h": _family("nemotron_h", "NemotronHForCausalLM", **_NEMOTRON, num_hidden_layers=6, hybrid_override_pattern="M-M*-M"),
+    "nemotron_h": _family(
+        "nemotron_h", "NemotronHForCausalLM", **_NEMOTRON, num_hidden_layers=6, hybrid_override_pattern="M-M*-M"
+    ),
     "nemotron_h_biased": {key: value for key, value in _SIZES.items() if key != "num_hidden_layers"}
     | _NEMOTRON
     | {

@@ -58,9 +58,7 @@ def _add_sizes(writer: Any, inner: int, heads: int, groups: int, state: int, tap
 
 def _add_hybrid_sizes(writer: Any, known: Any) -> None:
     inner = known.mamba_n_heads * known.mamba_d_head
-    _add_sizes(
-        writer, inner, known.mamba_n_heads, known.mamba_n_groups, known.mamba_d_state, known.mamba_d_conv
-    )
+    _add_sizes(writer, inner, known.mamba_n_heads, known.mamba_n_groups, known.mamba_d_state, known.mamba_d_conv)
 
 
 def _add_mamba2(writer: Any, known: Any) -> None:

@@ -134,7 +134,7 @@ def test_norms_after_linears_are_not_rotated(name, norm):
         rotated(model_of(name))
 
 
-@pytest.mark.parametrize("name", ["gemma", "granite", "minicpm", "smollm3_window"])
+@pytest.mark.parametrize("name", ["gemma", "granite", "mamba2", "minicpm", "nemotron_h", "smollm3_window"])
 def test_rotation_keeps_logits_of_families_with_factors_and_layers_without_rope(name):
     model = model_of(name)
     assert_same(model.run(model.folded(rotated(model)))[0], model.run()[0])

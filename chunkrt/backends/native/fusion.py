@@ -47,8 +47,8 @@ class _Matcher:
         gated = [(list(use.nodes), use.node) for use in gated_products(self._subgraph)]
         if self._is_static:
             return gated
-        # If one Add joins two products, the later product takes the Add, and the earlier one is fused up to its bias, as
-        # it is in a subgraph of its own.
+        # If one Add joins two products, the later product takes the Add, and the earlier one is fused up to its bias,
+        # as it is in a subgraph of its own.
         taken: set[str] = set()
         linears = []
         for node in reversed(self._subgraph.nodes):

@@ -394,9 +394,7 @@ def _linear_attention(attn_type: str) -> ir.Function:
         raise KeyError(attn_type)
     outputs = ["output", "new_conv_state", "new_recurrent_state"][: 3 if variant.is_recurrent else 2]
     skip = ", skip" if variant.has_skip else ""
-    text = _LINEAR_ATTENTION.format(
-        attn_type=attn_type, skip=skip, outputs=", ".join(outputs), body=variant.expansion
-    )
+    text = _LINEAR_ATTENTION.format(attn_type=attn_type, skip=skip, outputs=", ".join(outputs), body=variant.expansion)
     (function,) = ir.from_onnx_text(text).functions.values()
     return function
 

@@ -100,8 +100,8 @@ PLUGINS: PluginGroup[Builder] = PluginGroup("chunkrt.decoders", error=Unsupporte
 """Plug-ins' builders by model_type. A builder's optional attribute `defaults` holds the family's defaults."""
 
 BODY_PREFIXES = ("model.", "backbone.", "model.language_model.", "language_model.model.", "language_model.", "")
-"""Prefixes of the body's tensors: "backbone." is that of Mamba-2 and Nemotron-H, "" that of Transformers' `AutoModel`, and
-the others are those of composite models."""
+"""Prefixes of the body's tensors: "backbone." is that of Mamba-2 and Nemotron-H, "" that of Transformers' `AutoModel`,
+and the others are those of composite models."""
 INNER_HEAD = "language_model.lm_head."
 
 UNUSED_TENSORS = re.compile(r"rotary_emb\.inv_freq|^(language_model\.)?lm_head\.weight$")

@@ -231,7 +231,9 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
         head_dim=head_dim,
         vocab_size=_count(config, where, "vocab_size"),
         context_length=context,
-        rms_norm_eps=_epsilon(config, where, next((key for key in EPSILONS if key in (defaults or {})), "rms_norm_eps")),
+        rms_norm_eps=_epsilon(
+            config, where, next((key for key in EPSILONS if key in (defaults or {})), "rms_norm_eps")
+        ),
         tie_word_embeddings=_flag(config, where, "tie_word_embeddings"),
         activation=_activation(config, where),
         sliding_window=_sliding_window(config, where, context),

@@ -97,7 +97,7 @@ def _feed_forward(config: DecoderConfig) -> FeedForward:
         {"gate_proj": inner, "up_proj": inner},
         config.ranks,
         bias=has_bias,
-        factor=np.repeat(np.float32([gate, 1]), inner),
+        factor=np.repeat(np.array([gate, 1], np.float32), inner),
     )
     return FeedForward(
         config, gate_up=gate_up, down=RowParallelLinear(inner, hidden, config.ranks, bias=has_bias, factor=down)

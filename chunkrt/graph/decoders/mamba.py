@@ -193,7 +193,7 @@ class Mamba2Mixer(Module):
         config.refuse(mamba_proj_bias=bias[0] and input_factor != 1)
         total = sum(sizes.widths)
         z, x, b, c, dt = (np.arange(*ends) for ends in pairwise(np.cumsum([0, *sizes.widths])))
-        factor = np.repeat(np.float32(factors) * np.float32(input_factor), sizes.widths)
+        factor = np.repeat(np.array(factors, np.float32) * np.float32(input_factor), sizes.widths)
 
         def projection(*parts: np.ndarray[Any, np.dtype[np.int64]]) -> ReplicatedLinear:
             rows = np.concatenate(parts)

@@ -131,7 +131,7 @@ class WindowLinearAttention:
     def _read(
         self, node: Node, q: ir.Value, k_columns: ir.Value, written: ir.Value, decays: Decays, state: ir.Value
     ) -> ir.Value:
-        """Return what rows read from the state before the window and from the window's earlier rows."""
+        """Return the values that rows read from the state before the window and from the window's earlier rows."""
         e, (out,) = self._e, node.outputs
         past = e.op("Mul", q, decays.from_start, name=f"{out}/q_from_start")
         past = e.op("MatMul", past, state, name=f"{out}/from_state")

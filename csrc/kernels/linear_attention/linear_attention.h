@@ -24,10 +24,10 @@
 // fma(B[i], u, a * s), and y is the chain fma(C[i], s, y) over i ascending from 0, then fma(skip, x, y). The
 // results are bit-identical on all instruction sets and for all splits into calls.
 //
-// Numerics of the others: all arithmetic is in float32. Products and sums are rounded separately, and every sum is one
-// chain in the order of its index. The decays themselves are multiplied, instead of taking exponentials of
-// differences, so that a decay after a far stronger one keeps all its digits. The convolution gives
-// bit-identical results on all instruction sets and for all splits into calls. The delta rule gives
+// Numerics of the others: all arithmetic is in float32. Products and sums are rounded separately, and every
+// sum is one chain in the order of its index. The decays themselves are multiplied, instead of taking
+// exponentials of differences, so that a decay after a far stronger one keeps all its digits. The convolution
+// gives bit-identical results on all instruction sets and for all splits into calls. The delta rule gives
 // bit-identical results on all instruction sets except the reference, for any split of heads; if the rows are
 // split differently into calls, the results differ by rounding. A NaN or an infinity in a row affects that
 // row's outputs and, through the states, later rows, but never earlier ones.
@@ -66,7 +66,8 @@ struct DeltaRuleArgs {
 };
 
 struct StateSpaceArgs {
-  const float* cbx;    // float32 [rows, 2 * num_groups * state_dim + num_heads * head_dim]: C | B | x along a row
+  const float*
+      cbx;  // float32 [rows, 2 * num_groups * state_dim + num_heads * head_dim]: C | B | x along a row
   const float* decay;  // float32 [rows, num_heads]
   const float* step;   // as decay
   const float* skip;   // float32 [num_heads]

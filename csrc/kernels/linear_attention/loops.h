@@ -1,6 +1,6 @@
-// linear_attention for processors with vectors: the state space with lanes, and plain loops that compilers turn
-// into the vector code of the including file's instruction set. Included by one file for each; nothing here is visible outside of it, and
-// it calls no function that could be shared with another.
+// linear_attention for processors with vectors: the state space with lanes, and plain loops that compilers
+// turn into the vector code of the including file's instruction set. Included by one file for each; nothing
+// here is visible outside of it, and it calls no function that could be shared with another.
 #pragma once
 
 #include "kernels/lanes/lanes.h"
@@ -210,7 +210,8 @@ void advance_head(const DeltaRuleArgs& args, std::size_t head, std::size_t first
             .scale = since_start});
 }
 
-// Advances kRows rows, from `first` on, of the columns [column, column + count) of one head, where count <= 16.
+// Advances kRows rows, from `first` on, of the columns [column, column + count) of one head, where count
+// <= 16.
 template <std::size_t kRows>
 CHUNKRT_LANES void advance_columns(const StateSpaceArgs& args, std::size_t head, std::size_t first,
                                    std::size_t column, std::size_t count) {
