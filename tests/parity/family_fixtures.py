@@ -291,6 +291,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mamba2",
         "Mamba2ForCausalLM",
         **_MAMBA2 | {"n_groups": 1, "conv_kernel": 3},
+        num_hidden_layers=4,
         use_bias=True,
         use_conv_bias=False,
         time_step_limit=[0.6, 0.9],
