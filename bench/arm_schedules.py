@@ -35,6 +35,7 @@ CASES = (
     Case("gemm/neon_dotprod.cc", "-march=armv8.2-a+dotprod", "sdot", 16),
     Case("block_gemm/neon_i8mm.cc", "-march=armv8.2-a+dotprod+i8mm", "smmla", 32),
     Case("block_gemm/neon_dotprod.cc", "-march=armv8.2-a+dotprod", "sdot", 16),
+    Case("attention/neon_bf16.cc", "-march=armv8.2-a+bf16", "bfmmla", 16),
     Case("attention/neon.cc", "-march=armv8-a -fno-tree-coalesce-vars", "fmla", FLOATS),
 )
 
@@ -71,7 +72,7 @@ def cycles(loop: list[str], processor: str, analyser: str) -> float | None:
     with tempfile.NamedTemporaryFile("w", suffix=".s") as file:
         file.write("\n".join(loop) + "\n")
         file.flush()
-        command = [analyser, "-march=aarch64", f"-mcpu={processor}", "-mattr=+i8mm,+dotprod"]
+        command = [analyser, "-march=aarch64", f"-mcpu={processor}", "-mattr=+i8mm,+dotprod,+bf16"]
         told = subprocess.run(
             [*command, f"-iterations={ITERATIONS}", file.name], check=False, capture_output=True, text=True
         )
@@ -91,7 +92,7 @@ def rate(loop: list[str], case: Case, processor: str, analyser: str) -> float | 
 
 def alone(case: Case) -> list[str]:
     """Return a loop of the instruction, into more registers than its latency in cycles."""
-    lanes = "4s" if case.products == FLOATS else "16b"
+    lanes = {"fmla": "4s", "bfmmla": "8h"}.get(case.instruction, "16b")
     return [f"\t{case.instruction}\tv{n}.4s, v30.{lanes}, v31.{lanes}" for n in range(24)]
 
 

@@ -1,7 +1,8 @@
 """chunkrt's C++ core: programs of kernels over a thread pool; its sources are in csrc/.
 
 Operands of `ProgramBuilder` are values: numbers that its functions return. Every function raises ValueError for
-operands that do not fit.
+operands that do not fit. The function `ProgramBuilder.linear` is `linear` in csrc/program/operators/linear.cc, and so
+on; csrc/bindings/program.cc binds them.
 """
 
 from collections.abc import Sequence

@@ -5,6 +5,7 @@
 #include <random>
 #include <stdexcept>
 
+#include "kernels/attention/queries.h"
 #include "kernels/dispatch.h"
 #include "kernels/gemm/arranged.h"
 #include "kernels/gemm/parted.h"
@@ -157,8 +158,9 @@ Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, 
       num_threads, Caches{Aligned<std::uint16_t>(cache, half), Aligned<std::uint16_t>(cache, half),
                           Aligned<float>(attention_scratch_floats(head_dim, math))});
   AttentionFunction* append = select_kernel(append_cache_f32).function;
-  AttentionFunction* attend =
-      select_kernel(is_in_bfloat ? attend_f32_bf16_cache : attend_f32_f32_cache).function;
+  const auto& row = select_kernel(is_in_bfloat ? attend_f32_bf16_cache : attend_f32_f32_cache);
+  AttentionFunction* attend = row.function;
+  const std::size_t per_item = is_in_bfloat && row.isa != Isa::amx_bf16 ? kQueriesPerTiledItem : 0;
   return [=](std::size_t thread, std::size_t calls) {
     Operands& mine = (*own)[thread];
     Caches& state = (*caches)[thread];
@@ -180,7 +182,8 @@ Body attention(std::size_t num_threads, std::size_t rows, std::size_t position, 
                                 .head_dim = head_dim,
                                 .rotary_dim = head_dim,
                                 .scale = 0.125f,
-                                .math = math};
+                                .math = math,
+                                .queries_per_item = per_item};
     for (; calls > 0; --calls) {
       append(args, 0, rows, state.scratch.data());
       attend(args, 0, attend_items(args), state.scratch.data());

@@ -9,19 +9,19 @@ namespace {
 
 #if defined(__x86_64__) && defined(__linux__)
 
-constexpr const PeakTable* kTables[] = {&kPeaksAvx2, &kPeaksAvxVnni, &kPeaksAvx512Vnni, &kPeaksAmx,
-                                        &kPeaksAmxBf16};
-constexpr std::size_t kNumTables = 5;
+constexpr const PeakTable* kTables[] = {&kPeaksAvx2,       &kPeaksAvxVnni, &kPeaksAvx512Vnni,
+                                        &kPeaksAvx512Bf16, &kPeaksAmx,     &kPeaksAmxBf16};
+constexpr std::size_t kNumTables = 6;
 
 #elif defined(__x86_64__)
 
-constexpr const PeakTable* kTables[] = {&kPeaksAvx2, &kPeaksAvxVnni, &kPeaksAvx512Vnni};
-constexpr std::size_t kNumTables = 3;
+constexpr const PeakTable* kTables[] = {&kPeaksAvx2, &kPeaksAvxVnni, &kPeaksAvx512Vnni, &kPeaksAvx512Bf16};
+constexpr std::size_t kNumTables = 4;
 
 #elif defined(__aarch64__)
 
-constexpr const PeakTable* kTables[] = {&kPeaksNeon, &kPeaksNeonDotprod, &kPeaksNeonI8mm};
-constexpr std::size_t kNumTables = 3;
+constexpr const PeakTable* kTables[] = {&kPeaksNeon, &kPeaksNeonDotprod, &kPeaksNeonI8mm, &kPeaksNeonBf16};
+constexpr std::size_t kNumTables = 4;
 
 #else
 

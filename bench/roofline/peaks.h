@@ -27,8 +27,9 @@ struct PeakTable {
   ReadFunction* read;  // nullptr if another instruction set's function serves as well
 };
 
-extern const PeakTable kPeaksAvx2, kPeaksAvxVnni, kPeaksAvx512Vnni, kPeaksAmx, kPeaksAmxBf16;
-extern const PeakTable kPeaksNeon, kPeaksNeonDotprod, kPeaksNeonI8mm;
+extern const PeakTable kPeaksAvx2, kPeaksAvxVnni, kPeaksAvx512Vnni, kPeaksAvx512Bf16, kPeaksAmx,
+    kPeaksAmxBf16;
+extern const PeakTable kPeaksNeon, kPeaksNeonDotprod, kPeaksNeonI8mm, kPeaksNeonBf16;
 
 // The compiled tables, best last.
 struct PeakTables {

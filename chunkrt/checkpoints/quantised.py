@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.source import BLOCK_DEPTH, INT4, BlockTensor
+from chunkrt.checkpoints.source import BLOCK_DEPTH, INT4, BlockTensor, QuantisedWeight, StoredTensor
 from chunkrt.errors import ModelError, UnsupportedModelError
 
 Float32 = NDArray[np.float32]
@@ -41,35 +41,7 @@ _OF_ACTIVATIONS = re.compile(
 """Tensors with scales of activations, which chunkrt does not use."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """A tensor of a safetensors file: its shape, safetensors' type, and bytes."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    stored: NDArray[np.uint8]
-
-
 Tensors = Mapping[str, StoredTensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantisedWeight:
-    """A weight that several stored tensors contain.
-
-    Attributes:
-        shape: shape in Hugging Face's layout.
-        stored_as: storage type; INT4 if `read_blocks` may return blocks.
-        parts: names of the stored tensors.
-        read: returns the dequantised weight.
-        read_blocks: returns the weight in blocks of 4 bits; None if float16 cannot hold its scales.
-    """
-
-    shape: tuple[int, ...]
-    stored_as: str
-    parts: tuple[str, ...]
-    read: Callable[[], Float32]
-    read_blocks: Callable[[], BlockTensor | None] = lambda: None
 
 
 def quantised_weights(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, QuantisedWeight]:

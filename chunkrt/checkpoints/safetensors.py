@@ -21,12 +21,14 @@ from numpy.typing import NDArray
 
 from chunkrt.checkpoints.catalogue import how_to_fetch
 from chunkrt.checkpoints.checkpoint import map_file
-from chunkrt.checkpoints.quantised import StoredTensor, of_activations, quantised_weights
-from chunkrt.checkpoints.source import INT4, BlockTensor, TensorInfo
+from chunkrt.checkpoints.source import INT4, BlockTensor, QuantisedWeight, StoredTensor, TensorInfo
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import check_regular
 
 MAX_DIMENSIONS = 8
+
+_SETTINGS = ("quantization_config", "quantization")
+"""Keys of config.json with the settings of a quantisation."""
 
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _BITS = {
@@ -79,9 +81,9 @@ class SafetensorsSource:
             self.config, self.architecture = text, text["model_type"]
             for name in tensors_of_other_halves(self._tensors, self.path):
                 del self._tensors[name]
-        self._quantised = quantised_weights(self.config, self._tensors, self.path.name)
-        if self._quantised:
-            self._hide_parts()
+        self._quantised: dict[str, QuantisedWeight] = {}
+        if any(self.config.get(key) for key in _SETTINGS):
+            self._find_quantised()
 
     def names(self) -> Sequence[str]:
         """Return the names of all tensors, in the order of the headers."""
@@ -132,13 +134,15 @@ class SafetensorsSource:
             return np.concatenate([self._parts[part].stored.reshape(-1) for part in weight.parts])
         return self._find(name).stored
 
-    def _hide_parts(self) -> None:
-        """Remove the parts of quantised weights from the tensors, and log one line about the weights."""
+    def _find_quantised(self) -> None:
+        """Find quantised weights, remove their parts from the tensors, and log one line about the weights."""
+        from chunkrt.checkpoints.quantised import of_activations, quantised_weights
+
+        self._quantised = quantised_weights(self.config, self._tensors, self.path.name)
+        if not self._quantised:
+            return
         self._parts = self._tensors
-        config = {
-            key: value for key, value in self.config.items() if key not in ("quantization_config", "quantization")
-        }
-        self.config = config
+        self.config = {key: value for key, value in self.config.items() if key not in _SETTINGS}
         parts = {part for weight in self._quantised.values() for part in weight.parts}
         parts |= of_activations(self._tensors)
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name not in parts}

@@ -73,6 +73,34 @@ class BlockTensor:
         return values.reshape(self.integers.shape)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor of a safetensors file: its shape, safetensors' type, and bytes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    stored: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedWeight:
+    """A weight that several stored tensors contain.
+
+    Attributes:
+        shape: shape in Hugging Face's layout.
+        stored_as: storage type; INT4 if `read_blocks` may return blocks.
+        parts: names of the stored tensors.
+        read: returns the dequantised weight.
+        read_blocks: returns the weight in blocks of 4 bits; None if float16 cannot hold its scales.
+    """
+
+    shape: tuple[int, ...]
+    stored_as: str
+    parts: tuple[str, ...]
+    read: Callable[[], NDArray[np.float32]]
+    read_blocks: Callable[[], BlockTensor | None] = lambda: None
+
+
 Refuse = Callable[[UnsupportedModelError], None]
 """A function called with the error for each unsupported feature of a checkpoint; if it returns, reading continues."""
 

@@ -47,6 +47,7 @@ class BenchSetup:
     policy: str
     threads: int
     affinity: str
+    attention_math: str
 
     TEXTS: ClassVar[tuple[str, ...]] = ("model", "backend", "scheme", "chunk", "policy", "threads")
     """Left-aligned columns of the Markdown table."""
@@ -67,6 +68,7 @@ def setup_of(engine: Engine, model: str) -> dict[str, Any]:
         "policy": engine.options.policy,
         "threads": engine.options.num_threads,
         "affinity": engine.options.affinity,
+        "attention_math": engine.attention_math,
     }
 
 

@@ -84,15 +84,23 @@ def _big_cores() -> Finding:
     return Finding(what="big cores", ok=True, found=found, advice=advice)
 
 
+_ATTENTION = {"float32": "attend_f32_f32_cache", "bfloat16": "attend_f32_bf16_cache"}
+"""Kernels of attention by arithmetic."""
+
+
 def _kernels() -> list[Finding]:
     try:
-        from chunkrt.backends.native.cpu import cpu_info
+        from chunkrt.backends.native.cpu import cpu_info, fastest_attention
     except ImportError as error:
         advice = "run `pip install .` in the source folder, with a C++20 compiler"
         return [Finding(what="native kernels", ok=False, found=str(error), advice=advice)]
     info = cpu_info()
     best = ", ".join(sorted(set(info["selected"].values())))
     findings = [Finding(what="native kernels", ok=True, found=f"{info['processor']}; in use: {best}")]
+    attention = f"in {fastest_attention()} by {info['selected'][_ATTENTION[fastest_attention()]]}"
+    findings.append(
+        Finding(what="attention", part_of="native kernels", ok=True, found=f"{attention} (--attention-math auto)")
+    )
     for isa in info["isas"]:
         if not isa["built"]:
             continue  # for another architecture

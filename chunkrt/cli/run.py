@@ -102,7 +102,12 @@ def run(
         answer = stream_answer(session, tokens, sampling=sampling, **generation, emit=emit)
         if as_json:
             result = answer.as_dict() | {"text": asked.prefill_answer + answer.text}
-            click.echo(json.dumps({"model": model, **result, "load_s": load_seconds}, ensure_ascii=False))
+            click.echo(
+                json.dumps(
+                    {"model": model, "attention_math": engine.attention_math, **result, "load_s": load_seconds},
+                    ensure_ascii=False,
+                )
+            )
         else:
             click.echo()
             click.echo(f"[load {load_seconds:.2f} s, {answer.figures()}]", err=True)

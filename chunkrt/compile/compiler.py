@@ -1,6 +1,6 @@
 """Compilation of a checkpoint to an engine directory, in phases.
 
-    open -> calibrate (static schemes) -> plan -> settle (the storage of each weight) -> write
+    open -> calibrate (static schemes) -> plan -> settle (the storage of each weight) -> round (4 bits) -> write
 
 This package is imported only to compile. A device that only runs engine directories needs neither this package nor
 ONNX.
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from chunkrt.checkpoints.checkpoint import is_onnx, open_checkpoint, sampled_digest
-from chunkrt.checkpoints.source import TensorSource, weights_digest
-from chunkrt.compile.calibrate import cached_calibration
+from chunkrt.checkpoints.source import BLOCK_TYPES, TensorSource, weights_digest
+from chunkrt.compile.calibrate import cached_calibration, calibration_tokens, shipped_text
+from chunkrt.compile.rounding import Rounded, round_linears
 from chunkrt.compile.search import cached_choice
 from chunkrt.engine_directory.figures import linears_by_weight_bits
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, write_manifest
@@ -27,10 +29,11 @@ from chunkrt.graph.decoders import build_decoder
 from chunkrt.graph.modules import Float32, Module
 from chunkrt.graph.partition import Planned, plan_decoder
 from chunkrt.graph.placement import Placement
-from chunkrt.graph.plan import ALONE, Plan, Ranks
+from chunkrt.graph.plan import ALONE, Plan, Ranks, linear_weights
 from chunkrt.onnx.importing import OnnxSource, import_decoder, verify
 from chunkrt.quant.calibration import Calibration
 from chunkrt.quant.residual_scaling import residual_scaling
+from chunkrt.quant.rotation import can_rotate
 from chunkrt.quant.scheme import Recipe, Scheme, check_scheme_of_ranks
 from chunkrt.tokenizer import Tokenizer
 
@@ -78,6 +81,7 @@ class Prepared:
     Attributes:
         scheme: the scheme, after a search and `settle`.
         ranges: calibration of a static scheme; None under other schemes.
+        rounded: linears of 4 bits that are rounded already, by plan name.
     """
 
     checkpoint: Path
@@ -87,6 +91,12 @@ class Prepared:
     ranks: Ranks
     scheme: Scheme
     ranges: Calibration | None
+    rounded: Mapping[str, Rounded]
+
+    def load(self, name: str) -> Float32:
+        """Return a weight's values before their quantisation, by its plan name. Raises ModelError as `Planned.load`."""
+        values = self.planned.load(name)
+        return self.ranges.folding.apply(name, values) if self.ranges else values
 
 
 def compile_checkpoint(
@@ -120,7 +130,7 @@ def prepare_checkpoint(
     ranks: Ranks = ALONE,
     progress: Progress = no_progress,
 ) -> Prepared:
-    """Open a checkpoint, calibrate it, plan it, and settle its scheme.
+    """Open a checkpoint, calibrate it, plan it, settle its scheme, and round its weights of 4 bits.
 
     Args:
         recipe: a scheme; or a search for one, on the calibration's text.
@@ -146,7 +156,7 @@ def prepare_checkpoint(
     if ranges is not None and scaling is not None:
         log.log(logging.WARNING if scaling.obstacle else logging.INFO, "%s", scaling)
         planned, ranges = replace(planned, plan=scaling.plan(planned.plan)), scaling.calibration(planned.plan, ranges)
-    return Prepared(
+    prepared = Prepared(
         checkpoint=checkpoint,
         model=model,
         planned=planned,
@@ -154,6 +164,44 @@ def prepare_checkpoint(
         ranks=ranks,
         scheme=settle(planned, scheme),
         ranges=ranges,
+        rounded={},
+    )
+    if scheme.weight_bits != 4 or scheme.rounding == "nearest":
+        return prepared
+    plan = plan_decoder(source, decoder, {}).plan
+    return replace(prepared, rounded=_rounded(prepared, scaling.plan(plan) if scaling else plan, progress))
+
+
+def _rounded(prepared: Prepared, plan: Plan, progress: Progress) -> dict[str, Rounded]:
+    """Round the linears of 4 bits on the calibration's text. If this is not possible, log the reason, and return
+    nothing, so they are rounded to the nearest values.
+
+    Args:
+        plan: the plan without placement and shadows.
+    """
+    planned, scheme, ranges = prepared.planned, prepared.scheme, prepared.ranges
+    names = {name for name in linear_weights(plan) if scheme.weight_bits_of(name) == 4}
+    if not scheme.is_static:
+        names = {name for name in names if not planned.parameters[name].stored_as(planned.source) <= BLOCK_TYPES}
+    if not names:
+        return {}
+    if not prepared.ranks.are_alone:
+        log.warning("weights of 4 bits are rounded to the nearest values, because several ranks share them")
+        return {}
+    if ranges is None and Tokenizer.from_source(planned.source) is None:
+        log.warning(
+            "weights of 4 bits are rounded to the nearest values, because %s has no tokenizer for the text that "
+            "--rounding gptq needs",
+            planned.source.path.name,
+        )
+        return {}
+    return round_linears(
+        plan,
+        scheme,
+        names,
+        prepared.load,
+        ranges.token_ids if ranges else calibration_tokens(planned, shipped_text(), None),
+        progress=lambda done, total: progress("rounding weights", done, total),
     )
 
 
@@ -176,6 +224,8 @@ def calibrate_scheme(
             linear that does not exist.
     """
     scheme = recipe.scheme
+    if scheme.is_rotated and not recipe.has_to_rotate and not can_rotate(planned.plan):
+        scheme = replace(scheme, is_rotated=False)
     check_shadowed(planned.plan, scheme)
     ranges = Calibration.load(calibration) if calibration else None
     if ranges is not None:
@@ -220,11 +270,6 @@ def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress 
         QuantizationError: a weight cannot be quantised.
     """
     planned, scheme, ranges = prepared.planned, prepared.scheme, prepared.ranges
-
-    def load_folded(name: str) -> Float32:
-        values = planned.load(name)
-        return ranges.folding.apply(name, values) if ranges else values
-
     try:
         with written_aside(folder) as aside:
             aside.mkdir()
@@ -232,10 +277,11 @@ def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress 
             write_weights(
                 planned.plan,
                 scheme,
-                load_folded,
+                prepared.load,
                 aside / WEIGHTS,
                 load_rotary=planned.load_rotary,
                 load_blocks=planned.load_blocks,
+                rounded=prepared.rounded,
                 calibration=ranges,
                 progress=partial(progress, "compiling"),
             )

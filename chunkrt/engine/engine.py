@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, get_args, overload
 
 import numpy as np
 
+from chunkrt.backends.base import AttentionMath
 from chunkrt.engine.arguments import as_token_ids, checked_salt, listed, require_whole
 from chunkrt.engine.embedding import Float32, Pooling, pooled
 from chunkrt.engine.generation import Piece
@@ -108,6 +109,11 @@ class Engine:
     def chunk_length(self) -> int:
         """Maximum number of tokens of a chunk."""
         return self.loaded.chunk_length
+
+    @property
+    def attention_math(self) -> AttentionMath:
+        """Arithmetic of attention on the CPU; if the option is "auto", the arithmetic that was chosen."""
+        return self.loaded.attention_math
 
     @property
     def cache_dtype(self) -> CacheDtype:

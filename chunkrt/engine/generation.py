@@ -65,7 +65,7 @@ class Generation:
     already computes the logits after it.
 
     Args:
-        engine: the engine of the sequence.
+        model: the loaded model of the sequence.
         sequence: a sequence with at least one token.
         sampler: draws tokens.
         stops: strings that end the generation.
@@ -81,7 +81,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: LoadedModel,
+        model: LoadedModel,
         sequence: TokenSequence,
         sampler: Sampler | PluginSampler,
         stops: StopStrings,
@@ -95,9 +95,9 @@ class Generation:
         is_eager: bool = False,
     ) -> None:
         self._num_likeliest, self._constraint = num_likeliest, constraint
-        self._engine, self._scheduler, self._sequence = engine, engine.scheduler, sequence
+        self._model, self._scheduler, self._sequence = model, model.scheduler, sequence
         self._sampler = sampler
-        tokenizer = engine.tokenizer  # without one the text is empty
+        tokenizer = model.tokenizer  # without one the text is empty
         self._text = _Text(tokenizer, stops, follows_text=sequence.follows_text)
         self._num_drawn, self._fewest, self._most = 0, min_new_tokens, max_new_tokens
         missing = tokenizer.missing_ids if tokenizer else np.empty(0, np.int64)
@@ -127,7 +127,7 @@ class Generation:
             if self._sequence.ahead is not None and not self.is_submitted:
                 self._sequence.settle()  # another generation may have been left while it computed ahead
             if self.is_submitted:
-                self._engine.check_process()
+                self._model.check_process()
             while True:
                 if self.is_submitted and (piece := self._outbox.get()) is not None:
                     return piece
@@ -150,7 +150,7 @@ class Generation:
         if sequence.cancel.is_set():
             raise ClosedError(f"the generation was cancelled after {self._num_drawn} tokens")
         if sequence.logits is None:
-            self._engine.check_open()
+            self._model.check_open()
             if sequence.is_ready or (self._num_drawn and sequence.has_pending):
                 return None
         return self._draw(sequence.next_logits())

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.dispatch import PLUGINS as OPERATOR_PLUGINS
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
 from chunkrt.backends.link import Communicator, LinkBackend, ranks_of
@@ -22,11 +23,12 @@ from chunkrt.engine.model_options import (
     check_cache,
     check_cache_memory,
     check_shift,
+    choose_attention_math,
     choose_chunk_length,
     choose_context_length,
     default_cache_dtype,
 )
-from chunkrt.engine.npu_attention import as_compiled
+from chunkrt.engine.npu_attention import as_compiled, attends_on_npu
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.engine.roles import open_backends, runs_on_qnn
@@ -116,9 +118,24 @@ class LoadedModel:
             self.is_closed = self._is_verified = False
             self._process_id = os.getpid()
             self._lock = threading.RLock()  # a signal handler may close the engine while its thread closes it
+            self.dispatcher = Dispatcher(
+                self.plan,
+                self.scheme,
+                registered_operators(),
+                Switches.parse(options.ops),
+                default=default_base(options.npu),
+            )
+            self.attention_math: AttentionMath = choose_attention_math(
+                options,
+                self.plan,
+                self.scheme,
+                self.dispatcher,
+                is_on_npu=runs_on_qnn(options) and attends_on_npu(self.plan, self.manifest.placement, options),
+                has_ranks=communicator is not None,
+            )
             cpus = find_cpus(options.affinity)
             with running_on(cpus):  # this starts the threads of the native pool
-                self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options)
+                self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options, self.attention_math)
             self._mirror = mirror
             """The engines of the other ranks, if this is rank 0 of several."""
             self.chunk_length = choose_chunk_length(
@@ -127,14 +144,7 @@ class LoadedModel:
                 has_npu=self.npu_backend is not self.cpu_backend,
                 manifest=self.manifest,
             )
-            self.dispatcher = Dispatcher(
-                self.plan,
-                self.scheme,
-                registered_operators(),
-                Switches.parse(options.ops),
-                default=default_base(options.npu),
-            )
-            check_cache(options, self.plan, self.dispatcher, self.cpu_backend)
+            check_cache(options, self.plan, self.dispatcher, self.cpu_backend, self.attention_math)
             self._spare = SpareTensors()
             self.cache_memory = CacheMemory(options.cache_memory, options.queue)
             if options.cache_memory is not None:
@@ -182,7 +192,7 @@ class LoadedModel:
             "context length": self.context_length,
             "chunk length": self.chunk_length,
             "caches": self.cache_dtype,
-            "attention": self.options.attention_math,
+            "attention": self.attention_math,
             "executors": self.scheduler.executors.identity,
             "plug-ins": [str(plugin) for plugin in OPERATOR_PLUGINS.plugins if plugin.load_or_tell() is not None],
             "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
@@ -209,7 +219,9 @@ class LoadedModel:
     @property
     def cache_dtype(self) -> CacheDtype:
         """Data type of keys and values."""
-        return self.options.cache_dtype or default_cache_dtype(self.options, self.scheme, self.cpu_backend)
+        return self.options.cache_dtype or default_cache_dtype(
+            self.options, self.scheme, self.cpu_backend, self.attention_math
+        )
 
     def fork_state(self, state: State) -> State:
         """Copy a state for `Session.fork`. Raise BusyError if the memory for caches is exhausted."""
@@ -224,7 +236,7 @@ class LoadedModel:
             )
         return SessionFile(
             require_path("path", path),
-            model=model_digest(self.manifest, self.scheme, self.options.attention_math),
+            model=model_digest(self.manifest, self.scheme, self.attention_math),
             vocab_size=self.plan.vocab_size,
             context_length=self.context_length,
             context_keep=self.options.context_keep,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import cast
 
 from chunkrt.backends import Backend
-from chunkrt.backends.dispatch import Dispatcher
+from chunkrt.backends.base import AttentionMath
+from chunkrt.backends.dispatch import Dispatcher, Runner
+from chunkrt.backends.native.cpu import fastest_attention
 from chunkrt.engine.options import CPU_CHUNK_LENGTH, DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.engine_directory.manifest import Manifest
 from chunkrt.errors import ConfigError
@@ -13,6 +16,8 @@ from chunkrt.graph.plan import Plan
 from chunkrt.graph.rewrites import without_key_biases
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.state_tensors import CacheDtype
+
+log = logging.getLogger(__name__)
 
 
 def choose_context_length(plan: Plan, options: EngineOptions) -> int:
@@ -55,11 +60,11 @@ def compiled_chunk_length(manifest: Manifest) -> int:
     return DEFAULT_CHUNK_LENGTH if DEFAULT_CHUNK_LENGTH in lengths or not lengths else max(lengths)
 
 
-def default_cache_dtype(options: EngineOptions, scheme: Scheme, backend: Backend) -> CacheDtype:
+def default_cache_dtype(options: EngineOptions, scheme: Scheme, backend: Backend, math: AttentionMath) -> CacheDtype:
     """Return the default data type of caches. It is bfloat16 with bfloat16 attention, float32 under the scheme "float",
     and otherwise the first type that the backend of attention lists.
     """
-    if options.attention_math == "bfloat16" and not options.context_shift:
+    if math == "bfloat16" and not options.context_shift:
         return "bfloat16"
     return "float32" if scheme.weight_bits is None else cast(CacheDtype, backend.cache_dtypes[0])
 
@@ -72,23 +77,58 @@ def with_cached_keys(plan: Plan, options: EngineOptions) -> Plan:
     return without_key_biases(plan) if options.cache_dtype == "int8" else plan
 
 
-def check_cache(options: EngineOptions, plan: Plan, dispatcher: Dispatcher, backend: Backend) -> None:
+def choose_attention_math(
+    options: EngineOptions, plan: Plan, scheme: Scheme, dispatcher: Dispatcher, *, is_on_npu: bool, has_ranks: bool
+) -> AttentionMath:
+    """Return the arithmetic of attention. "auto" is the fastest one of this processor if the native backend runs all
+    attention of a quantised model with its default caches, and float32 otherwise.
+
+    Args:
+        is_on_npu: True if the NPU runs attention too.
+        has_ranks: True if several ranks, perhaps on different processors, share the decoder.
+    """
+    if options.attention_math != "auto":
+        if options.attention_math == "bfloat16" and fastest_attention() == "float32":
+            log.warning(
+                "attention in bfloat16 multiplies in float32 on this processor: it is less precise, and prompts are no "
+                "faster; choose `attention_math='auto'`"
+            )
+        return options.attention_math
+    is_native = options.npu in ("auto", "qnn", "off", "native") and not _other_attention(plan, dispatcher, "native")
+    has_default_caches = options.cache_dtype is None and not options.context_shift
+    if not is_native or not has_default_caches or scheme.weight_bits is None or is_on_npu or has_ranks:
+        return "float32"
+    return fastest_attention()
+
+
+def check_cache(
+    options: EngineOptions, plan: Plan, dispatcher: Dispatcher, backend: Backend, math: AttentionMath
+) -> None:
     """Check that the native backend runs attention with int8 caches or in bfloat16. Raise ConfigError if another
     function would run.
     """
     if options.cache_dtype == "int8":
         what, others = "int8 caches are", "float32 or float16"
-    elif options.attention_math != "float32":
-        what, others = f"{options.attention_math} attention is", "float32"
+    elif math != "float32":
+        what, others = f"{math} attention is", "float32"
     else:
         return
-    for subgraph in (s for s in plan.subgraphs if s.state):
-        for _, runner in dispatcher.runners(subgraph, backend.name):
-            if runner.operator == "cached_attention" and runner.runs_on != "native":
-                raise ConfigError(
-                    f"{what} only supported by native attention, but {runner.runs_on} runs cached_attention "
-                    f"({runner.reason}); choose {others}"
-                )
+    for runner in _other_attention(plan, dispatcher, backend.name):
+        raise ConfigError(
+            f"{what} only supported by native attention, but {runner.runs_on} runs cached_attention ({runner.reason}); "
+            f"choose {others}"
+        )
+
+
+def _other_attention(plan: Plan, dispatcher: Dispatcher, backend: str) -> list[Runner]:
+    """Return the runners of attention other than native."""
+    return [
+        runner
+        for subgraph in plan.subgraphs
+        if subgraph.state
+        for _, runner in dispatcher.runners(subgraph, backend)
+        if runner.operator == "cached_attention" and runner.runs_on != "native"
+    ]
 
 
 def check_shift(context_length: int, options: EngineOptions) -> None:

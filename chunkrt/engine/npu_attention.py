@@ -59,7 +59,7 @@ def near_plans(
         raise ConfigError(
             "attention on the NPU does not support int8 caches; choose a `cache_dtype` of float16, or `attention='cpu'`"
         )
-    if names and options.attention_math != "float32":
+    if names and options.attention_math == "bfloat16":
         raise ConfigError(
             f"`attention_math={options.attention_math!r}` is supported for attention on the CPU only; "
             "omit it, or choose `attention='cpu'`"
@@ -96,6 +96,12 @@ ATTENTION_OPTIONS = ("attention", "npu_window", "npu_graph", "context_length")
 def compiled_attention(options: EngineOptions, context_length: int) -> dict[str, str | int]:
     """Return the options with which attention is compiled for the NPU, for storage in an engine directory."""
     return {name: getattr(options, name) for name in ATTENTION_OPTIONS} | {"context_length": context_length}
+
+
+def attends_on_npu(plan: Plan, placement: Placement, options: EngineOptions) -> bool:
+    """Return True if the NPU computes softmax attention of some layer."""
+    names = attention_nodes(plan) if options.attention != "cpu" else []
+    return any(_is_chosen(name, placement, options.attention) for name in names)
 
 
 def as_compiled(options: EngineOptions, manifest: Manifest) -> EngineOptions:

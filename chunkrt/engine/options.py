@@ -27,7 +27,7 @@ from chunkrt.engine.declaration import (
 )
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.placement import Placement, check_placement
-from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, find_scheme
+from chunkrt.quant.scheme import DEFAULT_BUDGETS, SCHEME_NAMES, Rounding, find_scheme
 from chunkrt.runtime.affinity import NO_AFFINITY, available_cores, check_affinity, find_cpus
 from chunkrt.runtime.batcher import DEFAULT_BATCHER, batcher_names, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight
@@ -48,6 +48,7 @@ DEFAULT_PREFIX_CACHE = "memory"
 Outputs = Literal["grid", "float"]
 OnNpuFailure = Literal["fallback", "fail"]
 AttentionOn = Literal["auto", "cpu", "npu"]
+AttentionMathChoice = Literal["auto", AttentionMath]
 KeptWeights = Literal["both", "npu-only"]
 DEFAULT_NPU_WINDOW = "512"
 
@@ -108,7 +109,8 @@ class LoadOptions(TypedDict, total=False):
     budget: float | None
     outputs: Outputs | None
     equalisation: float | Literal["off"] | None
-    rotation: bool
+    rotation: bool | None
+    rounding: Rounding | None
     ops: tuple[str, ...] | str | None
     chunk_length: int | None
     policy: str
@@ -126,7 +128,7 @@ class LoadOptions(TypedDict, total=False):
     placement: str | os.PathLike[str] | Placement | None
     npu_strict: bool
     attention: AttentionOn
-    attention_math: AttentionMath
+    attention_math: AttentionMathChoice
     npu_window: str | int
     npu_graph: str
     weights: KeptWeights
@@ -215,11 +217,20 @@ class EngineOptions:
         is_planned=True,
         reads_flag=number_flag("--equalise", "0 to 1, or off", word="off"),
     )
-    rotation: bool = declared_option(
+    rotation: bool | None = declared_option(
         "--rotate/--no-rotate",
-        "Rotate the residual stream before a static scheme quantises it.",
+        "Rotate the residual stream before a static scheme quantises it.  [default: under w4a16, if the decoder "
+        "permits it]",
         group="Quantisation",
-        default=False,
+        is_planned=True,
+    )
+    rounding: Rounding | None = declared_option(
+        "--rounding",
+        "Rounding of weights to 4 bits: nearest, or gptq, which corrects errors by later weights and takes minutes.  "
+        "[default: gptq]",
+        group="Quantisation",
+        choices=lambda: get_args(Rounding),
+        noun="rounding",
         is_planned=True,
     )
     ops: tuple[str, ...] | str | None = declared_option(
@@ -366,13 +377,13 @@ class EngineOptions:
         is_planned=True,
         needs=(_NPU,),
     )
-    attention_math: AttentionMath = declared_option(
+    attention_math: AttentionMathChoice = declared_option(
         "--attention-math",
-        "Arithmetic of attention on the CPU. bfloat16 (native only) is faster on processors with bfloat16 tiles "
-        "(AMX), and less precise.",
+        "Arithmetic of attention on the CPU. bfloat16 (native only) is less precise, and faster on processors with "
+        "fast products of bfloat16. auto: bfloat16 on these processors, else float32 (docs/quantisation.md).",
         group="Execution",
-        default="float32",
-        choices=lambda: get_args(AttentionMath),
+        default="auto",
+        choices=lambda: ("auto", *get_args(AttentionMath)),
         noun="arithmetic of attention",
     )
     npu_window: str | int = declared_option(

@@ -19,6 +19,7 @@ from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.quant.scheme import DEFAULT_BUDGETS, DEFAULT_SCHEME, MIXED, Recipe, Scheme, Search, find_scheme
 
 STATIC_OPTIONS = ("shadow", "budget", "outputs", "equalisation", "rotation")
+COMPILED_OPTIONS = (*STATIC_OPTIONS, "rounding")
 """Options that only a static scheme uses."""
 
 
@@ -112,6 +113,10 @@ def choose_recipe(options: EngineOptions, default: str) -> Recipe:
     """
     npu = asked_npu(options)
     scheme = find_scheme(options.scheme or (default_npu_scheme(npu, default) if npu else default))
+    if options.rounding is not None:
+        if scheme.weight_bits != 4:
+            raise ConfigError(f"the scheme {scheme.name!r} has no 4-bit weights and does not use `rounding`; omit it")
+        scheme = replace(scheme, rounding=options.rounding)
     if not scheme.is_static:
         for name in STATIC_OPTIONS:
             if _is_given(getattr(options, name)):
@@ -123,7 +128,8 @@ def choose_recipe(options: EngineOptions, default: str) -> Recipe:
         scheme = in_float
     if options.equalisation is not None:
         scheme = replace(scheme, equalisation=None if options.equalisation == "off" else options.equalisation)
-    scheme = replace(scheme, is_rotated=options.rotation)
+    if options.rotation is not None:
+        scheme = replace(scheme, is_rotated=options.rotation)
     search: Search | None = None
     if scheme.name == MIXED:
         if options.shadow is not None:
@@ -143,7 +149,12 @@ def choose_recipe(options: EngineOptions, default: str) -> Recipe:
         raise ConfigError(
             "`budget` has no effect without `shadow='auto'` or `scheme='mixed'`; omit it, or set one of these"
         )
-    return Recipe(scheme=scheme, search=search, budget=search and (options.budget or DEFAULT_BUDGETS[search]))
+    return Recipe(
+        scheme=scheme,
+        has_to_rotate=options.rotation is True,
+        search=search,
+        budget=search and (options.budget or DEFAULT_BUDGETS[search]),
+    )
 
 
 def _is_given(option: object) -> bool:
@@ -165,7 +176,7 @@ def check_compiled(folder: Path, options: EngineOptions, ranks: Ranks = ALONE) -
     if options.scheme not in (None, manifest.scheme.name):
         compiled = manifest.scheme.name
         raise ConfigError(f"{folder} was compiled under {compiled!r}, not {options.scheme!r}; compile it again")
-    for name in STATIC_OPTIONS:
+    for name in COMPILED_OPTIONS:
         if _is_given(getattr(options, name)):
             raise ConfigError(
                 f"{folder} is compiled and does not accept {name} any more; pass the checkpoint to compile it again"

@@ -28,16 +28,18 @@ Supports = Callable[[Subgraph, Plan, Scheme], Support]
 log = logging.getLogger(__name__)
 
 
-def open_backends(manifest: Manifest, folder: Path, options: EngineOptions) -> tuple[Backend, Backend]:
-    """Return the backends that serve as the NPU and as the CPU for an engine directory. The two may be the same
-    backend.
+def open_backends(
+    manifest: Manifest, folder: Path, options: EngineOptions, math: AttentionMath
+) -> tuple[Backend, Backend]:
+    """Return the backends that serve as the NPU and as the CPU for an engine directory, with this arithmetic of
+    attention. The two may be the same backend.
 
     Raises:
         BackendUnavailableError: a backend that was requested is not available on this machine.
         ConfigError: the SoC is unknown, or the CPU's backend does not support the type of caches or the arithmetic of
             attention.
     """
-    threads, math = options.num_threads, options.attention_math
+    threads = options.num_threads
     if options.npu in ("auto", "qnn", "off"):
         cpu = make_backend("native", threads=threads, attention_math=math)
         npu = open_npu(manifest, folder, options) or cpu

@@ -35,14 +35,14 @@ class TokenSequence:
     """Tokens of a conversation, with their state.
 
     Args:
-        engine: the engine that computes the runs.
+        model: the loaded model that computes the runs.
         state: an empty state, or one that contains the first tokens of `tokens`.
         tokens: the tokens so far.
         cache_salt: salt of the prefix cache; prefixes are shared only between sequences with the same salt.
     """
 
-    def __init__(self, engine: LoadedModel, state: State, tokens: Iterable[int] = (), *, cache_salt: str = "") -> None:
-        self._engine = engine
+    def __init__(self, model: LoadedModel, state: State, tokens: Iterable[int] = (), *, cache_salt: str = "") -> None:
+        self._model = model
         self._state: State | None = state
         self.tokens = list(tokens)
         """Tokens in the context. These are all tokens so far, unless the context has been shifted."""
@@ -58,7 +58,7 @@ class TokenSequence:
         """
         self._dropped: list[int] = []
         """Tokens that shifts of the context have dropped. They followed the permanent tokens."""
-        self._reuse = Reuse(engine.prefix_cache, cache_salt)
+        self._reuse = Reuse(model.prefix_cache, cache_salt)
         self.unreported: deque[RunRecord] = deque()
         """Records that were not passed to `on_run` yet. It is called after all tokens of a prefill or step are done."""
         self.ahead: Request | None = None
@@ -92,23 +92,23 @@ class TokenSequence:
     @property
     def context_length(self) -> int:
         """Maximum number of tokens in the context."""
-        return self._engine.context_length
+        return self._model.context_length
 
     @property
     def vocab_size(self) -> int:
         """Number of logits for a token, i.e. the size of the vocabulary."""
-        return self._engine.plan.vocab_size
+        return self._model.plan.vocab_size
 
     @property
     def is_full(self) -> bool:
         """True if no further token can be added, because the context is full and does not shift."""
-        return len(self.tokens) >= self._engine.context_length and not self._shifts
+        return len(self.tokens) >= self._model.context_length and not self._shifts
 
     def settle(self) -> None:
         """Wait until no other thread computes tokens of this sequence."""
         ahead = self.ahead
         if ahead is not None:
-            self._engine.check_process()
+            self._model.check_process()
             ahead.wait()
             self.ahead = None
             del ahead.state  # a caller may keep the generation, while the memory of the state can be freed
@@ -123,7 +123,7 @@ class TokenSequence:
         self._check_head(logits)
         num_reported = len(self.unreported)
         if len(new) > self._room and not self._shifts:
-            length, most = self._engine.context_length, self._engine.plan.context_length
+            length, most = self._model.context_length, self._model.plan.context_length
             longer = f" choose a context of up to {most} (`context_length`)," if length < most else ""
             raise ConfigError(
                 f"the prompt has {len(new)} tokens, but the context of {length} has room for {self._room}; shorten the "
@@ -144,7 +144,7 @@ class TokenSequence:
         """Add a generated token, which is run when the next token is requested. If the context is full, the token is
         not added.
         """
-        length = self._engine.context_length
+        length = self._model.context_length
         if len(self.tokens) >= length and self._shifts:
             self.shift()
         if len(self.tokens) < length:
@@ -168,7 +168,7 @@ class TokenSequence:
         state = self.state
         position = state.position
         pending = self.tokens[position:]
-        if len(pending) != 1 or self._engine.plan.long_context_from is not None:
+        if len(pending) != 1 or self._model.plan.long_context_from is not None:
             pending, position = self._pending(), state.position
         self._reuse.before_run(position)
         return np.array(pending, np.int64)
@@ -180,7 +180,7 @@ class TokenSequence:
             self.unreported += request.records
 
     def _check_head(self, logits: Logits) -> None:
-        if logits in ("last", "all") and not self._engine.plan.has_head:
+        if logits in ("last", "all") and not self._model.plan.has_head:
             raise ModelError(
                 "the checkpoint has no LM head (lm_head.weight), so it gives embeddings and no logits; use "
                 "engine.embed, or `chunkrt serve`"
@@ -202,7 +202,7 @@ class TokenSequence:
 
     def fork(self) -> TokenSequence:
         """Return another sequence with the same tokens and a copy of the state."""
-        copy = TokenSequence(self._engine, self._engine.fork_state(self.state), self.tokens)
+        copy = TokenSequence(self._model, self._model.fork_state(self.state), self.tokens)
         copy._dropped = self._dropped.copy()
         copy.logits, copy._after_prompt = self.logits, self._after_prompt
         copy.follows_text = self.follows_text
@@ -268,15 +268,15 @@ class TokenSequence:
 
     @property
     def _room(self) -> int:
-        return self._engine.context_length - len(self.tokens)
+        return self._model.context_length - len(self.tokens)
 
     @property
     def _shifts(self) -> bool:
-        return self._engine.options.context_shift
+        return self._model.options.context_shift
 
     @property
     def _num_kept(self) -> int:
-        return self._engine.options.context_keep
+        return self._model.options.context_keep
 
     def _extend(self, new: Sequence[int], logits: Logits) -> PrefillResult:
         """Add and run tokens that fit into the context."""
@@ -366,7 +366,7 @@ class TokenSequence:
         """Return the tokens that the state does not contain. If the number of tokens selects another rotary table than
         before, return all tokens.
         """
-        plan = self._engine.plan
+        plan = self._model.plan
         rope_offset = 0 if plan.long_context_from is None else plan.rope_offset(len(self.tokens))
         if rope_offset != self.state.rope_offset:
             self.state.reset(rope_offset)
@@ -376,7 +376,7 @@ class TokenSequence:
         start = time.perf_counter()
         ids = np.array(token_ids, np.int64)
         request = Request(ids, self.state, logits=logits, cancel=self.cancel, on_tokens=self.on_tokens)
-        self._engine.run(request)
+        self._model.run(request)
         seconds = time.perf_counter() - start
         rows = request.logits
         self.logits = rows[-1].copy() if rows is not None else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -44,7 +45,7 @@ from chunkrt.graph.plan import (
     resolve,
 )
 from chunkrt.graph.rotary_tables import Float64
-from chunkrt.quant.arithmetic import quantize_linear, quantize_weight
+from chunkrt.quant.arithmetic import Integers, quantize_linear, quantize_weight
 from chunkrt.quant.calibration import Calibration, num_hot_channels
 from chunkrt.quant.grid import grids_of
 from chunkrt.quant.scheme import Scheme, Storage
@@ -148,6 +149,7 @@ def write_weights(
     *,
     load_rotary: LoadRotary | None = None,
     load_blocks: LoadBlocks = lambda name: None,
+    rounded: Mapping[str, Integers | BlockTensor] = MappingProxyType({}),
     calibration: Calibration | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
@@ -159,6 +161,7 @@ def write_weights(
             at once.
         load_rotary: returns the recipe of a rotary table that chunkrt generates; plans without such tables need none.
         load_blocks: called first for linears in blocks; if it returns None, the values of the linear are quantised.
+        rounded: linears that are quantised already.
         path: path of the store; the caller ensures that the file is written completely or not at all (by renaming it).
         calibration: calibration of this decoder; a static scheme needs it.
         progress: called with the number of finished weights and the number of all weights.
@@ -190,7 +193,7 @@ def write_weights(
                 _check_recipe(recipe, plan.context_length, name=weight.tensor.name)
                 arrays = {weight.tensor.name + ROTARY_SUFFIX: recipe}
             else:
-                arrays = _arrays(weight, scheme, load, load_blocks, calibration)
+                arrays = _arrays(weight, scheme, load, load_blocks, rounded, calibration)
             for entry in weight.entries[: weight.num_first]:
                 writer.write(arrays.pop(entry.name))
             later |= arrays
@@ -212,6 +215,7 @@ def _arrays(
     scheme: Scheme,
     load: Callable[[str], Float32],
     load_blocks: LoadBlocks,
+    rounded: Mapping[str, Integers | BlockTensor],
     calibration: Calibration | None,
 ) -> dict[str, NDArray[Any]]:
     """Return the arrays of a weight's entries by name."""
@@ -224,7 +228,7 @@ def _arrays(
         return {name: packed, name + SCALE_SUFFIX: np.stack([scale for _, scale in each])}
     assert linear is not None
     blocks = load_blocks(name) if weight.storage == "blocks" else None
-    quantized = blocks or quantize_linear(load(name), scheme.storage_of(name), name=name)
+    quantized = rounded.get(name) or blocks or quantize_linear(load(name), scheme.storage_of(name), name=name)
     if isinstance(quantized, BlockTensor):
         integers, scales = pack_blocks(quantized)
         return {name: integers, name + BLOCK_SCALE_SUFFIX: scales}

@@ -40,6 +40,15 @@ def rotation(plan: Plan, load: Callable[[str], Float32]) -> Folding:
     )
 
 
+def can_rotate(plan: Plan) -> bool:
+    """Return True if `rotation` does not change a decoder's results."""
+    try:
+        _RotatedStream(DataFlow(plan))
+    except QuantizationError:
+        return False
+    return True
+
+
 class _RotatedStream:
     """Search for the values that are rotated, starting from the embeddings, and the weights around them.
 

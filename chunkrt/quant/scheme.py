@@ -24,6 +24,9 @@ LEVELS = {8: 127, 16: 127 * 257}
 base 256; a 16-bit integer product can therefore be computed from two 8-bit products."""
 
 
+Rounding = Literal["nearest", "gptq"]
+"""Rounding of weights to 4 bits: each to the nearest value, or with compensation (`quant/compensated.py`)."""
+
 Storage = Literal["float32", "int8", "int4", "blocks"]
 """Storage of a linear's weight: unchanged; as integers for each output channel, of 8 bits, or of 4 with the multipliers
 of their blocks; in a checkpoint's blocks of 4 bits."""
@@ -55,6 +58,7 @@ class Scheme:
     equalisation: static only: fraction of the unevenness between the channels of an input that is moved into the
         weights beforehand, 0 to 1; None: off. See `quant/folding.py`.
     is_rotated: whether the residual stream is rotated beforehand, so that no channel is much larger than others.
+    rounding: rounding of weights to 4 bits, except for those that a checkpoint stores in blocks of 4 bits.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Scheme:
     weights_of_8_bits: tuple[str, ...] = ()
     equalisation: float | None = None
     is_rotated: bool = False
+    rounding: Rounding = "nearest"
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Scheme:
@@ -139,7 +144,7 @@ SCHEMES = {
     for scheme in (
         Scheme(name="float", weight_bits=None, activations=None),
         Scheme(name="w8a8-dynamic", weight_bits=8, activations="dynamic"),
-        Scheme(name="w4a8-dynamic", weight_bits=4, activations="dynamic", weights_of_8_bits=(HEAD,)),
+        Scheme(name="w4a8-dynamic", weight_bits=4, activations="dynamic", weights_of_8_bits=(HEAD,), rounding="gptq"),
         # down_proj writes the massive values of the residual stream into a few columns; one grid for all columns would
         # have to cover them.
         Scheme(name="w8a16", weight_bits=8, activations="static", activation_bits=16, column_grids=(DOWN_PROJ,)),
@@ -158,6 +163,8 @@ SCHEMES = {
             activation_bits=16,
             column_grids=(DOWN_PROJ,),
             weights_of_8_bits=(HEAD,),
+            is_rotated=True,
+            rounding="gptq",
         ),
     )
 }
@@ -214,10 +221,13 @@ CHOICE_FORMAT = 2
 class Recipe:
     """The scheme of a compilation, or the starting point of a search for one.
 
+    has_to_rotate: True if the rotation of the scheme was chosen by the user. Otherwise a decoder that cannot be rotated
+        is compiled without rotation.
     search: "shadow" for the fewest shadows, or "mixed" for the most 8-bit linears, with a mean KL divergence of at most
     `budget` nats on the calibration text; None without a search. See `chunkrt/compile/search.py`.
     """
 
     scheme: Scheme
+    has_to_rotate: bool = False
     search: Search | None = None
     budget: float | None = None

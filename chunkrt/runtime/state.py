@@ -142,7 +142,7 @@ class State:
 
     def begin(self, num_tokens: int) -> None:
         """Copy the data that a run of `num_tokens` will overwrite. The copies are kept until `advance` or `roll_back`.
-        The executor calls this method.
+        The scheduler calls this method.
         """
         if self._wait is not None or self._present.writes:
             self._settle()
@@ -157,7 +157,7 @@ class State:
         self._present = _Present(position, first, rope_offset, kept, undo, history, True)
 
     def advance(self, num_tokens: int) -> None:
-        """Advance the position after tokens have been written. The executor calls this method when a run completes.
+        """Advance the position after tokens have been written. The scheduler calls this method when a run completes.
 
         Raises:
             ConfigError: the tokens do not fit the capacity.

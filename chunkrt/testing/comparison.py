@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import inf, sqrt
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from chunkrt.errors import ConfigError
 from chunkrt.files import Count, written_aside
 from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import Node, Plan, linear_nodes, resolve
-from chunkrt.quant.folding import Folding
 
 Float32 = NDArray[np.float32]
 Array = NDArray[Any]
@@ -243,15 +242,15 @@ def compare_decoder(
         raise ConfigError(
             f"Transformers' logits have shape {found}, expected {[num_tokens, size]}; this is another model"
         )
-    planned = planned.within(num_tokens)
+    prepared = replace(prepared, planned=planned.within(num_tokens))
+    planned = prepared.planned
     plan, chunk = planned.plan, min(chunk_length or num_tokens, num_tokens)
     places = _counterparts(planned, expected)
     runs = _Values(places, dump is not None), _Values(places, dump is not None)
-    folding = prepared.ranges.folding if prepared.ranges else Folding()
     live: list[dict[str, Any]] = [dict(first_values(expected.token_ids, np.arange(num_tokens))) for _ in runs]
     for index, subgraph in enumerate(plan.subgraphs):
         progress(index, len(plan.subgraphs))
-        weights = {name: folding.apply(name, planned.load(name)) for name in subgraph.weights}
+        weights = {name: prepared.load(name) for name in subgraph.weights}
         linears = RoundedLinears(weights, prepared.ranges, planned.load_blocks)
         quantised = linear_nodes(plan) if scheme.weight_bits is not None else {}
 

@@ -43,12 +43,13 @@ void for_each_kernel(const Visitor& visit) {
 #undef CHUNKRT_VISIT
 }
 
-// The best implementation that is supported and not above the selection limit (CHUNKRT_FORCE_ISA).
+// The best implementation that is supported and not above the selection limit (CHUNKRT_FORCE_ISA). An
+// instruction set that is slow on this processor is selected only if it is the limit.
 template <typename Function>
 const KernelRow<Function>& select_kernel(const Kernel<Function>& kernel) {
   const Isa limit = selection_limit();
   for (const KernelRow<Function>& row : kernel.rows) {
-    if (row.isa <= limit && row.is_supported()) return row;
+    if (row.isa <= limit && row.is_supported() && (row.isa == limit || is_fast(row.isa))) return row;
   }
   throw std::logic_error("a kernel has no portable implementation");
 }

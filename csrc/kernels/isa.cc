@@ -56,6 +56,13 @@ unsigned enabled_states() {
 #endif
 }
 
+bool is_by_amd() {
+  const Registers vendor = cpuid(0, 0);
+  return vendor.ebx == 0x68747541 && vendor.edx == 0x69746e65 && vendor.ecx == 0x444d4163;  // AuthenticAMD
+}
+
+bool is_fast_if_present(Isa isa) { return isa != Isa::avx512bf16 || is_by_amd(); }
+
 bool all_bits(unsigned value, unsigned bits) { return (value & bits) == bits; }
 
 // Linux provides tiles only to processes that request them before their first tile instruction.
@@ -81,6 +88,7 @@ bool detect(Isa isa) {
   constexpr unsigned kAvx512Vnni = 1u << 11;                                              // leaf 7 ecx
   constexpr unsigned kAvxVnni = 1u << 4;                                                  // leaf 7.1 eax
   constexpr unsigned kAmxTileInt8 = (1u << 24) | (1u << 25), kAmxBf16 = 1u << 22;         // leaf 7 edx
+  constexpr unsigned kAvx512Bf16 = 1u << 5;                                               // leaf 7.1 eax
   constexpr unsigned kYmmState = 0x6, kZmmState = 0xe6;                                   // XCR0
   if (cpuid(0, 0).eax < 7 || !all_bits(cpuid(1, 0).ecx, kOsxsave | kFma | kF16c)) return false;
   const Registers features = cpuid(7, 0);
@@ -91,13 +99,16 @@ bool detect(Isa isa) {
   const bool avx512vnni = avx2 && all_bits(enabled_states(), kZmmState) &&
                           all_bits(features.ebx, kAvx512FDqBwVl) && all_bits(features.ecx, kAvx512Vnni);
   if (isa == Isa::avx512vnni) return avx512vnni;
+  if (isa == Isa::avx512bf16) {
+    return avx512vnni && features.eax >= 1 && all_bits(cpuid(7, 1).eax, kAvx512Bf16);
+  }
   const bool amx = avx512vnni && all_bits(features.edx, kAmxTileInt8);
   if (isa == Isa::amx) return amx;
   return isa == Isa::amx_bf16 && amx && all_bits(features.edx, kAmxBf16);
 }
 
 bool built(Isa isa) {
-  return isa == Isa::avx2 || isa == Isa::avxvnni || isa == Isa::avx512vnni ||
+  return isa == Isa::avx2 || isa == Isa::avxvnni || isa == Isa::avx512vnni || isa == Isa::avx512bf16 ||
          (has_tiles(isa) && kHasTileFiles);
 }
 
@@ -113,22 +124,40 @@ bool has_feature(const char* name) {
 }
 bool has_dotprod() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
 bool has_i8mm() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
+bool has_bf16() { return has_feature("hw.optional.arm.FEAT_BF16"); }
 #elif defined(_M_ARM64)
 bool has_dotprod() { return IsProcessorFeaturePresent(43) != 0; }  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
 bool has_i8mm() { return IsProcessorFeaturePresent(66) != 0; }     // PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
+bool has_bf16() { return false; }                                  // not built
 #else
 bool has_dotprod() { return (getauxval(AT_HWCAP) & (1ul << 20)) != 0; }  // HWCAP_ASIMDDP
 bool has_i8mm() { return (getauxval(AT_HWCAP2) & (1ul << 13)) != 0; }    // HWCAP2_I8MM
+bool has_bf16() { return (getauxval(AT_HWCAP2) & (1ul << 14)) != 0; }    // HWCAP2_BF16
 #endif
 
 bool detect(Isa isa) {
   if (isa == Isa::neon) return true;
   if (isa == Isa::neon_dotprod) return has_dotprod();
-  return isa == Isa::neon_i8mm && has_dotprod() && has_i8mm();
+  if (isa == Isa::neon_i8mm) return has_dotprod() && has_i8mm();
+  return isa == Isa::neon_bf16 && has_bf16();
 }
 
-bool built(Isa isa) { return isa == Isa::neon || isa == Isa::neon_dotprod || isa == Isa::neon_i8mm; }
+#if defined(_MSC_VER)
+constexpr bool kHasBfloatFiles = false;
+#else
+constexpr bool kHasBfloatFiles = true;
+#endif
+
+bool built(Isa isa) {
+  return isa == Isa::neon || isa == Isa::neon_dotprod || isa == Isa::neon_i8mm ||
+         (isa == Isa::neon_bf16 && kHasBfloatFiles);
+}
 bool is_allowed(Isa) { return true; }
+#if defined(__APPLE__)
+bool is_fast_if_present(Isa isa) { return isa != Isa::neon_bf16; }
+#else
+bool is_fast_if_present(Isa) { return true; }
+#endif
 
 #else
 
@@ -137,11 +166,13 @@ constexpr std::string_view kArchitecture = "another architecture";
 bool detect(Isa) { return false; }
 bool built(Isa) { return false; }
 bool is_allowed(Isa) { return true; }
+bool is_fast_if_present(Isa) { return true; }
 
 #endif
 
 constexpr std::array<std::string_view, kAllIsas.size()> kNames = {
-    "reference", "neon", "neon_dotprod", "neon_i8mm", "avx2", "avxvnni", "avx512vnni", "amx", "amx_bf16"};
+    "reference", "neon",       "neon_dotprod", "neon_i8mm", "neon_bf16", "avx2",
+    "avxvnni",   "avx512vnni", "avx512bf16",   "amx",       "amx_bf16"};
 
 // Caches the result of `answer` for each instruction set.
 std::array<bool, kAllIsas.size()> ask_all(bool (*answer)(Isa)) {
@@ -172,6 +203,12 @@ bool is_present(Isa isa) {
 bool is_supported(Isa isa) {
   static const auto supported = ask_all([](Isa each) { return is_present(each) && is_allowed(each); });
   return supported[static_cast<std::size_t>(isa)];
+}
+
+bool is_fast(Isa isa) {
+  static const auto fast =
+      ask_all([](Isa each) { return each == Isa::reference || is_fast_if_present(each); });
+  return fast[static_cast<std::size_t>(isa)];
 }
 
 Isa require_isa(std::string_view name) {

@@ -11,11 +11,23 @@
 namespace chunkrt {
 
 // Within one architecture, a later instruction set is better.
-enum class Isa { reference, neon, neon_dotprod, neon_i8mm, avx2, avxvnni, avx512vnni, amx, amx_bf16 };
+enum class Isa {
+  reference,
+  neon,
+  neon_dotprod,
+  neon_i8mm,
+  neon_bf16,
+  avx2,
+  avxvnni,
+  avx512vnni,
+  avx512bf16,
+  amx,
+  amx_bf16
+};
 
-inline constexpr std::array kAllIsas = {Isa::reference,  Isa::neon, Isa::neon_dotprod,
-                                        Isa::neon_i8mm,  Isa::avx2, Isa::avxvnni,
-                                        Isa::avx512vnni, Isa::amx,  Isa::amx_bf16};
+inline constexpr std::array kAllIsas = {Isa::reference,  Isa::neon, Isa::neon_dotprod, Isa::neon_i8mm,
+                                        Isa::neon_bf16,  Isa::avx2, Isa::avxvnni,      Isa::avx512vnni,
+                                        Isa::avx512bf16, Isa::amx,  Isa::amx_bf16};
 
 std::string_view name_of(Isa isa);
 
@@ -27,6 +39,14 @@ bool is_present(Isa isa);
 
 // True if this processor has the instruction set, and the operating system allows it and saves its state.
 bool is_supported(Isa isa);
+
+// True if the kernels of a supported instruction set are faster here than those of the sets before it. False
+// only for
+// - avx512bf16 on processors that are not AMD's: on Sapphire Rapids, VDPBF16PS was measured at half the
+//   multiply-adds per second of float32, on Zen 4 at twice
+// - neon_bf16 on Apple's processors, for which there is neither a measurement nor a published throughput of
+//   bfmmla. The analyser predicts 1.8 (Oryon) to 3.2 times the multiply-adds of float32 (bench/RESULTS.md).
+bool is_fast(Isa isa);
 
 // Returns the instruction set of that name. Throws std::invalid_argument if the name is unknown, or the
 // instruction set is not built, not present, or not allowed (four different messages).

@@ -31,6 +31,12 @@
 #define CHUNKRT_ON_ARM(...)
 #endif
 
+#if defined(__aarch64__) && !defined(_MSC_VER)
+#define CHUNKRT_WITH_ARM_BFLOAT(...) __VA_ARGS__
+#else
+#define CHUNKRT_WITH_ARM_BFLOAT(...)
+#endif
+
 // The built instruction sets for which a kernel has files: best first, the portable one last.
 #define CHUNKRT_VECTORS(ROW, name, Function)                                \
   CHUNKRT_ON_X86(ROW(name, Function, avx512vnni) ROW(name, Function, avx2)) \
@@ -42,10 +48,11 @@
   ROW(name, Function, reference)
 #define CHUNKRT_TILES(ROW, name, Function) \
   CHUNKRT_WITH_TILES(ROW(name, Function, amx)) CHUNKRT_DOT_PRODUCTS(ROW, name, Function)
-#define CHUNKRT_BFLOAT_TILES(ROW, name, Function)   \
-  CHUNKRT_WITH_TILES(ROW(name, Function, amx_bf16)) \
-  CHUNKRT_ON_X86(ROW(name, Function, avx2))         \
-  ROW(name, Function, reference)
+#define CHUNKRT_BFLOAT_PRODUCTS(ROW, name, Function)      \
+  CHUNKRT_WITH_TILES(ROW(name, Function, amx_bf16))       \
+  CHUNKRT_ON_X86(ROW(name, Function, avx512bf16))         \
+  CHUNKRT_WITH_ARM_BFLOAT(ROW(name, Function, neon_bf16)) \
+  CHUNKRT_VECTORS(ROW, name, Function)
 
 // A kernel's name, the type of its function and its instruction sets. The function in the file of an
 // instruction set is named `name_isa`; the header that declares the function's type describes the kernel.
@@ -77,7 +84,7 @@
   KERNEL(widen_f32_f16, WidenFunction, CHUNKRT_VECTORS)                           \
   KERNEL(append_cache_f32, AttentionFunction, CHUNKRT_VECTORS)                    \
   KERNEL(attend_f32_f32_cache, AttentionFunction, CHUNKRT_VECTORS)                \
-  KERNEL(attend_f32_bf16_cache, AttentionFunction, CHUNKRT_BFLOAT_TILES)          \
+  KERNEL(attend_f32_bf16_cache, AttentionFunction, CHUNKRT_BFLOAT_PRODUCTS)       \
   KERNEL(causal_convolution_f32_f32, ConvolutionFunction, CHUNKRT_VECTORS)        \
   KERNEL(gated_delta_rule_f32_f32, DeltaRuleFunction, CHUNKRT_VECTORS)            \
   KERNEL(state_space_f32_f32, StateSpaceFunction, CHUNKRT_VECTORS)

@@ -166,6 +166,11 @@ void test_tiled_cache(const Kernels& kernels) {
     }
     check_same_output(attend_prompt(prompt, kernels, {.items_per_call = 1, .is_backwards = true}), expected,
                       describe(shape) + ", item by item from the last");
+    for (const std::size_t queries : {1u, 21u, 64u}) {
+      if (kernels.are_caught && queries != 64) continue;
+      check_same_output(attend_prompt(prompt, kernels, {.queries_per_item = queries}), expected,
+                        describe(shape) + ", items of " + std::to_string(queries) + " queries");
+    }
   }
 }
 

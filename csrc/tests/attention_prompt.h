@@ -140,6 +140,7 @@ struct Run {
   bool is_backwards = false;          // calls within a phase, last first
   bool is_ring = false;               // the caches have only as many slots as such chunks need
   std::size_t first_position = 0;     // position in the prompt; a multiple of the slots
+  std::size_t queries_per_item = 0;   // 0: the default
 };
 
 // Slots of a cache that holds all positions.
@@ -199,7 +200,8 @@ inline Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const 
                                 .head_dim = s.head_dim,
                                 .rotary_dim = s.rotary_dim,
                                 .scale = scale_of(s),
-                                .math = kernels.math};
+                                .math = kernels.math,
+                                .queries_per_item = run.queries_per_item};
     call_in_pieces(kernels.append, args, rows, run, scratch.data());
     call_in_pieces(kernels.attend, args, attend_items(args), run, scratch.data());
     result.out.insert(result.out.end(), out.data(), out.data() + out.size());

@@ -63,7 +63,7 @@ void check_selection(const Kernel<Function>& kernel, Isa limit) {
     check(full_name == name + "_" + std::string(name_of(row.isa)),
           [&] { return full_name + " has a wrong name"; });
     check(is_built(row.isa), [&] { return full_name + " and its instruction set disagree on being built"; });
-    const bool is_usable = row.is_supported() && row.isa <= limit;
+    const bool is_usable = row.is_supported() && row.isa <= limit && (row.isa == limit || is_fast(row.isa));
     check(!is_usable || row.isa <= selected.isa,
           [&] { return full_name + " is better than the selected one"; });
   }

@@ -84,7 +84,7 @@ def loss_of(pairs):
         {"scheme": "w8a8", "outputs": "float", "shadow": "*"},
         {"scheme": "w8a8", "outputs": "grid", "shadow": "*.down_proj.weight", "equalisation": "off"},
         {"scheme": "w8a16"},
-        {"scheme": "w4a16"},
+        {"scheme": "w4a16", "rounding": "nearest", "rotation": False},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )

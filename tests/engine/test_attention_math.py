@@ -7,6 +7,7 @@ import pytest
 from fixture_checkpoints import ONE_OF_EACH_STATE, checkpoint, input_ids
 
 import chunkrt
+from chunkrt.engine import model_options
 from chunkrt.engine.engine import Engine
 
 CONTEXT = 128
@@ -59,3 +60,48 @@ def test_engines_of_either_arithmetic_reject_each_others_sessions() -> None:
     with load() as one, load(attention_math="float32") as other:
         assert one.loaded.identity["attention"] == "bfloat16"
         assert one.loaded.identity != other.loaded.identity
+
+
+def test_auto_is_float32_without_faster_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHUNKRT_FORCE_ISA", "reference")
+    with load(attention_math="auto") as engine:
+        assert (engine.attention_math, engine.cache_dtype) == ("float32", "float16")
+        found = engine.session().prefill(TOKENS, logits="all").logits
+    np.testing.assert_array_equal(found, logits(attention_math="float32"))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ("bfloat16", "bfloat16")),
+        ({"npu": "off"}, ("bfloat16", "bfloat16")),
+        ({"attention_math": "float32"}, ("float32", "float16")),
+        ({"cache_dtype": "float16"}, ("float32", "float16")),
+        ({"cache_dtype": "int8"}, ("float32", "int8")),
+        ({"context_shift": True}, ("float32", "float16")),
+        ({"ops": "-cached_attention"}, ("float32", "float16")),
+        ({"ops": "-rope"}, ("float32", "float16")),
+        ({"npu": "reference"}, ("float32", "float32")),
+        ({"npu": "onnxrt", "scheme": "float"}, ("float32", "float32")),
+    ],
+)
+def test_auto_is_bfloat16_only_with_native_attention_and_its_own_caches(
+    options: dict[str, object], expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_options, "fastest_attention", lambda: "bfloat16")
+    with load(**{"attention_math": "auto", **options}) as engine:
+        assert (engine.attention_math, engine.cache_dtype) == expected
+
+
+def test_bfloat16_attention_without_fast_products_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CHUNKRT_FORCE_ISA", "reference")
+    with load():
+        assert [record.getMessage() for record in caplog.records] == [
+            "attention in bfloat16 multiplies in float32 on this processor: it is less precise, and prompts are no "
+            "faster; choose `attention_math='auto'`"
+        ]
+    caplog.clear()
+    with load(attention_math="auto"), load(attention_math="float32"):
+        assert not caplog.records

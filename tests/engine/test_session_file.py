@@ -26,7 +26,8 @@ PROMPT = [(5 * i) % 40 for i in range(50)]
 
 
 def load(name: str = NAME, **options: object) -> Engine:
-    return chunkrt.load(checkpoint(name), **{"npu": "native", "scheme": "w8a8-dynamic", "threads": 1, **options})
+    defaults = {"npu": "native", "scheme": "w8a8-dynamic", "threads": 1, "attention_math": "float32"}
+    return chunkrt.load(checkpoint(name), **{**defaults, **options})
 
 
 @pytest.mark.sampled(name=ONE_OF_EACH_STATE)

@@ -23,7 +23,7 @@ class Runner:
         self.session = engine.session()
         self.settings = (
             f"backend {engine.loaded.npu_backend.name}, scheme {engine.scheme.name}, chunk {engine.chunk_length}, "
-            f"policy {engine.options.policy}, attention in {engine.options.attention_math}"
+            f"policy {engine.options.policy}, attention in {engine.attention_math}"
         )
 
     def reset(self, room: int) -> None:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
-from typing import TypedDict
+from typing import Final, TypedDict
 
+from chunkrt.backends.base import AttentionMath
 from chunkrt.errors import ConfigError
+
+BFLOAT16_ISAS: Final = ("neon_bf16", "avx512bf16", "amx_bf16")
+"""Instruction sets whose products of bfloat16 are faster than those of float32, where they are selected. The other
+kernels of attention in bfloat16 multiply in float32.
+"""
 
 
 class IsaInfo(TypedDict):
@@ -68,6 +74,11 @@ def selected_kernels() -> dict[str, str]:
         return _native.selected_kernels()
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def fastest_attention() -> AttentionMath:
+    """Return the fastest arithmetic of attention on this processor."""
+    return "bfloat16" if selected_kernels()["attend_f32_bf16_cache"] in BFLOAT16_ISAS else "float32"
 
 
 def _processor_name() -> str:

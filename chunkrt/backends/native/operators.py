@@ -52,7 +52,9 @@ class Lowering:
             self._values[name] = self.builder.state(name, plan.tensors[name].shape)
 
     def lower(self, node: Node) -> None:
-        """Append one node. Raises ValueError if its operands do not fit."""
+        """Append one node by the function below that is registered for its operator. Raises ValueError if its operands
+        do not fit.
+        """
         emitter = operators.find_own(use_of(node).operator, NATIVE)
         assert emitter is not None
         self._values.update(zip(node.outputs, emitter.function(self, node), strict=False))

@@ -111,6 +111,9 @@ struct AttentionArgs {
   std::size_t rotary_dim;  // even, <= head_dim
   float scale;
   AttentionMath math = AttentionMath::float32;
+  // Number of queries per item of `attend`; 0 is the default of `math`. More queries share the work per
+  // block, fewer balance the threads; results do not depend on it.
+  std::size_t queries_per_item = 0;
 };
 
 // Number of floats of scratch for one call of either phase. Concurrent calls need separate scratch, which is
@@ -118,8 +121,7 @@ struct AttentionArgs {
 // allocates no memory.
 std::size_t attention_scratch_floats(std::size_t head_dim, AttentionMath math = AttentionMath::float32);
 
-// Number of items of `attend`; args.math determines the number of queries per item. `append` has args.rows
-// items.
+// Number of items of `attend`. `append` has args.rows items.
 std::size_t attend_items(const AttentionArgs& args);
 
 // Runs items [begin, end) of one phase. `attend_f32_bf16_cache` is for AttentionMath::bfloat16, and the other

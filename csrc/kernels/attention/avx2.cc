@@ -1,5 +1,5 @@
-// attention with AVX2; in bfloat16 also without matrix tiles.
-#include "kernels/attention/plain_tiles.h"
+// attention with AVX2.
+#include "kernels/attention/pair_products.h"
 #include "kernels/attention/tiles.h"
 #include "kernels/attention/weigh_rows.h"
 
@@ -55,7 +55,7 @@ const TileOperations& tile_operations_avx2() { return kTileOperations; }
 
 void attend_f32_bf16_cache_avx2(const AttentionArgs& args, std::size_t begin, std::size_t end,
                                 float* scratch) {
-  attend_by_tiles<PlainTiles>(args, begin, end, scratch, kTileOperations);
+  attend_in_bfloat<PairProducts<FusedPairs>>(args, begin, end, scratch, kTileOperations);
 }
 
 }  // namespace chunkrt

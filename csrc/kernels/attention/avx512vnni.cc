@@ -1,4 +1,7 @@
-// attention with AVX-512. In bfloat16 it provides the operations around the tile products of amx_bf16.cc.
+// attention with AVX-512. In bfloat16 it also provides the operations around the products of amx_bf16.cc and
+// avx512bf16.cc.
+#include "kernels/attention/pair_products.h"
+#include "kernels/attention/tiles.h"
 #include "kernels/attention/weigh_rows.h"
 
 namespace chunkrt {
@@ -11,6 +14,12 @@ TileOperations tile_operations_avx512vnni() {
   operations.round = round_to_bfloat;
   operations.weigh = weigh_rows;
   return operations;
+}
+
+void attend_f32_bf16_cache_avx512vnni(const AttentionArgs& args, std::size_t begin, std::size_t end,
+                                      float* scratch) {
+  static const TileOperations operations = tile_operations_avx512vnni();
+  attend_in_bfloat<PairProducts<FusedPairs>>(args, begin, end, scratch, operations);
 }
 
 }  // namespace chunkrt

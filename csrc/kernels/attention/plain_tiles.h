@@ -1,4 +1,4 @@
-// The tile operations of kernels/attention/tiles.h in plain loops, for processors without such instructions.
+// The tile operations of kernels/attention/tile_products.h in plain loops, for the reference kernel.
 // One file for each instruction set includes this header; nothing here is visible outside of that file.
 #pragma once
 

@@ -13,6 +13,7 @@ std::size_t queries_per_kv_head(const AttentionArgs& args) {
 }
 
 std::size_t queries_per_item(const AttentionArgs& args) {
+  if (args.queries_per_item > 0) return args.queries_per_item;
   return args.math == AttentionMath::bfloat16 ? kQueriesPerTileItem : kQueriesPerItem;
 }
 

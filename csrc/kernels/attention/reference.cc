@@ -10,6 +10,7 @@
 #include "kernels/attention/plain_tiles.h"
 #include "kernels/attention/queries.h"
 #include "kernels/attention/round_bfloat.h"
+#include "kernels/attention/tile_products.h"
 #include "kernels/attention/tiled_cache.h"
 #include "kernels/attention/tiles.h"
 #include "kernels/list.h"
@@ -233,7 +234,7 @@ void attend_f32_f32_cache_reference(const AttentionArgs& args, std::size_t begin
 
 void attend_f32_bf16_cache_reference(const AttentionArgs& args, std::size_t begin, std::size_t end,
                                      float* scratch) {
-  attend_by_tiles<PlainTiles>(args, begin, end, scratch, kTileOperations);
+  attend_in_bfloat<TileProducts<PlainTiles>>(args, begin, end, scratch, kTileOperations);
 }
 
 }  // namespace chunkrt

@@ -62,6 +62,10 @@ struct TileOperations {
   void (*weigh)(const ScoredRows& rows);
 };
 
+#if defined(__aarch64__) || defined(_M_ARM64)
+const TileOperations& tile_operations_neon();
+#endif
+
 #if defined(__x86_64__) || defined(_M_X64)
 const TileOperations& tile_operations_avx2();
 TileOperations tile_operations_avx512vnni();  // both implementations give bit-identical results

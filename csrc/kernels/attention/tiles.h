@@ -1,33 +1,33 @@
-// attention in bfloat16 with matrix tiles: loops that are shared by all tile implementations, over a few
-// operations on eight tiles.
+// attention in bfloat16: the loops over items, key blocks and rows, shared by all instruction sets.
 //
-// A tile is 16 rows of 64 bytes. A left tile holds 32 bfloat16 dimensions of 16 queries, or the weights of 32
-// keys for 16 queries. A right tile holds 16 pairs of the other factor, [16 pairs, 16 columns, 2]: pairs of
-// dimensions of 16 keys, or pairs of keys of 16 dimensions of values. The product of a left and a right tile,
-// 16 x 16 sums in float32, is added to a third tile.
+// `Products` computes the two matrix products of a block:
+// - score(queries, num_rows, keys, depth, end_key, scores): scores [num_rows, kKeysPerBlock] of queries
+//   [num_rows, depth] and the keys of a block; scores of keys from `end_key` on may be left unspecified
+// - accumulate(weights, weights_stride, num_rows, values, begin_key, end_key, outs, outs_stride, columns):
+//   outs [num_rows, columns] += weights [num_rows, kKeysPerBlock] @ values; the weights of keys outside of
+//   [begin_key, end_key) are 0. The strides are 0 only for one row.
+// `num_rows` is at most kRowsAtOnce, and keys and values are in the layout of TileSizes. A row of a result
+// depends on the row of its left operand only, and its order of additions only on the instruction set, so the
+// result of a row is the same in a chunk and alone. (Adding products with weights of 0 changes no sum.)
+// `Products` is TileProducts (tile_products.h), PairProducts (pair_products.h) or MatrixProducts
+// (neon_bf16.cc).
 //
-// `Tiles` provides configure(rows), which sets the number of rows of sum tiles and left tiles, and the
-// operations zero, load_sums, load, multiply and store on tiles that are named by their numbers. `Tiles` is
-// AmxBfloatTiles (kernels/tiles_amx.h), or PlainTiles on processors without tiles.
-//
-// All queries use tiles, even if they are few, so that the result of a row is the same in a chunk and alone.
-// A bfloat16 cache stores the factors in this form. With other caches, each item rounds and packs every
+// A bfloat16 cache stores keys and values in this layout. With other caches, each item rounds and packs every
 // block. For few queries this packing takes most of the time, and the total time is about that of float32
-// with AVX2 (4,600 cycles per block for three queries of 64 dimensions). To amortise the packing, an item
-// consists of kQueriesPerTileItem queries. Packing float16 caches then takes 13 % of an item's time with 64
-// dimensions and 21 % with 128 (23 and 34 % with half as many queries), softmax takes 77 and 63 %, and tiles
-// take 10 and 17 %. The vector parts were measured on Zen 3; a product of tiles is counted as 16 cycles.
+// with AVX2 (4,600 cycles per block for three queries of 64 dimensions). To amortise the packing, an item of
+// such a cache consists of kQueriesPerTileItem queries. Packing float16 caches then takes 13 % of an item's
+// time with matrix tiles and 64 dimensions, and 21 % with 128 (23 and 34 % with half as many queries),
+// softmax takes 77 and 63 %, and tiles take 10 and 17 %. The vector parts were measured on Zen 3; a product
+// of tiles is counted as 16 cycles.
 //
 // One file for each instruction set includes this header; nothing here is visible outside of that file.
 #pragma once
 
 #include <math.h>
 
-#include <atomic>
 #include <cstring>
 
 #include "kernels/attention/tile_operations.h"
-#include "kernels/tile_pairs.h"
 
 namespace chunkrt {
 namespace {
@@ -39,59 +39,13 @@ std::size_t distance(std::size_t start, std::size_t key, std::size_t most) {
   return key > start ? smaller(key - start, most) : 0;
 }
 
-// Computes the scores of Down tiles of queries and the keys of a block, both in the layout of TileSizes.
-template <std::size_t Down, typename Tiles>
-void score_block(Tiles& tiles, const std::uint16_t* queries, const std::uint16_t* keys, std::size_t depth,
-                 float* scores) {
-  // Compilers do not know that loads of tiles read memory.
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-  for (std::size_t key = 0; key < kKeysPerBlock; key += 2 * kRowsPerTile) {
-    zero_sums<Down, 2>(tiles);
-    for (std::size_t d = 0; d < depth; d += kDepthPerTile) {
-      multiply_step<Down, 2>(tiles, queries + d, depth * sizeof(*queries), kRowsPerTile * depth,
-                             keys + key * depth + d * kRowsPerTile, kRowsPerTile * depth);
-    }
-    store_sums<Down, 2>(tiles, scores + key, kKeysPerBlock);
-  }
-}
-
-template <std::size_t Down, std::size_t Across, typename Tiles>
-void accumulate_columns(Tiles& tiles, const std::uint16_t* weights, std::size_t weights_stride,
-                        const std::uint16_t* values, float* outs, std::size_t row_floats) {
-  load_sums<Down, Across>(tiles, outs, row_floats);
-  for (std::size_t key = 0; key < kKeysPerBlock; key += kDepthPerTile) {
-    multiply_step<Down, Across>(tiles, weights + key, weights_stride * sizeof(*weights),
-                                kRowsPerTile * weights_stride, values + key * kRowsPerTile,
-                                kKeysPerBlock * kRowsPerTile);
-  }
-  store_sums<Down, Across>(tiles, outs, row_floats);
-}
-
-// outs += weights @ values for Down tiles of rows. If the strides are 0, the 16 rows of a tile are the same
-// row.
-template <std::size_t Down, typename Tiles>
-void accumulate_block(Tiles& tiles, const std::uint16_t* weights, std::size_t weights_stride,
-                      const std::uint16_t* values, float* outs, std::size_t outs_stride,
-                      std::size_t columns) {
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-  std::size_t d = 0;
-  for (; d + 2 * kRowsPerTile <= columns; d += 2 * kRowsPerTile) {
-    accumulate_columns<Down, 2>(tiles, weights, weights_stride, values + d * kKeysPerBlock, outs + d,
-                                outs_stride);
-  }
-  if (d < columns) {
-    accumulate_columns<Down, 1>(tiles, weights, weights_stride, values + d * kKeysPerBlock, outs + d,
-                                outs_stride);
-  }
-}
-
 // An item's operands in scratch, and the data that all of its blocks share.
-template <typename Tiles>
+template <typename Products>
 class TileItem {
  public:
-  TileItem(Tiles& tiles, const AttentionArgs& args, const AttendItem& item, float* scratch,
+  TileItem(Products& products, const AttentionArgs& args, const AttendItem& item, float* scratch,
            const TileOperations& operations)
-      : tiles_(tiles),
+      : products_(products),
         args_(args),
         item_(item),
         operations_(operations),
@@ -119,11 +73,7 @@ class TileItem {
          start += kKeysPerBlock) {
       take_block(start);
       for (std::size_t row = 0; row < item_.num_queries; row += kRowsAtOnce) {
-        if (item_.num_queries - row > kRowsPerTile) {
-          attend_rows<2>(start, row);
-        } else {
-          attend_rows<1>(start, row);
-        }
+        attend_rows(start, row);
       }
     }
     end_queries();
@@ -258,23 +208,26 @@ class TileItem {
     return (not_finite & 0x8000u) == 0;
   }
 
-  // Processes one block for Down tiles of queries that start at `row`.
-  template <std::size_t Down>
+  // Processes one block for up to kRowsAtOnce queries that start at `row`.
   void attend_rows(std::size_t start, std::size_t row) {
-    const std::size_t num_rows = smaller(Down * kRowsPerTile, item_.num_queries - row);
-    std::size_t first[Down * kRowsPerTile], visible[Down * kRowsPerTile];
+    const std::size_t num_rows = smaller(kRowsAtOnce, item_.num_queries - row);
+    std::size_t first[kRowsAtOnce], visible[kRowsAtOnce];
     const std::size_t packed_first = distance(start, first_key_, kKeysPerBlock);
     const std::size_t packed_end = distance(start, end_key_, kKeysPerBlock);
-    bool is_seen = false, see_all = true;
+    std::size_t begin = kKeysPerBlock, end = 0;  // the keys that some row sees
+    bool see_all = true;
     for (std::size_t i = 0; i < num_rows; ++i) {
       first[i] = distance(start, first_keys_[row + i], kKeysPerBlock);
       visible[i] = distance(start, end_keys_[row + i], kKeysPerBlock);
-      is_seen |= first[i] < visible[i];
+      if (first[i] < visible[i]) {
+        begin = smaller(begin, first[i]);
+        end = end > visible[i] ? end : visible[i];
+      }
       see_all &= first[i] == packed_first && visible[i] == packed_end;
     }
-    if (!is_seen) return;
+    if (begin >= end) return;
     float* const outs = outs_ + row * sizes_.columns;
-    score_block<Down>(tiles_, queries_ + row * sizes_.depth, block_keys_, sizes_.depth, scores_);
+    products_.score(queries_ + row * sizes_.depth, num_rows, block_keys_, sizes_.depth, end, scores_);
     operations_.weigh({.scores = scores_,
                        .weights = weights_,
                        .outs = outs,
@@ -285,8 +238,8 @@ class TileItem {
                        .num_rows = num_rows,
                        .columns = sizes_.columns});
     if (are_finite_ || see_all) {
-      accumulate_block<Down>(tiles_, weights_, kKeysPerBlock, block_values_, outs, sizes_.columns,
-                             sizes_.columns);
+      products_.accumulate(weights_, kKeysPerBlock, num_rows, block_values_, begin, end, outs, sizes_.columns,
+                           sizes_.columns);
     } else {
       accumulate_row_by_row(start, first, visible, num_rows, outs);
     }
@@ -301,13 +254,13 @@ class TileItem {
       if (i == 0 || first[i] != first[i - 1] || visible[i] != visible[i - 1]) {
         pack_values(start, start + first[i], start + visible[i]);
       }
-      accumulate_block<1>(tiles_, weights_ + i * kKeysPerBlock, 0, values_, outs + i * sizes_.columns, 0,
-                          sizes_.columns);
+      products_.accumulate(weights_ + i * kKeysPerBlock, 0, 1, values_, first[i], visible[i],
+                           outs + i * sizes_.columns, 0, sizes_.columns);
     }
     pack_values(start, first_key_, end_key_);
   }
 
-  Tiles& tiles_;
+  Products& products_;
   const AttentionArgs& args_;
   const AttendItem item_;
   const TileOperations& operations_;
@@ -323,13 +276,12 @@ class TileItem {
   bool are_finite_;                  // the block's values
 };
 
-template <typename Tiles>
-void attend_by_tiles(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch,
-                     const TileOperations& operations) {
-  Tiles tiles;
-  tiles.configure(kRowsPerTile);
+template <typename Products>
+void attend_in_bfloat(const AttentionArgs& args, std::size_t begin, std::size_t end, float* scratch,
+                      const TileOperations& operations) {
+  Products products;
   for (std::size_t index = begin; index < end; ++index) {
-    TileItem<Tiles>(tiles, args, attend_item(args, index), scratch, operations).attend();
+    TileItem<Products>(products, args, attend_item(args, index), scratch, operations).attend();
   }
 }
 

@@ -29,7 +29,7 @@ struct BlockGemmArgs {
   const std::int32_t* left_sums;  // int32 [rows, depth_blocks]: the sum of each block of each row of `left`
   // uint8 [ceil(N / 16), depth_blocks, 4, 16, 4]: the element [n / 16, k / 32, k % 32 / 8, n % 16, k % 4]
   // contains q[k, n] in the low half of the byte if k % 8 < 4, otherwise in the high half. Columns past N are
-  // zeros. See chunkrt/engine_directory/packing.py.
+  // zeros. See chunkrt/engine_directory/store.py.
   const std::uint8_t* right;
   // float16 [ceil(N / 16), depth_blocks, 2, 16]: the scales of 16 columns, then their minima. Columns past N
   // are zeros.

@@ -13,7 +13,7 @@
 namespace chunkrt {
 
 // The packed layout of `right`: int8 [ceil(N / 16), ceil(K / 4), 16, 4], zero-padded, with right[k, n] at [n
-// / 16, k / 4, n % 16, k % 4]. See chunkrt/engine_directory/packing.py.
+// / 16, k / 4, n % 16, k % 4]. See chunkrt/engine_directory/store.py.
 inline constexpr std::size_t kGemmColumnsPerBlock = 16;
 inline constexpr std::size_t kGemmDepthPerGroup = 4;
 inline constexpr std::size_t kGemmBytesPerGroup = kGemmColumnsPerBlock * kGemmDepthPerGroup;

@@ -50,6 +50,11 @@ CHUNKRT_LANES Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)
 CHUNKRT_LANES Ints all_ints(int x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 
 CHUNKRT_LANES Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+// 16 words of four bytes, of any type.
+CHUNKRT_LANES Ints load_ints(const void* from) {
+  const auto* const words = static_cast<const __m256i*>(from);
+  return {_mm256_loadu_si256(words), _mm256_loadu_si256(words + 1)};
+}
 CHUNKRT_LANES void store(float* to, Floats x) {
   _mm256_storeu_ps(to, x.low);
   _mm256_storeu_ps(to + 8, x.high);
@@ -297,6 +302,9 @@ CHUNKRT_LANES void transpose(const float* const (&rows)[kTransposedRows], std::s
 
 // The tile of sums of add_products that the registers hold: six rows of a vector are 12 of 16 registers.
 constexpr std::size_t kProductRows = 6, kProductVectors = 1;
+
+// The tile of sums whose products take two operands for each row and each vector.
+constexpr std::size_t kPairRows = 4, kPairVectors = 1;
 
 }  // namespace
 }  // namespace chunkrt

@@ -32,6 +32,7 @@ CHUNKRT_LANES Floats all(float x) { return {_mm512_set1_ps(x)}; }
 CHUNKRT_LANES Ints all_ints(int x) { return {_mm512_set1_epi32(x)}; }
 
 CHUNKRT_LANES Floats load(const float* from) { return {_mm512_loadu_ps(from)}; }
+CHUNKRT_LANES Ints load_ints(const void* from) { return {_mm512_loadu_si512(from)}; }
 CHUNKRT_LANES Floats load(const float* from, Rest rest) { return {_mm512_maskz_loadu_ps(rest.of, from)}; }
 CHUNKRT_LANES void store(float* to, Floats x) { _mm512_storeu_ps(to, x.of); }
 CHUNKRT_LANES void store(float* to, Floats x, Rest rest) { _mm512_mask_storeu_ps(to, rest.of, x.of); }
@@ -192,6 +193,8 @@ CHUNKRT_LANES void transpose(const float* const (&rows)[kTransposedRows], std::s
 
 // Six rows of two vectors.
 constexpr std::size_t kProductRows = 6, kProductVectors = 2;
+
+constexpr std::size_t kPairRows = 8, kPairVectors = 2;
 
 }  // namespace
 }  // namespace chunkrt

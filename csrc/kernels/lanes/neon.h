@@ -50,6 +50,11 @@ CHUNKRT_LANES Ints all_ints(int x) {
 CHUNKRT_LANES Floats load(const float* from) {
   return {{vld1q_f32(from), vld1q_f32(from + 4), vld1q_f32(from + 8), vld1q_f32(from + 12)}};
 }
+CHUNKRT_LANES Ints load_ints(const void* from) {
+  const auto* const bytes = static_cast<const std::uint8_t*>(from);
+  const auto four = [=](std::size_t i) { return vreinterpretq_s32_u8(vld1q_u8(bytes + 16 * i)); };
+  return {{four(0), four(1), four(2), four(3)}};
+}
 CHUNKRT_LANES void store(float* to, Floats x) {
   vst1q_f32(to, x.of[0]);
   vst1q_f32(to + 4, x.of[1]);
@@ -205,6 +210,24 @@ CHUNKRT_LANES void store_halves(std::uint16_t* to, Floats x) {
   vst1_u16(to + 12, narrow(x.of[3]));
 }
 
+CHUNKRT_LANES Ints to_bfloats(Floats x) {
+  const auto round_one = [](float32x4_t values) {
+    const uint32x4_t bits = vreinterpretq_u32_f32(values);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t nearest = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
+    const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
+    return vreinterpretq_s32_u32(vbslq_u32(vceqq_f32(values, values), nearest, quiet));
+  };
+  return each<Ints>(round_one, x);
+}
+CHUNKRT_LANES uint16x8_t upper_halves(int32x4_t low, int32x4_t high) {
+  return vuzp2q_u16(vreinterpretq_u16_s32(low), vreinterpretq_u16_s32(high));
+}
+CHUNKRT_LANES void store_upper_halves(std::uint16_t* to, Ints x) {
+  vst1q_u16(to, upper_halves(x.of[0], x.of[1]));
+  vst1q_u16(to + 8, upper_halves(x.of[2], x.of[3]));
+}
+
 CHUNKRT_LANES Floats load_bytes(const std::int8_t* from) {
   const int8x16_t bytes = vld1q_s8(from);
   const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
@@ -259,6 +282,8 @@ CHUNKRT_LANES void transpose(const float* const (&rows)[kTransposedRows], std::s
 
 // Four rows of a vector are 16 of 32 registers.
 constexpr std::size_t kProductRows = 4, kProductVectors = 1;
+
+constexpr std::size_t kPairRows = 4, kPairVectors = 1;
 
 // sums[m][v] += factors[m][Lane] * vectors[v].
 template <int Lane, std::size_t M, std::size_t V, typename Load>

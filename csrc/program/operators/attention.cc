@@ -136,8 +136,10 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
         }
       });
 
+  const auto& attending = select_kernel(is_in_bfloat ? attend_f32_bf16_cache : attend_f32_f32_cache);
   const ValueId out = builder.float_rows(Symbol::T, num_heads * head_dim);
-  const auto arguments = [=](const Frame& frame) {
+  const auto arguments = [=, isa = attending.isa](const Frame& frame) {
+    const bool is_small = frame.dtypes[key_cache] == Dtype::uint16 && isa != Isa::amx_bf16;
     const bool has_bias = qkv_bias && frame.dtypes[key_cache] == Dtype::int8;
     return AttentionArgs{
         .qkv = frame.get<const float>(qkv),
@@ -159,12 +161,12 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
         .head_dim = head_dim,
         .rotary_dim = 2 * table_shape[1].size,
         .scale = shape.scale,
-        .math = shape.math};
+        .math = shape.math,
+        .queries_per_item = is_small ? kQueriesPerTiledItem : 0};
   };
   builder.need_scratch(attention_scratch_floats(head_dim, shape.math));
   AttentionFunction* append = select_kernel(append_cache_f32).function;
-  AttentionFunction* attend =
-      select_kernel(is_in_bfloat ? attend_f32_bf16_cache : attend_f32_f32_cache).function;
+  AttentionFunction* attend = attending.function;
   std::vector<ValueId> uses = {qkv, position, table_row, cos, sin, key_cache, value_cache, out};
   if (qkv_bias) uses.push_back(*qkv_bias);
   builder.add_row_step(Symbol::T, "append_cache", uses,

@@ -57,6 +57,7 @@ ValueId linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId s
   const std::size_t groups = ceil_divide(depth, kGemmDepthPerGroup);
   const std::size_t blocks = ceil_divide(columns, kGemmColumnsPerBlock);
   builder.require_constant(scales, Dtype::float32, {fixed(columns)}, "linear's scales");
+  // kernels/list.h has the rows; the functions are gemm_f32_s8row_s8col_ISA in kernels/gemm/ISA.cc.
   const KernelRow<GemmFunction>& kernel = select_kernel(gemm_f32_s8row_s8col);
   if (multipliers) {
     require(input_step.has_value(), "linear: 4-bit weights with multipliers require an input on a grid");
