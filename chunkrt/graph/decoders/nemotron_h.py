@@ -59,8 +59,8 @@ def _mixer(config: DecoderConfig, kind: str, rope: RotaryTables) -> Module:
 
 
 def _mamba(config: DecoderConfig) -> Mamba2Mixer:
-    """Return Mamba-2, whose steps have a lower limit alone. Transformers applies this limit to prompts, and not to single
-    tokens; here it applies to all.
+    """Return Mamba-2, whose steps have a lower limit alone. Transformers applies this limit to prompts, and not to
+    single tokens; here it applies to all.
     """
     num_heads, head_dim = config.count("mamba_num_heads", 128), config.count("mamba_head_dim", 64)
     sizes = MambaSizes(
