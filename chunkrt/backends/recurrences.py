@@ -25,8 +25,8 @@ Kind = Callable[..., Float32]
 """Function that computes a kind of linear attention and returns the output [T, Hv * dv].
 
 Its positional arguments are qkv [T, columns], gate [T, Hv] or None, beta [T, Hv] or None, convolve, and recurrent_state
-[Hv, dk, dv] or None; its keyword arguments are num_k_heads, num_v_heads, head_k_dim, head_v_dim and use_qk_l2norm. All
-arrays are float32. The recurrent state is updated in place."""
+[Hv, dk, dv] or None; its keyword arguments are num_k_heads, num_v_heads, head_k_dim, head_v_dim, use_qk_l2norm and, for
+a kind that has it, skip [Hv]. All arrays are float32. The recurrent state is updated in place."""
 
 _kinds: dict[str, Kind] = {}
 
@@ -60,6 +60,7 @@ def linear_attention(
     conv_bias: Float32 | None,
     conv_state: Float32,
     recurrent_state: Float32 | None,
+    skip: Float32 | None = None,
     *,
     attn_type: str,
     **sizes: Any,
@@ -73,7 +74,8 @@ def linear_attention(
     def convolve(x: Float32) -> Float32:
         return causal_convolution(x, conv_weight, conv_bias, conv_state)
 
-    return _kinds[attn_type](qkv, gate, beta, convolve, recurrent_state, **sizes)
+    options = sizes if skip is None else {**sizes, "skip": skip}
+    return _kinds[attn_type](qkv, gate, beta, convolve, recurrent_state, **options)
 
 
 def causal_convolution(x: Float32, weight: Float32, bias: Float32 | None, state: Float32) -> Float32:
@@ -140,4 +142,38 @@ def _gated_delta_rule(
         output[t] = np.einsum("hmn,hm->hn", state, q[t])
     recurrent_state[...] = state
     rows: Float32 = output.reshape(len(qkv), -1).astype(np.float32)
+    return rows
+
+
+@register("mamba2")
+def _mamba2(
+    cbx: Float32,
+    gate: Float32,
+    step: Float32,
+    convolve: Convolve,
+    recurrent_state: Float32,
+    *,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    use_qk_l2norm: int,
+    skip: Float32,
+) -> Float32:
+    """Compute Mamba-2 row by row: S <- e^g S + B (step x)^T; y = S^T C + skip x. The state is rounded after each row,
+    so that calls may split rows in any way. Source: Dao and Gu, Transformers are SSMs (2024), section 7.
+    """
+    mixed = convolve(cbx)
+    active = mixed / (1 + np.exp(-mixed.astype(np.float64)))
+    all_k = num_k_heads * head_k_dim
+    c, b = (part.reshape(len(cbx), num_k_heads, head_k_dim) for part in np.split(active[:, : 2 * all_k], 2, axis=1))
+    x = active[:, 2 * all_k :].reshape(len(cbx), num_v_heads, head_v_dim)
+    c, b = (np.repeat(part, num_v_heads // num_k_heads, axis=1) for part in (c, b))
+    decay = np.exp(gate.astype(np.float64))
+    output = skip[:, None] * x
+    for t in range(len(cbx)):
+        written = b[t, :, :, None] * (step[t, :, None] * x[t])[:, None, :]
+        recurrent_state[...] = decay[t, :, None, None] * recurrent_state + written
+        output[t] += np.einsum("hmn,hm->hn", recurrent_state, c[t])
+    rows: Float32 = output.reshape(len(cbx), -1).astype(np.float32)
     return rows

@@ -98,6 +98,11 @@ def _sigmoid(x: Float32) -> Float32:
     return result
 
 
+@operators.register("relu", REFERENCE)
+def _relu(x: Float32) -> Float32:
+    return np.maximum(x, np.float32(0))
+
+
 @operators.register("softplus", REFERENCE)
 def _softplus(x: Float32) -> Float32:
     result: Float32 = np.logaddexp(x, np.float32(0))

@@ -98,18 +98,21 @@ class Keys:
         return [float(value) for value in self.read(tensor)]
 
 
-def common_config(keys: Keys, *, is_hybrid: bool = False) -> dict[str, Any]:
+def common_config(keys: Keys, *, is_hybrid: bool = False, has_attention: bool = True) -> dict[str, Any]:
     """Return the config keys that every architecture has.
 
     Args:
-        is_hybrid: whether some layers have no attention, and 0 as the number of their key/value heads.
+        is_hybrid: whether some layers have no attention or no feed-forward, and 0 as the number of their key/value
+            heads or as their width.
+        has_attention: whether any layer has attention and a feed-forward.
 
     Raises:
         ModelError: a key is missing, of the wrong type or out of range.
         UnsupportedModelError: a key requires a feature that is not implemented.
     """
     hidden_size = keys.count("embedding_length")
-    num_heads = keys.count("attention.head_count", may_lack=is_hybrid)
+    absent = None if has_attention else 1
+    num_heads = keys.count("attention.head_count", default=absent, may_lack=is_hybrid)
     head_dim = keys.count("attention.key_length", default=hidden_size // num_heads or None)
     if keys.count("attention.value_length", default=head_dim) != head_dim:
         raise UnsupportedModelError(
@@ -136,7 +139,9 @@ def common_config(keys: Keys, *, is_hybrid: bool = False) -> dict[str, Any]:
     return {
         "vocab_size": embedding[0],
         "hidden_size": hidden_size,
-        "intermediate_size": keys.count("feed_forward_length", default=keys.get("expert_feed_forward_length")),
+        "intermediate_size": keys.count(
+            "feed_forward_length", default=keys.get("expert_feed_forward_length") or absent, may_lack=is_hybrid
+        ),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.count("attention.head_count_kv", default=num_heads, may_lack=is_hybrid),
@@ -348,6 +353,101 @@ def granite_config(keys: Keys, config: Config) -> Config:
     if keys.get(key) is False:
         name = keys.prefix + key
         raise UnsupportedModelError(f"{name} = False, attention without RoPE, is not implemented", feature=name)
+    return _granite_factors(keys, config)
+
+
+def granite_hybrid_config(keys: Keys, config: Config) -> Config:
+    """Return the keys of Granite with Mamba-2: factors, experts, and the kind of each layer. Attention has no RoPE."""
+    num_layers, has_experts = config["num_hidden_layers"], bool(keys.get("expert_count"))
+    shared = _width_of(keys, "ffn_gate_shexp") if has_experts else config["intermediate_size"]
+    experts = {"num_local_experts": 0}
+    if has_experts:
+        experts = {"num_local_experts": keys.count("expert_count"), **mixture(keys)}
+    return {
+        **_granite_factors(keys, config),
+        **experts,
+        **_mamba_config(keys, config),
+        "layer_types": ["mamba" if is_mamba else "attention" for is_mamba in _mamba_layers(keys, num_layers)],
+        "position_embedding_type": "nope",
+        "shared_intermediate_size": shared,
+        "has_gate_and_up_apart": True,
+        "attention_bias": _any(keys, "attn_q.bias"),
+    }
+
+
+def falcon_h1_config(keys: Keys, config: Config) -> Config:
+    """Return Falcon-H1's keys. All factors are part of the tensors, and llama.cpp multiplies the gate first."""
+    return {
+        **_mamba_config(keys, config),
+        "mamba_d_ssm": keys.count("ssm.inner_size"),
+        "mamba_rms_norm": _any(keys, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "projectors_bias": _any(keys, "ssm_out.bias"),
+    }
+
+
+def mamba2_config(keys: Keys, config: Config) -> Config:
+    """Return Mamba-2's keys."""
+    sizes = _mamba_config(keys, config)
+    names = {
+        "mamba_n_heads": "num_heads",
+        "mamba_d_head": "head_dim",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_state": "state_size",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_expand": "expand",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_proj_bias": "use_bias",
+    }
+    return {"layer_norm_epsilon": config["rms_norm_eps"], **{name: sizes[key] for key, name in names.items()}}
+
+
+def nemotron_h_config(keys: Keys, config: Config) -> Config:
+    """Return Nemotron-H's keys, and the kind of each layer by its tensors."""
+    num_layers, sizes = config["num_hidden_layers"], _mamba_config(keys, config)
+    has_feed_forward = [f"blk.{layer}.ffn_up.weight" in keys.shapes for layer in range(num_layers)]
+    pairs = zip(_mamba_layers(keys, num_layers), has_feed_forward, strict=True)
+    return {
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "layers_block_type": ["mamba" if mamba else "mlp" if mlp else "attention" for mamba, mlp in pairs],
+        "mamba_num_heads": sizes["mamba_n_heads"],
+        "mamba_head_dim": sizes["mamba_d_head"],
+        "n_groups": sizes["mamba_n_groups"],
+        "ssm_state_size": sizes["mamba_d_state"],
+        "conv_kernel": sizes["mamba_d_conv"],
+        "use_conv_bias": sizes["mamba_conv_bias"],
+        "use_bias": sizes["mamba_proj_bias"],
+        "mlp_bias": _any(keys, "ffn_up.bias"),
+    }
+
+
+def _mamba_config(keys: Keys, config: Config) -> Config:
+    """Return the sizes of Mamba-2's mixer, under the names of hybrid families."""
+    heads, inner = keys.count("ssm.time_step_rank"), keys.count("ssm.inner_size")
+    if inner % heads:
+        raise ModelError(f"{keys.prefix}ssm.inner_size = {inner}, which {heads} heads cannot share evenly")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": keys.count("ssm.group_count"),
+        "mamba_d_state": keys.count("ssm.state_size"),
+        "mamba_d_conv": keys.count("ssm.conv_kernel"),
+        "mamba_expand": max(inner // config["hidden_size"], 1),
+        "mamba_conv_bias": _any(keys, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _any(keys, "ssm_in.bias"),
+    }
+
+
+def _mamba_layers(keys: Keys, num_layers: int) -> list[bool]:
+    return [f"blk.{layer}.ssm_in.weight" in keys.shapes for layer in range(num_layers)]
+
+
+def _any(keys: Keys, name: str) -> bool:
+    """Return whether any layer has a tensor."""
+    return any(found.startswith("blk.") and found.endswith(f".{name}") for found in keys.shapes)
+
+
+def _granite_factors(keys: Keys, config: Config) -> Config:
     return {
         "embedding_multiplier": keys.number("embedding_scale", default=1.0),
         "residual_multiplier": keys.number("residual_scale", default=1.0),

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ class Layout:
         values: converts the values.
         is_depthwise: True if the file's [C, K] becomes [C, 1, K].
         is_single_row: True if the file's [K] becomes [1, K].
+        is_flat: True if the file's axes become one.
     """
 
     rows: Order | None = None
@@ -43,6 +45,7 @@ class Layout:
     values: Callable[[Float32], Float32] | None = None
     is_depthwise: bool = False
     is_single_row: bool = False
+    is_flat: bool = False
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Return Hugging Face's shape for the file's shape. Raises ModelError if the length of an axis differs from
@@ -51,6 +54,8 @@ class Layout:
         for axis, order in ((0, self.rows), (-1, self.columns)):
             if order is not None and (not stored or stored[axis] != len(order)):
                 raise ModelError(f"it is {list(stored)}, and axis {axis} should have the length {len(order)}")
+        if self.is_flat:
+            return (prod(stored),)
         if self.is_single_row and len(stored) == 1:
             return (1, *stored)
         return (stored[0], 1, *stored[1:]) if self.is_depthwise and len(stored) == 2 else stored
@@ -155,7 +160,8 @@ class Architecture:
         config: returns the config keys that the architecture adds to the common keys or replaces, from the metadata and
             the
             common keys.
-        is_hybrid: True if some layers have no attention.
+        is_hybrid: True if some layers have no attention, or no feed-forward.
+        has_attention: True if any layer has attention.
     """
 
     model_type: str
@@ -167,6 +173,7 @@ class Architecture:
     refused: Collection[str]
     config: Callable[[Keys, Config], Config] = _nothing
     is_hybrid: bool = False
+    has_attention: bool = True
 
 
 EACH = "{}"
@@ -274,6 +281,11 @@ _GRANITE_EXPERTS = {
     "ffn_up_shexp": "shared_mlp.up_proj",
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
+_GRANITE_SHARED = {
+    "ffn_gate": "shared_mlp.gate_proj",
+    "ffn_up": "shared_mlp.up_proj",
+    "ffn_down": "shared_mlp.output_linear",
+}
 _LFM2_EXPERTS = {
     "ffn_gate_inp": "feed_forward.gate",
     "ffn_gate_exps": f"feed_forward.experts.{EACH}.w1",
@@ -288,6 +300,37 @@ _WITHOUT_NORMS = {name: known for name, known in LAYER.items() if not name.endsw
 _GRANITE_SCALINGS = frozenset(("attention.scale", "embedding_scale", "logit_scale", "residual_scale"))
 _QWEN3_NEXT_LAYER |= {"post_attention_norm": "post_attention_layernorm"}
 
+
+def _mamba(mixer: str) -> dict[str, str]:
+    """Return the names of Mamba-2's tensors, below the name of the mixer."""
+    names = {
+        "ssm_in": "in_proj",
+        "ssm_conv1d": "conv1d",
+        "ssm_dt.bias": "dt_bias",
+        "ssm_a": "A_log",
+        "ssm_d": "D",
+        "ssm_norm": "norm",
+        "ssm_out": "out_proj",
+    }
+    return {name: f"{mixer}.{known}" for name, known in names.items()}
+
+
+_MAMBA_LAYOUTS = {
+    "ssm_conv1d": DEPTHWISE,
+    "ssm_a": Layout(values=_logarithm, is_flat=True),
+    "ssm_d": Layout(is_flat=True),
+    "ssm_norm": Layout(is_flat=True),
+}
+_BACKBONE = {"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"}
+_ONE_MIXER = {
+    "attn_norm": "norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+}
 
 ARCHITECTURES = {
     "llama": Architecture(
@@ -355,6 +398,48 @@ ARCHITECTURES = {
         permuted=_INTERLEAVED,
         refused=(_MIXTURE_SCALINGS - _GRANITE_SCALINGS) | WINDOWS,
         config=gguf_keys.granite_moe_config,
+    ),
+    "falcon-h1": Architecture(
+        model_type="falcon_h1",
+        model={"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"},
+        layer={**_WITHOUT_NORMS, "attn_norm": "input_layernorm"}
+        | dict.fromkeys(
+            ("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight"
+        )  # the converter leaves ".weight" out
+        | {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
+        | _mamba("mamba"),
+        layouts=lambda config: _MAMBA_LAYOUTS,
+        refused=SCALINGS | WINDOWS,
+        config=gguf_keys.falcon_h1_config,
+    ),
+    "granitehybrid": Architecture(
+        model_type="granitemoehybrid",
+        model=MODEL,
+        layer=LAYER | _GRANITE_SHARED | _GRANITE_EXPERTS | _mamba("mamba"),
+        permuted=_INTERLEAVED,
+        layouts=lambda config: _MAMBA_LAYOUTS,
+        refused=(_MIXTURE_SCALINGS - _GRANITE_SCALINGS) | WINDOWS | {"rope.scaling.finetuned"},
+        config=gguf_keys.granite_hybrid_config,
+        is_hybrid=True,
+    ),
+    "mamba2": Architecture(
+        model_type="mamba2",
+        model=_BACKBONE,
+        layer={"attn_norm": "norm"} | _mamba("mixer"),
+        layouts=lambda config: _MAMBA_LAYOUTS,
+        refused=SCALINGS | WINDOWS,
+        config=gguf_keys.mamba2_config,
+        has_attention=False,
+    ),
+    "nemotron_h": Architecture(
+        model_type="nemotron_h",
+        model=_BACKBONE,
+        layer=_ONE_MIXER | _mamba("mixer"),
+        permuted=_INTERLEAVED,
+        layouts=lambda config: _MAMBA_LAYOUTS,
+        refused=SCALINGS | WINDOWS,
+        config=gguf_keys.nemotron_h_config,
+        is_hybrid=True,
     ),
     "lfm2moe": Architecture(
         model_type="lfm2_moe",
@@ -517,7 +602,7 @@ def translate_name(architecture: Architecture, config: Config, tensor: GgufTenso
             f"it holds the tensor {name!r}, which {architecture.model_type} as implemented lacks", feature=name
         )
     prefix = "" if layer is None else f"model.layers.{layer}."
-    known_as = modules[module] + part if module in modules else modules[module + part]
+    known_as = modules[module + part] if module + part in modules else modules[module] + part
     layout = _layout(architecture, config, module, tensor)
     try:
         layout.shape(tensor.shape)
@@ -551,5 +636,8 @@ def translate_config(architecture: Architecture, keys: Keys, refuse: Refuse = st
         if keys.get(key):
             name = keys.prefix + key
             refuse(UnsupportedModelError(f"{name} = {keys.get(key)} is not implemented", feature=name))
-    config = {"model_type": architecture.model_type, **common_config(keys, is_hybrid=architecture.is_hybrid)}
+    config = {
+        "model_type": architecture.model_type,
+        **common_config(keys, is_hybrid=architecture.is_hybrid, has_attention=architecture.has_attention),
+    }
     return config | architecture.config(keys, config)

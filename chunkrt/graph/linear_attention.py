@@ -25,16 +25,20 @@ class Variant:
             multiplied by a gate before and after it).
         is_recurrent: True if each head has a state matrix.
         num_gates: number of the inputs gate and beta that are present; None if it varies.
+        has_skip: True if the operator has the input skip.
+        is_row_by_row: True if splitting rows into calls in another way changes no bit of a recurrent kind's results.
         expansion: the body of an ONNX function in ONNX's text form, opset 23, which may call
             `chunkrt.CausalConvolution`. Its inputs are qkv, gate, beta, conv_weight, conv_bias (a zero if the node has
-            none), conv_state and recurrent_state. Its attributes are the operator's. Its outputs are output,
-            new_conv_state and, for a recurrent kind, new_recurrent_state. If the expansion is empty, `onnxrt` refuses
-            the kind.
+            none), conv_state, recurrent_state and, if `has_skip`, skip. Its attributes are the operator's. Its outputs
+            are output, new_conv_state and, for a recurrent kind, new_recurrent_state. If the expansion is empty,
+            `onnxrt` refuses the kind.
     """
 
     columns_per_channel: int
     is_recurrent: bool
     num_gates: int | None = None
+    has_skip: bool = False
+    is_row_by_row: bool = False
     expansion: str = ""
 
 
@@ -46,7 +50,7 @@ _SHORT_CONV = """{
     output = Mul (after, convolved)
 }"""
 
-_GATED_DELTA_RULE = """{
+_HEADS = """{
     convolved, new_conv_state = chunkrt.CausalConvolution (qkv, conv_weight, conv_bias, conv_state)
     squashed = Sigmoid (convolved)
     active = Mul (convolved, squashed)
@@ -71,7 +75,29 @@ _GATED_DELTA_RULE = """{
     q_of_k_heads = Reshape (q_flat, k_heads)
     k_of_k_heads = Reshape (k_flat, k_heads)
     v = Reshape (v_flat, v_heads)
+"""
+"""Start of the expansion of a recurrence: the convolution, SiLU, and the columns q | k | v as heads."""
 
+_SHARED_HEADS = """
+    # value head h goes with key head floor(h / (Hv / Hk))
+    num_shared = Div (num_v, num_k)
+    repeats = Concat <axis = 0> (one, one, num_shared, one)
+    q_repeated = Expand (q_scaled, repeats)
+    k_repeated = Expand (k_normed, repeats)
+    by_v_head = Concat <axis = 0> (minus_one, num_v, k_dim)
+    q = Reshape (q_repeated, by_v_head)
+    k = Reshape (k_repeated, by_v_head)
+"""
+"""Part of an expansion that repeats the heads of q_scaled and k_normed for each value head."""
+
+_FLAT_OUTPUT = """
+    flat = Concat <axis = 0> (minus_one, all_v)
+    output = Reshape (outputs, flat)
+}"""
+
+_GATED_DELTA_RULE = (
+    _HEADS
+    + """
     # to unit length, if asked for
     last = Constant <value_ints = [-1]> ()
     tiny = Constant <value_float = 1e-6> ()
@@ -90,16 +116,9 @@ _GATED_DELTA_RULE = """{
     k_dim_float = CastLike (k_dim_scalar, qkv)
     root = Sqrt (k_dim_float)
     q_scaled = Div (q_normed, root)
-
-    # value head h goes with key head floor(h / (Hv / Hk))
-    num_shared = Div (num_v, num_k)
-    repeats = Concat <axis = 0> (one, one, num_shared, one)
-    q_repeated = Expand (q_scaled, repeats)
-    k_repeated = Expand (k_normed, repeats)
-    by_v_head = Concat <axis = 0> (minus_one, num_v, k_dim)
-    q = Reshape (q_repeated, by_v_head)
-    k = Reshape (k_repeated, by_v_head)
-
+"""
+    + _SHARED_HEADS
+    + """
     decay = Exp (gate)
     new_recurrent_state, outputs = Scan <num_scan_inputs = 5, body = row
         (float[h, m, n] s, float[h, m] q_t, float[h, m] k_t, float[h, n] v_t, float[h] decay_t, float[h] beta_t)
@@ -123,13 +142,56 @@ _GATED_DELTA_RULE = """{
         read = MatMul (q_row, new_s)
         o_t = Squeeze (read, first)
     }> (recurrent_state, q, k, v, decay, beta)
-    flat = Concat <axis = 0> (minus_one, all_v)
-    output = Reshape (outputs, flat)
-}"""
+"""
+    + _FLAT_OUTPUT
+)
+
+_MAMBA2 = (
+    _HEADS
+    + """
+    q_scaled = Identity (q_of_k_heads)
+    k_normed = Identity (k_of_k_heads)
+"""
+    + _SHARED_HEADS
+    + """
+    decay = Exp (gate)
+    new_recurrent_state, reads = Scan <num_scan_inputs = 5, body = row
+        (float[h, m, n] s, float[h, m] q_t, float[h, m] k_t, float[h, n] v_t, float[h] decay_t, float[h] step_t)
+        => (float[h, m, n] new_s, float[h, n] o_t)
+    {
+        first = Constant <value_ints = [1]> ()
+        second = Constant <value_ints = [2]> ()
+        both = Constant <value_ints = [1, 2]> ()
+        decay_b = Unsqueeze (decay_t, both)
+        decayed = Mul (s, decay_b)
+        v_row = Unsqueeze (v_t, first)
+        step_b = Unsqueeze (step_t, both)
+        stepped = Mul (v_row, step_b)
+        k_column = Unsqueeze (k_t, second)
+        written = MatMul (k_column, stepped)
+        new_s = Add (decayed, written)
+        q_row = Unsqueeze (q_t, first)
+        read = MatMul (q_row, new_s)
+        o_t = Squeeze (read, first)
+    }> (recurrent_state, q, k, v, decay, beta)
+    skip_column = Unsqueeze (skip, one)
+    skipped = Mul (v, skip_column)
+    outputs = Add (reads, skipped)
+"""
+    + _FLAT_OUTPUT
+)
 
 _variants = {
     "short_conv": Variant(columns_per_channel=3, is_recurrent=False, expansion=_SHORT_CONV),
     "gated_delta_rule": Variant(columns_per_channel=1, is_recurrent=True, num_gates=2, expansion=_GATED_DELTA_RULE),
+    "mamba2": Variant(
+        columns_per_channel=1,
+        is_recurrent=True,
+        num_gates=2,
+        has_skip=True,
+        is_row_by_row=True,
+        expansion=_MAMBA2,
+    ),
 }
 
 

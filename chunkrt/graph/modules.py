@@ -9,6 +9,7 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Self, get_args
 
@@ -162,8 +163,12 @@ class Module:
         raise TypeError(f"{type(self).__name__} has no forward; define one, because the module is called")
 
     def __call__(self, *inputs: ir.Value) -> ir.Value:
-        with current_trace().scope(self.path, self.device):
+        with self.scope():
             return self.forward(*inputs)
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Return a context in which operators belong to this module, for a parent that calls parts of it."""
+        return current_trace().scope(self.path, self.device)
 
     def sibling(self, name: str) -> str:
         """Return the path of a sibling of this module: a packed linear's checkpoint tensors are siblings."""
@@ -247,23 +252,27 @@ class HeadNorm(Module):
 class DepthwiseWeights(Module):
     """Weights of a convolution over each channel: weight [channels, 1, taps] and, with a bias, [channels].
 
-    A convolution of one tap gets a leading zero tap, because kernels need at least two.
+    A convolution of one tap gets a leading zero tap, because kernels need at least two. `order` holds the checkpoint's
+    index of each channel, if it differs.
     """
 
-    def __init__(self, channels: int, taps: int, *, bias: bool = False) -> None:
+    def __init__(self, channels: int, taps: int, *, bias: bool = False, order: NDArray[np.int64] | None = None) -> None:
         super().__init__()
         self.shape, self.has_bias = (channels, 1, taps), bias
+        self._order = np.arange(channels) if order is None else order
 
     def declare(self) -> None:
         channels, one, taps = self.shape
         self.weight = Parameter(
             shape=(channels, one, max(taps, 2)),
             checkpoint_tensors={f"{self.path}.weight": self.shape},
-            combine=lambda tensor: np.pad(tensor, [(0, 0), (0, 0), (1, 0)]) if taps == 1 else tensor,
+            combine=lambda tensor: np.pad(tensor[self._order], [(0, 0), (0, 0), (max(2 - taps, 0), 0)]),
         )
         if self.has_bias:
             self.bias = Parameter(
-                shape=(channels,), checkpoint_tensors={f"{self.path}.bias": (channels,)}, combine=lambda tensor: tensor
+                shape=(channels,),
+                checkpoint_tensors={f"{self.path}.bias": (channels,)},
+                combine=lambda tensor: tensor[self._order],
             )
 
 

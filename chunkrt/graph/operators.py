@@ -173,7 +173,7 @@ def _attention(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
 
 
 def _linear_attention(attributes: Attributes, inputs: Sequence[Any]) -> Shape:
-    qkv, gate, beta, weight, bias, state, matrices = inputs
+    qkv, gate, beta, weight, bias, state, matrices, *skip = inputs
     variant = find_variant(attributes["attn_type"])
     heads, key_dim, value_dim = (attributes[name] for name in ("num_v_heads", "head_k_dim", "head_v_dim"))
     require(min(heads, value_dim) > 0, f"its sizes {dict(attributes)} are invalid")
@@ -199,6 +199,8 @@ def _linear_attention(attributes: Attributes, inputs: Sequence[Any]) -> Shape:
         )
     else:
         require((gate, beta, matrices) == (None, None, None), "it has inputs of a recurrence, but its kind has none")
+    of_heads = [(heads,)] if variant.has_skip else []
+    require(skip == of_heads, f"its inputs after the states are {skip}, expected {of_heads}")
     return (qkv[0], heads * value_dim)
 
 
@@ -234,10 +236,11 @@ def _attention_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
 
 
 def _linear_attention_flops(attributes: Attributes, inputs: Sequence[Any]) -> int:
-    """Return the FLOPs of the convolution's taps, and 7 FLOPs for every element of the state matrices: 1 for its decay,
-    2 for its product with k, 2 for its update and 2 for its product with q.
+    """Return the FLOPs of the convolution's taps, and those for every element of the state matrices: 1 for its decay, 2
+    for its update, 2 for its product with q and, except in Mamba-2, 2 for its product with k.
     """
-    return 2 * _size(inputs[3]) + (0 if inputs[6] is None else 7 * _size(inputs[6]))
+    of_element = 5 if attributes["attn_type"] == "mamba2" else 7
+    return 2 * _size(inputs[3]) + (0 if inputs[6] is None else of_element * _size(inputs[6]))
 
 
 def _experts_flops(attributes: Attributes, inputs: Sequence[Shape]) -> int:
@@ -260,7 +263,8 @@ _ATTENTION = Operator(
 _LINEAR_ATTENTION = Operator(
     is_dynamic=True,
     flops=_linear_attention_flops,
-    num_inputs=7,
+    num_inputs=8,
+    least_inputs=7,
     output=_linear_attention,
     optional=(1, 2, 4, 6),
     attributes={
@@ -270,7 +274,7 @@ _LINEAR_ATTENTION = Operator(
 )
 
 OPERATORS: Mapping[tuple[str, str], Operator] = {
-    **{("", op): Operator(num_inputs=1, output=_same) for op in ("Sigmoid", "Softplus", "Tanh")},
+    **{("", op): Operator(num_inputs=1, output=_same) for op in ("Relu", "Sigmoid", "Softplus", "Tanh")},
     **{("", op): Operator(num_inputs=2, output=_elementwise) for op in ("Add", "Mul")},
     ("", "Gather"): Operator(
         name="gather_rows",

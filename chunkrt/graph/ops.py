@@ -286,6 +286,11 @@ def softplus(value: ir.Value, *, name: str = "softplus") -> ir.Value:
     return _one("Softplus", [value], shape_of(value), name)
 
 
+def relu(value: ir.Value, *, name: str = "relu") -> ir.Value:
+    """Return max(value, 0)."""
+    return _one("Relu", [value], shape_of(value), name)
+
+
 def tanh(value: ir.Value, *, name: str = "tanh") -> ir.Value:
     """Return the hyperbolic tangent."""
     return _one("Tanh", [value], shape_of(value), name)
@@ -393,6 +398,7 @@ def linear_attention(
     head_k_dim: int,
     head_v_dim: int,
     use_qk_l2norm: bool = False,
+    skip: ir.Value | None = None,
     name: str = "linear_attention",
 ) -> ir.Value:
     """Compute a causal convolution over the last few rows and, by type, a recurrence over all earlier rows.
@@ -402,6 +408,7 @@ def linear_attention(
         gate, beta: [T, num_v_heads], if the type has a recurrence: the logarithm of the decay, and the step.
         conv_weight: [channels, 1, taps]; the last tap is for the row itself.
         conv_bias: [channels].
+        skip: [num_v_heads], if the type has it: factors of v, which are added to the results.
 
     Returns:
         [T, num_v_heads * head_v_dim]. The states belong to the module that is being traced.
@@ -417,12 +424,22 @@ def linear_attention(
     }
     channels, _, taps = (int(size) for size in shape_of(conv_weight))
     states = [trace.state("conv_state", (channels, taps - 1))]
-    if find_variant(attn_type).is_recurrent:
+    variant = find_variant(attn_type)
+    if variant.is_recurrent:
         states.append(trace.state("recurrent_state", (num_v_heads, head_k_dim, head_v_dim)))
     news = [(f"new_{state.name.rpartition('.')[2]}", shape_of(state)) for state in states if state.name]
     output, *updated = trace.node(
         "LinearAttention",
-        [qkv, gate, beta, conv_weight, conv_bias, *states, *([None] * (2 - len(states)))],
+        [
+            qkv,
+            gate,
+            beta,
+            conv_weight,
+            conv_bias,
+            *states,
+            *([None] * (2 - len(states))),
+            *([skip] if variant.has_skip else []),
+        ],
         [(name, (shape_of(qkv)[0], num_v_heads * head_v_dim)), *news],
         attributes=attributes,
         domain="chunkrt",

@@ -39,6 +39,8 @@ from chunkrt.graph.modules import Module, Parameter
 from chunkrt.graph.plan import ALONE, Ranks
 
 Number = TypeVar("Number", bound=np.generic)
+Factor = float | NDArray[np.float32]
+"""Factor of a linear's result, or of each of its columns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,12 +166,13 @@ numbers of columns.
 @dataclass(kw_only=True)
 class LinearWeight(Parameter):
     """A linear's weight [K, N]: the rows `rows` (N) of the concatenated checkpoint tensors, and their columns `depth`
-    (K), times `factor`. The scales of blocks, which are float16, are multiplied and rounded.
+    (K), times `factor`, which is one number or a number for each column. The scales of blocks, which are float16, are
+    multiplied and rounded.
     """
 
     rows: Share
     depth: Share
-    factor: float = 1.0
+    factor: Factor = 1.0
 
     @property
     def keeps_blocks(self) -> bool:
@@ -186,7 +189,8 @@ class LinearWeight(Parameter):
 
         def scaled(values: list[NDArray[np.float16]]) -> NDArray[np.float16]:
             taken = blocks.take(self.rows.take(_stacked(values)), axis=1)
-            return taken if self.factor == 1 else (taken * np.float32(self.factor)).astype(np.float16)
+            of_rows = self.factor if isinstance(self.factor, float) else self.factor[:, None]
+            return _scaled(taken.astype(np.float32), of_rows).astype(np.float16)
 
         return BlockTensor(
             integers=self.depth.take(self.rows.take(_stacked([p.integers for p in whole])), axis=1),
@@ -210,7 +214,8 @@ class LinearBase(Module, ABC):
         stored_in: name of the one tensor, a sibling of the module, in which the checkpoint stores the outputs one after
             another.
         tied_to: the module whose table [columns, in_features] is the weight of a tied LM head.
-        factor: factor of the result, which the loaded weight and bias contain.
+        factor: factor of the result, or of each column of the complete linear's result, which the loaded weight and
+            bias contain.
     """
 
     def __init__(
@@ -221,7 +226,7 @@ class LinearBase(Module, ABC):
         bias: bool = False,
         stored_in: str = "",
         tied_to: Module | None = None,
-        factor: float = 1.0,
+        factor: Factor = 1.0,
     ) -> None:
         super().__init__()
         self.in_features, self.has_bias, self.factor = in_features, bias, factor
@@ -243,19 +248,20 @@ class LinearBase(Module, ABC):
 
     def declare(self) -> None:
         tensors, (rows, depth) = self.tensors(), self.share()
+        factor = self.factor if isinstance(self.factor, float) else rows.take(self.factor)
         self.weight = LinearWeight(
             shape=(depth.length, rows.length),
             checkpoint_tensors={f"{path}.weight": (columns, self.in_features) for path, columns in tensors.items()},
-            combine=lambda *parts: _scaled(depth.take(rows.take(_stacked(parts)), axis=1).T, self.factor),
+            combine=lambda *parts: _scaled(depth.take(rows.take(_stacked(parts)), axis=1).T, factor),
             rows=rows,
             depth=depth,
-            factor=self.factor,
+            factor=factor,
         )
         if self.has_bias:
             self.bias = Parameter(
                 shape=(rows.length,),
                 checkpoint_tensors={f"{path}.bias": (columns,) for path, columns in tensors.items()},
-                combine=lambda *parts: _scaled(rows.take(_stacked(parts)), self.factor),
+                combine=lambda *parts: _scaled(rows.take(_stacked(parts)), factor),
             )
 
     @property
@@ -305,7 +311,7 @@ class ReplicatedLinear(LinearBase):
         bias: bool = False,
         rows: NDArray[np.int64] | None = None,
         tied_to: Module | None = None,
-        factor: float = 1.0,
+        factor: Factor = 1.0,
     ) -> None:
         super().__init__(in_features, outputs, bias=bias, tied_to=tied_to, factor=factor)
         self._rows = rows
@@ -325,9 +331,16 @@ class MergedColumnParallelLinear(LinearBase):
     """
 
     def __init__(
-        self, in_features: int, outputs: Outputs, ranks: Ranks = ALONE, *, bias: bool = False, stored_in: str = ""
+        self,
+        in_features: int,
+        outputs: Outputs,
+        ranks: Ranks = ALONE,
+        *,
+        bias: bool = False,
+        stored_in: str = "",
+        factor: Factor = 1.0,
     ) -> None:
-        super().__init__(in_features, outputs, bias=bias, stored_in=stored_in)
+        super().__init__(in_features, outputs, bias=bias, stored_in=stored_in, factor=factor)
         self._ranks = ranks
 
     def share(self) -> tuple[Share, Share]:
@@ -402,8 +415,8 @@ class RowParallelLinear(LinearBase):
         return self.with_bias(ops.all_reduce(partial, name="product" if self.has_bias else "output"))
 
 
-def _scaled(values: NDArray[np.float32], factor: float) -> NDArray[np.float32]:
-    return values if factor == 1 else values * np.float32(factor)
+def _scaled(values: NDArray[np.float32], factor: Factor) -> NDArray[np.float32]:
+    return values if np.all(np.equal(factor, 1)) else values * np.float32(factor)
 
 
 def _stacked(parts: Sequence[NDArray[Number]]) -> NDArray[Number]:

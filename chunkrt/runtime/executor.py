@@ -413,11 +413,11 @@ def parting_step(plan: Plan, chunk_length: int) -> int:
     """Return the step (see `Waiting.step`) at which splitting a prompt does not change results.
 
     Most layers compute every row independently. The native gated delta rule processes up to 32 rows at once, counted
-    from the beginning of a chunk. For other recurrent kinds the step is unknown.
+    from the beginning of a chunk. Mamba-2 is computed row by row. For other recurrent kinds the step is unknown.
     """
     nodes = (node for subgraph in plan.subgraphs for node in subgraph.nodes if node.op == LINEAR_ATTENTION_OP)
     kinds = {str(node.attributes["attn_type"]) for node in nodes}
-    recurrent = {kind for kind in kinds if find_variant(kind).is_recurrent}
+    recurrent = {kind for kind in kinds if (v := find_variant(kind)).is_recurrent and not v.is_row_by_row}
     if not recurrent:
         return 1
     is_known = recurrent == {"gated_delta_rule"} and not chunk_length % DELTA_RULE_ROWS

@@ -127,6 +127,14 @@ ValueId add_delta_rule(ProgramBuilder& builder, ValueId qkv, ValueId gate, Value
                           {num_k_heads, num_v_heads, head_k_dim, head_v_dim, use_qk_l2norm});
 }
 
+ValueId add_mamba2(ProgramBuilder& builder, ValueId cbx, ValueId gate, ValueId step, ValueId conv_weight,
+                   std::optional<ValueId> conv_bias, ValueId conv_state, ValueId recurrent_state,
+                   ValueId skip, std::size_t num_groups, std::size_t num_heads, std::size_t state_dim,
+                   std::size_t head_dim) {
+  return mamba2(builder, cbx, gate, step, conv_weight, conv_bias, conv_state, recurrent_state, skip,
+                {num_groups, num_heads, state_dim, head_dim});
+}
+
 }  // namespace
 
 void bind_program(py::module_& module) {
@@ -162,6 +170,7 @@ void bind_program(py::module_& module) {
       .def("mul", mul, "left"_a, "right"_a)
       .def("sigmoid", sigmoid, "input"_a)
       .def("gelu", gelu, "input"_a)
+      .def("relu", relu, "input"_a)
       .def("softplus", softplus, "input"_a)
       .def("tanh", tanh, "input"_a)
       .def("round_to_grid", round_to_grid, "input"_a, "step"_a, "levels"_a)
@@ -185,6 +194,9 @@ void bind_program(py::module_& module) {
       .def("gated_delta_rule", add_delta_rule, "qkv"_a, "gate"_a, "beta"_a, "conv_weight"_a, "conv_bias"_a,
            "conv_state"_a, "recurrent_state"_a, py::kw_only(), "num_k_heads"_a, "num_v_heads"_a,
            "head_k_dim"_a, "head_v_dim"_a, "use_qk_l2norm"_a)
+      .def("mamba2", add_mamba2, "cbx"_a, "gate"_a, "step"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a,
+           "recurrent_state"_a, "skip"_a, py::kw_only(), "num_groups"_a, "num_heads"_a, "state_dim"_a,
+           "head_dim"_a)
       .def("build", &ProgramBuilder::build);
 }
 

@@ -75,6 +75,7 @@
   KERNEL(sigmoid_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                         \
   KERNEL(exp_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                             \
   KERNEL(gelu_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                            \
+  KERNEL(relu_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                            \
   KERNEL(softplus_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                        \
   KERNEL(tanh_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                            \
   KERNEL(silu_mul_f32_f32_f32, BinaryFunction, CHUNKRT_VECTORS)                   \
@@ -85,7 +86,8 @@
   KERNEL(attend_f32_f32_cache, AttentionFunction, CHUNKRT_VECTORS)                \
   KERNEL(attend_f32_bf16_cache, AttentionFunction, CHUNKRT_BFLOAT_PRODUCTS)       \
   KERNEL(causal_convolution_f32_f32, ConvolutionFunction, CHUNKRT_VECTORS)        \
-  KERNEL(gated_delta_rule_f32_f32, DeltaRuleFunction, CHUNKRT_VECTORS)
+  KERNEL(gated_delta_rule_f32_f32, DeltaRuleFunction, CHUNKRT_VECTORS)            \
+  KERNEL(state_space_f32_f32, StateSpaceFunction, CHUNKRT_VECTORS)
 
 namespace chunkrt {
 

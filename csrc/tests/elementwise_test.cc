@@ -101,6 +101,9 @@ constexpr Truth kGelu = {
     },
     gelu_f32_f32_reference};
 
+constexpr Truth kRelu = {"relu", [](double x) { return std::max(x, 0.0); },
+                         [](double, double) { return 0.0; }, relu_f32_f32_reference};
+
 constexpr Truth kSoftplus = {
     "softplus", [](double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::fabs(x))); },
     [](double x, double expected) { return x > -kLimit ? 4.0 * unit_of(expected) : 0x1p-125; },
@@ -211,6 +214,7 @@ void test_elementwise(Suite& suite) {
   suite.run_rows(sigmoid_f32_f32, "from 0 to 1", test_sigmoid_ends);
   suite.run_rows(exp_f32_f32, kUnary, test_unary<kExp>);
   suite.run_rows(gelu_f32_f32, kUnary, test_unary<kGelu>);
+  suite.run_rows(relu_f32_f32, kUnary, test_unary<kRelu>);
   suite.run_rows(softplus_f32_f32, kUnary, test_unary<kSoftplus>);
   suite.run_rows(tanh_f32_f32, kUnary, test_unary<kTanh>);
   suite.run_rows(gelu_mul_f32_f32_f32, "bits of gelu and a product", test_gelu_mul);

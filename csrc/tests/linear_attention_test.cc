@@ -186,6 +186,97 @@ void test_not_a_number(DeltaRuleFunction* function) {
     check(std::isnan(found.out[i]), "rows after");
 }
 
+struct StateSpaceProblem {
+  StateSpaceProblem(const Heads& shape, std::size_t num_rows) : heads(shape), rows(num_rows) {
+    Random random(static_cast<std::uint32_t>(rows * 137 + shape.v_dim));
+    cbx = random.floats(rows * heads.width(), 1.0f);
+    decay = random.floats(rows * heads.num_v_heads, 1.0f);
+    step = random.floats(rows * heads.num_v_heads, 1.0f);
+    skip = random.floats(heads.num_v_heads, 2.0f);
+    state = random.floats(heads.num_v_heads * heads.k_dim * heads.v_dim, 1.0f);
+    for (float& value : decay) value = value < -0.9f ? 0.0f : value > 0.9f ? 1.0f : std::fabs(value);
+    for (float& value : step) value = std::fabs(value);
+  }
+
+  Heads heads;
+  std::size_t rows;
+  std::vector<float> cbx, decay, step, skip, state;
+};
+
+// Computes the result in calls of at most `chunk` rows and one head.
+Result run(StateSpaceFunction* function, const StateSpaceProblem& problem, std::size_t chunk) {
+  const Heads& heads = problem.heads;
+  const std::size_t out_width = heads.num_v_heads * heads.v_dim;
+  const GuardedBuffer<float> cbx(problem.cbx), decay(problem.decay), step(problem.step);
+  const GuardedBuffer<float> skip(problem.skip), state(problem.state), out(problem.rows * out_width);
+  for (std::size_t first = 0; first < problem.rows; first += chunk) {
+    const StateSpaceArgs args = {.cbx = cbx.data() + first * heads.width(),
+                                 .decay = decay.data() + first * heads.num_v_heads,
+                                 .step = step.data() + first * heads.num_v_heads,
+                                 .skip = skip.data(),
+                                 .state = state.data(),
+                                 .out = out.data() + first * out_width,
+                                 .rows = std::min(chunk, problem.rows - first),
+                                 .num_groups = heads.num_k_heads,
+                                 .num_heads = heads.num_v_heads,
+                                 .state_dim = heads.k_dim,
+                                 .head_dim = heads.v_dim};
+    for (std::size_t head = heads.num_v_heads; head-- > 0;) function(args, head, head + 1);
+  }
+  return {out.copy(), state.copy()};
+}
+
+// The recurrence in double precision.
+struct StateSpaceTruth {
+  explicit StateSpaceTruth(const StateSpaceProblem& problem) {
+    const Heads& heads = problem.heads;
+    state.assign(problem.state.begin(), problem.state.end());
+    for (std::size_t row = 0; row < problem.rows; ++row) {
+      for (std::size_t head = 0; head < heads.num_v_heads; ++head) {
+        const std::size_t group = head / (heads.num_v_heads / heads.num_k_heads);
+        const float* const c = problem.cbx.data() + row * heads.width() + group * heads.k_dim;
+        const float* const b = c + heads.num_k_heads * heads.k_dim;
+        const float* const x = problem.cbx.data() + row * heads.width() +
+                               2 * heads.num_k_heads * heads.k_dim + head * heads.v_dim;
+        const double decay = problem.decay[row * heads.num_v_heads + head];
+        const double step = problem.step[row * heads.num_v_heads + head];
+        for (std::size_t j = 0; j < heads.v_dim; ++j) {
+          double sum = static_cast<double>(problem.skip[head]) * static_cast<double>(x[j]);
+          for (std::size_t i = 0; i < heads.k_dim; ++i) {
+            double& s = state[(head * heads.k_dim + i) * heads.v_dim + j];
+            s = decay * s + static_cast<double>(b[i]) * step * static_cast<double>(x[j]);
+            sum += static_cast<double>(c[i]) * s;
+          }
+          out.push_back(sum);
+        }
+      }
+    }
+  }
+
+  std::vector<double> out, state;
+};
+
+void test_state_space(StateSpaceFunction* function) {
+  for (const Heads& heads : kHeads) {
+    for (const std::size_t rows : kRowCounts) {
+      const StateSpaceProblem problem(heads, rows);
+      const std::string what = heads.text() + ", " + std::to_string(rows) + " rows";
+      const Result found = run(function, problem, rows);
+      const StateSpaceTruth truth(problem);
+      check_near(found.out, truth.out, 1e-5, what);
+      check_near(found.state, truth.state, 1e-5, what + ", state");
+      for (const std::size_t chunk : {1u, 2u, 3u, 31u, 32u}) {
+        const Result parts = run(state_space_f32_f32_reference, problem, chunk);
+        check_same(found.out.data(), parts.out.data(), found.out.size(), what);
+        check_same(found.state.data(), parts.state.data(), found.state.size(), what + ", state");
+        const Result own = run(function, problem, chunk);
+        check_same(found.out.data(), own.out.data(), found.out.size(), what + ", chunks");
+        check_same(found.state.data(), own.state.data(), found.state.size(), what + ", state, chunks");
+      }
+    }
+  }
+}
+
 struct Convolved {
   std::vector<float> out, state;
 };
@@ -244,6 +335,8 @@ void test_linear_attention(Suite& suite) {
   suite.run_rows(causal_convolution_f32_f32, "bits of the reference, in any chunks", test_convolution);
   suite.run_rows(gated_delta_rule_f32_f32, "double precision, the reference, any chunks", test_delta_rule);
   suite.run_rows(gated_delta_rule_f32_f32, "the same bits on all", test_delta_rule_bits);
+  suite.run_rows(state_space_f32_f32, "double precision, and bits of the reference, in any chunks",
+                 test_state_space);
   suite.run_rows(gated_delta_rule_f32_f32, "NaNs and infinities reach no earlier row", test_not_a_number);
 }
 

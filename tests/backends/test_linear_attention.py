@@ -31,8 +31,9 @@ from chunkrt.quant.scheme import SCHEMES
 
 LENGTHS = [1, 2, 31, 32, 33, 95]
 K_HEADS, V_HEADS, K_DIM, V_DIM, TAPS = 2, 6, 8, 5, 4
-CHANNELS = {"short_conv": V_HEADS * V_DIM, "gated_delta_rule": 2 * K_HEADS * K_DIM + V_HEADS * V_DIM}
-COLUMNS = {"short_conv": 3 * CHANNELS["short_conv"], "gated_delta_rule": CHANNELS["gated_delta_rule"]}
+CHANNELS = {"short_conv": V_HEADS * V_DIM}
+CHANNELS |= dict.fromkeys(("gated_delta_rule", "mamba2"), 2 * K_HEADS * K_DIM + V_HEADS * V_DIM)
+COLUMNS = {**CHANNELS, "short_conv": 3 * CHANNELS["short_conv"]}
 BACKENDS = {"reference": ReferenceBackend, "onnxrt": OnnxRuntimeBackend}
 
 
@@ -47,8 +48,9 @@ class Case:
             return rng.standard_normal(shape).astype(np.float32)
 
         self.is_recurrent = find_variant(attn_type).is_recurrent
+        self.has_skip = find_variant(attn_type).has_skip
         self.l2norm = l2norm
-        self.weights = {"conv_weight": draw(channels, 1, TAPS), "conv_bias": draw(channels)}
+        self.weights = {"conv_weight": draw(channels, 1, TAPS), "conv_bias": draw(channels), "skip": draw(V_HEADS)}
         self.qkv = draw(max(LENGTHS), columns)
         self.gate, self.beta = rng.random((2, max(LENGTHS), V_HEADS), np.float32)
         self.gate = -self.gate
@@ -77,6 +79,7 @@ class Case:
                 head_k_dim=K_DIM,
                 head_v_dim=V_DIM,
                 use_qk_l2norm=l2norm,
+                skip=record.weight("skip", (V_HEADS,)) if self.has_skip else None,
             )
             return ops.gather_rows(output, logit_rows, name="logits")
 
@@ -114,6 +117,8 @@ class Case:
         all_k = K_HEADS * K_DIM
         q, k, v = np.split(convolved, [all_k, 2 * all_k], axis=1)
         q, k = (np.repeat(part.reshape(length, K_HEADS, K_DIM), V_HEADS // K_HEADS, axis=1) for part in (q, k))
+        if self.has_skip:
+            return self.state_space_by_contrib(q, k, v, states)
         if self.l2norm:
             q, k = (part / np.sqrt(np.square(part).sum(axis=-1, keepdims=True) + 1e-6) for part in (q, k))
         inputs = [q.reshape(length, -1), k.reshape(length, -1), v]
@@ -127,6 +132,24 @@ class Case:
             update_rule="gated_delta",
         )
         return output[0], states | {"recurrent_state": state[0]}
+
+    def state_space_by_contrib(self, c, b, x, states):
+        """The rule without a correction takes the step as a factor of x."""
+        length = len(x)
+        heads = x.reshape(length, V_HEADS, V_DIM)
+        stepped = (heads * self.beta[:length, :, None]).reshape(length, -1)
+        inputs = [c.reshape(length, -1), b.reshape(length, -1), stepped, self.states["recurrent_state"]]
+        output, state = contrib(
+            "LinearAttention",
+            [value[None] for value in (*inputs, self.gate[:length])],
+            2,
+            q_num_heads=V_HEADS,
+            kv_num_heads=V_HEADS,
+            update_rule="gated",
+            scale=1.0,
+        )
+        skipped = (heads * self.weights["skip"][:, None]).reshape(length, -1)
+        return output[0] + skipped, states | {"recurrent_state": state[0]}
 
 
 def contrib(op, inputs, num_outputs, **attributes):
@@ -148,6 +171,8 @@ KINDS = [
     ("gated_delta_rule", {}),
     ("gated_delta_rule", {"has_bias": True}),
     ("gated_delta_rule", {"l2norm": False}),
+    ("mamba2", {}),
+    ("mamba2", {"has_bias": True}),
 ]
 
 
@@ -182,7 +207,7 @@ def test_chunked_equals_unchunked(attn_type, split, backend):
 
 
 def test_unknown_kind_is_refused_by_name():
-    with pytest.raises(UnsupportedModelError, match="attn_type 'wkv' is unknown; known: gated_delta_rule, sh"):
+    with pytest.raises(UnsupportedModelError, match="attn_type 'wkv' is unknown; known: gated_delta_rule, mamba2, sh"):
         find_variant("wkv")
     assert not has_expansion("chunkrt", "LinearAttention", "wkv")
     with pytest.raises(ConfigError, match="'short_conv' is already registered"):
@@ -344,7 +369,7 @@ def test_kind_that_native_lacks_runs_in_reference_with_one_warning(retention, ca
     assert (
         "the reference, which is slow, runs the operator linear_attention: native has no form: " in record.getMessage()
     )
-    assert "of attn_type 'retention'; it has: gated_delta_rule, short_conv" in record.getMessage()
+    assert "of attn_type 'retention'; it has: gated_delta_rule, mamba2, short_conv" in record.getMessage()
     np.testing.assert_allclose(
         logits["native"], logits["reference"], rtol=0, atol=0.02 * np.abs(logits["native"]).max()
     )

@@ -95,6 +95,26 @@ def test_fusion_changes_no_bit_without_outliers(make: Callable[[str], Case], op:
     np.testing.assert_array_equal(run(backend, fused, inputs, 5)["y"], run(backend, unfused, inputs, 5)["y"])
 
 
+def test_add_of_two_linears_with_bias_leaves_the_bias_with_the_earlier_one() -> None:
+    """The earlier linear has the same bits as in a subgraph of its own, also in rows with outliers."""
+    nodes = [
+        node("MatMul", "x w", "first"),
+        node("Add", "first bias", "biased"),
+        node("MatMul", "x v", "second"),
+        node("Add", "second bias", "other"),
+        node("Add", "biased other", "y"),
+    ]
+    weights = [tensor(name, HIDDEN, INNER, kind="weight") for name in "wv"]
+    values = [tensor(name, "T", INNER) for name in ("first", "biased", "second", "other", "y")]
+    tensors = [tensor("x", "T", HIDDEN), *weights, tensor("bias", INNER, kind="weight"), *values]
+    joined, apart = make_case(nodes, tensors, "y"), make_case(nodes, tensors, "biased y")
+    assert [(n.op, n.outputs) for n in fuse(*joined[:2], W8A8)] == [("Linear", ("biased",)), ("Linear", ("y",))]
+    x = random_rows(5, HIDDEN)
+    x[1, 3], x[4, [0, 23]] = 5000, (-2000, 2500)
+    found, expected = (run(NativeBackend(2), case, {"x": x}, 5)["y"] for case in (joined, apart))
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_fusion_changes_only_rounding_order_with_outliers() -> None:
     fused, unfused = linear_case(), linear_case("product biased y")
     inputs = {"x": random_rows(5, HIDDEN), "residual": random_rows(5, INNER)}

@@ -270,7 +270,8 @@ def test_unknown_kind_is_refused_by_name() -> None:
     assert not support
     assert support.node == "out"
     assert support.reason == (
-        "native has no linear attention of attn_type 'gated_linear_attention'; it has: gated_delta_rule, short_conv"
+        "native has no linear attention of attn_type 'gated_linear_attention'; it has: gated_delta_rule, mamba2, "
+        "short_conv"
     )
 
 

@@ -103,7 +103,19 @@ def test_every_family(name: str) -> None:
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("threads", [1, 2, 4])
-@pytest.mark.parametrize("name", ["llama_gqa", "gemma3_window_5", "lfm2", "qwen3_next_experts", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_gqa",
+        "gemma3_window_5",
+        "lfm2",
+        "qwen3_next_experts",
+        "qwen3_next",
+        "mamba2",
+        "falcon_h1",
+        "granite_hybrid_mamba_experts",
+    ],
+)
 def test_merged_subgraphs(name: str, threads: int) -> None:
     of = recording(name, is_merged=True)
     (layers,) = with_state(of.plan)

@@ -27,6 +27,7 @@ OPS = {
     "linear_attention": {"LinearAttention"},
     "logits": {"MatMul"},
     "mul": {"Mul"},
+    "relu": {"Relu"},
     "rms_norm": {"RMSNormalization"},
     "routed_experts": {"RoutedExperts"},
     "sigmoid": {"Sigmoid"},

@@ -138,6 +138,7 @@ def test_fixtures_are_supported_as_by_the_backends(name):
         ("qwen2", {"biases": "q_proj, k_proj, v_proj"}),
         ("qwen3_next_experts", {"num_experts": r"\d of \d"}),
         ("granitemoe", {"num_experts": "2 of 6"}),
+        ("falcon_h1", {"layer_types": "2 attention, 2 mamba2"}),
     ],
 )
 def test_supported_features_are_reported(name, expected):

@@ -13,6 +13,7 @@ from chunkrt.runtime.request import Request
 from chunkrt.runtime.scheduler import Scheduler
 
 NAMES = ("llama_gqa", "llama_biased_gguf", "gemma3_window_5", "qwen3_next_experts", "lfm2", "phi3_longrope_short")
+NAMES += ("falcon_h1",)
 CASES = [
     *((name, {"scheme": scheme}) for name in NAMES for scheme in ("w8a8-dynamic", "w4a8-dynamic")),
     ("llama_biased_gguf", {"scheme": "w8a16"}),

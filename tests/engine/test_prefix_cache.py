@@ -28,6 +28,7 @@ LENGTHS = (8, 32, 40)
 SMALL, LARGE = 200_000, 10**8
 """Limits in bytes: with the first, most prefixes are evicted before they are needed."""
 CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE = "llama_gqa", "mistral_window_5", "lfm2", "qwen3_next"
+MAMBA, MAMBA_ALONE = "bamba", "mamba2"
 
 
 def load(name: str, chunk_length: int, **options: object) -> Engine:
@@ -159,7 +160,7 @@ def test_random_trees_in_threads_with_tight_budgets_in_memory_and_on_disk(
 
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("npu", ["reference", "onnxrt"])
-@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE])
+@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE, MAMBA, MAMBA_ALONE])
 def test_other_backends_hit_at_chunk_boundaries(name: str, npu: str) -> None:
     options = {"npu": npu, "scheme": "float"}
     with load(name, 8, prefix_cache="memory", **options) as cached, load(name, 8, **options) as plain:
@@ -203,7 +204,7 @@ def test_prefix_cache_with_types_of_caches(cache_dtype: str) -> None:
         assert follow_story(1, cached, plain, [prompts.next() for _ in range(12)]) > 0
 
 
-@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION])
+@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION, MAMBA, MAMBA_ALONE])
 def test_turn_of_a_chat_runs_only_its_new_tokens(name: str) -> None:
     """Each turn is in a session of its own, as in a server: earlier turns are not run again."""
     with load(name, 8, prefix_cache="memory") as engine:
@@ -251,7 +252,7 @@ class Failing:
         return self._run(run)
 
 
-@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION])
+@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION, MAMBA, MAMBA_ALONE])
 def test_prompt_that_fails_after_a_shift_uses_nothing_from_the_cache(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,7 +329,7 @@ def test_part_lengths_never_leave_a_single_token_that_is_computed_elsewhere() ->
             assert len(lengths) > 1 or num_known in (1, 19)
 
 
-@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE])
+@pytest.mark.parametrize("name", [CACHES_ONLY, WINDOW, CONVOLUTION, DELTA_RULE, MAMBA, MAMBA_ALONE])
 def test_failed_prefill_leaves_the_session_unchanged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails after a hit, and in the second part of a split run."""
     with load(name, 8, prefix_cache="memory") as engine, load(name, 8) as plain:

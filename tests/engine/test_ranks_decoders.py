@@ -37,7 +37,18 @@ TOLERANCE = 1e-4
 ORDER_TOLERANCE = 1e-5
 """Tolerance for the same sums in another order, relative to the largest logit."""
 FOUR_FAMILIES = ("llama_biased", "qwen2", "gemma3_window_5", "phi3_window_5")
-CUT_IN_PART = {"lfm2", "lfm3", "olmo2", "olmo3", "qwen3_next", "qwen3_5_text"}
+CUT_IN_PART = {
+    "bamba",
+    "falcon_h1",
+    "lfm2",
+    "lfm3",
+    "mamba2",
+    "nemotron_h",
+    "olmo2",
+    "olmo3",
+    "qwen3_next",
+    "qwen3_5_text",
+}
 """Families with mixers that are complete on every rank in some layers."""
 WITH_EXPERTS = {"ernie4_5_moe", "granitemoe", "granitemoehybrid", "granitemoeshared", "lfm2_moe", "olmoe", "qwen2_moe"}
 WITH_EXPERTS |= {"qwen3_5_moe_text", "qwen3_moe"}

@@ -55,8 +55,12 @@ def attention_nodes(plan):
         ("ernie4_5_moe", {"use_bias": True}, "use_bias = True is not supported in this family"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min = 0.1 is not supported in this family"),
         ("qwen3_moe", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new' is not supported in this family"),
-        ("granite_hybrid", {"layer_types": ["mamba", "attention"]}, "a layer is 'mamba'; supported: attention, full"),
-        ("granite_hybrid", {"layer_types": ...}, "a layer is 'mamba'; supported: attention, full_attention"),
+        ("granite_hybrid", {"layer_types": ["conv", "attention"]}, "a layer is 'conv'; supported: attention, full"),
+        ("mamba2", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new' is not supported in this family"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-M*-E"}, "a layer is 'moe'; supported: mamba, linear_attention"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu' is not supported in this family"),
+        ("falcon_h1", {"mamba_proj_bias": True}, "mamba_proj_bias = True is not supported in this family"),
+        ("falcon_h1", {"attention_bias": True}, "attention_bias = True is not supported in this family"),
         ("minicpm", {"sparse_config": {"topk": 64}}, "sparse_config = {'topk': 64} is not supported in this family"),
         ("minicpm", {"num_experts": 8}, "num_experts = 8 is not supported in this family"),
         (
@@ -99,12 +103,23 @@ def test_unsupported_feature_is_refused_by_name(name, changes, message):
         ("smollm3_window", {"rope_theta": 1.0}, "rope_theta of RoPE is 1.0; 'yarn' needs more than 1"),
         ("lfm2_moe", {"layer_types": ...}, "expected a word for each of 4 layers"),
         ("lfm2_moe", {"num_experts_per_tok": 7}, "cannot pick 7 of 6 experts"),
+        ("mamba2", {"time_step_limit": [1.0, 0.5]}, r"time_step_limit is \[1.0, 0.5\], expected two numbers in asc"),
+        ("mamba2", {"num_heads": 11}, "11 heads of 4 columns in Mamba-2, expected 48 columns"),
+        ("mamba2", {"n_groups": 5}, "12 heads of Mamba-2 cannot share 5 groups evenly"),
+        ("falcon_h1", {"mlp_multipliers": [1.0]}, r"mlp_multipliers is \[1.0\], expected 2 positive numbers"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-X"}, "hybrid_override_pattern is 'M-X', expected letters of M"),
         ("granite", {"logits_scaling": 0}, "logits_scaling is 0, expected a positive number"),
     ],
 )
 def test_invalid_config_is_refused(name, changes, message):
     with pytest.raises(ModelError, match=message):
         build_decoder(changed(name, **changes))
+
+
+def test_infinite_limit_of_steps_may_be_saved_as_a_table():
+    """Transformers writes an infinity so, because JSON has none."""
+    plan = plan_of(changed("mamba2", time_step_limit=[0.0, {"__float__": "Infinity"}]))
+    assert not any(node.op == "Relu" for subgraph in plan.subgraphs for node in subgraph.nodes)
 
 
 @pytest.mark.parametrize(

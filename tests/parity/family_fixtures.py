@@ -10,6 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import mamba_twins
 import numpy as np
 import recurrent_fixtures
 from numpy.typing import NDArray
@@ -37,11 +38,25 @@ _GRANITE = {
     "attention_multiplier": 0.3,
     "rms_norm_eps": 1e-5,
 }
+_MAMBA2 = {"num_heads": 12, "head_dim": 4, "n_groups": 3, "state_size": 7}
+_MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 5}
+_NEMOTRON = {
+    "head_dim": 10,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 7,
+    "n_groups": 3,
+    "ssm_state_size": 5,
+}
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.1, 2.0, 3.0]}
 
 
 def _family(name: str, architecture: str, **changes: Any) -> dict[str, Any]:
     return {**_SIZES, "architectures": [architecture], "model_type": name, **changes}
+
+
+def _without_attention(name: str, architecture: str, **changes: Any) -> dict[str, Any]:
+    left_out = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    return {key: value for key, value in _family(name, architecture, **changes).items() if key not in left_out}
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -271,6 +286,115 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "partial_rotary_factor": 0.5,
     },
+    "mamba2": _without_attention("mamba2", "Mamba2ForCausalLM", **_MAMBA2, num_hidden_layers=3),
+    "mamba2_limited": _without_attention(
+        "mamba2",
+        "Mamba2ForCausalLM",
+        **_MAMBA2 | {"n_groups": 1, "conv_kernel": 3},
+        num_hidden_layers=4,
+        use_bias=True,
+        use_conv_bias=False,
+        time_step_limit=[0.6, 0.9],
+        tie_word_embeddings=True,
+    ),
+    "bamba": _family(
+        "bamba", "BambaForCausalLM", **_MAMBA, num_attention_heads=6, num_hidden_layers=3, attn_layer_indices=[1]
+    ),
+    "bamba_biased": _family(
+        "bamba",
+        "BambaForCausalLM",
+        **_MAMBA | {"mamba_n_groups": 1, "mamba_conv_bias": False, "mamba_d_conv": 2},
+        num_attention_heads=6,
+        attn_layer_indices=[0],
+        mamba_proj_bias=True,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_theta=300.0,
+    ),
+    "falcon_h1": _family(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        **_MAMBA,
+        mamba_d_ssm=32,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        rope_theta=1e11,
+        lm_head_multiplier=0.7,
+        embedding_multiplier=2.8,
+        mlp_multipliers=[0.8, 1.3],
+        key_multiplier=0.6,
+        attention_in_multiplier=1.4,
+        attention_out_multiplier=0.9,
+        ssm_multipliers=[0.7, 1.2, 0.5, 0.9, 1.6],
+        ssm_in_multiplier=1.25,
+        ssm_out_multiplier=0.4,
+    ),
+    "falcon_h1_biased": _family(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        **_MAMBA,
+        mamba_d_ssm=None,
+        attention_bias=True,
+        mlp_bias=True,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+        mlp_multipliers=[1.2, 0.7],
+        ssm_multipliers=[0.7, 1.2, 0.5, 0.9, 1.6],
+        attention_out_multiplier=0.8,
+        tie_word_embeddings=True,
+    ),
+    "falcon_h1_norm_first": _family(
+        "falcon_h1", "FalconH1ForCausalLM", **_MAMBA, mamba_d_ssm=24, mamba_rms_norm=True, num_hidden_layers=1
+    ),
+    "nemotron_h": _family(
+        "nemotron_h", "NemotronHForCausalLM", **_NEMOTRON, num_hidden_layers=6, hybrid_override_pattern="M-M*-M"
+    ),
+    "nemotron_h_biased": {key: value for key, value in _SIZES.items() if key != "num_hidden_layers"}
+    | _NEMOTRON
+    | {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "n_groups": 1,
+        "time_step_min": 0.5,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+        "use_bias": True,
+        "mlp_bias": True,
+    },
+    "granite_hybrid_mamba": _family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        **_GRANITE,
+        **_MAMBA,
+        num_hidden_layers=3,
+        num_local_experts=0,
+        shared_intermediate_size=28,
+        layer_types=["mamba", "attention", "mamba"],
+        position_embedding_type="nope",
+        tie_word_embeddings=True,
+    ),
+    "granite_hybrid_mamba_experts": _family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        **_GRANITE,
+        **_MAMBA,
+        intermediate_size=12,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        shared_intermediate_size=20,
+        layer_types=["linear_attention", "full_attention"],
+        position_embedding_type="rope",
+        rope_theta=200.0,
+    ),
+    "granite_hybrid_mamba_unrotated": _family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        **_MAMBA,
+        intermediate_size=12,
+        num_local_experts=4,
+        shared_intermediate_size=20,
+        layer_types=["mamba", "attention"],
+        mamba_proj_bias=True,
+    ),
 }
 
 
@@ -300,6 +424,9 @@ GGUF_OF = {
 } | {f"{name}_gguf": name for name in ("minicpm", "olmo2", "olmo3", "smollm3", "qwen3_moe", "olmoe")}
 GGUF_OF |= {f"{name}_gguf": name for name in ("ernie4_5_moe", "granitemoe", "granitemoeshared", "lfm2_moe")}
 GGUF_OF |= {f"{name}_gguf": name for name in ("qwen2_moe_plain", "qwen3_5_moe")}
+MAMBA_GGUF = {f"{name}_gguf": name for name in ("falcon_h1", "mamba2", "nemotron_h")}
+MAMBA_GGUF |= {f"{name}_gguf": name for name in ("granite_hybrid_mamba", "granite_hybrid_mamba_unrotated")}
+GGUF_OF |= MAMBA_GGUF
 
 
 def equivalent(config: dict[str, Any]) -> dict[str, Any]:
@@ -358,6 +485,8 @@ def _published(name: str, weight: NDArray[Any], family: str) -> Weights:
     """Return a tensor under its published name, or one tensor for each expert."""
     for ours, theirs in _RENAMED.items():
         name = name.replace(ours, theirs)
+    if family == "nemotron_h" and name.startswith("model."):
+        name = f"backbone.{name.removeprefix('model.')}"
     path, _, kind = name.rpartition(".")
     if not path.endswith(".experts") or family in _STACKED:
         return {name: weight}
@@ -367,6 +496,10 @@ def _published(name: str, weight: NDArray[Any], family: str) -> Weights:
         parts = {down: expert} if kind == "down_proj" else dict(zip((gate, up), np.split(expert, 2), strict=True))
         found |= {f"{path}.{index}.{part}.weight": tensor for part, tensor in parts.items()}
     return found
+
+
+_GAINS = dict.fromkeys(("lfm2_moe", "lfm3"), 0.8) | dict.fromkeys(("bamba", "mamba2", "nemotron_h"), 0.5)
+"""Gains of linears where products of gates, and norms of few columns, magnify the errors of quantised linears."""
 
 
 def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Generator) -> NDArray[np.float32]:
@@ -380,9 +513,9 @@ def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Gener
         return drawn * np.float32(0.1)
     if len(shape) == 3 and "conv" in name:
         return drawn * np.float32(1.2 / shape[-1] ** 0.5)
-    if "embed_tokens" in name or len(shape) == 1:
+    if "embed_tokens" in name or "embeddings" in name or len(shape) == 1:
         return drawn * np.float32(0.3)
-    gain = 0.8 if family.startswith("lfm") else 1.2  # products of gates magnify the errors of quantised linears
+    gain = _GAINS.get(family, 1.2)
     return drawn * np.float32(gain / shape[-1] ** 0.5)
 
 
@@ -397,6 +530,9 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
         recurrent_fixtures.write_gguf(path, config, _with_single_experts(weights))
         return
     known = AutoConfig.for_model(**deepcopy(equivalent(config)))  # with defaults
+    if path.parent.name in MAMBA_GGUF:
+        mamba_twins.write_gguf(path, known, weights)
+        return
     name = ARCHITECTURES[config["model_type"]]
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     writer = gguf.GGUFWriter(path, name)

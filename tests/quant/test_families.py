@@ -38,7 +38,9 @@ FAMILIES = (
 NORMS_BEHIND = ("exaone4_hybrid", "olmo2", "olmo3")
 """Families in which no weight makes the inputs of q, k, v, gate and up, so that equalisation cannot scale them."""
 RECURRENT = ("lfm2", "lfm3", "qwen3_5", "qwen3_next", "qwen3_next_experts")
+RECURRENT += ("bamba", "falcon_h1", "granite_hybrid_mamba", "mamba2", "nemotron_h")
 EXPERTS = ("ernie4_5_moe", "granitemoeshared", "lfm2_moe", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_moe")
+EXPERTS += ("granite_hybrid_mamba_experts",)
 """Families whose foldings are tested in test_quant_folding_recurrent.py."""
 MOST_ERROR = {"w8a8-dynamic": 0.08, "w8a16": 0.04}
 """Tolerance of logits against float (root mean square); random 8-bit weights alone contribute 0.02."""
@@ -132,7 +134,7 @@ def test_norms_after_linears_are_not_rotated(name, norm):
         rotated(model_of(name))
 
 
-@pytest.mark.parametrize("name", ["gemma", "granite", "minicpm", "smollm3_window"])
+@pytest.mark.parametrize("name", ["gemma", "granite", "mamba2", "minicpm", "nemotron_h", "smollm3_window"])
 def test_rotation_keeps_logits_of_families_with_factors_and_layers_without_rope(name):
     model = model_of(name)
     assert_same(model.run(model.folded(rotated(model)))[0], model.run()[0])

@@ -180,9 +180,11 @@ def test_gate_and_up_may_be_separate_linears(reads_up_twice):
 
 
 BEHIND = {"lfm2": ".conv.out_proj.", "qwen3_next": ".linear_attn.out_proj.", "qwen3_5": ".linear_attn.out_proj."}
+BEHIND |= dict.fromkeys(("bamba", "falcon_h1"), ".mamba.out_proj.")
 """Linears whose input comes from linear attention."""
 BEFORE = {"lfm2": (".conv.in_proj.",), "qwen3_next": (".linear_attn.qkv_proj.", ".linear_attn.ba_proj.")}
 BEFORE["qwen3_5"] = BEFORE["qwen3_next"]
+BEFORE |= dict.fromkeys(("bamba", "falcon_h1"), (".mamba.cbx_proj.", ".mamba.dt_proj."))
 """Linears that make its inputs. If a rule covers all its rows, their columns cannot take factors."""
 
 

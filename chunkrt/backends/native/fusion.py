@@ -27,10 +27,7 @@ Match = tuple[list[Node], Node]
 
 def fuse(subgraph: Subgraph, plan: Plan, scheme: Scheme) -> list[Node]:
     """Return the subgraph's nodes, fused where possible."""
-    matches: dict[str, Match] = {}
-    for match in _Matcher(subgraph, plan, scheme).matches():
-        # If one Add joins two products, the later product takes the Add and the earlier one stays unchanged.
-        matches[match[1].name] = match
+    matches = {match[1].name: match for match in _Matcher(subgraph, plan, scheme).matches()}
     inner = {part.name for parts, _ in matches.values() for part in parts[:-1]}
     return [matches[n.name][1] if n.name in matches else n for n in subgraph.nodes if n.name not in inner]
 
@@ -50,15 +47,22 @@ class _Matcher:
         gated = [(list(use.nodes), use.node) for use in gated_products(self._subgraph)]
         if self._is_static:
             return gated
-        linears = (self._linear(node) for node in self._subgraph.nodes if node.op == "MatMul")
-        return [*gated, *(match for match in linears if match)]
+        # If one Add joins two products, the later product takes the Add, and the earlier one is fused up to its bias,
+        # as it is in a subgraph of its own.
+        taken: set[str] = set()
+        linears = []
+        for node in reversed(self._subgraph.nodes):
+            if node.op == "MatMul" and (match := self._linear(node, taken)):
+                linears.append(match)
+                taken.update(part.name for part in match[0])
+        return [*gated, *linears]
 
-    def _linear(self, matmul: Node) -> Match | None:
+    def _linear(self, matmul: Node, taken: set[str]) -> Match | None:
         parts, operands = [matmul], {"bias": "", "residual": ""}
         for role, fits in (("bias", self._is_bias), ("residual", self._is_residual)):
             result = parts[-1].outputs[0]
             add = self._only_user(result, "Add")
-            if add and fits(other := _other_input(add, result), result):
+            if add and add.name not in taken and fits(other := _other_input(add, result), result):
                 operands[role] = other
                 parts.append(add)
         if len(parts) == 1:

@@ -124,6 +124,7 @@ _CALLS: dict[str, Callable[..., int]] = {
     "mul": ProgramBuilder.mul,
     "sigmoid": ProgramBuilder.sigmoid,
     "gelu": ProgramBuilder.gelu,
+    "relu": ProgramBuilder.relu,
     "softplus": ProgramBuilder.softplus,
     "tanh": ProgramBuilder.tanh,
     "silu_mul": ProgramBuilder.silu_mul,
@@ -275,7 +276,29 @@ def _gated_delta_rule(lowering: Lowering, node: Node) -> list[int]:
     return [value]
 
 
-linear_attentions.update(short_conv=_short_conv, gated_delta_rule=_gated_delta_rule)
+def _mamba2(lowering: Lowering, node: Node) -> list[int]:
+    cbx, gate, step, weight, bias, conv_state, recurrent_state, skip = node.inputs
+    num_groups, num_heads, state_dim, head_dim = (
+        int(_number(node.attributes[name])) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+    )
+    value = lowering.builder.mamba2(
+        lowering.value(cbx),
+        lowering.value(gate),
+        lowering.value(step),
+        lowering.value(weight),
+        lowering.optional_value(bias),
+        lowering.value(conv_state),
+        lowering.value(recurrent_state),
+        lowering.value(skip),
+        num_groups=num_groups,
+        num_heads=num_heads,
+        state_dim=state_dim,
+        head_dim=head_dim,
+    )
+    return [value]
+
+
+linear_attentions.update(short_conv=_short_conv, gated_delta_rule=_gated_delta_rule, mamba2=_mamba2)
 
 
 def _number(attribute: Attribute) -> float:

@@ -376,7 +376,7 @@ placeholder (float[1] x) => (float[1] y) {{ y = Identity(x) }}
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1], overload: "{attn_type}">
 LinearAttention <attn_type, num_k_heads, num_v_heads, head_k_dim, head_v_dim, use_qk_l2norm>
-    (qkv, gate, beta, conv_weight, conv_bias, conv_state, recurrent_state) => ({outputs})
+    (qkv, gate, beta, conv_weight, conv_bias, conv_state, recurrent_state{skip}) => ({outputs})
 {body}
 """
 """Template of LinearAttention's functions, in which each kind is an overload of the same name."""
@@ -393,7 +393,8 @@ def _linear_attention(attn_type: str) -> ir.Function:
     if not variant.expansion:
         raise KeyError(attn_type)
     outputs = ["output", "new_conv_state", "new_recurrent_state"][: 3 if variant.is_recurrent else 2]
-    text = _LINEAR_ATTENTION.format(attn_type=attn_type, outputs=", ".join(outputs), body=variant.expansion)
+    skip = ", skip" if variant.has_skip else ""
+    text = _LINEAR_ATTENTION.format(attn_type=attn_type, skip=skip, outputs=", ".join(outputs), body=variant.expansion)
     (function,) = ir.from_onnx_text(text).functions.values()
     return function
 

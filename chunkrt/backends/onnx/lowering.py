@@ -24,6 +24,7 @@ STANDARD = (
     "logits",
     "matmul",
     "mul",
+    "relu",
     "rms_norm",
     "sigmoid",
     "silu_mul",

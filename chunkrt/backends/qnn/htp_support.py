@@ -14,7 +14,7 @@ from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph
 from chunkrt.graph.static_attention import HEAD_NORM_OP, PAST_SLOTS
 from chunkrt.quant.scheme import BLOCK_LENGTH, STATIC_SCHEMES, Scheme
 
-OPERATORS = ("Add", "Gelu", "MatMul", "Mul", "RMSNormalization", "Sigmoid", "Split")
+OPERATORS = ("Add", "Gelu", "MatMul", "Mul", "RMSNormalization", "Relu", "Sigmoid", "Split")
 """Operators of standard ONNX; all except MatMul compute in float16. The NPU ignores Gelu's `approximate`: the exact
 form and the tanh form differ by less than 0.0005, and the steps of float16 around 2 are 0.002."""
 

@@ -12,7 +12,9 @@ from typing import Any
 from chunkrt.checkpoints.source import LEFT_OUT, TensorSource, are_equal
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import (
+    bamba,
     exaone4,
+    falcon_h1,
     gemma,
     gemma3,
     glm,
@@ -20,8 +22,10 @@ from chunkrt.graph.decoders import (
     lfm2,
     lfm3,
     llama,
+    mamba,
     minicpm,
     moe,
+    nemotron_h,
     olmo,
     phi3,
     qwen2,
@@ -53,9 +57,11 @@ class Family:
 
 
 FAMILIES = {
+    "bamba": Family(build=bamba.bamba, defaults=bamba.DEFAULTS),
     "ernie4_5": Family(build=glm.ernie4_5, defaults=glm.ERNIE_DEFAULTS),
     "ernie4_5_moe": Family(build=moe.ernie4_5_moe, defaults=moe.ERNIE_DEFAULTS),
     "exaone4": Family(build=exaone4.exaone4, defaults=exaone4.DEFAULTS),
+    "falcon_h1": Family(build=falcon_h1.falcon_h1, defaults=falcon_h1.DEFAULTS),
     "gemma": Family(build=gemma.gemma, defaults=gemma.DEFAULTS),
     "gemma3_text": Family(build=gemma3.gemma3, defaults=gemma3.DEFAULTS),
     "glm": Family(build=glm.glm, defaults=glm.DEFAULTS),
@@ -69,8 +75,10 @@ FAMILIES = {
     "lfm2_moe": Family(build=lfm2.lfm2_moe, defaults=lfm2.MOE_DEFAULTS),
     "lfm3": Family(build=lfm3.lfm3, defaults=lfm3.DEFAULTS),
     "llama": Family(build=llama.llama),
+    "mamba2": Family(build=mamba.mamba2, defaults=mamba.DEFAULTS),
     "minicpm": Family(build=minicpm.minicpm, defaults=minicpm.DEFAULTS),
     "mistral": Family(build=llama.mistral, defaults=llama.MISTRAL_DEFAULTS),
+    "nemotron_h": Family(build=nemotron_h.nemotron_h, defaults=nemotron_h.DEFAULTS),
     "olmo2": Family(build=olmo.olmo2, defaults=olmo.DEFAULTS),
     "olmo3": Family(build=olmo.olmo3, defaults=olmo.OLMO3_DEFAULTS),
     "olmoe": Family(build=moe.olmoe, defaults=moe.OLMOE_DEFAULTS),
@@ -91,8 +99,9 @@ PREDICTION_TENSORS = re.compile(r"^(model\.)?mtp[._]")
 PLUGINS: PluginGroup[Builder] = PluginGroup("chunkrt.decoders", error=UnsupportedModelError, own=FAMILIES)
 """Plug-ins' builders by model_type. A builder's optional attribute `defaults` holds the family's defaults."""
 
-BODY_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
-"""Prefixes of the body's tensors: "" is that of Transformers' `AutoModel`, the others are those of composite models."""
+BODY_PREFIXES = ("model.", "backbone.", "model.language_model.", "language_model.model.", "language_model.", "")
+"""Prefixes of the body's tensors: "backbone." is that of Mamba-2 and Nemotron-H, "" that of Transformers' `AutoModel`,
+and the others are those of composite models."""
 INNER_HEAD = "language_model.lm_head."
 
 UNUSED_TENSORS = re.compile(r"rotary_emb\.inv_freq|^(language_model\.)?lm_head\.weight$")

@@ -21,6 +21,8 @@ LARGEST_SIZE = 2**20
 allocation of huge arrays.
 """
 ROPE_DIVISOR = "rope_freqs.weight"
+EPSILONS = ("norm_eps", "layer_norm_epsilon")
+"""Keys of the norms' epsilon in families whose defaults contain them."""
 STACKS_OF_EXPERTS = (".experts.gate_up_proj", ".block_sparse_moe.input_linear.weight")
 """Endings of the names of tensors with the gates and ups of all experts of a layer."""
 ACTIVATIONS = {
@@ -212,7 +214,9 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
     check_size(heads * head_dim, where, "num_attention_heads * head_dim")
     if head_dim % 2:
         raise ModelError(f"{where}: head_dim is {head_dim}; RoPE needs an even one")
-    if (layers := _count(config, where, "num_hidden_layers")) > len(source.names()):
+    kinds = config.get("layers_block_type")
+    num_kinds = len(kinds) if isinstance(kinds, list) else None
+    if (layers := _count(config, where, "num_hidden_layers", default=num_kinds)) > len(source.names()):
         raise ModelError(
             f"{where}: the config claims {layers} layers, but the checkpoint has {len(source.names())} tensors"
         )
@@ -227,7 +231,9 @@ def read_config(source: TensorSource, defaults: Mapping[str, Any] | None = None)
         head_dim=head_dim,
         vocab_size=_count(config, where, "vocab_size"),
         context_length=context,
-        rms_norm_eps=_epsilon(config, where, "norm_eps" if "norm_eps" in (defaults or {}) else "rms_norm_eps"),
+        rms_norm_eps=_epsilon(
+            config, where, next((key for key in EPSILONS if key in (defaults or {})), "rms_norm_eps")
+        ),
         tie_word_embeddings=_flag(config, where, "tie_word_embeddings"),
         activation=_activation(config, where),
         sliding_window=_sliding_window(config, where, context),

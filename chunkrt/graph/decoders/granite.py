@@ -12,6 +12,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from chunkrt.graph import ops
+from chunkrt.graph.decoders.bamba import hybrid_mixer
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.experts import Mixture, SparseMixture
 from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, LayerNames, norm
@@ -21,6 +22,7 @@ from chunkrt.graph.rope import RotaryTables, unrotated_tables
 
 MOE_DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 HYBRID_DEFAULTS = {**MOE_DEFAULTS, "shared_intermediate_size": 1024}
+ATTENTION, MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
 HYBRID_NAMES = LayerNames(mlp="shared_mlp")
 
 
@@ -41,22 +43,31 @@ def granite_moe(config: DecoderConfig) -> Module:
 
 
 def granite_hybrid(config: DecoderConfig) -> Module:
-    """Build a decoder in which all layers attend. Without experts, the shared expert is the feed-forward."""
+    """Build a decoder whose layers attend or have Mamba-2. Without experts, the shared expert is the feed-forward."""
     config = with_factors(config)
     default = config.raw.get("layers_block_type") or ["mamba"] * config.num_layers
-    kinds = config.layer_types(default, ("attention", "full_attention"))
+    kinds = config.layer_types(default, (*ATTENTION, *MAMBA))
     has_rope = config.raw.get("position_embedding_type") == "rope"
     rope = config.rotary_tables() if has_rope else unrotated_tables(config.context_length)
     if config.count("num_local_experts", least=0):
-        return decoder(config, rope, [GraniteMoeLayer(config, rope) for _ in kinds])
-    layers = [Layer(config, attention(config, rope), shared_expert(config), names=HYBRID_NAMES) for _ in kinds]
-    return decoder(config, rope, layers)
+        return decoder(config, rope, [GraniteMoeLayer(config, rope, kind) for kind in kinds])
+
+    def layer(kind: str) -> Layer:
+        mixer, name = _mixer(config, rope, kind)
+        return Layer(config, mixer, shared_expert(config), names=replace(HYBRID_NAMES, mixer=name))
+
+    return decoder(config, rope, [layer(kind) for kind in kinds])
+
+
+def _mixer(config: DecoderConfig, rope: RotaryTables, kind: str) -> tuple[Module, str]:
+    """Return a layer's mixer and its name in the checkpoint."""
+    return (hybrid_mixer(config), "mamba") if kind in MAMBA else (attention(config, rope), "self_attn")
 
 
 class GraniteMoeLayer(Module):
-    """Attention, and the sum of routed experts and of the shared expert, if the config states its width."""
+    """Attention or Mamba-2, and the sum of routed experts and of the shared expert, if the config states its width."""
 
-    def __init__(self, config: DecoderConfig, rope: RotaryTables) -> None:
+    def __init__(self, config: DecoderConfig, rope: RotaryTables, kind: str = "attention") -> None:
         mixture = Mixture(
             num_experts=config.count("num_local_experts"),
             top_k=config.count("num_experts_per_tok"),
@@ -66,14 +77,16 @@ class GraniteMoeLayer(Module):
         )
         super().__init__()
         self.input_layernorm = norm(config)
-        self.self_attn = attention(config, rope)
+        mixer, self._mixer = _mixer(config, rope, kind)
+        setattr(self, self._mixer, mixer)
         self.post_attention_layernorm = norm(config)
         self.block_sparse_moe = SparseMixture(config, mixture)
         has_shared = config.count("shared_intermediate_size", 0, least=0) > 0
         self.shared_mlp = shared_expert(config) if has_shared else None
 
     def forward(self, hidden: ir.Value) -> ir.Value:
-        hidden = ops.add(hidden, self.self_attn(self.input_layernorm(hidden)), name="attention_residual")
+        mixer = getattr(self, self._mixer)
+        hidden = ops.add(hidden, mixer(self.input_layernorm(hidden)), name="attention_residual")
         normed = self.post_attention_layernorm(hidden)
         mixed = self.block_sparse_moe(normed)
         if self.shared_mlp is not None:

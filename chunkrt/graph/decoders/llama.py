@@ -178,33 +178,35 @@ class Body(Module):
     """Embedding, layers and final norm: the modules under "model." in Hugging Face's names.
 
     Args:
-        rope: the rotary tables of all layers, or of one kind of layers.
+        rope: the rotary tables of all layers, or of one kind of layers; None if no layer attends.
         embedding_scale: factor of the embeddings.
         other_ropes: rotary tables of other kinds of layers, by the names that they get in the plan.
         norm_name: name of the final norm.
+        embedding_name: name of the table of embeddings.
     """
 
     def __init__(
         self,
         config: DecoderConfig,
-        rope: RotaryTables,
+        rope: RotaryTables | None,
         layers: Sequence[Module],
         *,
         embedding_scale: float = 1.0,
         other_ropes: Mapping[str, RotaryTables] | None = None,
         norm_name: str = "norm",
+        embedding_name: str = "embed_tokens",
     ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=embedding_scale)
+        setattr(self, embedding_name, Embedding(config.vocab_size, config.hidden_size, scale=embedding_scale))
         self.rope = rope
         for name, tables in (other_ropes or {}).items():
             setattr(self, name, tables)
         self.layers = list(layers)
         setattr(self, norm_name, norm(config))
-        self._norm_name = norm_name
+        self._norm_name, self._embedding_name = norm_name, embedding_name
 
     def forward(self, token_ids: ir.Value) -> ir.Value:
-        hidden = self.embed_tokens(token_ids)
+        hidden: ir.Value = getattr(self, self._embedding_name)(token_ids)
         for layer in self.layers:
             hidden = layer(hidden)
         normed: ir.Value = getattr(self, self._norm_name)(hidden)
@@ -214,13 +216,14 @@ class Body(Module):
 class CausalDecoder(Module):
     """Decoder that computes logits [R, vocab] of the requested rows from token ids [T].
 
-    `body` maps token ids to normalised hidden rows; its `embed_tokens` is also the LM head's table if they are tied.
+    `body` maps token ids to normalised hidden rows; its `embed_tokens`, or `embeddings`, is also the LM head's table if
+    they are tied.
     """
 
     def __init__(self, config: DecoderConfig, body: Module) -> None:
         super().__init__()
         self.model = body
-        (embedding,) = (child for name, child in body.children() if name == "embed_tokens")
+        (embedding,) = (child for name, child in body.children() if name in ("embed_tokens", "embeddings"))
         self._context_length, self._embedding, self._has_head = config.context_length, (embedding,), True
         tied_to = embedding if config.tie_word_embeddings else None
         self.lm_head = ReplicatedLinear(

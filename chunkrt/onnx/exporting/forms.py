@@ -167,7 +167,7 @@ def _tied(planned: Planned) -> dict[str, str]:
         for table in tables
         for parameter in planned.decoder.parameters()
         if parameter is not table
-        and getattr(parameter, "factor", 1) == 1
+        and np.all(np.equal(getattr(parameter, "factor", 1), 1))
         and parameter.checkpoint_tensors.keys() == table.checkpoint_tensors.keys()
         and parameter.shape == table.shape[::-1]
     }

@@ -165,6 +165,7 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "MatMul"): _matmul,
     ("", "Mul"): _elementwise,
     ("", "RMSNormalization"): _rms_norm,
+    ("", "Relu"): _elementwise,
     ("", "Sigmoid"): _elementwise,
     ("", "Softplus"): _softplus,
     ("", "Split"): _split,

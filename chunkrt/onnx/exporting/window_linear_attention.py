@@ -1,4 +1,4 @@
-"""Linear attention over a window of fixed length: convolutions, and the delta rule in closed form.
+"""Linear attention over a window of fixed length: convolutions, and the delta rule and Mamba-2 in closed form.
 
 All values are float32, including the state. Rows of padding do not change the state: their convolution input is zero,
 their decay is 1 and their step is 0. Padding may only come before the first token, where the state is zero.
@@ -9,7 +9,7 @@ Source: Yang et al., Gated Delta Networks (2024), section 3.3, for the closed fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -19,6 +19,16 @@ from chunkrt.graph.plan import Node
 from chunkrt.onnx.exporting.emitter import FLOAT, Emitter
 
 States = Sequence[ir.Value]
+
+
+class Decays(NamedTuple):
+    """Decays of the rows of a window: the logarithm from the start, [1, heads, W, 1]; the factor from each row to each
+    later one, [1, heads, W, W], 0 for earlier ones; and the factor from the start.
+    """
+
+    at_row: ir.Value
+    between: ir.Value
+    from_start: ir.Value
 
 
 class WindowLinearAttention:
@@ -53,20 +63,55 @@ class WindowLinearAttention:
         return [new_state]
 
     def _gated_delta_rule(self, node: Node, states: States) -> States:
-        e, (out,), rows = self._e, node.outputs, self._window
+        e, (out,) = self._e, node.outputs
+        k_dim = cast(int, node.attributes["head_k_dim"])
+        q, k, v, new_conv_state = self._heads_of(node, states[0])
+        q = e.op("Mul", q, e.number(k_dim**-0.5), name=f"{out}/q_scaled")
+        decays, step = self._decays(node), self._step(node)
+
+        # the values that rows write, given the state before them and each other
+        k_columns = e.op("Transpose", k, name=f"{out}/k_columns", perm=[0, 1, 3, 2])
+        k_stepped = e.op("Mul", k, step, name=f"{out}/k_stepped")
+        recalled = e.op("Mul", k_stepped, decays.from_start, name=f"{out}/k_from_start")
+        recalled = e.op("MatMul", recalled, states[1], name=f"{out}/recalled")
+        missing = e.op("Sub", e.op("Mul", v, step, name=f"{out}/v_stepped"), recalled, name=f"{out}/missing")
+        likeness = e.op("MatMul", k_stepped, k_columns, name=f"{out}/likeness")
+        likeness = e.op("Mul", likeness, decays.between, name=f"{out}/likeness_decayed")
+        written = self._solve(likeness, missing, out)
+
+        self._finish(node, self._read(node, q, k_columns, written, decays, states[1]))
+        return [new_conv_state, self._new_state(node, k, written, decays, states[1])]
+
+    def _mamba2(self, node: Node, states: States) -> States:
+        e, (out,) = self._e, node.outputs
+        c, b, x, new_conv_state = self._heads_of(node, states[0])
+        decays = self._decays(node)
+        written = e.op("Mul", x, self._step(node), name=f"{out}/x_stepped")
+        b_columns = e.op("Transpose", b, name=f"{out}/b_columns", perm=[0, 1, 3, 2])
+        read = self._read(node, c, b_columns, written, decays, states[1])
+        skip = e.op("Unsqueeze", e.read(node.inputs[7], FLOAT), e.ints(1, 2), name=f"{out}/skip")
+        self._finish(node, e.op("Add", read, e.op("Mul", x, skip, name=f"{out}/skipped"), name=f"{out}/with_skip"))
+        return [new_conv_state, self._new_state(node, b, written, decays, states[1])]
+
+    def _heads_of(self, node: Node, conv_state: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+        """Convolve and activate the columns q | k | v; return them as heads [1, Hv, W, d], and the new state of the
+        convolution.
+        """
+        e, (out,) = self._e, node.outputs
         k_heads, v_heads, k_dim, v_dim = (
             cast(int, node.attributes[key]) for key in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
         )
-        convolved, new_conv_state = self._convolve(node, e.read(node.inputs[0], FLOAT), states[0])
+        convolved, new_conv_state = self._convolve(node, e.read(node.inputs[0], FLOAT), conv_state)
         active = e.op("Mul", convolved, e.op("Sigmoid", convolved, name=f"{out}/sigmoid"), name=f"{out}/active")
         all_k, all_v = k_heads * k_dim, v_heads * v_dim
         q, k, v = e.split(active, [all_k, all_k, all_v], [f"{out}/{part}" for part in "qkv"])
         q, k = (self._key_heads(node, part) for part in (q, k))
-        q = e.op("Mul", q, e.number(k_dim**-0.5), name=f"{out}/q_scaled")
-        v = self._heads(v, v_heads, v_dim)
+        return q, k, self._heads(v, v_heads, v_dim), new_conv_state
 
-        # cumulative decay, and the decay between any two rows, 0 unless the second row is earlier
-        gate, beta = (self._of_tokens(node.inputs[index]) for index in (1, 2))
+    def _decays(self, node: Node) -> Decays:
+        """Return the cumulative decays of a node."""
+        e, (out,), rows = self._e, node.outputs, self._window
+        gate = self._of_tokens(node.inputs[1])
         decay = e.op("CumSum", gate, e.constant("number.2", np.array(2, np.int64)), name=f"{out}/decay")
         at_row = e.op("Unsqueeze", decay, e.ints(3), name=f"{out}/decay_at_row")
         at_column = e.op("Unsqueeze", decay, e.ints(2), name=f"{out}/decay_at_column")
@@ -76,35 +121,41 @@ class WindowLinearAttention:
         between = e.op("Where", lower, between, never, name=f"{out}/decay_to_earlier", dtype=FLOAT)
         factors = e.op("Exp", between, name=f"{out}/decay_factors")
         from_start = e.op("Exp", at_row, name=f"{out}/from_start")
+        return Decays(at_row, factors, from_start)
 
-        # the values that rows write, given the state before them and each other
-        step = e.op("Unsqueeze", beta, e.ints(3), name=f"{out}/step")
-        k_columns = e.op("Transpose", k, name=f"{out}/k_columns", perm=[0, 1, 3, 2])
-        k_stepped = e.op("Mul", k, step, name=f"{out}/k_stepped")
-        recalled = e.op("Mul", k_stepped, from_start, name=f"{out}/k_from_start")
-        recalled = e.op("MatMul", recalled, states[1], name=f"{out}/recalled")
-        missing = e.op("Sub", e.op("Mul", v, step, name=f"{out}/v_stepped"), recalled, name=f"{out}/missing")
-        likeness = e.op("MatMul", k_stepped, k_columns, name=f"{out}/likeness")
-        likeness = e.op("Mul", likeness, factors, name=f"{out}/likeness_decayed")
-        written = self._solve(likeness, missing, out)
+    def _step(self, node: Node) -> ir.Value:
+        """Return the step of each row, [1, heads, W, 1], 0 for padding."""
+        (out,) = node.outputs
+        return self._e.op("Unsqueeze", self._of_tokens(node.inputs[2]), self._e.ints(3), name=f"{out}/step")
 
-        # the values that rows read, and the state after them
-        past = e.op("Mul", q, from_start, name=f"{out}/q_from_start")
-        past = e.op("MatMul", past, states[1], name=f"{out}/from_state")
+    def _read(
+        self, node: Node, q: ir.Value, k_columns: ir.Value, written: ir.Value, decays: Decays, state: ir.Value
+    ) -> ir.Value:
+        """Return the values that rows read from the state before the window and from the window's earlier rows."""
+        e, (out,) = self._e, node.outputs
+        past = e.op("Mul", q, decays.from_start, name=f"{out}/q_from_start")
+        past = e.op("MatMul", past, state, name=f"{out}/from_state")
         seen = e.op("MatMul", q, k_columns, name=f"{out}/seen")
-        seen = e.op("MatMul", e.op("Mul", seen, factors, name=f"{out}/seen_decayed"), written, name=f"{out}/from_rows")
-        read = e.op("Add", past, seen, name=f"{out}/read")
-        end = e.cut(at_row, rows - 1, rows, axis=2, name=f"{out}/decay_at_end")
-        to_end = e.op("Exp", e.op("Sub", end, at_row, name=f"{out}/decay_to_end"), name=f"{out}/to_end")
+        seen = e.op("Mul", seen, decays.between, name=f"{out}/seen_decayed")
+        return e.op("Add", past, e.op("MatMul", seen, written, name=f"{out}/from_rows"), name=f"{out}/read")
+
+    def _new_state(self, node: Node, k: ir.Value, written: ir.Value, decays: Decays, state: ir.Value) -> ir.Value:
+        """Return the state after the window."""
+        e, (out,), rows = self._e, node.outputs, self._window
+        end = e.cut(decays.at_row, rows - 1, rows, axis=2, name=f"{out}/decay_at_end")
+        to_end = e.op("Exp", e.op("Sub", end, decays.at_row, name=f"{out}/decay_to_end"), name=f"{out}/to_end")
         k_to_end = e.op("Mul", k, to_end, name=f"{out}/k_to_end")
         k_to_end = e.op("Transpose", k_to_end, name=f"{out}/k_to_end_columns", perm=[0, 1, 3, 2])
         added = e.op("MatMul", k_to_end, written, name=f"{out}/added")
-        kept = e.op("Mul", states[1], e.op("Exp", end, name=f"{out}/whole_decay"), name=f"{out}/kept")
-        new_state = e.op("Add", kept, added, name=f"{out}/new_recurrent_state")
+        kept = e.op("Mul", state, e.op("Exp", end, name=f"{out}/whole_decay"), name=f"{out}/kept")
+        return e.op("Add", kept, added, name=f"{out}/new_recurrent_state")
 
+    def _finish(self, node: Node, read: ir.Value) -> None:
+        """Make the node's output from the heads' results, [1, Hv, W, dv]."""
+        e, (out,) = self._e, node.outputs
+        all_v = cast(int, node.attributes["num_v_heads"]) * cast(int, node.attributes["head_v_dim"])
         by_row = e.op("Transpose", read, name=f"{out}/by_row", perm=[0, 2, 1, 3])
         e.alias(out, e.cast(e.reshape(by_row, 0, 0, all_v, name=f"{out}/float"), e.dtype))
-        return [new_conv_state, new_state]
 
     def _convolve(self, node: Node, x: ir.Value, state: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Convolve the state and x [1, W, C] causally; also return the last inputs as the new state, [1, C, K - 1]."""
@@ -188,4 +239,5 @@ class WindowLinearAttention:
 LINEAR_ATTENTION_FORMS: dict[str, Callable[[WindowLinearAttention, Node, States], States]] = {
     "short_conv": WindowLinearAttention._short_conv,
     "gated_delta_rule": WindowLinearAttention._gated_delta_rule,
+    "mamba2": WindowLinearAttention._mamba2,
 }

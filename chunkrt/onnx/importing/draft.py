@@ -203,6 +203,7 @@ def input_of(node: ir.Node, index: int) -> ir.Value | None:
 SAME = {
     ("", "Add"),
     ("", "Mul"),
+    ("", "Relu"),
     ("", "Sigmoid"),
     ("", "Gelu"),
     ("", "Tanh"),

@@ -18,7 +18,7 @@ from chunkrt.onnx.importing.draft import Draft, producer
 MIXERS = ("CachedAttention", "LinearAttention")
 """Operators of chunkrt's domain of which every layer has one."""
 
-ACTIVATIONS = {"Sigmoid": "silu_sigmoid", "Gelu": "gelu", "Tanh": "tanh", "Softplus": "softplus"}
+ACTIVATIONS = {"Relu": "relu", "Sigmoid": "silu_sigmoid", "Gelu": "gelu", "Tanh": "tanh", "Softplus": "softplus"}
 
 
 RESIDUAL = "attention_residual"

@@ -176,6 +176,7 @@ OPERATORS: dict[tuple[str, str], Operator] = {
     ("", "MatMul"): _plain(ops.matmul),
     ("", "Add"): _plain(ops.add),
     ("", "Mul"): _plain(ops.mul),
+    ("", "Relu"): _plain(ops.relu),
     ("", "Sigmoid"): _plain(ops.sigmoid),
     ("", "Softplus"): _plain(ops.softplus),
     ("", "Tanh"): _plain(ops.tanh),

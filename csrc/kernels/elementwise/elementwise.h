@@ -14,7 +14,8 @@
 // 2.5 units in the last place (polynomial: S. Moshier, Cephes). softplus(x) = max(x, 0) + log1p(u), where u =
 // exp(-|x|), log1p(u) = s * fma(s^2, q, 2), s = u / (2 + u), and q is the polynomial in s^2 with
 // kLog1pCoefficients; its error is below 4 units in the last place for x > -kExpLimit, and its absolute error
-// is below 2^-125 otherwise. Polynomials are in Horner form with fused multiply-adds.
+// is below 2^-125 otherwise. Polynomials are in Horner form with fused multiply-adds. relu(x) = max(x, 0) is
+// exact; a NaN stays a NaN.
 #pragma once
 
 #include <cstddef>

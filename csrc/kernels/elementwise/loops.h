@@ -63,6 +63,11 @@ void CHUNKRT_NAME(gelu_f32_f32)(const float* input, float* out, std::size_t coun
   for_each(input, out, count, [](Floats x) { return gelu(x); });
 }
 
+void CHUNKRT_NAME(relu_f32_f32)(const float* input, float* out, std::size_t count) {
+  const auto relu = [](Floats x) { return max(all(0.0f), x) + all(0.0f); };  // the sum of -0 and 0 is 0
+  for_each(input, out, count, relu);
+}
+
 void CHUNKRT_NAME(softplus_f32_f32)(const float* input, float* out, std::size_t count) {
   for_each(input, out, count, [](Floats x) { return softplus(x); });
 }

@@ -1,5 +1,5 @@
-// linear_attention: the causal depthwise convolution and the gated delta rule, the layers whose state does
-// not grow with the position.
+// linear_attention: the causal depthwise convolution, the gated delta rule and Mamba-2's state space, the
+// layers whose state does not grow with the position.
 //
 // Convolution (LFM2's short convolution; the first step of the delta rule's layers), for each channel c, with
 // K taps and z = [the K - 1 columns of the state | s], s[t] = in_gate[t] * x[t], or x[t] without gates:
@@ -18,10 +18,16 @@
 //   S <- P[n - 1] S + sum over j of (G[n - 1, j] k[j]) D[j]^T,   n rows
 // For one row this is the single step, which reads S twice and writes it once.
 //
-// Numerics: all arithmetic is in float32. Products and sums are rounded separately, and every sum is one
-// chain in the order of its index. The decays themselves are multiplied, instead of taking exponentials of
-// differences, so that a decay after a far stronger one keeps all its digits. The convolution gives
-// bit-identical results on all instruction sets and for all splits into calls. The delta rule gives
+// State space (Dao and Gu 2024, "Transformers are SSMs"), for each head, S [state_dim, head_dim], row by row:
+//   S <- a S + B (step x)^T;  y = S^T C + skip x,   a = decay[t], step = step[t]
+// Head h uses B and C of group floor(h / (num_heads / num_groups)). In float32 arithmetic, u = step * x, s =
+// fma(B[i], u, a * s), and y is the chain fma(C[i], s, y) over i ascending from 0, then fma(skip, x, y). The
+// results are bit-identical on all instruction sets and for all splits into calls.
+//
+// Numerics of the others: all arithmetic is in float32. Products and sums are rounded separately, and every
+// sum is one chain in the order of its index. The decays themselves are multiplied, instead of taking
+// exponentials of differences, so that a decay after a far stronger one keeps all its digits. The convolution
+// gives bit-identical results on all instruction sets and for all splits into calls. The delta rule gives
 // bit-identical results on all instruction sets except the reference, for any split of heads; if the rows are
 // split differently into calls, the results differ by rounding. A NaN or an infinity in a row affects that
 // row's outputs and, through the states, later rows, but never earlier ones.
@@ -59,10 +65,26 @@ struct DeltaRuleArgs {
   float scale;        // for q
 };
 
+struct StateSpaceArgs {
+  const float*
+      cbx;  // float32 [rows, 2 * num_groups * state_dim + num_heads * head_dim]: C | B | x along a row
+  const float* decay;  // float32 [rows, num_heads]
+  const float* step;   // as decay
+  const float* skip;   // float32 [num_heads]
+  float* state;        // float32 [num_heads, state_dim, head_dim]
+  float* out;          // float32 [rows, num_heads * head_dim]; may not overlap the inputs
+  std::size_t rows;
+  std::size_t num_groups;
+  std::size_t num_heads;  // a multiple of num_groups
+  std::size_t state_dim;
+  std::size_t head_dim;  // any; a multiple of 16 is fastest
+};
+
 inline constexpr std::size_t kChannelsPerItem = 64;
 inline constexpr std::size_t kDeltaRows = 32;  // Maximum number of rows that the chunk form computes at once.
 
-// Number of items of a convolution. The delta rule's items are the v heads.
+// Number of items of a convolution. The items of the delta rule are the v heads, those of the state space the
+// heads.
 std::size_t convolution_items(std::size_t channels);
 
 // Number of floats of scratch for one call. Concurrent calls need separate scratch. A call allocates no
@@ -74,5 +96,7 @@ std::size_t delta_rule_scratch_floats(std::size_t k_dim, std::size_t v_dim);
 using ConvolutionFunction = void(const ConvolutionArgs& args, std::size_t begin, std::size_t end,
                                  float* scratch);
 using DeltaRuleFunction = void(const DeltaRuleArgs& args, std::size_t begin, std::size_t end, float* scratch);
+// Needs no scratch.
+using StateSpaceFunction = void(const StateSpaceArgs& args, std::size_t begin, std::size_t end);
 
 }  // namespace chunkrt

@@ -1,6 +1,6 @@
-// linear_attention for processors with vectors: plain loops that compilers turn into the vector code of the
-// including file's instruction set. Included by one file for each; nothing here is visible outside of it, and
-// it calls no function that could be shared with another.
+// linear_attention for processors with vectors: the state space with lanes, and plain loops that compilers
+// turn into the vector code of the including file's instruction set. Included by one file for each; nothing
+// here is visible outside of it, and it calls no function that could be shared with another.
 #pragma once
 
 #include "kernels/lanes/lanes.h"
@@ -210,6 +210,39 @@ void advance_head(const DeltaRuleArgs& args, std::size_t head, std::size_t first
             .scale = since_start});
 }
 
+// Advances kRows rows, from `first` on, of the columns [column, column + count) of one head, where count
+// <= 16.
+template <std::size_t kRows>
+CHUNKRT_LANES void advance_columns(const StateSpaceArgs& args, std::size_t head, std::size_t first,
+                                   std::size_t column, std::size_t count) {
+  const std::size_t keys = args.num_groups * args.state_dim, values = args.num_heads * args.head_dim;
+  const std::size_t width = 2 * keys + values;
+  const std::size_t group = head / (args.num_heads / args.num_groups);
+  const float* const c = args.cbx + first * width + group * args.state_dim;
+  const float* const b = c + keys;
+  const float* const x = args.cbx + first * width + 2 * keys + head * args.head_dim + column;
+  float* state = args.state + head * args.state_dim * args.head_dim + column;
+  Floats stepped[kRows], sums[kRows], decay[kRows];
+  for (std::size_t r = 0; r < kRows; ++r) {
+    const std::size_t gate = (first + r) * args.num_heads + head;
+    stepped[r] = all(args.step[gate]) * load(x + r * width, count);
+    decay[r] = all(args.decay[gate]);
+    sums[r] = all(0.0f);
+  }
+  for (std::size_t i = 0; i < args.state_dim; ++i, state += args.head_dim) {
+    Floats s = load(state, count);
+    for (std::size_t r = 0; r < kRows; ++r) {
+      s = multiply_add(all(b[r * width + i]), stepped[r], decay[r] * s);
+      sums[r] = multiply_add(all(c[r * width + i]), s, sums[r]);
+    }
+    store(state, s, count);
+  }
+  for (std::size_t r = 0; r < kRows; ++r) {
+    float* const out = args.out + (first + r) * values + head * args.head_dim + column;
+    store(out, multiply_add(all(args.skip[head]), load(x + r * width, count), sums[r]), count);
+  }
+}
+
 }  // namespace
 
 void CHUNKRT_NAME(causal_convolution_f32_f32)(const ConvolutionArgs& args, std::size_t begin, std::size_t end,
@@ -225,6 +258,18 @@ void CHUNKRT_NAME(gated_delta_rule_f32_f32)(const DeltaRuleArgs& args, std::size
   for (std::size_t head = begin; head < end; ++head) {
     for (std::size_t first = 0; first < args.rows; first += kDeltaRows) {
       advance_head(args, head, first, smaller(kDeltaRows, args.rows - first), scratch);
+    }
+  }
+}
+
+void CHUNKRT_NAME(state_space_f32_f32)(const StateSpaceArgs& args, std::size_t begin, std::size_t end) {
+  constexpr std::size_t kRows = 4;
+  for (std::size_t head = begin; head < end; ++head) {
+    for (std::size_t column = 0; column < args.head_dim; column += kLanes) {
+      const std::size_t count = smaller(kLanes, args.head_dim - column);
+      std::size_t row = 0;
+      for (; row + kRows <= args.rows; row += kRows) advance_columns<kRows>(args, head, row, column, count);
+      for (; row < args.rows; ++row) advance_columns<1>(args, head, row, column, count);
     }
   }
 }

@@ -1,5 +1,6 @@
 // linear_attention, portable and one row at a time: the reference implementation.
 #include <algorithm>
+#include <cmath>
 
 #include "kernels/linear_attention/linear_attention.h"
 
@@ -60,6 +61,32 @@ void gated_delta_rule_f32_f32_reference(const DeltaRuleArgs& args, std::size_t b
           state[i * v_dim + j] += k[i] * delta[j];
           out[j] += state[i * v_dim + j] * (args.scale * q[i]);
         }
+      }
+    }
+  }
+}
+
+void state_space_f32_f32_reference(const StateSpaceArgs& args, std::size_t begin, std::size_t end) {
+  const std::size_t state_dim = args.state_dim, head_dim = args.head_dim;
+  const std::size_t keys = args.num_groups * state_dim, values = args.num_heads * head_dim;
+  for (std::size_t head = begin; head < end; ++head) {
+    const std::size_t group = head / (args.num_heads / args.num_groups);
+    float* const state = args.state + head * state_dim * head_dim;
+    for (std::size_t row = 0; row < args.rows; ++row) {
+      const float* const c = args.cbx + row * (2 * keys + values) + group * state_dim;
+      const float* const b = c + keys;
+      const float* const x = args.cbx + row * (2 * keys + values) + 2 * keys + head * head_dim;
+      const float decay = args.decay[row * args.num_heads + head];
+      const float step = args.step[row * args.num_heads + head];
+      float* const out = args.out + row * values + head * head_dim;
+      for (std::size_t j = 0; j < head_dim; ++j) {
+        float sum = 0.0f;
+        for (std::size_t i = 0; i < state_dim; ++i) {
+          float& s = state[i * head_dim + j];
+          s = std::fma(b[i], step * x[j], decay * s);
+          sum = std::fma(c[i], s, sum);
+        }
+        out[j] = std::fma(args.skip[head], x[j], sum);
       }
     }
   }

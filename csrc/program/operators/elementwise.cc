@@ -99,6 +99,10 @@ ValueId gelu(ProgramBuilder& builder, ValueId input) {
   return unary(builder, input, "gelu", select_kernel(gelu_f32_f32).function);
 }
 
+ValueId relu(ProgramBuilder& builder, ValueId input) {
+  return unary(builder, input, "relu", select_kernel(relu_f32_f32).function);
+}
+
 ValueId softplus(ProgramBuilder& builder, ValueId input) {
   return unary(builder, input, "softplus", select_kernel(softplus_f32_f32).function);
 }

@@ -1,5 +1,6 @@
 // The operators of layers whose state does not grow with the position: see kernels/linear_attention.
 #include <cmath>
+#include <initializer_list>
 #include <utility>
 
 #include "kernels/dispatch.h"
@@ -63,6 +64,17 @@ ValueId l2_normalised(ProgramBuilder& builder, ValueId qkv, std::size_t num_k_he
                    kL2Epsilon / dim);
 }
 
+// `expected` begins the message.
+void require_gates(const ProgramBuilder& builder, const std::string& expected,
+                   std::initializer_list<ValueId> gates, std::size_t num_heads) {
+  const Shape of_heads = {rows_dimension(Symbol::T), fixed(num_heads)};
+  for (const ValueId id : gates) {
+    require(builder.value(id).dtype == Dtype::float32 && builder.value(id).shape == of_heads,
+            expected + describe(Dtype::float32, of_heads) + ", got " +
+                describe(builder.value(id).dtype, builder.value(id).shape));
+  }
+}
+
 }  // namespace
 
 ValueId short_conv(ProgramBuilder& builder, ValueId bcx, ValueId conv_weight,
@@ -86,12 +98,7 @@ ValueId gated_delta_rule(ProgramBuilder& builder, ValueId qkv, ValueId gate, Val
               " heads of " + std::to_string(k_dim) + " and v of " + std::to_string(num_v_heads) +
               " heads of " + std::to_string(v_dim) + ", got " +
               describe(Dtype::float32, builder.value(qkv).shape));
-  const Shape of_heads = {rows_dimension(Symbol::T), fixed(num_v_heads)};
-  for (const ValueId id : {gate, beta}) {
-    require(builder.value(id).dtype == Dtype::float32 && builder.value(id).shape == of_heads,
-            "gated_delta_rule: expected gate and beta " + describe(Dtype::float32, of_heads) + ", got " +
-                describe(builder.value(id).dtype, builder.value(id).shape));
-  }
+  require_gates(builder, "gated_delta_rule: expected gate and beta ", {gate, beta}, num_v_heads);
   builder.require_state(recurrent_state, {fixed(num_v_heads), fixed(k_dim), fixed(v_dim)},
                         "gated_delta_rule's recurrent state");
 
@@ -119,6 +126,47 @@ ValueId gated_delta_rule(ProgramBuilder& builder, ValueId qkv, ValueId gate, Val
                              .v_dim = v_dim,
                              .scale = inverse_root},
                             begin, end, scratch);
+                   });
+  return out;
+}
+
+ValueId mamba2(ProgramBuilder& builder, ValueId cbx, ValueId gate, ValueId step, ValueId conv_weight,
+               std::optional<ValueId> conv_bias, ValueId conv_state, ValueId recurrent_state, ValueId skip,
+               const StateSpaceShape& shape) {
+  const auto [num_groups, num_heads, state_dim, head_dim] = shape;
+  require(num_groups > 0 && num_heads > 0 && num_heads % num_groups == 0,
+          "mamba2: expected the number of heads to be a multiple of that of groups, got " +
+              std::to_string(num_heads) + " and " + std::to_string(num_groups));
+  const std::size_t most = builder.rows_of(cbx, "mamba2's cbx") == Symbol::T ? builder.width_of(cbx) : 0;
+  require(state_dim > 0 && head_dim > 0 && num_heads <= most && state_dim <= most / num_groups &&
+              head_dim <= most / num_heads && 2 * num_groups * state_dim + num_heads * head_dim == most,
+          "mamba2: expected cbx [T, columns] with C and B of " + std::to_string(num_groups) + " groups of " +
+              std::to_string(state_dim) + " and x of " + std::to_string(num_heads) + " heads of " +
+              std::to_string(head_dim) + ", got " + describe(Dtype::float32, builder.value(cbx).shape));
+  require_gates(builder, "mamba2: expected gate and step ", {gate, step}, num_heads);
+  builder.require_state(recurrent_state, {fixed(num_heads), fixed(state_dim), fixed(head_dim)},
+                        "mamba2's recurrent state");
+  builder.require_constant(skip, Dtype::float32, {fixed(num_heads)}, "mamba2's skip");
+
+  const ValueId convolved = convolution(builder, cbx, 1, conv_weight, conv_bias, conv_state);
+  const ValueId activated = mul(builder, convolved, sigmoid(builder, convolved));
+  const ValueId decay = exp(builder, gate), out = builder.float_rows(Symbol::T, num_heads * head_dim);
+  StateSpaceFunction* kernel = select_kernel(state_space_f32_f32).function;
+  builder.add_loop([=](const Frame&) { return shape.num_heads; }, 1, "state_space",
+                   {activated, decay, step, skip, recurrent_state, out},
+                   [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                     kernel({.cbx = frame.get<const float>(activated),
+                             .decay = frame.get<const float>(decay),
+                             .step = frame.get<const float>(step),
+                             .skip = frame.get<const float>(skip),
+                             .state = frame.get<float>(recurrent_state),
+                             .out = frame.get<float>(out),
+                             .rows = frame.size_of(Symbol::T),
+                             .num_groups = shape.num_groups,
+                             .num_heads = shape.num_heads,
+                             .state_dim = shape.state_dim,
+                             .head_dim = shape.head_dim},
+                            begin, end);
                    });
   return out;
 }

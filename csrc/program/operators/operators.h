@@ -30,6 +30,7 @@ ValueId mul(ProgramBuilder& builder, ValueId left, ValueId right);
 ValueId sigmoid(ProgramBuilder& builder, ValueId input);
 ValueId exp(ProgramBuilder& builder, ValueId input);
 ValueId gelu(ProgramBuilder& builder, ValueId input);
+ValueId relu(ProgramBuilder& builder, ValueId input);
 ValueId softplus(ProgramBuilder& builder, ValueId input);
 ValueId tanh(ProgramBuilder& builder, ValueId input);
 // clip(round_half_to_even(input / step), -levels, levels) * step, where step is a constant float32 [1] or
@@ -117,6 +118,22 @@ struct DeltaRuleShape {
   std::size_t head_v_dim;
   bool use_qk_l2norm;  // q and k of each head are multiplied by rsqrt(sum of their squares + 1e-6)
 };
+
+// The heads in C | B | x: C and B have num_groups parts of state_dim columns, and x has num_heads heads of
+// head_dim columns.
+struct StateSpaceShape {
+  std::size_t num_groups;
+  std::size_t num_heads;  // a multiple of num_groups
+  std::size_t state_dim;
+  std::size_t head_dim;
+};
+
+// Applies the convolution without gates to cbx [T, C], then SiLU, and then Mamba-2's state space. gate (the
+// logarithm of the decay) and step are [T, num_heads], skip is a constant [num_heads], and recurrent_state is
+// a state [num_heads, state_dim, head_dim]. The result is [T, num_heads * head_dim].
+ValueId mamba2(ProgramBuilder& builder, ValueId cbx, ValueId gate, ValueId step, ValueId conv_weight,
+               std::optional<ValueId> conv_bias, ValueId conv_state, ValueId recurrent_state, ValueId skip,
+               const StateSpaceShape& shape);
 
 // Applies the convolution without gates to qkv [T, C], then SiLU, and then the gated delta rule with q scaled
 // by head_k_dim^-1/2. gate (the logarithm of the decay) and beta are [T, num_v_heads], and recurrent_state is

@@ -185,6 +185,7 @@ def _find_length(draft: Draft, node: ir.Node, convolution: ir.Node, heads: dict[
             None if bias is None else bias.astype(np.float32),
             conv_state,
             recurrent,
+            None,
             attn_type="gated_delta_rule",
             use_qk_l2norm=int(has_unit_length),
             **heads,
