@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -31,6 +32,16 @@ if TYPE_CHECKING:
     from chunkrt.engine.loaded import LoadedModel
 
 Result = TypeVar("Result")
+
+_collecting: set[int] = set()
+"""Threads in which the garbage collector runs, at any point of any function."""
+
+
+def _note_collection(phase: str, _: object) -> None:
+    (_collecting.add if phase == "start" else _collecting.discard)(threading.get_ident())
+
+
+gc.callbacks.append(_note_collection)
 
 
 class Session:
@@ -273,8 +284,10 @@ class Session:
         try:
             with suppress(ChunkrtError):  # the engine is closed, or another thread still runs here
                 self._check_open()
-                # The garbage collector may close a session in the thread that computes, which must not wait for itself.
-                if not sys.is_finalizing() and not self._model.scheduler.is_driver:
+                # The garbage collector may close a session in a thread that computes or holds a lock, and that must not
+                # wait for itself.
+                is_inside = self._model.scheduler.is_driver or threading.get_ident() in _collecting
+                if not sys.is_finalizing() and not is_inside:
                     with self._using:
                         self._sequence.keep_prefix()
         finally:

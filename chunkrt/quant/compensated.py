@@ -45,6 +45,7 @@ def round_in_blocks(weight: Float32, products: Float64) -> Integers:
         factor, _ = _multipliers(rows.left[block] / scale, rows.importance[block], widest == index)
         values[block] = rows.round(block, scale * factor, 0.0, -MOST_4_BIT, MOST_4_BIT) * factor
         multipliers[index] = factor
+    scale = np.where(np.abs(weight).max(axis=0) > 0, scale, 0.0)  # a grid of outputs depends on the largest scale
     return Integers(values, scale.astype(np.float32), multipliers)
 
 

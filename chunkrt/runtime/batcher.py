@@ -6,6 +6,7 @@ the simulator use the same objects. A batcher cannot change a result, only the t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -193,7 +194,7 @@ def next_rows(batcher: Batcher, requests: Sequence[AnySharer], chunk_length: int
 
 def _checked(batcher: Batcher, waiting: Sequence[Waiting], chunk_length: int) -> list[Take]:
     try:
-        taken = [Take(*take) for take in batcher.next_chunk(waiting, chunk_length)]
+        taken = [Take(*map(operator.index, take)) for take in batcher.next_chunk(waiting, chunk_length)]
     except ChunkrtError:
         raise
     except Exception as error:

@@ -215,12 +215,12 @@ class Scheduler:
     def close(self) -> None:
         """End all requests with ClosedError once their chunks in progress are done, and release the executors.
 
-        If ranks work without a leader, a request in progress is completed, because the other ranks continue it. If the
-        caller interrupted its own thread's request, as a signal handler does, that request releases the executors.
+        If ranks work without a leader, a request in progress is completed, because the other ranks continue it. If this
+        thread computes requests, because a signal handler or a sampler closes the engine, it releases them afterwards.
         """
         self.is_closed = True
         self._bell.ring()
-        if get_ident() not in self._asking:  # a signal handler may close the engine during a request of its own thread
+        if get_ident() not in self._asking and not self.is_driver:  # otherwise this thread releases them later
             self._release()
 
     def _release(self) -> None:
@@ -350,6 +350,8 @@ class Scheduler:
                     for request in self._requests:
                         self._end(request, error)
                     self._requests = []
+            if self.is_closed:
+                self._release()
             with self._starting:
                 if self._inbox.empty():
                     self._thread = self._driver = None

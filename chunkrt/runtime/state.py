@@ -108,7 +108,8 @@ class State:
         self.chunk_length = chunk_length or capacity
         self._present = _described(0)
         self._spare = spare or SpareTensors()
-        self._tensors = self._spare.take(self, plan, capacity, dtype, self.chunk_length)
+        self._lease = np.empty(0, np.uint8)
+        self._tensors = self._spare.take(self._lease, plan, capacity, dtype, self.chunk_length)
         self.tensors: Mapping[str, Array] = self._tensors.by_name
         """Tensors by name."""
         self.position_bytes = self._tensors.position_bytes

@@ -250,9 +250,11 @@ class SpareTensors:
         self._is_closed = True
         self._spare.clear()
 
-    def take(self, owner: object, plan: Plan, capacity: int, dtype: CacheDtype, chunk_length: int) -> StateTensors:
-        """Return tensors for a state. They come back when `owner` is released. The rings and recurrent tensors are
-        zero; the contents of caches are undefined.
+    def take(self, lease: Array, plan: Plan, capacity: int, dtype: CacheDtype, chunk_length: int) -> StateTensors:
+        """Return tensors for a state. The rings and recurrent tensors are zero; the contents of caches are undefined.
+
+        The tensors come back when `lease`, an array that the state keeps, is released. The state itself may be released
+        too early: the garbage collector reports its end before it runs finalizers, which may use the state again.
         """
         try:
             tensors = self._spare.pop()
@@ -261,7 +263,7 @@ class SpareTensors:
         else:
             for array, key, value in tensors.to_be_empty():
                 array[key] = value
-        weakref.finalize(owner, self._give_back, tensors).atexit = False
+        weakref.finalize(lease, self._give_back, tensors).atexit = False
         return tensors
 
     def _give_back(self, tensors: StateTensors) -> None:

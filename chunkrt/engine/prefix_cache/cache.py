@@ -9,11 +9,10 @@ that is evicted while another thread copies it stays in memory until the copy is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
-from threading import RLock, get_ident
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from chunkrt.engine.prefix_cache.tree import NODE_BYTES, STEP, Addition, PrefixTree, Root, TreeNode, evict
@@ -72,19 +71,16 @@ class PrefixCache:
         self._is_lost = is_lost
         self._trees: dict[Root, PrefixTree] = {}
         """Trees that are not empty, by the common properties of their prefixes."""
-        self._lock = RLock()
-        self._holder = 0
-        """Thread that searches or changes the trees."""
-        self._adding = RLock()
+        self._lock = Lock()
+        self._adding = Lock()
         """Lock of the thread that adds nodes, so the limit also holds while pieces are copied."""
-        self._adder = 0
         self._clock = count(1)
         self._is_closed = False
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes in memory."""
-        with self._locked():
+        with self._lock:
             return sum(tree.num_bytes for tree in self._trees.values())
 
     def find(self, tokens: Sequence[int], state: State, limit: int, salt: str = "") -> Prefix | None:
@@ -94,12 +90,12 @@ class PrefixCache:
         if limit <= state.position or self._is_off():
             return None
         root, clock = Root(salt, state.rope_offset), next(self._clock)
-        with self._locked():
+        with self._lock:
             found = self._tree(root, state.forms).find(tokens, state.position, limit, clock)
         if self._store is None or (found is not None and found.position + self.exactness.step > limit):
             return found
         self._load(self._store, root, state.forms, tokens, clock)
-        with self._locked():
+        with self._lock:
             return self._tree(root, state.forms).find(tokens, state.position, limit, clock)
 
     def add(self, tokens: Sequence[int], state: State, salt: str = "") -> None:
@@ -108,11 +104,9 @@ class PrefixCache:
         """
         if not tokens or self._is_off():
             return
-        if get_ident() in (self._holder, self._adder):
-            return  # the garbage collector closes a session while this thread uses the cache
         root, forms, clock = Root(salt, state.rope_offset), state.forms, next(self._clock)
-        with self._only_adder():
-            with self._locked():
+        with self._adding:
+            with self._lock:
                 tree = self._tree(root, forms)
                 wanted = tree.missing(tokens, state.first_in_rings, clock)
                 takes_recurrent = len(tokens) == state.position and tree.lacks_recurrent(tokens)
@@ -130,17 +124,17 @@ class PrefixCache:
             if not kept and not takes_recurrent:
                 return
             room -= takes_recurrent * forms.recurrent_bytes
-            with self._locked():
+            with self._lock:
                 self._evict(room + sum(node.num_bytes for node in extended), extended)
             pieces = tuple(state.piece(start, start + len(part), caches=is_new) for part, start, is_new in kept)
             recurrent = {len(tokens): state.recurrent()} if takes_recurrent else {}
-            with self._locked():
+            with self._lock:
                 if self._is_closed:
                     return
                 self._trees[root] = tree = self._tree(root, forms)  # `clear` may have been called in the meantime
                 tree.add(tokens, Addition(pieces=pieces, recurrent=recurrent), clock)
             if self._store is not None:
-                with self._locked():
+                with self._lock:
                     nodes = tree.path(tokens)
                 self._store.save(forms, root, nodes)
 
@@ -158,7 +152,7 @@ class PrefixCache:
         if forms.rings and not forms.recurrent:
             between = max(LEAST_BETWEEN_CUTS, forms.ring_slots)
         between = max(between // chunk, 1) * chunk
-        with self._locked():
+        with self._lock:
             parting = self._tree(Root(salt, state.rope_offset), forms).matched(tokens) - state.position
         wanted = {*range(between, num_tokens, between), parting // chunk * chunk}
         if forms.recurrent:
@@ -171,7 +165,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Remove all nodes from memory."""
-        with self._locked():
+        with self._lock:
             self._trees = {}
 
     def close(self) -> None:
@@ -183,34 +177,16 @@ class PrefixCache:
 
     def _load(self, store: DiskStore, root: Root, forms: StateForms, tokens: Sequence[int], clock: int) -> None:
         """Load the stored parts for some tokens into a tree, as far as they fit into the limit."""
-        with self._locked():
+        with self._lock:
             known = self._tree(root, forms).matched(tokens) // STEP * STEP
         for addition in store.load(forms, tokens, root, known):
             end = addition.pieces[-1].end
-            with self._only_adder(), self._locked():
+            with self._adding, self._lock:
                 self._trees[root] = tree = self._tree(root, forms)
                 tree.add(tokens[:end], addition, clock)
                 self._evict(self.limit)
                 if tree.matched(tokens) < end:
                     return
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._lock:
-            self._holder = get_ident()
-            try:
-                yield
-            finally:
-                self._holder = 0
-
-    @contextmanager
-    def _only_adder(self) -> Iterator[None]:
-        with self._adding:
-            self._adder = get_ident()
-            try:
-                yield
-            finally:
-                self._adder = 0
 
     def _is_off(self) -> bool:
         return self._is_closed or self._is_lost()

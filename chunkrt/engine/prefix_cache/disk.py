@@ -37,6 +37,8 @@ MOST_WAITING_BYTES = 256 * 2**20
 """Maximum number of bytes that are queued for writing. Beyond this limit further prompts, and further parts of a prompt
 that is added in parts, are not written. The limit does not apply while nothing is queued.
 """
+SECONDS_TO_CLOSE = 5.0
+"""Seconds to wait for the lock, which threads hold for microseconds."""
 MOST_NAMES = 1 << 14
 """Number of files whose contents are remembered."""
 
@@ -125,11 +127,17 @@ class DiskStore:
             self._have_written()
 
     def close(self) -> None:
-        """Wait until all scheduled nodes are written."""
-        with self._starting:
+        """Wait until all scheduled nodes are written. Do not wait in a signal handler that interrupted this thread
+        while it used the store.
+        """
+        if not self._starting.acquire(timeout=SECONDS_TO_CLOSE):
+            return
+        try:
             if not self._queue.empty():
                 self._have_written()  # an interrupt may have occurred before the thread started
             thread, self._thread = self._thread, None
+        finally:
+            self._starting.release()
         if thread is not None and thread.is_alive():
             self._queue.put(None)
             thread.join()
