@@ -34,6 +34,9 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 _AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 """Column, of the 8 columns in a word, that each 4-bit field of AWQ contains; the lowest bits are first."""
 
+_WORDS = (".qweight", ".qzeros")
+"""Ends of the names of tensors with packed words."""
+
 _OF_ACTIVATIONS = re.compile(
     r"\.(activation_scale|input_activation_scale|input_global_scale|input_scale|input_zero_point|k_scale|k_zero_point|"
     r"output_activation_scale|output_scale|output_zero_point|q_scale|v_scale|v_zero_point)$"
@@ -58,10 +61,10 @@ def quantised_weights(config: Mapping[str, Any], tensors: Tensors, where: str) -
     """
     settings = config.get("quantization_config") or {}
     mlx = config.get("quantization")
-    if not settings and isinstance(mlx, Mapping) and "bits" in mlx:
-        settings = {"quant_method": "mlx", **mlx}
     if not isinstance(settings, Mapping):
         raise ModelError(f"{where}: quantization_config is {settings!r:.80}, expected an object")
+    if isinstance(mlx, Mapping) and "bits" in mlx and "quant_method" not in settings:
+        settings = {"quant_method": "mlx", **mlx}  # MLX repeats its settings as quantization_config
     if not settings:
         return {}
     method = settings.get("quant_method")
@@ -71,26 +74,43 @@ def quantised_weights(config: Mapping[str, Any], tensors: Tensors, where: str) -
     if reader is None:
         raise folder.refused(f"the quantisation {method!r} is not supported; supported: {', '.join(_READERS)}")
     try:
-        return {name: replace(weight, read=_checked(weight, name, where)) for name, weight in reader(folder)}
+        found = dict(reader(folder))
     except KeyError as error:
         raise ModelError(f"{where}: the {method} weights lack the tensor {error}; the folder is incomplete") from error
     except (ValueError, ZeroDivisionError) as error:
         raise ModelError(f"{where}: a {method} weight has tensors of impossible shapes ({error})") from error
+    except (AttributeError, TypeError, re.error) as error:
+        raise ModelError(f"{where}: its settings of the quantisation are damaged ({error})") from error
+    return {name: _checked(folder, name, weight) for name, weight in found.items()}
 
 
-def _checked(weight: QuantisedWeight, name: str, where: str) -> Callable[[], Float32]:
-    """Return a function that reads a weight, and raises ModelError if the tensors have other shapes than expected."""
+def _checked(folder: _Folder, name: str, weight: QuantisedWeight) -> QuantisedWeight:
+    """Return a weight whose functions raise ModelError if its tensors have other shapes than expected. Raise ModelError
+    if a tensor is missing, or is of a type that no format has.
+    """
+    for part in weight.parts:
+        if part not in folder.tensors:
+            raise ModelError(f"{folder.where} has no tensor {part}, a part of {name}; the folder is incomplete")
+        dtype = folder.tensors[part].dtype
+        if part.endswith(_WORDS) and dtype not in ("I32", "U32"):
+            raise ModelError(f"{folder.where}: tensor {part} is stored as {dtype}, expected I32")
+        if dtype[0] not in "BFIU" or dtype == "BOOL":
+            raise ModelError(f"{folder.where}: tensor {part} is stored as {dtype}, which no format of weights has")
+
+    def checked(load: Callable[[], Any]) -> Any:
+        try:
+            return load()
+        except (ValueError, IndexError, ZeroDivisionError) as error:
+            raise ModelError(f"{folder.where}: the tensors of {name} have impossible shapes ({error})") from error
 
     def read() -> Float32:
-        try:
-            values = weight.read()
-        except (ValueError, IndexError, KeyError, ZeroDivisionError) as error:
-            raise ModelError(f"{where}: the tensors of {name} have impossible shapes ({error})") from error
+        values: Float32 = checked(weight.read)
         if values.shape != weight.shape:
-            raise ModelError(f"{where}: the tensors of {name} give {list(values.shape)}, expected {list(weight.shape)}")
+            found, expected = list(values.shape), list(weight.shape)
+            raise ModelError(f"{folder.where}: the tensors of {name} give {found}, expected {expected}")
         return values
 
-    return read
+    return replace(weight, read=read, read_blocks=lambda: checked(weight.read_blocks))
 
 
 def of_activations(names: Iterable[str]) -> set[str]:
@@ -191,7 +211,7 @@ def grouped(
         groups: the group of each input, int64 [in]; by default groups of equal length.
     """
     if groups is None:
-        groups = np.arange(integers.shape[1]) // -(-integers.shape[1] // scales.shape[1])
+        groups = np.arange(integers.shape[1]) // (integers.shape[1] // scales.shape[1])
     found: Float32 = (integers.astype(np.float32) - zeros.astype(np.float32)[:, groups]) * scales[:, groups]
     return found
 
@@ -237,6 +257,8 @@ def _integers(
         integers, scales, zeros, _ = load()
         return blocks_of(integers, scales, (-zeros.astype(np.float32) * scales).astype(np.float32))
 
+    if is_ordered and shape[1] % num_groups:
+        raise ModelError(f"{folder.where}: {name} has {shape[1]} inputs, which {num_groups} groups cannot share evenly")
     is_kept = is_ordered and _in_blocks(bits, shape[1], num_groups)
     weight = QuantisedWeight(
         shape=shape,
@@ -279,7 +301,7 @@ def _gptq(folder: _Folder) -> Iterator[tuple[str, QuantisedWeight]]:
     version = str(folder.settings.get("checkpoint_format", "gptq")).lower()
     if version not in ("gptq", "gptq_v2"):
         raise folder.refused(f"the GPTQ format {version!r} is not supported; supported: gptq, gptq_v2")
-    add = 1 if version == "gptq" else 0
+    is_less_one = version == "gptq"
     for name in folder.ending(".qweight"):
         num_groups, size = folder.tensors[f"{name}.scales"].shape
         depth = folder.tensors[f"{name}.qweight"].shape[0] * 32 // bits
@@ -293,18 +315,30 @@ def _gptq(folder: _Folder) -> Iterator[tuple[str, QuantisedWeight]]:
             groups = folder.array(order).astype(np.int64)
             if groups.min(initial=0) < 0 or groups.max(initial=0) >= num_groups:
                 raise ModelError(f"{folder.where}: tensor {order} names groups outside 0..{num_groups - 1}")
-            is_ordered = bool((groups == np.arange(depth) // -(-depth // num_groups)).all())
+            is_ordered = not depth % num_groups and bool((groups == np.arange(depth) // (depth // num_groups)).all())
 
         def load(
             parts: Sequence[str] = parts, order: str | None = order, size: int = size, depth: int = depth
         ) -> tuple[NDArray[np.uint8], Float32, Array, NDArray[np.int64] | None]:
             words = np.ascontiguousarray(folder.array(parts[0]).T)
-            zeros = unpacked(folder.array(parts[1]), bits, size).astype(np.int32) + add
+            zeros = _gptq_zeros(folder.array(parts[1]), bits, size, is_less_one=is_less_one)
             groups = None if order is None else folder.array(order).astype(np.int64)
             return unpacked(words, bits, depth), folder.array(parts[2]).T, zeros.T, groups
 
         kept = [*parts, *([] if order is None else [order])]
         yield _integers(folder, name, kept, (size, depth), "GPTQ", bits, num_groups, load, is_ordered=is_ordered)
+
+
+def _gptq_zeros(words: Array, bits: int, size: int, *, is_less_one: bool) -> NDArray[np.int32]:
+    """Unpack zero points. Version 1 stores each word less a one in every field, so a zero point of 0 borrows from the
+    next field.
+    """
+    if not is_less_one:
+        return unpacked(words, bits, size).astype(np.int32)
+    if 32 % bits:
+        return (unpacked(words, bits, size).astype(np.int32) + 1) % (1 << bits)
+    ones = np.uint32(sum(1 << place for place in range(0, 32, bits)))
+    return unpacked(words.view(np.uint32) + ones, bits, size).astype(np.int32)
 
 
 _COMPRESSED = (
@@ -324,6 +358,8 @@ def _compressed_tensors(folder: _Folder) -> Iterator[tuple[str, QuantisedWeight]
     groups = folder.settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ModelError(f"{folder.where}: quantization_config has no config_groups")
+    if folder.settings.get("transform_config"):
+        raise folder.refused("transforms of compressed-tensors (transform_config) are not supported")
     formats = {str(group.get("format") or folder.settings.get("format")) for group in groups.values()}
     if odd := sorted(formats - set(_COMPRESSED)):
         raise folder.refused(
@@ -516,16 +552,20 @@ def _four_bits(folder: _Folder, name: str, state_name: str, kind: str) -> tuple[
 
 
 def _mlx(folder: _Folder) -> Iterator[tuple[str, QuantisedWeight]]:
-    bits = folder.whole("bits", 4, (2, 3, 4, 6, 8))
     if (mode := folder.settings.get("mode", "affine")) != "affine":
         raise folder.refused(f"the MLX mode {mode!r} is not supported; supported: affine")
     for name in folder.ending(".scales"):
+        own = folder.settings.get(name)
+        of_module = replace(folder, settings={**folder.settings, **own}) if isinstance(own, Mapping) else folder
+        bits = of_module.whole("bits", 4, (2, 3, 4, 6, 8))
         parts = tuple(f"{name}.{part}" for part in ("weight", "scales", "biases"))
         size, num_groups = folder.tensors[parts[1]].shape
         depth = folder.tensors[parts[0]].shape[1] * 32 // bits
         folder.check(parts[2], (size, num_groups))
 
-        def load(parts: Sequence[str] = parts, depth: int = depth) -> tuple[NDArray[np.uint8], Float32, Float32]:
+        def load(
+            parts: Sequence[str] = parts, depth: int = depth, bits: int = bits
+        ) -> tuple[NDArray[np.uint8], Float32, Float32]:
             return unpacked(folder.array(parts[0]), bits, depth), folder.array(parts[1]), folder.array(parts[2])
 
         def read(load: Callable[[], tuple[NDArray[np.uint8], Float32, Float32]] = load) -> Float32:

@@ -279,7 +279,7 @@ COMPOSITES = {
     "qwen3_5_moe": Composite(text_type="qwen3_5_moe_text", is_tied=False),
 }
 
-_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "quantization")
 """Keys of the complete model that apply to its text half."""
 
 _OTHER_HALVES = re.compile(r"(model\.)?(audio_tower|multi_modal_projector|vision_tower|visual)\.")

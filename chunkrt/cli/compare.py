@@ -101,7 +101,7 @@ def compare(
             progress=lambda done, total: progress("comparing", done, total),
         )
     click.echo(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))
-    if scheme == "float" and (found.first_difference is not None or found.unmatched):
+    if scheme == "float" and not found.is_equal:
         raise click.exceptions.Exit(STATUS_OF_NO)
 
 

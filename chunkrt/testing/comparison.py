@@ -15,11 +15,13 @@ Transformers' in that way only, which is reported and is no difference.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf, sqrt
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +44,9 @@ epsilon of 1e-5 in place of 1e-6 causes 4.5e-6 if the input's variance is 1."""
 
 TOLERANCE = 2e-5
 """Largest error of other values. float32 arithmetic stays below 3e-6."""
+
+LOGITS_TOLERANCE = 1e-4
+"""Largest error of logits, with accumulated errors."""
 
 NUM_SHOWN = 12
 
@@ -96,7 +101,12 @@ class Expected:
             with np.load(path, allow_pickle=False) as file:
                 arrays = dict(file)
             names = dict.fromkeys(name.partition(":")[2] for name in arrays if ":" in name)
-            weighted = set(arrays["with_weights"].tolist())
+            weighted, num_tokens = set(arrays["with_weights"].tolist()), arrays["token_ids"].size
+            if arrays["token_ids"].dtype != np.int64 or arrays["token_ids"].shape != (num_tokens,) or not num_tokens:
+                raise ValueError("its token ids are not a list of whole numbers")
+            for name, array in arrays.items():
+                if ":" in name and (array.dtype != np.float32 or array.shape[:1] != (num_tokens,) or array.ndim != 2):
+                    raise ValueError(f"{name} is not a row of values for each token")
             modules = {
                 name: ModuleValues(
                     input=arrays.get(f"input:{name}"), output=arrays.get(f"output:{name}"), has_weights=name in weighted
@@ -104,7 +114,7 @@ class Expected:
                 for name in names
             }
             return cls(token_ids=arrays["token_ids"], logits=arrays["logits"], modules=modules)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile, zlib.error) as error:
             raise ConfigError(
                 f"cannot read expected values from {path}: {error}; write it with make_expected"
             ) from error
@@ -159,6 +169,11 @@ class Comparison:
         """The first value that differs; None if all values are equal."""
         return next((value for value in self.values if not value.is_equal), None)
 
+    @property
+    def is_equal(self) -> bool:
+        """True if all values and the logits are equal within float arithmetic, and all weights are read."""
+        return self.first_difference is None and not self.unmatched and self.logits_error <= LOGITS_TOLERANCE
+
     def to_dict(self) -> dict[str, Any]:
         """Return all figures for JSON, with None for errors that are not finite."""
         first = self.first_difference
@@ -189,8 +204,10 @@ class Comparison:
             yield from _table(wrong[:NUM_SHOWN])
             if len(wrong) > NUM_SHOWN:
                 yield f"  ... and {len(wrong) - NUM_SHOWN} more; --json has all"
-        else:
+        elif self.is_equal:
             yield "  all values are equal within float arithmetic"
+        elif self.logits_error > LOGITS_TOLERANCE:
+            yield "  all compared values are equal, but the logits differ: look behind the last norm and the LM head"
         if folded:
             changes = dict.fromkeys(f"{value.value} ({value.folded})" for value in folded)
             yield f"  folded into weights: {', '.join(list(changes)[:4])}{', ...' if len(changes) > 4 else ''}"
@@ -234,6 +251,8 @@ def compare_decoder(
     num_tokens, plan = expected.token_ids.size, planned.plan
     if not 1 <= num_tokens <= plan.context_length:
         raise ConfigError(f"there are {num_tokens} tokens; the model takes 1 to {plan.context_length}")
+    if (outside := expected.token_ids[(expected.token_ids < 0) | (expected.token_ids >= plan.vocab_size)]).size:
+        raise ConfigError(f"token id {outside[0]} is outside the vocabulary of {plan.vocab_size}")
     if chunk_length is not None and chunk_length < 1:
         raise ConfigError(f"the chunk length is {chunk_length}, expected at least 1")
     size = int(plan.tensors[plan.output].shape[-1])

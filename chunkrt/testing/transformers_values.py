@@ -35,6 +35,8 @@ def expected_values(folder: Path, token_ids: Sequence[int] | NDArray[np.int64]) 
     if not (Path(folder) / "config.json").is_file():
         raise ModelError(f"{folder} is no checkpoint folder of Transformers: it has no config.json")
     ids = np.asarray(token_ids, np.int64)
+    if not ids.size:
+        raise ConfigError("there are no tokens to compare; give at least one")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
@@ -89,7 +91,7 @@ def _rows(tensor: Any, num_tokens: int) -> NDArray[np.float32] | None:
 def random_tokens(folder: Path, number: int) -> NDArray[np.int64]:
     """Return random tokens of a checkpoint's vocabulary, the same for every call, int64 [n]."""
     config = read_json(folder / "config.json")
-    vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    vocab_size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ModelError(f"{folder / 'config.json'} has no vocab_size")
     return np.random.default_rng(0).integers(0, vocab_size, number)

@@ -141,3 +141,54 @@ def test_decoder_of_gptq_weights_equals_that_of_their_values(tmp_path: Path) -> 
         assert not kept.scheme.weights_of_8_bits or "lm_head" in str(kept.scheme.weights_of_8_bits)
         error = np.abs(kept.session().prefill(prompt).logits - logits).max() / np.abs(logits).max()
         assert error < 0.03
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_gptq_zero_points_of_0_borrow_from_the_next_field(bits: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(bits)
+    size, depth = 32, 64
+    integers = random.integers(0, 2**bits, (depth, size)).astype(np.uint32)
+    zeros = random.integers(0, 2**bits, (1, size)).astype(np.uint32)
+    zeros[0, ::3] = 0
+
+    def packed(fields: np.ndarray) -> np.ndarray:
+        per_word = 32 // bits
+        words = np.zeros((fields.shape[0], fields.shape[1] // per_word), np.uint32)
+        for index in range(fields.shape[1]):
+            words[:, index // per_word] |= fields[:, index] << np.uint32(index % per_word * bits)
+        return words
+
+    ones = np.uint32(sum(1 << place for place in range(0, 32, bits)))
+    tensors = {
+        "a.qweight": np.ascontiguousarray(packed(integers.T).T).view(np.int32),
+        "a.qzeros": (packed(zeros) - ones).view(np.int32),
+        "a.scales": np.ones((1, size), np.float16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": depth, "checkpoint_format": "gptq"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+    expected = integers.astype(np.float32).T - zeros.astype(np.float32).T
+    np.testing.assert_array_equal(open_checkpoint(tmp_path).read("a.weight"), expected)
+
+
+def test_groups_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    tensors = {
+        "a.qweight": np.zeros((40, 8), np.int32),
+        "a.qzeros": np.zeros((3, 1), np.int32),
+        "a.scales": np.ones((3, 8), np.float16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+    with pytest.raises(ModelError, match="which 3 groups cannot share evenly"):
+        open_checkpoint(tmp_path)
+
+
+def test_mlx_settings_may_stand_twice_and_differ_by_module(tmp_path: Path) -> None:
+    folder = shutil.copytree(FOLDER / "mlx_6", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (weight,) = open_checkpoint(folder).names()
+    settings = {"group_size": 64, "bits": 4, weight.removesuffix(".weight"): {"group_size": 64, "bits": 6}}
+    config |= {"quantization": settings, "quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    np.testing.assert_allclose(open_checkpoint(folder).read(weight), expected("mlx_6"), atol=1e-6)

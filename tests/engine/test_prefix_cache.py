@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -393,24 +395,66 @@ def test_lost_npu_disables_the_cache() -> None:
         assert found == [0, 38, 0]
 
 
+def abandon(engine: Engine, prompt: list[int]) -> None:
+    """Leave a session in a generator that only the garbage collector can end."""
+
+    def suspended() -> Iterator[object]:
+        with engine.session() as session:
+            session.prefill(prompt)
+            yield cycle
+
+    cycle: list[object] = []
+    generator = suspended()
+    next(generator)
+    cycle.append(generator)
+
+
 def test_session_that_is_collected_during_a_search_is_closed_without_a_wait() -> None:
     class Collecting(list[int]):
-        """Tokens during whose comparison the garbage collector closes a session."""
+        """Tokens whose comparison runs the garbage collector."""
 
         def __getitem__(self, key: object) -> object:
-            other.close()
+            gc.collect()
             return super().__getitem__(key)  # type: ignore[call-overload]
 
-    with load(CACHES_ONLY, 32, prefix_cache="memory") as engine, engine.session() as session, engine.session() as other:
-        other.prefill(list(range(1, 41)))
+    with load(CACHES_ONLY, 32, prefix_cache="memory") as engine, engine.session() as session:
         cache = engine.loaded.prefix_cache
         assert cache is not None
         state = make_state(engine)
+        abandon(engine, list(range(1, 41)))
         searching = threading.Thread(target=cache.find, args=(Collecting(range(1, 41)), state, 39), daemon=True)
         searching.start()
         searching.join(60)
         assert not searching.is_alive()
         session.prefill(list(range(1, 41)))
+
+
+def test_session_that_is_collected_late_keeps_its_own_memory() -> None:
+    first, second = [3, 5, 7] * 20, [2, 4, 6] * 20
+    with load(CACHES_ONLY, 32, prefix_cache="memory") as engine, load(CACHES_ONLY, 32, prefix_cache="off") as plain:
+        answers: list[object] = []
+
+        async def answer() -> AsyncIterator[int]:
+            async with await engine.asession() as session:
+                await session.aprefill(first)
+                yield session.position
+
+        async def main() -> None:
+            asking = answer()
+            await anext(asking)
+            answers.append(asking)
+            answers.append(answers)
+            answers.clear()
+            del asking
+            gc.collect()
+            with engine.session() as session:
+                session.prefill(second)
+                await asyncio.sleep(0.2)
+
+        asyncio.run(main())
+        with engine.session() as session, plain.session() as expected:
+            found, truth = session.prefill([*first, 1]), expected.prefill([*first, 1])
+            np.testing.assert_array_equal(found.logits, truth.logits)
 
 
 def test_asynchronous_close_keeps_the_prefix_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:

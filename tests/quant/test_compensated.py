@@ -40,6 +40,7 @@ def test_rounding_in_blocks_halves_the_error_of_the_product(depth: int) -> None:
     nonzero = np.abs(weight).max(axis=0) > 0
     assert (found.multipliers.max(axis=0)[nonzero] == 16).all()
     assert not found.values[:, 3].any()
+    assert found.scale[3] == 0
 
 
 def test_rounding_to_blocks_halves_the_error_of_the_product() -> None:
@@ -54,7 +55,8 @@ def test_rounding_without_correlation_is_nearest_on_its_grid() -> None:
     weight = weights(64, 8, 3)
     found = round_in_blocks(weight, np.eye(64))
     step = found.scale.astype(np.float64) * np.repeat(found.multipliers, 32, axis=0)
-    expected = np.rint(weight / step).clip(-7, 7) * np.repeat(found.multipliers, 32, axis=0)
+    fields = np.rint(weight / np.where(step > 0, step, np.inf)).clip(-7, 7)
+    expected = fields * np.repeat(found.multipliers, 32, axis=0)
     np.testing.assert_array_equal(found.values, expected)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,32 @@ def test_values_of_another_model_are_rejected() -> None:
         compared(checkpoint(GEMMA), LLAMA)
     with pytest.raises(ConfigError, match="cannot read expected values"):
         Expected.load(Path(checkpoint(LLAMA)) / "config.json")
+
+
+def test_logits_that_differ_alone_are_a_difference(tmp_path: Path) -> None:
+    expected = Expected.load(values_of(LLAMA))
+    replace(expected, logits=2 * expected.logits).save(tmp_path / "twice.npz")
+    found = CliRunner().invoke(cli, ["compare", str(checkpoint(LLAMA)), "--against", str(tmp_path / "twice.npz")])
+    assert found.exit_code == 3
+    assert "the logits differ" in found.output
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"not an archive"])
+def test_damaged_expected_values_are_one_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "expected.npz").write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot read expected values"):
+        Expected.load(tmp_path / "expected.npz")
+
+
+def test_expected_values_of_another_form_are_rejected(tmp_path: Path) -> None:
+    expected = Expected.load(values_of(LLAMA))
+    replace(expected, token_ids=expected.token_ids[:, None]).save(tmp_path / "odd.npz")
+    with pytest.raises(ConfigError, match="token ids are not a list"):
+        Expected.load(tmp_path / "odd.npz")
+    outside = replace(expected, token_ids=expected.token_ids + 10_000)
+    prepared = prepare_checkpoint(checkpoint(LLAMA), Recipe(scheme=find_scheme("float")), {}, model=LLAMA)
+    with pytest.raises(ConfigError, match="outside the vocabulary"):
+        compare_decoder(prepared, outside)
 
 
 def test_compare_command_reports_the_first_difference(tmp_path: Path) -> None:
