@@ -39,6 +39,13 @@ def places(code):
     }
 
 
+def _is_in_finalizer(frame):
+    while (frame := frame.f_back) is not None:
+        if frame.f_code.co_filename == weakref.__file__:
+            return True
+    return False
+
+
 class InterruptAt:
     """Context that raises SIGINT at the n-th place that this thread reaches in some modules, and counts the places."""
 
@@ -55,7 +62,7 @@ class InterruptAt:
         sys.settrace(self._previous)
 
     def _enter(self, frame, event, argument):
-        if frame.f_code.co_filename not in self._files or frame.f_back.f_code.co_filename == weakref.__file__:
+        if frame.f_code.co_filename not in self._files or _is_in_finalizer(frame):
             return None  # CPython prints errors of finalizers and drops them
         frame.f_trace_opcodes = True
         return self._step
