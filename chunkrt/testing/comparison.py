@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf, sqrt
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +98,8 @@ class Expected:
     def load(cls, path: Path) -> Expected:
         """Read the values from a file of `save`. Raise ConfigError if the file cannot be read, or is another file."""
         try:
+            if path.exists() and not is_zipfile(path):
+                raise ValueError("it is not an .npz file")
             with np.load(path, allow_pickle=False) as file:
                 arrays = dict(file)
             names = dict.fromkeys(name.partition(":")[2] for name in arrays if ":" in name)
