@@ -173,3 +173,24 @@ def test_abandoned_streams_do_not_hold_up_others(engine):
             assert len(engine.generate([engine.tokens] * 2, max_new_tokens=9)) == 2
     finally:
         gc.set_threshold(*before)
+
+
+def test_constraint_that_closes_the_engine_ends_its_generation():
+    class Closing:
+        """Constraint that closes the engine with its third token, in the scheduler's thread."""
+
+        num_tokens = 0
+
+        def allowed(self):
+            return np.ones(engine.loaded.plan.vocab_size, bool)
+
+        def accept(self, token_id):
+            self.num_tokens += 1
+            if self.num_tokens == 3:
+                engine.close()
+
+    engine = chunkrt.load(checkpoint("llama_biased_gguf"), chunk_length=8, threads=1)
+    session = engine.session()
+    session.prefill([1, 2, 3])
+    with engine.loaded.scheduler.sharing(), pytest.raises(ClosedError, match="closed"):
+        list(session.generate(constraint=Closing(), max_new_tokens=10, ignore_eos=True))

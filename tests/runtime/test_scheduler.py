@@ -443,6 +443,8 @@ class _Faulty:
         ([(0, 6), (1, 3)], "for a chunk of 8 rows"),
         ([(0, 1), (0, 1)], "for a chunk of 8 rows"),
         ([3], "batcher 'faulty' failed: TypeError"),
+        ([(0.0, 3)], "batcher 'faulty' failed: TypeError"),
+        ([(0, None)], "batcher 'faulty' failed: TypeError"),
     ],
 )
 def test_batcher_error_reaches_all_runs_and_the_engine_recovers(taken: object, message: str) -> None:
