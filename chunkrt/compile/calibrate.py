@@ -260,23 +260,23 @@ def run_subgraph(plan: Plan, index: int, live: Values, weights: Mapping[str, Flo
     that are live after it.
     """
     subgraph = plan.subgraphs[index]
-    num_tokens = len(live["input_ids"])
-    symbols = {"P": num_tokens, "W": num_tokens}
-    caches = {name: np.zeros(resolve(plan.tensors[name].shape, symbols), np.float32) for name in subgraph.state}
-    table_row = {"rope_position": np.array([plan.rope_offset(num_tokens)])}
-    values: dict[str, Any] = {
-        "": None,
-        **live,
-        **table_row,
-        **{name: read_only(weights[name]) for name in subgraph.weights},
-        **caches,
-    }
+    of_weights = {name: read_only(weights[name]) for name in subgraph.weights}
+    values = {**live, **of_weights, **values_beside(plan, index, len(live["input_ids"]))}
     for node in subgraph.nodes:
         results = run(node, values)
         results = results if isinstance(results, tuple) else (results,)
         values.update(zip(node.outputs, map(read_only, results), strict=True))
     later = {name for s in plan.subgraphs[index + 1 :] for name in s.inputs} | {plan.output, "input_ids"}
     return {name: values[name] for name in (*live, *subgraph.outputs) if name in later}
+
+
+def values_beside(plan: Plan, index: int, num_tokens: int) -> dict[str, Any]:
+    """Return the values that a subgraph takes in addition to live ones and weights, for a window from position 0 on:
+    the row of the rotary tables, and empty state.
+    """
+    sizes = {"P": num_tokens, "W": num_tokens}
+    state = {n: np.zeros(resolve(plan.tensors[n].shape, sizes), np.float32) for n in plan.subgraphs[index].state}
+    return {"": None, "rope_position": np.array([plan.rope_offset(num_tokens)]), **state}
 
 
 def run_node(node: Node, values: Values) -> Any:

@@ -145,7 +145,8 @@ def prepare_checkpoint(
     scheme, ranges, scaling = recipe.scheme, None, None
     check_scheme_of_ranks(scheme, ranks.size)
     source, decoder = open_decoder(checkpoint, ranks)
-    if isinstance(source, OnnxSource) or scheme.is_static:
+    rounds = scheme.weight_bits == 4 and scheme.rounding != "nearest"
+    if isinstance(source, OnnxSource) or scheme.is_static or rounds:
         plain = plan_decoder(source, decoder, {})
         if isinstance(source, OnnxSource):
             verify(source, plain.plan, plain.load)
@@ -166,10 +167,10 @@ def prepare_checkpoint(
         ranges=ranges,
         rounded={},
     )
-    if scheme.weight_bits != 4 or scheme.rounding == "nearest":
+    if not rounds:
         return prepared
-    plan = plan_decoder(source, decoder, {}).plan
-    return replace(prepared, rounded=_rounded(prepared, scaling.plan(plan) if scaling else plan, progress))
+    plan = scaling.plan(plain.plan) if scaling else plain.plan
+    return replace(prepared, rounded=_rounded(prepared, plan, progress))
 
 
 def _rounded(prepared: Prepared, plan: Plan, progress: Progress) -> dict[str, Rounded]:

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BlockTensor
-from chunkrt.compile.calibrate import WINDOW_LENGTH, Float32, TokenIds, first_values, run_node
+from chunkrt.compile.calibrate import WINDOW_LENGTH, Float32, TokenIds, first_values, run_node, values_beside
 from chunkrt.files import Count
-from chunkrt.graph.plan import Node, Plan, resolve
+from chunkrt.graph.plan import Node, Plan
 from chunkrt.quant.arithmetic import Integers, quantize_linear
 from chunkrt.quant.compensated import round_in_blocks, round_to_blocks
 from chunkrt.quant.scheme import Scheme
@@ -51,7 +51,7 @@ def round_linears(
     for index, subgraph in enumerate(plan.subgraphs):
         progress(index, len(plan.subgraphs))
         weights = {name: load(name) for name in subgraph.weights}
-        values = [{**before, **_beside(plan, index, before), **weights} for before in live]
+        values = [{**before, **weights, **values_beside(plan, index, len(before["input_ids"]))} for before in live]
         for node in subgraph.nodes:
             name = node.inputs[1] if node.op == "MatMul" else ""
             if name in names:
@@ -67,14 +67,6 @@ def round_linears(
         live = [{name: value for name, value in each.items() if name in later} for each in values]
     progress(len(plan.subgraphs), len(plan.subgraphs))
     return found
-
-
-def _beside(plan: Plan, index: int, live: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a subgraph takes in addition to those of earlier subgraphs and weights."""
-    num_tokens = len(live["input_ids"])
-    sizes = {"P": num_tokens, "W": num_tokens}
-    state = {n: np.zeros(resolve(plan.tensors[n].shape, sizes), np.float32) for n in plan.subgraphs[index].state}
-    return {"": None, "rope_position": np.array([plan.rope_offset(num_tokens)]), **state}
 
 
 def _round(node: Node, weight: Float32, scheme: Scheme, values: list[dict[str, Any]]) -> Rounded:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf, sqrt
 from typing import Any, TypeVar
 
 import numpy as np
@@ -126,6 +127,29 @@ class Losses:
     def _for_each_window(self, task: Callable[[_TrialWindow], Result]) -> list[Result]:
         with threadpool_limits(1, "blas"), ThreadPoolExecutor(len(self._windows)) as pool:
             return list(pool.map(task, self._windows))
+
+
+@dataclass
+class RelativeError:
+    """Root mean square of an error, relative to that of the expected values, over all values so far."""
+
+    of_error: float = 0.0
+    of_expected: float = 0.0
+
+    def see(self, found: Float32, expected: Float32) -> None:
+        """Add values."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.of_error += float(np.square(found - expected, dtype=np.float64).sum())
+        self.of_expected += float(np.square(expected, dtype=np.float64).sum())
+
+    @property
+    def relative(self) -> float:
+        """The relative error; infinite if an error is not finite, or if all expected values are 0 and others found."""
+        if not np.isfinite(self.of_error):
+            return inf
+        if self.of_expected == 0:
+            return inf if self.of_error else 0.0
+        return sqrt(self.of_error / self.of_expected)
 
 
 class RoundedLinears:

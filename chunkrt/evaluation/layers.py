@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from math import inf, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.compile.calibrate import first_values, run_node, run_subgraph
-from chunkrt.compile.trials import LOSS_EVERY, Float32, RoundedLinears
+from chunkrt.compile.trials import LOSS_EVERY, Float32, RelativeError, RoundedLinears
 from chunkrt.engine_directory.weights import LoadBlocks
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import Node, Plan, linear_nodes
@@ -156,29 +155,11 @@ def evaluate_layers(
 
 
 @dataclass
-class _Error:
-    """Sums of squares over all values so far."""
-
-    of_error: float = 0.0
-    of_expected: float = 0.0
-
-    def see(self, found: Float32, expected: Float32) -> None:
-        self.of_error += float(np.square(found - expected, dtype=np.float64).sum())
-        self.of_expected += float(np.square(expected, dtype=np.float64).sum())
-
-    @property
-    def relative(self) -> float:
-        if self.of_expected == 0:
-            return inf if self.of_error else 0.0
-        return sqrt(self.of_error / self.of_expected)
-
-
-@dataclass
 class _Seen:
     """Observations of one linear."""
 
-    whole: _Error = field(default_factory=_Error)
-    unshadowed: _Error = field(default_factory=_Error)
+    whole: RelativeError = field(default_factory=RelativeError)
+    unshadowed: RelativeError = field(default_factory=RelativeError)
     channel_peaks: NDArray[np.float32] | None = None
     num_values: int = 0
     num_beyond: int = 0
@@ -190,7 +171,7 @@ class _LayerSums:
     def __init__(self, plan: Plan, scheme: Scheme) -> None:
         self.scheme = scheme
         self.linears = {weight: _Seen() for weight in linear_nodes(plan)}
-        self.residuals: dict[int, _Error] = {}
+        self.residuals: dict[int, RelativeError] = {}
 
     def linear(self, weight: str) -> LinearFigures:
         seen, scheme = self.linears[weight], self.scheme
@@ -235,7 +216,7 @@ class _Runs:
             return self._linears.multiply(node, values[node.inputs[0]], self._found.scheme)
         result = run_node(node, values)
         if (layer := _residual_layer(node)) is not None:
-            self._found.residuals.setdefault(layer, _Error()).see(result, self._residuals.pop(layer))
+            self._found.residuals.setdefault(layer, RelativeError()).see(result, self._residuals.pop(layer))
         return result
 
     def _is_linear(self, node: Node) -> bool:

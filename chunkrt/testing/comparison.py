@@ -27,13 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.function_executable import read_only
-from chunkrt.compile.calibrate import first_values, run_node
+from chunkrt.compile.calibrate import first_values, run_node, values_beside
 from chunkrt.compile.compiler import Prepared
-from chunkrt.compile.trials import RoundedLinears
+from chunkrt.compile.trials import RelativeError, RoundedLinears
 from chunkrt.errors import ConfigError
 from chunkrt.files import Count, written_aside
 from chunkrt.graph.partition import Planned
-from chunkrt.graph.plan import Node, Plan, linear_nodes, resolve
+from chunkrt.graph.plan import Node, Plan, linear_nodes
 
 Float32 = NDArray[np.float32]
 Array = NDArray[Any]
@@ -269,14 +269,14 @@ def compare_decoder(
     places = _counterparts(planned, expected)
     runs = _Values(places, dump is not None), _Values(places, dump is not None)
     live: list[dict[str, Any]] = [dict(first_values(expected.token_ids, np.arange(num_tokens))) for _ in runs]
+    quantised = linear_nodes(plan) if scheme.weight_bits is not None else {}
     for index, subgraph in enumerate(plan.subgraphs):
         progress(index, len(plan.subgraphs))
         weights = {name: prepared.load(name) for name in subgraph.weights}
         linears = RoundedLinears(weights, prepared.ranges, planned.load_blocks)
-        quantised = linear_nodes(plan) if scheme.weight_bits is not None else {}
 
         def compute(node: Node, values: Mapping[str, Any], linears: RoundedLinears = linears) -> Any:
-            if node.op == "MatMul" and node.inputs[1] in quantised:  # noqa: B023 - the same for all subgraphs
+            if node.op == "MatMul" and node.inputs[1] in quantised:
                 return linears.multiply(node, values[node.inputs[0]], scheme)
             return run_node(node, values)
 
@@ -311,27 +311,8 @@ class _Counterpart:
     tolerance: float
 
 
-@dataclass
-class _Error:
-    of_error: float = 0.0
-    of_expected: float = 0.0
-
-    def see(self, found: Float32, expected: Float32) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            self.of_error += float(np.square(found - expected, dtype=np.float64).sum())
-        self.of_expected += float(np.square(expected, dtype=np.float64).sum())
-
-    @property
-    def relative(self) -> float:
-        if not np.isfinite(self.of_error):
-            return inf
-        if self.of_expected == 0:
-            return inf if self.of_error else 0.0
-        return sqrt(self.of_error / self.of_expected)
-
-
 def _relative(found: Float32, expected: Float32) -> float:
-    error = _Error()
+    error = RelativeError()
     error.see(found, expected)
     return error.relative
 
@@ -358,7 +339,7 @@ class _Values:
 
     places: Mapping[str, Sequence[_Counterpart]]
     keeps: bool
-    errors: dict[tuple[str, str], _Error] = field(default_factory=dict)
+    errors: dict[tuple[str, str], RelativeError] = field(default_factory=dict)
     changes: dict[tuple[str, str], _Change] = field(default_factory=dict)
     found: dict[str, list[Float32]] = field(default_factory=dict)
 
@@ -372,7 +353,7 @@ class _Values:
             if key not in self.changes:
                 self.changes[key] = _change(found, expected, place.tolerance) if place.may_be_folded else _Change()
             expected = self.changes[key].apply(expected)
-            self.errors.setdefault(key, _Error()).see(found, expected)
+            self.errors.setdefault(key, RelativeError()).see(found, expected)
             exact = expected if exact is None else exact
         if self.keeps and name in self.places:
             self.found.setdefault(name, []).append(found)
@@ -493,15 +474,14 @@ def _run_subgraph(
         replaces: True if every compared value is replaced by Transformers' value.
     """
     subgraph, num_tokens = plan.subgraphs[index], len(live["input_ids"])
-    sizes = {"P": num_tokens, "W": num_tokens}
-    state = {name: np.zeros(resolve(plan.tensors[name].shape, sizes), np.float32) for name in subgraph.state}
+    beside = values_beside(plan, index, num_tokens)
     parts: dict[str, list[Array]] = {name: [] for name in subgraph.outputs}
     for start in range(0, num_tokens, chunk_length):
         rows = slice(start, start + chunk_length)
-        values: dict[str, Any] = {"": None, **weights, **state}
+        values: dict[str, Any] = {**weights, **beside}
         values |= {name: array[rows] for name, array in live.items()}
         values["position"] = np.array([start], np.int64)
-        values["rope_position"] = np.array([start + plan.rope_offset(num_tokens)], np.int64)
+        values["rope_position"] = beside["rope_position"] + start
         values["logit_rows"] = np.arange(len(values["input_ids"]))
         for node in subgraph.nodes:
             results = compute(node, values)
