@@ -154,7 +154,7 @@ void run(BlockGemmFunction* function, BlockGemmArgs args, std::size_t begin, std
   const GuardedBuffer<std::int8_t> guarded(arranged);
   args.arranged = guarded.data();
   const GuardedBuffer<float> scratch(
-      std::vector<float>(tile_scratch_floats(args.depth_blocks), std::numeric_limits<float>::quiet_NaN()));
+      std::vector<float>(panel_scratch_floats(args.depth_blocks), std::numeric_limits<float>::quiet_NaN()));
   args.scratch = scratch.data();
   function(args, begin, end);
 }

@@ -4,6 +4,9 @@
 // No int16 can overflow: a pair of products is at most 2 * 15 * 127 = 3810 in magnitude, and a block of 32
 // values along k adds 8 pairs in one int16, which is at most 30480 < 32767. So the pairs of a block are added
 // in int16, and only their sums are widened, by a vpmaddwd with ones.
+//
+// For many rows, each block of columns is unpacked once. Then 16 columns of 4 rows are computed at a time, so
+// that each loaded activation is used twice.
 #include <immintrin.h>
 
 #include <cstring>
@@ -23,6 +26,9 @@ constexpr std::size_t kDepthPerGroup = 8;
 constexpr std::size_t kGroupBytes = 64;
 constexpr std::size_t kTileBytesPerGroup = kGroupBytes / kTiles;
 constexpr std::size_t kGroups = kBlockDepth / kDepthPerGroup;
+
+// With fewer rows than this, unpacking does not pay off.
+constexpr std::size_t kFewestPanelRows = 8;
 
 struct Values {
   __m256 of[kTileRows];
@@ -99,6 +105,106 @@ void compute_tile(const BlockGemmArgs& args, std::size_t row, std::size_t column
   for (std::size_t m = 0; m < Rows; ++m) store_columns(args, row + m, column, values.of[m], nullptr);
 }
 
+__m256i load(const std::uint8_t* source) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+}
+
+// Returns the value, and stops GCC from moving its computation to a later place. GCC would compute all
+// products before all sums, and would have no registers for them.
+__m256i keep_here(__m256i value) {
+  asm("" : "+x"(value));
+  return value;
+}
+
+// A block of columns, unpacked into scratch.
+struct Panel {
+  std::uint8_t* weights;  // uint8 [depth_blocks, 8, 16 columns, 4]
+  float* scales;          // float32 [depth_blocks, 2, 16 columns]
+};
+
+Panel unpack_panel(const BlockGemmArgs& args, std::size_t block) {
+  const Panel panel = {reinterpret_cast<std::uint8_t*>(args.scratch),
+                       args.scratch + args.depth_blocks * 2 * kBlockBytes / sizeof(float)};
+  const __m256i low_half = _mm256_set1_epi8(15);
+  const std::uint8_t* right = args.right + block * args.depth_blocks * kBlockBytes;
+  std::uint8_t* out = panel.weights;
+  const auto store = [&](std::size_t to, __m256i q) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(out + to), _mm256_and_si256(q, low_half));
+  };
+  for (std::size_t group = 0; group < args.depth_blocks * kGroups; ++group) {
+    const __m256i first = load(right), second = load(right + 32);
+    store(0, first);
+    store(32, second);
+    store(64, _mm256_srli_epi16(first, 4));
+    store(96, _mm256_srli_epi16(second, 4));
+    right += kGroupBytes;
+    out += 2 * kGroupBytes;
+  }
+  const std::size_t num_scales = args.depth_blocks * 2 * kBlockColumns;
+  const std::uint16_t* right_scales = args.right_scales + block * num_scales;
+  for (std::size_t i = 0; i < num_scales; i += kTileColumns) {
+    _mm256_store_ps(panel.scales + i, widen(right_scales + i));
+  }
+  return panel;
+}
+
+// Computes Rows rows of an unpacked block. The sums of a block of depth stay in registers, and the values in
+// the first-level cache.
+template <std::size_t Rows>
+[[gnu::noinline]] void compute_panel(const BlockGemmArgs& args, std::size_t row, std::size_t block,
+                                     const Panel& panel) {
+  const std::size_t depth = args.depth_blocks * kBlockDepth;
+  const std::int8_t* left = args.left + row * depth;
+  const std::int32_t* left_sums = args.left_sums + row * args.depth_blocks;
+  const std::uint8_t* right = panel.weights;
+  const float* scales = panel.scales;
+  __m256 values[Rows][kTiles] = {};
+  for (std::size_t b = 0; b < args.depth_blocks; ++b, scales += 2 * kBlockColumns) {
+    __m256i sums[Rows][kTiles] = {};  // int16: two sums for each column
+#pragma GCC unroll 8
+    for (std::size_t quad = 0; quad < kBlockDepth; quad += 4, right += kGroupBytes, left += 4) {
+      const __m256i weights[kTiles] = {load(right), load(right + kTileBytesPerGroup)};
+#pragma GCC unroll 4
+      for (std::size_t m = 0; m < Rows; ++m) {
+        const __m256i activations = broadcast(left + m * depth);
+#pragma GCC unroll 2
+        for (std::size_t tile = 0; tile < kTiles; ++tile) {
+          const __m256i pairs = _mm256_maddubs_epi16(weights[tile], activations);
+          sums[m][tile] = keep_here(_mm256_add_epi16(sums[m][tile], pairs));
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (std::size_t m = 0; m < Rows; ++m) {
+      const __m256 left_sum = _mm256_cvtepi32_ps(_mm256_set1_epi32(left_sums[m * args.depth_blocks + b]));
+#pragma GCC unroll 2
+      for (std::size_t tile = 0; tile < kTiles; ++tile) {
+        const float* of_tile = scales + tile * kTileColumns;
+        const __m256 sum = _mm256_cvtepi32_ps(_mm256_madd_epi16(sums[m][tile], _mm256_set1_epi16(1)));
+        const __m256 scaled = _mm256_fmadd_ps(sum, _mm256_load_ps(of_tile), values[m][tile]);
+        values[m][tile] = _mm256_fmadd_ps(left_sum, _mm256_load_ps(of_tile + kBlockColumns), scaled);
+      }
+    }
+  }
+  for (std::size_t m = 0; m < Rows; ++m) {
+    for (std::size_t tile = 0; tile < kTiles; ++tile) {
+      store_columns(args, row + m, block * kBlockColumns + tile * kTileColumns, values[m][tile], nullptr);
+    }
+  }
+}
+
+void compute_by_panels(const BlockGemmArgs& args, std::size_t begin, std::size_t end) {
+  constexpr void (*kComputePanel[])(const BlockGemmArgs&, std::size_t, std::size_t, const Panel&) = {
+      compute_panel<1>, compute_panel<2>, compute_panel<3>, compute_panel<4>};
+  for (std::size_t block = begin; block < end; ++block) {
+    const Panel panel = unpack_panel(args, block);
+    for (std::size_t row = 0; row < args.rows; row += kTileRows) {
+      const std::size_t left = args.rows - row;
+      kComputePanel[(left < kTileRows ? left : kTileRows) - 1](args, row, block, panel);
+    }
+  }
+}
+
 // Number of column blocks that a single row is multiplied by at once; they share the row's broadcasts.
 // Contiguous blocks are processed in order, so that they form one stream for the prefetchers.
 constexpr std::size_t kRowBlocks = 3;
@@ -164,6 +270,7 @@ void block_gemm_f32_s8row_u4block_avx2(const BlockGemmArgs& args, std::size_t bl
   constexpr void (*kComputeTile[])(const BlockGemmArgs&, std::size_t, std::size_t) = {
       compute_tile<1>, compute_tile<2>, compute_tile<3>, compute_tile<4>};
   if (args.rows == 1) return compute_blocks_of_row(args, block_begin, block_end);
+  if (args.rows >= kFewestPanelRows) return compute_by_panels(args, block_begin, block_end);
   const std::size_t end = block_end * kBlockColumns < args.columns ? block_end * kBlockColumns : args.columns;
   for (std::size_t column = block_begin * kBlockColumns; column < end; column += kTileColumns) {
     for (std::size_t row = 0; row < args.rows; row += kTileRows) {

@@ -45,27 +45,26 @@ struct BlockGemmArgs {
   // The rows and the sums of their blocks in the layout of kernels/gemm/arranged.h; NEON with i8mm reads only
   // this copy.
   const std::int8_t* arranged = nullptr;
-  // float32 [tile_scratch_floats(depth_blocks)], aligned to 64 bytes, exclusive to this call; only the
-  // implementation for matrix tiles needs it.
+  // float32 [panel_scratch_floats(depth_blocks)], aligned to 64 bytes, exclusive to this call. Only AVX2 and
+  // matrix tiles need it.
   float* scratch = nullptr;
 };
 
-// A part of a weight for matrix tiles: a panel of a few blocks of 16 columns, with its integers as int8 and
-// its scales and minima in float32. A panel is unpacked once for all rows, and fits in the second-level
-// cache.
-inline constexpr std::size_t kTileBlockBytes = 2 * kBlockBytes + 2 * kBlockColumns * sizeof(float);
-inline constexpr std::size_t kMostTilePanelBytes = 512 * 1024;
-inline constexpr std::size_t kMostTilePanelBlocks = 4;
+// A part of a weight: a panel of a few blocks of 16 columns, with its integers as int8 and its scales and
+// minima in float32. A panel is unpacked once for all rows, and fits in the second-level cache.
+inline constexpr std::size_t kUnpackedBlockBytes = 2 * kBlockBytes + 2 * kBlockColumns * sizeof(float);
+inline constexpr std::size_t kMostPanelBytes = 512 * 1024;
+inline constexpr std::size_t kMostPanelBlocks = 4;
 
-// Number of column blocks in a panel.
-constexpr std::size_t tile_panel_blocks(std::size_t depth_blocks) {
-  const std::size_t fit = kMostTilePanelBytes / (kTileBlockBytes * (depth_blocks > 0 ? depth_blocks : 1));
-  return fit < 1 ? 1 : fit < kMostTilePanelBlocks ? fit : kMostTilePanelBlocks;
+// Number of column blocks in a panel for matrix tiles; with AVX2 a panel is a single block.
+constexpr std::size_t most_panel_blocks(std::size_t depth_blocks) {
+  const std::size_t fit = kMostPanelBytes / (kUnpackedBlockBytes * (depth_blocks > 0 ? depth_blocks : 1));
+  return fit < 1 ? 1 : fit < kMostPanelBlocks ? fit : kMostPanelBlocks;
 }
 
 // Number of floats for a panel, and for the block sums of 16 rows.
-constexpr std::size_t tile_scratch_floats(std::size_t depth_blocks) {
-  return depth_blocks * (tile_panel_blocks(depth_blocks) * kTileBlockBytes / sizeof(float) + 16);
+constexpr std::size_t panel_scratch_floats(std::size_t depth_blocks) {
+  return depth_blocks * (most_panel_blocks(depth_blocks) * kUnpackedBlockBytes / sizeof(float) + 16);
 }
 
 // Computes the columns of blocks [block_begin, block_end) of 16 for all rows; columns past N are not written.

@@ -148,7 +148,7 @@ template <typename Tiles, typename Values>
 void multiply_by_tiles(const BlockGemmArgs& args, std::size_t block_begin, std::size_t block_end,
                        BlockGemmFunction* few_rows) {
   if (args.rows < kFewestRows) return few_rows(args, block_begin, block_end);
-  const std::size_t panel_blocks = tile_panel_blocks(args.depth_blocks);
+  const std::size_t panel_blocks = most_panel_blocks(args.depth_blocks);
   const std::size_t whole = args.rows / kTileRows * kTileRows;
   // A tile with fewer rows also computes the sums of its missing rows, but does not store them.
   alignas(kLineBytes) SumsAhead sums = {};

@@ -65,7 +65,8 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
   // Arranged rows include the sums of their blocks.
   if (!arrangement) digits.front().sums = block_sums_of(builder, symbol, digits.front());
   digits = arranged_digits(arrangement, builder, symbol, std::move(digits));
-  if (kernel.isa == Isa::amx) builder.need_scratch(tile_scratch_floats(depth_blocks));
+  if (kernel.isa == Isa::amx || kernel.isa == Isa::avx2)
+    builder.need_scratch(panel_scratch_floats(depth_blocks));
   const ValueId out = builder.float_rows(symbol, columns);
   std::vector<ValueId> uses = {packed,          block_scales,      out,
                                outliers.counts, outliers.channels, outliers.values};
