@@ -94,6 +94,7 @@ def test_support_reports_a_module_that_is_never_called(plugged):
     assert any("plug-in 'mine'" in gap and "model.layers.0.mlp" in gap for gap in report.gaps)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_own_families_use_all_modules_that_they_build(name):
     assert check_support(checkpoint(name), backends=[]).tensors.unused == []

@@ -44,6 +44,7 @@ def expect_logits(path, name):
     np.testing.assert_allclose(found, expected_logits(name), rtol=0, atol=1e-4)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_load_takes_tensors_without_the_models_prefix(tmp_path, name):
     """`AutoModel.save_pretrained` writes them so; here the LM head is stored with them."""

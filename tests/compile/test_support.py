@@ -388,6 +388,7 @@ def test_damaged_file_prints_one_line(tmp_path, command):
         ("smollm3_window", "rope_scaling"),
     ],
 )
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("value", [-1, 2**31, 2**62, 10**30, 0.5, inf, "x", "", [1], ["x"], {}, {"a": {}}, True])
 def test_hostile_config_is_reported_or_refused_at_once(tmp_path, name, key, value):
     folder = altered(tmp_path, name, **{key: value})

@@ -41,27 +41,21 @@ REVEALED = [
 ]
 
 
-def mypy(folder: Path, text: str) -> str:
-    """Check a program with mypy --strict in an empty folder, and return the messages."""
+def test_interface_has_the_types_of_its_documentation(tmp_path):
+    """The code of docs/python.md has no errors, and calls return the documented types."""
     pytest.importorskip("mypy", reason="needs mypy")
-    (folder / "program.py").write_text(text, encoding="utf-8")
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    assert "chunkrt.load" in code
+    (tmp_path / "page.py").write_text(code, encoding="utf-8")
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     environment, package = dict(os.environ), Path(chunkrt.__file__).parents[1]
     if "site-packages" not in package.parts:
         environment["MYPYPATH"] = str(package)
     options = ["--strict", "--config-file=", "--cache-dir=cache", "--follow-imports=silent", "--hide-error-context"]
-    command = [sys.executable, "-P", "-m", "mypy", *options, "program.py"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600).stdout
+    command = [sys.executable, "-P", "-m", "mypy", *options, "page.py", "program.py"]
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600).stdout
 
-
-def test_python_page_passes_mypy_strict(tmp_path):
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
-    assert "chunkrt.load" in code
-    assert mypy(tmp_path, code).startswith("Success: no issues found"), mypy(tmp_path, code)
-
-
-def test_interface_has_the_types_of_its_documentation(tmp_path):
-    found = mypy(tmp_path, PROGRAM)
     revealed = [re.sub(r"\b(?:\w+\.)+(?=\w)", "", kind) for kind in re.findall(r'Revealed type is "(.*?)"', found)]
     assert revealed == REVEALED, found
     errors = [line for line in found.splitlines() if ": error: " in line]

@@ -158,7 +158,7 @@ def with_a_little_added_to_scores(graph):
     put_behind(graph, "layers.0/self_attn/MatMul", "Add", "bias")
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     "change",
     [

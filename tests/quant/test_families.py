@@ -87,6 +87,7 @@ def quantised_logits(name, scheme, tmp_path, monkeypatch):
     return logits_of(name, **options)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("name", FAMILIES + NORMS_BEHIND + RECURRENT + EXPERTS)
 def test_native_equals_the_reference(name, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
