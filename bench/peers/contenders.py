@@ -41,10 +41,7 @@ class Form:
 
 
 FORMS = {
-    "F16.gguf": Form(engine="llama_cpp", options={"type": "F16"}),
-    "Q8_0.gguf": Form(engine="llama_cpp", options={"type": "Q8_0"}),
-    "gguf-Q8_0.gguf": Form(engine="gguf", options={"type": "Q8_0"}),
-    "Q4_0.gguf": Form(engine="llama_cpp", options={"type": "Q4_0"}),
+    **{f"{kind}.gguf": Form(engine="gguf", options={"type": kind}) for kind in ("F16", "Q8_0", "Q4_0")},
     "hugging-face": Form(engine="hugging_face"),
     "onnx-fp32": Form(engine="onnx_genai", of="hugging-face", options={"precision": "fp32", "prune_lm_head": "true"}),
     "onnx-int4": Form(
@@ -119,9 +116,9 @@ CONTENDERS = (
 SERVERS = (
     Contender(name="chunkrt 8-bit", kind="chunkrt", engine_folder="serving"),
     Contender(name="chunkrt 4-bit", kind="chunkrt", options={"scheme": "w4a8-dynamic"}, engine_folder="serving"),
-    Contender(name="llama.cpp Q8_0", kind="llama.cpp", form="gguf-Q8_0.gguf", engine_folder="serving"),
+    Contender(name="llama.cpp Q8_0", kind="llama.cpp", form="Q8_0.gguf", engine_folder="serving"),
     Contender(name="llama.cpp, file as given", kind="llama.cpp", engine_folder="serving"),
-    Contender(name="OpenVINO GenAI Q8_0", kind="openvino-genai", form="gguf-Q8_0.gguf", engine_folder="serving"),
+    Contender(name="OpenVINO GenAI Q8_0", kind="openvino-genai", form="Q8_0.gguf", engine_folder="serving"),
     Contender(name="OpenVINO GenAI, file as given", kind="openvino-genai", engine_folder="serving"),
     Contender(
         name="CTranslate2 int8",
@@ -142,7 +139,7 @@ CONVERSING = (
         Contender(
             name=f"OpenVINO GenAI Q8_0, {'with' if caches else 'without'} prefix caching",
             kind="openvino-genai",
-            form="gguf-Q8_0.gguf",
+            form="Q8_0.gguf",
             options={"enable_prefix_caching": caches},
             engine_folder="serving",
         )
@@ -152,7 +149,7 @@ CONVERSING = (
         Contender(
             name=f"llama.cpp Q8_0, {cache}",
             kind="llama.cpp",
-            form="gguf-Q8_0.gguf",
+            form="Q8_0.gguf",
             options={"cache": option},
             engine_folder="serving",
             module="llama_cpp_cached",

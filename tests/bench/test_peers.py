@@ -156,22 +156,13 @@ def test_a_choice_of_peers_keeps_chunkrt_and_gives_it_its_options():
         peers("command").choose(["llama"], {})
 
 
-@pytest.mark.parametrize(
-    ("kinds", "takes_llama_cpp"),
-    [
-        (["torch"], []),
-        (["ctranslate2", "onnxruntime-genai"], []),
-        (["llama.cpp"], ["llama.cpp Q8_0", "llama.cpp Q4_0", "llama.cpp F16"]),
-        (["openvino-genai"], [f"OpenVINO GenAI {t}, {a}" for t in ("Q8_0", "Q4_0", "F16") for a in ("paged", "plain")]),
-    ],
-)
-def test_packages_are_those_of_chosen_contenders_and_their_converters(kinds, takes_llama_cpp):
-    """OpenVINO reads files that llama.cpp makes, including NNCF's form."""
-    data = peers("contenders")
-    packages = data.packages_for(peers("command").choose(kinds, {}))
-    nncf = ["OpenVINO GenAI W8A8 by NNCF, paged"] if kinds == ["openvino-genai"] else []
-    assert packages.get("llama-cpp-python", []) == takes_llama_cpp + nncf
-    assert packages.get("nncf", []) == nncf
+@pytest.mark.parametrize("kind", ["torch", "onnxruntime-genai", "llama.cpp", "openvino-genai"])
+def test_only_llama_cpp_is_compiled_and_only_for_itself(kind):
+    """The gguf package makes the files for other runtimes."""
+    packages = peers("contenders").packages_for(peers("command").choose([kind], {}))
+    assert ("llama-cpp-python" in packages) == (kind == "llama.cpp")
+    assert ("nncf" in packages) == (kind == "openvino-genai")
+    assert ("gguf" in packages) == (kind != "chunkrt")
 
 
 def test_every_package_of_the_requirements_is_taken_by_a_peer_and_the_other_way_round():

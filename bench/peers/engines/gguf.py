@@ -1,4 +1,4 @@
-"""GGUF files from the gguf package, for environments without llama.cpp."""
+"""GGUF files of other types, made by the gguf package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's low-level bindings; it also makes the GGUF files for other runtimes."""
+"""llama.cpp through llama-cpp-python's low-level bindings."""
 
 from __future__ import annotations
 
@@ -9,25 +9,12 @@ from typing import Any
 
 import numpy as np
 
-FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7}
-"""llama.cpp's `llama_ftype` numbers."""
-
 UBATCH = 512
 """Tokens of one pass, llama.cpp's own default."""
 
 
 def versions() -> dict[str, str]:
     return {"llama-cpp-python": version("llama-cpp-python")}
-
-
-def convert(source: Path, target: Path, options: Mapping[str, Any]) -> None:
-    """Requantise a GGUF file. Options: type, a key of FILE_TYPES."""
-    import llama_cpp
-
-    parameters = llama_cpp.llama_model_quantize_default_params()
-    parameters.ftype, parameters.allow_requantize = FILE_TYPES[options["type"]], True
-    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), parameters):
-        raise RuntimeError(f"llama.cpp cannot make {options['type']} from {source}")
 
 
 def open_llama(model: Path, threads: int, context_length: int, **options: Any) -> Any:
