@@ -6,7 +6,7 @@ weight of 4 bits whose scales cover groups of a multiple of 32 along its rows ca
 
 Sources: AutoAWQ awq/utils/packing_utils.py; AutoGPTQ auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py and GPTQModel
 gptqmodel/quantization/config.py; compressed-tensors, compressors of its formats; Transformers
-integrations/finegrained_fp8.py, mxfp4.py and bitsandbytes.py; MLX mlx/backend/cpu/quantized.cpp; OCP Microscaling
+integrations/finegrained_fp8.py, mxfp4.py, bitsandbytes.py and gemma_quant.py; MLX mlx/backend/cpu/quantized.cpp; OCP Microscaling
 Formats 1.0.
 """
 
@@ -39,7 +39,7 @@ _WORDS = (".qweight", ".qzeros")
 
 _OF_ACTIVATIONS = re.compile(
     r"\.(activation_scale|input_activation_scale|input_global_scale|input_scale|input_zero_point|k_scale|k_zero_point|"
-    r"output_activation_scale|output_scale|output_zero_point|q_scale|v_scale|v_zero_point)$"
+    r"k_cache_scale|output_activation_scale|output_scale|output_zero_point|q_scale|v_cache_scale|v_scale|v_zero_point)$"
 )
 """Tensors with scales of activations, which chunkrt does not use."""
 
@@ -591,6 +591,35 @@ def _mlx(folder: _Folder) -> Iterator[tuple[str, QuantisedWeight]]:
         )
 
 
+def _gemma(folder: _Folder) -> Iterator[tuple[str, QuantisedWeight]]:
+    overrides = folder.settings.get("module_quant_configs") or {}
+
+    def weight_of(module: str, stored: str, scale: str) -> tuple[str, QuantisedWeight]:
+        own = next((value for pattern, value in overrides.items() if re.search(pattern, module)), {})
+        bits = replace(folder, settings={**folder.settings, **own}).whole("num_bits", 4, (2, 4, 8))
+        if folder.tensors[stored].dtype != ("I8" if bits == 8 else "U8"):
+            found = folder.tensors[stored].dtype
+            raise ModelError(f"{folder.where}: tensor {stored} is stored as {found}, unlike weights of {bits} bits")
+        size, width = folder.tensors[stored].shape
+        num_groups = folder.tensors[scale].shape[1]
+        folder.check(scale, (size, num_groups))
+        depth, zero = width * 8 // bits, 2 ** (bits - 1)
+
+        def load() -> tuple[NDArray[np.uint8], Float32, Array, None]:
+            packed = folder.array(stored)
+            integers = packed.view(np.uint8) ^ np.uint8(zero) if bits == 8 else unpacked(packed, bits, depth)
+            scales = folder.array(scale)
+            return integers, scales, np.full_like(scales, zero), None
+
+        label = f"INT{bits} (Gemma)"
+        return _integers(folder, module, (stored, scale), (size, depth), label, bits, num_groups, load)
+
+    for name in folder.ending(".weight_scale"):
+        yield weight_of(name, f"{name}.weight", f"{name}.weight_scale")
+    for name in folder.ending(".embedding_quantized"):
+        yield weight_of(name, f"{name}.embedding_quantized", f"{name}.embedding_scale")
+
+
 _READERS: dict[str, Callable[[_Folder], Iterator[tuple[str, QuantisedWeight]]]] = {
     "awq": _awq,
     "gptq": _gptq,
@@ -598,6 +627,7 @@ _READERS: dict[str, Callable[[_Folder], Iterator[tuple[str, QuantisedWeight]]]] 
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
+    "gemma": _gemma,
     "mlx": _mlx,
 }
 """Readers by `quant_method`."""

@@ -22,7 +22,7 @@ from chunkrt.errors import ModelError, UnsupportedModelError
 
 FOLDER = Path(__file__).parents[1] / "data" / "quantised"
 FORMATS = sorted(path.name for path in FOLDER.iterdir())
-BLOCKS = {"awq", "compressed_int4", "compressed_int4_zeros", "gptq", "gptq_v2", "mlx"}
+BLOCKS = {"awq", "compressed_int4", "compressed_int4_zeros", "gemma_4", "gptq", "gptq_v2", "mlx"}
 """Formats whose integers can be kept."""
 FLOATS_OF_8_AND_16_BITS = {"compressed_fp8", "compressed_nvfp4", "fp8", "mlx", "mlx_6"}
 """Formats with types that NumPy does not have."""

@@ -38,7 +38,7 @@ def write(name: str, settings: dict[str, Any], tensors: Tensors, expected: torch
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     named = {f"{key or NAME}{part}": tensor.contiguous() for part, tensor in tensors.items()}
     save_file(named, folder / "model.safetensors")
-    np.savez_compressed(folder / "expected.npz", weight=expected.float().numpy())
+    np.savez_compressed(folder / "expected.npz", weight=expected.detach().float().numpy())
 
 
 def compressed(name: str, form: str, arguments: dict[str, Any]) -> None:
@@ -194,6 +194,37 @@ def bitsandbytes8() -> None:
     write("bitsandbytes_int8", {"quantization_config": settings}, tensors, eight.float() * peaks[:, None] / 127)
 
 
+def gemma(bits: int) -> None:
+    """Fill Transformers' linear layer, whose width another pattern of the settings contradicts."""
+    from transformers.integrations.gemma_quant import QuantizedLinear
+
+    module = QuantizedLinear(DEPTH, SIZE, num_bits=bits)
+    generator = torch.Generator().manual_seed(bits)
+    fields = torch.randint(0, 256, module.weight.shape, generator=generator, dtype=torch.uint8)
+    module.weight.data = fields.view(module.weight.dtype)
+    module.weight_scale.data = torch.rand(SIZE, 1, generator=generator) / 2**bits
+    module.input_activation_scale.data = torch.tensor(0.02)
+    tensors = {f".{key}": value for key, value in module.state_dict().items()}
+    widths = {r"mlp\.up_proj$": {"num_bits": bits}, r"mlp": {"num_bits": 10 - bits}}
+    settings = {"quant_method": "gemma", "module_quant_configs": widths}
+    write(f"gemma_{bits}", {"quantization_config": settings}, tensors, module._dequantize_weights())
+
+
+def gemma_embedding() -> None:
+    from transformers.integrations.gemma_quant import QuantizedEmbedding
+
+    module = QuantizedEmbedding(SIZE, DEPTH, torch.float32, num_bits=2)
+    generator = torch.Generator().manual_seed(3)
+    module.embedding_quantized.data = torch.randint(
+        0, 256, module.embedding_quantized.shape, generator=generator, dtype=torch.uint8
+    )
+    module.embedding_scale.data = torch.rand(SIZE, 3, generator=generator)
+    tensors = {f".{key}": value for key, value in module.state_dict().items()}
+    settings = {"quant_method": "gemma", "num_bits": 2, "quantize_embeddings": True}
+    key = "model.embed_tokens"
+    write("gemma_embedding", {"quantization_config": settings}, tensors, module.weight, key=key)
+
+
 if __name__ == "__main__":
     group = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
     compressed("compressed_int4", "pack-quantized", {**group, "symmetric": True})
@@ -218,3 +249,6 @@ if __name__ == "__main__":
     bitsandbytes("nf4_nested", "nf4", nested=True)
     bitsandbytes("fp4", "fp4", nested=False)
     bitsandbytes8()
+    for bits in (2, 4, 8):
+        gemma(bits)
+    gemma_embedding()
