@@ -20,13 +20,17 @@ from chunkrt.files import check_regular, map_read_only
 
 MAGIC = b"GGUF"
 """First bytes of a GGUF file."""
-_PICKLED = "PyTorch's pickled files are not supported; convert the file to safetensors"
+_PICKLED = "name its folder, with config.json, if its name is pytorch_model.bin; other pickled files are not supported"
 _HINTS = {".safetensors": "name its folder instead", **dict.fromkeys((".bin", ".ckpt", ".pt", ".pth"), _PICKLED)}
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 PREFERRED = ("Q4_K_M", "Q8_0", "Q4_0", "Q4_1")
 """Quantisations in order of preference, for ids without one; llama.cpp's choice is first."""
 GENAI = "genai_config.json"
 """Settings of an ONNX decoder for ONNX Runtime GenAI."""
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+"""Names of the file with all weights of a Hugging Face folder, in order of preference. If there are several files, the
+name of their index ends with .index.json.
+"""
 TEXT_FOLDERS = ("1_Pooling", "additional_chat_templates")
 """Folders with settings of texts and embeddings, in a Hugging Face folder."""
 ONNX_SUFFIXES = ("", ".bin", ".data", ".jinja", ".json", ".onnx_data", ".weight", ".weights")

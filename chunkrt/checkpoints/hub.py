@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from chunkrt.checkpoints.checkpoint import TEXT_FOLDERS, choose_gguf, first_of_each, parts_of
+from chunkrt.checkpoints.checkpoint import TEXT_FOLDERS, WEIGHT_FILES, choose_gguf, first_of_each, parts_of
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.files import read_json
 
@@ -20,8 +20,8 @@ _ID = re.compile(
     rf"(?:hf://|https://huggingface\.co/)?(?P<repository>{_WORD}/{_WORD})"
     r"(?::(?P<quantisation>[\w.-]+))?(?:@(?P<revision>\w[\w./-]*))?/?"
 )
-FOLDER_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""File patterns of a repository in Hugging Face's own layout."""
+FOLDER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+"""File patterns of a repository in Hugging Face's own layout, without its weights."""
 _FILES = ("config.json", ".gguf", ".onnx", ".safetensors", ".toml")
 
 
@@ -118,20 +118,26 @@ def fetch_model(model: HubModel) -> Path:
 
 def _wanted(model: HubModel, names: list[str]) -> list[str]:
     """Return the files of a repository that a model needs."""
-    if model.quantisation is None and "config.json" in names and any(n.endswith(".safetensors") for n in names):
-        inside = [name for name in names if Path(name).parent.as_posix() in (".", *TEXT_FOLDERS)]
-        return [name for name in inside if any(Path(name).match(pattern) for pattern in FOLDER_FILES)]
+    for weights in ("*.safetensors", "pytorch_model*.bin"):
+        if model.quantisation is None and "config.json" in names and any(Path(name).match(weights) for name in names):
+            inside = [name for name in names if Path(name).parent.as_posix() in (".", *TEXT_FOLDERS)]
+            return [name for name in inside if any(Path(name).match(pattern) for pattern in (*FOLDER_FILES, weights))]
     if model.quantisation is None and not first_of_each(names):
-        raise ModelError(f"{model} on the Hugging Face hub holds neither safetensors nor GGUF; choose another model")
+        raise ModelError(
+            f"{model} on the Hugging Face hub holds neither safetensors, pytorch_model.bin nor GGUF; "
+            "choose another model"
+        )
     chosen = Path(choose_gguf(names, model.quantisation, str(model)))
     return [part.as_posix() for part in parts_of(chosen)]
 
 
 def _has_all_weights(folder: Path) -> bool:
-    if (folder / "model.safetensors").exists():
-        return True
-    try:
-        shards = set(read_json(folder / "model.safetensors.index.json")["weight_map"].values())
-        return all((folder / shard).exists() for shard in shards)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+    for name in WEIGHT_FILES:
+        if (folder / name).exists():
+            return True
+        try:
+            shards = set(read_json(folder / f"{name}.index.json")["weight_map"].values())
+            return all((folder / shard).exists() for shard in shards)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return False

@@ -6,8 +6,8 @@ weight of 4 bits whose scales cover groups of a multiple of 32 along its rows ca
 
 Sources: AutoAWQ awq/utils/packing_utils.py; AutoGPTQ auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py and GPTQModel
 gptqmodel/quantization/config.py; compressed-tensors, compressors of its formats; Transformers
-integrations/finegrained_fp8.py, mxfp4.py, bitsandbytes.py and gemma_quant.py; MLX mlx/backend/cpu/quantized.cpp; OCP Microscaling
-Formats 1.0.
+integrations/finegrained_fp8.py, mxfp4.py, bitsandbytes.py and gemma_quant.py; MLX mlx/backend/cpu/quantized.cpp; OCP
+Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -595,13 +595,13 @@ def _gemma(folder: _Folder) -> Iterator[tuple[str, QuantisedWeight]]:
     overrides = folder.settings.get("module_quant_configs") or {}
 
     def weight_of(module: str, stored: str, scale: str) -> tuple[str, QuantisedWeight]:
-        own = next((value for pattern, value in overrides.items() if re.search(pattern, module)), {})
+        own: Mapping[str, Any] = next((value for pattern, value in overrides.items() if re.search(pattern, module)), {})
         bits = replace(folder, settings={**folder.settings, **own}).whole("num_bits", 4, (2, 4, 8))
         if folder.tensors[stored].dtype != ("I8" if bits == 8 else "U8"):
             found = folder.tensors[stored].dtype
             raise ModelError(f"{folder.where}: tensor {stored} is stored as {found}, unlike weights of {bits} bits")
         size, width = folder.tensors[stored].shape
-        num_groups = folder.tensors[scale].shape[1]
+        _, num_groups = folder.tensors[scale].shape
         folder.check(scale, (size, num_groups))
         depth, zero = width * 8 // bits, 2 ** (bits - 1)
 

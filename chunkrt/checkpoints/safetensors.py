@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a `TensorSource`: config.json and safetensors files, memory-mapped.
+"""A Hugging Face folder as a `TensorSource`: config.json, and safetensors or pickled files, memory-mapped.
 
 Source: the safetensors format (huggingface/safetensors, README): 8 bytes of header length, JSON header, data.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.catalogue import how_to_fetch
-from chunkrt.checkpoints.checkpoint import map_file
+from chunkrt.checkpoints.checkpoint import WEIGHT_FILES, map_file
 from chunkrt.checkpoints.source import INT4, BlockTensor, QuantisedWeight, StoredTensor, TensorInfo
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.files import check_regular
@@ -47,6 +47,8 @@ class _Tensor(StoredTensor):
 class SafetensorsSource:
     """A folder with config.json and model.safetensors, or model.safetensors.index.json and its shards.
 
+    Without these, pytorch_model.bin or its index and shards are read (`pickled.py`).
+
     For a multimodal model, the source contains only the text half: its config and its tensors. Weights that another
     library quantised (`quantised.py`) appear under the names and with the shapes of ordinary weights.
 
@@ -67,16 +69,16 @@ class SafetensorsSource:
             raise ModelError(f"{self.path / 'config.json'} has no model_type; is it a Transformers model?")
         self.architecture = model_type
         self._tensors: dict[str, _Tensor] = {}
-        whole, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
-        if whole.exists():
-            self._tensors = _read_tensors(whole)
-        elif index.exists():
-            self._read_shards(index)
+        for name in WEIGHT_FILES:
+            whole, index = self.path / name, self.path / f"{name}.index.json"
+            if whole.exists():
+                self._tensors = _read_tensors(whole)
+                break
+            if index.exists():
+                self._read_shards(index)
+                break
         else:
-            raise ModelError(
-                f"{self.path} has neither {whole.name} nor {index.name}; "
-                "a checkpoint in another format has to be saved as safetensors first"
-            )
+            raise ModelError(f"{self.path} has no weights: expected {' or '.join(WEIGHT_FILES)}, or an index of shards")
         if (text := text_half(self.config, self.path / "config.json")) is not None:
             self.config, self.architecture = text, text["model_type"]
             for name in tensors_of_other_halves(self._tensors, self.path):
@@ -178,7 +180,12 @@ class SafetensorsSource:
 
 
 def _read_tensors(path: Path) -> dict[str, _Tensor]:
-    """Read the table of tensors of one safetensors file, and check every entry of the header."""
+    """Read the table of tensors of one file, and check every entry."""
+    if path.suffix == ".bin":
+        from chunkrt.checkpoints.pickled import read_pickled
+
+        found = read_pickled(path).items()
+        return {name: _Tensor(file=path, shape=t.shape, dtype=t.dtype, stored=t.stored) for name, t in found}
     data = np.frombuffer(map_file(path), np.uint8)
     header_bytes = int.from_bytes(data[:8].tobytes(), "little")
     if header_bytes > data.size - 8:

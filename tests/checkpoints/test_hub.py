@@ -207,7 +207,7 @@ def test_missing_model_of_the_hub_prints_one_line(hub):
         find_checkpoint("org/absent", no_progress)
     assert "\n" not in str(raised.value)
     hub.files = {"README.md": b"x"}
-    with pytest.raises(ModelError, match="holds neither safetensors nor GGUF"):
+    with pytest.raises(ModelError, match=r"holds neither safetensors, pytorch_model\.bin nor GGUF"):
         find_checkpoint("org/name", no_progress)
 
 
