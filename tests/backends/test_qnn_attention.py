@@ -32,6 +32,7 @@ LOGIT_TOLERANCE = 2.0**-6
 """Tolerance of logits, against attention on the CPU under the same scheme; it includes values that move to another
 step."""
 FAMILIES = [
+    "gemma2",
     "gemma3_scaled",
     "gemma3_window_5",
     "lfm2",

@@ -26,6 +26,7 @@ OPERATORS_OF = {
     "exaone4_hybrid": {"Sigmoid"},
     "falcon_h1": {"Sigmoid"},
     "gemma": {"Gelu"},
+    "gemma2": {"Gelu"},
     "gemma3_scaled": {"Gelu"},
     "glm": {"Sigmoid"},
     "glm4": {"Sigmoid"},

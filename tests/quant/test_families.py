@@ -27,6 +27,7 @@ FAMILIES = (
     "qwen3",
     "ernie4_5_biased",
     "gemma",
+    "gemma2",
     "glm",
     "glm4",
     "granite",
