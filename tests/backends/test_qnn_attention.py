@@ -35,6 +35,7 @@ FAMILIES = [
     "gemma2",
     "gemma3_scaled",
     "gemma3_window_5",
+    "gpt_oss_plain",
     "lfm2",
     "llama_biased",
     "llama_gqa",

@@ -30,6 +30,7 @@ OPERATORS_OF = {
     "gemma3_scaled": {"Gelu"},
     "glm": {"Sigmoid"},
     "glm4": {"Sigmoid"},
+    "gpt_oss": {"Add"},
     "granite": {"Sigmoid"},
     "granite_hybrid_mamba": {"Sigmoid"},
     "granite_hybrid": {"Sigmoid"},
