@@ -4,8 +4,8 @@ NPU.
     qkv -> Split -> heads -> RoPE (rows of the tables are inputs)
     scores = q (past keys | own keys)^T + mask,   output = softmax(scores) (past values | own values)
 
-A soft cap bounds the scores before the mask is added: cap tanh(scores / cap). A sink is one more score of each head, and
-its share of the softmax is dropped.
+A soft cap bounds the scores before the mask is added: cap tanh(scores / cap). A sink is one more score of each head,
+and its share of the softmax is dropped.
 
 A cache is passed with the number of slots that the node's `past_slots` states: the first positions of a full cache, or
 every slot of a ring. The mask states which slots a row sees, so the order of slots does not matter. The rows' new keys

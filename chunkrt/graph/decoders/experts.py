@@ -194,10 +194,11 @@ class Experts(Module):
         if mixture.has_biases:
             self.gate_up_bias, self.down_bias = self._biases()
         if mixture.selection_bias:
-            shape = (1,) * (mixture.bias_rank - 1) + (num_experts,)
             self.selection_bias = Parameter(
                 shape=(num_experts,),
-                checkpoint_tensors={self.sibling(mixture.selection_bias): shape},
+                checkpoint_tensors={
+                    self.sibling(mixture.selection_bias): (1,) * (mixture.bias_rank - 1) + (num_experts,)
+                },
                 combine=lambda bias: bias.reshape(num_experts),
             )
 
@@ -205,11 +206,11 @@ class Experts(Module):
         """Return the biases of gates and ups, and those of downs."""
         mixture, width = self._mixture, self._hidden_size
         num_experts, inner = mixture.num_experts, mixture.width
+        gate_ups: dict[str, tuple[int, ...]]
+        downs: dict[str, tuple[int, ...]]
         if self._has_stacks:
-            gate_ups, downs = (
-                {f"{self.sibling(name)}_bias": (num_experts, size)}
-                for name, size in zip(mixture.stacks, (2 * inner, width), strict=True)
-            )
+            gate_up_name, down_name = (f"{self.sibling(name)}_bias" for name in mixture.stacks)
+            gate_ups, downs = {gate_up_name: (num_experts, 2 * inner)}, {down_name: (num_experts, width)}
         else:
             gate, up, down = mixture.parts
             paths = [f"{self.path}.{expert}" for expert in range(num_experts)]
@@ -217,7 +218,9 @@ class Experts(Module):
             downs = {f"{path}.{down}.bias": (width,) for path in paths}
 
         def both(*tensors: Float32) -> Float32:
-            return _apart(tensors[0]) if self._has_stacks else np.stack(tensors).reshape(num_experts, -1)
+            if not self._has_stacks:
+                return np.stack(tensors).reshape(num_experts, -1)
+            return _apart(tensors[0]) if mixture.are_stacks_by_columns else tensors[0]
 
         def of_downs(*tensors: Float32) -> Float32:
             return (tensors[0] if self._has_stacks else np.stack(tensors)) * self._factor

@@ -102,7 +102,7 @@ struct AttentionShape {
   std::size_t num_kv_heads;
   std::size_t head_dim;
   float scale;
-  float soft_cap = 0.0f;      // of scores; 0: none
+  float soft_cap = 0.0f;      // bound of scores; 0: none
   std::size_t window = 0;     // 0: none
   bool has_raw_keys = false;  // the cache holds keys before rotary embedding
   AttentionMath math = AttentionMath::float32;
