@@ -183,6 +183,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 300.0},
         tie_word_embeddings=True,
     ),
+    "gpt_oss_mxfp4": _family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        hidden_size=32,
+        intermediate_size=32,
+        head_dim=6,
+        num_hidden_layers=1,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    ),
     "lfm3": _family("lfm3", "Lfm3ForCausalLM", num_hidden_layers=5, head_dim=8, sliding_window=7, conv_bias=True),
     "lfm3_bare": _family(
         "lfm3",
@@ -481,6 +492,8 @@ def equivalent(config: dict[str, Any]) -> dict[str, Any]:
     MiniCPM's code is outside of Transformers. Its factors are those of Granite under other names (OpenBMB's
     `modeling_minicpm.py`: `MiniCPMDecoderLayer.forward`, `MiniCPMForCausalLM.forward`).
     """
+    if "quantization_config" in config:
+        return {key: value for key, value in config.items() if key != "quantization_config"}
     if config["model_type"] != "minicpm":
         return config
     own = ("scale_emb", "scale_depth", "dim_model_base")
@@ -510,7 +523,26 @@ def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
     family = config["model_type"]
     found: Weights = {}
     for name, shape in shapes.items():
+        if "quantization_config" in config and name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            experts, depth, columns = shape
+            blocks = rng.integers(0, 256, (experts, columns, depth // 32, 16), np.uint8)
+            scales = rng.integers(121, 125, (experts, columns, depth // 32), np.uint8)
+            found |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            continue
         found |= _published(name, _random(name, shape, family, rng).astype(config["torch_dtype"]), family)
+    return found
+
+
+def dequantised(weights: Weights) -> Weights:
+    """Return weights in which the tensors of MXFP4 are replaced by their values, as Transformers computes them."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    found = dict(weights)
+    for name in [name for name in weights if name.endswith("_blocks")]:
+        key = name.removesuffix("_blocks")
+        packed = (torch.from_numpy(found.pop(f"{key}_{part}")) for part in ("blocks", "scales"))
+        found[key] = convert_moe_packed_tensors(*packed, dtype=torch.float16).numpy()
     return found
 
 
