@@ -315,7 +315,8 @@ Weighed weigh_random_rows(const TileOperations& operations, std::size_t num_rows
                     .first = firsts.data(),
                     .visible = ends.data(),
                     .num_rows = num_rows,
-                    .columns = kColumns});
+                    .columns = kColumns,
+                    .soft_cap = 0.0f});
   return rows;
 }
 
