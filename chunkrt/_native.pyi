@@ -104,11 +104,15 @@ class ProgramBuilder:
         down: int,
         down_scales: int,
         selection_bias: int | None = None,
+        gate_up_bias: int | None = None,
+        down_bias: int | None = None,
         *,
         top_k: int,
         norm_topk_prob: bool,
         use_sigmoid: bool = False,
         norm_epsilon: float = 0.0,
+        swiglu_alpha: float = 1.0,
+        swiglu_limit: float = 0.0,
     ) -> int: ...
     def add(self, left: int, right: int) -> int: ...
     def mul(self, left: int, right: int) -> int: ...
@@ -135,10 +139,12 @@ class ProgramBuilder:
         num_kv_heads: int,
         head_dim: int,
         scale: float,
+        soft_cap: float = 0.0,
         window: int = 0,
         has_raw_keys: bool = False,
         is_in_bfloat: bool = False,
         qkv_bias: int | None = None,
+        sinks: int | None = None,
     ) -> int: ...
     def short_conv(self, bcx: int, conv_weight: int, conv_bias: int | None, conv_state: int) -> int: ...
     def mamba2(

@@ -181,11 +181,15 @@ def routed_experts(
     gate_up: Float32 | Sequence[DynamicWeight],
     down: Float32 | Sequence[DynamicWeight],
     selection_bias: Float32 | None = None,
+    gate_up_bias: Float32 | None = None,
+    down_bias: Float32 | None = None,
     *,
     top_k: int,
     norm_topk_prob: int,
     use_sigmoid: int = 0,
     norm_epsilon: float = 0.0,
+    swiglu_alpha: float = 1.0,
+    swiglu_limit: float = 0.0,
     quantize: Quantize = quantize_rows,
 ) -> Float32:
     if use_sigmoid:
@@ -203,8 +207,21 @@ def routed_experts(
     for expert in np.unique(picked):
         rows, places = np.nonzero(picked == expert)
         gate_and_up = _linear(hidden[rows], gate_up[expert], quantize=quantize)
-        output[rows] += weights[rows, places, None] * _linear(_silu_mul(gate_and_up), down[expert], quantize=quantize)
+        if gate_up_bias is not None:
+            gate_and_up = gate_and_up + gate_up_bias[expert]
+        gated = _clamped_swiglu(gate_and_up, swiglu_alpha, swiglu_limit) if swiglu_limit else _silu_mul(gate_and_up)
+        result = _linear(gated, down[expert], quantize=quantize)
+        if down_bias is not None:
+            result = result + down_bias[expert]
+        output[rows] += weights[rows, places, None] * result
     return output
+
+
+def _clamped_swiglu(x: Float32, alpha: float, limit: float) -> Float32:
+    gate, up = np.split(x, 2, axis=-1)
+    gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))
+    result: Float32 = (up + np.float32(1)) * (gate * _sigmoid(np.float32(alpha) * gate))
+    return result
 
 
 @operators.register("rope", REFERENCE)
@@ -226,6 +243,7 @@ def _cached_attention(
     sin: Float32,
     key_cache: Array,
     value_cache: Array,
+    sinks: Float32 | None = None,
     *,
     has_raw_keys: int,
     rope: Rope = rotate_half,
@@ -241,7 +259,7 @@ def _cached_attention(
         of_keys = slice(table_row - start + first, table_row - start + stop)
         rows = np.ascontiguousarray(keys.transpose(1, 0, 2))
         keys = rope(rows, cos[of_keys], sin[of_keys]).transpose(1, 0, 2)
-    return _attend(rope(q, cos[here], sin[here]), keys, values, start, first, attributes)
+    return _attend(rope(q, cos[here], sin[here]), keys, values, sinks, start, first, attributes)
 
 
 def _heads(qkv: Float32, attributes: Mapping[str, Attribute]) -> Sequence[Float32]:
@@ -270,19 +288,34 @@ def _read(cache: Array, first: int, stop: int) -> Float32:
 
 
 def _attend(
-    q: Float32, keys: Float32, values: Float32, start: int, first: int, attributes: Mapping[str, Attribute]
+    q: Float32,
+    keys: Float32,
+    values: Float32,
+    sinks: Float32 | None,
+    start: int,
+    first: int,
+    attributes: Mapping[str, Attribute],
 ) -> Float32:
     """Compute softmax attention of the rows at positions from `start` on over the keys at positions from `first` on."""
     num_kv_heads, window = (cast(int, attributes[name]) for name in ("num_kv_heads", "window"))
     rows, num_heads, head_dim = q.shape
     grouped = q.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = np.einsum("tgrd,gpd->grtp", grouped, keys, optimize=True) * np.float32(cast(float, attributes["scale"]))
+    if soft_cap := np.float32(cast(float, attributes.get("soft_cap", 0.0))):
+        scores = soft_cap * np.tanh(scores / soft_cap)
     key_positions, row_positions = np.arange(first, start + rows), np.arange(start, start + rows)[:, None]
     hidden = key_positions > row_positions
     if window:
         hidden |= key_positions <= row_positions - window
     scores[..., hidden] = -np.inf
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    largest = scores.max(axis=-1, keepdims=True)
+    if sinks is None:
+        weights = np.exp(scores - largest)
+        weights /= weights.sum(axis=-1, keepdims=True)
+    else:
+        by_group = sinks.reshape(num_kv_heads, -1, 1, 1)
+        largest = np.maximum(largest, by_group)
+        weights = np.exp(scores - largest)
+        weights /= weights.sum(axis=-1, keepdims=True) + np.exp(by_group - largest)
     attended: Float32 = np.einsum("grtp,gpd->tgrd", weights, values, optimize=True).reshape(rows, num_heads * head_dim)
     return attended

@@ -19,9 +19,9 @@ NEXTN = "nextn_predict_layers"
 """Key of the number of last layers for multi-token prediction, which llama.cpp's decoder does not run."""
 
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-GEMMA3_27B_LAYERS = 62
+GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 
-SOFTMAX, SIGMOID = 1, 2
+SOFTMAX, SIGMOID, SOFTMAX_OF_PICKED = 1, 2, 3
 """Values of `expert_gating_func` (llama.cpp's `llama_expert_gating_func_type`)."""
 
 LARGEST_COUNT = 2**24
@@ -219,14 +219,32 @@ def qwen3_next_config(keys: Keys, config: Config) -> Config:
     }
 
 
-def mixture(keys: Keys, *, use_sigmoid: bool = False) -> Config:
-    """Return keys of routed experts, under the names of most families.
+def gpt_oss_config(keys: Keys, config: Config) -> Config:
+    """Return gpt-oss's keys. YaRN does not round the range of its blend, as in training; no key states this.
 
     Raises:
         UnsupportedModelError: the scores of experts are of another kind, or have a factor.
     """
-    expected = SIGMOID if use_sigmoid else SOFTMAX
-    for key, known in (("expert_gating_func", (None, 0, expected)), ("expert_weights_scale", (None, 0, 1))):
+    experts = mixture(keys, scores=SOFTMAX_OF_PICKED)
+    scaling = config["rope_scaling"]
+    return {
+        "num_local_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "intermediate_size": experts["moe_intermediate_size"],
+        "rope_scaling": {**scaling, "truncate": False} if scaling else {"rope_type": "default"},
+    }
+
+
+def mixture(keys: Keys, *, scores: int = SOFTMAX) -> Config:
+    """Return keys of routed experts, under the names of most families.
+
+    Args:
+        scores: the family's `expert_gating_func`.
+
+    Raises:
+        UnsupportedModelError: the scores of experts are of another kind, or have a factor.
+    """
+    for key, known in (("expert_gating_func", (None, 0, scores)), ("expert_weights_scale", (None, 0, 1))):
         if keys.get(key) not in known:
             name = keys.prefix + key
             raise UnsupportedModelError(f"{name} = {keys.get(key)} is not implemented", feature=name)
@@ -282,7 +300,7 @@ def lfm2_moe_config(keys: Keys, config: Config) -> Config:
     """Return LFM2's keys, and those of its experts."""
     return {
         **lfm2_config(keys, config),
-        **mixture(keys, use_sigmoid=True),
+        **mixture(keys, scores=SIGMOID),
         "num_dense_layers": keys.count("leading_dense_block_count", default=0),
         "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in keys.shapes),
     }
@@ -309,19 +327,35 @@ def ernie_moe_config(keys: Keys, config: Config) -> Config:
     }
 
 
+def gemma2_config(keys: Keys, config: Config) -> Config:
+    """Return Gemma 2's keys, with llama.cpp's defaults. Norms hold 1 + w. The window is that of every other layer."""
+    return {
+        "norm_offset": 0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _gemma_scalar(config, GEMMA2_27B_LAYERS),
+        "sliding_window": config["sliding_window"] or 4096,
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", default=50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", default=30.0),
+    }
+
+
+def _gemma_scalar(config: Config, layers_of_27b: int) -> int:
+    """Return the number whose root divides scores. No key states it; llama.cpp derives it from the number of layers."""
+    is_27b = config["num_hidden_layers"] == layers_of_27b
+    scalar: int = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    return scalar
+
+
 def gemma3_config(keys: Keys, config: Config) -> Config:
-    """Return Gemma 3's keys. Norms hold 1 + w. No key states the scale of attention, which llama.cpp derives from the
-    number of layers.
-    """
+    """Return Gemma 3's keys. Norms hold 1 + w."""
     num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
     if config["gguf.rope.dimension_count"] != head_dim:
         name = f"{keys.prefix}rope.dimension_count"
         raise UnsupportedModelError(f"{name} = {keys.get('rope.dimension_count')} is not implemented", feature=name)
-    is_27b = num_layers == GEMMA3_27B_LAYERS
     found = {
         "norm_offset": 0,
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else head_dim,
+        "query_pre_attn_scalar": _gemma_scalar(config, GEMMA3_27B_LAYERS),
         "rope_local_base_freq": keys.number("rope.freq_base_swa", default=10000.0),
         "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
     }

@@ -441,6 +441,19 @@ ARCHITECTURES = {
         config=gguf_keys.nemotron_h_config,
         is_hybrid=True,
     ),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss",
+        model=MODEL,
+        layer={name: known for name, known in LAYER.items() if name != "ffn_norm"}
+        | _EXPERTS
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        refused=_MIXTURE_SCALINGS,
+        config=gguf_keys.gpt_oss_config,
+    ),
     "lfm2moe": Architecture(
         model_type="lfm2_moe",
         model={"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
@@ -513,6 +526,13 @@ ARCHITECTURES = {
         is_hybrid=True,
     ),
     "qwen2": Architecture(model_type="qwen2", model=MODEL, layer=LAYER, refused=SCALINGS | WINDOWS),
+    "gemma2": Architecture(
+        model_type="gemma2",
+        model=MODEL,
+        layer=LAYER | SANDWICH_NORMS,
+        refused=SCALINGS - {"attn_logit_softcapping", "final_logit_softcapping"},
+        config=gguf_keys.gemma2_config,
+    ),
     "gemma3": Architecture(
         model_type="gemma3_text",
         model=MODEL,

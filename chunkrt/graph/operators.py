@@ -156,7 +156,8 @@ def _head_norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
 
 
 def _attention(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
-    qkv, position, rope_position, cos, sin, keys, values, *bias = inputs
+    qkv, position, rope_position, cos, sin, keys, values, *others = inputs
+    sinks, bias = [*others, None, None][:2]
     positions = (position, rope_position)
     heads, kv_heads, head_dim = (attributes[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
     rotary, window = attributes["rotary_dim"], attributes["window"]
@@ -166,7 +167,9 @@ def _attention(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     require(_matrix(qkv)[1] == (heads + 2 * kv_heads) * head_dim, f"its q, k and v {list(qkv)} do not match its heads")
     require(all(position == (1,) for position in positions), f"its positions are {positions}, expected [1]")
     require(cos == sin and _matrix(cos)[1] == rotary // 2, f"its rotary tables {list(cos)} and {list(sin)} are invalid")
-    require(not bias or bias[0] == qkv[1:], f"the bias {bias} does not match q, k and v")
+    require(sinks in (None, (heads,)), f"its sinks are {sinks}, expected {[heads]}")
+    require(bias in (None, qkv[1:]), f"the bias {bias} does not match q, k and v")
+    require(attributes.get("soft_cap", 0.0) >= 0, f"its soft cap is {attributes.get('soft_cap')}, expected 0 or more")
     cache = (kv_heads, "W" if window else "P", head_dim)
     require(keys == values == cache, f"its caches are {list(keys)} and {list(values)}, expected {list(cache)}")
     return (qkv[0], heads * head_dim)
@@ -205,7 +208,8 @@ def _linear_attention(attributes: Attributes, inputs: Sequence[Any]) -> Shape:
 
 
 def _experts(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
-    hidden, logits, gate_up, down, *bias = inputs
+    hidden, logits, gate_up, down, *biases = inputs
+    selection_bias, gate_up_bias, down_bias = [*biases, None, None, None][:3]
     rows, width = _matrix(hidden)
     require(len(gate_up) == len(down) == 3, f"its experts {list(gate_up)} and {list(down)} do not match")
     experts, _, inner = gate_up
@@ -213,7 +217,11 @@ def _experts(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     require(gate_up[1] == width and int(inner) % 2 == 0, f"its experts {list(gate_up)} do not match its input")
     require(down == (experts, int(inner) // 2, width), f"its experts {list(gate_up)} and {list(down)} do not match")
     require(1 <= attributes["top_k"] <= int(experts), f"it cannot pick {attributes['top_k']} of {experts} experts")
-    require(bias in ([], [None], [(experts,)]), f"its selection bias {bias} does not match {experts} experts")
+    require(selection_bias in (None, (experts,)), f"its selection bias {selection_bias} is not [{experts}]")
+    require(gate_up_bias in (None, (experts, inner)), f"its bias {gate_up_bias} does not match {list(gate_up)}")
+    require(down_bias in (None, (experts, width)), f"its bias {down_bias} does not match {list(down)}")
+    limit = attributes.get("swiglu_limit", 0.0)
+    require(limit >= 0, f"its swiglu_limit is {limit}, expected 0 or more")
     return hidden
 
 
@@ -252,13 +260,16 @@ _ATTENTION = Operator(
     name="cached_attention",
     is_dynamic=True,
     flops=_attention_flops,
-    num_inputs=7,
+    num_inputs=8,
+    least_inputs=7,
+    optional=(7,),
     output=_attention,
     indices=(1, 2),
     attributes={
         **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "window"), int),
-        "scale": float,
+        **dict.fromkeys(("scale", "soft_cap"), float),
     },
+    defaulted=("soft_cap",),
 )
 _LINEAR_ATTENTION = Operator(
     is_dynamic=True,
@@ -298,16 +309,19 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("chunkrt", "FloatLinear"): Operator(num_inputs=2, output=_product, flops=_product_flops),
     ("chunkrt", "HeadNorm"): Operator(num_inputs=2, output=_head_norm, attributes={"epsilon": float}),
     ("chunkrt", "LinearAttention"): _LINEAR_ATTENTION,
-    ("chunkrt", "RawKeyAttention"): replace(_ATTENTION, num_inputs=8, least_inputs=7),
+    ("chunkrt", "RawKeyAttention"): replace(_ATTENTION, num_inputs=9),
     ("chunkrt", "RoutedExperts"): Operator(
         is_dynamic=True,
         flops=_experts_flops,
-        num_inputs=5,
+        num_inputs=7,
         least_inputs=4,
-        optional=(4,),
+        optional=(4, 5, 6),
         output=_experts,
-        attributes={"top_k": int, "norm_topk_prob": int, "use_sigmoid": int, "norm_epsilon": float},
-        defaulted=("use_sigmoid", "norm_epsilon"),
+        attributes={
+            **dict.fromkeys(("top_k", "norm_topk_prob", "use_sigmoid"), int),
+            **dict.fromkeys(("norm_epsilon", "swiglu_alpha", "swiglu_limit"), float),
+        },
+        defaulted=("use_sigmoid", "norm_epsilon", "swiglu_alpha", "swiglu_limit"),
     ),
     ("chunkrt", "ShadowLinear"): Operator(is_dynamic=True, num_inputs=2, output=_product),
 }

@@ -333,6 +333,8 @@ def cached_attention(
     num_kv_heads: int,
     head_dim: int,
     scale: float,
+    soft_cap: float = 0.0,
+    sinks: ir.Value | None = None,
     window: int = 0,
     long_context_from: int | None = None,
     name: str = "attention",
@@ -342,6 +344,8 @@ def cached_attention(
     Args:
         qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], columns q | k | v, head after head.
         cos, sin: [positions, rotary_dim / 2] tables for rotate-half RoPE.
+        soft_cap: if above 0, scores are replaced by soft_cap * tanh(scores / soft_cap) before the softmax.
+        sinks: [num_heads], one score for each head, which only enters the sum of the softmax.
         window: number of keys that a row sees, its own included; 0 for all earlier keys.
         long_context_from: cos and sin hold a second table behind the first, for contexts of more tokens than this
             number; the input "rope_position" selects a table.
@@ -363,6 +367,7 @@ def cached_attention(
         "rotary_dim": rotary_dim,
         "scale": scale,
         "window": window,
+        **({"soft_cap": soft_cap} if soft_cap else {}),
     }
     position = rope_position = trace.position()
     num_tables = 1
@@ -371,7 +376,7 @@ def cached_attention(
     trace.set_context(int(shape_of(cos)[0]) // num_tables, long_context_from)
     output, present_key, present_value = trace.node(
         "CachedAttention",
-        [qkv, position, rope_position, cos, sin, key, value],
+        [qkv, position, rope_position, cos, sin, key, value, *([] if sinks is None else [sinks])],
         [
             (name, shape),
             ("present_key", (num_kv_heads, f"{slots} + T", head_dim)),
@@ -467,11 +472,15 @@ def routed_experts(
     gate_up: ir.Value,
     down: ir.Value,
     selection_bias: ir.Value | None = None,
+    gate_up_bias: ir.Value | None = None,
+    down_bias: ir.Value | None = None,
     *,
     top_k: int,
     norm_topk_prob: bool,
     use_sigmoid: bool = False,
     norm_epsilon: float = 0.0,
+    swiglu_alpha: float = 1.0,
+    swiglu_limit: float = 0.0,
     name: str = "experts",
 ) -> ir.Value:
     """Sum the feed-forwards that a router picks for each row, weighted by their scores.
@@ -482,22 +491,28 @@ def routed_experts(
         gate_up: [E, H, 2 I], columns gate | up.
         down: [E, I, H].
         selection_bias: [E], added to the scores only where experts are picked.
+        gate_up_bias, down_bias: [E, 2 I] and [E, H], added to the products with gate_up and down.
         norm_topk_prob: whether the scores of the picked experts are divided by their sum plus `norm_epsilon`.
         use_sigmoid: whether a score is the sigmoid of its logit, and not the softmax over all logits.
+        swiglu_alpha, swiglu_limit: if the limit is above 0, an expert computes (u + 1) g sigmoid(swiglu_alpha g), with
+            the gate g at most the limit and the up u at most the limit in magnitude; otherwise silu(gate) up.
     """
     attributes: dict[str, int | float | str] = {
         "top_k": top_k,
         "norm_topk_prob": int(norm_topk_prob),
         "use_sigmoid": int(use_sigmoid),
         "norm_epsilon": norm_epsilon,
+        **({"swiglu_alpha": swiglu_alpha, "swiglu_limit": swiglu_limit} if swiglu_limit else {}),
     }
-    inputs = [hidden, router_logits, gate_up, down, *([] if selection_bias is None else [selection_bias])]
+    inputs = [hidden, router_logits, gate_up, down, selection_bias, gate_up_bias, down_bias]
+    while inputs[-1] is None:
+        inputs.pop()
     return _one("RoutedExperts", inputs, shape_of(hidden), name, attributes=attributes, domain="chunkrt")
 
 
 def _one(
     op: str,
-    inputs: Sequence[ir.Value],
+    inputs: Sequence[ir.Value | None],
     shape: Sequence[int | str],
     name: str,
     *,

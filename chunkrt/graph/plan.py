@@ -218,7 +218,7 @@ class Plan:
     def key_form(self) -> int:
         """Form in which keys are cached, as an index of `KEY_FORMS`."""
         raw = [node for s in self.subgraphs for node in s.nodes if node.op == "RawKeyAttention"]
-        return 2 if any(len(node.inputs) > 7 for node in raw) else int(bool(raw))
+        return 2 if any(len(node.inputs) > 8 for node in raw) else int(bool(raw))
 
     def __repr__(self) -> str:
         """Return the family, with the numbers of subgraphs and tensors."""

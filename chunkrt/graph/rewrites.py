@@ -62,7 +62,10 @@ def without_key_biases(plan: Plan) -> Plan:
         return plan
 
     def told(node: Node) -> Node:
-        return replace(node, inputs=(*node.inputs, biases[node.name])) if node.name in biases else node
+        if node.name not in biases:
+            return node
+        sinks = node.inputs[7:] or ("",)
+        return replace(node, inputs=(*node.inputs[:7], *sinks, biases[node.name]))
 
     def rewritten(subgraph: Subgraph) -> Subgraph:
         added = [biases[node.name] for node in subgraph.nodes if node.name in biases]

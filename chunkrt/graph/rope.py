@@ -229,8 +229,9 @@ def yarn_tables(config: Mapping[str, Any], head_dim: int, context_length: int) -
     numbers |= {name: parameters[name] for name in names if parameters.get(name)}
     found = {name: _positive(numbers, name) for name in numbers}
     factor, rotary_dim = _divisor(found, "factor"), 2 * len(base)
-    if parameters.get("truncate") not in (None, True):
-        raise UnsupportedModelError("rope scaling 'yarn' with truncate = false is not supported", feature=SCALING_KEY)
+    truncate = parameters.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ModelError(f"the config's truncate of RoPE is {truncate!r}, expected true or false")
     if found["rope_theta"] <= 1:
         raise ModelError(f"the config's rope_theta of RoPE is {found['rope_theta']!r}; 'yarn' needs more than 1")
 
@@ -239,8 +240,10 @@ def yarn_tables(config: Mapping[str, Any], head_dim: int, context_length: int) -
         wavelength = found["original_max_position_embeddings"] / (turns * 2 * pi)
         return rotary_dim * log(wavelength) / (2 * log(found["rope_theta"]))
 
-    low = max(floor(pair(found["beta_fast"])), 0)
-    high = min(ceil(pair(found["beta_slow"])), rotary_dim - 1)
+    low, high = pair(found["beta_fast"]), pair(found["beta_slow"])
+    if truncate:
+        low, high = floor(low), ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     blend = np.clip((np.arange(len(base)) - low) / (high - low or 0.001), 0.0, 1.0)
 
     def magnitude(scale: float) -> float:

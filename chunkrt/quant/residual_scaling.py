@@ -203,7 +203,7 @@ class _ScaledStream:
         elif flow.is_linear(node) or flow.is_norm(node):
             is_written = self._writes(node, node.inputs[1])
         elif node.op == EXPERTS_OP:
-            is_written = self._writes(node, node.inputs[3])
+            is_written = all(self._writes(node, name) for name in (node.inputs[3], *filter(None, node.inputs[6:])))
         elif node.op == "Mul":
             return self._factor_of(node)
         else:

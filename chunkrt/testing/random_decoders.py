@@ -184,11 +184,13 @@ HYBRID_CONFIG: Mapping[str, Any] = {
 
 def hybrid(config: DecoderConfig) -> Module:
     """Return a decoder with a short convolution, a gated delta rule with a mixture of experts, and windowed attention
-    with head norms.
+    with head norms, a soft cap of scores and sinks.
     """
     rope = config.rotary_tables()
     delta_rule = GatedDeltaRule(config, DeltaSizes.of(config), is_grouped=False)
-    attention = Attention(config, rope, norm=head_norm(config), window=config.sliding_window)
+    attention = Attention(
+        config, rope, norm=head_norm(config), soft_cap=1.5, has_sinks=True, window=config.sliding_window
+    )
     layers = [
         Layer(config, ShortConvolution(config), FeedForward(config)),
         Layer(config, delta_rule, gated_mixture(config)),

@@ -80,6 +80,7 @@
   KERNEL(tanh_f32_f32, UnaryFunction, CHUNKRT_VECTORS)                            \
   KERNEL(silu_mul_f32_f32_f32, BinaryFunction, CHUNKRT_VECTORS)                   \
   KERNEL(gelu_mul_f32_f32_f32, BinaryFunction, CHUNKRT_VECTORS)                   \
+  KERNEL(clamped_swiglu_f32_f32_f32, ClampedSwigluFunction, CHUNKRT_VECTORS)      \
   KERNEL(round_to_grid_f32_f32_f32, RoundToGridFunction, CHUNKRT_VECTORS)         \
   KERNEL(widen_f32_f16, WidenFunction, CHUNKRT_VECTORS)                           \
   KERNEL(append_cache_f32, AttentionFunction, CHUNKRT_VECTORS)                    \

@@ -77,7 +77,7 @@ void check_output(const Prompt& prompt, const Result& result, bool are_rounded) 
       const std::vector<double> query =
           operand(roped_in_float(prompt, row, head_of(prompt, row, head * s.head_dim), scale_of(s)));
       std::vector<double> weights(row + 1);
-      double largest_sum = 0.0, max = -std::numeric_limits<double>::infinity();
+      double largest_sum = 0.0, max = sink_of(s, head);
       for (std::size_t key = first_key; key <= row; ++key) {
         double sum_of_magnitudes = 0.0;
         for (std::size_t d = 0; d < s.head_dim; ++d) {
@@ -85,15 +85,17 @@ void check_output(const Prompt& prompt, const Result& result, bool are_rounded) 
           sum_of_magnitudes += std::fabs(query[d] * keys[key][d]);
         }
         largest_sum = std::max(largest_sum, sum_of_magnitudes);
+        weights[key] = capped(s, weights[key]);
         max = std::max(max, weights[key]);
       }
-      double sum = 0.0;
+      double sum = std::exp(sink_of(s, head) - max);
       for (std::size_t key = first_key; key <= row; ++key) sum += weights[key] = std::exp(weights[key] - max);
       // This is the maximum error of scores. The relative error of weights is twice as large (that of the
       // score and that of the maximum), plus the roundings of exp, of the rescaling of each block and of the
       // sums, plus one unit for the rounding of the weight; the sum consists of the same rounded weights.
       const double unit = are_rounded ? 0.0 : kBfloatUnit;
-      const double score_error = ((dims + 8.0) * kUnit + 2.0 * unit + unit * unit) * largest_sum;
+      const double of_cap = s.soft_cap > 0.0f ? 0x1p-20 : 0.0;
+      const double score_error = ((dims + 8.0) * kUnit + of_cap + 2.0 * unit + unit * unit) * largest_sum;
       const double relative_error = 2.0 * std::expm1(2.0 * score_error) + (2.0 * num_keys + 32.0) * kUnit +
                                     2.02 * kBfloatUnit + 1.02 * unit;
       for (std::size_t d = 0; d < s.head_dim; ++d) {
@@ -313,7 +315,8 @@ Weighed weigh_random_rows(const TileOperations& operations, std::size_t num_rows
                     .first = firsts.data(),
                     .visible = ends.data(),
                     .num_rows = num_rows,
-                    .columns = kColumns});
+                    .columns = kColumns,
+                    .soft_cap = 0.0f});
   return rows;
 }
 

@@ -21,6 +21,8 @@ struct Shape {
   bool has_raw_keys = false;
   std::size_t first_table_row = 0;
   float bias = 0.0f;  // the largest part common to all keys, which an int8 cache omits
+  float soft_cap = 0.0f;
+  bool has_sinks = false;
 };
 
 // The shapes cover groups of 1, 2, 3, 5 and 40 heads, head dims that are and are not multiples of the
@@ -56,15 +58,24 @@ inline constexpr Shape kShapes[] = {
     {6, 2, 44, 32, 130, CacheType::int8, 0, true, 0, 30.0f},
     {9, 3, 64, 64, 95, CacheType::int8, 40, true, 7, 20.0f},
     {2, 1, 16, 8, 193, CacheType::float32, 5, true},
+    {9, 3, 20, 12, 130, CacheType::float16, 0, false, 0, 0.0f, 0.75f},
+    {3, 1, 33, 18, 95, CacheType::float32, 0, false, 0, 0.0f, 0.0f, true},
+    {6, 2, 64, 64, 193, CacheType::float16, 65, false, 0, 0.0f, 1.5f, true},
 };
 
 // Caches for attention in bfloat16 only.
 inline constexpr Shape kTiledShapes[] = {
-    {1, 1, 1, 0, 3, CacheType::bfloat16},         {9, 3, 64, 64, 95, CacheType::bfloat16},
-    {9, 3, 64, 64, 130, CacheType::bfloat16},     {40, 1, 16, 16, 66, CacheType::bfloat16},
-    {3, 3, 33, 18, 193, CacheType::bfloat16},     {4, 2, 80, 80, 129, CacheType::bfloat16},
-    {4, 2, 24, 16, 70, CacheType::bfloat16, 1},   {9, 3, 20, 12, 200, CacheType::bfloat16, 5},
-    {8, 2, 64, 64, 193, CacheType::bfloat16, 64}, {4, 1, 72, 32, 200, CacheType::bfloat16, 65},
+    {1, 1, 1, 0, 3, CacheType::bfloat16},
+    {9, 3, 64, 64, 95, CacheType::bfloat16},
+    {9, 3, 64, 64, 130, CacheType::bfloat16},
+    {40, 1, 16, 16, 66, CacheType::bfloat16},
+    {3, 3, 33, 18, 193, CacheType::bfloat16},
+    {4, 2, 80, 80, 129, CacheType::bfloat16},
+    {4, 2, 24, 16, 70, CacheType::bfloat16, 1},
+    {9, 3, 20, 12, 200, CacheType::bfloat16, 5},
+    {8, 2, 64, 64, 193, CacheType::bfloat16, 64},
+    {4, 1, 72, 32, 200, CacheType::bfloat16, 65},
+    {6, 2, 20, 12, 130, CacheType::bfloat16, 65, false, 0, 0.0f, 0.75f, true},
 };
 
 inline std::string describe(const Shape& shape) {
@@ -76,7 +87,9 @@ inline std::string describe(const Shape& shape) {
           : shape.cache_type == CacheType::bfloat16 ? "bfloat16"
                                                     : "float32") +
          ", window " + std::to_string(shape.window) + (shape.has_raw_keys ? ", raw keys" : "") +
-         (shape.bias > 0.0f ? " less biases up to " + std::to_string(shape.bias) : "");
+         (shape.bias > 0.0f ? " less biases up to " + std::to_string(shape.bias) : "") +
+         (shape.soft_cap > 0.0f ? ", capped at " + std::to_string(shape.soft_cap) : "") +
+         (shape.has_sinks ? ", sinks" : "");
 }
 
 inline std::size_t row_width(const Shape& s) { return (s.num_heads + 2 * s.num_kv_heads) * s.head_dim; }
@@ -88,6 +101,13 @@ inline std::vector<float> key_biases(const Shape& s) {
   std::vector<float> biases = Random(2).floats(s.num_kv_heads * s.head_dim, s.bias == 0.0f ? 0.0f : 1.0f);
   for (std::size_t i = 3; i < biases.size(); i += 5) biases[i] = i % 2 == 0 ? s.bias : -s.bias;
   return biases;
+}
+
+// [num_heads]: below, among and far above the scores.
+inline std::vector<float> sinks_of(const Shape& s) {
+  std::vector<float> sinks = Random(3).floats(s.num_heads, 6.0f);
+  sinks[0] = s.num_heads > 2 ? 100.0f : 0.5f;
+  return sinks;
 }
 
 struct Kernels {
@@ -171,7 +191,7 @@ inline Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const 
   const std::size_t row_bytes = cache_row_bytes(s.cache_type, s.head_dim);
   const std::vector<std::byte> nans(s.num_kv_heads * slots * row_bytes, std::byte{0xff});
   GuardedBuffer<std::byte> keys(nans), values(nans);
-  GuardedBuffer<float> biases(key_biases(s));
+  GuardedBuffer<float> biases(key_biases(s)), sinks(sinks_of(s));
   GuardedBuffer<float> scratch(attention_scratch_floats(s.head_dim, kernels.math));
   std::fill_n(scratch.data(), scratch.size(), std::numeric_limits<float>::quiet_NaN());
   Result result;
@@ -200,6 +220,8 @@ inline Result attend_prompt(const Prompt& prompt, const Kernels& kernels, const 
                                 .head_dim = s.head_dim,
                                 .rotary_dim = s.rotary_dim,
                                 .scale = scale_of(s),
+                                .soft_cap = s.soft_cap,
+                                .sinks = s.has_sinks ? sinks.data() : nullptr,
                                 .math = kernels.math,
                                 .queries_per_item = run.queries_per_item};
     call_in_pieces(kernels.append, args, rows, run, scratch.data());

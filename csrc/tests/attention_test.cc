@@ -67,7 +67,7 @@ void check_output(const Prompt& prompt, const Result& result) {
       const std::vector<double> query = roped(prompt, row, head_of(prompt, row, head * s.head_dim));
       const double scale = static_cast<double>(scale_of(s));
       std::vector<double> weights(row + 1);
-      double largest_sum = 0.0, max = -std::numeric_limits<double>::infinity();
+      double largest_sum = 0.0, max = sink_of(s, head);
       for (std::size_t key = first_key; key <= row; ++key) {
         double sum_of_magnitudes = 0.0;
         std::vector<double> k = cached(result.keys, s, kv_head, key, true);
@@ -82,32 +82,34 @@ void check_output(const Prompt& prompt, const Result& result) {
           sum_of_magnitudes += std::fabs(product) + 4.1 * terms * scale;
         }
         largest_sum = std::max(largest_sum, sum_of_magnitudes);
+        weights[key] = capped(s, weights[key]);
         max = std::max(max, weights[key]);
       }
-      double sum = 0.0;
+      double sum = std::exp(sink_of(s, head) - max);
       for (std::size_t key = first_key; key <= row; ++key) {
         sum += weights[key] = std::exp(weights[key] - max);
       }
       // This is the maximum error of scores. The relative error of weights is twice as large (that of the
       // score and that of the maximum), plus the roundings of exp, of the rescaling of each block and of the
       // sums.
-      const double score_error = (dims + 4.0) * kUnit * largest_sum;
+      const double score_error = ((dims + 4.0) * kUnit + (s.soft_cap > 0.0f ? 0x1p-20 : 0.0)) * largest_sum;
       const double relative_error = 2.0 * std::expm1(2.0 * score_error) + (2.0 * num_keys + 32.0) * kUnit;
-      std::vector<double> expected_row(s.head_dim), magnitudes(s.head_dim);
+      std::vector<double> expected_row(s.head_dim), bounds(s.head_dim);
       for (std::size_t key = first_key; key <= row; ++key) {
         const std::vector<double> value = cached(result.values, s, kv_head, key, false);
         for (std::size_t d = 0; d < s.head_dim; ++d) {
           expected_row[d] += weights[key] / sum * value[d];
-          magnitudes[d] += weights[key] / sum * std::fabs(value[d]);
+          // A weight that is below e^-87 of the largest, or of a sink, counts as 0.
+          bounds[d] += (relative_error * weights[key] / sum + std::exp(-87.0)) * std::fabs(value[d]);
         }
       }
       for (std::size_t d = 0; d < s.head_dim; ++d) {
-        const double expected = expected_row[d], magnitude = magnitudes[d];
+        const double expected = expected_row[d], bound = bounds[d];
         const double found = static_cast<double>(result.out[row * out_width(s) + head * s.head_dim + d]);
-        if (std::fabs(found - expected) <= relative_error * magnitude) continue;
+        if (std::fabs(found - expected) <= bound) continue;
         throw Failure("row " + std::to_string(row) + ", head " + std::to_string(head) + ", dim " +
                       std::to_string(d) + " is " + std::to_string(found) + ", expected " +
-                      std::to_string(expected) + " within " + std::to_string(relative_error * magnitude));
+                      std::to_string(expected) + " within " + std::to_string(bound));
       }
     }
   }

@@ -71,6 +71,17 @@ inline std::vector<double> roped(const Prompt& prompt, std::size_t row, std::vec
   return x;
 }
 
+// A score after the cap. The derivative of the cap is at most 1, so errors do not grow.
+inline double capped(const Shape& s, double score) {
+  const double cap = static_cast<double>(s.soft_cap);
+  return cap > 0.0 ? cap * std::tanh(score / cap) : score;
+}
+
+// The score of a head's sink; -infinity without sinks.
+inline double sink_of(const Shape& s, std::size_t head) {
+  return s.has_sinks ? static_cast<double>(sinks_of(s)[head]) : -std::numeric_limits<double>::infinity();
+}
+
 // head_dim columns of a row of qkv.
 inline std::vector<double> head_of(const Prompt& prompt, std::size_t row, std::size_t column) {
   const float* x = prompt.qkv.data() + row * row_width(prompt.shape) + column;

@@ -178,6 +178,33 @@ void test_silu_mul(BinaryFunction* function) {
   }
 }
 
+// Gates and ups on both sides of the limit, and NaNs.
+void test_clamped_swiglu(ClampedSwigluFunction* function) {
+  constexpr float kAlpha = 1.702f, kLimit = 7.0f;
+  for (const std::size_t count : kCounts) {
+    const GuardedBuffer<float> gate(Random(4).floats(count, 20.0f)), up(Random(5).floats(count, 20.0f));
+    const GuardedBuffer<float> found(count);
+    function(gate.data(), up.data(), kAlpha, kLimit, found.data(), count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const double g = std::min(static_cast<double>(gate[i]), 7.0);
+      const double u = std::clamp(static_cast<double>(up[i]), -7.0, 7.0);
+      const double angle = static_cast<double>(kAlpha) * g;
+      const double expected = (u + 1.0) * g / (1.0 + std::exp(-angle));
+      // The sigmoid's 2.5 units, the rounding of its argument, a sum and two products.
+      const double bound = (8.0 + std::fabs(angle)) * 0x1p-24 * std::fabs(expected) + 0x1p-120;
+      check(std::fabs(static_cast<double>(found[i]) - expected) <= bound,
+            [&] { return "gate " + std::to_string(g) + ", up " + std::to_string(u); });
+    }
+    std::vector<float> reference(count);
+    clamped_swiglu_f32_f32_f32_reference(gate.data(), up.data(), kAlpha, kLimit, reference.data(), count);
+    check_same(found.data(), reference.data(), count, std::to_string(count) + " elements");
+  }
+  const float nan = std::numeric_limits<float>::quiet_NaN(), values[2][2] = {{nan, 1.0f}, {1.0f, nan}};
+  float found[2];
+  function(values[0], values[1], kAlpha, kLimit, found, 2);
+  check(std::isnan(found[0]) && std::isnan(found[1]), [] { return std::string("a NaN is lost"); });
+}
+
 void test_every_half(WidenFunction* function) {
   const GuardedBuffer<std::uint16_t> halves(0x10000);
   const GuardedBuffer<float> found(0x10000);
@@ -219,6 +246,8 @@ void test_elementwise(Suite& suite) {
   suite.run_rows(tanh_f32_f32, kUnary, test_unary<kTanh>);
   suite.run_rows(gelu_mul_f32_f32_f32, "bits of gelu and a product", test_gelu_mul);
   suite.run_rows(silu_mul_f32_f32_f32, "double precision and bits of its parts", test_silu_mul);
+  suite.run_rows(clamped_swiglu_f32_f32_f32, "double precision and bits of the reference",
+                 test_clamped_swiglu);
   suite.run_rows(widen_f32_f16, "every float16", test_every_half);
   suite.run_rows(widen_f32_f16, "any count", test_widen_counts);
 }

@@ -13,7 +13,8 @@ from chunkrt._native import ProgramBuilder, ThreadPool
 from chunkrt.backends.base import Executable
 from chunkrt.backends.native.backend import NativeBackend
 from chunkrt.backends.reference import ReferenceBackend
-from chunkrt.errors import BackendError
+from chunkrt.engine_directory.store import WeightStore
+from chunkrt.errors import BackendError, PartitionError
 from chunkrt.quant.scheme import find_scheme
 
 HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM, CONTEXT, LENGTH = 6, 2, 20, 12, 256, 230
@@ -26,25 +27,39 @@ WINDOWS = [0, 1, 5, 63, 64, 65, 300]
 
 @dataclass(frozen=True)
 class Layer:
-    """One compiled attention operator, and its rotary tables."""
+    """One compiled attention operator, its rotary tables, and its sinks, -infinity without sinks."""
 
     executable: Executable
     cos: np.ndarray
     sin: np.ndarray
+    sinks: np.ndarray
 
 
-def make_layer(window: int = 0, *, op: str = "CachedAttention", backend: Any = None, threads: int = 2) -> Layer:
-    case = attention_case(window, op)
+def make_layer(
+    window: int = 0,
+    *,
+    op: str = "CachedAttention",
+    soft_cap: float = 0.0,
+    has_sinks: bool = False,
+    backend: Any = None,
+    threads: int = 2,
+) -> Layer:
+    case = attention_case(window, op, soft_cap, has_sinks)
     subgraph, plan, weights = case
     compiled = (backend or NativeBackend(threads)).compile(
         subgraph, plan, MAX_ROWS, find_scheme("w8a8-dynamic"), weights
     )
-    return Layer(compiled, weights.array("cos"), weights.array("sin"))
+    sinks = weights.array("sinks") if has_sinks else np.full(HEADS, -np.inf)
+    return Layer(compiled, weights.array("cos"), weights.array("sin"), sinks)
 
 
-def attention_case(window: int, op: str) -> Case:
-    attributes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "rotary_dim": ROTARY_DIM}
-    inputs = "qkv position rope_position cos sin keys values"
+def attention_case(window: int, op: str, soft_cap: float = 0.0, has_sinks: bool = False) -> Case:
+    attributes = dict[str, Any](
+        {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "rotary_dim": ROTARY_DIM}
+    )
+    if soft_cap:
+        attributes["soft_cap"] = soft_cap
+    inputs = "qkv position rope_position cos sin keys values" + " sinks" * has_sinks
     return make_case(
         [node(op, inputs, "y", "chunkrt", **attributes, scale=SCALE, window=window)],
         [
@@ -52,6 +67,7 @@ def attention_case(window: int, op: str) -> Case:
             *(tensor(name, 1, dtype="int64") for name in ("position", "rope_position")),
             *(tensor(name, CONTEXT, ROTARY_DIM // 2, kind="weight") for name in ("cos", "sin")),
             *(tensor(name, KV_HEADS, "W" if window else "P", HEAD_DIM, kind="state") for name in ("keys", "values")),
+            tensor("sinks", HEADS, kind="weight"),
             tensor("y", "T", HEADS * HEAD_DIM),
         ],
         "y",
@@ -106,8 +122,11 @@ def truth(
     table_offset: int = 0,
     is_int8: bool = False,
     has_raw_keys: bool = False,
+    soft_cap: float = 0.0,
 ) -> np.ndarray:
-    """Compute softmax(scale q k^T) v over the keys max(0, p - window + 1)..p, row by row and head by head."""
+    """Compute softmax(scale q k^T) v over the keys max(0, p - window + 1)..p, row by row and head by head. A cap
+    replaces scores by cap tanh(scores / cap); a head's sink adds a term to the sum of the softmax.
+    """
     heads = qkv.astype(np.float64).reshape(len(qkv), -1, HEAD_DIM)
     q, k, v = np.split(heads, [HEADS, HEADS + KV_HEADS], axis=1)
     rows = slice(table_offset, table_offset + len(qkv))
@@ -121,8 +140,12 @@ def truth(
         for head in range(HEADS):
             group = head // (HEADS // KV_HEADS)
             scores = SCALE * k[first : p + 1, group] @ q[p, head]
-            weights = np.exp(scores - scores.max())
-            out[p, head] = weights / weights.sum() @ v[first : p + 1, group]
+            if soft_cap:
+                scores = soft_cap * np.tanh(scores / soft_cap)
+            largest = max(scores.max(), layer.sinks[head])
+            weights = np.exp(scores - largest)
+            total = weights.sum() + np.exp(layer.sinks[head].astype(np.float64) - largest)
+            out[p, head] = weights / total @ v[first : p + 1, group]
     return out.reshape(len(qkv), -1)
 
 
@@ -194,6 +217,33 @@ def test_int8_caches_against_quantised_keys_and_values(op: str) -> None:
     scales = np.ascontiguousarray(scales).view(np.float32)
     np.testing.assert_array_equal(scales[..., 0], np.abs(values).max(axis=-1) / np.float32(127))
     assert (np.abs(integers * scales - values) <= scales * 0.5001).all()
+
+
+@pytest.mark.parametrize("op", ["CachedAttention", "RawKeyAttention"])
+@pytest.mark.parametrize(("soft_cap", "has_sinks", "window"), [(1.5, False, 0), (0.0, True, 65), (0.75, True, 5)])
+def test_soft_caps_and_sinks(soft_cap: float, has_sinks: bool, window: int, op: str) -> None:
+    for backend in (NativeBackend(2), ReferenceBackend()):
+        layer = make_layer(window, op=op, soft_cap=soft_cap, has_sinks=has_sinks, backend=backend)
+        expected = truth(layer, QKV_ROWS, window, soft_cap=soft_cap)
+        found = run_prompt(layer, QKV_ROWS, zero_caches(CONTEXT), MAX_ROWS)
+        np.testing.assert_allclose(found, expected, atol=2e-5, rtol=0)
+        slots = ring_slots(window, 33) if window else CONTEXT
+        in_chunks = run_prompt(layer, QKV_ROWS, zero_caches(slots), 33)
+        np.testing.assert_allclose(in_chunks, found, atol=0 if backend.name == "native" else 1e-5, rtol=0)
+
+
+def zero_caches(slots: int) -> dict[str, np.ndarray]:
+    return {name: np.zeros((KV_HEADS, slots, HEAD_DIM), np.float32) for name in ("keys", "values")}
+
+
+def test_invalid_soft_caps_and_sinks_are_refused() -> None:
+    with pytest.raises(PartitionError, match=r"soft cap above 0, or 0 for none, got -1"):
+        make_layer(soft_cap=-1.0)
+    subgraph, plan, weights = attention_case(0, "CachedAttention", has_sinks=True)
+    arrays = {**dict.fromkeys(subgraph.weights), "sinks": np.zeros(HEADS - 1, np.float32)}
+    arrays |= {name: weights.array(name) for name in ("cos", "sin")}
+    with pytest.raises(PartitionError, match="attention's sinks"):
+        NativeBackend(1).compile(subgraph, plan, MAX_ROWS, find_scheme("w8a8-dynamic"), WeightStore(arrays, {}))
 
 
 @pytest.mark.parametrize("op", ["CachedAttention", "RawKeyAttention"])

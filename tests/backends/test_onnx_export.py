@@ -13,7 +13,7 @@ from chunkrt.backends.onnx.plan_models import PAST, to_onnx
 from chunkrt.backends.onnx.scheme_models import initializer_values, quantize_linears
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.graph.ops import OPSET
-from chunkrt.graph.plan import DOMAIN
+from chunkrt.graph.plan import DOMAIN, Tensor
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.testing.conformance import TRIED
 from chunkrt.testing.random_decoders import random_decoder
@@ -113,16 +113,30 @@ def test_float_scheme_leaves_linears_unchanged():
     assert [(n.domain, n.op_type) for n in model.graph] == before
 
 
-@pytest.mark.parametrize("rotary_dim", [4, 10])
-def test_expansion_of_attention_equals_the_reference(rotary_dim):
+@pytest.mark.parametrize(
+    ("rotary_dim", "soft_cap", "has_sinks", "op"),
+    [
+        (4, 0.0, False, "CachedAttention"),
+        (10, 0.0, False, "CachedAttention"),
+        (4, 0.75, False, "CachedAttention"),
+        (10, 0.0, True, "RawKeyAttention"),
+        (10, 0.75, True, "CachedAttention"),
+    ],
+)
+def test_expansion_of_attention_equals_the_reference(rotary_dim, soft_cap, has_sinks, op):
     """Cases include a partially rotated head."""
     (dynamic,) = PARTS["dynamic.0"]
-    node = replace(dynamic.nodes[0], attributes=dynamic.nodes[0].attributes | {"rotary_dim": rotary_dim})
-    subgraph = replace(dynamic, nodes=(node,))
-    plan = replace(PLAN, subgraphs=(subgraph,), output=subgraph.outputs[0])
+    (node,) = dynamic.nodes
+    attributes = {**node.attributes, "rotary_dim": rotary_dim, **({"soft_cap": soft_cap} if soft_cap else {})}
+    added = ("sinks",) * has_sinks
+    node = replace(node, op=op, attributes=attributes, inputs=(*node.inputs, *added))
+    subgraph = replace(dynamic, nodes=(node,), weights=(*dynamic.weights, *added))
+    sinks = Tensor(name="sinks", dtype="float32", shape=(4,), kind="weight")
+    plan = replace(PLAN, subgraphs=(subgraph,), output=subgraph.outputs[0], tensors={**PLAN.tensors, sinks.name: sinks})
     rng = np.random.default_rng(0)
     angles = rng.random((64, rotary_dim // 2)) * 6
     tables = {"model.rope.cos": np.cos(angles).astype(np.float32), "model.rope.sin": np.sin(angles).astype(np.float32)}
+    tables["sinks"] = rng.standard_normal(4).astype(np.float32)
     caches = {name: rng.standard_normal((2, 20, 10)).astype(np.float32) for name in subgraph.state}
     inputs = {subgraph.inputs[0]: rng.standard_normal((7, 80)).astype(np.float32), "position": np.array([9])}
 

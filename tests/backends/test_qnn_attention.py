@@ -32,8 +32,10 @@ LOGIT_TOLERANCE = 2.0**-6
 """Tolerance of logits, against attention on the CPU under the same scheme; it includes values that move to another
 step."""
 FAMILIES = [
+    "gemma2",
     "gemma3_scaled",
     "gemma3_window_5",
+    "gpt_oss_plain",
     "lfm2",
     "llama_biased",
     "llama_gqa",
@@ -49,13 +51,18 @@ FAMILIES = [
 class OneAttention:
     """One node over a number of past slots: its plan, its state and its result in float64."""
 
-    def __init__(self, heads, kv_heads, dim, past, *, rotary=None, window=0, capacity=2200, seed=0):
+    def __init__(
+        self, heads, kv_heads, dim, past, *, rotary=None, window=0, capacity=2200, soft_cap=0.0, sinks=(), seed=0
+    ):
         rng = np.random.default_rng(seed)
         rotary = rotary or dim
         self.heads, self.kv_heads, self.dim, self.rotary, self.window = heads, kv_heads, dim, rotary, window
         slots = past if window else capacity
         angles = np.outer(np.arange(capacity), 10000.0 ** (-np.arange(0, rotary, 2) / rotary))
         self.tables = {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
+        self.soft_cap, self.sinks = soft_cap, np.array(sinks or [-np.inf] * heads)
+        if sinks:
+            self.tables["sinks"] = np.float32(sinks)
         self.caches = {name: np.zeros((kv_heads, slots, dim), np.float16) for name in ("keys", "values")}
         self.history = {name: rng.normal(size=(kv_heads, capacity, dim)) for name in self.caches}
         columns = (heads + 2 * kv_heads) * dim
@@ -76,7 +83,7 @@ class OneAttention:
             name="attention",
             op="CachedAttention",
             domain=DOMAIN,
-            inputs=("qkv", "position", "position", "cos", "sin", "keys", "values"),
+            inputs=("qkv", "position", "position", "cos", "sin", "keys", "values", *(["sinks"] if sinks else [])),
             outputs=("out",),
             attributes={
                 "num_heads": heads,
@@ -86,6 +93,7 @@ class OneAttention:
                 "scale": dim**-0.5,
                 "window": window,
                 "past_slots": past,
+                **({"soft_cap": soft_cap} if soft_cap else {}),
             },
         )
         self.subgraph = Subgraph(
@@ -96,7 +104,7 @@ class OneAttention:
             nodes=(node,),
             inputs=("qkv", "position"),
             outputs=("out",),
-            weights=("cos", "sin"),
+            weights=tuple(self.tables),
             state=("keys", "values"),
         )
         self.plan = Plan(
@@ -140,14 +148,21 @@ class OneAttention:
         sees = place <= row
         if self.window:
             sees &= place > row - self.window
+        if self.soft_cap:
+            scores = self.soft_cap * np.tanh(scores / self.soft_cap)
         scores = np.where(sees, scores, -np.inf)
-        shares = np.exp(scores - scores.max(-1, keepdims=True))
-        shares /= shares.sum(-1, keepdims=True)
+        sinks = self.sinks[:, None, None]
+        largest = np.maximum(scores.max(-1, keepdims=True), sinks)
+        shares = np.exp(scores - largest)
+        shares /= shares.sum(-1, keepdims=True) + np.exp(sinks - largest)
         return (shares @ values).transpose(1, 0, 2).reshape(rows, -1), k, v
 
     def _rotated(self, x, position):
         half = self.rotary // 2
-        cos, sin = (table[position : position + x.shape[1]].astype(np.float64) for table in self.tables.values())
+        cos, sin = (
+            table[position : position + x.shape[1]].astype(np.float64)
+            for table in (self.tables["cos"], self.tables["sin"])
+        )
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
@@ -218,6 +233,21 @@ def test_attention_equals_float64(model, past, tmp_path):
             one.check(executable, position, num_rows)
     with pytest.raises(BackendError, match=f"{past} positions of history, but has {past + 1}"):
         one.check(executable, past + 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "sinks"),
+    [
+        (0, 1.5, []),
+        (5, 0.0, [0.5, 9.0, -2.0, 100.0]),
+        pytest.param(5, 1.5, [2.0, -1.0, 0.0, 3.0], marks=pytest.mark.slow),
+    ],
+)
+def test_soft_caps_and_sinks_equal_float64(window, soft_cap, sinks, tmp_path):
+    one = OneAttention(4, 2, 16, 64, window=window, soft_cap=soft_cap, sinks=sinks)
+    executable = one.compile(tmp_path)
+    for position in (0, 33, 64):
+        one.check(executable, position, ROWS)
 
 
 @pytest.mark.parametrize(

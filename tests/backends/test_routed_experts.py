@@ -20,9 +20,12 @@ from chunkrt.graph.partition import partition
 from chunkrt.quant.scheme import SCHEMES
 
 ROWS, WIDTH, INNER, EXPERTS, TOP = 10, 6, 4, 5, 2
+BIASES = ("selection_bias", "gate_up_bias", "down_bias")
 
 
-def plan_of(*, norm_topk_prob, rows=ROWS, width=WIDTH, inner=INNER, experts=EXPERTS, top_k=TOP, has_bias=False, **rule):
+def plan_of(*, norm_topk_prob, rows=ROWS, width=WIDTH, inner=INNER, experts=EXPERTS, top_k=TOP, biases=(), **rule):
+    """Return the plan of a mixture; `biases` names the weights that it adds: BIASES, or some of them."""
+
     def decoder(token_ids, logit_rows):
         record = current_trace()
         tables = {"hidden": (rows, width), "router": (rows, experts)}
@@ -31,38 +34,55 @@ def plan_of(*, norm_topk_prob, rows=ROWS, width=WIDTH, inner=INNER, experts=EXPE
         )
         gate_up = record.weight("gate_up", (experts, width, 2 * inner))
         down = record.weight("down", (experts, inner, width))
-        bias = [record.weight("bias", (experts,))] if has_bias else []
+        shapes = {"selection_bias": (experts,), "gate_up_bias": (experts, 2 * inner), "down_bias": (experts, width)}
+        added = {name: record.weight(name, shapes[name]) for name in biases}
         mixed = ops.routed_experts(
-            hidden, router, gate_up, down, *bias, top_k=top_k, norm_topk_prob=norm_topk_prob, **rule
+            hidden, router, gate_up, down, **added, top_k=top_k, norm_topk_prob=norm_topk_prob, **rule
         )
         return ops.gather_rows(mixed, logit_rows, name="logits")
 
     return partition(trace(decoder), family="operator")
 
 
-def draw():
+def draw(biases=()):
     rng = np.random.default_rng(0)
     shapes = {"hidden": (ROWS, WIDTH), "router": (ROWS, EXPERTS), "gate_up": (EXPERTS, WIDTH, 2 * INNER)}
     shapes["down"] = (EXPERTS, INNER, WIDTH)
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    shapes |= {"gate_up_bias": (EXPERTS, 2 * INNER), "down_bias": (EXPERTS, WIDTH)}
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    weights["selection_bias"] = np.float32([0.0, 0.5, -0.5, 0.25, 0.0])
+    return {name: values for name, values in weights.items() if name in biases or name not in BIASES}
 
 
 def row_by_row(
-    weights, norm_topk_prob, before_down=lambda activated: activated, *, use_sigmoid=False, norm_epsilon=0.0
+    weights,
+    norm_topk_prob,
+    before_down=lambda activated: activated,
+    *,
+    use_sigmoid=False,
+    norm_epsilon=0.0,
+    swiglu_alpha=1.0,
+    swiglu_limit=0.0,
 ):
-    """Compute the definition in float64; a weight "bias" takes part in the choice of experts alone."""
+    """Compute the definition in float64; the selection bias takes part in the choice of experts alone."""
     hidden, router, gate_up, down = (weights[n].astype(np.float64) for n in ("hidden", "router", "gate_up", "down"))
     output = np.zeros_like(hidden)
     for row in range(ROWS):
         probabilities = np.exp(router[row]) / np.exp(router[row]).sum()
         if use_sigmoid:
             probabilities = 1 / (1 + np.exp(-router[row]))
-        values = probabilities + weights.get("bias", 0)
+        values = probabilities + weights.get("selection_bias", 0)
         picked = sorted(range(EXPERTS), key=lambda expert: -values[expert])[:TOP]
         total = probabilities[picked].sum() + norm_epsilon if norm_topk_prob else 1
         for expert in picked:
-            gate, up = np.split(hidden[row] @ gate_up[expert], 2)
-            output[row] += probabilities[expert] / total * (before_down(gate / (1 + np.exp(-gate)) * up) @ down[expert])
+            both = hidden[row] @ gate_up[expert]
+            gate, up = np.split(both + weights["gate_up_bias"][expert] if "gate_up_bias" in weights else both, 2)
+            if swiglu_limit:
+                gate, up = np.minimum(gate, swiglu_limit), np.clip(up, -swiglu_limit, swiglu_limit) + 1
+            result = before_down(gate / (1 + np.exp(-swiglu_alpha * gate)) * up) @ down[expert]
+            output[row] += (
+                probabilities[expert] / total * (result + weights.get("down_bias", np.zeros(EXPERTS))[expert])
+            )
     return output
 
 
@@ -83,22 +103,21 @@ def test_row_gets_the_weighted_sum_of_its_best_experts(norm_topk_prob, backend):
 
 RULES = [
     {"use_sigmoid": True},
-    {"has_bias": True},
-    {"use_sigmoid": True, "has_bias": True, "norm_epsilon": 0.25},
+    {"biases": ["selection_bias"]},
+    {"use_sigmoid": True, "biases": ["selection_bias"], "norm_epsilon": 0.25},
+    {"biases": ["gate_up_bias", "down_bias"], "swiglu_alpha": 1.75, "swiglu_limit": 0.75},
 ]
 
 
 @pytest.mark.parametrize("backend", [ReferenceBackend, OnnxRuntimeBackend])
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 @pytest.mark.parametrize("rule", RULES)
-def test_router_may_use_sigmoids_and_a_bias_that_only_selects(rule, norm_topk_prob, backend):
-    plan, weights = plan_of(norm_topk_prob=norm_topk_prob, **rule), draw()
-    if rule.get("has_bias"):
-        weights["bias"] = np.float32([0.0, 0.5, -0.5, 0.25, 0.0])
+def test_rules_of_routers_and_activations(rule, norm_topk_prob, backend):
+    plan, weights = plan_of(norm_topk_prob=norm_topk_prob, **rule), draw(rule.get("biases", ()))
     subgraph = experts_of(plan)
     executable = backend().compile(subgraph, plan, ROWS, SCHEMES["float"], SimpleNamespace(array=weights.__getitem__))
     found = run(executable, subgraph, range(ROWS), WIDTH)
-    expected = row_by_row(weights, norm_topk_prob, **{key: rule[key] for key in rule if key != "has_bias"})
+    expected = row_by_row(weights, norm_topk_prob, **{key: rule[key] for key in rule if key != "biases"})
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
@@ -176,19 +195,18 @@ def test_quantised_schemes_multiply_8_bit_integers(scheme, norm_topk_prob, backe
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 @pytest.mark.parametrize("rule", RULES)
-def test_quantised_schemes_apply_the_rules_of_routers(rule, norm_topk_prob, backend, tmp_path):
-    plan, weights, scheme = plan_of(norm_topk_prob=norm_topk_prob, **rule), draw(), SCHEMES["w8a8-dynamic"]
+def test_quantised_schemes_apply_the_rules(rule, norm_topk_prob, backend, tmp_path):
+    plan, weights = plan_of(norm_topk_prob=norm_topk_prob, **rule), draw(rule.get("biases", ()))
+    scheme = SCHEMES["w8a8-dynamic"]
     weights["hidden"] = np.rint(weights["hidden"] * 30).clip(-126, 126)
     weights["hidden"][:, 1] = 127  # a row's integers are its values
-    if rule.get("has_bias"):
-        weights["bias"] = np.float32([0.0, 0.5, -0.5, 0.25, 0.0])
     store = store_of(plan, scheme, weights, tmp_path)
     executable = backend().compile(experts_of(plan), plan, ROWS, scheme, store)
     dequantised = {name: store.array(name) for name in weights if name not in ("gate_up", "down")}
     for name in ("gate_up", "down"):
         integers, scale = store.experts(name)
         dequantised[name] = integers.astype(np.float64) * scale[:, None]
-    given = {key: rule[key] for key in rule if key != "has_bias"}
+    given = {key: rule[key] for key in rule if key != "biases"}
     expected = row_by_row(dequantised, norm_topk_prob, before_down=quantised, **given)
     found = run(executable, experts_of(plan), range(ROWS), WIDTH)
     np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6 * np.abs(expected).max())

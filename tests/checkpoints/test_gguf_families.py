@@ -32,10 +32,35 @@ def config_of(architecture, num_layers=4, tensors=None, **changes):
     return translate_config(find_architecture(architecture), read)
 
 
-@pytest.mark.parametrize(("num_layers", "scalar"), [(26, 128), (62, 168)])
-def test_scale_of_gemma_3_follows_from_its_size(num_layers, scalar):
+@pytest.mark.parametrize(
+    ("architecture", "num_layers", "scalar"),
+    [("gemma2", 26, 128), ("gemma2", 46, 168), ("gemma3", 26, 128), ("gemma3", 62, 168)],
+)
+def test_scale_of_gemma_follows_from_its_size(architecture, num_layers, scalar):
     """27B has a different one: hidden_size / num_attention_heads."""
-    assert config_of("gemma3", num_layers)["query_pre_attn_scalar"] == scalar
+    assert config_of(architecture, num_layers)["query_pre_attn_scalar"] == scalar
+
+
+def test_caps_and_window_of_gemma_2_have_defaults():
+    """The defaults are those of llama.cpp's `llama_hparams`."""
+    names = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+    assert [config_of("gemma2")[name] for name in names] == [50.0, 30.0, 4096]
+    given = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0, "attention.sliding_window": 512}
+    assert [config_of("gemma2", **given)[name] for name in names] == [20.0, 10.0, 512]
+
+
+def test_keys_of_gpt_oss():
+    given = YARN | {"expert_count": 32, "expert_used_count": 4, "expert_feed_forward_length": 2880}
+    found = config_of("gpt-oss", **given, **{"attention.sliding_window": 128, "expert_gating_func": 3})
+    assert [found[key] for key in ("num_local_experts", "num_experts_per_tok", "intermediate_size")] == [32, 4, 2880]
+    assert found["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "truncate": False,
+    }
+    with pytest.raises(UnsupportedModelError, match=r"gpt-oss.expert_gating_func = 2 is not implemented"):
+        config_of("gpt-oss", **given, expert_gating_func=2)
 
 
 def test_gemma_3_without_a_window_has_only_global_layers():

@@ -254,7 +254,7 @@ def test_gguf_without_a_valid_config_is_incomplete(tmp_path):
         ("llama_gqa", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {"rope_scaling"}),
         ("llama_gqa", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {"rope_scaling"}),
         ("llama_gqa", {"sliding_window": 5, "hidden_act": "relu"}, {"sliding_window", "hidden_act"}),
-        ("gemma3_window_5", {"attn_logit_softcapping": 50.0}, {"attn_logit_softcapping"}),
+        ("gemma3_window_5", {"use_bidirectional_attention": True}, {"use_bidirectional_attention"}),
         ("gemma3_window_5", {"layer_types": ["chunked_attention"] * 6}, {"layer_types"}),
     ],
 )
@@ -379,6 +379,7 @@ def test_damaged_file_prints_one_line(tmp_path, command):
         ("granite", "residual_multiplier"),
         ("granite_hybrid", "layer_types"),
         ("granitemoeshared", "shared_intermediate_size"),
+        ("gpt_oss", "swiglu_limit"),
         ("lfm2_moe", "num_dense_layers"),
         ("lfm3", "rope_parameters"),
         ("minicpm", "dim_model_base"),

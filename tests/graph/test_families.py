@@ -36,7 +36,6 @@ def attention_nodes(plan):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("gemma3_scaled", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
         ("gemma3_scaled", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
         ("gemma3_scaled", {"hidden_activation": "relu"}, "hidden_act 'relu' is not supported"),
         ("gemma3_scaled", {"rope_parameters": {"rope_theta": 5.0}}, "expected a section for .*'full_attention'"),
@@ -50,7 +49,6 @@ def attention_nodes(plan):
             {"rope_scaling": {"type": "linear", "factor": 4.0, "attention_factor": 1.2}},
             "attention_factor = 1.2",
         ),
-        ("smollm3_window", {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}}, "truncate = false"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported in this family"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias = True is not supported in this family"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min = 0.1 is not supported in this family"),
@@ -72,6 +70,7 @@ def attention_nodes(plan):
         ("lfm3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling = .* is not supported"),
         ("lfm3", {"layer_types": ["mamba"] * 5}, "a layer is 'mamba'; supported: conv, full_attention, sliding_att"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
         ("helium", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is ignored by Transformers"),
     ],
 )
@@ -85,6 +84,7 @@ def test_unsupported_feature_is_refused_by_name(name, changes, message):
     [
         ("gemma3_scaled", {"layer_types": ["full_attention"]}, "expected a word for each of 6 layers"),
         ("gemma3_scaled", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0, expected a positive"),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0.0, expected a positive"),
         ("gemma3_scaled", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0, expected a positive"),
         ("qwen2_window", {"max_window_layers": -1}, "max_window_layers is -1, expected a whole number"),
         (
@@ -100,6 +100,8 @@ def test_unsupported_feature_is_refused_by_name(name, changes, message):
             {"rope_scaling": {"type": "yarn", "factor": -1.0}},
             "factor of RoPE is -1.0, expected a pos",
         ),
+        ("gpt_oss", {"rope_scaling": {"type": "yarn", "truncate": 1}}, "truncate of RoPE is 1, expected true or false"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit is 0.0, expected a positive number"),
         ("smollm3_window", {"rope_theta": 1.0}, "rope_theta of RoPE is 1.0; 'yarn' needs more than 1"),
         ("lfm2_moe", {"layer_types": ...}, "expected a word for each of 4 layers"),
         ("lfm2_moe", {"num_experts_per_tok": 7}, "cannot pick 7 of 6 experts"),

@@ -9,7 +9,7 @@ from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ModelError
 from chunkrt.graph.ops import trace
 from chunkrt.graph.partition import cut_shadowed, partition
-from chunkrt.graph.plan import ALONE, Plan, Ranks
+from chunkrt.graph.plan import ALONE, ATTENTION_OPS, Plan, Ranks
 from chunkrt.graph.rewrites import merged_on_cpu, without_key_biases
 from chunkrt.runtime.state import State
 
@@ -46,7 +46,7 @@ def test_sums_over_ranks_keep_their_place() -> None:
 
 
 EXPORTS = Path(__file__).parents[1] / "data" / "onnx"
-BIASED = ["qwen2", "qwen2_gguf", "qwen2_window", "llama_biased", "genai_qwen2_int4", "optimum_qwen2_fp32"]
+BIASED = ["gpt_oss", "qwen2", "qwen2_gguf", "qwen2_window", "llama_biased", "genai_qwen2_int4", "optimum_qwen2_fp32"]
 OTHERS = ["llama_gqa", "qwen3", "gemma3_window_5", "lfm2_biased", "qwen3_next", "phi3_gguf", "genai_qwen3_fp32"]
 
 
@@ -56,7 +56,12 @@ def plan_of(name: str) -> Plan:
 
 
 def biases(plan: Plan) -> list[str]:
-    return [node.inputs[7] for s in plan.subgraphs for node in s.nodes if node.op == "RawKeyAttention"]
+    return [node.inputs[8] for s in plan.subgraphs for node in s.nodes if node.op == "RawKeyAttention"]
+
+
+def sinks(plan: Plan) -> list[str]:
+    attention = [node for s in plan.subgraphs for node in s.nodes if node.op in ATTENTION_OPS]
+    return ["".join(node.inputs[7:8]) for node in attention]
 
 
 @pytest.mark.parametrize("name", BIASED)
@@ -66,6 +71,7 @@ def test_attention_gets_the_bias_of_its_keys(name: str) -> None:
     assert found.key_form == 2
     assert found.has_raw_keys
     layers = sum(node.op == "CachedAttention" for s in plan.subgraphs for node in s.nodes)
+    assert sinks(found) == sinks(plan)
     assert biases(found) == [f"model.layers.{index}.self_attn.qkv_proj.bias" for index in range(layers)]
     assert Plan.from_json(found.to_json()) == found
     assert without_key_biases(plan.with_raw_keys()) == found

@@ -14,9 +14,9 @@ OTHERS = (
     "llama_tied", "llama_biased", "llama_rope_llama3", "gemma3_rope_parameters", "gemma3_window_120", "qwen2_window",
     "mistral_window_95", "phi3_longrope_short", "phi3_longrope_long", "phi3_window_5", "qwen3_layer_types",
     "lfm2_biased", "qwen3_5", "qwen3_next_experts", "qwen3_gguf", "smollm3_window", "granite", "granite_hybrid_nope",
-    "minicpm", "ernie4_5_biased", "helium", "glm", "glm4", "olmo2", "olmo3", "exaone4_hybrid", "gemma", "lfm3",
-    "mamba2", "bamba", "falcon_h1", "nemotron_h", "granite_hybrid_mamba_experts",
-    "qwen2_moe", "granitemoeshared", "lfm2_moe", "ernie4_5_moe", "olmoe",
+    "minicpm", "ernie4_5_biased", "helium", "glm", "glm4", "olmo2", "olmo3", "exaone4_hybrid", "gemma", "gemma2",
+    "lfm3", "mamba2", "bamba", "falcon_h1", "nemotron_h", "granite_hybrid_mamba_experts",
+    "qwen2_moe", "granitemoeshared", "lfm2_moe", "ernie4_5_moe", "olmoe", "gpt_oss",
 )  # fmt: skip
 
 

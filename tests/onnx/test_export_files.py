@@ -14,6 +14,7 @@ from random_folders import write_folder
 
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError, QuantizationError, UnsupportedModelError
+from chunkrt.graph.decoders import FAMILIES as DECODERS
 from chunkrt.graph.decoders.config import read_config
 from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer
 from chunkrt.graph.ops import trace
@@ -252,7 +253,14 @@ def reference(decoder, subgraph, inputs):
 
 def dynamic_decoder(folder, **config):
     """Return a decoder whose heads have a number of dimensions that ONNX Runtime's attention supports."""
-    return plan_checkpoint(write_folder(folder, **{"head_dim": 16, **config}), {})
+    config = {"head_dim": 16, **config}
+    if config.get("model_type") not in ("gemma2", "gpt_oss"):
+        return plan_checkpoint(write_folder(folder, **config), {})
+    source, family = RandomCheckpoint({**CONFIG, **config}), DECODERS[config["model_type"]]
+    decoder = family.build(read_config(source, family.defaults)).named()
+    shapes = {name: shape for p in decoder.parameters() for name, shape in p.checkpoint_tensors.items()}
+    random = RandomCheckpoint(source.config, shapes=shapes)
+    return Planned(source=random, decoder=decoder, plan=partition(trace(decoder), family=config["model_type"]))
 
 
 @pytest.mark.parametrize("opset", [14, 23])
@@ -263,8 +271,10 @@ def dynamic_decoder(folder, **config):
         {},
         {"model_type": "mistral", "sliding_window": 5},
         {"model_type": "smollm3", "no_rope_layers": [1, 0], "attention_bias": False},
+        {"model_type": "gemma2", "sliding_window": 5, "attn_logit_softcapping": 0.75},
+        {"model_type": "gpt_oss", "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
     ],
-    ids=["all", "window", "no_rope"],
+    ids=["all", "window", "no_rope", "soft_cap", "sinks"],
 )
 def test_dynamic_form_equals_a_window_of_the_context(tmp_path, sizes, dtype, opset):
     decoder = dynamic_decoder(tmp_path / "tiny", **sizes)

@@ -16,7 +16,7 @@ from chunkrt.onnx.importing import import_decoder, verify
 from chunkrt.onnx.window_session import OnnxSession
 
 WINDOWS = ["llama_tied", "gemma3_window_5", "phi3_longrope_long", "lfm2", "qwen3_next", "qwen3_next_experts"]
-WINDOWS += ["granite", "lfm2_moe", "smollm3_window"]
+WINDOWS += ["gemma2", "gpt_oss", "granite", "lfm2_moe", "smollm3_window"]
 
 
 def exported(name, folder, *options):

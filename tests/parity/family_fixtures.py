@@ -149,6 +149,51 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma": _family(
         "gemma", "GemmaForCausalLM", head_dim=10, num_key_value_heads=1, hidden_act="gelu", attention_bias=True
     ),
+    "gemma2": _family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        num_hidden_layers=3,
+        head_dim=10,
+        sliding_window=9,
+        query_pre_attn_scalar=10,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=3.0,
+    ),
+    "gpt_oss": _family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        intermediate_size=12,
+        num_hidden_layers=3,
+        head_dim=10,
+        sliding_window=9,
+        num_local_experts=5,
+        num_experts_per_tok=3,
+    ),
+    "gpt_oss_plain": _family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        intermediate_size=14,
+        head_dim=6,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attention_bias=False,
+        layer_types=["full_attention"] * 2,
+        swiglu_alpha=1.3,
+        swiglu_limit=0.9,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+        tie_word_embeddings=True,
+    ),
+    "gpt_oss_mxfp4": _family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        hidden_size=32,
+        intermediate_size=32,
+        head_dim=6,
+        num_hidden_layers=1,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    ),
     "lfm3": _family("lfm3", "Lfm3ForCausalLM", num_hidden_layers=5, head_dim=8, sliding_window=7, conv_bias=True),
     "lfm3_bare": _family(
         "lfm3",
@@ -403,8 +448,10 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "exaone4": "exaone4",
     "gemma": "gemma",
+    "gemma2": "gemma2",
     "glm": "chatglm",
     "glm4": "glm4",
+    "gpt_oss": "gpt-oss",
     "granite": "granite",
     "granitemoehybrid": "granite",  # the converter's name of dense models
     "granitemoe": "granitemoe",
@@ -420,10 +467,20 @@ ARCHITECTURES = {
 }
 GGUF_OF = {
     f"{name}_gguf": name
-    for name in ("ernie4_5_biased", "exaone4", "exaone4_hybrid", "gemma", "glm", "glm4", "granite", "granite_hybrid")
+    for name in (
+        "ernie4_5_biased",
+        "exaone4",
+        "exaone4_hybrid",
+        "gemma",
+        "gemma2",
+        "glm",
+        "glm4",
+        "granite",
+        "granite_hybrid",
+    )
 } | {f"{name}_gguf": name for name in ("minicpm", "olmo2", "olmo3", "smollm3", "qwen3_moe", "olmoe")}
 GGUF_OF |= {f"{name}_gguf": name for name in ("ernie4_5_moe", "granitemoe", "granitemoeshared", "lfm2_moe")}
-GGUF_OF |= {f"{name}_gguf": name for name in ("qwen2_moe_plain", "qwen3_5_moe")}
+GGUF_OF |= {f"{name}_gguf": name for name in ("gpt_oss", "qwen2_moe_plain", "qwen3_5_moe")}
 MAMBA_GGUF = {f"{name}_gguf": name for name in ("falcon_h1", "mamba2", "nemotron_h")}
 MAMBA_GGUF |= {f"{name}_gguf": name for name in ("granite_hybrid_mamba", "granite_hybrid_mamba_unrotated")}
 GGUF_OF |= MAMBA_GGUF
@@ -435,6 +492,8 @@ def equivalent(config: dict[str, Any]) -> dict[str, Any]:
     MiniCPM's code is outside of Transformers. Its factors are those of Granite under other names (OpenBMB's
     `modeling_minicpm.py`: `MiniCPMDecoderLayer.forward`, `MiniCPMForCausalLM.forward`).
     """
+    if "quantization_config" in config:
+        return {key: value for key, value in config.items() if key != "quantization_config"}
     if config["model_type"] != "minicpm":
         return config
     own = ("scale_emb", "scale_depth", "dim_model_base")
@@ -464,7 +523,26 @@ def random_weights(config: dict[str, Any], rng: np.random.Generator) -> Weights:
     family = config["model_type"]
     found: Weights = {}
     for name, shape in shapes.items():
+        if "quantization_config" in config and name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            experts, depth, columns = shape
+            blocks = rng.integers(0, 256, (experts, columns, depth // 32, 16), np.uint8)
+            scales = rng.integers(121, 125, (experts, columns, depth // 32), np.uint8)
+            found |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            continue
         found |= _published(name, _random(name, shape, family, rng).astype(config["torch_dtype"]), family)
+    return found
+
+
+def dequantised(weights: Weights) -> Weights:
+    """Return weights in which the tensors of MXFP4 are replaced by their values, as Transformers computes them."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    found = dict(weights)
+    for name in [name for name in weights if name.endswith("_blocks")]:
+        key = name.removesuffix("_blocks")
+        packed = (torch.from_numpy(found.pop(f"{key}_{part}")) for part in ("blocks", "scales"))
+        found[key] = convert_moe_packed_tensors(*packed, dtype=torch.float16).numpy()
     return found
 
 
@@ -477,7 +555,7 @@ _RENAMED = {
 }
 """Parts of names that differ in published checkpoints; Transformers changes them when it loads (conversion_mapping.py).
 """
-_STACKED = ("qwen3_5_moe_text",)
+_STACKED = ("gpt_oss", "qwen3_5_moe_text")
 """Families whose published checkpoints store the experts of a layer in two tensors, as Transformers does."""
 
 
@@ -505,7 +583,7 @@ _GAINS = dict.fromkeys(("lfm2_moe", "lfm3"), 0.8) | dict.fromkeys(("bamba", "mam
 def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Generator) -> NDArray[np.float32]:
     drawn = rng.standard_normal(shape, np.float32)
     if "norm" in name:
-        has_offset = family == "gemma" or (family.startswith("qwen3_5") and "linear_attn" not in name)
+        has_offset = family in ("gemma", "gemma2") or (family.startswith("qwen3_5") and "linear_attn" not in name)
         return drawn * np.float32(0.2) + np.float32(not has_offset)
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.02, 4, shape)).astype(np.float32)
@@ -553,7 +631,7 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
     else:
         writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(getattr(known, "norm_eps", None) or known.rms_norm_eps)
-    if "moe" in config["model_type"] and not is_dense_hybrid:
+    if ("moe" in config["model_type"] and not is_dense_hybrid) or config["model_type"] == "gpt_oss":
         _add_experts(writer, known)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     head_dim = getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads
@@ -567,6 +645,13 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
         writer.add_logit_scale(known.logits_scaling)
     if config["model_type"].startswith("granite"):
         writer.add_attention_scale(known.attention_multiplier)
+    if config["model_type"] == "gpt_oss":
+        writer.add_expert_feed_forward_length(known.intermediate_size)
+        writer.add_sliding_window(known.sliding_window)
+    if config["model_type"] == "gemma2":
+        writer.add_attn_logit_softcapping(known.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(known.final_logit_softcapping)
+        writer.add_sliding_window(known.sliding_window)
     if config["model_type"] in ("exaone4", "olmo3") and known.sliding_window is not None:
         writer.add_sliding_window(known.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in known.layer_types])
@@ -612,7 +697,8 @@ def _add_rope(writer: Any, known: Any, head_dim: int) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(ropes["factor"])
         writer.add_rope_scaling_orig_ctx_len(ropes["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_attn_factor(ropes["attention_factor"])
+        if "attention_factor" in ropes:
+            writer.add_rope_scaling_yarn_attn_factor(ropes["attention_factor"])
         writer.add_rope_scaling_yarn_beta_fast(ropes["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(ropes["beta_slow"])
     if ropes["rope_type"] == "longrope":
@@ -622,6 +708,21 @@ def _add_rope(writer: Any, known: Any, head_dim: int) -> None:
         writer.add_rope_scaling_attn_factors(
             (1 + np.log(stretch) / np.log(ropes["original_max_position_embeddings"])) ** 0.5
         )
+
+
+def _gpt_oss_experts(name: str, weight: NDArray[Any]) -> Weights:
+    """Return the tensors of gate and up, whose columns alternate, or that of down, with outputs as rows."""
+    kind = "bias" if name.endswith("_bias") else "weight"
+    path = name.removesuffix("_bias")
+    if kind == "weight":
+        weight = weight.swapaxes(-1, -2)
+    if path.endswith("down_proj"):
+        return {f"{path}.{kind}": weight}
+    parts = (weight[:, ::2], weight[:, 1::2])
+    return {
+        f"{path.replace('gate_up_proj', part)}.{kind}": w
+        for part, w in zip(("gate_proj", "up_proj"), parts, strict=True)
+    }
 
 
 def _as_converted(weights: Weights, config: dict[str, Any], known: Any) -> Weights:
@@ -635,10 +736,15 @@ def _as_converted(weights: Weights, config: dict[str, Any], known: Any) -> Weigh
             for projection, count in counts.items():
                 if f".{projection}." in name:
                     weight = weight.reshape(count, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-        if config["model_type"] == "gemma" and name.endswith("norm.weight"):
+        if config["model_type"] in ("gemma", "gemma2") and name.endswith("norm.weight"):
             weight = weight.astype(np.float32) + 1
         has_experts = any("block_sparse_moe" in other for other in weights)
         shared = "mlp.shared_expert" if has_experts else "mlp"
+        if config["model_type"] == "gpt_oss" and ".experts." in name:
+            found |= _gpt_oss_experts(name, weight)
+            continue
+        if name.endswith(".sinks"):
+            name = f"{name}.weight"
         if name.endswith("_mlp.input_linear.weight"):
             base = name.replace("shared_mlp.input_linear", f"{shared}.{{}}")
             found |= dict(zip((base.format("gate_proj"), base.format("up_proj")), np.split(weight, 2), strict=True))

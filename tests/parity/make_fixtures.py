@@ -218,7 +218,7 @@ def _make_family(folder: Path, name: str, config: dict[str, Any]) -> None:
     input_ids = rng.integers(0, config["vocab_size"], family_fixtures.NUM_TOKENS, np.int64)
     write_checkpoint(folder / name, config, weights)
     with tempfile.TemporaryDirectory() as known:
-        write_checkpoint(Path(known), family_fixtures.equivalent(config), weights)
+        write_checkpoint(Path(known), family_fixtures.equivalent(config), family_fixtures.dequantised(weights))
         _write_expected(folder / name, input_ids, transformers_logits(Path(known), input_ids, "float64"))
     _write_gguf_twins(folder, name, config, weights, family_fixtures.write_gguf)
 
@@ -308,7 +308,8 @@ def write_checkpoint(folder: Path, config: dict[str, Any], weights: Weights) -> 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     dtype = getattr(torch, config.get("torch_dtype") or config["dtype"])
-    tensors = {name: torch.from_numpy(weight).to(dtype) for name, weight in weights.items()}
+    tensors = {name: torch.from_numpy(weight) for name, weight in weights.items()}
+    tensors = {name: tensor if tensor.dtype == torch.uint8 else tensor.to(dtype) for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

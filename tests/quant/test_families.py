@@ -27,6 +27,7 @@ FAMILIES = (
     "qwen3",
     "ernie4_5_biased",
     "gemma",
+    "gemma2",
     "glm",
     "glm4",
     "granite",
@@ -40,7 +41,7 @@ NORMS_BEHIND = ("exaone4_hybrid", "olmo2", "olmo3")
 RECURRENT = ("lfm2", "lfm3", "qwen3_5", "qwen3_next", "qwen3_next_experts")
 RECURRENT += ("bamba", "falcon_h1", "granite_hybrid_mamba", "mamba2", "nemotron_h")
 EXPERTS = ("ernie4_5_moe", "granitemoeshared", "lfm2_moe", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_moe")
-EXPERTS += ("granite_hybrid_mamba_experts",)
+EXPERTS += ("gpt_oss", "granite_hybrid_mamba_experts")
 """Families whose foldings are tested in test_quant_folding_recurrent.py."""
 MOST_ERROR = {"w8a8-dynamic": 0.08, "w8a16": 0.04}
 """Tolerance of logits against float (root mean square); random 8-bit weights alone contribute 0.02."""

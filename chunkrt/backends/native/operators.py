@@ -195,11 +195,13 @@ def _routed_experts(lowering: Lowering, node: Node) -> list[int]:
         lowering.value(hidden),
         lowering.value(router_logits),
         *weights,
-        *map(lowering.value, node.inputs[4:]),
+        *map(lowering.optional_value, node.inputs[4:]),
         top_k=int(_number(node.attributes["top_k"])),
         norm_topk_prob=bool(_number(node.attributes["norm_topk_prob"])),
         use_sigmoid=bool(_number(node.attributes.get("use_sigmoid", 0))),
         norm_epsilon=_number(node.attributes.get("norm_epsilon", 0.0)),
+        swiglu_alpha=_number(node.attributes.get("swiglu_alpha", 1.0)),
+        swiglu_limit=_number(node.attributes.get("swiglu_limit", 0.0)),
     )
     return [value]
 
@@ -218,17 +220,19 @@ def _attention(lowering: Lowering, node: Node) -> list[int]:
     num_heads, num_kv_heads, head_dim, window = (
         int(_number(node.attributes[name])) for name in ("num_heads", "num_kv_heads", "head_dim", "window")
     )
-    *operands, qkv_bias = node.inputs if len(node.inputs) > 7 else (*node.inputs, "")
+    sinks, qkv_bias = (*node.inputs[7:], "", "")[:2]
     value = lowering.builder.attention(
-        *map(lowering.value, operands),
+        *map(lowering.value, node.inputs[:7]),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=_number(node.attributes["scale"]),
+        soft_cap=_number(node.attributes.get("soft_cap", 0.0)),
         window=window,
         has_raw_keys=node.op == "RawKeyAttention",
         is_in_bfloat=lowering.attention_math == "bfloat16",
         qkv_bias=lowering.optional_value(qkv_bias),
+        sinks=lowering.optional_value(sinks),
     )
     return [value]
 

@@ -141,15 +141,17 @@ Route <top_k, norm_topk_prob, use_sigmoid, norm_epsilon> (router_logits, selecti
 }
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon>
-    (hidden, router_logits, gate_up, down, selection_bias) => (output)
+RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit>
+    (hidden, router_logits, gate_up, down, selection_bias, gate_up_bias, down_bias) => (output)
 {
     # all experts of all rows [E, T, H]
     zero = Constant <value_ints = [0]> ()
     rows = Unsqueeze (hidden, zero)
-    both = MatMul (rows, gate_up)
-    gated = chunkrt.SplitSiluMul (both)
-    results = MatMul (gated, down)
+    gate_up_products = MatMul (rows, gate_up)
+    both = chunkrt.AddOfExperts (gate_up_products, gate_up_bias)
+    gated = chunkrt.SplitSwiglu <swiglu_alpha: float = @swiglu_alpha, swiglu_limit: float = @swiglu_limit> (both)
+    down_products = MatMul (gated, down)
+    results = chunkrt.AddOfExperts (down_products, down_bias)
     weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob,
                              use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon>
                             (router_logits, selection_bias)
@@ -157,15 +159,18 @@ RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon>
 }
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon>
-    (hidden, router_logits, gate_up, down, selection_bias, gate_up_scale, down_scale) => (output)
+DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit>
+    (hidden, router_logits, gate_up, down, selection_bias, gate_up_bias, down_bias, gate_up_scale, down_scale)
+    => (output)
 {
     # as above; the scales are [E, 1, N]
     zero = Constant <value_ints = [0]> ()
     rows = Unsqueeze (hidden, zero)
-    both = chunkrt.DynamicLinear (rows, gate_up, gate_up_scale)
-    gated = chunkrt.SplitSiluMul (both)
-    results = chunkrt.DynamicLinear (gated, down, down_scale)
+    gate_up_products = chunkrt.DynamicLinear (rows, gate_up, gate_up_scale)
+    both = chunkrt.AddOfExperts (gate_up_products, gate_up_bias)
+    gated = chunkrt.SplitSwiglu <swiglu_alpha: float = @swiglu_alpha, swiglu_limit: float = @swiglu_limit> (both)
+    down_products = chunkrt.DynamicLinear (gated, down, down_scale)
+    results = chunkrt.AddOfExperts (down_products, down_bias)
     weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob,
                              use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon>
                             (router_logits, selection_bias)
@@ -173,12 +178,34 @@ DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon>
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
-SplitSiluMul (both) => (gated)
+SplitSwiglu <swiglu_alpha, swiglu_limit> (both) => (gated)
 {
+    # a limit of 0 gives silu(gate) * up; any other limit clamps both, and adds 1 to up
     gate, up = Split <axis = -1, num_outputs = 2> (both)
-    squashed = Sigmoid (gate)
-    active = Mul (gate, squashed)
-    gated = Mul (active, up)
+    none = Constant <value_float = 0.0> ()
+    largest = Constant <value_float = 3.4028234e38> ()
+    limit = Constant <value_float: float = @swiglu_limit> ()
+    alpha = Constant <value_float: float = @swiglu_alpha> ()
+    is_clamped = Greater (limit, none)
+    bound = Where (is_clamped, limit, largest)
+    minus_bound = Neg (bound)
+    offset = Cast <to = 1> (is_clamped)
+    kept_gate = Min (gate, bound)
+    kept_up = Clip (up, minus_bound, bound)
+    angle = Mul (kept_gate, alpha)
+    squashed = Sigmoid (angle)
+    active = Mul (kept_gate, squashed)
+    factor = Add (kept_up, offset)
+    gated = Mul (active, factor)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+AddOfExperts (products, bias) => (sums)
+{
+    # products [E, T, N]; a bias [E, N], or a single zero
+    before_last = Constant <value_ints = [-2]> ()
+    rows = Unsqueeze (bias, before_last)
+    sums = Add (products, rows)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
@@ -370,6 +397,107 @@ CausalConvolution (x, weight, bias, state) => (y, new_state)
 """
 
 
+_ATTENTION = """
+<ir_version: 10, opset_import: ["": 23]>
+placeholder (float[1] x) => (float[1] y) {{ y = Identity(x) }}
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1], overload: "{overload}">
+{op} <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window{attributes}>
+    (qkv, position, rope_position, cos, sin, past_key, past_value{inputs}) => (output, present_key, present_value)
+{{
+    q, k, v = chunkrt.SplitHeads <num_heads: int = @num_heads, num_kv_heads: int = @num_kv_heads,
+                                  head_dim: int = @head_dim> (qkv)
+    row_positions, key_positions, table_offset = chunkrt.FindPlaces (qkv, position, rope_position)
+    q_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (q, cos, sin, row_positions, table_offset)
+    zero = Constant <value_ints = [0]> ()
+    past_k = Unsqueeze (past_key, zero)
+    past_v = Unsqueeze (past_value, zero)
+{keys}
+    all_v = Concat <axis = 2> (past_v, v)
+    visible = chunkrt.FindVisible <window: int = @window> (row_positions, key_positions)
+
+    # q by the heads of keys: [1, Nkv, Nq / Nkv * T, D]
+    one = Constant <value_ints = [1]> ()
+    any_dim = Constant <value_ints = [-1]> ()
+    dim_scalar = Constant <value_int: int = @head_dim> ()
+    dim = Reshape (dim_scalar, one)
+    num_q_scalar = Constant <value_int: int = @num_heads> ()
+    num_q = Reshape (num_q_scalar, one)
+    num_kv_scalar = Constant <value_int: int = @num_kv_heads> ()
+    num_kv = Reshape (num_kv_scalar, one)
+    by_key_head = Concat <axis = 0> (one, num_kv, any_dim, dim)
+    grouped = Reshape (q_roped, by_key_head)
+    key_columns = Transpose <perm = [0, 1, 3, 2]> (seen_k)
+    products = MatMul (grouped, key_columns)
+    rows_and_keys = Shape (visible)
+    by_head = Concat <axis = 0> (one, num_q, rows_and_keys)
+    products_by_head = Reshape (products, by_head)
+    factor = Constant <value_float: float = @scale> ()
+    scores = Mul (products_by_head, factor)
+{cap}
+    lowest = Constant <value_float = -3.4028234e38> ()
+    masked = Where (visible, capped, lowest)
+{softmax}
+    num_keys = Gather (rows_and_keys, one)
+    weights_by_key_head = Concat <axis = 0> (one, num_kv, any_dim, num_keys)
+    grouped_weights = Reshape (weights, weights_by_key_head)
+    sums = MatMul (grouped_weights, all_v)
+    heads = Concat <axis = 0> (one, num_q, any_dim, dim)
+    attended = Reshape (sums, heads)
+    present_key = Squeeze (all_k, zero)
+    present_value = Squeeze (all_v, zero)
+    output = chunkrt.JoinHeads (attended)
+}}
+"""
+"""Template of attention with a soft cap, sinks or both, which the standard Attention lacks or, for the cap, applies
+after the mask in its first definition."""
+
+_ATTENTION_KEYS = {
+    "CachedAttention": """
+    k_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (k, cos, sin, row_positions, table_offset)
+    all_k = Concat <axis = 2> (past_k, k_roped)
+    seen_k = Identity (all_k)""",
+    "RawKeyAttention": """
+    all_k = Concat <axis = 2> (past_k, k)
+    seen_k = chunkrt.Rope <rotary_dim: int = @rotary_dim> (all_k, cos, sin, key_positions, table_offset)""",
+}
+_SOFT_CAP = """
+    limit = Constant <value_float: float = @soft_cap> ()
+    shares = Div (scores, limit)
+    bounded = Tanh (shares)
+    capped = Mul (bounded, limit)"""
+_SINKS = """
+    # the sink is the score of one more key, whose value is zero
+    by_row = Constant <value_ints = [1, -1, 1, 1]> ()
+    of_heads = Reshape (sinks, by_row)
+    last = Constant <value_ints = [-1]> ()
+    maxima = ReduceMax (masked, last)
+    nothing = Sub (maxima, maxima)
+    column = Add (nothing, of_heads)
+    with_sinks = Concat <axis = 3> (masked, column)
+    all_weights = Softmax <axis = -1> (with_sinks)
+    weights = Slice (all_weights, zero, last, last)"""
+
+CAPPED, WITH_SINKS, CAPPED_WITH_SINKS = "capped", "sinks", "capped_sinks"
+"""Overloads of attention: with a soft cap of scores, with sinks, and with both."""
+
+
+@cache
+def _attention(op: str, kind: str) -> ir.Function:
+    has_cap, has_sinks = kind != WITH_SINKS, kind != CAPPED
+    text = _ATTENTION.format(
+        op=op,
+        overload=kind,
+        attributes=", soft_cap" if has_cap else "",
+        inputs=", sinks" if has_sinks else "",
+        keys=_ATTENTION_KEYS[op],
+        cap=_SOFT_CAP if has_cap else "    capped = Identity (scores)",
+        softmax=_SINKS if has_sinks else "    weights = Softmax <axis = -1> (masked)",
+    )
+    (function,) = ir.from_onnx_text(text).functions.values()
+    return function
+
+
 _LINEAR_ATTENTION = """
 <ir_version: 10, opset_import: ["": 23]>
 placeholder (float[1] x) => (float[1] y) {{ y = Identity(x) }}
@@ -403,8 +531,10 @@ def has_expansion(domain: str, op: str, overload: str = "") -> bool:
     """Return whether this module defines an operator.
 
     Args:
-        overload: the attn_type of LinearAttention.
+        overload: the attn_type of LinearAttention, or a kind of attention.
     """
+    if domain == DOMAIN and op in _ATTENTION_KEYS:
+        return overload in ("", CAPPED, WITH_SINKS, CAPPED_WITH_SINKS)
     if (domain, op) != (DOMAIN, LINEAR_ATTENTION_OP):
         return domain == DOMAIN and op in _functions()
     try:
@@ -415,7 +545,9 @@ def has_expansion(domain: str, op: str, overload: str = "") -> bool:
 
 def expansion(op: str, overload: str = "") -> ir.Function:
     """Return a fresh copy of the function that defines an operator. Raises KeyError for an unknown one."""
-    return (_linear_attention(overload) if op == LINEAR_ATTENTION_OP else _functions()[op]).clone()
+    if op == LINEAR_ATTENTION_OP:
+        return _linear_attention(overload).clone()
+    return (_attention(op, overload) if op in _ATTENTION_KEYS and overload else _functions()[op]).clone()
 
 
 def expansions(ops: Iterable[tuple[str, str]]) -> list[ir.Function]:

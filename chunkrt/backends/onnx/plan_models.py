@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from chunkrt.backends.onnx.functions import expansions
+from chunkrt.backends.onnx.functions import CAPPED, CAPPED_WITH_SINKS, WITH_SINKS, expansions
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.ops import IR_VERSION, OPSET, attribute
-from chunkrt.graph.plan import DOMAIN, EXPERTS_OP, Attribute, Node, Plan, Subgraph, Tensor
+from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, EXPERTS_OP, Attribute, Node, Plan, Subgraph, Tensor
 
 PAST = "past"
 """Symbol for the length of a cache input; the cache output is longer by the new rows. In these models the cache of a
@@ -23,10 +23,17 @@ layer with a window also holds all positions and is not a ring.
 PRESENT_SUFFIX = ".present"
 """Suffix of a cache's name as an output."""
 
-_CONV_BIAS = _SELECTION_BIAS = 4
-_ROUTER: Mapping[str, Attribute] = {"use_sigmoid": 0, "norm_epsilon": 0.0}
-"""Attributes of routed experts that a plan may omit, but a call of a function may not."""
+_CONV_BIAS = 4
 """Index of the convolution's bias among the inputs of LinearAttention."""
+_EXPERT_BIASES = {4: "selection_bias", 5: "gate_up_bias", 6: "down_bias"}
+"""Inputs of routed experts that a plan may omit, by their index."""
+_EXPERTS: Mapping[str, Attribute] = {
+    "use_sigmoid": 0,
+    "norm_epsilon": 0.0,
+    "swiglu_alpha": 1.0,
+    "swiglu_limit": 0.0,
+}
+"""Attributes of routed experts that a plan may omit, but a call of a function may not."""
 
 _DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "int64": ir.DataType.INT64}
 
@@ -58,9 +65,12 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
         if node.op == LINEAR_ATTENTION_OP and inputs[_CONV_BIAS] is None:
             nodes.append(_zero(f"{node.name}.conv_bias"))
             inputs[_CONV_BIAS] = nodes[-1].outputs[0]
-        if node.op == EXPERTS_OP and len(inputs) == _SELECTION_BIAS:
-            nodes.append(_zero(f"{node.name}.selection_bias"))
-            inputs.append(nodes[-1].outputs[0])
+        if node.op == EXPERTS_OP:
+            inputs += [None] * (max(_EXPERT_BIASES) + 1 - len(inputs))
+            for index, bias in _EXPERT_BIASES.items():
+                if inputs[index] is None:
+                    nodes.append(_zero(f"{node.name}.{bias}"))
+                    inputs[index] = nodes[-1].outputs[0]
         nodes.append(_node(node, inputs, outputs))
 
     made = {n for subgraph in subgraphs for n in subgraph.outputs}
@@ -81,8 +91,15 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
 
 
 def overload(node: Node) -> str:
-    """Return the overload of the function that defines a node's operator: its kind of linear attention, or empty."""
-    return str(node.attributes["attn_type"]) if (node.domain, node.op) == (DOMAIN, LINEAR_ATTENTION_OP) else ""
+    """Return the overload of the function that defines a node's operator: its kind of attention, or empty."""
+    if node.domain != DOMAIN:
+        return ""
+    if node.op in ATTENTION_OPS:
+        has_cap, has_sinks = bool(node.attributes.get("soft_cap")), any(node.inputs[7:8])
+        return {(True, False): CAPPED, (False, True): WITH_SINKS, (True, True): CAPPED_WITH_SINKS}.get(
+            (has_cap, has_sinks), ""
+        )
+    return str(node.attributes["attn_type"]) if node.op == LINEAR_ATTENTION_OP else ""
 
 
 def _is_state(plan: Plan, name: str) -> bool:
@@ -101,7 +118,7 @@ def _present(cache: Tensor) -> ir.Value:
 
 
 def _node(node: Node, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value]) -> ir.Node:
-    stated = {**(_ROUTER if node.op == EXPERTS_OP else {}), **node.attributes}
+    stated = {**(_EXPERTS if node.op == EXPERTS_OP else {}), **node.attributes}
     attributes = [attribute(name, value) for name, value in stated.items()]
     return ir.Node(node.domain, node.op, inputs, attributes, overload=overload(node), outputs=outputs, name=node.name)
 

@@ -89,8 +89,8 @@ def _make_dynamic(graph: ir.Graph, node: ir.Node, weight: ir.Value, scheme: Sche
 def _make_experts_dynamic(model: ir.Model, node: ir.Node) -> None:
     node.op_type = DYNAMIC_EXPERTS
     weights = node.inputs[2:4]
-    node.resize_inputs(7)
-    for index, weight in enumerate(weights, 5):
+    node.resize_inputs(9)
+    for index, weight in enumerate(weights, 7):
         assert weight is not None
         assert weight.shape is not None
         experts, _, columns = weight.shape

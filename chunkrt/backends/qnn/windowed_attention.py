@@ -4,6 +4,9 @@ NPU.
     qkv -> Split -> heads -> RoPE (rows of the tables are inputs)
     scores = q (past keys | own keys)^T + mask,   output = softmax(scores) (past values | own values)
 
+A soft cap bounds the scores before the mask is added: cap tanh(scores / cap). A sink is one more score of each head,
+and its share of the softmax is dropped.
+
 A cache is passed with the number of slots that the node's `past_slots` states: the first positions of a full cache, or
 every slot of a ring. The mask states which slots a row sees, so the order of slots does not matter. The rows' new keys
 and values are outputs of the graph, which its caller writes into the state.
@@ -119,12 +122,23 @@ class _WindowedAttention:
             self._op("Concat", self._input(name, (kv_heads, past, dim)), new, axis=1)
             for name, new in ((key_cache, k), (value_cache, v))
         )
-        q = self._op("Mul", q, self._constant(np.array(attributes["scale"], np.float32)))
+        soft_cap = float(attributes.get("soft_cap", 0.0))
+        q = self._op("Mul", q, self._constant(np.array(attributes["scale"] / (soft_cap or 1.0), np.float32)))
         q = self._op("Reshape", q, self._ints(kv_heads, group * rows, dim))
         scores = self._op("MatMul", q, self._op("Transpose", keys, perm=[0, 2, 1]))
         scores = self._op("Reshape", scores, self._ints(kv_heads, group, rows, past + rows))
+        if soft_cap:
+            scores = self._op("Mul", self._op("Tanh", scores), self._constant(np.array(soft_cap, np.float32)))
         mask = self._input(mask_name(node), (rows, past + rows))
-        shares = self._op("Softmax", self._op("Add", scores, mask), axis=-1)
+        scores = self._op("Add", scores, mask)
+        if sinks := next(iter(old.inputs[7:]), None):
+            assert sinks.const_value is not None
+            of_heads = sinks.const_value.numpy().reshape(kv_heads, group, 1, 1)
+            column = self._constant(np.repeat(of_heads.astype(np.float32), rows, axis=2))
+            shares = self._op("Softmax", self._op("Concat", scores, column, axis=-1), axis=-1)
+            shares, _ = self._split(shares, [past + rows, 1])
+        else:
+            shares = self._op("Softmax", scores, axis=-1)
         shares = self._op("Reshape", shares, self._ints(kv_heads, group * rows, past + rows))
         attended = self._op("Reshape", self._op("MatMul", shares, values), self._ints(heads, rows, dim))
         by_row = self._op("Transpose", attended, perm=[1, 0, 2])

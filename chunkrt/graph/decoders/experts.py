@@ -26,14 +26,17 @@ class Mixture:
 
     Attributes:
         width: width of each expert between its gate and down.
-        norm_topk_prob, use_sigmoid, norm_epsilon: see `ops.routed_experts`.
+        norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit: see `ops.routed_experts`.
         factor: factor of the sum of the routed experts.
         router: name of the router's linear.
+        has_biases: whether the router and all parts of the experts have biases.
         selection_bias: name of the tensor that is added to scores to pick experts; empty if there is none.
         bias_rank: number of axes of that tensor, which are of length 1 except the last.
         parts: names of each expert's gate, up and down.
         stacks: names of the tensors, siblings of the experts, in which a checkpoint may store all gates and ups, and
             all downs.
+        are_stacks_by_columns: whether these tensors have an expert's outputs as columns, and those of gate and up
+            alternate; otherwise outputs are rows, first those of gate. Their biases are tensors of their own.
     """
 
     num_experts: int
@@ -42,12 +45,16 @@ class Mixture:
     norm_topk_prob: bool = True
     use_sigmoid: bool = False
     norm_epsilon: float = 0.0
+    swiglu_alpha: float = 1.0
+    swiglu_limit: float = 0.0
     factor: float = 1.0
     router: str = "gate"
+    has_biases: bool = False
     selection_bias: str = ""
     bias_rank: int = 1
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacks: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    are_stacks_by_columns: bool = False
 
     @staticmethod
     def of(config: DecoderConfig) -> Mixture:
@@ -92,7 +99,7 @@ class SparseMixture(Module):
         if mixture.top_k > num_experts:
             raise ModelError(f"{config.where}: cannot pick {mixture.top_k} of {num_experts} experts")
         config.refuse(hidden_act=config.activation != "silu")
-        self.gate = RouterGate(config.hidden_size, num_experts, name=mixture.router)
+        self.gate = RouterGate(config.hidden_size, num_experts, name=mixture.router, has_bias=mixture.has_biases)
         self.experts = Experts(config, mixture)
         if shared is not None:
             setattr(self, shared_name, shared)
@@ -127,26 +134,32 @@ def has_experts(config: DecoderConfig, index: int) -> bool:
 
 
 class RouterGate(Module):
-    """The product hidden @ weight, in float32 under every scheme. It runs on the CPU unless placed.
+    """The product hidden @ weight, plus a bias if there is one, in float32 under every scheme. It runs on the CPU
+    unless placed.
 
-    `name` is the checkpoint's name of the weight, a sibling of this module.
+    `name` is the checkpoint's name of the module with weight and bias, a sibling of this module.
     """
 
-    def __init__(self, width: int, num_columns: int, *, name: str) -> None:
+    def __init__(self, width: int, num_columns: int, *, name: str, has_bias: bool = False) -> None:
         super().__init__()
         self.device = "cpu"
         self.shape: tuple[int, ...] = (num_columns, width)
-        self._name = name
+        self._name, self._has_bias = name, has_bias
 
     def declare(self) -> None:
+        stored = self.sibling(self._name)
         self.weight = Parameter(
-            shape=self.shape[::-1],
-            checkpoint_tensors={f"{self.sibling(self._name)}.weight": self.shape},
-            combine=lambda weight: weight.T,
+            shape=self.shape[::-1], checkpoint_tensors={f"{stored}.weight": self.shape}, combine=lambda weight: weight.T
         )
+        if self._has_bias:
+            shape = self.shape[:1]
+            self.bias = Parameter(shape=shape, checkpoint_tensors={f"{stored}.bias": shape}, combine=lambda bias: bias)
 
     def forward(self, hidden: ir.Value) -> ir.Value:
-        return ops.float_linear(hidden, self.weight.value(), name="output")
+        if not self._has_bias:
+            return ops.float_linear(hidden, self.weight.value(), name="output")
+        product = ops.float_linear(hidden, self.weight.value(), name="product")
+        return ops.add(product, self.bias.value(), name="output")
 
 
 class Experts(Module):
@@ -165,8 +178,10 @@ class Experts(Module):
         gate_ups: dict[str, tuple[int, ...]] = {}
         downs: dict[str, tuple[int, ...]] = {}
         if self._has_stacks:
-            gate_ups[self.sibling(mixture.stacks[0])] = (num_experts, 2 * inner, width)
-            downs[self.sibling(mixture.stacks[1])] = (num_experts, width, inner)
+            shapes = ((num_experts, 2 * inner, width), (num_experts, width, inner))
+            for tensors, name, shape in zip((gate_ups, downs), mixture.stacks, shapes, strict=True):
+                by_columns = (shape[0], shape[2], shape[1])
+                tensors[self.sibling(name)] = by_columns if mixture.are_stacks_by_columns else shape
         else:
             gate, up, down = mixture.parts
             for path in (f"{self.path}.{expert}" for expert in range(num_experts)):
@@ -176,23 +191,57 @@ class Experts(Module):
             shape=(num_experts, width, 2 * inner), checkpoint_tensors=gate_ups, combine=self._gates_and_ups
         )
         self.down = Parameter(shape=(num_experts, inner, width), checkpoint_tensors=downs, combine=self._downs)
+        if mixture.has_biases:
+            self.gate_up_bias, self.down_bias = self._biases()
         if mixture.selection_bias:
-            shape = (1,) * (mixture.bias_rank - 1) + (num_experts,)
             self.selection_bias = Parameter(
                 shape=(num_experts,),
-                checkpoint_tensors={self.sibling(mixture.selection_bias): shape},
+                checkpoint_tensors={
+                    self.sibling(mixture.selection_bias): (1,) * (mixture.bias_rank - 1) + (num_experts,)
+                },
                 combine=lambda bias: bias.reshape(num_experts),
             )
 
+    def _biases(self) -> tuple[Parameter, Parameter]:
+        """Return the biases of gates and ups, and those of downs."""
+        mixture, width = self._mixture, self._hidden_size
+        num_experts, inner = mixture.num_experts, mixture.width
+        gate_ups: dict[str, tuple[int, ...]]
+        downs: dict[str, tuple[int, ...]]
+        if self._has_stacks:
+            gate_up_name, down_name = (f"{self.sibling(name)}_bias" for name in mixture.stacks)
+            gate_ups, downs = {gate_up_name: (num_experts, 2 * inner)}, {down_name: (num_experts, width)}
+        else:
+            gate, up, down = mixture.parts
+            paths = [f"{self.path}.{expert}" for expert in range(num_experts)]
+            gate_ups = {f"{path}.{part}.bias": (inner,) for path in paths for part in (gate, up)}
+            downs = {f"{path}.{down}.bias": (width,) for path in paths}
+
+        def both(*tensors: Float32) -> Float32:
+            if not self._has_stacks:
+                return np.stack(tensors).reshape(num_experts, -1)
+            return _apart(tensors[0]) if mixture.are_stacks_by_columns else tensors[0]
+
+        def of_downs(*tensors: Float32) -> Float32:
+            return (tensors[0] if self._has_stacks else np.stack(tensors)) * self._factor
+
+        return (
+            Parameter(shape=(num_experts, 2 * inner), checkpoint_tensors=gate_ups, combine=both),
+            Parameter(shape=(num_experts, width), checkpoint_tensors=downs, combine=of_downs),
+        )
+
     def _gates_and_ups(self, *tensors: Float32) -> Float32:
         if self._has_stacks:
-            return tensors[0].swapaxes(1, 2)
+            is_by_columns = self._mixture.are_stacks_by_columns
+            return _apart(tensors[0]) if is_by_columns else tensors[0].swapaxes(1, 2)
         pairs = zip(tensors[::2], tensors[1::2], strict=True)
         return np.stack([np.concatenate(pair).T for pair in pairs])
 
     def _downs(self, *tensors: Float32) -> Float32:
         downs = tensors[0] if self._has_stacks else np.stack(tensors)
-        return downs.swapaxes(1, 2) if self._factor == 1 else downs.swapaxes(1, 2) * self._factor
+        if not (self._has_stacks and self._mixture.are_stacks_by_columns):
+            downs = downs.swapaxes(1, 2)
+        return downs if self._factor == 1 else downs * self._factor
 
     def forward(self, hidden: ir.Value, router_logits: ir.Value) -> ir.Value:
         mixture = self._mixture
@@ -202,8 +251,17 @@ class Experts(Module):
             self.gate_up.value(),
             self.down.value(),
             self.selection_bias.value() if mixture.selection_bias else None,
+            self.gate_up_bias.value() if mixture.has_biases else None,
+            self.down_bias.value() if mixture.has_biases else None,
             top_k=mixture.top_k,
             norm_topk_prob=mixture.norm_topk_prob,
             use_sigmoid=mixture.use_sigmoid,
             norm_epsilon=mixture.norm_epsilon,
+            swiglu_alpha=mixture.swiglu_alpha,
+            swiglu_limit=mixture.swiglu_limit,
         )
+
+
+def _apart(alternating: Float32) -> Float32:
+    """Return the columns of gate and then those of up, which alternate in the last axis."""
+    return np.concatenate([alternating[..., ::2], alternating[..., 1::2]], axis=-1)

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
-from chunkrt.graph.modules import Embedding, HeadNorm, Module, RMSNorm
+from chunkrt.graph.modules import Embedding, HeadNorm, Module, Parameter, RMSNorm
 from chunkrt.graph.ops import current_trace
 from chunkrt.graph.parallel import (
     LinearBase,
@@ -35,6 +35,8 @@ class Attention(Module):
         norm: norm of single heads of q and k before RoPE.
         output: the projection of the heads' results; by default the checkpoint's o_proj.
         scale: factor of the scores; by default head_dim^-1/2.
+        soft_cap: bound of the scores' magnitude; 0 for none. See `ops.cached_attention`.
+        has_sinks: whether the checkpoint has a sink for each head, the tensor "sinks".
         window: number of keys that a row sees, its own included; 0 for all earlier keys.
     """
 
@@ -48,6 +50,8 @@ class Attention(Module):
         output: LinearBase | None = None,
         bias: tuple[bool, bool] = (False, False),
         scale: float | None = None,
+        soft_cap: float = 0.0,
+        has_sinks: bool = False,
         window: int = 0,
     ) -> None:
         super().__init__()
@@ -57,6 +61,14 @@ class Attention(Module):
         self.o_proj = output or output_projection(config, bias=bias[1])
         self._heads, self._rotary = heads, (rotary,)
         self._scale, self.window = config.head_dim**-0.5 if scale is None else scale, window
+        self._soft_cap, self._has_sinks = soft_cap, has_sinks
+
+    def declare(self) -> None:
+        if self._has_sinks:
+            query = self._heads.query
+            self.sinks = Parameter(
+                shape=(query.length,), checkpoint_tensors={f"{self.path}.sinks": (query.size,)}, combine=query.take
+            )
 
     def attend(self, hidden: ir.Value) -> ir.Value:
         """Return the heads' results, before the output projection."""
@@ -70,6 +82,8 @@ class Attention(Module):
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
             scale=self._scale,
+            soft_cap=self._soft_cap,
+            sinks=self.sinks.value() if self._has_sinks else None,
             window=self.window,
             long_context_from=rotary.long_context_from,
         )

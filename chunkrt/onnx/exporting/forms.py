@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -263,7 +263,13 @@ def _attention(
     e: Emitter, node: Node, past: Sequence[ir.Value], lengths: tuple[ir.Value, ir.Value], rows: slice | None
 ) -> Sequence[ir.Value]:
     (out,) = node.outputs
-    tables = [] if rows is None else [e.table(name, name, rows, e.dtype) for name in node.inputs[3:5]]
+    tables: list[ir.Value | None] = []
+    if rows is not None:
+        tables += [e.table(name, name, rows, e.dtype) for name in node.inputs[3:5]]
+    if sinks := "".join(node.inputs[7:8]):  # behind the tables, positions and a bias of scores
+        tables += [None] * (4 - len(tables)) + [e.read(sinks, e.dtype)]
+    soft_cap = cast(float, node.attributes.get("soft_cap", 0.0))
+    cap: dict[str, Any] = {"softcap": soft_cap} if soft_cap else {}
     _, *present = e.ops(
         "GroupQueryAttention",
         e.read(node.inputs[0], e.dtype),
@@ -279,6 +285,7 @@ def _attention(
         scale=node.attributes["scale"],
         local_window_size=cast(int, node.attributes["window"]) or -1,
         do_rotary=int(rows is not None),
+        **cap,
     )
     return present
 

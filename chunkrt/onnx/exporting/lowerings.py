@@ -123,8 +123,9 @@ def _routed_experts(e: Emitter, node: Node) -> None:
     else:
         probabilities = e.op("Softmax", router_logits, name=f"{out}/probabilities", axis=-1)
     values = router_logits
-    if node.inputs[4:]:
-        values = e.op("Add", probabilities, e.read(node.inputs[4], FLOAT), name=f"{out}/values")
+    selection_bias, gate_up_bias, down_bias = (*node.inputs[4:], "", "", "")[:3]
+    if selection_bias:
+        values = e.op("Add", probabilities, e.read(selection_bias, FLOAT), name=f"{out}/values")
     top_k = e.ints(cast(int, node.attributes["top_k"]))
     largest, indices = e.ops("TopK", values, top_k, names=[f"{out}/largest", f"{out}/picked"], axis=-1)
     del largest
@@ -139,14 +140,30 @@ def _routed_experts(e: Emitter, node: Node) -> None:
     weights = e.op("ScatterElements", nothing, indices, picked, name=f"{out}/of_all", axis=-1)
     rows = e.op("Unsqueeze", hidden, e.ints(1), name=f"{out}/rows")
     both = e.op("MatMul", rows, gate_up, name=f"{out}/gate_up")
+    if gate_up_bias:
+        both = e.op("Add", both, _of_experts(e, gate_up_bias), name=f"{out}/gate_up_biased")
     gate, up = e.split(both, [inner, inner], [f"{out}/gate", f"{out}/up"])
-    active = e.op("Mul", gate, e.op("Sigmoid", gate, name=f"{out}/sigmoid"), name=f"{out}/active")
+    angle = gate
+    if limit := cast(float, node.attributes.get("swiglu_limit", 0.0)):
+        gate = e.op("Min", gate, e.number(limit, e.dtype), name=f"{out}/kept_gate")
+        up = e.op("Clip", up, e.number(-limit, e.dtype), e.number(limit, e.dtype), name=f"{out}/kept_up")
+        up = e.op("Add", up, e.number(1.0, e.dtype), name=f"{out}/factor")
+        alpha = cast(float, node.attributes.get("swiglu_alpha", 1.0))
+        angle = e.op("Mul", gate, e.number(alpha, e.dtype), name=f"{out}/angle")
+    active = e.op("Mul", gate, e.op("Sigmoid", angle, name=f"{out}/sigmoid"), name=f"{out}/active")
     results = e.op("MatMul", e.op("Mul", active, up, name=f"{out}/gated"), down, name=f"{out}/results")
+    if down_bias:
+        results = e.op("Add", results, _of_experts(e, down_bias), name=f"{out}/results_biased")
     by_expert = e.op("Transpose", weights, name=f"{out}/by_expert", perm=[0, 2, 1])
     columns = e.op("Unsqueeze", by_expert, e.ints(3), name=f"{out}/columns")
     weighted = e.op("Mul", e.cast(results, FLOAT), columns, name=f"{out}/weighted")
     total = e.reduce_sum(weighted, 1, name=f"{out}/total", keepdims=False)
     e.alias(out, e.cast(total, e.dtype))
+
+
+def _of_experts(e: Emitter, bias: str) -> ir.Value:
+    """Return biases [E, N] as [E, 1, N]."""
+    return e.op("Unsqueeze", e.read(bias, e.dtype), e.ints(1), name=f"{bias}/rows")
 
 
 def finish(e: Emitter, op: str, *inputs: ir.Value, dtype: ir.DataType | None, name: str, **attributes: Any) -> ir.Value:

@@ -53,13 +53,14 @@ class WindowAttention:
         keys, values = self._last(present_key, span), self._last(present_value, span)
         if s.keys == "pre-rope":
             keys = self._rotated(node, keys, span)
-        if e.opset >= 23:
+        is_plain = not node.attributes.get("soft_cap") and not any(node.inputs[7:8])
+        if e.opset >= 23 and is_plain:
             attributes: dict[str, Any] = {"scale": scale, "softmax_precision": int(FLOAT)}
             attended = e.op(
                 "Attention", q, keys, values, self._sees(window, span), name=f"{out}/attended", **attributes
             )
         else:
-            attended = self._attend(q, keys, values, node, self._sees(window, span))
+            attended = self._attend(q, keys, values, node, self._added(window, span))
         by_row = e.op("Transpose", attended, name=f"{out}/by_row", perm=[0, 2, 1, 3])
         e.reshape(by_row, 0, 0, heads * dim, name=out)
         return [present_key, present_value]
@@ -79,8 +80,7 @@ class WindowAttention:
         return self._e.cut(present, context - span, context, axis=2, name=f"{present.name}/seen")
 
     def _sees(self, window: int, span: int) -> ir.Value:
-        """Return the mask of the last `span` slots [W, span]: True if a row sees a slot; below opset 23, terms for the
-        scores.
+        """Return the mask of the last `span` slots [W, span]: True if a row sees a slot.
 
         A row of padding sees itself, so that its softmax is defined.
         """
@@ -94,10 +94,16 @@ class WindowAttention:
                 mask = e.cut(mask, s.sequence - span, s.sequence, axis=1, name=f"{name}/mask")
             before = e.op("And", e.constant(f"{name}/causal", causal), mask, name=f"{name}/before")
             visible = e.op("Or", before, e.constant(f"{name}/itself", slots == rows), name=name)
-            if e.opset < 23:
-                visible = e.op("Where", visible, e.number(0.0), e.number(MASKED), name=f"{name}/added", dtype=FLOAT)
             self._visible[window] = visible
         return self._visible[window]
+
+    def _added(self, window: int, span: int) -> ir.Value:
+        """Return the mask as terms that are added to scores."""
+        e, visible = self._e, self._sees(window, span)
+        return e.shared(
+            f"{visible.name}/added",
+            lambda name: e.op("Where", visible, e.number(0.0), e.number(MASKED), name=name, dtype=FLOAT),
+        )
 
     def _rotated(self, node: Node, x: ir.Value, num_rows: int) -> ir.Value:
         """Rotate x [1, heads, rows, D] (rotate-half) for the last `num_rows` positions."""
@@ -118,7 +124,9 @@ class WindowAttention:
         return e.shared(f"{name}.{num_rows}.batch", lambda name: e.op("Unsqueeze", table, e.ints(0), name=name))
 
     def _attend(self, q: ir.Value, k: ir.Value, v: ir.Value, node: Node, added: ir.Value) -> ir.Value:
-        """Compute softmax(scale q k^T + added) v. Query heads that share a key head are stacked into one product."""
+        """Compute softmax(scale q k^T + added) v, with the node's soft cap and sinks. Query heads that share a key head
+        are stacked into one product.
+        """
         e, (out,), window = self._e, node.outputs, self._settings.window
         heads, kv_heads, dim = (cast(int, node.attributes[key]) for key in ("num_heads", "num_kv_heads", "head_dim"))
         shared = heads // kv_heads
@@ -127,11 +135,28 @@ class WindowAttention:
         columns = e.op("Transpose", k, name=f"{out}/k_columns", perm=[0, 1, 3, 2])
         products = e.cast(e.op("MatMul", grouped, columns, name=f"{out}/products"), FLOAT)
         scores = e.reshape(products, 1, heads, window, -1, name=f"{out}/scores")
+        if soft_cap := cast(float, node.attributes.get("soft_cap", 0.0)):
+            shares = e.op("Mul", scores, e.number(1 / soft_cap), name=f"{out}/shares_of_cap")
+            scores = e.op("Mul", e.op("Tanh", shares, name=f"{out}/bounded"), e.number(soft_cap), name=f"{out}/capped")
         masked = e.op("Add", scores, added, name=f"{out}/masked")
-        weights = finish(e, "Softmax", masked, dtype=e.dtype, name=f"{out}/weights", axis=-1)
+        if any(node.inputs[7:8]):
+            weights = self._weights_beside_sinks(masked, e.read(node.inputs[7], FLOAT), out)
+        else:
+            weights = finish(e, "Softmax", masked, dtype=e.dtype, name=f"{out}/weights", axis=-1)
         by_group = e.reshape(weights, 1, kv_heads, shared * window, -1, name=f"{out}/weights_grouped")
         summed = e.op("MatMul", by_group, v, name=f"{out}/summed")
         return e.reshape(summed, 1, heads, window, dim, name=f"{out}/attended")
+
+    def _weights_beside_sinks(self, scores: ir.Value, sinks: ir.Value, out: str) -> ir.Value:
+        """Return the softmax over scores [1, heads, rows, slots] and one more score of each head, without the share of
+        that score.
+        """
+        e = self._e
+        column = e.op("Unsqueeze", sinks, e.ints(0, 2, 3), name=f"{out}/sink_column")
+        of_rows = e.op("Expand", column, e.ints(1, 1, self._settings.window, 1), name=f"{out}/sinks")
+        all_scores = e.op("Concat", scores, of_rows, name=f"{out}/scores_and_sinks", axis=-1)
+        shares = e.op("Softmax", all_scores, name=f"{out}/shares", axis=-1)
+        return e.cast(e.cut(shares, 0, -1, axis=3, name=f"{out}/weights"), e.dtype)
 
 
 def rotate(e: Emitter, x: ir.Value, cos: ir.Value, sin: ir.Value, rotary_dim: int, node: Node) -> ir.Value:

@@ -116,10 +116,10 @@ def _step(node: Node, path: str, plan: Plan) -> RecordedOperator:
     names = [name.removeprefix(f"{path}.") if path else name for name in node.outputs]
     attributes, inputs = dict(node.attributes), [name or None for name in node.inputs]
     if node.op in ATTENTION_OPS:
-        qkv, position, rope_position, cos, sin, *_ = inputs
+        qkv, position, rope_position, cos, sin, *others = inputs
         if plan.long_context_from is not None and rope_position != position:
             attributes["long_context_from"] = plan.long_context_from
-        inputs = [qkv, cos, sin]
+        inputs = [qkv, cos, sin, *([sinks] if (sinks := next(iter(others[2:]), None)) else [])]
     return RecordedOperator((node.domain, node.op), attributes, inputs, node.outputs, path, names)
 
 

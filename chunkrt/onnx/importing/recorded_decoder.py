@@ -129,6 +129,8 @@ def _attention(attributes: Attributes, operands: Operands, names: Names) -> list
         num_kv_heads=attributes["num_kv_heads"],
         head_dim=attributes["head_dim"],
         scale=attributes["scale"],
+        soft_cap=attributes.get("soft_cap", 0.0),
+        sinks=operands[3] if len(operands) > 3 else None,
         window=attributes["window"],
         long_context_from=attributes.get("long_context_from"),
         name=names[0],
@@ -157,6 +159,8 @@ def _experts(attributes: Attributes, operands: Operands, names: Names) -> list[i
         norm_topk_prob=bool(attributes["norm_topk_prob"]),
         use_sigmoid=bool(attributes.get("use_sigmoid", 0)),
         norm_epsilon=attributes.get("norm_epsilon", 0.0),
+        swiglu_alpha=attributes.get("swiglu_alpha", 1.0),
+        swiglu_limit=attributes.get("swiglu_limit", 0.0),
         name=names[0],
     )
     return [mixed]

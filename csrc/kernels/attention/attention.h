@@ -30,17 +30,20 @@
 // initially with m = -inf, l = 0, o = 0, and for each block of 64 keys that starts at an absolute position
 // that is a multiple of 64:
 //   score[j] = the chain fma(q[d], k[j][d], score[j]) over d ascending from 0, for visible keys j
+//   with a soft cap: score[j] = tanh(score[j] * (1 / soft_cap)) * soft_cap, with tanh as in elementwise.h
 //   m' = max(m, max score),  a = e(m - m'),  w[j] = e(score[j] - m')
 //   l = fma(l, a, sum w),  o[d] = the chain fma(w[j], v[j][d], o[d]) over j ascending from o[d] * a
 // and at last out[d] = o[d] * (1 / l). A key outside the window or past p is invisible: it enters neither the
 // maximum nor the chains, and a block without visible keys is skipped. The sum of weights has 16 partial
 // sums, where lane i adds w[i], w[i + 16], ... of the block's visible keys; they are reduced as in norm.h.
-// e(x) is 0 for x < -87, otherwise exp(x) as defined in elementwise.h.
+// e(x) is 0 for x < -87, otherwise exp(x) as defined in elementwise.h. With sinks, a head begins with m = its
+// sink and l = 1: the sink is a score, without scale and cap, of a key whose value is 0.
 //
 // Numerics of AttentionMath::float32: all arithmetic is in float32. Each row is computed independently of the
 // other rows, so the result depends neither on the split of the work, nor on the chunking of the prompt, nor
-// on the instruction set. Weights below e^-87 count as 0. A NaN or an infinity in a row affects the output of
-// that row and, through the caches, that of later rows that attend to it, but no other rows.
+// on the instruction set. A soft cap adds an error below 2^-20 of a score (two roundings of the argument, 2.5
+// units of tanh and a product). Weights below e^-87 count as 0. A NaN or an infinity in a row affects the
+// output of that row and, through the caches, that of later rows that attend to it, but no other rows.
 //
 // Numerics of AttentionMath::bfloat16: factors are rounded to bfloat16, to nearest even, and past its largest
 // number to infinity: each element of a query, after RoPE and the multiplication by `scale`; each element of
@@ -110,6 +113,8 @@ struct AttentionArgs {
   std::size_t head_dim;    // any; a multiple of 16 is fastest
   std::size_t rotary_dim;  // even, <= head_dim
   float scale;
+  float soft_cap = 0.0f;         // 0: none
+  const float* sinks = nullptr;  // float32 [num_heads] or nullptr
   AttentionMath math = AttentionMath::float32;
   // Number of queries per item of `attend`; 0 is the default of `math`. More queries share the work per
   // block, fewer balance the threads; results do not depend on it.

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
-#include <limits>
 
 namespace chunkrt {
 namespace {
@@ -73,8 +72,9 @@ void attend(const AttentionArgs& args, const AttendItem& item, float* scratch,
                     roped + i * head_dim);
     std::fill_n(query.out, head_dim, 0.0f);
     outs[i] = query.out;
-    maxima[i] = -std::numeric_limits<float>::infinity();
-    sums[i] = 0.0f;
+    const SoftmaxStart softmax = softmax_start(args, query);
+    maxima[i] = softmax.maximum;
+    sums[i] = softmax.sum;
     first_keys[i] = query.first_key;
     end_keys[i] = query.end_key;
   }
@@ -109,6 +109,7 @@ void attend(const AttentionArgs& args, const AttendItem& item, float* scratch,
                                                .outs = outs + i,
                                                .maxima = maxima + i,
                                                .sums = sums + i,
+                                               .soft_cap = args.soft_cap,
                                                .first = first[i],
                                                .visible = visible + i});
     }

@@ -60,6 +60,14 @@ void dequantize(const std::byte* row, std::size_t head_dim, const float* bias, f
   }
 }
 
+// Caps the scores of the keys [first, visible), and of others in their groups of 16.
+void cap_scores(float* scores, std::size_t first, std::size_t visible, float soft_cap) {
+  const Floats cap = all(soft_cap), inverse = all(1.0f / soft_cap);
+  for (std::size_t key = first / kLanes * kLanes; key < visible; key += kLanes) {
+    store(scores + key, hyperbolic_tangent(load(scores + key) * inverse) * cap);
+  }
+}
+
 // The scores of 16 adjacent keys from `key` on, with -inf for keys outside of [first, visible).
 CHUNKRT_LANES Floats load_seen(const float* scores, std::size_t key, std::size_t first, std::size_t visible) {
   if (first <= key && key + kLanes <= visible) return load(scores + key);
@@ -164,6 +172,9 @@ void attend_tile(const KeyBlock& block, const QueryTile& tile) {
   for (std::size_t key = tile.first / kKeysAtOnce * kKeysAtOnce; key < tile.visible[N - 1];
        key += kKeysAtOnce) {
     score<N>(block, tile.queries, key, weights);
+  }
+  if (tile.soft_cap > 0.0f) {
+    for (std::size_t q = 0; q < N; ++q) cap_scores(weights[q], tile.first, tile.visible[q], tile.soft_cap);
   }
   weigh<N>(tile, weights, rescale);
   std::size_t d = 0;

@@ -2,6 +2,7 @@
 #include "kernels/attention/queries.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "kernels/attention/tile_operations.h"
 
@@ -45,12 +46,18 @@ Query find_query(const AttentionArgs& args, std::size_t kv_head, std::size_t que
   const std::size_t position = args.position + row, end = position + 1;
   const std::size_t index = table_index(args, position);
   const std::size_t row_width = (args.num_heads + 2 * args.num_kv_heads) * args.head_dim;
-  return {.input = args.qkv + row * row_width + head * args.head_dim,
+  return {.head = head,
+          .input = args.qkv + row * row_width + head * args.head_dim,
           .cos = args.cos + index,
           .sin = args.sin + index,
           .out = args.out + (row * args.num_heads + head) * args.head_dim,
           .first_key = args.window > 0 && end > args.window ? end - args.window : 0,
           .end_key = end};
+}
+
+SoftmaxStart softmax_start(const AttentionArgs& args, const Query& query) {
+  if (args.sinks == nullptr) return {.maximum = -std::numeric_limits<float>::infinity(), .sum = 0.0f};
+  return {.maximum = args.sinks[query.head], .sum = 1.0f};
 }
 
 std::size_t table_index(const AttentionArgs& args, std::size_t position) {

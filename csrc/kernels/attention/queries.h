@@ -24,6 +24,7 @@ struct AttendItem {
 
 // Operands of one query.
 struct Query {
+  std::size_t head;
   const float* input;  // [head_dim], not yet roped
   const float* cos;    // [rotary_dim / 2]
   const float* sin;    // as cos
@@ -34,6 +35,13 @@ struct Query {
 
 AttendItem attend_item(const AttentionArgs& args, std::size_t index);
 Query find_query(const AttentionArgs& args, std::size_t kv_head, std::size_t query);
+
+// m and l of attention.h before the first block.
+struct SoftmaxStart {
+  float maximum;
+  float sum;
+};
+SoftmaxStart softmax_start(const AttentionArgs& args, const Query& query);
 
 // The tables' row for a position, as an index of cos and sin.
 std::size_t table_index(const AttentionArgs& args, std::size_t position);

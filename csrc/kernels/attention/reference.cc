@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
-#include <limits>
 
 #include "kernels/attention/int8_cache.h"
 #include "kernels/attention/plain_tiles.h"
@@ -92,6 +91,13 @@ float exp_of_nonpositive(float x) {
   return std::isnan(x) ? x : std::ldexp(p, static_cast<int>(n));
 }
 
+void cap_scores(float* scores, std::size_t count, float soft_cap) {
+  const float inverse = 1.0f / soft_cap;
+  for (std::size_t i = 0; i < count; ++i) scores[i] *= inverse;
+  tanh_f32_f32_reference(scores, scores, count);
+  for (std::size_t i = 0; i < count; ++i) scores[i] *= soft_cap;
+}
+
 void attend(const AttentionArgs& args, std::size_t kv_head, const Query& query, float* scratch) {
   float* const roped = scratch;
   float* const keys = roped + args.head_dim;
@@ -100,7 +106,7 @@ void attend(const AttentionArgs& args, std::size_t kv_head, const Query& query, 
   const float* const bias = key_bias(args, kv_head);
   rope(query.input, query.cos, query.sin, args, args.scale, roped);
   std::fill_n(query.out, args.head_dim, 0.0f);
-  float max = -std::numeric_limits<float>::infinity(), sum = 0.0f;
+  auto [max, sum] = softmax_start(args, query);
   for (std::size_t start = query.first_key / kKeysPerBlock * kKeysPerBlock; start < query.end_key;
        start += kKeysPerBlock) {
     const std::size_t first = std::max(start, query.first_key) - start;
@@ -119,8 +125,9 @@ void attend(const AttentionArgs& args, std::size_t kv_head, const Query& query, 
       for (std::size_t d = 0; d < args.head_dim; ++d) {
         weights[j] = std::fma(roped[d], keys[j * args.head_dim + d], weights[j]);
       }
-      max = std::max(max, weights[j]);
     }
+    if (args.soft_cap > 0.0f) cap_scores(weights + first, end - first, args.soft_cap);
+    for (std::size_t j = first; j < end; ++j) max = std::max(max, weights[j]);
     float partial_sums[16] = {};
     for (std::size_t j = first; j < end; ++j) {
       weights[j] = exp_of_nonpositive(weights[j] - max);
@@ -165,10 +172,13 @@ bool pack_values(const float* values, std::size_t stride, std::size_t columns, s
 
 void weigh_rows(const ScoredRows& rows) {
   for (std::size_t row = 0; row < rows.num_rows; ++row) {
-    const float* const scores = rows.scores + row * kKeysPerBlock;
+    float* const scores = rows.scores + row * kKeysPerBlock;
     std::uint16_t* const weights = rows.weights + row * kKeysPerBlock;
     std::fill_n(weights, kKeysPerBlock, std::uint16_t{0});
     if (rows.first[row] >= rows.visible[row]) continue;
+    if (rows.soft_cap > 0.0f) {
+      cap_scores(scores + rows.first[row], rows.visible[row] - rows.first[row], rows.soft_cap);
+    }
     float max = rows.maxima[row], sum = 0.0f;
     for (std::size_t j = rows.first[row]; j < rows.visible[row]; ++j) max = std::max(max, scores[j]);
     const float rescale = exp_of_nonpositive(rows.maxima[row] - max);

@@ -45,6 +45,7 @@ struct ScoredRows {
   const std::size_t* visible;  // to before `visible`; if the range is empty, the row is unchanged
   std::size_t num_rows;
   std::size_t columns;
+  float soft_cap;  // bound of scores; 0: none
 };
 
 struct TileOperations {

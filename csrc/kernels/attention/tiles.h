@@ -23,8 +23,6 @@
 // One file for each instruction set includes this header; nothing here is visible outside of that file.
 #pragma once
 
-#include <math.h>
-
 #include <cstring>
 
 #include "kernels/attention/tile_operations.h"
@@ -90,8 +88,9 @@ class TileItem {
       operations_.rope(query.input, query.cos, query.sin, args_.head_dim, args_.rotary_dim, args_.scale,
                        rows_);
       operations_.round(rows_, queries_ + i * sizes_.depth, sizes_.depth);
-      maxima_[i] = -INFINITY;
-      sums_[i] = 0.0f;
+      const SoftmaxStart softmax = softmax_start(args_, query);
+      maxima_[i] = softmax.maximum;
+      sums_[i] = softmax.sum;
       first_keys_[i] = query.first_key;
       end_keys_[i] = query.end_key;
     }
@@ -236,7 +235,8 @@ class TileItem {
                        .first = first,
                        .visible = visible,
                        .num_rows = num_rows,
-                       .columns = sizes_.columns});
+                       .columns = sizes_.columns,
+                       .soft_cap = args_.soft_cap});
     if (are_finite_ || see_all) {
       products_.accumulate(weights_, kKeysPerBlock, num_rows, block_values_, begin, end, outs, sizes_.columns,
                            sizes_.columns);

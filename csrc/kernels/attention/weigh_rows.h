@@ -44,6 +44,9 @@ void weigh_rows(const ScoredRows& rows) {
     float differences[kLanes] = {}, rescale[kLanes];
     for (std::size_t row = begin; row < end; ++row) {
       if (rows.first[row] >= rows.visible[row]) continue;
+      if (rows.soft_cap > 0.0f) {
+        cap_scores(rows.scores + row * kKeysPerBlock, rows.first[row], rows.visible[row], rows.soft_cap);
+      }
       const float maximum = find_maximum(rows, row);
       differences[row - begin] = rows.maxima[row] - maximum;
       rows.maxima[row] = maximum;

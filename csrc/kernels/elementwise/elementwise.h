@@ -45,6 +45,10 @@ inline constexpr float kLog1pCoefficients[5] = {0x1.555558p-1f, 0x1.9996d6p-2f, 
 using BinaryFunction = void(const float* left, const float* right, float* out, std::size_t count);
 // out = sigmoid(input), and correspondingly for the other functions; out may be input.
 using UnaryFunction = void(const float* input, float* out, std::size_t count);
+// out = (u + 1) * (g * sigmoid(alpha * g)), g = min(gate, limit), u = min(max(up, -limit), limit): the gated
+// activation of gpt-oss. A NaN stays a NaN. out may be gate or up.
+using ClampedSwigluFunction = void(const float* gate, const float* up, float alpha, float limit, float* out,
+                                   std::size_t count);
 // out = q * step, q = round_half_to_even(input / step) in [-levels, levels], with a step for each element;
 // quotient and product are rounded to float32. Infinities saturate, a NaN stays a NaN. out may be input.
 using RoundToGridFunction = void(const float* input, const float* steps, float levels, float* out,

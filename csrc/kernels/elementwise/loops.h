@@ -18,13 +18,6 @@ CHUNKRT_LANES Floats softplus(Floats x) {
   return max(x, all(0.0f)) + log1p;  // log1p is a NaN if x is
 }
 
-CHUNKRT_LANES Floats hyperbolic_tangent(Floats x) {
-  const Floats a = absolute(x), z = a * a;
-  const Floats small = multiply_add(polynomial(kTanhCoefficients, z) * z, a, a);
-  const Floats large = all(1.0f) - all(2.0f) / (exponential(all(2.0f) * a) + all(1.0f));
-  return with_sign(select(less(a, all(kTanhLimit)), small, large), x);
-}
-
 template <typename Function>
 CHUNKRT_LANES void for_each(const float* input, float* out, std::size_t count, Function function) {
   for (std::size_t i = 0; i < count; i += kLanes) {
@@ -82,6 +75,14 @@ void CHUNKRT_NAME(silu_mul_f32_f32_f32)(const float* gate, const float* up, floa
 
 void CHUNKRT_NAME(gelu_mul_f32_f32_f32)(const float* gate, const float* up, float* out, std::size_t count) {
   for_each(gate, up, out, count, [](Floats g, Floats u) { return gelu(g) * u; });
+}
+
+void CHUNKRT_NAME(clamped_swiglu_f32_f32_f32)(const float* gate, const float* up, float alpha, float limit,
+                                              float* out, std::size_t count) {
+  for_each(gate, up, out, count, [alpha, limit](Floats g, Floats u) {
+    const Floats kept = min(all(limit), g), bounded = max(all(-limit), min(all(limit), u));
+    return (bounded + all(1.0f)) * (kept * sigmoid(all(alpha) * kept));
+  });
 }
 
 void CHUNKRT_NAME(round_to_grid_f32_f32_f32)(const float* input, const float* steps, float levels, float* out,

@@ -81,6 +81,15 @@ void gelu_mul_f32_f32_f32_reference(const float* gate, const float* up, float* o
   for (std::size_t i = 0; i < count; ++i) out[i] = gelu(gate[i]) * up[i];
 }
 
+void clamped_swiglu_f32_f32_f32_reference(const float* gate, const float* up, float alpha, float limit,
+                                          float* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const float g = gate[i] > limit ? limit : gate[i];
+    const float u = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
+    out[i] = (u + 1.0f) * (g * sigmoid(alpha * g));
+  }
+}
+
 void round_to_grid_f32_f32_f32_reference(const float* input, const float* steps, float levels, float* out,
                                          std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {

@@ -1,4 +1,4 @@
-// exp(x) as elementwise.h defines it, for a vector of 16 lanes.
+// exp(x) and tanh(x) as elementwise.h defines them, for a vector of 16 lanes.
 #pragma once
 
 #include "kernels/elementwise/elementwise.h"
@@ -22,6 +22,13 @@ CHUNKRT_LANES Floats exponential(Floats x) {
 // exp(x), but 0 for x below -kExpLimit; x is at most kExpLimit or a NaN.
 CHUNKRT_LANES Floats exp_of_nonpositive(Floats x) {
   return zero_if_less(x, all(-kExpLimit), exp_of_bounded(max(all(-kExpLimit), x)));
+}
+
+CHUNKRT_LANES Floats hyperbolic_tangent(Floats x) {
+  const Floats a = absolute(x), z = a * a;
+  const Floats small = multiply_add(polynomial(kTanhCoefficients, z) * z, a, a);
+  const Floats large = all(1.0f) - all(2.0f) / (exponential(all(2.0f) * a) + all(1.0f));
+  return with_sign(select(less(a, all(kTanhLimit)), small, large), x);
 }
 
 }  // namespace

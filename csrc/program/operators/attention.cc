@@ -54,7 +54,7 @@ void check_ring(const std::string& name, std::int64_t first, std::size_t rows, s
 
 ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
                   ValueId sin, ValueId key_cache, ValueId value_cache, const AttentionShape& shape,
-                  std::optional<ValueId> qkv_bias) {
+                  std::optional<ValueId> qkv_bias, std::optional<ValueId> sinks) {
   const std::size_t num_heads = shape.num_heads, num_kv_heads = shape.num_kv_heads, head_dim = shape.head_dim;
   const std::size_t most_heads = head_dim > 0 ? builder.width_of(qkv) / head_dim : 0;
   require(num_heads <= most_heads && num_kv_heads <= most_heads,
@@ -97,6 +97,10 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
     builder.require_constant(*qkv_bias, Dtype::float32, {fixed(qkv_width)}, "attention's qkv_bias");
     require(shape.has_raw_keys, "attention: only raw keys can omit a bias");
   }
+
+  require(shape.soft_cap >= 0.0f,
+          "attention: expected a soft cap above 0, or 0 for none, got " + std::to_string(shape.soft_cap));
+  if (sinks) builder.require_constant(*sinks, Dtype::float32, {fixed(num_heads)}, "attention's sinks");
 
   builder.add_check(
       {position, table_row, key_cache, value_cache},
@@ -161,6 +165,8 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
         .head_dim = head_dim,
         .rotary_dim = 2 * table_shape[1].size,
         .scale = shape.scale,
+        .soft_cap = shape.soft_cap,
+        .sinks = sinks ? frame.get<const float>(*sinks) : nullptr,
         .math = shape.math,
         .queries_per_item = is_small ? kQueriesPerTiledItem : 0};
   };
@@ -168,7 +174,9 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
   AttentionFunction* append = select_kernel(append_cache_f32).function;
   AttentionFunction* attend = attending.function;
   std::vector<ValueId> uses = {qkv, position, table_row, cos, sin, key_cache, value_cache, out};
-  if (qkv_bias) uses.push_back(*qkv_bias);
+  for (const std::optional<ValueId>& constant : {qkv_bias, sinks}) {
+    if (constant) uses.push_back(*constant);
+  }
   builder.add_row_step(Symbol::T, "append_cache", uses,
                        [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                          append(arguments(frame), begin, end, scratch);

@@ -73,6 +73,18 @@ struct RouterRule {
   float norm_epsilon = 0.0f;
 };
 
+// The experts' activation: silu(gate) * up, or with a limit above 0 the clamped form of elementwise.h.
+struct ExpertActivation {
+  float swiglu_alpha = 1.0f;
+  float swiglu_limit = 0.0f;
+};
+
+// Constants that are added to the products, float32 [E, 2 * I] and [E, width].
+struct ExpertBiases {
+  std::optional<ValueId> gate_up;
+  std::optional<ValueId> down;
+};
+
 // The weighted sum of the feed-forward networks (experts) that a router picks for each row. The scores of
 // experts are the softmax over the row's router_logits [rows, E], or the sigmoid of each with use_sigmoid.
 // The picked experts are those with the top_k largest sums of score and selection_bias float32 [E]; of equal
@@ -82,13 +94,15 @@ struct RouterRule {
 // each product, rows are quantised as in linear without an input step.
 ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_logits, ValueId gate_up,
                        ValueId gate_up_scales, ValueId down, ValueId down_scales,
-                       std::optional<ValueId> selection_bias, const RouterRule& rule);
+                       std::optional<ValueId> selection_bias, const RouterRule& rule,
+                       const ExpertBiases& biases = {}, const ExpertActivation& activation = {});
 
 struct AttentionShape {
   std::size_t num_heads;
   std::size_t num_kv_heads;
   std::size_t head_dim;
   float scale;
+  float soft_cap = 0.0f;      // bound of scores; 0: none
   std::size_t window = 0;     // 0: none
   bool has_raw_keys = false;  // the cache holds keys before rotary embedding
   AttentionMath math = AttentionMath::float32;
@@ -98,10 +112,11 @@ struct AttentionShape {
 // table_row int64 [1] (inputs, or one for both), cos and sin constant float32 [context, rotary_dim / 2], the
 // caches are states [num_kv_heads, P, head_dim], or with a window ring buffers [num_kv_heads, W, head_dim].
 // With raw keys, `qkv_bias` may be a constant [columns of qkv] that each row of qkv contains; int8 caches
-// omit its part for the keys.
+// omit its part for the keys. `sinks` is a constant [num_heads].
 ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
                   ValueId sin, ValueId key_cache, ValueId value_cache, const AttentionShape& shape,
-                  std::optional<ValueId> qkv_bias = std::nullopt);
+                  std::optional<ValueId> qkv_bias = std::nullopt,
+                  std::optional<ValueId> sinks = std::nullopt);
 
 // See kernels/linear_attention/linear_attention.h; the number of rows is T. bcx [T, 3 * C] contains the input
 // gate, the output gate, and x. conv_weight is a constant float32 [C, 1, taps], conv_bias is [C], and

@@ -185,7 +185,7 @@ SlotRows quantize_slots(ProgramBuilder& builder, const Routing& routing, std::si
 }
 
 ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const SlotRows& left,
-                       std::size_t depth, ValueId packed, ValueId scales) {
+                       std::size_t depth, ValueId packed, ValueId scales, std::optional<ValueId> bias) {
   const std::size_t columns = builder.value(scales).shape.back().size;
   const std::size_t groups = ceil_divide(depth, kGemmDepthPerGroup);
   const std::size_t blocks = ceil_divide(columns, kGemmColumnsPerBlock);
@@ -198,6 +198,10 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
                            {fixed(routing.num_experts), fixed(blocks), fixed(groups),
                             fixed(kGemmColumnsPerBlock), fixed(kGemmDepthPerGroup)},
                            "routed_experts' packed weight");
+  if (bias) {
+    builder.require_constant(*bias, Dtype::float32, {fixed(routing.num_experts), fixed(columns)},
+                             "routed_experts' bias");
+  }
   const ValueId out = builder.temporary(
       Dtype::float32, {rows_dimension(routing.symbol), fixed(routing.top_k), fixed(columns)});
   const KernelRow<GemmFunction>& kernel = select_kernel(gemm_f32_s8row_s8col);
@@ -208,6 +212,7 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
   std::vector<ValueId> uses = digit.uses();
   uses.insert(uses.end(), {left.outliers.counts, left.outliers.channels, left.outliers.values, routing.begins,
                            packed, scales, out});
+  if (bias) uses.push_back(*bias);
   // A piece consists of some columns for all experts, so that its work does not depend on the router.
   builder.add_loop(
       [blocks](const Frame&) { return blocks; }, blocks_per_panel(kernel), "routed_experts", uses,
@@ -231,7 +236,7 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
                .left_sums = frame.get<const std::int32_t>(digit.sums) + first,
                .right = right,
                .right_scales = right_scales,
-               .bias = nullptr,
+               .bias = bias ? frame.get<const float>(*bias) + expert * columns : nullptr,
                .residual = nullptr,
                .out = results,
                .rows = num_rows,
@@ -260,7 +265,8 @@ ValueId multiply_slots(ProgramBuilder& builder, const Routing& routing, const Sl
 
 ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_logits, ValueId gate_up,
                        ValueId gate_up_scales, ValueId down, ValueId down_scales,
-                       std::optional<ValueId> selection_bias, const RouterRule& rule) {
+                       std::optional<ValueId> selection_bias, const RouterRule& rule,
+                       const ExpertBiases& biases, const ExpertActivation& activation) {
   const Symbol symbol = builder.rows_of(hidden, "routed_experts' input");
   const std::size_t width = builder.width_of(hidden);
   require(builder.rows_of(router_logits, "routed_experts' router logits") == symbol,
@@ -283,16 +289,25 @@ ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_l
         const auto row = static_cast<std::size_t>(frame.get<const std::int32_t>(routing.rows)[slot]);
         return frame.get<const float>(hidden) + row * width;
       });
-  const ValueId gates_and_ups = multiply_slots(builder, routing, rows, width, gate_up, gate_up_scales);
+  const ValueId gates_and_ups =
+      multiply_slots(builder, routing, rows, width, gate_up, gate_up_scales, biases.gate_up);
   BinaryFunction* silu_mul = select_kernel(silu_mul_f32_f32_f32).function;
-  const SlotRows activated = quantize_slots(builder, routing, inner, {gates_and_ups}, "silu_mul",
-                                            [=](const Frame& frame, std::size_t slot, float* scratch) {
-                                              const float* gate =
-                                                  frame.get<const float>(gates_and_ups) + slot * both;
-                                              silu_mul(gate, gate + inner, scratch, inner);
-                                              return static_cast<const float*>(scratch);
-                                            });
-  const ValueId results = multiply_slots(builder, routing, activated, inner, down, down_scales);
+  ClampedSwigluFunction* clamped_swiglu = select_kernel(clamped_swiglu_f32_f32_f32).function;
+  const auto [alpha, limit] = activation;
+  require(limit >= 0.0f,
+          "routed_experts: expected a limit above 0, or 0 for none, got " + std::to_string(limit));
+  const SlotRows activated =
+      quantize_slots(builder, routing, inner, {gates_and_ups}, limit > 0.0f ? "clamped_swiglu" : "silu_mul",
+                     [=](const Frame& frame, std::size_t slot, float* scratch) {
+                       const float* gate = frame.get<const float>(gates_and_ups) + slot * both;
+                       if (limit > 0.0f) {
+                         clamped_swiglu(gate, gate + inner, alpha, limit, scratch, inner);
+                       } else {
+                         silu_mul(gate, gate + inner, scratch, inner);
+                       }
+                       return static_cast<const float*>(scratch);
+                     });
+  const ValueId results = multiply_slots(builder, routing, activated, inner, down, down_scales, biases.down);
 
   const ValueId out = builder.float_rows(symbol, width);
   builder.add_row_step(symbol, "add_experts", {results, routing.weights, routing.slots, out},
