@@ -488,7 +488,10 @@ def apply(
     except (ValueError, TypeError, IndexError, KeyError) as error:
         what = str(error) if type(error) is ValueError else f"its output fails with {type(error).__name__}: {error}"
         raise ValueError(f"operator {op} {name!r}: {what}") from error
-    outputs = [(name, shape), *((f"new_{state}", shape_of(value)) for state, value in zip(states or {}, old, strict=True))]
+    outputs = [
+        (name, shape),
+        *((f"new_{state}", shape_of(value)) for state, value in zip(states or {}, old, strict=True)),
+    ]
     result, *new = trace.node(op, given, outputs, attributes=attributes or {}, domain=domain)
     for before, after in zip(old, new, strict=True):
         trace.update_state(before, after)

@@ -44,7 +44,7 @@ def expanded(node: Node) -> ir.Function:
     from chunkrt.backends.onnx.functions import expansion
     from chunkrt.backends.onnx.plan_models import overload
 
-    return expansion(node.op, overload(node))
+    return expansion(node.op, overload(node), node.domain)
 
 
 def missing_expansion(node: Node) -> str:
