@@ -471,8 +471,8 @@ def apply(
     Args:
         domain, op: the operator, whose row `register_operator` added; see `graph/operators.py`.
         inputs: values and weights; None for a missing optional input.
-        states: names and shapes of the tensors that persist from chunk to chunk. They belong to the module that is being
-            traced, follow the other inputs, and are zero before the first token.
+        states: names and shapes of the tensors that persist from chunk to chunk. They belong to the module that is
+            being traced, follow the other inputs, and are zero before the first token.
 
     Raises:
         ValueError: the operator has no row, or its row refuses the inputs.

@@ -1,5 +1,5 @@
-"""Operators of plug-ins, and kinds of linear attention without a closed form, in an export: the package's expansion into
-standard ONNX, inlined.
+"""Operators of plug-ins, and kinds of linear attention without a closed form, in an export: the expansion into standard
+ONNX, inlined.
 
 An operator without state computes each row by itself, so its expansion takes all rows at once. An operator with state
 runs in a Scan, whose body is the expansion for one row. Rows of padding leave the states unchanged.
@@ -38,7 +38,7 @@ def has_state(plan: Plan, node: Node) -> bool:
 
 
 def emit_expanded(e: Emitter, plan: Plan, node: Node) -> None:
-    """Add an operator without state, for all rows at once. Raises ConfigError for another opset than the expansions'."""
+    """Add an operator without state, for all rows at once. Raises ConfigError if the opset is not the expansion's."""
     inputs = [_read(e, plan, name) for name in node.inputs]
     results = _call(e, node, inputs, [f"{name}/rows" for name in node.outputs], e.nodes)
     for name, rows in zip(node.outputs, results, strict=True):
