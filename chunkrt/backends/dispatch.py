@@ -220,6 +220,8 @@ class Dispatcher:
                 return Runner(operator=use.operator, runs_on=backend, origin=origin, reason="native form" + refusal)
             reason += refusal
             reference = self._registry.find(use.operator, REFERENCE)
+            if reference is not None and reference.is_plugin and not self._registry.own_takes(use):
+                reason = f"only plug-in {reference.provider} has it"
             if reference is not None and reference.is_plugin and reference.refusal(use.node):
                 reference = self._own_reference(use.operator)
         else:

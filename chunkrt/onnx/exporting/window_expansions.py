@@ -40,7 +40,7 @@ def has_state(plan: Plan, node: Node) -> bool:
 def emit_expanded(e: Emitter, plan: Plan, node: Node) -> None:
     """Add an operator without state, for all rows at once. Raises ConfigError if the opset is not the expansion's."""
     inputs = [_read(e, plan, name) for name in node.inputs]
-    results = _call(e, node, inputs, [f"{name}/rows" for name in node.outputs], e.nodes)
+    results = _call(e, node, inputs, [f"{name}/expanded" for name in node.outputs], e.nodes)
     for name, rows in zip(node.outputs, results, strict=True):
         e.alias(name, e.cast(e.op("Unsqueeze", rows, e.ints(0), name=f"{name}/float"), e.dtype))
 
