@@ -14,10 +14,11 @@ from installed import entry
 from chunkrt import plugins
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.support_report import check_support
-from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.errors import ConfigError, ModelError, UnsupportedModelError
 from chunkrt.graph import decoders, ops
 from chunkrt.graph.decoders.llama import llama
-from chunkrt.graph.modules import Constant, Module, Parameter
+from chunkrt.graph.modules import Constant, Module, Parameter, RMSNorm
+from chunkrt.graph.operators import Operator, register_operator, require
 from chunkrt.graph.ops import current_trace
 from chunkrt.graph.partition import plan_decoder
 from chunkrt.plugins import PluginGroup
@@ -205,7 +206,7 @@ def test_error_in_a_parameter_names_it(plugged, combine, message):
 
     planned = plan_checkpoint(plugged(build), {})
     name = r"parameter model\.norm\.weight cannot be made from model\.norm\.weight: "
-    with pytest.raises(ModelError, match=name + message):
+    with pytest.raises(ModelError, match=f"{name}{message}.*; the decoder is built by {PLUGIN.strip()}"):
         planned.load("model.norm.weight")
 
 
@@ -215,3 +216,127 @@ def test_error_in_an_own_decoder_names_its_family():
     decoder.model.layers[0].spare = Constant(np.ones(3, np.float32)).named("model.layers.0.spare")
     with pytest.raises(ModelError, match=r"the family 'llama' builds module 'model\.layers\.0\.spare'"):
         plan_decoder(source, decoder, {})
+
+
+def passes_a_parameter(layer, hidden):
+    return ops.mul(hidden, layer.input_layernorm.weight, name="output")
+
+
+def calls_a_stray_module(layer, hidden):
+    return RMSNorm(8, 1e-5)(hidden)
+
+
+def updates_a_state_by_another_operator(layer, hidden):
+    trace = current_trace()
+    state = trace.state("memory", (8,))
+    trace.update_state(state, ops.add(hidden, hidden))
+    return hidden
+
+
+def applies_without_a_row(layer, hidden):
+    return ops.apply("mine", "Unknown", [hidden])
+
+
+def applies_too_few_inputs(layer, hidden):
+    return ops.apply("mine", "Pair", [hidden])
+
+
+def applies_a_wrong_shape(layer, hidden):
+    return ops.apply("mine", "Pair", [hidden, layer.mlp.gate_up_proj(hidden)])
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (passes_a_parameter, r"operator Mul 'output': an operand is a Parameter, expected a value of the graph; pass its value\(\)"),
+        (calls_a_stray_module, "a RMSNorm is called that is not in the module tree; assign it, or a list of modules"),
+        (updates_a_state_by_another_operator, r"'model\.layers\.0\.add' cannot update the state"),
+        (applies_without_a_row, "the operator mine::Unknown has no row; call register_operator first"),
+        (applies_too_few_inputs, "operator Pair 'output': its output fails with IndexError"),
+        (applies_a_wrong_shape, r"operator Pair 'output': it cannot pair \d+ with \d+ columns"),
+    ],
+)
+def test_mistake_in_a_forward_names_module_and_package(plugged, pair, forward, message):
+    expected = PLUGIN + rf"cannot be traced: module 'model\.layers\.0', {message}"
+    with pytest.raises(ModelError, match=expected) as raised:
+        plan_checkpoint(plugged(changed_layer(forward)), {})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Register an operator of two values with the same number of columns."""
+
+    def output(attributes, shapes):
+        require(shapes[0][1] == shapes[1][1], f"it cannot pair {shapes[0][1]} with {shapes[1][1]} columns")
+        return shapes[0]
+
+    register_operator("mine", "Pair", Operator(num_inputs=2, output=output))
+
+
+@pytest.mark.parametrize("domain", ["", "chunkrt", "chunkrt.mine"])
+def test_operator_of_a_plugin_has_its_own_domain_and_name(pair, domain):
+    row = Operator(num_inputs=1, output=lambda attributes, shapes: shapes[0])
+    with pytest.raises(ConfigError, match="is not free; register Pair in a domain of your own"):
+        register_operator(domain, "Pair", row)
+    with pytest.raises(ConfigError, match="mine::Pair is already registered"):
+        register_operator("mine", "Pair", row)
+    with pytest.raises(ConfigError, match="chunkrt has its own MatMul; rename that of mine"):
+        register_operator("mine", "MatMul", row)
+
+
+def with_module(make):
+    """Return a builder of Llama whose final norm is another module."""
+
+    def build(config):
+        decoder = llama(config)
+        decoder.model.norm = make(config)
+        return decoder
+
+    return build
+
+
+class Undeclared(Module):
+    def declare(self):
+        self.weight = Parameter(shape=(self.width,), checkpoint_tensors={}, combine=None)
+
+
+def lacking(config):
+    """Return a norm that reads a tensor that no checkpoint has."""
+    scaled = Scaled(config.hidden_size, lambda norm: norm)
+    scaled.declare = lambda: setattr(
+        scaled,
+        "weight",
+        Parameter(shape=(8,), checkpoint_tensors={f"{scaled.path}.gate": (8,)}, combine=lambda gate: gate),
+    )
+    return scaled
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda config: Undeclared(),
+            r"module 'model\.norm' \(Undeclared\) cannot declare its parameters: AttributeError",
+        ),
+        (lacking, r"tensor model\.norm\.gate is missing, needed by model\.norm\.weight"),
+        (
+            lambda config: Scaled(5, None),
+            r"tensor model\.norm\.weight is \[\d+\], expected \[5\] by model\.norm\.weight",
+        ),
+    ],
+)
+def test_mistake_in_a_declaration_names_module_and_package(plugged, make, message):
+    with pytest.raises(ModelError, match=f"{message}.*; the decoder is built by {PLUGIN.strip()}") as raised:
+        plan_checkpoint(plugged(with_module(make)), {})
+    assert "\n" not in str(raised.value)
+
+
+def test_decoder_without_logits_names_the_package(plugged):
+    def build(config):
+        decoder = llama(config)
+        decoder.forward = lambda token_ids, logit_rows: None
+        return decoder
+
+    with pytest.raises(ModelError, match=PLUGIN + "cannot be traced: its forward returns None, expected the logits"):
+        plan_checkpoint(plugged(build), {})

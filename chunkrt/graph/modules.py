@@ -99,7 +99,7 @@ class Parameter:
     def check(self, source: TensorSource) -> None:
         """Raise ModelError if a tensor is missing or has a wrong shape."""
         if misfit := self.misfit(source):
-            raise ModelError(f"{source.path.name}: {misfit}")
+            raise ModelError(f"{source.path.name}: {misfit} by {self.name or 'its reader'}")
 
     def value(self) -> ir.Value:
         """Return the weight in the graph that is being traced."""
@@ -113,6 +113,7 @@ class Module:
 
     def __init__(self) -> None:
         self.path = ""
+        self.is_named = False
         self.device: Place | None = None
 
     def to(self, device: Place) -> Self:
@@ -145,9 +146,20 @@ class Module:
         """Set the paths of all modules and parameters below this module. Call this once, on the root.
 
         A module overrides `declare` to create parameters whose checkpoint names depend on the path.
+
+        Raises:
+            ModelError: a `declare` fails; the message names the module.
         """
-        self.path = path
-        self.declare()
+        self.path, self.is_named = path, True
+        try:
+            self.declare()
+        except ChunkrtError:
+            raise
+        except Exception as error:  # a plug-in's module may raise any exception
+            what = f"{type(error).__name__}: {error}"
+            raise ModelError(
+                f"module {path!r} ({type(self).__name__}) cannot declare its parameters: {what}"
+            ) from error
         for attribute, member in vars(self).items():
             if isinstance(member, Parameter):
                 member.name = f"{path}.{attribute}" if path else attribute
@@ -167,7 +179,16 @@ class Module:
             return self.forward(*inputs)
 
     def scope(self) -> AbstractContextManager[None]:
-        """Return a context in which operators belong to this module, for a parent that calls parts of it."""
+        """Return a context in which operators belong to this module, for a parent that calls parts of it.
+
+        Raises:
+            ValueError: the module is no part of the tree.
+        """
+        if not self.is_named:
+            raise ValueError(
+                f"a {type(self).__name__} is called that is not in the module tree; assign it, or a list of modules, to "
+                "an attribute of its parent"
+            )
         return current_trace().scope(self.path, self.device)
 
     def sibling(self, name: str) -> str:

@@ -102,6 +102,8 @@ class Trace:
         """
         path, device = self._scopes[-1]
         try:
+            for given in inputs:
+                _require_value(given)
             is_foreign = domain not in ("", DOMAIN)
             require(
                 not (is_foreign and op in OPERATOR_NAMES),
@@ -208,6 +210,7 @@ def trace(decoder: Callable[[ir.Value, ir.Value], ir.Value], *, title: str = "de
     try:
         with record.open():
             logits = decoder(record.input("input_ids", ("T",)), record.input("logit_rows", ("R",)))
+            require(isinstance(logits, ir.Value), f"its forward returns {logits!r}, expected the logits")
     except ChunkrtError:
         raise
     except Exception as error:  # a plug-in's forward may raise any exception
@@ -235,6 +238,13 @@ def _type_of(value: ir.Value) -> tuple[str, tuple[int | str, ...]]:
     return name, tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
 
 
+def _require_value(given: object) -> None:
+    """Raise ValueError for an operand that is neither a value nor None."""
+    hint = "; pass its value()" if hasattr(given, "value") else ""
+    is_value = given is None or isinstance(given, ir.Value)
+    require(is_value, f"an operand is a {type(given).__name__}, expected a value of the graph{hint}")
+
+
 def _value(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
@@ -252,7 +262,8 @@ def attribute(name: str, value: Attribute) -> ir.Attr:
 
 
 def shape_of(value: ir.Value) -> tuple[int | str, ...]:
-    """Return a traced value's shape, symbols as strings."""
+    """Return a traced value's shape, symbols as strings. Raises ValueError for an object that is no value."""
+    _require_value(value)
     assert value.shape is not None
     return tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
 

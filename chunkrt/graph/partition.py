@@ -27,7 +27,7 @@ import onnx_ir as ir
 
 from chunkrt.checkpoints.source import BlockTensor, TensorSource
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.graph.decoders import describe_family
+from chunkrt.graph.decoders import describe_family, naming_plugin
 from chunkrt.graph.modules import Float32, Module, Parameter
 from chunkrt.graph.operators import check_plan, is_dynamic
 from chunkrt.graph.ops import (
@@ -78,9 +78,10 @@ class Planned:
     def load(self, name: str) -> Float32:
         """Return a weight's values, by its plan name. Raises ModelError as `Parameter.load` does."""
         parameter = self.parameters[name]
-        if isinstance(parameter, RotaryTable):
-            return parameter.load_rows(self.source, int(self.plan.tensors[name].shape[0]))
-        return parameter.load(self.source)
+        with naming_plugin(self.plan.family):
+            if isinstance(parameter, RotaryTable):
+                return parameter.load_rows(self.source, int(self.plan.tensors[name].shape[0]))
+            return parameter.load(self.source)
 
     def load_rotary(self, name: str) -> Float64:
         """Return the recipe of a rotary table, by its plan name; see `graph/rotary_tables.py`. Raises as `load`."""
