@@ -154,6 +154,8 @@ def test_doctor_lists_plugins_and_reports_faults(cli):
         "chunkrt.decoders broken_llama": False,
         "chunkrt.decoders tiny_llama": True,
         "chunkrt.decoders tiny_recurrent": True,
+        "chunkrt.gguf lalma": True,
+        "chunkrt.gguf llama": False,
         "chunkrt.policies broken": False,
         "chunkrt.policies in_order": False,
         "chunkrt.policies latest_chunk": True,
@@ -407,6 +409,19 @@ for op in ("Recurrence", "Heavy"):
     work = ModelledWork(plan_of_op, find_scheme("w8a8"), find_device("sd8gen3"), chunk_length=32, chunks=chunks)
     print(work(Task(index, 0)).ns, work(Task(index, 0)).num_bytes)
 """
+
+
+def test_gguf_architecture_of_a_plugin_equals_llama(python, cli, tmp_path):
+    """The file is Llama's, except for the name of its architecture."""
+    data, own = GGUF.read_bytes(), tmp_path / "tiny_llama.gguf"
+    head, key, rest = data.partition(b"general.architecture")
+    own.write_bytes((head + key + rest.replace(b"llama", b"lalma", 1)).replace(b"llama.", b"lalma."))
+    path = tmp_path / "logits.npy"
+    np.save(path, np.array(input_ids("llama_biased_gguf")))
+    status, _, err = python("-c", DECODER, path, own, GGUF)
+    assert status == 0, err
+    status, out, err = cli("support", own)
+    assert "GGUF, architecture lalma: tiny_llama, tiny_plugins/decoder.py" in out, err
 
 
 RECURRENT = """

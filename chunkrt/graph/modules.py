@@ -186,8 +186,8 @@ class Module:
         """
         if not self.is_named:
             raise ValueError(
-                f"a {type(self).__name__} is called that is not in the module tree; assign it, or a list of modules, to "
-                "an attribute of its parent"
+                f"a {type(self).__name__} is called that is not in the module tree; assign it, or a list of modules, "
+                "to an attribute of its parent"
             )
         return current_trace().scope(self.path, self.device)
 

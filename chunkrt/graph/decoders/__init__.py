@@ -131,8 +131,9 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
             )
         if unread:
             raise ModelError(
-                f"{source.path.name}: tensor {unread[0]} is in the checkpoint, but no part of the {source.architecture} "
-                "decoder reads it" + (f" (and {len(unread) - 1} more)" if len(unread) > 1 else "")
+                f"{source.path.name}: tensor {unread[0]} is in the checkpoint, but no part of the "
+                f"{source.architecture} decoder reads it"
+                + (f" (and {len(unread) - 1} more)" if len(unread) > 1 else "")
             )
         for checked in decoder.parameters():  # before tables are made, whose sizes come from the config alone
             checked.check(source)

@@ -8,7 +8,8 @@ from chunkrt.graph.parallel import ReplicatedLinear
 
 EXPANSION = """Recurrence (x, decay, state) => (output, new_state)
 {
-    new_state, output = Scan <num_scan_inputs = 1, body = row (float[n] s, float[n] x_t) => (float[n] new_s, float[n] o_t)
+    new_state, output = Scan <num_scan_inputs = 1, body = row
+        (float[n] s, float[n] x_t) => (float[n] new_s, float[n] o_t)
     {
         decayed = Mul (s, decay)
         new_s = Add (decayed, x_t)
