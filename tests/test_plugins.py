@@ -411,6 +411,20 @@ for op in ("Recurrence", "Heavy"):
 """
 
 
+KEYS = """
+import os, sys
+from pathlib import Path
+import tiny_plugins
+from chunkrt.engine_directory.content import cache_key
+file = Path(tiny_plugins.__file__)
+times = file.stat()
+print(*map(cache_key, map(Path, sys.argv[1:])))
+os.utime(file, ns=(1, 1))
+print(*map(cache_key, map(Path, sys.argv[1:])))
+os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+"""
+
+
 def test_gguf_architecture_of_a_plugin_equals_llama(python, cli, tmp_path):
     """The file is Llama's, except for the name of its architecture."""
     data, own = GGUF.read_bytes(), tmp_path / "tiny_llama.gguf"
@@ -422,6 +436,11 @@ def test_gguf_architecture_of_a_plugin_equals_llama(python, cli, tmp_path):
     assert status == 0, err
     status, out, err = cli("support", own)
     assert "GGUF, architecture lalma: tiny_llama, tiny_plugins/decoder.py" in out, err
+    status, out, err = python("-c", KEYS, own, GGUF)
+    assert status == 0, err
+    (mine, theirs), (mine_after, theirs_after) = (line.split() for line in out.splitlines())
+    assert mine != mine_after
+    assert theirs == theirs_after
 
 
 RECURRENT = """
