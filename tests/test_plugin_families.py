@@ -1,6 +1,7 @@
 """Mistakes in a plug-in's decoder family: each is reported with the plug-in, the module and the operator."""
 
 import json
+import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -12,15 +13,19 @@ from fixture_checkpoints import NAMES, checkpoint
 from installed import entry
 
 from chunkrt import plugins
+from chunkrt.backends.dispatch import registered_operators
+from chunkrt.backends.onnx.onnxrt import OnnxRuntimeBackend
+from chunkrt.compile.calibrate import run_operator
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.support_report import check_support
-from chunkrt.errors import ConfigError, ModelError, UnsupportedModelError
+from chunkrt.errors import BackendError, ConfigError, ModelError, UnsupportedModelError
 from chunkrt.graph import decoders, ops
 from chunkrt.graph.decoders.llama import llama
 from chunkrt.graph.modules import Constant, Module, Parameter, RMSNorm
 from chunkrt.graph.operators import Operator, register_operator, require
 from chunkrt.graph.ops import current_trace
 from chunkrt.graph.partition import plan_decoder
+from chunkrt.graph.plan import Node
 from chunkrt.plugins import PluginGroup
 
 FAMILY = "llama_gqa"
@@ -340,3 +345,41 @@ def test_decoder_without_logits_names_the_package(plugged):
 
     with pytest.raises(ModelError, match=PLUGIN + "cannot be traced: its forward returns None, expected the logits"):
         plan_checkpoint(plugged(build), {})
+
+
+SHIFT = """Shift (x) => (y)
+{
+    y = Identity (x)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expansion", "message"),
+    [
+        ("Other", SHIFT, "the expansion of mine::Other is no ONNX function of that name: it defines 'Shift'"),
+        ("Shift", SHIFT.replace("Identity", "Identify"), "mine::Shift .*: ONNX has no operator 'Identify'"),
+        ("Torn", SHIFT.replace("Shift (", "Torn "), r"mine::Torn .*: \[ParseError at position"),
+    ],
+)
+def test_faulty_expansion_is_reported_before_a_run(plugged, name, expansion, message):
+    register_operator("mine", name, Operator(num_inputs=1, output=lambda a, shapes: shapes[0], expansion=expansion))
+
+    def forward(layer, hidden):
+        return ops.apply("mine", name, [type(layer).forward(layer, hidden)], name="shifted")
+
+    folder = plugged(changed_layer(forward))
+    report = check_support(folder, backends=[OnnxRuntimeBackend()])
+    for stage in ("onnxrt", "export"):
+        assert re.search(message, report.stages[stage])
+
+
+def test_function_with_a_wrong_result_is_named_where_nodes_run_alone():
+    """Calibration, comparisons and statistics by layer run nodes one by one."""
+    register_operator("mine", "Short", Operator(num_inputs=1, output=lambda attributes, shapes: shapes[0]))
+    registered_operators().register("mine_short", "mine")(lambda x: x[1:])
+    node = Node(name="model.short", op="Short", domain="mine", inputs=("x",), outputs=("y",), attributes={})
+    message = (
+        r"node 'model\.short': mine::Short by .* failed: ValueError: it returned the shape \[2, 4\], expected \[3, 4\]"
+    )
+    with pytest.raises(BackendError, match=message):
+        run_operator(node, [np.ones((3, 4), np.float32)])

@@ -20,10 +20,9 @@ import xxhash
 
 from chunkrt.checkpoints.catalogue import home
 from chunkrt.checkpoints.checkpoint import checkpoint_files, open_checkpoint
-from chunkrt.checkpoints.gguf_names import PLUGINS as GGUF_PLUGINS
 from chunkrt.errors import ModelError
 from chunkrt.files import check_regular, read_json, written_aside
-from chunkrt.plugins import code_behind
+from chunkrt.plugins import code_behind, entry_points
 
 SETTLED_SECONDS = 2.0
 """Resolution of file times: a file that changed more recently than this is read again the next time."""
@@ -34,7 +33,8 @@ def cache_key(checkpoint: Path, **made_with: object) -> str:
     """Return 16 hexadecimal digits that identify this version's result for a checkpoint's content.
 
     If a checkpoint has several files, their names are included. If a plug-in provides the decoder family of a folder,
-    or the architecture of a GGUF file, the code of the plug-in is included. For an ONNX file, the data and settings next to it are included.
+    or the architecture of a GGUF file, the code of the plug-in is included. For an ONNX file, the data and settings
+    next to it are included.
     """
     files = checkpoint_files(checkpoint)
     names = [""] if len(files) == 1 else [path.name for path in files]
@@ -102,10 +102,12 @@ def _state(path: Path) -> dict[str, Any]:
 
 def _architecture_of_plugin(checkpoint: Path) -> tuple[str, str]:
     """Return the architecture of a GGUF file and its model type, if a plug-in provides the architecture; else ""."""
-    if not GGUF_PLUGINS.names or checkpoint.is_dir() or checkpoint.suffix == ".onnx":
+    if not entry_points(group="chunkrt.gguf") or checkpoint.is_dir() or checkpoint.suffix == ".onnx":
         return "", ""
+    from chunkrt.checkpoints.gguf_names import PLUGINS
+
     metadata = getattr(open_checkpoint(checkpoint, refuse=lambda refusal: None), "metadata", {})
-    plugin = GGUF_PLUGINS.find(str(metadata.get("general.architecture")))
+    plugin = PLUGINS.find(str(metadata.get("general.architecture")))
     return ("", "") if plugin is None else (plugin.name, plugin.load().model_type)
 
 

@@ -50,7 +50,8 @@ LOGITS_TOLERANCE = 1e-4
 
 NUM_SHOWN = 12
 
-_IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
+_IN_LAYER = re.compile(r"\D*\.(\d+)\.")
+"""Path of a module inside a layer: the first number in it is the layer's index, e.g. in "rwkv.blocks.3.attention"."""
 _NORMS = {"RMSNormalization", "LayerNormalization", "HeadNorm"}
 _NAMED = {"MatMul", "Gather", *_NORMS}
 """Operators whose weight names a module of Transformers."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
+import onnx
 import onnx_ir as ir
 
 from chunkrt.errors import ModelError, UnsupportedModelError
@@ -415,8 +416,11 @@ def _of_plugin(domain: str, op: str, text: str) -> ir.Function:
         (function,) = ir.from_onnx_text(_OF_PLUGIN.format(domain=domain, expansion=text)).functions.values()
         if function.name != op:
             raise ValueError(f"it defines {function.name!r}")
-    except Exception as error:  # the parser raises errors of several kinds
-        what = " ".join(str(error).split())
+        if unknown := [n.op_type for n in function.all_nodes() if not n.domain and not onnx.defs.has(n.op_type)]:
+            raise ValueError(f"ONNX has no operator {unknown[0]!r}")
+    except Exception as error:  # the parser raises errors of several kinds, some with bytes as text
+        (said, *_) = error.args or (error,)
+        what = " ".join((said.decode(errors="replace") if isinstance(said, bytes) else str(said)).split())
         raise ModelError(f"the expansion of {domain}::{op} is no ONNX function of that name: {what}") from error
     return function
 

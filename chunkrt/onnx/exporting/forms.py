@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
+from chunkrt.backends.onnx.lowering import missing_expansion
 from chunkrt.backends.registry import qualified
 from chunkrt.errors import ConfigError, UnsupportedModelError
 from chunkrt.files import remove
@@ -130,6 +131,8 @@ def _lack(plan: Plan, node: Node) -> str:
     if not is_expanded(node):
         remedy = "; register it with an expansion" if node.domain not in ("", DOMAIN) else ""
         return f"{node.name} is a {qualified(node.domain, node.op)}, which has no ONNX form{remedy}"
+    if fault := missing_expansion(node):
+        return fault
     tensors = [plan.tensors[name] for name in node.inputs if name]
     odd = [t.name for t in tensors if t.name in plan.inputs or (t.kind == "state" and {"P", "W"} & set(t.shape))]
     return f"{node.name} reads {odd[0]}, which the expansion of an operator cannot take in an export" if odd else ""
