@@ -26,6 +26,7 @@ from chunkrt.graph.operators import Operator, register_operator, require
 from chunkrt.graph.ops import current_trace
 from chunkrt.graph.partition import plan_decoder
 from chunkrt.graph.plan import Node
+from chunkrt.graph.rope import rotary_tables
 from chunkrt.plugins import PluginGroup
 
 FAMILY = "llama_gqa"
@@ -231,6 +232,10 @@ def calls_a_stray_module(layer, hidden):
     return RMSNorm(8, 1e-5)(hidden)
 
 
+def reads_stray_tables(layer, hidden):
+    return ops.mul(hidden, rotary_tables({"rope_theta": 1e4}, 8, 16, may_be_partial=False).cos.value())
+
+
 def updates_a_state_by_another_operator(layer, hidden):
     trace = current_trace()
     state = trace.state("memory", (8,))
@@ -255,6 +260,7 @@ def applies_a_wrong_shape(layer, hidden):
     [
         (passes_a_parameter, r"operator Mul 'output': an operand is a Parameter, expected .*; pass its value\(\)"),
         (calls_a_stray_module, "a RMSNorm is called that is not in the module tree; assign it, or a list of modules"),
+        (reads_stray_tables, "AttributeError: 'RotaryTables' object has no attribute 'cos': it is not in the module"),
         (updates_a_state_by_another_operator, r"'model\.layers\.0\.add' cannot update the state"),
         (applies_without_a_row, "the operator mine::Unknown has no row; call register_operator first"),
         (applies_too_few_inputs, "operator Pair 'output': its output fails with IndexError"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -106,6 +106,9 @@ class Parameter:
         return current_trace().weight(self.name, self.shape)
 
 
+OUTSIDE = "is not in the module tree; assign it, or a list of modules, to an attribute of its parent"
+
+
 class Module:
     """A node of the module tree. A module, a list of modules or a parameter joins the tree when it is assigned to an
     attribute.
@@ -115,6 +118,13 @@ class Module:
         self.path = ""
         self.is_named = False
         self.device: Place | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError, with the reason if the module has not declared its parameters."""
+            outside = "" if self.__dict__.get("is_named", True) else f": it {OUTSIDE}"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{outside}")
 
     def to(self, device: Place) -> Self:
         """Place this module on a device, with all modules below it that are not placed themselves."""
@@ -185,10 +195,7 @@ class Module:
             ValueError: the module is no part of the tree.
         """
         if not self.is_named:
-            raise ValueError(
-                f"a {type(self).__name__} is called that is not in the module tree; assign it, or a list of modules, "
-                "to an attribute of its parent"
-            )
+            raise ValueError(f"a {type(self).__name__} is called that {OUTSIDE}")
         return current_trace().scope(self.path, self.device)
 
     def sibling(self, name: str) -> str:

@@ -431,7 +431,8 @@ def _counterparts(planned: Planned, expected: Expected) -> dict[str, list[_Count
             last = biased.get(node.outputs[0], node)
             add(last.outputs[0], last.op, "output", paths, _tolerance(node), may_fold=node.op not in _NORMS)
         for output in node.outputs:
-            add(output, node.op, "output", [output.removesuffix(".output")], _tolerance(node), may_fold=False)
+            path, is_linear = output.removesuffix(".output"), node.op == "MatMul"  # a tied LM head is found by its path
+            add(output, node.op, "output", [path], _tolerance(node), may_fold=is_linear)
     return found
 
 
