@@ -1,6 +1,7 @@
 """Mistakes in a plug-in's decoder family: each is reported with the plug-in, the module and the operator."""
 
 import json
+import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -12,14 +13,20 @@ from fixture_checkpoints import NAMES, checkpoint
 from installed import entry
 
 from chunkrt import plugins
+from chunkrt.backends.dispatch import registered_operators
+from chunkrt.backends.onnx.onnxrt import OnnxRuntimeBackend
+from chunkrt.compile.calibrate import run_operator
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.support_report import check_support
-from chunkrt.errors import ModelError, UnsupportedModelError
+from chunkrt.errors import BackendError, ConfigError, ModelError, UnsupportedModelError
 from chunkrt.graph import decoders, ops
 from chunkrt.graph.decoders.llama import llama
-from chunkrt.graph.modules import Constant, Module, Parameter
+from chunkrt.graph.modules import Constant, Module, Parameter, RMSNorm
+from chunkrt.graph.operators import Operator, register_operator, require
 from chunkrt.graph.ops import current_trace
 from chunkrt.graph.partition import plan_decoder
+from chunkrt.graph.plan import Node
+from chunkrt.graph.rope import rotary_tables
 from chunkrt.plugins import PluginGroup
 
 FAMILY = "llama_gqa"
@@ -206,7 +213,7 @@ def test_error_in_a_parameter_names_it(plugged, combine, message):
 
     planned = plan_checkpoint(plugged(build), {})
     name = r"parameter model\.norm\.weight cannot be made from model\.norm\.weight: "
-    with pytest.raises(ModelError, match=name + message):
+    with pytest.raises(ModelError, match=f"{name}{message}.*; the decoder is built by {PLUGIN.strip()}"):
         planned.load("model.norm.weight")
 
 
@@ -216,3 +223,170 @@ def test_error_in_an_own_decoder_names_its_family():
     decoder.model.layers[0].spare = Constant(np.ones(3, np.float32)).named("model.layers.0.spare")
     with pytest.raises(ModelError, match=r"the family 'llama' builds module 'model\.layers\.0\.spare'"):
         plan_decoder(source, decoder, {})
+
+
+def passes_a_parameter(layer, hidden):
+    return ops.mul(hidden, layer.input_layernorm.weight, name="output")
+
+
+def calls_a_stray_module(layer, hidden):
+    return RMSNorm(8, 1e-5)(hidden)
+
+
+def reads_stray_tables(layer, hidden):
+    return ops.mul(hidden, rotary_tables({"rope_theta": 1e4}, 8, 16, may_be_partial=False).cos.value())
+
+
+def updates_a_state_by_another_operator(layer, hidden):
+    trace = current_trace()
+    state = trace.state("memory", (8,))
+    trace.update_state(state, ops.add(hidden, hidden))
+    return hidden
+
+
+def applies_without_a_row(layer, hidden):
+    return ops.apply("mine", "Unknown", [hidden])
+
+
+def applies_too_few_inputs(layer, hidden):
+    return ops.apply("mine", "Pair", [hidden])
+
+
+def applies_a_wrong_shape(layer, hidden):
+    return ops.apply("mine", "Pair", [hidden, layer.mlp.gate_up_proj(hidden)])
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (passes_a_parameter, r"operator Mul 'output': an operand is a Parameter, expected .*; pass its value\(\)"),
+        (calls_a_stray_module, "a RMSNorm is called that is not in the module tree; assign it, or a list of modules"),
+        (reads_stray_tables, "AttributeError: 'RotaryTables' object has no attribute 'cos': it is not in the module"),
+        (updates_a_state_by_another_operator, r"'model\.layers\.0\.add' cannot update the state"),
+        (applies_without_a_row, "the operator mine::Unknown has no row; call register_operator first"),
+        (applies_too_few_inputs, "operator Pair 'output': its output fails with IndexError"),
+        (applies_a_wrong_shape, r"operator Pair 'output': it cannot pair \d+ with \d+ columns"),
+    ],
+)
+def test_mistake_in_a_forward_names_module_and_package(plugged, pair, forward, message):
+    expected = PLUGIN + rf"cannot be traced: module 'model\.layers\.0', {message}"
+    with pytest.raises(ModelError, match=expected) as raised:
+        plan_checkpoint(plugged(changed_layer(forward)), {})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Register an operator of two values with the same number of columns."""
+
+    def output(attributes, shapes):
+        require(shapes[0][1] == shapes[1][1], f"it cannot pair {shapes[0][1]} with {shapes[1][1]} columns")
+        return shapes[0]
+
+    register_operator("mine", "Pair", Operator(num_inputs=2, output=output))
+
+
+@pytest.mark.parametrize("domain", ["", "chunkrt", "chunkrt.mine"])
+def test_operator_of_a_plugin_has_its_own_domain_and_name(pair, domain):
+    row = Operator(num_inputs=1, output=lambda attributes, shapes: shapes[0])
+    with pytest.raises(ConfigError, match="is not free; register Pair in a domain of your own"):
+        register_operator(domain, "Pair", row)
+    with pytest.raises(ConfigError, match="mine::Pair is already registered"):
+        register_operator("mine", "Pair", row)
+    with pytest.raises(ConfigError, match="chunkrt has its own MatMul; rename that of mine"):
+        register_operator("mine", "MatMul", row)
+
+
+def with_module(make):
+    """Return a builder of Llama whose final norm is another module."""
+
+    def build(config):
+        decoder = llama(config)
+        decoder.model.norm = make(config)
+        return decoder
+
+    return build
+
+
+class Undeclared(Module):
+    def declare(self):
+        self.weight = Parameter(shape=(self.width,), checkpoint_tensors={}, combine=None)
+
+
+def lacking(config):
+    """Return a norm that reads a tensor that no checkpoint has."""
+    scaled = Scaled(config.hidden_size, lambda norm: norm)
+    scaled.declare = lambda: setattr(
+        scaled,
+        "weight",
+        Parameter(shape=(8,), checkpoint_tensors={f"{scaled.path}.gate": (8,)}, combine=lambda gate: gate),
+    )
+    return scaled
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda config: Undeclared(),
+            r"module 'model\.norm' \(Undeclared\) cannot declare its parameters: AttributeError",
+        ),
+        (lacking, r"tensor model\.norm\.gate is missing, needed by model\.norm\.weight"),
+        (
+            lambda config: Scaled(5, None),
+            r"tensor model\.norm\.weight is \[\d+\], expected \[5\] by model\.norm\.weight",
+        ),
+    ],
+)
+def test_mistake_in_a_declaration_names_module_and_package(plugged, make, message):
+    with pytest.raises(ModelError, match=f"{message}.*; the decoder is built by {PLUGIN.strip()}") as raised:
+        plan_checkpoint(plugged(with_module(make)), {})
+    assert "\n" not in str(raised.value)
+
+
+def test_decoder_without_logits_names_the_package(plugged):
+    def build(config):
+        decoder = llama(config)
+        decoder.forward = lambda token_ids, logit_rows: None
+        return decoder
+
+    with pytest.raises(ModelError, match=PLUGIN + "cannot be traced: its forward returns None, expected the logits"):
+        plan_checkpoint(plugged(build), {})
+
+
+SHIFT = """Shift (x) => (y)
+{
+    y = Identity (x)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expansion", "message"),
+    [
+        ("Other", SHIFT, "the expansion of mine::Other is no ONNX function of that name: it defines 'Shift'"),
+        ("Shift", SHIFT.replace("Identity", "Identify"), "mine::Shift .*: ONNX has no operator 'Identify'"),
+        ("Torn", SHIFT.replace("Shift (", "Torn "), r"mine::Torn .*: \[ParseError at position"),
+    ],
+)
+def test_faulty_expansion_is_reported_before_a_run(plugged, name, expansion, message):
+    register_operator("mine", name, Operator(num_inputs=1, output=lambda a, shapes: shapes[0], expansion=expansion))
+
+    def forward(layer, hidden):
+        return ops.apply("mine", name, [type(layer).forward(layer, hidden)], name="shifted")
+
+    folder = plugged(changed_layer(forward))
+    report = check_support(folder, backends=[OnnxRuntimeBackend()])
+    for stage in ("onnxrt", "export"):
+        assert re.search(message, report.stages[stage])
+
+
+def test_function_with_a_wrong_result_is_named_where_nodes_run_alone():
+    """Calibration, comparisons and statistics by layer run nodes one by one."""
+    register_operator("mine", "Short", Operator(num_inputs=1, output=lambda attributes, shapes: shapes[0]))
+    registered_operators().register("mine_short", "mine")(lambda x: x[1:])
+    node = Node(name="model.short", op="Short", domain="mine", inputs=("x",), outputs=("y",), attributes={})
+    message = (
+        r"node 'model\.short': mine::Short by .* failed: ValueError: it returned the shape \[2, 4\], expected \[3, 4\]"
+    )
+    with pytest.raises(BackendError, match=message):
+        run_operator(node, [np.ones((3, 4), np.float32)])

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import onnx_ir
 import pytest
 import tokenizers
 from fixture_checkpoints import checkpoint, expected_logits, input_ids
@@ -29,6 +30,7 @@ from chunkrt.engine.roles import default_npu_scheme, linear_refusal
 from chunkrt.engine_directory.content import cache_key
 from chunkrt.errors import ConfigError, UnsupportedModelError
 from chunkrt.graph import decoders
+from chunkrt.onnx.window_session import OnnxSession
 from chunkrt.plugins import PluginGroup
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.runtime import policy
@@ -152,6 +154,8 @@ def test_doctor_lists_plugins_and_reports_faults(cli):
         "chunkrt.decoders broken_llama": False,
         "chunkrt.decoders tiny_llama": True,
         "chunkrt.decoders tiny_recurrent": True,
+        "chunkrt.gguf lalma": True,
+        "chunkrt.gguf llama": False,
         "chunkrt.policies broken": False,
         "chunkrt.policies in_order": False,
         "chunkrt.policies latest_chunk": True,
@@ -381,6 +385,64 @@ def test_decoder_family_of_a_plugin_equals_llama(python, cli, family, tmp_path):
     assert "tiny_llama, tiny_plugins/decoder.py" in out
 
 
+COSTS = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.graph import operators
+from chunkrt.quant.scheme import find_scheme
+from chunkrt.runtime.tasks import Task
+from chunkrt.simulate.profile import find_device
+from chunkrt.simulate.work import ChunkWork, ModelledWork
+plan = plan_checkpoint(Path(sys.argv[1]), {}).plan
+index = next(i for i, s in enumerate(plan.subgraphs) if s.state)
+row = operators.find_operator("tiny", "Recurrence")
+heavy = lambda attributes, shapes: 1_000_000 * row.flops(attributes, shapes)
+operators.register_operator("tiny", "Heavy", replace(row, flops=heavy))
+chunks = [ChunkWork(num_tokens=32, num_rows=0, position=0)]
+for op in ("Recurrence", "Heavy"):
+    subgraph = plan.subgraphs[index]
+    changed = replace(subgraph, nodes=tuple(replace(node, op=op) for node in subgraph.nodes))
+    subgraphs = tuple(changed if s is subgraph else s for s in plan.subgraphs)
+    plan_of_op = replace(plan, subgraphs=subgraphs)
+    work = ModelledWork(plan_of_op, find_scheme("w8a8"), find_device("sd8gen3"), chunk_length=32, chunks=chunks)
+    print(work(Task(index, 0)).ns, work(Task(index, 0)).num_bytes)
+"""
+
+
+KEYS = """
+import os, sys
+from pathlib import Path
+import tiny_plugins
+from chunkrt.engine_directory.content import cache_key
+file = Path(tiny_plugins.__file__)
+times = file.stat()
+print(*map(cache_key, map(Path, sys.argv[1:])))
+os.utime(file, ns=(1, 1))
+print(*map(cache_key, map(Path, sys.argv[1:])))
+os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+"""
+
+
+def test_gguf_architecture_of_a_plugin_equals_llama(python, cli, tmp_path):
+    """The file is Llama's, except for the name of its architecture."""
+    data, own = GGUF.read_bytes(), tmp_path / "tiny_llama.gguf"
+    head, key, rest = data.partition(b"general.architecture")
+    own.write_bytes((head + key + rest.replace(b"llama", b"lalma", 1)).replace(b"llama.", b"lalma."))
+    path = tmp_path / "logits.npy"
+    np.save(path, np.array(input_ids("llama_biased_gguf")))
+    status, _, err = python("-c", DECODER, path, own, GGUF)
+    assert status == 0, err
+    status, out, err = cli("support", own)
+    assert "GGUF, architecture lalma: tiny_llama, tiny_plugins/decoder.py" in out, err
+    status, out, err = python("-c", KEYS, own, GGUF)
+    assert status == 0, err
+    (mine, theirs), (mine_after, theirs_after) = (line.split() for line in out.splitlines())
+    assert mine != mine_after
+    assert theirs == theirs_after
+
+
 RECURRENT = """
 import sys
 import chunkrt, numpy as np
@@ -393,7 +455,8 @@ ids = np.load(out / "ids.npy")
 found, _ = cached_calibration(plan_checkpoint(folder, {}), folder, model="toy", token_ids=ids)
 peak = found.peaks["model.recurrence.output"]
 logits = {}
-for npu, scheme in (("reference", "float"), ("tiny_float", "float"), ("tiny_npu", "w8a16"), ("reference", "w8a16")):
+runs = [("reference", "float"), ("tiny_float", "float"), ("onnxrt", "float")]
+for npu, scheme in (*runs, ("tiny_npu", "w8a16"), ("reference", "w8a16"), ("native", "w8a8-dynamic")):
     with chunkrt.load(folder, npu=npu, scheme=scheme, chunk_length=4) as engine:
         logits[f"{npu} {scheme}"] = engine.session().prefill(ids, logits="all").logits
 np.savez(out / "found.npz", peak=peak, **logits)
@@ -437,10 +500,40 @@ def test_new_operator_of_a_plugin_is_calibrated_and_runs_under_static_schemes(py
     assert status == 0, err
     found = np.load(tmp_path / "found.npz")
     assert found["peak"] == pytest.approx(np.abs(rows).max(), rel=1e-5)
-    for npu in ("reference", "tiny_float"):
+    for npu in ("reference", "tiny_float", "onnxrt"):
         np.testing.assert_allclose(found[f"{npu} float"], logits, atol=1e-4)
-    for npu in ("tiny_npu", "reference"):
-        assert np.abs(found[f"{npu} w8a16"] - logits).max() < 0.05 * np.abs(logits).max()
+    for run in ("tiny_npu w8a16", "reference w8a16", "native w8a8-dynamic"):
+        assert np.abs(found[run] - logits).max() < 0.05 * np.abs(logits).max()
+    assert "slow" not in err
+
+
+def test_new_operator_of_a_plugin_is_exported_by_its_expansion(cli, recurrent, tmp_path):
+    """The first windows contain padding, which must not change the running sum."""
+    folder, ids, _, logits = recurrent
+    options = ("--window", "5", "--sequence", "10", "--opset", "23")
+    for dtype, tolerance in (("fp32", 1e-5), ("fp16", 0.01)):
+        path = tmp_path / f"{dtype}.onnx"
+        status, _, err = cli("export", folder, "-o", path, *options, "--dtype", dtype)
+        assert status == 0, err
+        assert {node.domain for node in onnx_ir.load(path).graph.all_nodes()} == {""}
+        np.testing.assert_allclose(OnnxSession(path).run(ids), logits, rtol=0, atol=tolerance * np.abs(logits).max())
+    status, _, err = cli("export", folder, "-o", tmp_path / "old.onnx", "--window", "5", "--opset", "18")
+    assert (status, err.splitlines()[-1]) == (
+        1,
+        "chunkrt: the expansion of tiny::Recurrence is in opset 23; use --opset 23",
+    )
+
+
+def test_cost_of_a_new_operator_is_simulated(python, recurrent):
+    """The second plan has an operator of a million times the FLOPs. Each reads and writes the state of 32 floats, and
+    moves 32 rows of 32 floats from and to the NPU.
+    """
+    folder, *_ = recurrent
+    status, out, err = python("-c", COSTS, folder)
+    assert status == 0, err
+    (once, num_bytes), (often, _) = (map(float, line.split()) for line in out.splitlines())
+    assert often > 100 * once
+    assert num_bytes == 2 * 4 * (32 + 32 * 32)
 
 
 def test_new_operator_of_a_plugin_is_evaluated_per_layer(cli, recurrent, tmp_path):

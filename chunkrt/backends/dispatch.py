@@ -220,6 +220,8 @@ class Dispatcher:
                 return Runner(operator=use.operator, runs_on=backend, origin=origin, reason="native form" + refusal)
             reason += refusal
             reference = self._registry.find(use.operator, REFERENCE)
+            if reference is not None and reference.is_plugin and not self._registry.own_takes(use):
+                reason = f"only plug-in {reference.provider} has it"
             if reference is not None and reference.is_plugin and reference.refusal(use.node):
                 reference = self._own_reference(use.operator)
         else:
@@ -291,8 +293,10 @@ class Dispatcher:
         if backend not in FALLS_BACK or is_standard or not (reason := self._registry.missing(use, device)):
             return ""
         reason = f"{backend} has no form: {reason}"
+        reference = self._registry.find(use.operator, REFERENCE)
+        is_of_plugin = reference is not None and reference.is_plugin
         is_told = not self._warns or use.operator in self._warned
-        if not is_told and not self._why_not_called(self._registry.find(use.operator, REFERENCE), use):
+        if not (is_told or is_of_plugin or self._why_not_called(reference, use)):
             self._warned.add(use.operator)
             log.warning("the reference, which is slow, runs the operator %s: %s", use.operator, reason)
         return reason

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from chunkrt.errors import ConfigError, PartitionError
+from chunkrt.graph.operators import find_operator
 from chunkrt.graph.plan import Node
 from chunkrt.graph.uses import PARTS, SAMPLER, Use
 
@@ -272,7 +273,13 @@ class OperatorRegistry:
         return not self.missing(use, REFERENCE)
 
     def missing(self, use: Use, device: str) -> str:
-        """Return a message if chunkrt itself has no implementation for a use on a device; empty if it has one."""
+        """Return a message if chunkrt itself has no implementation for a use on a device; empty if it has one.
+
+        On `npu`, the expansion of a plug-in's operator into standard ONNX counts as chunkrt's.
+        """
+        row = find_operator(use.node.domain, use.node.op)
+        if device == NPU and row is not None and row.expansion:
+            return ""
         if own := self._own.get((use.operator, device)):
             return own.refuses(use.node)
         known = ", ".join(sorted(name for name, where in self._own if where == device))

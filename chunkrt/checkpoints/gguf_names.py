@@ -23,6 +23,7 @@ from chunkrt.checkpoints.gguf_header import GgufTensor
 from chunkrt.checkpoints.gguf_keys import LARGEST_COUNT, Config, Keys, common_config
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor, Refuse, strictly
 from chunkrt.errors import ModelError, QuantizationError, UnsupportedModelError
+from chunkrt.plugins import PluginGroup
 
 Float32 = NDArray[np.float32]
 Order = NDArray[np.int64]
@@ -151,6 +152,7 @@ class Architecture:
         model: maps GGUF's names of the model's tensors, complete or up to ".weight" or ".bias", to Hugging Face's.
         layer: maps names of a layer's tensors, after "blk.N." in GGUF, to names after "model.layers.N." in Hugging
             Face.
+        layers: Hugging Face's name of the list of layers, if it is not "model.layers".
         in_config: tensors that Hugging Face keeps in the config.
         permuted: modules whose rows GGUF reorders for interleaved RoPE, with the config key of their number of heads.
         layouts: returns the layouts of modules that differ in another way.
@@ -167,6 +169,7 @@ class Architecture:
     model_type: str
     model: Mapping[str, str]
     layer: Mapping[str, str]
+    layers: str = "model.layers"
     in_config: Collection[str] = ()
     permuted: Mapping[str, str] = field(default_factory=dict)
     layouts: Callable[[Config], Mapping[str, Layout]] = _as_they_are
@@ -570,15 +573,31 @@ ARCHITECTURES = {
 _TENSOR_NAME = re.compile(r"(blk\.(?P<layer>0|[1-9][0-9]*)\.)?(?P<module>[a-z0-9_.]+?)(?P<part>\.(weight|bias))?")
 
 
+PLUGINS: PluginGroup[Architecture] = PluginGroup(
+    "chunkrt.gguf",
+    error=UnsupportedModelError,
+    own=ARCHITECTURES,
+    check=lambda name, found: "" if isinstance(found, Architecture) else "is no Architecture",
+)
+"""Plug-ins' architectures, by `general.architecture`."""
+
+
+def architecture_names() -> list[str]:
+    """Return the known values of `general.architecture`, including those of plug-ins."""
+    return sorted((*ARCHITECTURES, *PLUGINS.names))
+
+
 def find_architecture(name: Any) -> Architecture:
     """Find an architecture by its `general.architecture`.
 
     Raises:
-        UnsupportedModelError: the architecture is not in the table.
+        UnsupportedModelError: the architecture is unknown, or its plug-in is broken.
     """
     if isinstance(name, str) and name in ARCHITECTURES:
         return ARCHITECTURES[name]
-    known = ", ".join(sorted(ARCHITECTURES))
+    if isinstance(name, str) and (plugin := PLUGINS.find(name)):
+        return plugin.load()
+    known = ", ".join(architecture_names())
     raise UnsupportedModelError(f"the GGUF architecture {name!r} is not implemented; supported: {known}")
 
 
@@ -621,7 +640,7 @@ def translate_name(architecture: Architecture, config: Config, tensor: GgufTenso
         raise UnsupportedModelError(
             f"it holds the tensor {name!r}, which {architecture.model_type} as implemented lacks", feature=name
         )
-    prefix = "" if layer is None else f"model.layers.{layer}."
+    prefix = "" if layer is None else f"{architecture.layers}.{layer}."
     known_as = modules[module + part] if module + part in modules else modules[module] + part
     layout = _layout(architecture, config, module, tensor)
     try:

@@ -14,7 +14,7 @@ import click
 
 from chunkrt import backends
 from chunkrt.backends import dispatch, qnn
-from chunkrt.checkpoints import catalogue
+from chunkrt.checkpoints import catalogue, gguf_names
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand
 from chunkrt.cli.shared_options import verbose_option
 from chunkrt.errors import ChunkrtError
@@ -144,6 +144,7 @@ def _part(module: str) -> Finding:
 def _plugins() -> list[Finding]:
     dispatch.registered_operators()  # raises errors of plug-ins, which are then reported
     groups: list[PluginGroup[Any]] = [dispatch.PLUGINS, backends.PLUGINS, policy.PLUGINS, batcher.PLUGINS]
+    groups += [gguf_names.PLUGINS]
     if importlib.util.find_spec("onnx_ir"):
         from chunkrt.graph import decoders
 

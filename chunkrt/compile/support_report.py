@@ -25,7 +25,7 @@ from chunkrt.backends.coverage import (
     refused_subgraphs,
 )
 from chunkrt.checkpoints.checkpoint import is_onnx, open_checkpoint
-from chunkrt.checkpoints.gguf_names import ARCHITECTURES, is_known_name
+from chunkrt.checkpoints.gguf_names import architecture_names, find_architecture, is_known_name
 from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import describe_family, family_names, find_family, make_decoder, match_tensors
@@ -187,8 +187,8 @@ def check_support(path: str | os.PathLike[str], *, backends: Sequence[Backend] |
             declared, known, kind = source.architecture, list(family_names()), "safetensors"
             model_type = declared if declared in known else ""
         else:
-            declared, known, kind = str(metadata.get("general.architecture")), list(ARCHITECTURES), "GGUF"
-            known_type = ARCHITECTURES[declared].model_type if declared in ARCHITECTURES else ""
+            declared, known, kind = str(metadata.get("general.architecture")), architecture_names(), "GGUF"
+            known_type = find_architecture(declared).model_type if declared in known else ""
             model_type = str(source.config.get("model_type", known_type)) if known_type else ""
         keys = metadata or {}
         unmapped = [refusal.feature for refusal in refusals if refusal.feature and refusal.feature not in keys]

@@ -19,10 +19,10 @@ from typing import Any
 import xxhash
 
 from chunkrt.checkpoints.catalogue import home
-from chunkrt.checkpoints.checkpoint import checkpoint_files
+from chunkrt.checkpoints.checkpoint import checkpoint_files, open_checkpoint
 from chunkrt.errors import ModelError
 from chunkrt.files import check_regular, read_json, written_aside
-from chunkrt.plugins import code_behind
+from chunkrt.plugins import code_behind, entry_points
 
 SETTLED_SECONDS = 2.0
 """Resolution of file times: a file that changed more recently than this is read again the next time."""
@@ -33,12 +33,15 @@ def cache_key(checkpoint: Path, **made_with: object) -> str:
     """Return 16 hexadecimal digits that identify this version's result for a checkpoint's content.
 
     If a checkpoint has several files, their names are included. If a plug-in provides the decoder family of a folder,
-    the code of the plug-in is included. For an ONNX file, the data and settings next to it are included.
+    or the architecture of a GGUF file, the code of the plug-in is included. For an ONNX file, the data and settings
+    next to it are included.
     """
     files = checkpoint_files(checkpoint)
     names = [""] if len(files) == 1 else [path.name for path in files]
     key = {"files": list(zip(names, map(file_digest, files), strict=True)), "chunkrt": version("chunkrt"), **made_with}
-    if code := code_behind("chunkrt.decoders", _model_type(checkpoint)):
+    architecture, model_type = _architecture_of_plugin(checkpoint)
+    code = code_behind("chunkrt.gguf", architecture) if architecture else []
+    if code := [*code, *code_behind("chunkrt.decoders", model_type or _model_type(checkpoint))]:
         key["family"] = code
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
@@ -95,6 +98,17 @@ def _state(path: Path) -> dict[str, Any]:
     stat = path.stat()
     changed_ns = max(stat.st_mtime_ns, stat.st_ctime_ns)
     return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "changed_ns": changed_ns, "inode": stat.st_ino}
+
+
+def _architecture_of_plugin(checkpoint: Path) -> tuple[str, str]:
+    """Return the architecture of a GGUF file and its model type, if a plug-in provides the architecture; else ""."""
+    if not entry_points(group="chunkrt.gguf") or checkpoint.is_dir() or checkpoint.suffix == ".onnx":
+        return "", ""
+    from chunkrt.checkpoints.gguf_names import PLUGINS
+
+    metadata = getattr(open_checkpoint(checkpoint, refuse=lambda refusal: None), "metadata", {})
+    plugin = PLUGINS.find(str(metadata.get("general.architecture")))
+    return ("", "") if plugin is None else (plugin.name, plugin.load().model_type)
 
 
 def _model_type(checkpoint: Path) -> str:

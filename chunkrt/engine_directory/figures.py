@@ -8,7 +8,7 @@ from math import prod
 from typing import cast
 
 from chunkrt.engine_directory.weights import stored_weights
-from chunkrt.graph.operators import OPERATORS, node_flops
+from chunkrt.graph.operators import find_operator, node_flops
 from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, Node, Plan, Subgraph, linear_weights, resolve
 from chunkrt.graph.static_attention import window_elements
 from chunkrt.quant.calibration import num_hot_channels
@@ -160,7 +160,7 @@ def _edges(subgraph: Subgraph) -> tuple[str, ...]:
 
 
 def _linear_flops(plan: Plan, node: Node, symbols: dict[str, int]) -> int:
-    row = OPERATORS.get((node.domain, node.op))
+    row = find_operator(node.domain, node.op)
     if node.op in ATTENTION_OPS or row is None or row.flops is None:
         return 0
     return resolve(plan.tensors[node.outputs[0]].shape, symbols)[0] * node_flops(node, plan)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -99,11 +99,14 @@ class Parameter:
     def check(self, source: TensorSource) -> None:
         """Raise ModelError if a tensor is missing or has a wrong shape."""
         if misfit := self.misfit(source):
-            raise ModelError(f"{source.path.name}: {misfit}")
+            raise ModelError(f"{source.path.name}: {misfit} by {self.name or 'its reader'}")
 
     def value(self) -> ir.Value:
         """Return the weight in the graph that is being traced."""
         return current_trace().weight(self.name, self.shape)
+
+
+OUTSIDE = "is not in the module tree; assign it, or a list of modules, to an attribute of its parent"
 
 
 class Module:
@@ -113,7 +116,15 @@ class Module:
 
     def __init__(self) -> None:
         self.path = ""
+        self.is_named = False
         self.device: Place | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError, with the reason if the module has not declared its parameters."""
+            outside = "" if self.__dict__.get("is_named", True) else f": it {OUTSIDE}"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{outside}")
 
     def to(self, device: Place) -> Self:
         """Place this module on a device, with all modules below it that are not placed themselves."""
@@ -145,9 +156,20 @@ class Module:
         """Set the paths of all modules and parameters below this module. Call this once, on the root.
 
         A module overrides `declare` to create parameters whose checkpoint names depend on the path.
+
+        Raises:
+            ModelError: a `declare` fails; the message names the module.
         """
-        self.path = path
-        self.declare()
+        self.path, self.is_named = path, True
+        try:
+            self.declare()
+        except ChunkrtError:
+            raise
+        except Exception as error:  # a plug-in's module may raise any exception
+            what = f"{type(error).__name__}: {error}"
+            raise ModelError(
+                f"module {path!r} ({type(self).__name__}) cannot declare its parameters: {what}"
+            ) from error
         for attribute, member in vars(self).items():
             if isinstance(member, Parameter):
                 member.name = f"{path}.{attribute}" if path else attribute
@@ -167,7 +189,13 @@ class Module:
             return self.forward(*inputs)
 
     def scope(self) -> AbstractContextManager[None]:
-        """Return a context in which operators belong to this module, for a parent that calls parts of it."""
+        """Return a context in which operators belong to this module, for a parent that calls parts of it.
+
+        Raises:
+            ValueError: the module is no part of the tree.
+        """
+        if not self.is_named:
+            raise ValueError(f"a {type(self).__name__} is called that {OUTSIDE}")
         return current_trace().scope(self.path, self.device)
 
     def sibling(self, name: str) -> str:

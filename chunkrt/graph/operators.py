@@ -1,7 +1,8 @@
 """Table of all operators: names, inputs and outputs, FLOPs, and whether they are dynamic.
 
 A plan that was read from a file is checked against the table (`Plan.from_json`), so that backends and kernels can rely
-on its contents. Operators of plug-ins, which have their own domains, are not checked.
+on its contents. A plug-in adds a row for each operator of its own by `register_operator`; an operator without a row is
+not checked.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from math import prod
 from sys import float_info
 from typing import Any
 
+from chunkrt.errors import ConfigError
 from chunkrt.graph.linear_attention import find_variant
-from chunkrt.graph.plan import ATTENTION_OPS, INPUTS, Node, Plan, Subgraph, Tensor, resolve
+from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, INPUTS, Node, Plan, Subgraph, Tensor, resolve
 
 Dimension = int | str
 Shape = tuple[Dimension, ...]
@@ -40,6 +42,10 @@ class Operator:
             are large. The node then runs on the CPU unless placed.
         flops: FLOPs for one row of the result; for attention, for each pair of a row and a position that it attends to.
             None for operators with one FLOP for each element of their results.
+        expansion: for an operator of a plug-in: an ONNX function in ONNX's text form, opset 23, without its header:
+            "Name <attributes> (inputs) => (outputs) { nodes }". Its inputs and attributes are the node's; its outputs
+            are the result, then the new states. It may call functions of the domain "chunkrt". If it is empty, the
+            operator cannot be exported, and `onnxrt` leaves it to the operator's function.
     """
 
     num_inputs: int
@@ -52,6 +58,7 @@ class Operator:
     name: str = ""
     is_dynamic: bool = False
     flops: Callable[[Attributes, Sequence[Any]], int] | None = None
+    expansion: str = ""
 
 
 def check_node(
@@ -66,10 +73,9 @@ def check_node(
     Raises:
         ValueError: the operator is unknown, or is used in an unsupported way.
     """
-    if domain not in ("", "chunkrt"):
+    if (row := find_operator(domain, op)) is None:
+        require(domain not in ("", DOMAIN), f"unknown operator {op!r}")
         return
-    if (row := OPERATORS.get((domain, op))) is None:
-        raise ValueError(f"unknown operator {op!r}")
     least = row.num_inputs if row.least_inputs is None else row.least_inputs
     require(least <= len(inputs) <= row.num_inputs, f"it has {len(inputs)} inputs, expected {row.num_inputs}")
     missing = [place for place, given in enumerate(inputs) if given is None and place not in row.optional]
@@ -331,13 +337,52 @@ OPERATOR_NAMES = frozenset(op for _, op in OPERATORS)
 """Operators that quantisation treats by name, without a domain; a plug-in's operator has another name."""
 
 
+_of_plugins: dict[tuple[str, str], Operator] = {}
+
+
+def register_operator(domain: str, op: str, operator: Operator) -> None:
+    """Add the row of a plug-in's operator. Call this where the package is imported by its decoder family.
+
+    Raises:
+        ConfigError: the domain or the name is chunkrt's, or the operator has a row already.
+    """
+    if not domain or domain.partition(".")[0] == DOMAIN:
+        raise ConfigError(f"the domain {domain!r} is not free; register {op} in a domain of your own")
+    if op in OPERATOR_NAMES:
+        raise ConfigError(f"chunkrt has its own {op}; rename that of {domain}")
+    if (domain, op) in _of_plugins:
+        raise ConfigError(f"the operator {domain}::{op} is already registered")
+    _of_plugins[domain, op] = operator
+
+
+def find_operator(domain: str, op: str) -> Operator | None:
+    """Return the row of an operator, chunkrt's or a plug-in's; None if it has none."""
+    return OPERATORS.get((domain, op)) or _of_plugins.get((domain, op))
+
+
 def is_dynamic(domain: str, op: str) -> bool:
-    """Return whether a node that is not placed goes to the CPU; operators of plug-ins go to the NPU."""
-    return (domain, op) in OPERATORS and OPERATORS[domain, op].is_dynamic
+    """Return whether a node that is not placed goes to the CPU; an operator without a row goes to the NPU."""
+    row = find_operator(domain, op)
+    return row is not None and row.is_dynamic
+
+
+def import_family_of(plan: Plan) -> None:
+    """Import the plug-in's family that built a plan, if rows of the plan's operators are missing.
+
+    A compiled model runs without the family, but the family's package holds the rows. If the package is not installed
+    or broken, the rows stay unknown.
+    """
+    nodes = (node for subgraph in plan.subgraphs for node in subgraph.nodes)
+    if any(node.domain not in ("", DOMAIN) and find_operator(node.domain, node.op) is None for node in nodes):
+        from chunkrt.graph.decoders import PLUGINS
+
+        if plugin := PLUGINS.find(plan.family):
+            plugin.load_or_tell()
 
 
 def check_plan(plan: Plan) -> None:
     """Raise ValueError for an inconsistent plan, or KeyError for an unknown tensor name."""
+    import_family_of(plan)
     require(set(plan.inputs) <= INPUTS.keys(), f"its inputs {plan.inputs} are not all known")
     require(1 <= plan.vocab_size <= MOST and 1 <= plan.context_length <= MOST, "its sizes are invalid")
     require(plan.long_context_from is None or 1 <= plan.long_context_from <= MOST, "its longer context is invalid")
@@ -411,7 +456,7 @@ def node_flops(node: Node, plan: Plan) -> int:
     """Return an operator's FLOPs for one row of the result; for attention, for one pair of a row and a position that it
     attends to.
     """
-    row = OPERATORS.get((node.domain, node.op))
+    row = find_operator(node.domain, node.op)
     if row is None or row.flops is None:
         return sum(prod(resolve(plan.tensors[name].shape[1:], {})) for name in node.outputs)
     return row.flops(node.attributes, [plan.tensors[name].shape if name else None for name in node.inputs])

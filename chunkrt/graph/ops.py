@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from chunkrt.errors import ChunkrtError, ModelError
 from chunkrt.graph.linear_attention import find_variant
-from chunkrt.graph.operators import OPERATOR_NAMES, check_node, require
+from chunkrt.graph.operators import OPERATOR_NAMES, check_node, find_operator, require
 from chunkrt.graph.plan import ALL_REDUCE_OP, DOMAIN, Attribute, Device
 
 OPSET = 23
@@ -102,6 +102,8 @@ class Trace:
         """
         path, device = self._scopes[-1]
         try:
+            for given in inputs:
+                _require_value(given)
             is_foreign = domain not in ("", DOMAIN)
             require(
                 not (is_foreign and op in OPERATOR_NAMES),
@@ -158,7 +160,15 @@ class Trace:
         return self.inputs[full_name]
 
     def update_state(self, old: ir.Value, new: ir.Value) -> None:
-        """Record that `new` is the updated content of the state `old`."""
+        """Record that `new` is the updated content of the state `old`: an output, after the first, of the operator that
+        reads the state. The operator's function updates the state in place.
+
+        Raises:
+            ValueError: another operator makes `new`, or `new` is the operator's first output.
+        """
+        maker = new.producer()
+        is_sound = maker is not None and old in maker.inputs and new is not maker.outputs[0]
+        require(is_sound, f"{new.name!r} cannot update the state {old.name!r}; use apply(states=...)")
         self.state_updates.append((old, new))
 
     def set_context(self, length: int, long_from: int | None) -> None:
@@ -200,6 +210,7 @@ def trace(decoder: Callable[[ir.Value, ir.Value], ir.Value], *, title: str = "de
     try:
         with record.open():
             logits = decoder(record.input("input_ids", ("T",)), record.input("logit_rows", ("R",)))
+            require(isinstance(logits, ir.Value), f"its forward returns {logits!r}, expected the logits")
     except ChunkrtError:
         raise
     except Exception as error:  # a plug-in's forward may raise any exception
@@ -227,6 +238,13 @@ def _type_of(value: ir.Value) -> tuple[str, tuple[int | str, ...]]:
     return name, tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
 
 
+def _require_value(given: object) -> None:
+    """Raise ValueError for an operand that is neither a value nor None."""
+    hint = "; pass its value()" if hasattr(given, "value") else ""
+    is_value = given is None or isinstance(given, ir.Value)
+    require(is_value, f"an operand is a {type(given).__name__}, expected a value of the graph{hint}")
+
+
 def _value(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
@@ -244,7 +262,8 @@ def attribute(name: str, value: Attribute) -> ir.Attr:
 
 
 def shape_of(value: ir.Value) -> tuple[int | str, ...]:
-    """Return a traced value's shape, symbols as strings."""
+    """Return a traced value's shape, symbols as strings. Raises ValueError for an object that is no value."""
+    _require_value(value)
     assert value.shape is not None
     return tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
 
@@ -452,6 +471,47 @@ def linear_attention(
     for old, new in zip(states, updated, strict=True):
         trace.update_state(old, new)
     return output
+
+
+def apply(
+    domain: str,
+    op: str,
+    inputs: Sequence[ir.Value | None],
+    *,
+    states: Mapping[str, tuple[int, ...]] | None = None,
+    attributes: Mapping[str, int | float | str] | None = None,
+    name: str = "output",
+) -> ir.Value:
+    """Add an operator of a plug-in and return its result.
+
+    Args:
+        domain, op: the operator, whose row `register_operator` added; see `graph/operators.py`.
+        inputs: values and weights; None for a missing optional input.
+        states: names and shapes of the tensors that persist from chunk to chunk. They belong to the module that is
+            being traced, follow the other inputs, and are zero before the first token.
+
+    Raises:
+        ValueError: the operator has no row, or its row refuses the inputs.
+    """
+    row = find_operator(domain, op)
+    require(row is not None, f"the operator {domain}::{op} has no row; call register_operator first")
+    assert row is not None
+    trace = current_trace()
+    old = [trace.state(state, shape) for state, shape in (states or {}).items()]
+    given = [*inputs, *old]
+    try:
+        shape = row.output(attributes or {}, [None if value is None else shape_of(value) for value in given])
+    except (ValueError, TypeError, IndexError, KeyError) as error:
+        what = str(error) if type(error) is ValueError else f"its output fails with {type(error).__name__}: {error}"
+        raise ValueError(f"operator {op} {name!r}: {what}") from error
+    outputs = [
+        (name, shape),
+        *((f"new_{state}", shape_of(value)) for state, value in zip(states or {}, old, strict=True)),
+    ]
+    result, *new = trace.node(op, given, outputs, attributes=attributes or {}, domain=domain)
+    for before, after in zip(old, new, strict=True):
+        trace.update_state(before, after)
+    return result
 
 
 def all_reduce(partial: ir.Value, *, name: str = "sum") -> ir.Value:

@@ -27,7 +27,7 @@ import onnx_ir as ir
 
 from chunkrt.checkpoints.source import BlockTensor, TensorSource
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.graph.decoders import describe_family
+from chunkrt.graph.decoders import describe_family, naming_plugin
 from chunkrt.graph.modules import Float32, Module, Parameter
 from chunkrt.graph.operators import check_plan, is_dynamic
 from chunkrt.graph.ops import (
@@ -78,9 +78,10 @@ class Planned:
     def load(self, name: str) -> Float32:
         """Return a weight's values, by its plan name. Raises ModelError as `Parameter.load` does."""
         parameter = self.parameters[name]
-        if isinstance(parameter, RotaryTable):
-            return parameter.load_rows(self.source, int(self.plan.tensors[name].shape[0]))
-        return parameter.load(self.source)
+        with naming_plugin(self.plan.family):
+            if isinstance(parameter, RotaryTable):
+                return parameter.load_rows(self.source, int(self.plan.tensors[name].shape[0]))
+            return parameter.load(self.source)
 
     def load_rotary(self, name: str) -> Float64:
         """Return the recipe of a rotary table, by its plan name; see `graph/rotary_tables.py`. Raises as `load`."""
@@ -200,11 +201,14 @@ def partition(model: ir.Model, *, family: str) -> Plan:
     graph = model.graph
     nodes = list(graph)
     state = {v.name or "" for v in graph.inputs if STATE_KEY in v.metadata_props}
+    updates = {v.name or "" for v in graph.outputs[1:]}
     groups = [list(group) for _, group in groupby(nodes, key=_home)]
     names = _names(groups)
     reads = Counter(v.name for node in nodes for v in node.inputs if v is not None)
     reads[graph.outputs[0].name] += 1
-    subgraphs = tuple(_subgraph(name, group, reads, graph, state) for name, group in zip(names, groups, strict=True))
+    subgraphs = tuple(
+        _subgraph(name, group, reads, graph, state, updates) for name, group in zip(names, groups, strict=True)
+    )
     logits = graph.outputs[0]
     return Plan(
         family=family,
@@ -270,7 +274,12 @@ def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
 
 
 def _subgraph(
-    name: str, group: Sequence[ir.Node], reads: Counter[str | None], graph: ir.Graph, state: set[str]
+    name: str,
+    group: Sequence[ir.Node],
+    reads: Counter[str | None],
+    graph: ir.Graph,
+    state: set[str],
+    updates: set[str],
 ) -> Subgraph:
     """Make a subgraph from a group of nodes.
 
@@ -284,7 +293,7 @@ def _subgraph(
         device=_device(group[0]),
         is_static=_is_static(group),
         rows=_rows(group[0]),
-        nodes=tuple(_node(node) for node in group),
+        nodes=tuple(_node(node, updates) for node in group),
         inputs=tuple(n for n in read if n not in made and n not in graph.initializers and n not in state),
         outputs=tuple(v.name or "" for node in group for v in node.outputs if reads[v.name] > read[v.name or ""]),
         weights=tuple(n for n in read if n in graph.initializers),
@@ -292,8 +301,8 @@ def _subgraph(
     )
 
 
-def _node(node: ir.Node) -> Node:
-    outputs = node.outputs[:1] if node.domain == DOMAIN else node.outputs  # the others are new states
+def _node(node: ir.Node, updates: set[str]) -> Node:
+    outputs = [value for value in node.outputs if value.name not in updates]  # new states are not values of the plan
     return Node(
         name=node.name or "",
         op=node.op_type,

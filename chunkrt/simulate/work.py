@@ -10,7 +10,6 @@ from math import prod
 from typing import NamedTuple, cast
 
 from chunkrt.engine_directory.figures import FLOAT16_BYTES, weight_bytes
-from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.operators import attended_pairs, node_flops
 from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, linear_weights, resolve
 from chunkrt.graph.static_attention import static_slots, window_elements
@@ -195,7 +194,7 @@ class ModelledWork:
             kind = "attention"
             if past := static_slots(node):  # reads all slots of the window, filled or not, and the chunk's own rows
                 operations = rows * (past + rows) * node_flops(node, self._plan)
-        elif node.op == LINEAR_ATTENTION_OP:
+        elif any(name and tensors[name].kind == "state" for name in node.inputs):
             width = FLOAT16_BYTES if static_slots(node) else DTYPE_BYTES["float32"]
             num_bytes = shared_bytes = float(2 * width * self._state_elements(node, chunk))
             kind = "attention"  # the state is read, and written back

@@ -50,7 +50,8 @@ LOGITS_TOLERANCE = 1e-4
 
 NUM_SHOWN = 12
 
-_IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
+_IN_LAYER = re.compile(r"\D*\.(\d+)\.")
+"""Path of a module inside a layer: the first number in it is the layer's index, e.g. in "rwkv.blocks.3.attention"."""
 _NORMS = {"RMSNormalization", "LayerNormalization", "HeadNorm"}
 _NAMED = {"MatMul", "Gather", *_NORMS}
 """Operators whose weight names a module of Transformers."""
@@ -430,7 +431,8 @@ def _counterparts(planned: Planned, expected: Expected) -> dict[str, list[_Count
             last = biased.get(node.outputs[0], node)
             add(last.outputs[0], last.op, "output", paths, _tolerance(node), may_fold=node.op not in _NORMS)
         for output in node.outputs:
-            add(output, node.op, "output", [output.removesuffix(".output")], _tolerance(node), may_fold=False)
+            path, is_linear = output.removesuffix(".output"), node.op == "MatMul"  # a tied LM head is found by its path
+            add(output, node.op, "output", [path], _tolerance(node), may_fold=is_linear)
     return found
 
 

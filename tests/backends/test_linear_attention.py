@@ -10,6 +10,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
+from onnx_models import Window
 from safetensors.numpy import save_file
 
 import chunkrt
@@ -19,6 +20,7 @@ from chunkrt.backends.onnx.onnxrt import OnnxRuntimeBackend
 from chunkrt.backends.recurrences import register
 from chunkrt.backends.reference import ReferenceBackend
 from chunkrt.backends.switches import Switches
+from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError, PartitionError, UnsupportedModelError
 from chunkrt.graph import decoders, ops
 from chunkrt.graph.decoders.llama import CausalDecoder
@@ -357,6 +359,17 @@ def test_external_kind_runs_in_a_decoder(retention, chunk_length, npu):
         found = [session.prefill(tokens[:30].tolist(), logits="all").logits]
         found += [session.prefill([token]).logits[None] for token in tokens[30:].tolist()]
     np.testing.assert_allclose(np.vstack(found), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("window", [1, 8])
+def test_external_kind_is_exported_by_its_expansion(retention, window):
+    """33 tokens in windows of 8 begin with 7 rows of padding."""
+    folder, weights = retention
+    tokens = np.random.default_rng(1).integers(0, VOCAB, 33)
+    expected = retention_logits(weights, tokens)
+    decoder = plan_checkpoint(folder, {})
+    found = Window(decoder, window=window, sequence=40, context=40, dtype="fp32", opset=23).run(tokens.tolist())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 def test_kind_that_native_lacks_runs_in_reference_with_one_warning(retention, caplog):

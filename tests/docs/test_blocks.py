@@ -4,9 +4,14 @@ Blocks of Python and shell commands are executed in the order of the page, in a 
 `<!-- not run: REASON -->` before a block excludes it, `<!-- excerpt of FILE -->` marks a part of a file, and
 `<!-- slow -->` leaves a block to the slow tests. In the expected output, "..." stands for any text, and
 differences in white space are ignored.
+
+A page may write a package: `<!-- file PATH -->` marks a file, each block is executed in a process of its own, and `pip
+install` installs into a folder of the test. `<!-- with torch, else FOLDER -->` replaces a block by files of the
+repository, which the block has made, unless torch is installed.
 """
 
 import doctest
+import importlib.util
 import json
 import os
 import re
@@ -46,7 +51,7 @@ class Block:
     @property
     def is_executed(self) -> bool:
         """True for Python and shell commands, unless the comment excludes them."""
-        return self.language in ("python", "sh") and not self.note.startswith(("not run: ", "excerpt of "))
+        return self.language in ("python", "sh") and not self.note.startswith(("not run: ", "excerpt of ", "file "))
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -64,12 +69,15 @@ def blocks_of(page: Path) -> list[Block]:
     return blocks
 
 
+PACKAGE_PAGES = [page for page in PAGES if any(block.note.startswith("file ") for block in blocks_of(page))]
+
+
 def executed(is_slow: bool):
     """Return parameters for all pages with blocks to execute; slow pages have at least one slow block."""
     found = []
     for page in sorted(PAGES):
         notes = [block.note for block in blocks_of(page) if block.is_executed]
-        if notes and is_slow == ("slow" in notes):
+        if page not in PACKAGE_PAGES and notes and is_slow == ("slow" in notes):
             found.append(pytest.param(page, id=str(page.relative_to(ROOT))))
     return found
 
@@ -130,6 +138,65 @@ def run_page(page: Path, command, *, with_slow: bool) -> None:
         else:
             checks = doctest.OutputChecker().check_output(block.expected, out, OPTIONS)
             assert checks, f"{where}: expected\n{block.expected}\nfound\n{out}"
+
+
+@pytest.fixture
+def run_alone(tmp_path, monkeypatch):
+    """Return a function that runs a program in an empty folder, into which pip installs packages."""
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "installed"), str(Path(chunkrt.__file__).parents[1])]),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "CHUNKRT_HOME": str(tmp_path / "home"),
+        "PIP_TARGET": str(tmp_path / "installed"),
+        "PIP_UPGRADE": "1",  # replaces files of an earlier installation
+        "COLUMNS": "200",
+        **dict.fromkeys(("PIP_NO_DEPS", "PIP_NO_INDEX", "PIP_QUIET", "PIP_DISABLE_PIP_VERSION_CHECK"), "1"),
+        "PIP_NO_BUILD_ISOLATION": "0",  # pip reads this value as "no isolation"
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> str:
+        ran = subprocess.run(arguments, capture_output=True, text=True, encoding="utf-8", timeout=600)
+        assert ran.returncode == 0, f"{arguments}\n{ran.stdout}{ran.stderr}"
+        return ran.stdout
+
+    return run
+
+
+def run_package_page(page: Path, run, *, with_slow: bool) -> None:
+    """Write the files of a page and execute its blocks, in order, and compare the output of each."""
+    for block in blocks_of(page):
+        where = f"{page}, line {block.line}"
+        kind, _, place = block.note.partition(" ")
+        if kind == "file":
+            Path(place).parent.mkdir(parents=True, exist_ok=True)
+            Path(place).write_text(block.text, encoding="utf-8")
+        if not block.is_executed or (block.note == "slow" and not with_slow):
+            continue
+        if kind == "with" and importlib.util.find_spec("torch") is None:
+            shutil.copytree(ROOT / block.note.partition(", else ")[2], ".", dirs_exist_ok=True)
+            continue
+        start = ["bash", "-euo", "pipefail", "-c"] if block.language == "sh" else [sys.executable, "-P", "-c"]
+        out = run(*start, block.text)
+        expected = "" if block.expected is None else block.expected
+        checks = doctest.OutputChecker().check_output(expected, out, OPTIONS) or not (expected or out.strip())
+        assert checks, f"{where}: expected\n{expected}\nfound\n{out}"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is missing")
+@pytest.mark.parametrize("page", PACKAGE_PAGES, ids=lambda page: page.stem)
+def test_package_page_blocks_print_the_shown_output(page, run_alone):
+    run_package_page(page, run_alone, with_slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is missing")
+@pytest.mark.parametrize("page", PACKAGE_PAGES, ids=lambda page: page.stem)
+def test_slow_package_page_blocks_print_the_shown_output(page, run_alone):
+    pytest.importorskip("onnxruntime_qnn", reason="needs onnxruntime-qnn")
+    run_package_page(page, run_alone, with_slow=True)
 
 
 @pytest.mark.parametrize("page", executed(is_slow=False))

@@ -55,7 +55,7 @@ def test_missing_tensor_is_named(name):
 
 
 def test_sizes_that_contradict_the_tensors_are_refused_before_tables_are_made():
-    with pytest.raises(ModelError, match=r"tensor \S+ is \[\d+, \d+\], expected \[\d+, \d+\]$"):
+    with pytest.raises(ModelError, match=r"tensor \S+ is \[\d+, \d+\], expected \[\d+, \d+\] by \S+$"):
         build_decoder(checkpoint(head_dim=2**14, max_position_embeddings=2**20))
 
 

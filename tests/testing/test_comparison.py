@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from fixture_checkpoints import checkpoint
+from fixture_checkpoints import checkpoint, expected_logits, input_ids
 from safetensors.numpy import load_file, save_file
 
 from chunkrt.cli import cli
@@ -21,7 +21,7 @@ from chunkrt.compile.compiler import prepare_checkpoint
 from chunkrt.errors import ConfigError
 from chunkrt.quant.scheme import Recipe, find_scheme
 from chunkrt.testing import ComparisonError, check_family
-from chunkrt.testing.comparison import Comparison, Expected, compare_decoder
+from chunkrt.testing.comparison import Comparison, Expected, ModuleValues, compare_decoder
 
 DATA = Path(__file__).parent.parent / "data"
 LLAMA, GEMMA = "llama_gqa", "gemma3_window_5"
@@ -198,3 +198,13 @@ def test_compare_without_torch_names_the_extra() -> None:
     found = CliRunner().invoke(cli, ["compare", str(checkpoint(LLAMA))])
     assert isinstance(found.exception, ConfigError)
     assert "pip install 'chunkrt[compare]'" in str(found.exception)
+
+
+def test_factor_of_a_tied_head_is_folded():
+    """Granite's logits are those of its head, which shares the embedding's table, over logits_scaling (0.5)."""
+    logits = expected_logits("granite")
+    head = ModuleValues(input=None, output=logits * np.float32(0.5))
+    expected = Expected(token_ids=np.array(input_ids("granite")), logits=logits, modules={"lm_head": head})
+    prepared = prepare_checkpoint(checkpoint("granite"), Recipe(scheme=find_scheme("float")), {}, model="granite")
+    (found,) = compare_decoder(prepared, expected).values
+    assert (found.value, found.is_equal, found.folded) == ("lm_head.output", True, "2 times")

@@ -1,4 +1,4 @@
-"""The operators of chunkrt's own domain, defined as functions in standard ONNX.
+"""The operators of chunkrt's own domain and of plug-ins, defined as functions in standard ONNX.
 
 Every model that uses one of these functions contains it, so any ONNX runtime can run the model and Netron can expand
 the operator. The functions use RotaryEmbedding and Attention, which are standard since opset 23.
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
+import onnx
 import onnx_ir as ir
 
-from chunkrt.errors import UnsupportedModelError
+from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP, find_variant
+from chunkrt.graph.operators import find_operator
 from chunkrt.graph.plan import DOMAIN
 
 LINEARS = """
@@ -509,6 +511,15 @@ LinearAttention <attn_type, num_k_heads, num_v_heads, head_k_dim, head_v_dim, us
 """
 """Template of LinearAttention's functions, in which each kind is an overload of the same name."""
 
+_OF_PLUGIN = """
+<ir_version: 10, opset_import: ["": 23]>
+placeholder (float[1] x) => (float[1] y) {{ y = Identity(x) }}
+
+<domain: "{domain}", opset_import: ["": 23, "chunkrt": 1]>
+{expansion}
+"""
+"""Template of the function that defines a plug-in's operator."""
+
 
 @cache
 def _functions() -> dict[str, ir.Function]:
@@ -527,38 +538,67 @@ def _linear_attention(attn_type: str) -> ir.Function:
     return function
 
 
+@cache
+def _of_plugin(domain: str, op: str, text: str) -> ir.Function:
+    try:
+        (function,) = ir.from_onnx_text(_OF_PLUGIN.format(domain=domain, expansion=text)).functions.values()
+        if function.name != op:
+            raise ValueError(f"it defines {function.name!r}")
+        if unknown := [n.op_type for n in function.all_nodes() if not n.domain and not onnx.defs.has(n.op_type)]:
+            raise ValueError(f"ONNX has no operator {unknown[0]!r}")
+    except Exception as error:  # the parser raises errors of several kinds, some with bytes as text
+        (said, *_) = error.args or (error,)
+        what = " ".join((said.decode(errors="replace") if isinstance(said, bytes) else str(said)).split())
+        raise ModelError(f"the expansion of {domain}::{op} is no ONNX function of that name: {what}") from error
+    return function
+
+
 def has_expansion(domain: str, op: str, overload: str = "") -> bool:
-    """Return whether this module defines an operator.
+    """Return whether a function defines an operator.
 
     Args:
         overload: the attn_type of LinearAttention, or a kind of attention.
     """
-    if domain == DOMAIN and op in _ATTENTION_KEYS:
+    if domain != DOMAIN:
+        row = find_operator(domain, op)
+        return row is not None and bool(row.expansion)
+    if op in _ATTENTION_KEYS:
         return overload in ("", CAPPED, WITH_SINKS, CAPPED_WITH_SINKS)
-    if (domain, op) != (DOMAIN, LINEAR_ATTENTION_OP):
-        return domain == DOMAIN and op in _functions()
+    if op != LINEAR_ATTENTION_OP:
+        return op in _functions()
     try:
         return bool(find_variant(overload).expansion)
     except UnsupportedModelError:
         return False
 
 
-def expansion(op: str, overload: str = "") -> ir.Function:
-    """Return a fresh copy of the function that defines an operator. Raises KeyError for an unknown one."""
+def expansion(op: str, overload: str = "", domain: str = DOMAIN) -> ir.Function:
+    """Return a fresh copy of the function that defines an operator.
+
+    Raises:
+        KeyError: no function defines the operator.
+        ModelError: the expansion of a plug-in's operator is no ONNX function.
+    """
+    if domain != DOMAIN:
+        if not has_expansion(domain, op):
+            raise KeyError(op)
+        row = find_operator(domain, op)
+        assert row is not None
+        return _of_plugin(domain, op, row.expansion).clone()
     if op == LINEAR_ATTENTION_OP:
         return _linear_attention(overload).clone()
     return (_attention(op, overload) if op in _ATTENTION_KEYS and overload else _functions()[op]).clone()
 
 
-def expansions(ops: Iterable[tuple[str, str]]) -> list[ir.Function]:
-    """Return fresh copies of functions that define operators, given as (op, overload), and of the functions that these
-    call.
+def expansions(ops: Iterable[tuple[str, str, str]]) -> list[ir.Function]:
+    """Return fresh copies of functions that define operators, given as (op, overload, domain), and of the functions
+    that these call.
     """
-    found: dict[tuple[str, str], ir.Function] = {}
+    found: dict[tuple[str, str, str], ir.Function] = {}
     pending = list(ops)
     while pending:
-        op, overload = pending.pop()
-        if (op, overload) not in found:
-            function = found[op, overload] = expansion(op, overload)
-            pending += [(node.op_type, node.overload) for node in function if node.domain == DOMAIN]
+        key = pending.pop()
+        if key not in found:
+            function = found[key] = expansion(*key)
+            pending += [(node.op_type, node.overload, node.domain) for node in function.all_nodes() if node.domain]
     return list(found.values())

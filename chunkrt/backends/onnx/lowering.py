@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from chunkrt.backends.registry import NPU, operators, qualified
+from chunkrt.errors import ModelError
 from chunkrt.graph.plan import Node
 
 if TYPE_CHECKING:
@@ -44,15 +45,19 @@ def expanded(node: Node) -> ir.Function:
     from chunkrt.backends.onnx.functions import expansion
     from chunkrt.backends.onnx.plan_models import overload
 
-    return expansion(node.op, overload(node))
+    return expansion(node.op, overload(node), node.domain)
 
 
 def missing_expansion(node: Node) -> str:
-    """Return a message if no ONNX function defines a node's operator or kind; empty if one does."""
-    from chunkrt.backends.onnx.functions import has_expansion
+    """Return a message if no valid ONNX function defines a node's operator or kind; empty if one does."""
+    from chunkrt.backends.onnx.functions import expansion, has_expansion
     from chunkrt.backends.onnx.plan_models import overload
 
     if has_expansion(node.domain, node.op, kind := overload(node)):
+        try:
+            expansion(node.op, kind, node.domain)
+        except ModelError as error:
+            return str(error)
         return ""
     of_kind = f" of attn_type {kind!r}" if kind else ""
     return f"{qualified(node.domain, node.op)}{of_kind} is not standard ONNX and has no expansion into standard ONNX"

@@ -57,7 +57,7 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
     nodes = []
     for node in (node for subgraph in subgraphs for node in subgraph.nodes):
         outputs = [value(n) for n in node.outputs]
-        if node.domain == DOMAIN:
+        if node.domain:
             present = [_present(plan.tensors[n]) for n in node.inputs if _is_state(plan, n)]
             state_outputs += present
             outputs += present
@@ -81,12 +81,12 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
         [value(n) for n in sorted(read, key=lambda n: _is_state(plan, n))],
         [*(value(n) for s in subgraphs for n in s.outputs if n in wanted), *state_outputs],
         nodes=nodes,
-        opset_imports={"": OPSET, DOMAIN: 1},
+        opset_imports={"": OPSET, DOMAIN: 1, **{node.domain: 1 for node in nodes if node.domain}},
         name=name,
     )
     for weight in dict.fromkeys(n for subgraph in subgraphs for n in subgraph.weights):
         graph.initializers[weight] = value(weight)
-    used = dict.fromkeys((node.op, overload(node)) for s in subgraphs for node in s.nodes if node.domain == DOMAIN)
+    used = dict.fromkeys((node.op, overload(node), node.domain) for s in subgraphs for node in s.nodes if node.domain)
     return ir.Model(graph, ir_version=IR_VERSION, producer_name="chunkrt", functions=expansions(used))
 
 

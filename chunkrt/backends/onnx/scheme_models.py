@@ -99,7 +99,7 @@ def _make_experts_dynamic(model: ir.Model, node: ir.Node) -> None:
         scale = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([experts, 1, columns]))
         model.graph.initializers[name] = scale
         node.replace_input_with(index, scale)
-    for function in expansions([(DYNAMIC_EXPERTS, "")]):
+    for function in expansions([(DYNAMIC_EXPERTS, "", DOMAIN)]):
         model.functions.setdefault(function.identifier(), function)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
@@ -123,21 +124,23 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
     """
     decoder, _ = make_decoder(source, ranks)
     missing, unread = match_tensors(decoder.parameters(), source)
-    if missing:
-        name, parameter = next(iter(missing.items()))
-        raise ModelError(
-            f"{source.path.name}: tensor {name} is missing, needed by {parameter}"
-            + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
-        )
-    if unread:
-        raise ModelError(
-            f"{source.path.name}: tensor {unread[0]} is in the checkpoint, but no part of the "
-            f"{source.architecture} decoder reads it" + (f" (and {len(unread) - 1} more)" if len(unread) > 1 else "")
-        )
+    with naming_plugin(source.architecture):
+        if missing:
+            name, parameter = next(iter(missing.items()))
+            raise ModelError(
+                f"{source.path.name}: tensor {name} is missing, needed by {parameter}"
+                + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
+            )
+        if unread:
+            raise ModelError(
+                f"{source.path.name}: tensor {unread[0]} is in the checkpoint, but no part of the "
+                f"{source.architecture} decoder reads it"
+                + (f" (and {len(unread) - 1} more)" if len(unread) > 1 else "")
+            )
+        for checked in decoder.parameters():  # before tables are made, whose sizes come from the config alone
+            checked.check(source)
     if left_out := [name for name in source.names() if PREDICTION_TENSORS.match(name)]:
         log.warning(LEFT_OUT, source.path.name, len(left_out), "mtp.*")
-    for checked in decoder.parameters():  # before tables are made, whose sizes come from the config alone
-        checked.check(source)
     return decoder
 
 
@@ -152,6 +155,18 @@ def describe_family(model_type: str) -> str:
     if plugin := PLUGINS.find(model_type):
         return str(plugin)
     return f"family {model_type!r}" if model_type in FAMILIES else "decoder"
+
+
+@contextmanager
+def naming_plugin(model_type: str) -> Iterator[None]:
+    """Add the plug-in that provides a family to a ModelError that is raised inside the context."""
+    try:
+        yield
+    except ModelError as error:
+        plugin = PLUGINS.find(model_type)
+        if plugin is None or type(error) is not ModelError or str(plugin) in str(error):
+            raise
+        raise ModelError(f"{error}; the decoder is built by the {plugin}") from error
 
 
 def find_family(model_type: str) -> Family | None:
@@ -199,7 +214,9 @@ def make_decoder(source: TensorSource, ranks: Ranks = ALONE) -> tuple[Module, De
             f"supported: {', '.join(sorted(family_names()))}"
         )
     config = replace(read_config(source, family.defaults), ranks=ranks)
-    decoder = family.build(config).named()
+    decoder = family.build(config)
+    with naming_plugin(source.architecture):
+        decoder.named()
     find_tensors(decoder, source)
     return decoder, config
 

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+from onnx_ir.passes.common import InlinePass
 
+from chunkrt.backends.onnx.functions import expansions
 from chunkrt.errors import QuantizationError
 from chunkrt.graph.ops import attribute
-from chunkrt.graph.plan import Attribute, Dimension, resolve
+from chunkrt.graph.plan import Attribute, Dimension, Node, resolve
 
 IR_VERSIONS = {14: 7, 18: 8, 21: 10, 23: 10}
 """Versions of ONNX's file format by opset, for the opsets that models can be exported at."""
@@ -57,6 +59,7 @@ class Emitter:
         self._values: dict[str, ir.Value] = {}
         self._casts: dict[tuple[str, ir.DataType], ir.Value] = {}
         self._shapes, self._load, self._tied = shapes, load, tied
+        self._called: set[tuple[str, str, str]] = set()
 
     def shared(self, name: str, make: Callable[[str], ir.Value]) -> ir.Value:
         """Return a value that several layers read, and make it at its first use."""
@@ -135,6 +138,33 @@ class Emitter:
         self.nodes.append(ir.Node(domain, op, inputs, given, outputs=outputs, name=names[0]))
         return outputs
 
+    def call(
+        self,
+        node: Node,
+        overload: str,
+        inputs: Sequence[ir.Value | None],
+        names: Sequence[str],
+        nodes: list[ir.Node],
+    ) -> Sequence[ir.Value]:
+        """Add a call of the function that defines a node of the plan to `nodes`: those of the graph, or of a body. The
+        model inlines the function.
+        """
+        outputs = [ir.Value(name=name, type=ir.TensorType(FLOAT)) for name in names]
+        given = [attribute(name, value) for name, value in node.attributes.items()]
+        nodes.append(ir.Node(node.domain, node.op, inputs, given, overload=overload, outputs=outputs, name=names[0]))
+        self._called.add((node.op, overload, node.domain))
+        return outputs
+
+    def scan(self, body: ir.Graph, inputs: Sequence[ir.Value], names: Sequence[str]) -> Sequence[ir.Value]:
+        """Run a body for each row: its inputs are the states, then a row of each other input; its outputs are the new
+        states, then a row of the result. The results are float32.
+        """
+        outputs = [self._new(name, FLOAT) for name in names]
+        num_scanned = len(inputs) - (len(names) - 1)
+        given = [ir.AttrGraph("body", body), ir.AttrInt64("num_scan_inputs", num_scanned)]
+        self.nodes.append(ir.Node("", "Scan", inputs, given, outputs=outputs, name=names[-1]))
+        return outputs
+
     def split(self, value: ir.Value, sizes: Sequence[int], names: Sequence[str]) -> Sequence[ir.Value]:
         """Split the last axis into parts of these sizes."""
         return self.ops("Split", value, self.ints(*sizes), names=names, axis=-1)
@@ -185,15 +215,21 @@ class Emitter:
         imports = {"": self.opset}
         if any(node.domain == CONTRIB_DOMAIN for node in self.nodes):
             imports[CONTRIB_DOMAIN] = 1
-        graph = ir.Graph(self.inputs, self.outputs, nodes=self.nodes, opset_imports=imports, name=name)
+        graph = ir.Graph(self.inputs, self.outputs, nodes=self.nodes, opset_imports=imports.copy(), name=name)
         for key, value in self.initializers.items():
             graph.initializers[key] = value
-        return ir.Model(
+        model = ir.Model(
             graph,
             ir_version=IR_VERSIONS[self.opset],
             producer_name="chunkrt",
+            functions=expansions(self._called),
             metadata_props=dict(metadata),
         )
+        if self._called:
+            InlinePass()(model)
+            for domain in graph.opset_imports.keys() - imports.keys():
+                del graph.opset_imports[domain]
+        return model
 
     def _add_weight(self, name: str, dtype: ir.DataType) -> None:
         self._add_initializer(name, dtype, resolve(self._shapes[name], {}), lambda: self._load(name))

@@ -16,6 +16,7 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
+from onnx_ir.analysis import analyze_implicit_usage
 
 from chunkrt.errors import QuantizationError, UnsupportedModelError
 from chunkrt.graph.partition import Planned
@@ -71,24 +72,19 @@ def check_float16(
 def evaluate(model: ir.Model, feeds: Mapping[str, Array], progress: Callable[[int, int], None]) -> dict[str, Array]:
     """Return a model's outputs by name; other values are dropped after their last use. Raises as `check_float16`."""
     values, nodes, opsets = dict(feeds), list(model.graph), dict(model.graph.opset_imports)
-    readers = Counter(value.name for node in nodes for value in {*node.inputs} if value is not None)
+    captured = _captured(model)
+    readers = Counter(value.name for node in nodes for value in {*node.inputs, *captured[node]} if value is not None)
     readers.update(value.name for value in model.graph.outputs)
     for done, node in enumerate(nodes):
         progress(done, len(nodes))
-        inputs = [
-            None
-            if value is None
-            else values[str(value.name)]
-            if value.const_value is None
-            else value.const_value.numpy()
-            for value in node.inputs
-        ]
+        inputs = [None if value is None else _read(value, values) for value in node.inputs]
+        beside = {str(value.name): _read(value, values) for value in captured[node]}
         with np.errstate(all="ignore"):
-            for value, output in zip(node.outputs, _evaluate(node, inputs, opsets), strict=True):
+            for value, output in zip(node.outputs, _evaluate(node, inputs, opsets, beside), strict=True):
                 if output.dtype == np.float16 and not np.isfinite(output).all():
-                    _refuse(str(value.name), node, inputs, opsets)
+                    _refuse(str(value.name), node, inputs, opsets, beside)
                 values[str(value.name)] = output
-        for name in {value.name for value in node.inputs if value is not None}:
+        for name in {value.name for value in (*node.inputs, *captured[node]) if value is not None}:
             readers[name] -= 1
             if not readers[name]:
                 values.pop(str(name), None)
@@ -96,13 +92,29 @@ def evaluate(model: ir.Model, feeds: Mapping[str, Array], progress: Callable[[in
     return {str(value.name): values[str(value.name)] for value in model.graph.outputs}
 
 
+def _captured(model: ir.Model) -> dict[ir.Node, set[ir.Value]]:
+    """Return for each node the graph's values that its bodies read."""
+    usage = analyze_implicit_usage(model.graph)
+    captured: dict[ir.Node, set[ir.Value]] = {}
+    for node in model.graph:
+        bodies = [
+            attribute.as_graph() for attribute in node.attributes.values() if attribute.type == ir.AttributeType.GRAPH
+        ]
+        of_graph = (value for body in bodies for value in usage[body])
+        captured[node] = {value for value in of_graph if value.graph is model.graph}
+    return captured
+
+
 def _read(value: ir.Value, values: Mapping[str, Array]) -> Array:
     return values[str(value.name)] if value.const_value is None else value.const_value.numpy()
 
 
-def _evaluate(node: ir.Node, inputs: Sequence[Array | None], opsets: dict[str, int]) -> list[Array]:
-    """Evaluate a node. Products of matrices are summed in float32, as in hardware; NumPy has no fast float16
-    products."""
+def _evaluate(
+    node: ir.Node, inputs: Sequence[Array | None], opsets: dict[str, int], beside: Mapping[str, Array]
+) -> list[Array]:
+    """Evaluate a node, whose bodies read the values `beside` it. Products of matrices are summed in float32, as in
+    hardware; NumPy has no fast float16 products.
+    """
     if node.op_type == "MatMul":
         left, right = inputs
         assert left is not None
@@ -114,11 +126,11 @@ def _evaluate(node: ir.Node, inputs: Sequence[Array | None], opsets: dict[str, i
         assert indices is not None
         return [np.take_along_axis(data, indices, node.attributes["axis"].as_int())]
     proto = ir.to_proto(node)
-    names = [name for name in dict.fromkeys(proto.input) if name]
+    given = {**dict(zip(proto.input, inputs, strict=True)), **beside}
+    names = [name for name in given if name]
     graph = onnx.GraphProto(node=[proto], name="node")
     graph.input.extend(onnx.ValueInfoProto(name=name) for name in names)
     graph.output.extend(onnx.ValueInfoProto(name=name) for name in proto.output)
-    given = dict(zip(proto.input, inputs, strict=True))
     return cast(list[Array], ReferenceEvaluator(graph, opsets=opsets).run(None, {name: given[name] for name in names}))
 
 
@@ -133,12 +145,14 @@ def _product(left: Array, right: Array) -> Array:
     return result
 
 
-def _refuse(name: str, node: ir.Node, inputs: Sequence[Array | None], opsets: dict[str, int]) -> None:
+def _refuse(
+    name: str, node: ir.Node, inputs: Sequence[Array | None], opsets: dict[str, int], beside: Mapping[str, Array]
+) -> None:
     """Raise QuantizationError with the magnitude of the node's result in float32."""
     narrow = node.op_type == "Cast"
     wide = [None if x is None or x.dtype != np.float16 else x.astype(np.float32) for x in inputs]
     given = [x if y is None else y for x, y in zip(inputs, wide, strict=True)]
-    results = given[:1] if narrow else _evaluate(node, given, opsets)
+    results = given[:1] if narrow else _evaluate(node, given, opsets, beside)
     largest = max(float(np.abs(result).max()) for result in results if result is not None)
     if not np.isfinite(largest):
         raise QuantizationError(f"{name} is not finite in float32 either; the checkpoint is damaged")

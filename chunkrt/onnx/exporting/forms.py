@@ -19,18 +19,21 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
+from chunkrt.backends.onnx.lowering import missing_expansion
+from chunkrt.backends.registry import qualified
 from chunkrt.errors import ConfigError, UnsupportedModelError
 from chunkrt.files import remove
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.modules import Embedding
 from chunkrt.graph.partition import Planned
-from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, Tensor, resolve
+from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, Node, Plan, Subgraph, Tensor, resolve
 from chunkrt.graph.rope import RotaryTables
 from chunkrt.onnx.exporting.emitter import CONTRIB_DOMAIN, FLOAT, INT64, Emitter
 from chunkrt.onnx.exporting.export_settings import DynamicSettings, Settings, SubgraphSettings, WindowSettings
 from chunkrt.onnx.exporting.lowerings import LOWERINGS
 from chunkrt.onnx.exporting.save import check_output, save_model
 from chunkrt.onnx.exporting.window_attention import WindowAttention
+from chunkrt.onnx.exporting.window_expansions import WindowExpansions, emit_expanded, has_state, is_expanded
 from chunkrt.onnx.exporting.window_linear_attention import LINEAR_ATTENTION_FORMS, WindowLinearAttention
 
 PLAN_KEY, SETTINGS_KEY, ROPE_KEY = "chunkrt.plan", "chunkrt.export", "chunkrt.rope"
@@ -87,37 +90,52 @@ def emit_decoder(
     new: dict[str, ir.Value] = {}
     for node in (node for subgraph in plan.subgraphs for node in subgraph.nodes):
         mine = [name for name in node.inputs if name in states]
-        if node.op in (*ATTENTION_OPS, LINEAR_ATTENTION_OP):
+        if mine:
             new |= zip(mine, layer(node, [states[name] for name in mine]), strict=True)
         else:
-            emit_node(e, node)
+            emit_node(e, plan, node)
     e.output(e.read(plan.output, e.dtype), "logits", [*rows, plan.vocab_size])
     for tensor in plan.state_tensors:
         _, _, present = describe(tensor)
         e.output(new[tensor.name], f"present.{names[tensor.name]}", present)
 
 
-def emit_node(e: Emitter, node: Node) -> None:
+def emit_node(e: Emitter, plan: Plan, node: Node) -> None:
     """Add a node without state. Raises UnsupportedModelError if its operator has no form for export."""
     if node.op == "Gather" and node.inputs[1] == "logit_rows":
         e.alias(node.outputs[0], e.read(node.inputs[0]))  # all rows get logits
     elif (node.domain, node.op) in LOWERINGS:
         LOWERINGS[node.domain, node.op](e, node)
+    elif is_expanded(node):
+        emit_expanded(e, plan, node)
     else:
-        raise UnsupportedModelError(f"{node.name} is a {node.domain or 'standard'} {node.op}, which has no ONNX form")
+        raise UnsupportedModelError(_lack(plan, node))
 
 
 def window_refusal(plan: Plan) -> str:
     """Return the reason why a decoder cannot be exported with a fixed window; empty if it can."""
     if not plan.has_head:
         return "it has no LM head"
-    for node in (node for subgraph in plan.subgraphs for node in subgraph.nodes):
-        if node.op == LINEAR_ATTENTION_OP:
-            if (kind := str(node.attributes["attn_type"])) not in LINEAR_ATTENTION_FORMS:
-                return f"linear attention of the kind {kind!r} has no ONNX form of fixed length"
-        elif node.op not in ATTENTION_OPS and (node.domain, node.op) not in LOWERINGS:
-            return f"{node.op} has no ONNX form"
-    return ""
+    nodes = (node for subgraph in plan.subgraphs for node in subgraph.nodes)
+    return next((lack for node in nodes if (lack := _lack(plan, node))), "")
+
+
+def _lack(plan: Plan, node: Node) -> str:
+    """Return the reason why a node cannot be exported with a fixed window; empty if it can."""
+    if node.op == LINEAR_ATTENTION_OP:
+        kind = str(node.attributes["attn_type"])
+        is_known = kind in LINEAR_ATTENTION_FORMS or is_expanded(node)
+        return "" if is_known else f"linear attention of the kind {kind!r} has no ONNX form of fixed length"
+    if node.op in ATTENTION_OPS or (node.domain, node.op) in LOWERINGS:
+        return ""
+    if not is_expanded(node):
+        remedy = "; register it with an expansion" if node.domain not in ("", DOMAIN) else ""
+        return f"{node.name} is a {qualified(node.domain, node.op)}, which has no ONNX form{remedy}"
+    if fault := missing_expansion(node):
+        return fault
+    tensors = [plan.tensors[name] for name in node.inputs if name]
+    odd = [t.name for t in tensors if t.name in plan.inputs or (t.kind == "state" and {"P", "W"} & set(t.shape))]
+    return f"{node.name} reads {odd[0]}, which the expansion of an operator cannot take in an export" if odd else ""
 
 
 def state_names(plan: Plan) -> dict[str, str]:
@@ -190,10 +208,16 @@ def window_model(planned: Planned, settings: WindowSettings) -> ir.Model:
     first_row = plan.rope_offset(settings.sequence)
     attention = WindowAttention(e, settings, slice(first_row, first_row + plan.context_length))
     linear_attention = WindowLinearAttention(e, window, is_token, settings.sequence)
+    expansions = WindowExpansions(e, plan, window, is_token, settings.sequence)
 
     def layer(node: Node, states: Sequence[ir.Value]) -> Sequence[ir.Value]:
-        kind = linear_attention if node.op == LINEAR_ATTENTION_OP else attention
-        return kind.layer(node, states)
+        if node.op in ATTENTION_OPS:
+            return attention.layer(node, states)
+        if node.attributes.get("attn_type") in LINEAR_ATTENTION_FORMS:
+            return linear_attention.layer(node, states)
+        if lack := _lack(plan, node):
+            raise UnsupportedModelError(lack)
+        return expansions.layer(node, states)
 
     def describe(state: Tensor) -> tuple[ir.DataType, list[int], list[int]]:
         is_cache = bool({"P", "W"} & set(state.shape))
@@ -225,7 +249,13 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
             f"{plan.family} has layers of linear attention, which the dynamic form does not support; export a fixed "
             "window"
         )
-    attention = [node for subgraph in plan.subgraphs for node in subgraph.nodes if node.op in ATTENTION_OPS]
+    nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
+    attention = [node for node in nodes if node.op in ATTENTION_OPS]
+    if recurrent := [node for node in nodes if node not in attention and has_state(plan, node)]:
+        raise UnsupportedModelError(
+            f"{recurrent[0].name} is a {qualified(recurrent[0].domain, recurrent[0].op)} with state, which the dynamic "
+            "form does not support; export a fixed window"
+        )
     if uneven_dims := [dim for node in attention if cast(int, dim := node.attributes["head_dim"]) % HEAD_STEP]:
         raise UnsupportedModelError(
             f"its heads have {uneven_dims[0]} dimensions; ONNX Runtime's GroupQueryAttention supports multiples of "
@@ -312,7 +342,7 @@ def subgraph_model(planned: Planned, subgraph: Subgraph, settings: SubgraphSetti
     for name in subgraph.inputs:
         e.input(name, e.dtype, [1, settings.window, e.width(name)])
     for node in subgraph.nodes:
-        emit_node(e, node)
+        emit_node(e, plan, node)
     later = plan.subgraphs[plan.subgraphs.index(subgraph) + 1 :]
     wanted = {plan.output, *(name for s in later for name in s.inputs)}
     for name in subgraph.outputs:

@@ -1,5 +1,6 @@
 """A decoder family: Llama under another name, whose configs omit keys that all its checkpoints share."""
 
+from chunkrt.checkpoints.gguf_names import LAYER, MODEL, Architecture
 from chunkrt.graph.decoders.llama import llama
 
 
@@ -9,3 +10,11 @@ def tiny_llama(config):
 
 
 tiny_llama.defaults = {"rms_norm_eps": 1e-5}
+
+LALMA = Architecture(
+    model_type="tiny_llama",
+    model=MODEL,
+    layer=LAYER,
+    permuted={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"},
+    refused=(),
+)

@@ -13,7 +13,7 @@ def register(registry):
     """Register the operators; chunkrt calls it with its registry."""
     registry.register("rms_norm", "native", replaces=True)(rms_norm)
     registry.register("logits", "reference", replaces=True, prepare=prepare)(logits)
-    registry.register("tiny_recurrence", "tiny")(recurrence)
+    registry.register("tiny_recurrence", "reference")(recurrence)
 
 
 def prepare(weight):

@@ -3,16 +3,38 @@
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.llama import CausalDecoder, norm
 from chunkrt.graph.modules import Embedding, Module, Parameter
-from chunkrt.graph.ops import current_trace
+from chunkrt.graph.operators import Operator, register_operator
 from chunkrt.graph.parallel import ReplicatedLinear
+
+EXPANSION = """Recurrence (x, decay, state) => (output, new_state)
+{
+    new_state, output = Scan <num_scan_inputs = 1, body = row
+        (float[n] s, float[n] x_t) => (float[n] new_s, float[n] o_t)
+    {
+        decayed = Mul (s, decay)
+        new_s = Add (decayed, x_t)
+        o_t = Identity (new_s)
+    }> (state, x)
+}"""
+
+register_operator(
+    "tiny",
+    "Recurrence",
+    Operator(
+        num_inputs=3,
+        is_dynamic=True,
+        output=lambda attributes, shapes: shapes[0],
+        flops=lambda attributes, shapes: 2 * shapes[0][1],
+        expansion=EXPANSION,
+    ),
+)
 
 
 class Recurrence(Module):
-    """Running sum s_t = decay * s_(t-1) + x_t, column by column. Runs on the CPU unless placed."""
+    """Running sum s_t = decay * s_(t-1) + x_t, column by column."""
 
     def __init__(self, width):
         super().__init__()
-        self.device = "cpu"
         self.width = width
 
     def declare(self):
@@ -22,17 +44,7 @@ class Recurrence(Module):
         )
 
     def forward(self, x):
-        trace = current_trace()
-        state = trace.state("sum", (self.width,))
-        output, new_state = trace.node(
-            "Recurrence",
-            [x, self.decay.value(), state],
-            [("output", ops.shape_of(x)), ("new_sum", (self.width,))],
-            attributes={},
-            domain="tiny",
-        )
-        trace.update_state(state, new_state)
-        return output
+        return ops.apply("tiny", "Recurrence", [x, self.decay.value()], states={"sum": (self.width,)})
 
 
 class Body(Module):
@@ -63,4 +75,4 @@ def recurrence(x, decay, state):
     for row in output:
         row += decay * state
         state[:] = row
-    return output, state
+    return output
