@@ -228,14 +228,20 @@ def _cached_attention(
     value_cache: Array,
     *,
     has_raw_keys: int,
+    appends: int = 1,
     rope: Rope = rotate_half,
     **attributes: Attribute,
 ) -> Float32:
     start, stop, table_row = int(position[0]), int(position[0]) + len(qkv), int(rope_position[0])
-    q, k, v = _heads(qkv, attributes)
     here = slice(table_row, table_row + len(qkv))
-    new_keys = k if has_raw_keys else rope(k, cos[here], sin[here])
-    first = _append(key_cache, value_cache, new_keys, v, start, attributes)
+    if appends:
+        q, k, v = _heads(qkv, attributes)
+        new_keys = k if has_raw_keys else rope(k, cos[here], sin[here])
+        _append(key_cache, value_cache, new_keys, v, start)
+    else:
+        q = qkv.reshape(len(qkv), -1, cast(int, attributes["head_dim"]))
+    window = cast(int, attributes["window"])
+    first = max(0, start + 1 - window) if window else 0
     keys, values = (_read(cache, first, stop) for cache in (key_cache, value_cache))
     if has_raw_keys:
         of_keys = slice(table_row - start + first, table_row - start + stop)
@@ -251,16 +257,10 @@ def _heads(qkv: Float32, attributes: Mapping[str, Attribute]) -> Sequence[Float3
     return [np.ascontiguousarray(part) for part in np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)]
 
 
-def _append(
-    key_cache: Array, value_cache: Array, k: Float32, v: Float32, start: int, attributes: Mapping[str, Attribute]
-) -> int:
-    """Write the rows' keys and values to their slots in the caches, and return the first position that any of the rows
-    sees.
-    """
+def _append(key_cache: Array, value_cache: Array, k: Float32, v: Float32, start: int) -> None:
+    """Write the rows' keys and values to their slots in the caches."""
     slots = np.arange(start, start + len(k)) % key_cache.shape[1]
     key_cache[:, slots], value_cache[:, slots] = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
-    window = cast(int, attributes["window"])
-    return max(0, start + 1 - window) if window else 0
 
 
 def _read(cache: Array, first: int, stop: int) -> Float32:

@@ -147,7 +147,7 @@ class ModelledWork:
         subgraph = self._plan.subgraphs[index]
         if subgraph.device == "npu":
             chunk = ChunkWork(num_tokens=self._chunk_length, num_rows=self._chunk_length, position=chunk.position)
-        if not subgraph.state:
+        if not subgraph.all_state:
             chunk = ChunkWork(num_tokens=chunk.num_tokens, num_rows=chunk.num_rows, position=0)
         key = self._twins[subgraph.name], chunk
         if key not in self._known:

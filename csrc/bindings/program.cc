@@ -105,18 +105,18 @@ ValueId add_state(ProgramBuilder& builder, std::string name, const PythonShape& 
 ValueId add_attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,
                       ValueId sin, ValueId key_cache, ValueId value_cache, std::size_t num_heads,
                       std::size_t num_kv_heads, std::size_t head_dim, float scale, std::size_t window,
-                      bool has_raw_keys, bool is_in_bfloat, std::optional<ValueId> qkv_bias) {
+                      bool has_raw_keys, bool is_in_bfloat, std::optional<ValueId> qkv_bias, bool appends) {
   const AttentionMath math = is_in_bfloat ? AttentionMath::bfloat16 : AttentionMath::float32;
   return attention(builder, qkv, position, table_row, cos, sin, key_cache, value_cache,
-                   {num_heads, num_kv_heads, head_dim, scale, window, has_raw_keys, math}, qkv_bias);
+                   {num_heads, num_kv_heads, head_dim, scale, window, has_raw_keys, math, appends}, qkv_bias);
 }
 
 ValueId add_routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_logits, ValueId gate_up,
                            ValueId gate_up_scales, ValueId down, ValueId down_scales,
                            std::optional<ValueId> selection_bias, std::size_t top_k, bool norm_topk_prob,
-                           bool use_sigmoid, float norm_epsilon) {
+                           bool use_sigmoid, float norm_epsilon, bool uses_gelu) {
   return routed_experts(builder, hidden, router_logits, gate_up, gate_up_scales, down, down_scales,
-                        selection_bias, {top_k, norm_topk_prob, use_sigmoid, norm_epsilon});
+                        selection_bias, {top_k, norm_topk_prob, use_sigmoid, norm_epsilon, uses_gelu});
 }
 
 ValueId add_delta_rule(ProgramBuilder& builder, ValueId qkv, ValueId gate, ValueId beta, ValueId conv_weight,
@@ -186,10 +186,12 @@ void bind_program(py::module_& module) {
            "hot_channels"_a)
       .def("routed_experts", add_routed_experts, "hidden"_a, "router_logits"_a, "gate_up"_a,
            "gate_up_scales"_a, "down"_a, "down_scales"_a, "selection_bias"_a = py::none(), py::kw_only(),
-           "top_k"_a, "norm_topk_prob"_a, "use_sigmoid"_a = false, "norm_epsilon"_a = 0.0f)
+           "top_k"_a, "norm_topk_prob"_a, "use_sigmoid"_a = false, "norm_epsilon"_a = 0.0f,
+           "uses_gelu"_a = false)
       .def("attention", add_attention, "qkv"_a, "position"_a, "table_row"_a, "cos"_a, "sin"_a, "key_cache"_a,
            "value_cache"_a, py::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
-           "window"_a = 0, "has_raw_keys"_a = false, "is_in_bfloat"_a = false, "qkv_bias"_a = py::none())
+           "window"_a = 0, "has_raw_keys"_a = false, "is_in_bfloat"_a = false, "qkv_bias"_a = py::none(),
+           "appends"_a = true)
       .def("short_conv", short_conv, "bcx"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a)
       .def("gated_delta_rule", add_delta_rule, "qkv"_a, "gate"_a, "beta"_a, "conv_weight"_a, "conv_bias"_a,
            "conv_state"_a, "recurrent_state"_a, py::kw_only(), "num_k_heads"_a, "num_v_heads"_a,

@@ -141,14 +141,14 @@ Route <top_k, norm_topk_prob, use_sigmoid, norm_epsilon> (router_logits, selecti
 }
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon>
+RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, uses_gelu>
     (hidden, router_logits, gate_up, down, selection_bias) => (output)
 {
     # all experts of all rows [E, T, H]
     zero = Constant <value_ints = [0]> ()
     rows = Unsqueeze (hidden, zero)
     both = MatMul (rows, gate_up)
-    gated = chunkrt.SplitSiluMul (both)
+    gated = chunkrt.SplitActivate <uses_gelu: int = @uses_gelu> (both)
     results = MatMul (gated, down)
     weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob,
                              use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon>
@@ -157,14 +157,14 @@ RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon>
 }
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon>
+DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, uses_gelu>
     (hidden, router_logits, gate_up, down, selection_bias, gate_up_scale, down_scale) => (output)
 {
     # as above; the scales are [E, 1, N]
     zero = Constant <value_ints = [0]> ()
     rows = Unsqueeze (hidden, zero)
     both = chunkrt.DynamicLinear (rows, gate_up, gate_up_scale)
-    gated = chunkrt.SplitSiluMul (both)
+    gated = chunkrt.SplitActivate <uses_gelu: int = @uses_gelu> (both)
     results = chunkrt.DynamicLinear (gated, down, down_scale)
     weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob,
                              use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon>
@@ -173,11 +173,15 @@ DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon>
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
-SplitSiluMul (both) => (gated)
+SplitActivate <uses_gelu> (both) => (gated)
 {
     gate, up = Split <axis = -1, num_outputs = 2> (both)
     squashed = Sigmoid (gate)
-    active = Mul (gate, squashed)
+    silu = Mul (gate, squashed)
+    gelu = Gelu <approximate = "tanh"> (gate)
+    is_gelu_int = Constant <value_int: int = @uses_gelu> ()
+    is_gelu = Cast <to = 9> (is_gelu_int)
+    active = Where (is_gelu, gelu, silu)
     gated = Mul (active, up)
 }
 
@@ -193,6 +197,9 @@ SumExperts (results, weights) => (output)
     output = ReduceSum <keepdims = 0> (weighted, zero)
 }
 """
+
+SHARED = "shared"
+"""Overload of attention over caches that another node fills."""
 
 _TEXT = """
 <ir_version: 10, opset_import: ["": 23]>
@@ -237,6 +244,53 @@ RawKeyAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window>
     present_key = Squeeze (all_k, zero)
     present_value = Squeeze (all_v, zero)
     output = chunkrt.JoinHeads (attended)
+}
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1], overload: "shared">
+CachedAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window>
+    (q, position, rope_position, cos, sin, key, value) => (output)
+{
+    # the caches belong to another node, and contain the rows of this chunk
+    heads = chunkrt.SplitQueries <head_dim: int = @head_dim> (q)
+    row_positions, key_positions, table_offset = chunkrt.FindPlaces (q, position, rope_position)
+    q_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (heads, cos, sin, row_positions, table_offset)
+    visible = chunkrt.FindVisible <window: int = @window> (row_positions, key_positions)
+    zero = Constant <value_ints = [0]> ()
+    all_k = Unsqueeze (key, zero)
+    all_v = Unsqueeze (value, zero)
+    attended = Attention <scale: float = @scale> (q_roped, all_k, all_v, visible)
+    output = chunkrt.JoinHeads (attended)
+}
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1], overload: "shared">
+RawKeyAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window>
+    (q, position, rope_position, cos, sin, key, value) => (output)
+{
+    heads = chunkrt.SplitQueries <head_dim: int = @head_dim> (q)
+    row_positions, key_positions, table_offset = chunkrt.FindPlaces (q, position, rope_position)
+    q_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (heads, cos, sin, row_positions, table_offset)
+    zero = Constant <value_ints = [0]> ()
+    all_k = Unsqueeze (key, zero)
+    all_v = Unsqueeze (value, zero)
+    k_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (all_k, cos, sin, key_positions, table_offset)
+    visible = chunkrt.FindVisible <window: int = @window> (row_positions, key_positions)
+    attended = Attention <scale: float = @scale> (q_roped, k_roped, all_v, visible)
+    output = chunkrt.JoinHeads (attended)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+SplitQueries <head_dim> (q) => (heads)
+{
+    # [T, Nq D] to heads [1, Nq, T, D]
+    any_dim = Constant <value_ints = [0, -1]> ()
+    zero = Constant <value_ints = [0]> ()
+    one = Constant <value_ints = [1]> ()
+    dim_scalar = Constant <value_int: int = @head_dim> ()
+    dim = Reshape (dim_scalar, one)
+    by_head = Concat <axis = 0> (any_dim, dim)
+    rows = Reshape (q, by_head)
+    by_heads = Transpose <perm = [1, 0, 2]> (rows)
+    heads = Unsqueeze (by_heads, zero)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
@@ -383,8 +437,8 @@ LinearAttention <attn_type, num_k_heads, num_v_heads, head_k_dim, head_v_dim, us
 
 
 @cache
-def _functions() -> dict[str, ir.Function]:
-    return {f.name: f for f in ir.from_onnx_text(_TEXT + LINEARS).functions.values()}
+def _functions() -> dict[tuple[str, str], ir.Function]:
+    return {(f.name, f.overload): f for f in ir.from_onnx_text(_TEXT + LINEARS).functions.values()}
 
 
 @cache
@@ -403,10 +457,10 @@ def has_expansion(domain: str, op: str, overload: str = "") -> bool:
     """Return whether this module defines an operator.
 
     Args:
-        overload: the attn_type of LinearAttention.
+        overload: the attn_type of LinearAttention, or SHARED.
     """
     if (domain, op) != (DOMAIN, LINEAR_ATTENTION_OP):
-        return domain == DOMAIN and op in _functions()
+        return domain == DOMAIN and (op, overload) in _functions()
     try:
         return bool(find_variant(overload).expansion)
     except UnsupportedModelError:
@@ -415,7 +469,7 @@ def has_expansion(domain: str, op: str, overload: str = "") -> bool:
 
 def expansion(op: str, overload: str = "") -> ir.Function:
     """Return a fresh copy of the function that defines an operator. Raises KeyError for an unknown one."""
-    return (_linear_attention(overload) if op == LINEAR_ATTENTION_OP else _functions()[op]).clone()
+    return (_linear_attention(overload) if op == LINEAR_ATTENTION_OP else _functions()[op, overload]).clone()
 
 
 def expansions(ops: Iterable[tuple[str, str]]) -> list[ir.Function]:

@@ -71,6 +71,7 @@ struct RouterRule {
   bool norm_topk_prob = false;
   bool use_sigmoid = false;
   float norm_epsilon = 0.0f;
+  bool uses_gelu = false;  // the experts' activation is the tanh form of gelu, and not silu
 };
 
 // The weighted sum of the feed-forward networks (experts) that a router picks for each row. The scores of
@@ -92,11 +93,13 @@ struct AttentionShape {
   std::size_t window = 0;     // 0: none
   bool has_raw_keys = false;  // the cache holds keys before rotary embedding
   AttentionMath math = AttentionMath::float32;
+  bool appends = true;  // false: another layer has filled the caches, and qkv consists of q alone
 };
 
-// See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], position and
-// table_row int64 [1] (inputs, or one for both), cos and sin constant float32 [context, rotary_dim / 2], the
-// caches are states [num_kv_heads, P, head_dim], or with a window ring buffers [num_kv_heads, W, head_dim].
+// See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], or q alone; position
+// and table_row int64 [1] (inputs, or one for both), cos and sin constant float32 [context, rotary_dim / 2],
+// the caches are states [num_kv_heads, P, head_dim], or with a window also ring buffers [num_kv_heads, W,
+// head_dim].
 // With raw keys, `qkv_bias` may be a constant [columns of qkv] that each row of qkv contains; int8 caches
 // omit its part for the keys.
 ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,

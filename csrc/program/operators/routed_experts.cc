@@ -284,14 +284,15 @@ ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_l
         return frame.get<const float>(hidden) + row * width;
       });
   const ValueId gates_and_ups = multiply_slots(builder, routing, rows, width, gate_up, gate_up_scales);
-  BinaryFunction* silu_mul = select_kernel(silu_mul_f32_f32_f32).function;
-  const SlotRows activated = quantize_slots(builder, routing, inner, {gates_and_ups}, "silu_mul",
-                                            [=](const Frame& frame, std::size_t slot, float* scratch) {
-                                              const float* gate =
-                                                  frame.get<const float>(gates_and_ups) + slot * both;
-                                              silu_mul(gate, gate + inner, scratch, inner);
-                                              return static_cast<const float*>(scratch);
-                                            });
+  BinaryFunction* activate =
+      select_kernel(rule.uses_gelu ? gelu_mul_f32_f32_f32 : silu_mul_f32_f32_f32).function;
+  const SlotRows activated =
+      quantize_slots(builder, routing, inner, {gates_and_ups}, rule.uses_gelu ? "gelu_mul" : "silu_mul",
+                     [=](const Frame& frame, std::size_t slot, float* scratch) {
+                       const float* gate = frame.get<const float>(gates_and_ups) + slot * both;
+                       activate(gate, gate + inner, scratch, inner);
+                       return static_cast<const float*>(scratch);
+                     });
   const ValueId results = multiply_slots(builder, routing, activated, inner, down, down_scales);
 
   const ValueId out = builder.float_rows(symbol, width);
