@@ -7,6 +7,7 @@ better. It is slow.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -186,6 +187,7 @@ def routed_experts(
     norm_topk_prob: int,
     use_sigmoid: int = 0,
     norm_epsilon: float = 0.0,
+    uses_gelu: int = 0,
     quantize: Quantize = quantize_rows,
 ) -> Float32:
     if use_sigmoid:
@@ -199,11 +201,12 @@ def routed_experts(
     weights = np.take_along_axis(scores, picked, axis=-1)
     if norm_topk_prob:
         weights /= weights.sum(axis=-1, keepdims=True) + np.float32(norm_epsilon)
+    activate = partial(_gelu_mul, approximate="tanh") if uses_gelu else _silu_mul
     output = np.zeros_like(hidden)
     for expert in np.unique(picked):
         rows, places = np.nonzero(picked == expert)
         gate_and_up = _linear(hidden[rows], gate_up[expert], quantize=quantize)
-        output[rows] += weights[rows, places, None] * _linear(_silu_mul(gate_and_up), down[expert], quantize=quantize)
+        output[rows] += weights[rows, places, None] * _linear(activate(gate_and_up), down[expert], quantize=quantize)
     return output
 
 

@@ -274,6 +274,8 @@ class Composite:
 
 COMPOSITES = {
     "gemma3": Composite(text_type="gemma3_text", is_tied=True),
+    "gemma4": Composite(text_type="gemma4_text", is_tied=True),
+    "gemma4_unified": Composite(text_type="gemma4_unified_text", is_tied=True),
     "mistral3": Composite(text_type="mistral", is_tied=True),
     "qwen3_5": Composite(text_type="qwen3_5_text", is_tied=False),
     "qwen3_5_moe": Composite(text_type="qwen3_5_moe_text", is_tied=False),
@@ -282,7 +284,9 @@ COMPOSITES = {
 _WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "quantization")
 """Keys of the complete model that apply to its text half."""
 
-_OTHER_HALVES = re.compile(r"(model\.)?(audio_tower|multi_modal_projector|vision_tower|visual)\.")
+_OTHER_HALVES = re.compile(
+    r"(model\.)?(audio_tower|embed_audio|embed_vision|multi_modal_projector|vision_embedder|vision_tower|visual)\."
+)
 
 
 def text_half(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:

@@ -254,7 +254,7 @@ def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
     counts: dict[str, int] = {}
     names = []
     for index, group in enumerate(groups):
-        if all(node.op_type == "Gather" for node in group) and index == 0:
+        if index == 0 and {node.op_type for node in group if is_dynamic(node.domain, node.op_type)} == {"Gather"}:
             kind = "embedding"
         elif group[0].op_type == SHADOW_OP:
             kind = "shadow"

@@ -52,8 +52,8 @@ def merged(subgraphs: Sequence[Subgraph], plan: Plan) -> Subgraph:
 def without_key_biases(plan: Plan) -> Plan:
     """Return the decoder with keys cached before RoPE and without their bias.
 
-    The bias becomes an input of each attention node that has one; keys that other layers read keep it. A decoder without
-    such biases is returned unchanged.
+    The bias becomes an input of each attention node that has one; keys that other layers read keep it. A decoder
+    without such biases is returned unchanged.
     """
     nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
     makers = {name: node for node in nodes for name in node.outputs}

@@ -149,6 +149,66 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma": _family(
         "gemma", "GemmaForCausalLM", head_dim=10, num_key_value_heads=1, hidden_act="gelu", attention_bias=True
     ),
+    "gemma4": _family(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        vocab_size_per_layer_input=53,
+        num_hidden_layers=8,
+        num_kv_shared_layers=4,
+        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2,
+        sliding_window=9,
+        num_key_value_heads=1,
+        head_dim=8,
+        global_head_dim=18,
+        hidden_size_per_layer_input=6,
+        use_double_wide_mlp=True,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma4_alike": _family(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        sliding_window=12,
+        head_dim=6,
+        per_layer_config={
+            "1": {"head_dim": 10, "num_key_value_heads": 1},
+            "2": {"head_dim": 10, "num_key_value_heads": 1},
+        },
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        tie_word_embeddings=False,
+    ),
+    "gemma4_experts": _family(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=8,
+        head_dim=6,
+        global_head_dim=12,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=12,
+    ),
+    "gemma4_unified": _family(
+        "gemma4_unified_text",
+        "Gemma4UnifiedForCausalLM",
+        num_hidden_layers=6,
+        sliding_window=11,
+        head_dim=6,
+        global_head_dim=14,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        final_logit_softcapping=30.0,
+    ),
     "lfm3": _family("lfm3", "Lfm3ForCausalLM", num_hidden_layers=5, head_dim=8, sliding_window=7, conv_bias=True),
     "lfm3_bare": _family(
         "lfm3",
@@ -477,7 +537,7 @@ _RENAMED = {
 }
 """Parts of names that differ in published checkpoints; Transformers changes them when it loads (conversion_mapping.py).
 """
-_STACKED = ("qwen3_5_moe_text",)
+_STACKED = ("gemma4_text", "qwen3_5_moe_text")
 """Families whose published checkpoints store the experts of a layer in two tensors, as Transformers does."""
 
 
@@ -504,7 +564,10 @@ _GAINS = dict.fromkeys(("lfm2_moe", "lfm3"), 0.8) | dict.fromkeys(("bamba", "mam
 
 def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Generator) -> NDArray[np.float32]:
     drawn = rng.standard_normal(shape, np.float32)
-    if "norm" in name:
+    if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+        if family.startswith("gemma4") and "q_norm" in name:
+            drawn = drawn / np.float32(shape[0] ** 0.5)  # scores have no factor of their own
+            return drawn * np.float32(0.2) + np.float32(shape[0] ** -0.5)
         has_offset = family == "gemma" or (family.startswith("qwen3_5") and "linear_attn" not in name)
         return drawn * np.float32(0.2) + np.float32(not has_offset)
     if name.endswith("A_log"):

@@ -35,9 +35,9 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
     """Build one ONNX model from consecutive subgraphs.
 
     Ensures: inputs are the values that the subgraphs read from outside, then the caches [kv_heads, past, D] and other
-    state; a cache that an earlier subgraph fills contains the new rows already. Outputs are the values that are read outside, then the caches with the new rows appended, and the new state.
-    Weights are initializers without values; see `backends/onnx/scheme_models.py`. The model contains the functions that
-    define operators of chunkrt's domain.
+    state; a cache that an earlier subgraph fills contains the new rows already. Outputs are the values that are read
+    outside, then the caches with the new rows appended, and the new state. Weights are initializers without values; see
+    `backends/onnx/scheme_models.py`. The model contains the functions that define operators of chunkrt's domain.
     """
     values: dict[str, ir.Value] = {}
 

@@ -27,7 +27,9 @@ class Mixture:
     Attributes:
         width: width of each expert between its gate and down.
         norm_topk_prob, use_sigmoid, norm_epsilon: see `ops.routed_experts`.
+        uses_gelu: whether the activation is the tanh form of GELU, and not SiLU.
         factor: factor of the sum of the routed experts.
+        expert_factors: name of the tensor with a factor of each expert's result; empty if there is none.
         router: name of the router's linear.
         selection_bias: name of the tensor that is added to scores to pick experts; empty if there is none.
         bias_rank: number of axes of that tensor, which are of length 1 except the last.
@@ -42,7 +44,9 @@ class Mixture:
     norm_topk_prob: bool = True
     use_sigmoid: bool = False
     norm_epsilon: float = 0.0
+    uses_gelu: bool = False
     factor: float = 1.0
+    expert_factors: str = ""
     router: str = "gate"
     selection_bias: str = ""
     bias_rank: int = 1
@@ -172,6 +176,8 @@ class Experts(Module):
             for path in (f"{self.path}.{expert}" for expert in range(num_experts)):
                 gate_ups |= {f"{path}.{part}.weight": (inner, width) for part in (gate, up)}
                 downs[f"{path}.{down}.weight"] = (width, inner)
+        if mixture.expert_factors:
+            downs[self.sibling(mixture.expert_factors)] = (num_experts,)
         self.gate_up = Parameter(
             shape=(num_experts, width, 2 * inner), checkpoint_tensors=gate_ups, combine=self._gates_and_ups
         )
@@ -191,8 +197,13 @@ class Experts(Module):
         return np.stack([np.concatenate(pair).T for pair in pairs])
 
     def _downs(self, *tensors: Float32) -> Float32:
+        factors: Float32 | np.float32 = self._factor
+        if self._mixture.expert_factors:
+            *tensors_of_experts, of_experts = tensors
+            tensors = tuple(tensors_of_experts)
+            factors = self._factor * of_experts[:, None, None]
         downs = tensors[0] if self._has_stacks else np.stack(tensors)
-        return downs.swapaxes(1, 2) if self._factor == 1 else downs.swapaxes(1, 2) * self._factor
+        return downs.swapaxes(1, 2) if np.all(factors == 1) else downs.swapaxes(1, 2) * factors
 
     def forward(self, hidden: ir.Value, router_logits: ir.Value) -> ir.Value:
         mixture = self._mixture
@@ -206,4 +217,5 @@ class Experts(Module):
             norm_topk_prob=mixture.norm_topk_prob,
             use_sigmoid=mixture.use_sigmoid,
             norm_epsilon=mixture.norm_epsilon,
+            uses_gelu=mixture.uses_gelu,
         )

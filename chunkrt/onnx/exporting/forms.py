@@ -24,7 +24,7 @@ from chunkrt.files import remove
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.modules import Embedding
 from chunkrt.graph.partition import Planned
-from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, Tensor, resolve
+from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, Tensor, reads_shared_cache, resolve
 from chunkrt.graph.rope import RotaryTables
 from chunkrt.onnx.exporting.emitter import CONTRIB_DOMAIN, FLOAT, INT64, Emitter
 from chunkrt.onnx.exporting.export_settings import DynamicSettings, Settings, SubgraphSettings, WindowSettings
@@ -78,6 +78,8 @@ def emit_decoder(
     Raises:
         UnsupportedModelError: an operator has no form for export.
     """
+    if refusal := _shared_cache_refusal(plan):
+        raise UnsupportedModelError(f"{plan.family} cannot be exported: {refusal}; run it with chunkrt itself")
     names = state_names(plan)
     states = {
         tensor.name: e.input(f"past_key_values.{names[tensor.name]}", dtype, past)
@@ -111,6 +113,8 @@ def window_refusal(plan: Plan) -> str:
     """Return the reason why a decoder cannot be exported with a fixed window; empty if it can."""
     if not plan.has_head:
         return "it has no LM head"
+    if refusal := _shared_cache_refusal(plan):
+        return refusal
     for node in (node for subgraph in plan.subgraphs for node in subgraph.nodes):
         if node.op == LINEAR_ATTENTION_OP:
             if (kind := str(node.attributes["attn_type"])) not in LINEAR_ATTENTION_FORMS:
@@ -118,6 +122,12 @@ def window_refusal(plan: Plan) -> str:
         elif node.op not in ATTENTION_OPS and (node.domain, node.op) not in LOWERINGS:
             return f"{node.op} has no ONNX form"
     return ""
+
+
+def _shared_cache_refusal(plan: Plan) -> str:
+    """Return the reason why layers that read the caches of other layers cannot be exported; empty without them."""
+    readers = [node.name for s in plan.subgraphs for node in s.nodes if reads_shared_cache(node)]
+    return f"{readers[0]} reads the KV cache of another layer, which has no ONNX form" if readers else ""
 
 
 def state_names(plan: Plan) -> dict[str, str]:

@@ -46,17 +46,18 @@ def _softplus(e: Emitter, node: Node) -> None:
 
 
 def _gelu(e: Emitter, node: Node) -> None:
-    (out,) = node.outputs
-    x = e.read(node.inputs[0])
+    _gelu_of(e, e.read(node.inputs[0]), node.outputs[0], str(node.attributes["approximate"]))
+
+
+def _gelu_of(e: Emitter, x: ir.Value, out: str, approximate: str) -> ir.Value:
     if e.opset >= 20:
-        e.op("Gelu", x, name=out, approximate=str(node.attributes["approximate"]))
-        return
+        return e.op("Gelu", x, name=out, approximate=approximate)
     wide = e.cast(x, FLOAT)
     cube = e.op("Mul", e.op("Mul", wide, wide, name=f"{out}/square"), wide, name=f"{out}/cube")
     bent = e.op("Add", wide, e.op("Mul", cube, e.number(0.044715), name=f"{out}/bend"), name=f"{out}/bent")
     tanh = e.op("Tanh", e.op("Mul", bent, e.number(sqrt(2 / pi)), name=f"{out}/angle"), name=f"{out}/tanh")
     half = e.op("Mul", wide, e.number(0.5), name=f"{out}/half")
-    finish(e, "Mul", half, e.op("Add", tanh, e.number(1.0), name=f"{out}/gate"), dtype=x.dtype, name=out)
+    return finish(e, "Mul", half, e.op("Add", tanh, e.number(1.0), name=f"{out}/gate"), dtype=x.dtype, name=out)
 
 
 def _split(e: Emitter, node: Node) -> None:
@@ -140,7 +141,10 @@ def _routed_experts(e: Emitter, node: Node) -> None:
     rows = e.op("Unsqueeze", hidden, e.ints(1), name=f"{out}/rows")
     both = e.op("MatMul", rows, gate_up, name=f"{out}/gate_up")
     gate, up = e.split(both, [inner, inner], [f"{out}/gate", f"{out}/up"])
-    active = e.op("Mul", gate, e.op("Sigmoid", gate, name=f"{out}/sigmoid"), name=f"{out}/active")
+    if node.attributes.get("uses_gelu", 0):
+        active = _gelu_of(e, gate, f"{out}/active", "tanh")
+    else:
+        active = e.op("Mul", gate, e.op("Sigmoid", gate, name=f"{out}/sigmoid"), name=f"{out}/active")
     results = e.op("MatMul", e.op("Mul", active, up, name=f"{out}/gated"), down, name=f"{out}/results")
     by_expert = e.op("Transpose", weights, name=f"{out}/by_expert", perm=[0, 2, 1])
     columns = e.op("Unsqueeze", by_expert, e.ints(3), name=f"{out}/columns")

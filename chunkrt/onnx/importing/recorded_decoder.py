@@ -157,6 +157,7 @@ def _experts(attributes: Attributes, operands: Operands, names: Names) -> list[i
         norm_topk_prob=bool(attributes["norm_topk_prob"]),
         use_sigmoid=bool(attributes.get("use_sigmoid", 0)),
         norm_epsilon=attributes.get("norm_epsilon", 0.0),
+        uses_gelu=bool(attributes.get("uses_gelu", 0)),
         name=names[0],
     )
     return [mixed]
