@@ -153,9 +153,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "gemma4_text",
         "Gemma4ForCausalLM",
         vocab_size_per_layer_input=53,
-        num_hidden_layers=8,
-        num_kv_shared_layers=4,
-        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2,
+        num_hidden_layers=6,
+        num_kv_shared_layers=3,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         sliding_window=9,
         num_key_value_heads=1,
         head_dim=8,
@@ -559,7 +559,9 @@ def _published(name: str, weight: NDArray[Any], family: str) -> Weights:
 
 
 _GAINS = dict.fromkeys(("lfm2_moe", "lfm3"), 0.8) | dict.fromkeys(("bamba", "mamba2", "nemotron_h"), 0.5)
-"""Gains of linears where products of gates, and norms of few columns, magnify the errors of quantised linears."""
+_GAINS["gemma4_text"] = 1.6
+"""Gains of linears where products of gates, and norms of few columns or of small values, magnify the errors of quantised
+linears."""
 
 
 def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Generator) -> NDArray[np.float32]:
