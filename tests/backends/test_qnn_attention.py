@@ -34,6 +34,7 @@ step."""
 FAMILIES = [
     "gemma3_scaled",
     "gemma3_window_5",
+    "gemma4",
     "lfm2",
     "llama_biased",
     "llama_gqa",

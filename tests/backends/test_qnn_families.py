@@ -27,6 +27,8 @@ OPERATORS_OF = {
     "falcon_h1": {"Sigmoid"},
     "gemma": {"Gelu"},
     "gemma3_scaled": {"Gelu"},
+    "gemma4": {"Gelu"},
+    "gemma4_experts": {"MatMul"},
     "glm": {"Sigmoid"},
     "glm4": {"Sigmoid"},
     "granite": {"Sigmoid"},
