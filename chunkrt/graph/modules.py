@@ -250,7 +250,7 @@ class HeadNorm(Module):
     def _by_head(self, *weights: Float32) -> Float32:
         rows = np.repeat(np.stack(weights), list(self.parts.values()), axis=0)
         rows = rows + np.float32(self.offset) if self.offset else rows
-        return np.concatenate([rows, np.ones((self.num_plain, self.head_dim), np.float32)]) if self.num_plain else rows
+        return np.concatenate([rows, np.ones((self.num_plain, self.head_dim), np.float32)])
 
     def forward(self, value: ir.Value) -> ir.Value:
         return ops.head_norm(value, self.weight.value(), epsilon=self.epsilon, name="output")

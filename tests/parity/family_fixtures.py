@@ -560,7 +560,7 @@ def _published(name: str, weight: NDArray[Any], family: str) -> Weights:
 
 _GAINS = dict.fromkeys(("lfm2_moe", "lfm3"), 0.8) | dict.fromkeys(("bamba", "mamba2", "nemotron_h"), 0.5)
 _GAINS["gemma4_text"] = 1.6
-"""Gains of linears where products of gates, and norms of few columns or of small values, magnify the errors of quantised
+"""Gains of linears where products of gates, and norms of few columns or small values, magnify the errors of quantised
 linears."""
 
 

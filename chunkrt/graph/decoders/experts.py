@@ -75,7 +75,7 @@ class SparseMixture(Module):
         has_shared_gate: whether the shared expert has a gate, which has the same name with "_gate".
 
     Raises:
-        ModelError: there are too many experts, or the router would pick more than there are.
+        ModelError: see `Experts`.
         UnsupportedModelError: the experts have an activation other than SiLU.
     """
 
@@ -90,14 +90,9 @@ class SparseMixture(Module):
     ) -> None:
         super().__init__()
         mixture = mixture or Mixture.of(config)
-        num_experts = mixture.num_experts
-        if num_experts > MOST_EXPERTS:
-            raise ModelError(f"{config.where}: num_experts is {num_experts}; expected at most {MOST_EXPERTS}")
-        if mixture.top_k > num_experts:
-            raise ModelError(f"{config.where}: cannot pick {mixture.top_k} of {num_experts} experts")
         config.refuse(hidden_act=config.activation != "silu")
-        self.gate = RouterGate(config.hidden_size, num_experts, name=mixture.router)
         self.experts = Experts(config, mixture)
+        self.gate = RouterGate(config.hidden_size, mixture.num_experts, name=mixture.router)
         if shared is not None:
             setattr(self, shared_name, shared)
         if has_shared_gate:
@@ -154,10 +149,19 @@ class RouterGate(Module):
 
 
 class Experts(Module):
-    """The routed feed-forwards. They run on the CPU unless placed."""
+    """The routed feed-forwards. They run on the CPU unless placed.
+
+    Raises:
+        ModelError: there are too many experts, or the router would pick more than there are.
+    """
 
     def __init__(self, config: DecoderConfig, mixture: Mixture) -> None:
         super().__init__()
+        num_experts = mixture.num_experts
+        if num_experts > MOST_EXPERTS:
+            raise ModelError(f"{config.where}: num_experts is {num_experts}; expected at most {MOST_EXPERTS}")
+        if mixture.top_k > num_experts:
+            raise ModelError(f"{config.where}: cannot pick {mixture.top_k} of {num_experts} experts")
         self.device = "cpu"
         self._hidden_size, self._mixture = config.hidden_size, mixture
         self._has_stacks = config.has_stacked_experts

@@ -1,8 +1,8 @@
 """Gemma 4, text only: Gemma 3 with wider heads in layers without a window, and norms of v.
 
 The last layers may read the caches of the last earlier layer of their kind, keys and values may be projected alike,
-layers may take inputs of their own (`per_layer.py`) and have experts beside the feed-forward. Source: Hugging Face's
-`Gemma4ForCausalLM`, `Gemma4UnifiedForCausalLM`.
+layers may take inputs of their own (`per_layer.py`) and have experts in addition to the feed-forward. Source: Hugging
+Face's `Gemma4ForCausalLM`, `Gemma4UnifiedForCausalLM`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _attention(config: DecoderConfig, stored: Projections, **options: Any) -> At
 
 
 class Gemma4Layer(LayerWithInput):
-    """A layer whose output is multiplied by a factor; it may have experts beside the feed-forward."""
+    """A layer whose output is multiplied by a factor; it may have experts in addition to the feed-forward."""
 
     input_residual = "input_residual"
 
@@ -142,7 +142,7 @@ class Gemma4Layer(LayerWithInput):
                 uses_gelu=config.activation == "gelu_tanh",
                 expert_factors="router.per_expert_scale",
             )
-            self.router, self.experts = Router(config, mixture.num_experts), Experts(config, mixture)
+            self.experts, self.router = Experts(config, mixture), Router(config, mixture.num_experts)
             self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2 = norm(config), norm(config)
             self.pre_feedforward_layernorm_2 = norm(config)
 
@@ -168,12 +168,12 @@ class Router(Module):
 
     def __init__(self, config: DecoderConfig, num_experts: int) -> None:
         super().__init__()
-        self.norm = RouterNorm(config.hidden_size, config.rms_norm_eps)
+        self.scaled_norm = RouterNorm(config.hidden_size, config.rms_norm_eps)
         self.proj = RouterGate(config.hidden_size, num_experts, name="proj")
         self.device = "cpu"
 
     def forward(self, hidden: ir.Value) -> ir.Value:
-        return self.proj(self.norm(hidden))
+        return self.proj(self.scaled_norm(hidden))
 
 
 class RouterNorm(RMSNorm):

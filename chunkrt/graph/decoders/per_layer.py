@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.llama import Body, Layer, LayerNames, activate, norm
-from chunkrt.graph.modules import Embedding, HeadNorm, Module
+from chunkrt.graph.modules import Constant, Embedding, HeadNorm, Module
 from chunkrt.graph.parallel import ReplicatedLinear
 from chunkrt.graph.rope import RotaryTables
 
@@ -40,7 +41,7 @@ class LayerWithInput(Layer):
         self._activation = config.activation
         if width := input_width(config):
             self.per_layer_input_gate = ReplicatedLinear(config.hidden_size, width)
-            self.per_layer_projection = ReplicatedLinear(width, config.hidden_size, factor=2**-0.5)  # the input's
+            self.per_layer_projection = ReplicatedLinear(width, config.hidden_size)
             self.post_per_layer_input_norm = norm(config)
 
     def forward(self, hidden: ir.Value, *inputs: ir.Value) -> ir.Value:
@@ -68,12 +69,13 @@ class BodyWithInputs(Body):
         self._has_inputs = (width := input_width(config)) > 0
         if not width:
             return
-        columns, parts = len(layers) * width, {"per_layer_projection_norm": len(layers)}
-        self.embed_tokens_per_layer = Embedding(config.count("vocab_size_per_layer_input"), columns, scale=width**0.5)
+        columns, num_rows = len(layers) * width, config.count("vocab_size_per_layer_input")
+        self.embed_tokens_per_layer = Embedding(num_rows, columns, scale=width**0.5)
         factor = config.hidden_size**-0.5
         self.per_layer_model_projection = ReplicatedLinear(config.hidden_size, columns, factor=factor).to("cpu")
+        parts = {"per_layer_projection_norm": len(layers)}
         self.per_layer_projection_norm = HeadNorm(parts, width, config.rms_norm_eps)
-        self.per_layer_inputs = LayerInputs(len(layers)).to("cpu")
+        self.per_layer_inputs = LayerInputs(len(layers), columns).to("cpu")
 
     def layer_inputs(self, token_ids: ir.Value, embeddings: ir.Value) -> Sequence[tuple[ir.Value, ...]]:
         if not self._has_inputs:
@@ -85,15 +87,15 @@ class BodyWithInputs(Body):
 
 
 class LayerInputs(Module):
-    """The sum of both terms, cut into the inputs of the layers."""
+    """The sum of both terms, divided by sqrt(2) and cut into the inputs of the layers."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, columns: int) -> None:
         super().__init__()
-        self._num_layers = num_layers
+        self._num_layers, self.factor = num_layers, Constant(np.full(columns, 2**-0.5, np.float32))
 
     def split(self, projected: ir.Value, rows: ir.Value) -> Sequence[ir.Value]:
         """Return the input of each layer. Call this in the module's scope."""
-        total = ops.add(projected, rows, name="sum")
+        total = ops.mul(ops.add(projected, rows, name="sum"), self.factor(), name="output")
         if self._num_layers == 1:
             return [total]
         return ops.split_columns(total, names=[f"of_layer_{index}" for index in range(self._num_layers)])
