@@ -222,6 +222,8 @@ class ModelledWork:
             slots = [dict.fromkeys(("P", "W"), past + chunk.num_tokens)]
         else:
             slots = [self._plan.slots(position + count, count) for position, count in chunk.parts]
+            if node.attributes.get("window"):  # a cache of all positions that other layers read too
+                slots = [of_one | {"P": of_one["W"]} for of_one in slots]
         return sum(prod(resolve(t.shape, of_one)) for of_one in slots for t in tensors if t.kind == "state")
 
     def _share_of_experts(self, node: Node, rows: int) -> float:

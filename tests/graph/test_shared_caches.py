@@ -124,7 +124,7 @@ def test_chunks_without_logits_skip_the_last_layers_of_gemma_4():
     assert len(readers) == 3
     assert max(plan.flow.without_logits.subgraphs) < min(readers)
     assert {plan.tensors[name].shape[1] for index in readers for name in plan.subgraphs[index].shared_state} == {"P"}
-    assert sum("W" in tensor.shape for tensor in plan.state_tensors) == 2  # of the window that no layer shares
+    assert sum("W" in tensor.shape for tensor in plan.state_tensors) == 2  # the ring of the layer that is not shared
 
 
 def test_caches_that_no_earlier_layer_fills_are_refused():
