@@ -10,6 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import gemma4_twins
 import mamba_twins
 import numpy as np
 import recurrent_fixtures
@@ -487,6 +488,8 @@ GGUF_OF |= {f"{name}_gguf": name for name in ("qwen2_moe_plain", "qwen3_5_moe")}
 MAMBA_GGUF = {f"{name}_gguf": name for name in ("falcon_h1", "mamba2", "nemotron_h")}
 MAMBA_GGUF |= {f"{name}_gguf": name for name in ("granite_hybrid_mamba", "granite_hybrid_mamba_unrotated")}
 GGUF_OF |= MAMBA_GGUF
+GEMMA4_GGUF = {f"{name}_gguf": name for name in ("gemma4", "gemma4_experts")}
+GGUF_OF |= GEMMA4_GGUF
 
 
 def equivalent(config: dict[str, Any]) -> dict[str, Any]:
@@ -597,6 +600,9 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
     known = AutoConfig.for_model(**deepcopy(equivalent(config)))  # with defaults
     if path.parent.name in MAMBA_GGUF:
         mamba_twins.write_gguf(path, known, weights)
+        return
+    if path.parent.name in GEMMA4_GGUF:
+        gemma4_twins.write_gguf(path, known, weights)
         return
     name = ARCHITECTURES[config["model_type"]]
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
