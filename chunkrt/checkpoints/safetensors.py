@@ -108,7 +108,9 @@ class SafetensorsSource:
             return np.require(weight.read(), np.float32, ["C", "ALIGNED"])
         tensor = self._find(name)
         if tensor.dtype == "BF16":
-            return (tensor.stored.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
+            words = tensor.stored.view("<u2").astype(np.uint32)
+            words <<= 16  # in place, because tables of embeddings may have several GB
+            return words.view(np.float32).reshape(tensor.shape)
         if tensor.dtype not in _FLOATS:
             raise UnsupportedModelError(
                 f"{tensor.file}: {name} is stored as {tensor.dtype}, which is not supported for weights; "
