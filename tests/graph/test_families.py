@@ -115,6 +115,7 @@ def test_unsupported_feature_is_refused_by_name(name, changes, message):
         ("granite", {"logits_scaling": 0}, "logits_scaling is 0, expected a positive number"),
         ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers is 5, so no layer fills the caches"),
         ("gemma4", {"num_kv_shared_layers": 7}, "num_kv_shared_layers is 7, so no layer fills the caches"),
+        ("gemma4", {"vocab_size_per_layer_input": 52}, "vocab_size_per_layer_input is 52, but vocab_size is 53"),
         ("gemma4", {"global_head_dim": 9}, "4 heads cannot share 1 KV heads of 9"),
         ("gemma4_alike", {"per_layer_config": [1]}, r"per_layer_config is \[1\], expected tables"),
         ("gemma4_experts", {"top_k_experts": 6}, "cannot pick 6 of 5 experts"),

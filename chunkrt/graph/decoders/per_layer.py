@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.llama import Body, Layer, LayerNames, activate, norm
@@ -54,7 +55,11 @@ class LayerWithInput(Layer):
 
 
 class BodyWithInputs(Body):
-    """A body that computes the inputs of its layers, if the config has such inputs."""
+    """A body that computes the inputs of its layers, if the config has such inputs.
+
+    Raises:
+        ModelError: the second table has too few rows.
+    """
 
     def __init__(
         self,
@@ -70,6 +75,10 @@ class BodyWithInputs(Body):
         if not width:
             return
         columns, num_rows = len(layers) * width, config.count("vocab_size_per_layer_input")
+        if num_rows < config.vocab_size:
+            raise ModelError(
+                f"{config.where}: vocab_size_per_layer_input is {num_rows}, but vocab_size is {config.vocab_size}"
+            )
         self.embed_tokens_per_layer = Embedding(num_rows, columns, scale=width**0.5)
         factor = config.hidden_size**-0.5
         self.per_layer_model_projection = ReplicatedLinear(config.hidden_size, columns, factor=factor).to("cpu")
