@@ -7,6 +7,7 @@ better. It is slow.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -190,6 +191,7 @@ def routed_experts(
     norm_epsilon: float = 0.0,
     swiglu_alpha: float = 1.0,
     swiglu_limit: float = 0.0,
+    uses_gelu: int = 0,
     quantize: Quantize = quantize_rows,
 ) -> Float32:
     if use_sigmoid:
@@ -203,13 +205,14 @@ def routed_experts(
     weights = np.take_along_axis(scores, picked, axis=-1)
     if norm_topk_prob:
         weights /= weights.sum(axis=-1, keepdims=True) + np.float32(norm_epsilon)
+    activate = partial(_gelu_mul, approximate="tanh") if uses_gelu else _silu_mul
     output = np.zeros_like(hidden)
     for expert in np.unique(picked):
         rows, places = np.nonzero(picked == expert)
         gate_and_up = _linear(hidden[rows], gate_up[expert], quantize=quantize)
         if gate_up_bias is not None:
             gate_and_up = gate_and_up + gate_up_bias[expert]
-        gated = _clamped_swiglu(gate_and_up, swiglu_alpha, swiglu_limit) if swiglu_limit else _silu_mul(gate_and_up)
+        gated = _clamped_swiglu(gate_and_up, swiglu_alpha, swiglu_limit) if swiglu_limit else activate(gate_and_up)
         result = _linear(gated, down[expert], quantize=quantize)
         if down_bias is not None:
             result = result + down_bias[expert]
@@ -246,14 +249,20 @@ def _cached_attention(
     sinks: Float32 | None = None,
     *,
     has_raw_keys: int,
+    appends: int = 1,
     rope: Rope = rotate_half,
     **attributes: Attribute,
 ) -> Float32:
     start, stop, table_row = int(position[0]), int(position[0]) + len(qkv), int(rope_position[0])
-    q, k, v = _heads(qkv, attributes)
     here = slice(table_row, table_row + len(qkv))
-    new_keys = k if has_raw_keys else rope(k, cos[here], sin[here])
-    first = _append(key_cache, value_cache, new_keys, v, start, attributes)
+    if appends:
+        q, k, v = _heads(qkv, attributes)
+        new_keys = k if has_raw_keys else rope(k, cos[here], sin[here])
+        _append(key_cache, value_cache, new_keys, v, start)
+    else:
+        q = qkv.reshape(len(qkv), -1, cast(int, attributes["head_dim"]))
+    window = cast(int, attributes["window"])
+    first = max(0, start + 1 - window) if window else 0
     keys, values = (_read(cache, first, stop) for cache in (key_cache, value_cache))
     if has_raw_keys:
         of_keys = slice(table_row - start + first, table_row - start + stop)
@@ -269,16 +278,10 @@ def _heads(qkv: Float32, attributes: Mapping[str, Attribute]) -> Sequence[Float3
     return [np.ascontiguousarray(part) for part in np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)]
 
 
-def _append(
-    key_cache: Array, value_cache: Array, k: Float32, v: Float32, start: int, attributes: Mapping[str, Attribute]
-) -> int:
-    """Write the rows' keys and values to their slots in the caches, and return the first position that any of the rows
-    sees.
-    """
+def _append(key_cache: Array, value_cache: Array, k: Float32, v: Float32, start: int) -> None:
+    """Write the rows' keys and values to their slots in the caches."""
     slots = np.arange(start, start + len(k)) % key_cache.shape[1]
     key_cache[:, slots], value_cache[:, slots] = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
-    window = cast(int, attributes["window"])
-    return max(0, start + 1 - window) if window else 0
 
 
 def _read(cache: Array, first: int, stop: int) -> Float32:

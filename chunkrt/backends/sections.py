@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from chunkrt.backends.base import Array, Executable
-from chunkrt.graph.plan import Node, Plan, Subgraph, resolve
+from chunkrt.graph.plan import Node, Plan, Subgraph, read_only_caches, resolve
 
 
 def cut(subgraph: Subgraph, plan: Plan, groups: Sequence[Sequence[Node]]) -> tuple[Subgraph, ...]:
@@ -23,6 +23,7 @@ def cut(subgraph: Subgraph, plan: Plan, groups: Sequence[Sequence[Node]]) -> tup
     parts = []
     for index, group in enumerate(groups):
         wanted = {*subgraph.outputs, *(name for later in read[index + 1 :] for name in later)}
+        shared = read_only_caches(group)
         outside = dict.fromkeys(n for node in group for n in node.inputs if n and n not in made[index])
         parts.append(
             Subgraph(
@@ -34,7 +35,8 @@ def cut(subgraph: Subgraph, plan: Plan, groups: Sequence[Sequence[Node]]) -> tup
                 inputs=tuple(n for n in outside if plan.tensors[n].kind == "value"),
                 outputs=tuple(n for node in group for n in node.outputs if n in wanted),
                 weights=tuple(n for n in outside if plan.tensors[n].kind == "weight"),
-                state=tuple(n for n in outside if plan.tensors[n].kind == "state"),
+                state=tuple(n for n in outside if plan.tensors[n].kind == "state" and n not in shared),
+                shared_state=tuple(n for n in outside if n in shared),
             )
         )
     return tuple(parts)
@@ -52,7 +54,7 @@ class SectionedExecutable:
         self, subgraph: Subgraph, sections: Sequence[tuple[Subgraph, Executable]], plan: Plan, chunk_length: int
     ) -> None:
         self.fixed_length = next((e.fixed_length for _, e in sections if e.fixed_length is not None), None)
-        self._steps = [((*part.inputs, *part.state), part.outputs, executable.run) for part, executable in sections]
+        self._steps = [((*part.inputs, *part.all_state), part.outputs, executable.run) for part, executable in sections]
         self._inner = {
             name: plan.tensors[name] for part, _ in sections for name in part.outputs if name not in subgraph.outputs
         }

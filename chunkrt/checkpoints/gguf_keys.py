@@ -5,7 +5,7 @@ Source: llama.cpp's convert_hf_to_gguf.py and gguf-py/gguf/constants.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ NEXTN = "nextn_predict_layers"
 
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
+FREQUENCY_DIVISORS = "rope_freqs.weight"
+LARGEST_DIVISOR = 1e29
+"""Divisor from which on a frequency counts as 0; llama.cpp's converter writes 1e30."""
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_PICKED = 1, 2, 3
 """Values of `expert_gating_func` (llama.cpp's `llama_expert_gating_func_type`)."""
@@ -70,6 +73,14 @@ class Keys:
         if value > LARGEST_COUNT:
             raise ModelError(f"{self.prefix}{key} = {value}; expected at most {LARGEST_COUNT}")
         return value
+
+    def of_first_layer(self, keys: Collection[str]) -> Keys:
+        """Return a copy in which the values of some keys that are lists, one value per layer, are those of the first
+        layer.
+        """
+        lists = {name: self._metadata.get(name) for name in (self.prefix + key for key in keys)}
+        first = {name: values[0] for name, values in lists.items() if isinstance(values, list) and values}
+        return Keys({**self._metadata, **first}, self.shapes, self.read)
 
     def per_layer(self, key: str, num_layers: int) -> list[int]:
         """Return an integer of at least 0 for each layer; a single integer applies to all layers."""
@@ -362,6 +373,70 @@ def gemma3_config(keys: Keys, config: Config) -> Config:
     if config["sliding_window"] is None:
         return found | {"layer_types": ["full_attention"] * num_layers}
     return found | {"sliding_window_pattern": keys.count("attention.sliding_window_pattern", default=6)}
+
+
+def gemma4_config(keys: Keys, config: Config) -> Config:
+    """Return Gemma 4's keys. Numbers and sizes of heads differ between the kinds of layers, and the layers that read
+    caches may have feed-forwards of twice the width. RoPE's frequencies that are 0 are those with a huge divisor.
+    """
+    num_layers, num_shared = config["num_hidden_layers"], keys.count("attention.shared_kv_layers", default=0)
+    kinds = _layers_with_a_window(keys, config)["layer_types"]
+    kv_heads, widths = (keys.per_layer(key, num_layers) for key in ("attention.head_count_kv", "feed_forward_length"))
+    num_own = num_layers - num_shared
+    is_wide = widths[-1] != widths[0]
+    if widths != [widths[0] * (2 if is_wide and index >= num_own else 1) for index in range(num_layers)]:
+        name = f"{keys.prefix}feed_forward_length"
+        raise UnsupportedModelError(f"{name} = {widths[:8]} is not implemented with {num_own} own caches", feature=name)
+    sizes = {
+        "full_attention": keys.count("attention.key_length"),
+        "sliding_attention": keys.count("attention.key_length_swa"),
+    }
+    for kind, suffix in (("full_attention", ""), ("sliding_attention", "_swa")):
+        name = f"rope.dimension_count{suffix}"
+        if keys.count(name, default=sizes[kind]) != sizes[kind]:
+            name = keys.prefix + name
+            raise UnsupportedModelError(f"{name} differs from the head length {sizes[kind]}", feature=name)
+    of_layers = {
+        str(layer): {"head_dim": sizes[kind], "num_key_value_heads": kv_heads[layer]}
+        for layer, kind in enumerate(kinds)
+    }
+    full = [layer for layer, kind in enumerate(kinds[: max(0, num_own)]) if kind == "full_attention"]
+    found = {
+        "layer_types": kinds,
+        "num_kv_shared_layers": num_shared,
+        "use_double_wide_mlp": is_wide,
+        "per_layer_config": of_layers,
+        "attention_k_eq_v": any(f"blk.{layer}.attn_v.weight" not in keys.shapes for layer in full),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": keys.get("embedding_length_per_layer_input") or 0,
+        "vocab_size_per_layer_input": keys.shapes.get("per_layer_token_embd.weight", (config["vocab_size"],))[0],
+        "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
+        "rope_parameters": {
+            "full_attention": _gemma4_rope(keys, config, sizes["full_attention"]),
+            "sliding_attention": {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", default=1e4)},
+        },
+    }
+    if keys.get("expert_count"):
+        experts = mixture(keys)
+        found |= {"enable_moe_block": True, "top_k_experts": experts.pop("num_experts_per_tok"), **experts}
+    return found
+
+
+def _gemma4_rope(keys: Keys, config: Config, head_dim: int) -> Config:
+    """Return RoPE's parameters of layers without a window, whose divisors are 1 for the frequencies that remain."""
+    divisors = np.array(keys.vector(FREQUENCY_DIVISORS, head_dim // 2) if FREQUENCY_DIVISORS in keys.shapes else [1.0])
+    num_rotated = int((divisors == 1).sum())
+    if (divisors[:num_rotated] != 1).any() or (divisors[num_rotated:] < LARGEST_DIVISOR).any():
+        raise UnsupportedModelError(
+            f"{FREQUENCY_DIVISORS} has values other than 1 and at least {LARGEST_DIVISOR:g}, which are not implemented",
+            feature=FREQUENCY_DIVISORS,
+        )
+    share = (num_rotated + 0.25) / len(divisors)  # a quarter more, because Transformers rounds down
+    return {
+        "rope_type": "proportional",
+        "partial_rotary_factor": min(share, 1.0),
+        "rope_theta": config["rope_theta"],
+    }
 
 
 def phi3_config(keys: Keys, config: Config) -> Config:

@@ -162,6 +162,7 @@ class Architecture:
         config: returns the config keys that the architecture adds to the common keys or replaces, from the metadata and
             the
             common keys.
+        by_layer: keys whose values may differ between layers; the common config has those of the first layer.
         is_hybrid: True if some layers have no attention, or no feed-forward.
         has_attention: True if any layer has attention.
     """
@@ -175,6 +176,7 @@ class Architecture:
     layouts: Callable[[Config], Mapping[str, Layout]] = _as_they_are
     refused: Collection[str]
     config: Callable[[Keys, Config], Config] = _nothing
+    by_layer: Collection[str] = ()
     is_hybrid: bool = False
     has_attention: bool = True
 
@@ -295,6 +297,25 @@ _LFM2_EXPERTS = {
     "ffn_up_exps": f"feed_forward.experts.{EACH}.w3",
     "ffn_down_exps": f"feed_forward.experts.{EACH}.w2",
     "exp_probs_b.bias": "feed_forward.expert_bias",
+}
+_PER_LAYER_TABLES = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+_GEMMA4_LAYER = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
 }
 _GROUPS = frozenset(("expert_group_count", "expert_group_used_count"))
 _MIXTURE_SCALINGS = (SCALINGS | _GROUPS) - {"expert_count"}
@@ -543,6 +564,15 @@ ARCHITECTURES = {
         refused=SCALINGS - {"final_logit_softcapping"},
         config=gguf_keys.gemma3_config,
     ),
+    "gemma4": Architecture(
+        model_type="gemma4_text",
+        model=MODEL | _PER_LAYER_TABLES,
+        layer=LAYER | HEAD_NORMS | SANDWICH_NORMS | _GEMMA4_LAYER,
+        in_config=(gguf_keys.FREQUENCY_DIVISORS,),
+        refused=_MIXTURE_SCALINGS - {"final_logit_softcapping"},
+        config=gguf_keys.gemma4_config,
+        by_layer=("attention.head_count_kv", "feed_forward_length"),
+    ),
     "phi3": Architecture(
         model_type="phi3",
         model=MODEL,
@@ -675,8 +705,9 @@ def translate_config(architecture: Architecture, keys: Keys, refuse: Refuse = st
         if keys.get(key):
             name = keys.prefix + key
             refuse(UnsupportedModelError(f"{name} = {keys.get(key)} is not implemented", feature=name))
+    of_first = keys.of_first_layer(architecture.by_layer)
     config = {
         "model_type": architecture.model_type,
-        **common_config(keys, is_hybrid=architecture.is_hybrid, has_attention=architecture.has_attention),
+        **common_config(of_first, is_hybrid=architecture.is_hybrid, has_attention=architecture.has_attention),
     }
     return config | architecture.config(keys, config)

@@ -110,7 +110,9 @@ class SafetensorsSource:
             return np.require(weight.read(), np.float32, ["C", "ALIGNED"])
         tensor = self._find(name)
         if tensor.dtype == "BF16":
-            return (tensor.stored.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
+            words = tensor.stored.view("<u2").astype(np.uint32)
+            words <<= 16  # in place, because tables of embeddings may have several GB
+            return words.view(np.float32).reshape(tensor.shape)
         if tensor.dtype not in _FLOATS:
             raise UnsupportedModelError(
                 f"{tensor.file}: {name} is stored as {tensor.dtype}, which is not supported for weights; "
@@ -281,6 +283,8 @@ class Composite:
 
 COMPOSITES = {
     "gemma3": Composite(text_type="gemma3_text", is_tied=True),
+    "gemma4": Composite(text_type="gemma4_text", is_tied=True),
+    "gemma4_unified": Composite(text_type="gemma4_unified_text", is_tied=True),
     "mistral3": Composite(text_type="mistral", is_tied=True),
     "qwen3_5": Composite(text_type="qwen3_5_text", is_tied=False),
     "qwen3_5_moe": Composite(text_type="qwen3_5_moe_text", is_tied=False),
@@ -289,7 +293,9 @@ COMPOSITES = {
 _WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "quantization")
 """Keys of the complete model that apply to its text half."""
 
-_OTHER_HALVES = re.compile(r"(model\.)?(audio_tower|multi_modal_projector|vision_tower|visual)\.")
+_OTHER_HALVES = re.compile(
+    r"(model\.)?(audio_tower|embed_audio|embed_vision|multi_modal_projector|vision_embedder|vision_tower|visual)\."
+)
 
 
 def text_half(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:

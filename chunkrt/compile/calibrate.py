@@ -267,13 +267,19 @@ def run_subgraph(plan: Plan, index: int, live: Values, weights: Mapping[str, Flo
         results = run(node, values)
         results = results if isinstance(results, tuple) else (results,)
         values.update(zip(node.outputs, map(read_only, results), strict=True))
-    later = {name for s in plan.subgraphs[index + 1 :] for name in s.inputs} | {plan.output, "input_ids"}
-    return {name: values[name] for name in (*live, *subgraph.outputs) if name in later}
+    later = live_after(plan, index)
+    return {name: values[name] for name in (*live, *subgraph.outputs, *subgraph.state) if name in later}
+
+
+def live_after(plan: Plan, index: int) -> set[str]:
+    """Return the names of the values and caches that later subgraphs may read, and of the logits."""
+    read = {name for s in plan.subgraphs[index + 1 :] for name in (*s.inputs, *s.shared_state)}
+    return read | {plan.output, "input_ids"}
 
 
 def values_beside(plan: Plan, index: int, num_tokens: int) -> dict[str, Any]:
     """Return the values that a subgraph takes in addition to live ones and weights, for a window from position 0 on:
-    the row of the rotary tables, and empty state.
+    the row of the rotary tables, and the empty state that it updates.
     """
     sizes = {"P": num_tokens, "W": num_tokens}
     state = {n: np.zeros(resolve(plan.tensors[n].shape, sizes), np.float32) for n in plan.subgraphs[index].state}

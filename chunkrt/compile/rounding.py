@@ -13,7 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BlockTensor
-from chunkrt.compile.calibrate import WINDOW_LENGTH, Float32, TokenIds, first_values, run_node, values_beside
+from chunkrt.compile.calibrate import (
+    WINDOW_LENGTH,
+    Float32,
+    TokenIds,
+    first_values,
+    live_after,
+    run_node,
+    values_beside,
+)
 from chunkrt.files import Count
 from chunkrt.graph.plan import Node, Plan
 from chunkrt.quant.arithmetic import Integers, quantize_linear
@@ -63,7 +71,7 @@ def round_linears(
             for each, result in zip(values, results, strict=True):
                 outputs = result if isinstance(result, tuple) else (result,)
                 each.update(zip(node.outputs, outputs, strict=True))
-        later = {name for s in plan.subgraphs[index + 1 :] for name in s.inputs} | {"input_ids"}
+        later = live_after(plan, index)
         live = [{name: value for name, value in each.items() if name in later} for each in values]
     progress(len(plan.subgraphs), len(plan.subgraphs))
     return found

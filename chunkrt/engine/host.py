@@ -65,7 +65,7 @@ def check_host(plan: Plan, context_length: int) -> None:
                 f"{subgraph.name} has more than 2 GiB of weights, which an ONNX file cannot contain; run "
                 "this model with chunkrt itself"
             )
-    left = [s.name for s in plan.subgraphs if (s.state if s.device == "cpu" else s.rows == "R")]
+    left = [s.name for s in plan.subgraphs if (s.all_state if s.device == "cpu" else s.rows == "R")]
     if left:
         raise ConfigError(
             f"a program without chunkrt needs all layers on the NPU, but {left[0]} is not on the NPU; choose "

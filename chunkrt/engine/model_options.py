@@ -125,7 +125,7 @@ def _other_attention(plan: Plan, dispatcher: Dispatcher, backend: str) -> list[R
     return [
         runner
         for subgraph in plan.subgraphs
-        if subgraph.state
+        if subgraph.all_state
         for _, runner in dispatcher.runners(subgraph, backend)
         if runner.operator == "cached_attention" and runner.runs_on != "native"
     ]

@@ -12,7 +12,7 @@ from chunkrt.engine.options import AttentionOn, EngineOptions
 from chunkrt.engine_directory.manifest import Manifest
 from chunkrt.errors import ConfigError
 from chunkrt.graph.placement import Placement, placed_by_name
-from chunkrt.graph.plan import Plan, Subgraph
+from chunkrt.graph.plan import Plan, Subgraph, reads_shared_cache
 from chunkrt.graph.static_attention import attention_nodes, convolution_nodes, num_layers, with_static_attention
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,13 @@ def near_plans(
     )
     if options.attention == "npu" and not (names or convolutions):
         raise ConfigError("the NPU cannot compute any attention of this model; omit `attention='npu'`")
+    readers = [node.name for s in plan.subgraphs for node in s.nodes if reads_shared_cache(node)]
+    if readers and options.attention == "npu":
+        log.warning(
+            "%d layers read the KV caches of other layers; the CPU computes their attention (first: %s)",
+            len(readers),
+            readers[0],
+        )
     if names and options.cache_dtype == "int8":
         raise ConfigError(
             "attention on the NPU does not support int8 caches; choose a `cache_dtype` of float16, or `attention='cpu'`"

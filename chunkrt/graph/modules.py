@@ -31,12 +31,14 @@ class Parameter:
     """A weight of the graph and the way it is loaded.
 
     `checkpoint_tensors` maps the name of each tensor to read to its required shape. `combine` makes the weight, of
-    shape `shape`, from these tensors in that order.
+    shape `shape`, from these tensors in that order. `replaces` names tensors that a checkpoint may contain although
+    the decoder does not need them.
     """
 
     shape: tuple[int, ...]
     checkpoint_tensors: dict[str, tuple[int, ...]]
     combine: Callable[..., Float32]
+    replaces: tuple[str, ...] = ()
     name: str = field(default="", init=False)
 
     def load(self, source: TensorSource) -> Float32:
@@ -255,23 +257,28 @@ class HeadNorm(Module):
         parts: number of consecutive heads for each checkpoint tensor `weight` [head_dim], a sibling of this module.
             Later heads pass through.
         offset: see `RMSNorm`.
+        num_plain: number of heads after these that are normalised without a weight.
     """
 
-    def __init__(self, parts: dict[str, int], head_dim: int, epsilon: float, *, offset: float = 0.0) -> None:
+    def __init__(
+        self, parts: dict[str, int], head_dim: int, epsilon: float, *, offset: float = 0.0, num_plain: int = 0
+    ) -> None:
         super().__init__()
         self.device = "cpu"
         self.parts, self.head_dim, self.epsilon, self.offset = parts, head_dim, epsilon, offset
+        self.num_plain = num_plain
 
     def declare(self) -> None:
         self.weight = Parameter(
-            shape=(sum(self.parts.values()), self.head_dim),
+            shape=(sum(self.parts.values()) + self.num_plain, self.head_dim),
             checkpoint_tensors={f"{self.sibling(part)}.weight": (self.head_dim,) for part in self.parts},
             combine=self._by_head,
         )
 
     def _by_head(self, *weights: Float32) -> Float32:
         rows = np.repeat(np.stack(weights), list(self.parts.values()), axis=0)
-        return rows + np.float32(self.offset) if self.offset else rows
+        rows = rows + np.float32(self.offset) if self.offset else rows
+        return np.concatenate([rows, np.ones((self.num_plain, self.head_dim), np.float32)])
 
     def forward(self, value: ir.Value) -> ir.Value:
         return ops.head_norm(value, self.weight.value(), epsilon=self.epsilon, name="output")

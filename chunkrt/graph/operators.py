@@ -15,7 +15,19 @@ from typing import Any
 
 from chunkrt.errors import ConfigError
 from chunkrt.graph.linear_attention import find_variant
-from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, INPUTS, Node, Plan, Subgraph, Tensor, resolve
+from chunkrt.graph.plan import (
+    ATTENTION_OPS,
+    CACHES,
+    DOMAIN,
+    INPUTS,
+    Node,
+    Plan,
+    Subgraph,
+    Tensor,
+    read_only_caches,
+    reads_shared_cache,
+    resolve,
+)
 
 Dimension = int | str
 Shape = tuple[Dimension, ...]
@@ -170,13 +182,17 @@ def _attention(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     require(min(heads, kv_heads, head_dim, rotary) > 0 and window >= 0, f"its sizes {dict(attributes)} are invalid")
     require(heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} evenly")
     require(rotary % 2 == 0 and rotary <= head_dim, f"it cannot rotate {rotary} of {head_dim} columns")
-    require(_matrix(qkv)[1] == (heads + 2 * kv_heads) * head_dim, f"its q, k and v {list(qkv)} do not match its heads")
+    appends = attributes.get("appends", 1)
+    require(appends in (0, 1), f"its attribute 'appends' is {appends}")
+    columns = (heads + 2 * kv_heads * appends) * head_dim
+    require(_matrix(qkv)[1] == columns, f"its q, k and v {list(qkv)} do not match its heads")
     require(all(position == (1,) for position in positions), f"its positions are {positions}, expected [1]")
     require(cos == sin and _matrix(cos)[1] == rotary // 2, f"its rotary tables {list(cos)} and {list(sin)} are invalid")
     require(sinks in (None, (heads,)), f"its sinks are {sinks}, expected {[heads]}")
     require(bias in (None, qkv[1:]), f"the bias {bias} does not match q, k and v")
     require(attributes.get("soft_cap", 0.0) >= 0, f"its soft cap is {attributes.get('soft_cap')}, expected 0 or more")
-    cache = (kv_heads, "W" if window else "P", head_dim)
+    slots = keys[1] if len(keys) == 3 and keys[1] in ("P", "W" if window and appends else "P") else "P"
+    cache = (kv_heads, slots, head_dim)
     require(keys == values == cache, f"its caches are {list(keys)} and {list(values)}, expected {list(cache)}")
     return (qkv[0], heads * head_dim)
 
@@ -272,10 +288,10 @@ _ATTENTION = Operator(
     output=_attention,
     indices=(1, 2),
     attributes={
-        **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "window"), int),
+        **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "window", "appends"), int),
         **dict.fromkeys(("scale", "soft_cap"), float),
     },
-    defaulted=("soft_cap",),
+    defaulted=("soft_cap", "appends"),
 )
 _LINEAR_ATTENTION = Operator(
     is_dynamic=True,
@@ -324,10 +340,10 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         optional=(4, 5, 6),
         output=_experts,
         attributes={
-            **dict.fromkeys(("top_k", "norm_topk_prob", "use_sigmoid"), int),
+            **dict.fromkeys(("top_k", "norm_topk_prob", "use_sigmoid", "uses_gelu"), int),
             **dict.fromkeys(("norm_epsilon", "swiglu_alpha", "swiglu_limit"), float),
         },
-        defaulted=("use_sigmoid", "norm_epsilon", "swiglu_alpha", "swiglu_limit"),
+        defaulted=("use_sigmoid", "norm_epsilon", "swiglu_alpha", "swiglu_limit", "uses_gelu"),
     ),
     ("chunkrt", "ShadowLinear"): Operator(is_dynamic=True, num_inputs=2, output=_product),
 }
@@ -396,6 +412,8 @@ def check_plan(plan: Plan) -> None:
     for subgraph in plan.subgraphs:
         is_alone = known.isdisjoint(subgraph.outputs) and states.isdisjoint(subgraph.state)
         require(is_alone, f"{subgraph.name} writes a tensor that another subgraph writes")
+        is_filled = states.issuperset(subgraph.shared_state)
+        require(is_filled, f"{subgraph.name} reads caches that no earlier subgraph has written")
         _check_subgraph(plan, subgraph, known)
         known.update(subgraph.outputs)
         states.update(subgraph.state)
@@ -409,9 +427,27 @@ def check_plan(plan: Plan) -> None:
     for node in attention:
         found = plan.tensors[node.inputs[3]].shape[0]
         require(found == rows, f"{node.name!r} has rotary tables of {found} rows, expected {rows}")
+    _check_shared_caches(plan, attention)
     tables = {name for node in attention for name in node.inputs[3:5]}
     others = [tensor.name for tensor in plan.tensors.values() if tensor.rotary and tensor.name not in tables]
     require(not others, f"{others} are not rotary tables")
+
+
+def _check_shared_caches(plan: Plan, attention: Sequence[Node]) -> None:
+    """Check that attention over the caches of another node follows that node, and rotates like it."""
+    owners: dict[str, Node] = {}
+    for node in attention:
+        if not reads_shared_cache(node):
+            require(
+                owners.keys().isdisjoint(node.inputs[CACHES]), f"{node.name!r} fills caches that are filled already"
+            )
+            owners |= dict.fromkeys(node.inputs[CACHES], node)
+            continue
+        found = [owners.get(name) for name in node.inputs[CACHES]]
+        require(found[0] is not None and found[0] == found[1], f"no earlier node fills the caches of {node.name!r}")
+        assert found[0] is not None
+        is_alike = found[0].op == node.op and found[0].inputs[3:5] == node.inputs[3:5]
+        require(is_alike, f"{node.name!r} rotates its keys unlike {found[0].name!r}, which fills its caches")
 
 
 def _check_tensor(plan: Plan, name: str, tensor: Tensor) -> None:
@@ -427,10 +463,13 @@ def _check_tensor(plan: Plan, name: str, tensor: Tensor) -> None:
 
 
 def _check_subgraph(plan: Plan, subgraph: Subgraph, known: set[str]) -> None:
-    for kind, names in {"weight": subgraph.weights, "state": subgraph.state, "value": subgraph.inputs}.items():
+    of_kinds = {"weight": subgraph.weights, "state": subgraph.all_state, "value": subgraph.inputs}
+    for kind, names in of_kinds.items():
         require(all(plan.tensors[name].kind == kind for name in names), f"{subgraph.name} reads {names} as {kind}")
     require(known.issuperset(subgraph.inputs), f"{subgraph.name} reads tensors that no subgraph has written")
-    inside = {*subgraph.inputs, *subgraph.weights, *subgraph.state}
+    shared = read_only_caches(subgraph.nodes)
+    require(shared == set(subgraph.shared_state), f"{subgraph.name} names {subgraph.shared_state} as caches to read")
+    inside = {*subgraph.inputs, *subgraph.weights, *subgraph.all_state}
     written: set[str] = set()
     for node in subgraph.nodes:
         try:
@@ -447,7 +486,7 @@ def _check_subgraph(plan: Plan, subgraph: Subgraph, known: set[str]) -> None:
         written.update(node.outputs)
     require(written.issuperset(subgraph.outputs), f"{subgraph.name} outputs a tensor that it does not write")
     require(len(set(subgraph.outputs)) == len(subgraph.outputs), f"{subgraph.name} outputs a tensor twice")
-    constants = [*subgraph.weights, *subgraph.state]
+    constants = [*subgraph.weights, *subgraph.all_state]
     read = {name for node in subgraph.nodes for name in node.inputs}
     require(len(set(constants)) == len(constants) and read.issuperset(constants), f"{subgraph.name} names {constants}")
 

@@ -159,6 +159,12 @@ class Trace:
         self.inputs[full_name].metadata_props[STATE_KEY] = "1"
         return self.inputs[full_name]
 
+    def shared_state(self, full_name: str) -> ir.Value:
+        """Return a state of another module, by its full name. Raises ValueError if no module has added it yet."""
+        if full_name not in self.inputs:
+            raise ValueError(f"no earlier module has the state {full_name!r}; call the module that owns it first")
+        return self.inputs[full_name]
+
     def update_state(self, old: ir.Value, new: ir.Value) -> None:
         """Record that `new` is the updated content of the state `old`: an output, after the first, of the operator that
         reads the state. The operator's function updates the state in place.
@@ -356,27 +362,36 @@ def cached_attention(
     sinks: ir.Value | None = None,
     window: int = 0,
     long_context_from: int | None = None,
+    keeps_all: bool = False,
+    caches_of: str = "",
     name: str = "attention",
 ) -> ir.Value:
     """Rotate q and k, append k and v to this layer's cache, and attend causally over the complete cache.
 
     Args:
-        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], columns q | k | v, head after head.
+        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], columns q | k | v, head after head; only q with
+            `caches_of`.
         cos, sin: [positions, rotary_dim / 2] tables for rotate-half RoPE.
         soft_cap: if above 0, scores are replaced by soft_cap * tanh(scores / soft_cap) before the softmax.
         sinks: [num_heads], one score for each head, which only enters the sum of the softmax.
         window: number of keys that a row sees, its own included; 0 for all earlier keys.
         long_context_from: cos and sin hold a second table behind the first, for contexts of more tokens than this
             number; the input "rope_position" selects a table.
+        keeps_all: whether the caches hold all positions in spite of a window, as they must if other layers read them:
+            a chunk may write to a ring before the last layer has read it for an earlier chunk.
+        caches_of: path of the module whose caches this layer reads instead of its own. The module must come first.
 
     Returns:
         [T, num_heads * head_dim]. The caches [num_kv_heads, P (W with a window), head_dim] belong to the module that is
-        being traced.
+        being traced, or to `caches_of`.
         `backends/onnx/functions.py` defines the operator in standard ONNX.
     """
     trace = current_trace()
-    slots = "W" if window else "P"
-    key, value = (trace.state(n, (num_kv_heads, slots, head_dim)) for n in ("key_cache", "value_cache"))
+    slots = "W" if window and not keeps_all else "P"
+    key, value = (
+        trace.shared_state(f"{caches_of}.{n}") if caches_of else trace.state(n, (num_kv_heads, slots, head_dim))
+        for n in ("key_cache", "value_cache")
+    )
     shape = (shape_of(qkv)[0], num_heads * head_dim)
     rotary_dim = 2 * int(shape_of(cos)[1])
     attributes: dict[str, int | float | str] = {
@@ -393,9 +408,12 @@ def cached_attention(
     if long_context_from is not None:
         rope_position, num_tables = trace.rope_position(), 2
     trace.set_context(int(shape_of(cos)[0]) // num_tables, long_context_from)
+    inputs = [qkv, position, rope_position, cos, sin, key, value, *([] if sinks is None else [sinks])]
+    if caches_of:
+        return _one("CachedAttention", inputs, shape, name, attributes={**attributes, "appends": 0}, domain="chunkrt")
     output, present_key, present_value = trace.node(
         "CachedAttention",
-        [qkv, position, rope_position, cos, sin, key, value, *([] if sinks is None else [sinks])],
+        inputs,
         [
             (name, shape),
             ("present_key", (num_kv_heads, f"{slots} + T", head_dim)),
@@ -541,6 +559,7 @@ def routed_experts(
     norm_epsilon: float = 0.0,
     swiglu_alpha: float = 1.0,
     swiglu_limit: float = 0.0,
+    uses_gelu: bool = False,
     name: str = "experts",
 ) -> ir.Value:
     """Sum the feed-forwards that a router picks for each row, weighted by their scores.
@@ -556,6 +575,7 @@ def routed_experts(
         use_sigmoid: whether a score is the sigmoid of its logit, and not the softmax over all logits.
         swiglu_alpha, swiglu_limit: if the limit is above 0, an expert computes (u + 1) g sigmoid(swiglu_alpha g), with
             the gate g at most the limit and the up u at most the limit in magnitude; otherwise silu(gate) up.
+        uses_gelu: whether the activation is the tanh form of GELU, and not SiLU.
     """
     attributes: dict[str, int | float | str] = {
         "top_k": top_k,
@@ -563,6 +583,7 @@ def routed_experts(
         "use_sigmoid": int(use_sigmoid),
         "norm_epsilon": norm_epsilon,
         **({"swiglu_alpha": swiglu_alpha, "swiglu_limit": swiglu_limit} if swiglu_limit else {}),
+        **({"uses_gelu": 1} if uses_gelu else {}),
     }
     inputs = [hidden, router_logits, gate_up, down, selection_bias, gate_up_bias, down_bias]
     while inputs[-1] is None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -157,6 +157,7 @@ def share_heads(num_heads: int, num_kv_heads: int, head_dim: int, ranks: Ranks) 
     return HeadShare(query=Share(num_heads, queries), key=Share(num_kv_heads, keys), head_dim=head_dim)
 
 
+Projections = Literal["qkv", "qk", "q"]
 Outputs = int | Mapping[str, int]
 """Number of columns of one tensor at the module's own path, or a mapping from the names of sibling tensors to their
 numbers of columns.
@@ -362,20 +363,39 @@ class QKVParallelLinear(LinearBase):
         heads: a rank's heads; see the module for copies and padding.
         interleaved: number of leading columns of each head of q and k that the checkpoint stores for interleaved RoPE,
             which rotates columns 2i and 2i + 1 together. The linear's columns are in the order of rotate-half RoPE.
+        stored: the projections that the checkpoint holds: "qkv"; "qk" if keys and values are projected alike; or "q" if
+            the linear has no columns for keys and values.
+        replaces: tensors, siblings of the module, that a checkpoint may contain and that are not needed.
     """
 
     def __init__(
-        self, in_features: int, heads: HeadShare, *, bias: bool = False, stored_in: str = "", interleaved: int = 0
+        self,
+        in_features: int,
+        heads: HeadShare,
+        *,
+        bias: bool = False,
+        stored_in: str = "",
+        interleaved: int = 0,
+        stored: Projections = "qkv",
+        replaces: Sequence[str] = (),
     ) -> None:
         order = np.arange(heads.head_dim)
         order[:interleaved] = order[:interleaved].reshape(-1, 2).T.ravel()
         q, k = (share.spread(heads.head_dim, order) for share in (heads.query, heads.key))
-        outputs = {"q_proj": q.size, "k_proj": k.size, "v_proj": k.size}
-        super().__init__(in_features, outputs, bias=bias, stored_in=stored_in)
-        self._rows = Share.joined([q, k, heads.kv_columns])
+        self._replaces = replaces
+        sizes = {"q_proj": q.size, "k_proj": k.size, "v_proj": k.size}
+        super().__init__(in_features, dict(list(sizes.items())[: len(stored)]), bias=bias, stored_in=stored_in)
+        self._rows = Share.joined([q, k, heads.kv_columns][: len(stored)])
+        if stored == "qk":
+            values = Share.joined([Share(q.size, q.indices[:0]), heads.kv_columns])
+            self._rows = Share(self._rows.size, np.concatenate([self._rows.indices, values.indices]))
 
     def share(self) -> tuple[Share, Share]:
         return self._rows, Share.whole(self.in_features)
+
+    def declare(self) -> None:
+        super().declare()
+        self.weight.replaces = tuple(map(self.sibling, self._replaces))
 
 
 class RowParallelLinear(LinearBase):

@@ -54,6 +54,7 @@ from chunkrt.graph.plan import (
     Rotary,
     Subgraph,
     Tensor,
+    read_only_caches,
 )
 from chunkrt.graph.rope import RotaryTable, RotaryTables
 from chunkrt.graph.rotary_tables import Float64
@@ -257,7 +258,7 @@ def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
     counts: dict[str, int] = {}
     names = []
     for index, group in enumerate(groups):
-        if all(node.op_type == "Gather" for node in group) and index == 0:
+        if index == 0 and {node.op_type for node in group if is_dynamic(node.domain, node.op_type)} == {"Gather"}:
             kind = "embedding"
         elif group[0].op_type == SHADOW_OP:
             kind = "shadow"
@@ -288,16 +289,19 @@ def _subgraph(
     """
     made = {value.name for node in group for value in node.outputs}
     read = Counter(v.name or "" for node in group for v in node.inputs if v is not None)
+    nodes = tuple(_node(node, updates) for node in group)
+    shared = read_only_caches(nodes)
     return Subgraph(
         name=name,
         device=_device(group[0]),
         is_static=_is_static(group),
         rows=_rows(group[0]),
-        nodes=tuple(_node(node, updates) for node in group),
+        nodes=nodes,
         inputs=tuple(n for n in read if n not in made and n not in graph.initializers and n not in state),
         outputs=tuple(v.name or "" for node in group for v in node.outputs if reads[v.name] > read[v.name or ""]),
         weights=tuple(n for n in read if n in graph.initializers),
-        state=tuple(n for n in read if n in state),
+        state=tuple(n for n in read if n in state and n not in shared),
+        shared_state=tuple(n for n in read if n in shared),
     )
 
 

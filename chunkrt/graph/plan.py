@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
@@ -51,6 +51,9 @@ SHADOW_OP = "ShadowLinear"
 
 ATTENTION_OPS = ("CachedAttention", "RawKeyAttention")
 """Operators of chunkrt's domain: attention over a cache of rotated keys, or of keys that are rotated at every use."""
+
+CACHES = slice(5, 7)
+"""Places of the caches of keys and values among the inputs of attention."""
 
 KEY_FORMS = ("after RoPE", "before RoPE", "before RoPE and without their biases")
 """Forms in which keys are cached; the last form is for int8 caches only. See `graph/rewrites.py`."""
@@ -126,6 +129,7 @@ class Subgraph:
         inputs, outputs: the values that cross the boundary, including graph inputs such as "input_ids" and "position".
         weights: the constants that the subgraph reads.
         state: the state tensors that it updates in place.
+        shared_state: caches that an earlier subgraph updates and this one only reads.
         rows: the symbol of its number of rows: "T" for a subgraph that runs once per chunk, "R" for one that runs on
             the
             rows that need logits.
@@ -140,6 +144,7 @@ class Subgraph:
     outputs: tuple[str, ...]
     weights: tuple[str, ...]
     state: tuple[str, ...]
+    shared_state: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Return the name and the device, with the numbers of nodes, weights and state tensors."""
@@ -148,6 +153,11 @@ class Subgraph:
             f"Subgraph({self.name!r}, {kind}, on {self.device}, rows {self.rows}, {len(self.nodes)} nodes, "
             f"{len(self.weights)} weights, {len(self.state)} state tensors)"
         )
+
+    @property
+    def all_state(self) -> tuple[str, ...]:
+        """State tensors that it takes, including those that it only reads."""
+        return (*self.state, *self.shared_state)
 
     @property
     def window(self) -> int:
@@ -290,12 +300,15 @@ class Plan:
 
     @cached_property
     def flow(self) -> Flow:
-        """Dependencies between subgraphs: a subgraph depends on those that write its inputs."""
+        """Dependencies between subgraphs: a subgraph depends on those that write its inputs, and on those that append
+        the rows of the same chunk to the caches that it reads.
+        """
         writers: dict[str, int] = {}
         reads = []
         for index, subgraph in enumerate(self.subgraphs):
-            reads.append({writers[name] for name in subgraph.inputs if name in writers})
-            writers.update(dict.fromkeys(subgraph.outputs, index))
+            taken = (*subgraph.inputs, *subgraph.shared_state)
+            reads.append({writers[name] for name in taken if name in writers})
+            writers.update(dict.fromkeys((*subgraph.outputs, *subgraph.state), index))
         sums = [index for index, subgraph in enumerate(self.subgraphs) if subgraph.device == "link"]
         hidden = None if self.hidden is None else writers.get(self.hidden)
         return Flow(reads, [bool(subgraph.state) for subgraph in self.subgraphs], sums, hidden)
@@ -325,6 +338,19 @@ class Plan:
             raise ModelError(f"the plan is damaged (it has no tensor {error}); recompile the model") from error
         except (ValueError, RecursionError, UnsupportedModelError) as error:
             raise ModelError(f"the plan is damaged ({error}); recompile the model") from error
+
+
+def reads_shared_cache(node: Node) -> bool:
+    """Return whether a node is attention over caches that another node fills."""
+    return node.attributes.get("appends", 1) == 0
+
+
+def read_only_caches(nodes: Iterable[Node]) -> set[str]:
+    """Return the caches that nodes only read."""
+    taken: dict[bool, set[str]] = {True: set(), False: set()}
+    for node in nodes:
+        taken[reads_shared_cache(node)].update(node.inputs[CACHES] if node.op in ATTENTION_OPS else node.inputs)
+    return taken[True] - taken[False]
 
 
 def resolve(shape: tuple[Dimension, ...], symbols: Mapping[str, int]) -> tuple[int, ...]:

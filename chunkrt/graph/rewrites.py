@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph
+from chunkrt.graph.plan import ATTENTION_OPS, CACHES, Node, Plan, Subgraph, reads_shared_cache
 
 
 def merged_on_cpu(plan: Plan) -> Plan:
@@ -45,18 +45,27 @@ def merged(subgraphs: Sequence[Subgraph], plan: Plan) -> Subgraph:
         outputs=tuple(name for name in names("outputs") if name in read_outside),
         weights=tuple(names("weights")),
         state=tuple(names("state")),
+        shared_state=tuple(name for name in names("shared_state") if name not in names("state")),
     )
 
 
 def without_key_biases(plan: Plan) -> Plan:
     """Return the decoder with keys cached before RoPE and without their bias.
 
-    The bias becomes an input of each attention node that has one. A decoder without such biases is returned
-    unchanged.
+    The bias becomes an input of each attention node that has one; keys that other layers read keep it. A decoder
+    without such biases is returned unchanged.
     """
     nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
     makers = {name: node for node in nodes for name in node.outputs}
-    found = {node.name: _bias(node.inputs[0], plan, makers) for node in nodes if node.op in ATTENTION_OPS}
+    shared = {
+        name
+        for subgraph in plan.subgraphs
+        for node in subgraph.nodes
+        if reads_shared_cache(node)
+        for name in node.inputs[CACHES]
+    }
+    alone = (n for n in nodes if n.op in ATTENTION_OPS and shared.isdisjoint(n.inputs[CACHES]))
+    found = {node.name: _bias(node.inputs[0], plan, makers) for node in alone}
     biases = {name: bias for name, bias in found.items() if bias}
     if not biases:
         return plan

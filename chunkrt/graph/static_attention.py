@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
-from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, resolve
+from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan, Subgraph, reads_shared_cache, resolve
 from chunkrt.graph.rewrites import merged
 
 HEAD_NORM_OP = "HeadNorm"
@@ -29,7 +29,8 @@ CONVOLUTION = "short_conv"
 
 def attention_nodes(plan: Plan) -> list[str]:
     """Return the names of all nodes with attention over a cache that can be static."""
-    return [node.name for s in plan.subgraphs if _is_attention(s) for node in s.nodes if node.op in ATTENTION_OPS]
+    nodes = [node for s in plan.subgraphs if _is_attention(s) for node in s.nodes]
+    return [node.name for node in nodes if node.op in ATTENTION_OPS]
 
 
 def convolution_nodes(plan: Plan) -> list[str]:
@@ -39,7 +40,7 @@ def convolution_nodes(plan: Plan) -> list[str]:
 
 def can_be_static(node: Node) -> bool:
     """Return whether a node is attention over a cache, or a convolution, that a plan may have on the NPU."""
-    return node.op == "CachedAttention" or is_convolution(node)
+    return (node.op == "CachedAttention" and not reads_shared_cache(node)) or is_convolution(node)
 
 
 def is_convolution(node: Node) -> bool:
@@ -137,7 +138,7 @@ def _static(subgraph: Subgraph, plan: Plan, nodes: Collection[str], slots: Mappi
         if is_convolution(node):
             past = int(plan.tensors[node.inputs[5]].shape[1])
         else:
-            past = slots["W" if node.attributes["window"] else "P"]
+            past = slots[str(plan.tensors[node.inputs[5]].shape[1])]
         return replace(node, attributes={**node.attributes, PAST_SLOTS: past})
 
     return replace(subgraph, device="npu", nodes=tuple(map(static, subgraph.nodes)))

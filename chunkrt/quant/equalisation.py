@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.errors import ConfigError, QuantizationError
-from chunkrt.graph.plan import ATTENTION_OPS, Node, Plan
+from chunkrt.graph.plan import ATTENTION_OPS, CACHES, Node, Plan
 from chunkrt.quant.dataflow import DataFlow
 from chunkrt.quant.folding import Folding
 
@@ -128,6 +128,8 @@ def _operands(flow: DataFlow, node: Node) -> Sequence[str]:
         return [name for name in node.inputs if flow.width(name) == width]
     if node.op == "Add" and (biases := [name for name in node.inputs if flow.owns(node, name)]):
         return [name for name in node.inputs if name not in biases and flow.width(biases[0]) == width]
+    if node.op in ATTENTION_OPS and any(flow.readers[cache] != [node] for cache in node.inputs[CACHES]):
+        return ()  # factors of v would reach other layers too
     if node.op in (*ATTENTION_OPS, "HeadNorm") or flow.picks_rows(node) or _splits_channels(flow, node):
         return node.inputs[:1]
     return ()

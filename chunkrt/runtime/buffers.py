@@ -290,7 +290,7 @@ class BoundSubgraph:
                 f"{self.subgraph.name} was compiled for {fixed} rows and cannot take chunks of {chunk}; "
                 f"compile it for {chunk}, or use chunk length {fixed}"
             )
-        if self.subgraph.state and chunk > 1:
+        if self.subgraph.all_state and chunk > 1:
             raise ConfigError(
                 f"{self.subgraph.name} keeps state and always takes {fixed} rows, "
                 "so padding would reach the state; run it on a backend that takes any number of rows"
@@ -318,7 +318,7 @@ class BoundSubgraph:
         Returns:
             The result of `Executable.run`.
         """
-        if len(segments) > 1 and self.subgraph.state:
+        if len(segments) > 1 and self.subgraph.all_state:
             self._run_segments(slot, segments, num_tokens)
             return None
         inputs, outputs = self._whole[slot]
@@ -332,7 +332,7 @@ class BoundSubgraph:
                 )
             else:
                 buffers.clear_padding(self.subgraph.inputs, num_tokens)
-        if self.subgraph.state:
+        if self.subgraph.all_state:
             inputs = inputs | self._state_of(segments[0])
             if self._after is not None:
                 return self._after(inputs, outputs, segments[0].request.state.history)
@@ -359,7 +359,7 @@ class BoundSubgraph:
             row = rows.stop
 
     def _state_of(self, segment: Segment) -> dict[str, Array]:
-        tensors, names = segment.request.state.tensors, self.subgraph.state
+        tensors, names = segment.request.state.tensors, self.subgraph.all_state
         return dict(tensors) if len(names) == len(tensors) else {name: tensors[name] for name in names}
 
     def run_logit_rows(self, slot: int, num_tokens: int, num_rows: int, logits: Array) -> None:

@@ -432,9 +432,9 @@ def _check_plan(plan: Plan) -> None:
     if rows != sorted(rows, reverse=True) or rows[-1:] != ["R"] or plan.output not in plan.subgraphs[-1].outputs:
         raise ModelError(f"the plan's last subgraph does not compute {plan.output!r} row by row; recompile the model")
     for subgraph in plan.subgraphs:
-        if subgraph.rows == "R" and subgraph.state:
+        if subgraph.rows == "R" and subgraph.all_state:
             raise ModelError(
-                f"{subgraph.name} keeps state, but runs only on rows with requested logits; recompile the model"
+                f"{subgraph.name} uses state, but runs only on rows with requested logits; recompile the model"
             )
 
 

@@ -159,7 +159,7 @@ def stages_of(plan: Plan) -> tuple[Stage, ...]:
         work: Work = "embedding" if is_outside_layers else "linears"
         if subgraph.device == "link":
             work = "sums"
-        elif subgraph.state:
+        elif subgraph.all_state:
             work = "layers" if any(node.op in ("MatMul", EXPERTS_OP) for node in subgraph.nodes) else "attention"
         stages.append(Stage(subgraph.name, subgraph.device, work, waits_for))
     return tuple(stages)

@@ -76,7 +76,7 @@ def learn_costs(plan: Plan, runs: Sequence[RunRecord]) -> dict[str, SubgraphCost
             continue
         medians = {chunk: median(samples) for chunk, samples in whole[subgraph.name].items()}
         pairs = np.array([chunks[chunk].pairs(subgraph.window) for chunk in medians], np.float64)
-        if subgraph.state and np.ptp(pairs):
+        if subgraph.all_state and np.ptp(pairs):
             slope, base = np.polyfit(pairs, list(medians.values()), 1)
             pair_us = max(0.0, float(slope))
             base = max(0.0, float(base) if slope > 0 else fmean(medians.values()))

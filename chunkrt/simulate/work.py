@@ -146,7 +146,7 @@ class ModelledWork:
         subgraph = self._plan.subgraphs[index]
         if subgraph.device == "npu":
             chunk = ChunkWork(num_tokens=self._chunk_length, num_rows=self._chunk_length, position=chunk.position)
-        if not subgraph.state:
+        if not subgraph.all_state:
             chunk = ChunkWork(num_tokens=chunk.num_tokens, num_rows=chunk.num_rows, position=0)
         key = self._twins[subgraph.name], chunk
         if key not in self._known:
@@ -221,6 +221,8 @@ class ModelledWork:
             slots = [dict.fromkeys(("P", "W"), past + chunk.num_tokens)]
         else:
             slots = [self._plan.slots(position + count, count) for position, count in chunk.parts]
+            if node.attributes.get("window"):  # a cache of all positions that other layers read too
+                slots = [of_one | {"P": of_one["W"]} for of_one in slots]
         return sum(prod(resolve(t.shape, of_one)) for of_one in slots for t in tensors if t.kind == "state")
 
     def _share_of_experts(self, node: Node, rows: int) -> float:

@@ -153,9 +153,13 @@ class Recording:
             "rope_position": np.zeros(1, np.int64),
             "logit_rows": np.arange(num_tokens),
         }
+        self._filled: State = {}
+        """Caches that later subgraphs read, with all tokens: a row sees no position behind its own."""
         for subgraph in plan.subgraphs:
-            if subgraph.state:
-                self._values |= self._advance(subgraph, self._first_state(subgraph), num_tokens)
+            if subgraph.all_state:
+                state = self._first_state(subgraph)
+                self._values |= self._advance(subgraph, state, num_tokens)
+                self._filled |= state
                 continue
             outputs = {name: self._empty(plan.tensors[name], num_tokens) for name in subgraph.outputs}
             self.reference(subgraph).run({name: self._values[name] for name in subgraph.inputs}, outputs)
@@ -186,14 +190,14 @@ class Recording:
             name: graph_inputs[name] if name in graph_inputs else self._rows(name, tokens, rows)
             for name in subgraph.inputs
         }
-        states = {name: self._state(subgraph, name, position, cache_dtype) for name in subgraph.state}
+        states = {name: self._state(subgraph, name, position, cache_dtype) for name in subgraph.all_state}
         buffers = self._buffers(subgraph.outputs, num_tokens, len(rows))
         return ExecutableCall(
             inputs={**inputs, **states},
             outputs=_inside(buffers),
             buffers=buffers,
             states=states,
-            caches=frozenset(name for name in subgraph.state if self._is_cache(name)),
+            caches=frozenset(name for name in subgraph.all_state if self._is_cache(name)),
             position=position,
             num_tokens=num_tokens,
         )
@@ -235,7 +239,9 @@ class Recording:
 
     def _first_state(self, subgraph: Subgraph) -> State:
         shapes = {name: resolve(self.plan.tensors[name].shape, self._symbols) for name in subgraph.state}
-        return {n: np.full(shape, UNWRITTEN if self._is_cache(n) else np.float32(0)) for n, shape in shapes.items()}
+        filled = {name: self._filled[name].copy() for name in subgraph.shared_state}
+        first = {n: np.full(shape, UNWRITTEN if self._is_cache(n) else np.float32(0)) for n, shape in shapes.items()}
+        return first | filled
 
     def _advance(self, subgraph: Subgraph, state: State, num_tokens: int) -> dict[str, Array]:
         """Run the first tokens on the reference, call after call; return the outputs."""

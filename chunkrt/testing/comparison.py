@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.backends.function_executable import read_only
-from chunkrt.compile.calibrate import first_values, run_node, values_beside
+from chunkrt.compile.calibrate import first_values, live_after, run_node, values_beside
 from chunkrt.compile.compiler import Prepared
 from chunkrt.compile.trials import RelativeError, RoundedLinears
 from chunkrt.errors import ConfigError
@@ -481,7 +481,7 @@ def _run_subgraph(
     for start in range(0, num_tokens, chunk_length):
         rows = slice(start, start + chunk_length)
         values: dict[str, Any] = {**weights, **beside}
-        values |= {name: array[rows] for name, array in live.items()}
+        values |= {n: array if plan.tensors[n].kind == "state" else array[rows] for n, array in live.items()}
         values["position"] = np.array([start], np.int64)
         values["rope_position"] = beside["rope_position"] + start
         values["logit_rows"] = np.arange(len(values["input_ids"]))
@@ -493,8 +493,8 @@ def _run_subgraph(
                 values[name] = read_only(exact if replaces and exact is not None else result)
         for name, part in parts.items():
             part.append(values[name])
-    later = {name for s in plan.subgraphs[index + 1 :] for name in s.inputs} | {plan.output, "input_ids"}
-    after = {name: np.concatenate(part) for name, part in parts.items()}
+    later = live_after(plan, index)
+    after = {name: np.concatenate(part) for name, part in parts.items()} | {n: beside[n] for n in subgraph.state}
     return {name: array for name, array in {**live, **after}.items() if name in later}
 
 

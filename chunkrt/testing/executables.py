@@ -136,7 +136,7 @@ def check_values(subgraph: CompiledSubgraph) -> None:
 def _check_length(subgraph: CompiledSubgraph, fixed: int | None, chunk_length: int) -> None:
     if fixed is None:
         return
-    if subgraph.subgraph.state:
+    if subgraph.subgraph.all_state:
         subgraph.fail("length", f"it keeps state and always takes {fixed} rows, so padding changes the state")
     if subgraph.subgraph.rows == "T" and fixed != chunk_length:
         subgraph.fail("length", f"it always takes {fixed} rows, and was compiled for chunks of {chunk_length}")
@@ -173,7 +173,7 @@ def _check_chunks(subgraph: CompiledSubgraph, cache_dtype: str) -> None:
 def check_segments(subgraph: CompiledSubgraph) -> None:
     """Check the clause segments."""
     executable = subgraph.of_two_chunks
-    if not subgraph.subgraph.state or not isinstance(executable, SegmentExecutable):
+    if not subgraph.subgraph.all_state or not isinstance(executable, SegmentExecutable):
         return
     for cache_dtype in subgraph.cache_dtypes:
         alone, packed = _sequences(subgraph, cache_dtype), _sequences(subgraph, cache_dtype)

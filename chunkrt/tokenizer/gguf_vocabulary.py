@@ -1,7 +1,8 @@
 """A GGUF file's own vocabulary as a `tokenizers` tokenizer.
 
 A GGUF file contains tokens, their types and merges or scores, and refers to other settings by name: "gpt2" is
-byte-level BPE, with the pre-tokeniser in `tokenizer.ggml.pre`; "llama" is SentencePiece BPE with byte fallback.
+byte-level BPE, with the pre-tokeniser in `tokenizer.ggml.pre`; "llama" is SentencePiece BPE with byte fallback,
+and "gemma4" is the same with merges in place of scores.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def read_metadata(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Te
     if model == "gpt2":
         library = _byte_level(metadata, vocab, PRE_TOKENIZERS[pre])
     else:
-        library = _sentence_piece(metadata, vocab, types, adds_space)
+        library = _sentence_piece(metadata, vocab, types, adds_space, has_merges=model == "gemma4")
     advised = {name: metadata.get(key) for name, key in _SAMPLING.items()}
     control = {t: i for t, i in vocab.items() if types[i] in _CONTROL}
     named = [t for t, i in vocab.items() if types[i] == TokenType.USER_DEFINED and t not in control]
@@ -187,12 +188,12 @@ def read_kind(metadata: Mapping[str, Any]) -> tuple[str, str] | None:
     model = _text(metadata, "tokenizer.ggml.model", "none")
     if model in ("none", "no_vocab"):
         return None
-    if model == "llama":
+    if model in ("llama", "gemma4"):
         return model, ""
     if model != "gpt2":
         key = "tokenizer.ggml.model"
         raise UnsupportedModelError(
-            f"the tokenizer model {model!r} is not implemented; supported: gpt2, llama", feature=key
+            f"the tokenizer model {model!r} is not implemented; supported: gemma4, gpt2, llama", feature=key
         )
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and _BYTE_FALLBACK.issubset(token for token in tokens if isinstance(token, str)):
@@ -211,9 +212,7 @@ def read_kind(metadata: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], pre: PreTokenizer) -> tokenizers.Tokenizer:
-    merges = [merge.partition(" ") for merge in _list(metadata, "merges", str)]
-    pairs = [(left, right) for left, _, right in merges]
-    library = byte_pair_encoding(vocab, pairs, ignore_merges=pre.ignore_merges)
+    library = byte_pair_encoding(vocab, _stored_merges(metadata), ignore_merges=pre.ignore_merges)
     if pre.composes:
         library.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
@@ -223,17 +222,15 @@ def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], pre: PreToke
     return library
 
 
+def _stored_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    merges = [merge.partition(" ") for merge in _list(metadata, "merges", str)]
+    return [(left, right) for left, _, right in merges]
+
+
 def _sentence_piece(
-    metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], adds_space: bool
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int], adds_space: bool, *, has_merges: bool
 ) -> tokenizers.Tokenizer:
-    scores = _list(metadata, "scores", float, len(vocab))
-    pieces = {token: scores[i] for token, i in vocab.items() if types[i] == TokenType.NORMAL}
-    if len(longest := max(pieces, key=len, default="")) > MOST_CHARACTERS:
-        raise ModelError(
-            f"a token of tokenizer.ggml.tokens has {len(longest)} characters; a piece of SentencePiece has at most "
-            f"{MOST_CHARACTERS}"
-        )
-    merges = _merges(pieces)
+    merges = _stored_merges(metadata) if has_merges else _merges_by_score(metadata, vocab, types)
     unknown_id = _id(metadata, "unknown", len(vocab))
     unknown = next((t for t, i in vocab.items() if i == unknown_id or types[i] == TokenType.UNKNOWN), None)
     library = byte_pair_encoding(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -243,6 +240,19 @@ def _sentence_piece(
     to_text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     library.decoder = decoders.Sequence([*to_text, *strip])
     return library
+
+
+def _merges_by_score(
+    metadata: Mapping[str, Any], vocab: Mapping[str, int], types: Sequence[int]
+) -> list[tuple[str, str]]:
+    scores = _list(metadata, "scores", float, len(vocab))
+    pieces = {token: scores[i] for token, i in vocab.items() if types[i] == TokenType.NORMAL}
+    if len(longest := max(pieces, key=len, default="")) > MOST_CHARACTERS:
+        raise ModelError(
+            f"a token of tokenizer.ggml.tokens has {len(longest)} characters; a piece of SentencePiece has at most "
+            f"{MOST_CHARACTERS}"
+        )
+    return _merges(pieces)
 
 
 def _with_known_controls(types: Sequence[int], vocab: Mapping[str, int], declared: Sequence[int]) -> list[int]:

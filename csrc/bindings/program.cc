@@ -106,21 +106,22 @@ ValueId add_attention(ProgramBuilder& builder, ValueId qkv, ValueId position, Va
                       ValueId sin, ValueId key_cache, ValueId value_cache, std::size_t num_heads,
                       std::size_t num_kv_heads, std::size_t head_dim, float scale, float soft_cap,
                       std::size_t window, bool has_raw_keys, bool is_in_bfloat,
-                      std::optional<ValueId> qkv_bias, std::optional<ValueId> sinks) {
+                      std::optional<ValueId> qkv_bias, std::optional<ValueId> sinks, bool appends) {
   const AttentionMath math = is_in_bfloat ? AttentionMath::bfloat16 : AttentionMath::float32;
   return attention(builder, qkv, position, table_row, cos, sin, key_cache, value_cache,
-                   {num_heads, num_kv_heads, head_dim, scale, soft_cap, window, has_raw_keys, math}, qkv_bias,
-                   sinks);
+                   {num_heads, num_kv_heads, head_dim, scale, soft_cap, window, has_raw_keys, math, appends},
+                   qkv_bias, sinks);
 }
 
 ValueId add_routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_logits, ValueId gate_up,
                            ValueId gate_up_scales, ValueId down, ValueId down_scales,
                            std::optional<ValueId> selection_bias, std::optional<ValueId> gate_up_bias,
                            std::optional<ValueId> down_bias, std::size_t top_k, bool norm_topk_prob,
-                           bool use_sigmoid, float norm_epsilon, float swiglu_alpha, float swiglu_limit) {
+                           bool use_sigmoid, float norm_epsilon, float swiglu_alpha, float swiglu_limit,
+                           bool uses_gelu) {
   return routed_experts(builder, hidden, router_logits, gate_up, gate_up_scales, down, down_scales,
                         selection_bias, {top_k, norm_topk_prob, use_sigmoid, norm_epsilon},
-                        {gate_up_bias, down_bias}, {swiglu_alpha, swiglu_limit});
+                        {gate_up_bias, down_bias}, {swiglu_alpha, swiglu_limit, uses_gelu});
 }
 
 ValueId add_delta_rule(ProgramBuilder& builder, ValueId qkv, ValueId gate, ValueId beta, ValueId conv_weight,
@@ -192,11 +193,11 @@ void bind_program(py::module_& module) {
            "gate_up_scales"_a, "down"_a, "down_scales"_a, "selection_bias"_a = py::none(),
            "gate_up_bias"_a = py::none(), "down_bias"_a = py::none(), py::kw_only(), "top_k"_a,
            "norm_topk_prob"_a, "use_sigmoid"_a = false, "norm_epsilon"_a = 0.0f, "swiglu_alpha"_a = 1.0f,
-           "swiglu_limit"_a = 0.0f)
+           "swiglu_limit"_a = 0.0f, "uses_gelu"_a = false)
       .def("attention", add_attention, "qkv"_a, "position"_a, "table_row"_a, "cos"_a, "sin"_a, "key_cache"_a,
            "value_cache"_a, py::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
            "soft_cap"_a = 0.0f, "window"_a = 0, "has_raw_keys"_a = false, "is_in_bfloat"_a = false,
-           "qkv_bias"_a = py::none(), "sinks"_a = py::none())
+           "qkv_bias"_a = py::none(), "sinks"_a = py::none(), "appends"_a = true)
       .def("short_conv", short_conv, "bcx"_a, "conv_weight"_a, "conv_bias"_a, "conv_state"_a)
       .def("gated_delta_rule", add_delta_rule, "qkv"_a, "gate"_a, "beta"_a, "conv_weight"_a, "conv_bias"_a,
            "conv_state"_a, "recurrent_state"_a, py::kw_only(), "num_k_heads"_a, "num_v_heads"_a,

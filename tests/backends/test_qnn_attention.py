@@ -35,6 +35,7 @@ FAMILIES = [
     "gemma2",
     "gemma3_scaled",
     "gemma3_window_5",
+    "gemma4",
     "gpt_oss_plain",
     "lfm2",
     "llama_biased",

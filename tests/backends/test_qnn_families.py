@@ -28,6 +28,8 @@ OPERATORS_OF = {
     "gemma": {"Gelu"},
     "gemma2": {"Gelu"},
     "gemma3_scaled": {"Gelu"},
+    "gemma4": {"Gelu"},
+    "gemma4_experts": {"MatMul"},
     "glm": {"Sigmoid"},
     "glm4": {"Sigmoid"},
     "gpt_oss": {"Add"},

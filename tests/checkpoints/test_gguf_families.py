@@ -118,6 +118,43 @@ def test_olmo_3_is_olmo_2_with_windows(pattern, expected):
     assert [kind[0] for kind in windowed["layer_types"]] == list(expected)
 
 
+GEMMA4 = {
+    "attention.head_count_kv": [16, 16, 4, 16],
+    "attention.key_length": 12,
+    "attention.key_length_swa": 8,
+    "attention.sliding_window": 5,
+    "attention.sliding_window_pattern": [True, True, False, True],
+}
+
+
+def test_kinds_of_layers_of_gemma_4_have_heads_of_their_own():
+    found = config_of("gemma4", **GEMMA4)
+    heads = [tuple(found["per_layer_config"][str(layer)].values()) for layer in range(4)]
+    assert heads == [(8, 16), (8, 16), (12, 4), (8, 16)]
+    assert found["rope_parameters"]["full_attention"]["partial_rotary_factor"] == 1  # without divisors
+    wide = config_of("gemma4", **GEMMA4, **{"attention.shared_kv_layers": 1, "feed_forward_length": [64, 64, 64, 128]})
+    assert [wide[key] for key in ("num_kv_shared_layers", "use_double_wide_mlp", "intermediate_size")] == [1, True, 64]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors", "message"),
+    [
+        (
+            {"feed_forward_length": [64, 128, 64, 64]},
+            {},
+            r"gemma4.feed_forward_length = \[64, 128, 64, 64\] is not imple",
+        ),
+        ({"rope.dimension_count": 6}, {}, "gemma4.rope.dimension_count differs from the head length 12"),
+        ({"rope.dimension_count_swa": 6}, {}, "gemma4.rope.dimension_count_swa differs from the head length 8"),
+        ({}, {"rope_freqs.weight": (6,)}, "rope_freqs.weight has values other than 1 and at least"),
+        ({"expert_count": 4, "expert_gating_func": 2}, {}, "gemma4.expert_gating_func = 2 is not implemented"),
+    ],
+)
+def test_unsupported_keys_of_gemma_4_are_refused_by_name(changes, tensors, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_of("gemma4", tensors=tensors, **GEMMA4 | changes)
+
+
 def test_pattern_of_windows_must_cover_all_layers():
     with pytest.raises(ModelError, match=r"exaone4.attention.sliding_window_pattern must be a flag for each of 4 l"):
         config_of("exaone4", **{"attention.sliding_window": 5, "attention.sliding_window_pattern": [True]})

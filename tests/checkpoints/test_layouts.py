@@ -17,7 +17,13 @@ from chunkrt.onnx.exporting import WindowSettings, window_model
 
 FAMILIES = ("gemma3_window_5", "lfm2", "llama_gqa", "llama_tied", "mistral_window_5", "phi3_longrope_short", "qwen2")
 FAMILIES += ("qwen3_layer_types", "qwen3_5", "qwen3_next_experts")
-COMPOSITES = {"gemma3_window_5": "gemma3", "mistral_window_5": "mistral3", "qwen3_5": "qwen3_5"}
+COMPOSITES = {
+    "gemma3_window_5": "gemma3",
+    "gemma4": "gemma4",
+    "gemma4_unified": "gemma4_unified",
+    "mistral_window_5": "mistral3",
+    "qwen3_5": "qwen3_5",
+}
 COMPOSITES |= {"qwen3_5_moe": "qwen3_5_moe"}
 OTHER_HALVES = {
     "vision_tower.a.weight": np.ones(3, np.float32),
@@ -80,6 +86,18 @@ def test_load_reads_the_text_half_of_a_composite_checkpoint(tmp_path, caplog, na
     parts = ", ".join(f"{prefix}{part}.*" for part in ("multi_modal_projector", "vision_tower", "visual"))
     assert caplog.messages == [f"m: only text is read; ignoring 3 tensors: {parts}"]
     expect_logits(folder, name)
+
+
+def test_load_takes_keys_and_values_of_layers_that_share_caches(tmp_path, caplog):
+    """Published Gemma 4 folders contain these tensors, which Transformers ignores (`Gemma4TextModel.__init__`)."""
+    more = {
+        f"model.layers.5.self_attn.{part}.weight": np.ones(2, np.float32) for part in ("k_proj", "v_proj", "k_norm")
+    }
+    more |= {f"model.embed_{half}.embedding_projection.weight": np.ones(2, np.float32) for half in ("audio", "vision")}
+    folder = write(tmp_path / "m", "gemma4", more=more, config=composite_config("gemma4"))
+    check_support(folder)
+    assert caplog.messages == ["m: only text is read; ignoring 2 tensors: model.embed_audio.*, model.embed_vision.*"]
+    expect_logits(folder, "gemma4")
 
 
 def test_support_takes_keys_that_a_published_gemma_omits(tmp_path):

@@ -71,6 +71,10 @@ def attention_nodes(plan):
         ("lfm3", {"layer_types": ["mamba"] * 5}, "a layer is 'mamba'; supported: conv, full_attention, sliding_att"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
+        ("gemma4", {"attention_bias": True}, "attention_bias = True is not supported"),
+        ("gemma4_alike", {"per_layer_config": {"1": {"head_dim": 10}}}, "layers of the kind full_attention differ"),
+        ("gemma4_alike", {"per_layer_config": {"0": {"sliding_window": 3}}}, "per_layer_config has keys other than"),
         ("helium", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is ignored by Transformers"),
     ],
 )
@@ -111,6 +115,12 @@ def test_unsupported_feature_is_refused_by_name(name, changes, message):
         ("falcon_h1", {"mlp_multipliers": [1.0]}, r"mlp_multipliers is \[1.0\], expected 2 positive numbers"),
         ("nemotron_h", {"hybrid_override_pattern": "M-X"}, "hybrid_override_pattern is 'M-X', expected letters of M"),
         ("granite", {"logits_scaling": 0}, "logits_scaling is 0, expected a positive number"),
+        ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers is 5, so no layer fills the caches"),
+        ("gemma4", {"num_kv_shared_layers": 7}, "num_kv_shared_layers is 7, so no layer fills the caches"),
+        ("gemma4", {"vocab_size_per_layer_input": 52}, "vocab_size_per_layer_input is 52, but vocab_size is 53"),
+        ("gemma4", {"global_head_dim": 9}, "4 heads cannot share 1 KV heads of 9"),
+        ("gemma4_alike", {"per_layer_config": [1]}, r"per_layer_config is \[1\], expected tables"),
+        ("gemma4_experts", {"top_k_experts": 6}, "cannot pick 6 of 5 experts"),
     ],
 )
 def test_invalid_config_is_refused(name, changes, message):
@@ -141,6 +151,9 @@ def test_infinite_limit_of_steps_may_be_saved_as_a_table():
         ("exaone4_hybrid", {}, [10, 10, 10, 0]),
         ("exaone4_hybrid", {"sliding_window_pattern": 2}, [10, 0, 10, 0]),
         ("lfm3", {}, [0, 7]),
+        ("gemma4", {}, [9, 9, 0] * 2),
+        ("gemma4_unified", {}, [11, 11, 11, 11, 11, 0]),
+        ("gemma4_unified", {"layer_types": ["sliding_attention"] * 6}, [11, 11, 11, 11, 11, 0]),
         ("qwen2_moe", {}, [8, 0, 8]),
         ("qwen2_moe", {"max_window_layers": 0}, [0, 0, 0]),
         ("qwen3_moe", {}, [0, 0, 0]),

@@ -198,6 +198,22 @@ def test_every_query_head_is_on_one_rank_with_its_key_head(size, groups, group, 
     assert sorted(seen) == list(range(num_heads))
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_projection_without_v_repeats_the_rows_of_k(size):
+    """With 3 groups of heads, 2 and 4 ranks have heads of zeros."""
+    hidden, dim = 32, 10
+    widths = {"q_proj": 6 * dim, "k_proj": 3 * dim}
+    source = Tensors(0, **{f"block.{name}.weight": (width, hidden) for name, width in widths.items()})
+    q, k = (source.read(f"block.{name}.weight") for name in widths)
+    for rank in range(size):
+        heads = share_heads(6, 3, dim, Ranks(rank, size))
+        both = named(QKVParallelLinear(hidden, heads, stored="qk")).weight.load(source).T
+        alone = named(QKVParallelLinear(hidden, heads, stored="q")).weight.load(source).T
+        keys = heads.kv_columns.take(k)
+        np.testing.assert_array_equal(both, np.concatenate([heads.q_columns.take(q), keys, keys]))
+        np.testing.assert_array_equal(alone, heads.q_columns.take(q))
+
+
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "size", "local"),
     [

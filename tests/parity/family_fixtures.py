@@ -10,6 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import gemma4_twins
 import mamba_twins
 import numpy as np
 import recurrent_fixtures
@@ -193,6 +194,66 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_local_experts=3,
         num_experts_per_tok=2,
         quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    ),
+    "gemma4": _family(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        vocab_size_per_layer_input=53,
+        num_hidden_layers=6,
+        num_kv_shared_layers=3,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        sliding_window=9,
+        num_key_value_heads=1,
+        head_dim=8,
+        global_head_dim=18,
+        hidden_size_per_layer_input=6,
+        use_double_wide_mlp=True,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma4_alike": _family(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        sliding_window=12,
+        head_dim=6,
+        per_layer_config={
+            "1": {"head_dim": 10, "num_key_value_heads": 1},
+            "2": {"head_dim": 10, "num_key_value_heads": 1},
+        },
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        tie_word_embeddings=False,
+    ),
+    "gemma4_experts": _family(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=8,
+        head_dim=6,
+        global_head_dim=12,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=12,
+    ),
+    "gemma4_unified": _family(
+        "gemma4_unified_text",
+        "Gemma4UnifiedForCausalLM",
+        num_hidden_layers=6,
+        sliding_window=11,
+        head_dim=6,
+        global_head_dim=14,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        final_logit_softcapping=30.0,
     ),
     "lfm3": _family("lfm3", "Lfm3ForCausalLM", num_hidden_layers=5, head_dim=8, sliding_window=7, conv_bias=True),
     "lfm3_bare": _family(
@@ -484,6 +545,8 @@ GGUF_OF |= {f"{name}_gguf": name for name in ("gpt_oss", "qwen2_moe_plain", "qwe
 MAMBA_GGUF = {f"{name}_gguf": name for name in ("falcon_h1", "mamba2", "nemotron_h")}
 MAMBA_GGUF |= {f"{name}_gguf": name for name in ("granite_hybrid_mamba", "granite_hybrid_mamba_unrotated")}
 GGUF_OF |= MAMBA_GGUF
+GEMMA4_GGUF = {f"{name}_gguf": name for name in ("gemma4", "gemma4_experts")}
+GGUF_OF |= GEMMA4_GGUF
 
 
 def equivalent(config: dict[str, Any]) -> dict[str, Any]:
@@ -555,7 +618,7 @@ _RENAMED = {
 }
 """Parts of names that differ in published checkpoints; Transformers changes them when it loads (conversion_mapping.py).
 """
-_STACKED = ("gpt_oss", "qwen3_5_moe_text")
+_STACKED = ("gemma4_text", "gpt_oss", "qwen3_5_moe_text")
 """Families whose published checkpoints store the experts of a layer in two tensors, as Transformers does."""
 
 
@@ -577,12 +640,17 @@ def _published(name: str, weight: NDArray[Any], family: str) -> Weights:
 
 
 _GAINS = dict.fromkeys(("lfm2_moe", "lfm3"), 0.8) | dict.fromkeys(("bamba", "mamba2", "nemotron_h"), 0.5)
-"""Gains of linears where products of gates, and norms of few columns, magnify the errors of quantised linears."""
+_GAINS["gemma4_text"] = 1.6
+"""Gains of linears where products of gates, and norms of few columns or small values, magnify the errors of quantised
+linears."""
 
 
 def _random(name: str, shape: tuple[int, ...], family: str, rng: np.random.Generator) -> NDArray[np.float32]:
     drawn = rng.standard_normal(shape, np.float32)
-    if "norm" in name:
+    if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+        if family.startswith("gemma4") and "q_norm" in name:
+            drawn = drawn / np.float32(shape[0] ** 0.5)  # scores have no factor of their own
+            return drawn * np.float32(0.2) + np.float32(shape[0] ** -0.5)
         has_offset = family in ("gemma", "gemma2") or (family.startswith("qwen3_5") and "linear_attn" not in name)
         return drawn * np.float32(0.2) + np.float32(not has_offset)
     if name.endswith("A_log"):
@@ -610,6 +678,9 @@ def write_gguf(path: Path, config: dict[str, Any], weights: Weights) -> None:
     known = AutoConfig.for_model(**deepcopy(equivalent(config)))  # with defaults
     if path.parent.name in MAMBA_GGUF:
         mamba_twins.write_gguf(path, known, weights)
+        return
+    if path.parent.name in GEMMA4_GGUF:
+        gemma4_twins.write_gguf(path, known, weights)
         return
     name = ARCHITECTURES[config["model_type"]]
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)

@@ -38,10 +38,12 @@ FAMILIES = (
 )
 NORMS_BEHIND = ("exaone4_hybrid", "olmo2", "olmo3")
 """Families in which no weight makes the inputs of q, k, v, gate and up, so that equalisation cannot scale them."""
+NORMED_VALUES = ("gemma4", "gemma4_alike", "gemma4_unified")
+"""Families in which v is normed, so that equalisation cannot scale the inputs of o_proj."""
 RECURRENT = ("lfm2", "lfm3", "qwen3_5", "qwen3_next", "qwen3_next_experts")
 RECURRENT += ("bamba", "falcon_h1", "granite_hybrid_mamba", "mamba2", "nemotron_h")
 EXPERTS = ("ernie4_5_moe", "granitemoeshared", "lfm2_moe", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_moe")
-EXPERTS += ("gpt_oss", "granite_hybrid_mamba_experts")
+EXPERTS += ("gpt_oss", "granite_hybrid_mamba_experts", "gemma4_experts")
 """Families whose foldings are tested in test_quant_folding_recurrent.py."""
 MOST_ERROR = {"w8a8-dynamic": 0.08, "w8a16": 0.04}
 """Tolerance of logits against float (root mean square); random 8-bit weights alone contribute 0.02."""
@@ -60,7 +62,7 @@ def logits_of(name, **options):
 
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("scheme", MOST_ERROR)
-@pytest.mark.parametrize("name", FAMILIES + NORMS_BEHIND + RECURRENT)
+@pytest.mark.parametrize("name", FAMILIES + NORMS_BEHIND + NORMED_VALUES + RECURRENT)
 def test_quantised_logits_are_near_those_in_float(name, scheme, tmp_path, monkeypatch):
     found = quantised_logits(name, scheme, tmp_path, monkeypatch)
     assert 0 < relative_error(found, logits_of(name, scheme="float")) < MOST_ERROR[scheme]
@@ -89,7 +91,7 @@ def quantised_logits(name, scheme, tmp_path, monkeypatch):
 
 
 @pytest.mark.sampled(every=2)
-@pytest.mark.parametrize("name", FAMILIES + NORMS_BEHIND + RECURRENT + EXPERTS)
+@pytest.mark.parametrize("name", FAMILIES + NORMS_BEHIND + NORMED_VALUES + RECURRENT + EXPERTS)
 def test_native_equals_the_reference(name, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
     found = logits_of(name, npu="native", scheme="w8a8-dynamic", cache_dtype="float32")

@@ -51,7 +51,7 @@ def test_foldings_keep_logits(shape, fold):
 
 BEHIND, EXPERTS = "has norms behind linears", "has experts, which are no linears"
 NOT_ROTATED = {
-    **dict.fromkeys(("gemma2", "gemma3", "glm4", "olmo2", "olmo3", "exaone4", "lfm3"), BEHIND),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma4", "glm4", "olmo2", "olmo3", "exaone4", "lfm3"), BEHIND),
     **dict.fromkeys(("qwen3_next_experts", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "olmoe", "lfm2_moe"), EXPERTS),
     **dict.fromkeys(("granitemoe", "granite_hybrid_experts", "ernie4_5_moe", "gpt_oss"), EXPERTS),
     **dict.fromkeys(("granite_hybrid_mamba_experts", "granite_hybrid_mamba_unrotated"), EXPERTS),

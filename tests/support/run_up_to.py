@@ -15,6 +15,6 @@ def run_up_to(engine, subgraph, tokens):
         for name in (*part.state, *part.outputs):
             values[name] = np.zeros(resolve(plan.tensors[name].shape, symbols), np.float32)
         executable = ReferenceBackend().compile(part, plan, len(tokens), engine.scheme, engine.loaded.weights)
-        inputs = {name: values[name] for name in (*part.inputs, *part.state)}
+        inputs = {name: values[name] for name in (*part.inputs, *part.all_state)}
         executable.run(inputs, {name: values[name] for name in part.outputs})
     return values

@@ -4,7 +4,11 @@ Gemma's own has 262144 tokens. Runs of spaces, tabs and line ends, and HTML tags
 found in the text before any merge.
 """
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
+from gguf import TokenType
 from pulled_models import MODELS, tokenizer_of
 from small_vocabularies import REFERENCE, TEXTS, make_tokenizer
 
@@ -75,6 +79,42 @@ def test_control_tokens_in_a_users_text_are_text(gemma):
     parsed = gemma.encode(text, add_special=False, parse_special=True)
     assert (parsed[0], parsed[-1]) == (START_OF_TURN, END_OF_TURN)
     assert gemma.decode(parsed) == "user\nHi"
+
+
+GEMMA4_MERGES = ["h e", "l l", "he ll", "hell o", "▁ w", "▁w o", "▁ ▁", "\n \n", "r l", "▁wo rl", "o \n"]
+GEMMA4_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+GEMMA4_TOKENS += [*"▁abcdehilnortw\né.", *(merge.replace(" ", "") for merge in GEMMA4_MERGES), "<turn|>", "<|channel>"]
+KINDS = {"<turn|>": TokenType.CONTROL, "<|channel>": TokenType.USER_DEFINED, "<unk>": TokenType.UNKNOWN}
+KINDS |= dict.fromkeys(("<pad>", "<eos>", "<bos>", "<mask>"), TokenType.CONTROL)
+KINDS |= dict.fromkeys(GEMMA4_TOKENS[5:261], TokenType.BYTE)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hello world", ["hello", "▁worl", "d"]),
+        ("  hello\n\n\nworld", ["▁▁", "hello", "\n\n", "\n", "w", "o", "rl", "d"]),
+        (" é x", ["▁", "é", "▁", "<0x78>"]),
+        ("<|channel>hello<turn|>", ["<|channel>", "hello", "<turn|>"]),
+        ("日 hello", ["<0xE6>", "<0x97>", "<0xA5>", "▁", "hello"]),
+    ],
+)
+def test_vocabulary_of_gemma_4_has_merges(text, expected):
+    """Transformers' GemmaTokenizer 5.23 gives these tokens for the same vocabulary and merges."""
+    metadata = {
+        "model": "gemma4",
+        "tokens": GEMMA4_TOKENS,
+        "token_type": [int(KINDS.get(token, TokenType.NORMAL)) for token in GEMMA4_TOKENS],
+        "merges": GEMMA4_MERGES,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "add_space_prefix": False,
+    }
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    tokenizer = Tokenizer.from_source(SimpleNamespace(path=Path("small.gguf"), metadata=metadata, config={}))
+    found = tokenizer.encode(text, add_special=False, parse_special=True)
+    assert [GEMMA4_TOKENS[token] for token in found] == expected
+    assert tokenizer.decode(found) == text.replace("<turn|>", "")
 
 
 def test_text_without_piece_or_bytes_is_the_unknown_token():

@@ -239,7 +239,12 @@ def test_settings_survive_json():
 @pytest.mark.parametrize(
     ("vocabulary", "options", "error", "message"),
     [
-        ("byte_level", {"model": "bert"}, UnsupportedModelError, "'bert' is not implemented; supported: gpt2, llama"),
+        (
+            "byte_level",
+            {"model": "bert"},
+            UnsupportedModelError,
+            "'bert' is not implemented; supported: gemma4, gpt2, llama",
+        ),
         (
             "byte_level",
             {"pre": "novel"},

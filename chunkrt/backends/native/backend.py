@@ -81,7 +81,7 @@ class NativeExecutable:
 
     def __init__(self, subgraph: Subgraph, plan: Plan, program: Program) -> None:
         self._name = subgraph.name
-        self._inputs = (*subgraph.inputs, *subgraph.state)
+        self._inputs = (*subgraph.inputs, *subgraph.all_state)
         self._of_chunk = tuple(n for n in subgraph.inputs if {"T", "R"} & set(plan.tensors[n].shape))
         self._of_segment = tuple(n for n in self._inputs if n not in self._of_chunk)
         self._outputs = subgraph.outputs

@@ -15,7 +15,7 @@ from chunkrt.engine_directory.store import (
     WeightStore,
     pack,
 )
-from chunkrt.graph.plan import EXPERTS_OP, Attribute, Node, Plan, Subgraph
+from chunkrt.graph.plan import EXPERTS_OP, Attribute, Node, Plan, Subgraph, reads_shared_cache
 from chunkrt.graph.uses import use_of
 from chunkrt.quant.scheme import LEVELS, Scheme
 
@@ -48,7 +48,7 @@ class Lowering:
         for name in subgraph.inputs:
             tensor = plan.tensors[name]
             self._values[name] = self.builder.input(name, tensor.dtype, tensor.shape)
-        for name in subgraph.state:
+        for name in subgraph.all_state:
             self._values[name] = self.builder.state(name, plan.tensors[name].shape)
 
     def lower(self, node: Node) -> None:
@@ -202,6 +202,7 @@ def _routed_experts(lowering: Lowering, node: Node) -> list[int]:
         norm_epsilon=_number(node.attributes.get("norm_epsilon", 0.0)),
         swiglu_alpha=_number(node.attributes.get("swiglu_alpha", 1.0)),
         swiglu_limit=_number(node.attributes.get("swiglu_limit", 0.0)),
+        uses_gelu=bool(_number(node.attributes.get("uses_gelu", 0))),
     )
     return [value]
 
@@ -233,6 +234,7 @@ def _attention(lowering: Lowering, node: Node) -> list[int]:
         is_in_bfloat=lowering.attention_math == "bfloat16",
         qkv_bias=lowering.optional_value(qkv_bias),
         sinks=lowering.optional_value(sinks),
+        appends=not reads_shared_cache(node),
     )
     return [value]
 

@@ -143,7 +143,7 @@ Route <top_k, norm_topk_prob, use_sigmoid, norm_epsilon> (router_logits, selecti
 }
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit>
+RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit, uses_gelu>
     (hidden, router_logits, gate_up, down, selection_bias, gate_up_bias, down_bias) => (output)
 {
     # all experts of all rows [E, T, H]
@@ -151,7 +151,8 @@ RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, s
     rows = Unsqueeze (hidden, zero)
     gate_up_products = MatMul (rows, gate_up)
     both = chunkrt.AddOfExperts (gate_up_products, gate_up_bias)
-    gated = chunkrt.SplitSwiglu <swiglu_alpha: float = @swiglu_alpha, swiglu_limit: float = @swiglu_limit> (both)
+    gated = chunkrt.SplitActivate <swiglu_alpha: float = @swiglu_alpha, swiglu_limit: float = @swiglu_limit,
+                                   uses_gelu: int = @uses_gelu> (both)
     down_products = MatMul (gated, down)
     results = chunkrt.AddOfExperts (down_products, down_bias)
     weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob,
@@ -161,7 +162,7 @@ RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, s
 }
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit>
+DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit, uses_gelu>
     (hidden, router_logits, gate_up, down, selection_bias, gate_up_bias, down_bias, gate_up_scale, down_scale)
     => (output)
 {
@@ -170,7 +171,8 @@ DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_a
     rows = Unsqueeze (hidden, zero)
     gate_up_products = chunkrt.DynamicLinear (rows, gate_up, gate_up_scale)
     both = chunkrt.AddOfExperts (gate_up_products, gate_up_bias)
-    gated = chunkrt.SplitSwiglu <swiglu_alpha: float = @swiglu_alpha, swiglu_limit: float = @swiglu_limit> (both)
+    gated = chunkrt.SplitActivate <swiglu_alpha: float = @swiglu_alpha, swiglu_limit: float = @swiglu_limit,
+                                   uses_gelu: int = @uses_gelu> (both)
     down_products = chunkrt.DynamicLinear (gated, down, down_scale)
     results = chunkrt.AddOfExperts (down_products, down_bias)
     weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob,
@@ -180,7 +182,7 @@ DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_a
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
-SplitSwiglu <swiglu_alpha, swiglu_limit> (both) => (gated)
+SplitActivate <swiglu_alpha, swiglu_limit, uses_gelu> (both) => (gated)
 {
     # a limit of 0 gives silu(gate) * up; any other limit clamps both, and adds 1 to up
     gate, up = Split <axis = -1, num_outputs = 2> (both)
@@ -196,7 +198,11 @@ SplitSwiglu <swiglu_alpha, swiglu_limit> (both) => (gated)
     kept_up = Clip (up, minus_bound, bound)
     angle = Mul (kept_gate, alpha)
     squashed = Sigmoid (angle)
-    active = Mul (kept_gate, squashed)
+    swish = Mul (kept_gate, squashed)
+    gelu = Gelu <approximate = "tanh"> (gate)
+    is_gelu_int = Constant <value_int: int = @uses_gelu> ()
+    is_gelu = Cast <to = 9> (is_gelu_int)
+    active = Where (is_gelu, gelu, swish)
     factor = Add (kept_up, offset)
     gated = Mul (active, factor)
 }
@@ -222,6 +228,9 @@ SumExperts (results, weights) => (output)
     output = ReduceSum <keepdims = 0> (weighted, zero)
 }
 """
+
+SHARED = "shared"
+"""Overload of attention over caches that another node fills."""
 
 _TEXT = """
 <ir_version: 10, opset_import: ["": 23]>
@@ -266,6 +275,53 @@ RawKeyAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window>
     present_key = Squeeze (all_k, zero)
     present_value = Squeeze (all_v, zero)
     output = chunkrt.JoinHeads (attended)
+}
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1], overload: "shared">
+CachedAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window>
+    (q, position, rope_position, cos, sin, key, value) => (output)
+{
+    # the caches belong to another node, and contain the rows of this chunk
+    heads = chunkrt.SplitQueries <head_dim: int = @head_dim> (q)
+    row_positions, key_positions, table_offset = chunkrt.FindPlaces (q, position, rope_position)
+    q_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (heads, cos, sin, row_positions, table_offset)
+    visible = chunkrt.FindVisible <window: int = @window> (row_positions, key_positions)
+    zero = Constant <value_ints = [0]> ()
+    all_k = Unsqueeze (key, zero)
+    all_v = Unsqueeze (value, zero)
+    attended = Attention <scale: float = @scale> (q_roped, all_k, all_v, visible)
+    output = chunkrt.JoinHeads (attended)
+}
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1], overload: "shared">
+RawKeyAttention <num_heads, num_kv_heads, head_dim, rotary_dim, scale, window>
+    (q, position, rope_position, cos, sin, key, value) => (output)
+{
+    heads = chunkrt.SplitQueries <head_dim: int = @head_dim> (q)
+    row_positions, key_positions, table_offset = chunkrt.FindPlaces (q, position, rope_position)
+    q_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (heads, cos, sin, row_positions, table_offset)
+    zero = Constant <value_ints = [0]> ()
+    all_k = Unsqueeze (key, zero)
+    all_v = Unsqueeze (value, zero)
+    k_roped = chunkrt.Rope <rotary_dim: int = @rotary_dim> (all_k, cos, sin, key_positions, table_offset)
+    visible = chunkrt.FindVisible <window: int = @window> (row_positions, key_positions)
+    attended = Attention <scale: float = @scale> (q_roped, k_roped, all_v, visible)
+    output = chunkrt.JoinHeads (attended)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
+SplitQueries <head_dim> (q) => (heads)
+{
+    # [T, Nq D] to heads [1, Nq, T, D]
+    any_dim = Constant <value_ints = [0, -1]> ()
+    zero = Constant <value_ints = [0]> ()
+    one = Constant <value_ints = [1]> ()
+    dim_scalar = Constant <value_int: int = @head_dim> ()
+    dim = Reshape (dim_scalar, one)
+    by_head = Concat <axis = 0> (any_dim, dim)
+    rows = Reshape (q, by_head)
+    by_heads = Transpose <perm = [1, 0, 2]> (rows)
+    heads = Unsqueeze (by_heads, zero)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
@@ -522,8 +578,8 @@ placeholder (float[1] x) => (float[1] y) {{ y = Identity(x) }}
 
 
 @cache
-def _functions() -> dict[str, ir.Function]:
-    return {f.name: f for f in ir.from_onnx_text(_TEXT + LINEARS).functions.values()}
+def _functions() -> dict[tuple[str, str], ir.Function]:
+    return {(f.name, f.overload): f for f in ir.from_onnx_text(_TEXT + LINEARS).functions.values()}
 
 
 @cache
@@ -563,9 +619,9 @@ def has_expansion(domain: str, op: str, overload: str = "") -> bool:
         row = find_operator(domain, op)
         return row is not None and bool(row.expansion)
     if op in _ATTENTION_KEYS:
-        return overload in ("", CAPPED, WITH_SINKS, CAPPED_WITH_SINKS)
+        return overload in ("", CAPPED, WITH_SINKS, CAPPED_WITH_SINKS) or (op, overload) in _functions()
     if op != LINEAR_ATTENTION_OP:
-        return op in _functions()
+        return (op, overload) in _functions()
     try:
         return bool(find_variant(overload).expansion)
     except UnsupportedModelError:
@@ -587,7 +643,9 @@ def expansion(op: str, overload: str = "", domain: str = DOMAIN) -> ir.Function:
         return _of_plugin(domain, op, row.expansion).clone()
     if op == LINEAR_ATTENTION_OP:
         return _linear_attention(overload).clone()
-    return (_attention(op, overload) if op in _ATTENTION_KEYS and overload else _functions()[op]).clone()
+    if op in _ATTENTION_KEYS and overload in (CAPPED, WITH_SINKS, CAPPED_WITH_SINKS):
+        return _attention(op, overload).clone()
+    return _functions()[op, overload].clone()
 
 
 def expansions(ops: Iterable[tuple[str, str, str]]) -> list[ir.Function]:

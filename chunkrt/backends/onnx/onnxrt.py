@@ -91,6 +91,8 @@ class OnnxRuntimeExecutable:
             raise CompileError(f"ONNX Runtime cannot compile subgraph {name}: {error}") from error
         self._name = name
         self._state = [n for subgraph in subgraphs for n in subgraph.state]
+        self._shared = {n for subgraph in subgraphs for n in subgraph.shared_state} - set(self._state)
+        self._symbol_of_rows = {n: plan.tensors[n].shape[0] for n in subgraphs[0].inputs}
         self._caches = {n for n in self._state if {"P", "W"} & set(plan.tensors[n].shape)}
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
@@ -98,9 +100,12 @@ class OnnxRuntimeExecutable:
         from chunkrt.backends.onnx.plan_models import PRESENT_SUFFIX
 
         feeds = dict(inputs)
-        start = int(inputs["position"][0]) if self._caches else 0
+        start = int(inputs["position"][0]) if self._caches or self._shared else 0
         for name in self._state:
             feeds[name] = self._past(name, inputs[name], start)
+        for name in self._shared:
+            num_rows = next(len(inputs[n]) for n, rows in self._symbol_of_rows.items() if rows == "T")
+            feeds[name] = np.ascontiguousarray(inputs[name][:, : start + num_rows], dtype=np.float32)
         try:
             results = self._session.run([*outputs, *(n + PRESENT_SUFFIX for n in self._state)], feeds)
         except Exception as error:

@@ -10,10 +10,20 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from chunkrt.backends.onnx.functions import CAPPED, CAPPED_WITH_SINKS, WITH_SINKS, expansions
+from chunkrt.backends.onnx.functions import CAPPED, CAPPED_WITH_SINKS, SHARED, WITH_SINKS, expansions
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.ops import IR_VERSION, OPSET, attribute
-from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, EXPERTS_OP, Attribute, Node, Plan, Subgraph, Tensor
+from chunkrt.graph.plan import (
+    ATTENTION_OPS,
+    DOMAIN,
+    EXPERTS_OP,
+    Attribute,
+    Node,
+    Plan,
+    Subgraph,
+    Tensor,
+    reads_shared_cache,
+)
 
 PAST = "past"
 """Symbol for the length of a cache input; the cache output is longer by the new rows. In these models the cache of a
@@ -32,6 +42,7 @@ _EXPERTS: Mapping[str, Attribute] = {
     "norm_epsilon": 0.0,
     "swiglu_alpha": 1.0,
     "swiglu_limit": 0.0,
+    "uses_gelu": 0,
 }
 """Attributes of routed experts that a plan may omit, but a call of a function may not."""
 
@@ -42,9 +53,9 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
     """Build one ONNX model from consecutive subgraphs.
 
     Ensures: inputs are the values that the subgraphs read from outside, then the caches [kv_heads, past, D] and other
-    state. Outputs are the values that are read outside, then the caches with the new rows appended, and the new state.
-    Weights are initializers without values; see `backends/onnx/scheme_models.py`. The model contains the functions that
-    define operators of chunkrt's domain.
+    state; a cache that an earlier subgraph fills contains the new rows already. Outputs are the values that are read
+    outside, then the caches with the new rows appended, and the new state. Weights are initializers without values; see
+    `backends/onnx/scheme_models.py`. The model contains the functions that define operators of chunkrt's domain.
     """
     values: dict[str, ir.Value] = {}
 
@@ -54,14 +65,17 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
         return values[tensor_name]
 
     state_outputs: list[ir.Value] = []
+    filled: dict[str, ir.Value] = {}
     nodes = []
     for node in (node for subgraph in subgraphs for node in subgraph.nodes):
         outputs = [value(n) for n in node.outputs]
-        if node.domain:
-            present = [_present(plan.tensors[n]) for n in node.inputs if _is_state(plan, n)]
+        inputs = [filled.get(n) or value(n) if n else None for n in node.inputs]
+        if node.domain and not reads_shared_cache(node):
+            states = [n for n in node.inputs if _is_state(plan, n)]
+            present = [_present(plan.tensors[n]) for n in states]
             state_outputs += present
             outputs += present
-        inputs = [value(n) if n else None for n in node.inputs]
+            filled |= zip(states, present, strict=True)
         if node.op == LINEAR_ATTENTION_OP and inputs[_CONV_BIAS] is None:
             nodes.append(_zero(f"{node.name}.conv_bias"))
             inputs[_CONV_BIAS] = nodes[-1].outputs[0]
@@ -76,7 +90,7 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
     made = {n for subgraph in subgraphs for n in subgraph.outputs}
     later = plan.subgraphs[plan.subgraphs.index(subgraphs[-1]) + 1 :]
     wanted = {plan.output, *(n for subgraph in later for n in subgraph.inputs)}
-    read = dict.fromkeys(n for s in subgraphs for n in (*s.inputs, *s.state) if n not in made)
+    read = dict.fromkeys(n for s in subgraphs for n in (*s.inputs, *s.all_state) if n not in made)
     graph = ir.Graph(
         [value(n) for n in sorted(read, key=lambda n: _is_state(plan, n))],
         [*(value(n) for s in subgraphs for n in s.outputs if n in wanted), *state_outputs],
@@ -91,14 +105,17 @@ def to_onnx(plan: Plan, subgraphs: Sequence[Subgraph], *, name: str) -> ir.Model
 
 
 def overload(node: Node) -> str:
-    """Return the overload of the function that defines a node's operator: its kind of attention, or empty."""
+    """Return the overload of the function that defines a node's operator: its kind of attention, or empty. Attention
+    over the caches of another node is SHARED; with a soft cap or sinks there is no function for it.
+    """
     if node.domain != DOMAIN:
         return ""
     if node.op in ATTENTION_OPS:
         has_cap, has_sinks = bool(node.attributes.get("soft_cap")), any(node.inputs[7:8])
-        return {(True, False): CAPPED, (False, True): WITH_SINKS, (True, True): CAPPED_WITH_SINKS}.get(
+        kind = {(True, False): CAPPED, (False, True): WITH_SINKS, (True, True): CAPPED_WITH_SINKS}.get(
             (has_cap, has_sinks), ""
         )
+        return f"{SHARED}{kind and '_'}{kind}" if reads_shared_cache(node) else kind
     return str(node.attributes["attn_type"]) if node.op == LINEAR_ATTENTION_OP else ""
 
 
@@ -119,7 +136,7 @@ def _present(cache: Tensor) -> ir.Value:
 
 def _node(node: Node, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value]) -> ir.Node:
     stated = {**(_EXPERTS if node.op == EXPERTS_OP else {}), **node.attributes}
-    attributes = [attribute(name, value) for name, value in stated.items()]
+    attributes = [attribute(name, value) for name, value in stated.items() if name != "appends"]
     return ir.Node(node.domain, node.op, inputs, attributes, overload=overload(node), outputs=outputs, name=node.name)
 
 

@@ -17,6 +17,7 @@ from chunkrt.graph.decoders import (
     exaone4,
     falcon_h1,
     gemma,
+    gemma4,
     glm,
     gpt_oss,
     granite,
@@ -66,6 +67,8 @@ FAMILIES = {
     "gemma": Family(build=gemma.gemma, defaults=gemma.DEFAULTS),
     "gemma2": Family(build=gemma.gemma2, defaults=gemma.GEMMA2_DEFAULTS),
     "gemma3_text": Family(build=gemma.gemma3, defaults=gemma.GEMMA3_DEFAULTS),
+    "gemma4_text": Family(build=gemma4.gemma4, defaults=gemma4.DEFAULTS),
+    "gemma4_unified_text": Family(build=gemma4.gemma4, defaults=gemma4.UNIFIED_DEFAULTS),
     "glm": Family(build=glm.glm, defaults=glm.DEFAULTS),
     "glm4": Family(build=glm.glm4, defaults=glm.DEFAULTS),
     "gpt_oss": Family(build=gpt_oss.gpt_oss, defaults=gpt_oss.DEFAULTS),
@@ -246,6 +249,7 @@ def find_tensors(decoder: Module, source: TensorSource) -> None:
         decoder.leave_out_head()
     for parameter in decoder.parameters():
         parameter.checkpoint_tensors = {found.get(n, n): shape for n, shape in parameter.checkpoint_tensors.items()}
+        parameter.replaces = tuple(found.get(name, name) for name in parameter.replaces)
 
 
 def _stored_names(source: TensorSource) -> dict[str, str]:
@@ -273,8 +277,9 @@ def _is_body_alone(source: TensorSource) -> bool:
 
 def match_tensors(parameters: Iterable[Parameter], source: TensorSource) -> tuple[dict[str, str], list[str]]:
     """Return two results: missing tensors with the parameters that need them, and tensors that no parameter reads."""
-    present = set(source.names())
+    present, parameters = set(source.names()), list(parameters)
     needed = {t: p.name for p in parameters for t in p.checkpoint_tensors}
     missing = {name: parameter for name, parameter in needed.items() if name not in present}
-    unread = [name for name in source.names() if name not in needed and not UNUSED_TENSORS.search(name)]
+    known = needed.keys() | {name for p in parameters for name in p.replaces}
+    unread = [name for name in source.names() if name not in known and not UNUSED_TENSORS.search(name)]
     return missing, [name for name in unread if not PREDICTION_TENSORS.match(name)]

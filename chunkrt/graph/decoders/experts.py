@@ -26,8 +26,9 @@ class Mixture:
 
     Attributes:
         width: width of each expert between its gate and down.
-        norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit: see `ops.routed_experts`.
+        norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit, uses_gelu: see `ops.routed_experts`.
         factor: factor of the sum of the routed experts.
+        expert_factors: name of the tensor with a factor of each expert's result; empty if there is none.
         router: name of the router's linear.
         has_biases: whether the router and all parts of the experts have biases.
         selection_bias: name of the tensor that is added to scores to pick experts; empty if there is none.
@@ -47,7 +48,9 @@ class Mixture:
     norm_epsilon: float = 0.0
     swiglu_alpha: float = 1.0
     swiglu_limit: float = 0.0
+    uses_gelu: bool = False
     factor: float = 1.0
+    expert_factors: str = ""
     router: str = "gate"
     has_biases: bool = False
     selection_bias: str = ""
@@ -78,7 +81,7 @@ class SparseMixture(Module):
         has_shared_gate: whether the shared expert has a gate, which has the same name with "_gate".
 
     Raises:
-        ModelError: there are too many experts, or the router would pick more than there are.
+        ModelError: see `Experts`.
         UnsupportedModelError: the experts have an activation other than SiLU.
     """
 
@@ -93,14 +96,11 @@ class SparseMixture(Module):
     ) -> None:
         super().__init__()
         mixture = mixture or Mixture.of(config)
-        num_experts = mixture.num_experts
-        if num_experts > MOST_EXPERTS:
-            raise ModelError(f"{config.where}: num_experts is {num_experts}; expected at most {MOST_EXPERTS}")
-        if mixture.top_k > num_experts:
-            raise ModelError(f"{config.where}: cannot pick {mixture.top_k} of {num_experts} experts")
         config.refuse(hidden_act=config.activation != "silu")
-        self.gate = RouterGate(config.hidden_size, num_experts, name=mixture.router, has_bias=mixture.has_biases)
         self.experts = Experts(config, mixture)
+        self.gate = RouterGate(
+            config.hidden_size, mixture.num_experts, name=mixture.router, has_bias=mixture.has_biases
+        )
         if shared is not None:
             setattr(self, shared_name, shared)
         if has_shared_gate:
@@ -163,10 +163,19 @@ class RouterGate(Module):
 
 
 class Experts(Module):
-    """The routed feed-forwards. They run on the CPU unless placed."""
+    """The routed feed-forwards. They run on the CPU unless placed.
+
+    Raises:
+        ModelError: there are too many experts, or the router would pick more than there are.
+    """
 
     def __init__(self, config: DecoderConfig, mixture: Mixture) -> None:
         super().__init__()
+        num_experts = mixture.num_experts
+        if num_experts > MOST_EXPERTS:
+            raise ModelError(f"{config.where}: num_experts is {num_experts}; expected at most {MOST_EXPERTS}")
+        if mixture.top_k > num_experts:
+            raise ModelError(f"{config.where}: cannot pick {mixture.top_k} of {num_experts} experts")
         self.device = "cpu"
         self._hidden_size, self._mixture = config.hidden_size, mixture
         self._has_stacks = config.has_stacked_experts
@@ -187,6 +196,8 @@ class Experts(Module):
             for path in (f"{self.path}.{expert}" for expert in range(num_experts)):
                 gate_ups |= {f"{path}.{part}.weight": (inner, width) for part in (gate, up)}
                 downs[f"{path}.{down}.weight"] = (width, inner)
+        if mixture.expert_factors:
+            downs[self.sibling(mixture.expert_factors)] = (num_experts,)
         self.gate_up = Parameter(
             shape=(num_experts, width, 2 * inner), checkpoint_tensors=gate_ups, combine=self._gates_and_ups
         )
@@ -238,10 +249,15 @@ class Experts(Module):
         return np.stack([np.concatenate(pair).T for pair in pairs])
 
     def _downs(self, *tensors: Float32) -> Float32:
+        factors: Float32 | np.float32 = self._factor
+        if self._mixture.expert_factors:
+            *tensors_of_experts, of_experts = tensors
+            tensors = tuple(tensors_of_experts)
+            factors = self._factor * of_experts[:, None, None]
         downs = tensors[0] if self._has_stacks else np.stack(tensors)
         if not (self._has_stacks and self._mixture.are_stacks_by_columns):
             downs = downs.swapaxes(1, 2)
-        return downs if self._factor == 1 else downs * self._factor
+        return downs if np.all(factors == 1) else downs * factors
 
     def forward(self, hidden: ir.Value, router_logits: ir.Value) -> ir.Value:
         mixture = self._mixture
@@ -259,6 +275,7 @@ class Experts(Module):
             norm_epsilon=mixture.norm_epsilon,
             swiglu_alpha=mixture.swiglu_alpha,
             swiglu_limit=mixture.swiglu_limit,
+            uses_gelu=mixture.uses_gelu,
         )
 
 

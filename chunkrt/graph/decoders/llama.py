@@ -38,6 +38,8 @@ class Attention(Module):
         soft_cap: bound of the scores' magnitude; 0 for none. See `ops.cached_attention`.
         has_sinks: whether the checkpoint has a sink for each head, the tensor "sinks".
         window: number of keys that a row sees, its own included; 0 for all earlier keys.
+        keeps_all: see `ops.cached_attention`.
+        caches_of: attention of an earlier layer, whose caches this layer reads instead of its own.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class Attention(Module):
         soft_cap: float = 0.0,
         has_sinks: bool = False,
         window: int = 0,
+        keeps_all: bool = False,
+        caches_of: Attention | None = None,
     ) -> None:
         super().__init__()
         heads = config.heads
@@ -62,6 +66,7 @@ class Attention(Module):
         self._heads, self._rotary = heads, (rotary,)
         self._scale, self.window = config.head_dim**-0.5 if scale is None else scale, window
         self._soft_cap, self._has_sinks = soft_cap, has_sinks
+        self._keeps_all, self._caches_of = keeps_all, (caches_of,) if caches_of else ()
 
     def declare(self) -> None:
         if self._has_sinks:
@@ -86,6 +91,8 @@ class Attention(Module):
             sinks=self.sinks.value() if self._has_sinks else None,
             window=self.window,
             long_context_from=rotary.long_context_from,
+            keeps_all=self._keeps_all,
+            caches_of=self._caches_of[0].path if self._caches_of else "",
         )
 
     def forward(self, hidden: ir.Value) -> ir.Value:
@@ -112,8 +119,12 @@ class FeedForward(Module):
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         gate, up = ops.split_columns(self.gate_up_proj(hidden), names=["gate", "up"])
-        active = ops.gelu_tanh(gate) if self._activation == "gelu_tanh" else ops.silu(gate)
-        return self.down_proj(ops.mul(active, up, name="gated"))
+        return self.down_proj(ops.mul(activate(gate, self._activation), up, name="gated"))
+
+
+def activate(gate: ir.Value, activation: str) -> ir.Value:
+    """Return the activation of a gate; see `DecoderConfig.activation`."""
+    return ops.gelu_tanh(gate) if activation == "gelu_tanh" else ops.silu(gate)
 
 
 def output_projection(config: DecoderConfig, name: str = "", *, bias: bool = False) -> RowParallelLinear:
@@ -164,8 +175,10 @@ NORMS_BEHIND = LayerNames(
 class Layer(Module):
     """Attention and feed-forward, each with norms before or behind it; their results are added to the residual stream.
 
-    `mixer` is attention or the family's replacement for attention.
+    `mixer` is attention or the family's replacement for attention. `residuals` names the two sums in the plan.
     """
+
+    residuals = ("attention_residual", "output")
 
     def __init__(self, config: DecoderConfig, mixer: Module, mlp: Module, *, names: LayerNames = NORMS_BEFORE) -> None:
         super().__init__()
@@ -180,11 +193,14 @@ class Layer(Module):
         self._halves = [tuple(half) for half in halves]
 
     def forward(self, hidden: ir.Value) -> ir.Value:
-        for names, residual in zip(self._halves, ("attention_residual", "output"), strict=True):
-            result = hidden
-            for name in names:
-                result = getattr(self, name)(result)
-            hidden = ops.add(hidden, result, name=residual)
+        for names, residual in zip(self._halves, self.residuals, strict=True):
+            hidden = ops.add(hidden, self.apply(names, hidden), name=residual)
+        return hidden
+
+    def apply(self, names: Sequence[str], hidden: ir.Value) -> ir.Value:
+        """Apply parts of the layer, by name, one after another."""
+        for name in names:
+            hidden = getattr(self, name)(hidden)
         return hidden
 
 
@@ -219,10 +235,15 @@ class Body(Module):
         setattr(self, norm_name, norm(config))
         self._norm_name, self._embedding_name = norm_name, embedding_name
 
+    def layer_inputs(self, token_ids: ir.Value, embeddings: ir.Value) -> Sequence[tuple[ir.Value, ...]]:
+        """Return the values that each layer takes in addition to the residual stream; empty if no layer takes any."""
+        return ()
+
     def forward(self, token_ids: ir.Value) -> ir.Value:
         hidden: ir.Value = getattr(self, self._embedding_name)(token_ids)
-        for layer in self.layers:
-            hidden = layer(hidden)
+        inputs = self.layer_inputs(token_ids, hidden)
+        for layer, others in zip(self.layers, inputs or [()] * len(self.layers), strict=True):
+            hidden = layer(hidden, *others)
         normed: ir.Value = getattr(self, self._norm_name)(hidden)
         return normed
 

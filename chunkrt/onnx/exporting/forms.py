@@ -26,7 +26,7 @@ from chunkrt.files import remove
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.modules import Embedding
 from chunkrt.graph.partition import Planned
-from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, Node, Plan, Subgraph, Tensor, resolve
+from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, Node, Plan, Subgraph, Tensor, reads_shared_cache, resolve
 from chunkrt.graph.rope import RotaryTables
 from chunkrt.onnx.exporting.emitter import CONTRIB_DOMAIN, FLOAT, INT64, Emitter
 from chunkrt.onnx.exporting.export_settings import DynamicSettings, Settings, SubgraphSettings, WindowSettings
@@ -81,6 +81,8 @@ def emit_decoder(
     Raises:
         UnsupportedModelError: an operator has no form for export.
     """
+    if refusal := _shared_cache_refusal(plan):
+        raise UnsupportedModelError(f"{plan.family} cannot be exported: {refusal}; run it with chunkrt itself")
     names = state_names(plan)
     states = {
         tensor.name: e.input(f"past_key_values.{names[tensor.name]}", dtype, past)
@@ -116,6 +118,8 @@ def window_refusal(plan: Plan) -> str:
     """Return the reason why a decoder cannot be exported with a fixed window; empty if it can."""
     if not plan.has_head:
         return "it has no LM head"
+    if refusal := _shared_cache_refusal(plan):
+        return refusal
     nodes = (node for subgraph in plan.subgraphs for node in subgraph.nodes)
     return next((lack for node in nodes if (lack := _lack(plan, node))), "")
 
@@ -136,6 +140,12 @@ def _lack(plan: Plan, node: Node) -> str:
     tensors = [plan.tensors[name] for name in node.inputs if name]
     odd = [t.name for t in tensors if t.name in plan.inputs or (t.kind == "state" and {"P", "W"} & set(t.shape))]
     return f"{node.name} reads {odd[0]}, which the expansion of an operator cannot take in an export" if odd else ""
+
+
+def _shared_cache_refusal(plan: Plan) -> str:
+    """Return the reason why layers that read the caches of other layers cannot be exported; empty without them."""
+    readers = [node.name for s in plan.subgraphs for node in s.nodes if reads_shared_cache(node)]
+    return f"{readers[0]} reads the KV cache of another layer, which has no ONNX form" if readers else ""
 
 
 def state_names(plan: Plan) -> dict[str, str]:

@@ -46,17 +46,18 @@ def _softplus(e: Emitter, node: Node) -> None:
 
 
 def _gelu(e: Emitter, node: Node) -> None:
-    (out,) = node.outputs
-    x = e.read(node.inputs[0])
+    _gelu_of(e, e.read(node.inputs[0]), node.outputs[0], str(node.attributes["approximate"]))
+
+
+def _gelu_of(e: Emitter, x: ir.Value, out: str, approximate: str) -> ir.Value:
     if e.opset >= 20:
-        e.op("Gelu", x, name=out, approximate=str(node.attributes["approximate"]))
-        return
+        return e.op("Gelu", x, name=out, approximate=approximate)
     wide = e.cast(x, FLOAT)
     cube = e.op("Mul", e.op("Mul", wide, wide, name=f"{out}/square"), wide, name=f"{out}/cube")
     bent = e.op("Add", wide, e.op("Mul", cube, e.number(0.044715), name=f"{out}/bend"), name=f"{out}/bent")
     tanh = e.op("Tanh", e.op("Mul", bent, e.number(sqrt(2 / pi)), name=f"{out}/angle"), name=f"{out}/tanh")
     half = e.op("Mul", wide, e.number(0.5), name=f"{out}/half")
-    finish(e, "Mul", half, e.op("Add", tanh, e.number(1.0), name=f"{out}/gate"), dtype=x.dtype, name=out)
+    return finish(e, "Mul", half, e.op("Add", tanh, e.number(1.0), name=f"{out}/gate"), dtype=x.dtype, name=out)
 
 
 def _split(e: Emitter, node: Node) -> None:
@@ -150,7 +151,10 @@ def _routed_experts(e: Emitter, node: Node) -> None:
         up = e.op("Add", up, e.number(1.0, e.dtype), name=f"{out}/factor")
         alpha = cast(float, node.attributes.get("swiglu_alpha", 1.0))
         angle = e.op("Mul", gate, e.number(alpha, e.dtype), name=f"{out}/angle")
-    active = e.op("Mul", gate, e.op("Sigmoid", angle, name=f"{out}/sigmoid"), name=f"{out}/active")
+    if node.attributes.get("uses_gelu", 0):
+        active = _gelu_of(e, gate, f"{out}/active", "tanh")
+    else:
+        active = e.op("Mul", gate, e.op("Sigmoid", angle, name=f"{out}/sigmoid"), name=f"{out}/active")
     results = e.op("MatMul", e.op("Mul", active, up, name=f"{out}/gated"), down, name=f"{out}/results")
     if down_bias:
         results = e.op("Add", results, _of_experts(e, down_bias), name=f"{out}/results_biased")

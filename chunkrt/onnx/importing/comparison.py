@@ -220,7 +220,7 @@ def imported_logits(plan: Plan, load: Load, tokens: NDArray[np.int64], context: 
         executable = OnnxRuntimeExecutable((subgraph,), plan, SCHEMES["float"], WeightStore(arrays, {}))
         states = {n: np.zeros(resolve(plan.tensors[n].shape, sizes), np.float32) for n in subgraph.state}
         outputs = {n: np.empty(resolve(plan.tensors[n].shape, sizes), np.float32) for n in subgraph.outputs}
-        executable.run({n: values[n] for n in subgraph.inputs} | states, outputs)
-        values |= outputs
+        executable.run({n: values[n] for n in (*subgraph.inputs, *subgraph.shared_state)} | states, outputs)
+        values |= outputs | states
     logits: NDArray[np.float32] = values[plan.output].astype(np.float32, copy=False)
     return logits

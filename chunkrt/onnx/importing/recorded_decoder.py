@@ -161,6 +161,7 @@ def _experts(attributes: Attributes, operands: Operands, names: Names) -> list[i
         norm_epsilon=attributes.get("norm_epsilon", 0.0),
         swiglu_alpha=attributes.get("swiglu_alpha", 1.0),
         swiglu_limit=attributes.get("swiglu_limit", 0.0),
+        uses_gelu=bool(attributes.get("uses_gelu", 0)),
         name=names[0],
     )
     return [mixed]

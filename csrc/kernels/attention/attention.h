@@ -90,7 +90,9 @@ constexpr std::size_t cache_row_bytes(CacheType type, std::size_t head_dim) {
 }
 
 struct AttentionArgs {
-  const float* qkv;      // float32 [rows, (num_heads + 2 * num_kv_heads) * head_dim]: q | k | v along a row
+  // float32 [rows, (num_heads + 2 * num_kv_heads) * head_dim]: q | k | v along a row; if another layer fills
+  // the caches, only q.
+  const float* qkv;
   const float* cos;      // float32 [context, rotary_dim / 2], context >= table_row + rows
   const float* sin;      // as cos
   void* key_cache;       // [num_kv_heads, capacity, cache_row_bytes]
@@ -119,6 +121,8 @@ struct AttentionArgs {
   // Number of queries per item of `attend`; 0 is the default of `math`. More queries share the work per
   // block, fewer balance the threads; results do not depend on it.
   std::size_t queries_per_item = 0;
+  // False if another layer has filled the caches, also for these rows. `append` may not be called.
+  bool appends = true;
 };
 
 // Number of floats of scratch for one call of either phase. Concurrent calls need separate scratch, which is

@@ -45,7 +45,8 @@ Query find_query(const AttentionArgs& args, std::size_t kv_head, std::size_t que
   const std::size_t row = query / group, head = kv_head * group + query % group;
   const std::size_t position = args.position + row, end = position + 1;
   const std::size_t index = table_index(args, position);
-  const std::size_t row_width = (args.num_heads + 2 * args.num_kv_heads) * args.head_dim;
+  const std::size_t num_kv_columns = args.appends ? 2 * args.num_kv_heads : 0;
+  const std::size_t row_width = (args.num_heads + num_kv_columns) * args.head_dim;
   return {.head = head,
           .input = args.qkv + row * row_width + head * args.head_dim,
           .cos = args.cos + index,

@@ -63,7 +63,7 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
   require(num_kv_heads > 0 && head_dim > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
           "attention: expected the number of heads to be a multiple of that of kv heads, got " +
               std::to_string(num_heads) + " and " + std::to_string(num_kv_heads));
-  const std::size_t qkv_width = (num_heads + 2 * num_kv_heads) * head_dim;
+  const std::size_t qkv_width = (num_heads + (shape.appends ? 2 * num_kv_heads : 0)) * head_dim;
   require(builder.rows_of(qkv, "attention's qkv") == Symbol::T && builder.width_of(qkv) == qkv_width,
           "attention: expected qkv " +
               describe(Dtype::float32, {rows_dimension(Symbol::T), fixed(qkv_width)}) + ", got " +
@@ -95,7 +95,8 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
   const std::size_t context = table_shape[0].size;
   if (qkv_bias) {
     builder.require_constant(*qkv_bias, Dtype::float32, {fixed(qkv_width)}, "attention's qkv_bias");
-    require(shape.has_raw_keys, "attention: only raw keys can omit a bias");
+    require(shape.has_raw_keys && shape.appends,
+            "attention: only raw keys of the layer that appends them can omit a bias");
   }
 
   require(shape.soft_cap >= 0.0f,
@@ -168,19 +169,22 @@ ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueI
         .soft_cap = shape.soft_cap,
         .sinks = sinks ? frame.get<const float>(*sinks) : nullptr,
         .math = shape.math,
-        .queries_per_item = is_small ? kQueriesPerTiledItem : 0};
+        .queries_per_item = is_small ? kQueriesPerTiledItem : 0,
+        .appends = shape.appends};
   };
   builder.need_scratch(attention_scratch_floats(head_dim, shape.math));
-  AttentionFunction* append = select_kernel(append_cache_f32).function;
   AttentionFunction* attend = attending.function;
   std::vector<ValueId> uses = {qkv, position, table_row, cos, sin, key_cache, value_cache, out};
   for (const std::optional<ValueId>& constant : {qkv_bias, sinks}) {
     if (constant) uses.push_back(*constant);
   }
-  builder.add_row_step(Symbol::T, "append_cache", uses,
-                       [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
-                         append(arguments(frame), begin, end, scratch);
-                       });
+  if (shape.appends) {
+    AttentionFunction* append = select_kernel(append_cache_f32).function;
+    builder.add_row_step(Symbol::T, "append_cache", uses,
+                         [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
+                           append(arguments(frame), begin, end, scratch);
+                         });
+  }
   builder.add_loop([=](const Frame& frame) { return attend_items(arguments(frame)); }, 1, "attention", uses,
                    [=](const Frame& frame, std::size_t begin, std::size_t end, float* scratch) {
                      attend(arguments(frame), begin, end, scratch);

@@ -73,10 +73,12 @@ struct RouterRule {
   float norm_epsilon = 0.0f;
 };
 
-// The experts' activation: silu(gate) * up, or with a limit above 0 the clamped form of elementwise.h.
+// The experts' activation: silu(gate) * up, with `uses_gelu` the tanh form of gelu in place of silu, or with
+// a limit above 0 the clamped form of elementwise.h.
 struct ExpertActivation {
   float swiglu_alpha = 1.0f;
   float swiglu_limit = 0.0f;
+  bool uses_gelu = false;
 };
 
 // Constants that are added to the products, float32 [E, 2 * I] and [E, width].
@@ -106,11 +108,13 @@ struct AttentionShape {
   std::size_t window = 0;     // 0: none
   bool has_raw_keys = false;  // the cache holds keys before rotary embedding
   AttentionMath math = AttentionMath::float32;
+  bool appends = true;  // false: another layer has filled the caches, and qkv consists of q alone
 };
 
-// See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], position and
-// table_row int64 [1] (inputs, or one for both), cos and sin constant float32 [context, rotary_dim / 2], the
-// caches are states [num_kv_heads, P, head_dim], or with a window ring buffers [num_kv_heads, W, head_dim].
+// See kernels/attention/attention.h; qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], or q alone; position
+// and table_row int64 [1] (inputs, or one for both), cos and sin constant float32 [context, rotary_dim / 2],
+// the caches are states [num_kv_heads, P, head_dim], or with a window also ring buffers [num_kv_heads, W,
+// head_dim].
 // With raw keys, `qkv_bias` may be a constant [columns of qkv] that each row of qkv contains; int8 caches
 // omit its part for the keys. `sinks` is a constant [num_heads].
 ValueId attention(ProgramBuilder& builder, ValueId qkv, ValueId position, ValueId table_row, ValueId cos,

@@ -291,19 +291,20 @@ ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_l
       });
   const ValueId gates_and_ups =
       multiply_slots(builder, routing, rows, width, gate_up, gate_up_scales, biases.gate_up);
-  BinaryFunction* silu_mul = select_kernel(silu_mul_f32_f32_f32).function;
-  ClampedSwigluFunction* clamped_swiglu = select_kernel(clamped_swiglu_f32_f32_f32).function;
-  const auto [alpha, limit] = activation;
+  const auto [alpha, limit, uses_gelu] = activation;
   require(limit >= 0.0f,
           "routed_experts: expected a limit above 0, or 0 for none, got " + std::to_string(limit));
+  BinaryFunction* activate = select_kernel(uses_gelu ? gelu_mul_f32_f32_f32 : silu_mul_f32_f32_f32).function;
+  ClampedSwigluFunction* clamped_swiglu = select_kernel(clamped_swiglu_f32_f32_f32).function;
+  const char* const name = limit > 0.0f ? "clamped_swiglu" : uses_gelu ? "gelu_mul" : "silu_mul";
   const SlotRows activated =
-      quantize_slots(builder, routing, inner, {gates_and_ups}, limit > 0.0f ? "clamped_swiglu" : "silu_mul",
-                     [=](const Frame& frame, std::size_t slot, float* scratch) {
+      quantize_slots(builder, routing, inner, {gates_and_ups}, name,
+                     [=, alpha = alpha, limit = limit](const Frame& frame, std::size_t slot, float* scratch) {
                        const float* gate = frame.get<const float>(gates_and_ups) + slot * both;
                        if (limit > 0.0f) {
                          clamped_swiglu(gate, gate + inner, alpha, limit, scratch, inner);
                        } else {
-                         silu_mul(gate, gate + inner, scratch, inner);
+                         activate(gate, gate + inner, scratch, inner);
                        }
                        return static_cast<const float*>(scratch);
                      });
