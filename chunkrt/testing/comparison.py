@@ -481,7 +481,7 @@ def _run_subgraph(
     for start in range(0, num_tokens, chunk_length):
         rows = slice(start, start + chunk_length)
         values: dict[str, Any] = {**weights, **beside}
-        values |= {n: array if plan.tensors[n].kind == "state" else array[rows] for n, array in live.items()}
+        values |= {n: array if n in subgraph.shared_state else array[rows] for n, array in live.items()}
         values["position"] = np.array([start], np.int64)
         values["rope_position"] = beside["rope_position"] + start
         values["logit_rows"] = np.arange(len(values["input_ids"]))
