@@ -131,7 +131,7 @@ class RunRecord:
         )
 
     def _repr_html_(self) -> str:
-        from chunkrt.runtime.trace.table import record_html
+        from chunkrt.runtime.trace.idle import record_html
 
         return record_html(self)
 

@@ -13,7 +13,6 @@ from typing import Any
 from chunkrt.checkpoints.source import LEFT_OUT, TensorSource, are_equal
 from chunkrt.errors import ChunkrtError, ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import (
-    bamba,
     exaone4,
     falcon_h1,
     gemma,
@@ -30,8 +29,7 @@ from chunkrt.graph.decoders import (
     nemotron_h,
     olmo,
     phi3,
-    qwen2,
-    qwen3,
+    qwen,
     qwen3_next,
     smollm3,
 )
@@ -59,7 +57,7 @@ class Family:
 
 
 FAMILIES = {
-    "bamba": Family(build=bamba.bamba, defaults=bamba.DEFAULTS),
+    "bamba": Family(build=mamba.bamba, defaults=mamba.BAMBA_DEFAULTS),
     "ernie4_5": Family(build=glm.ernie4_5, defaults=glm.ERNIE_DEFAULTS),
     "ernie4_5_moe": Family(build=moe.ernie4_5_moe, defaults=moe.ERNIE_DEFAULTS),
     "exaone4": Family(build=exaone4.exaone4, defaults=exaone4.DEFAULTS),
@@ -89,9 +87,9 @@ FAMILIES = {
     "olmo3": Family(build=olmo.olmo3, defaults=olmo.OLMO3_DEFAULTS),
     "olmoe": Family(build=moe.olmoe, defaults=moe.OLMOE_DEFAULTS),
     "phi3": Family(build=phi3.phi3, defaults=phi3.DEFAULTS),
-    "qwen2": Family(build=qwen2.qwen2, defaults=qwen2.DEFAULTS),
+    "qwen2": Family(build=qwen.qwen2, defaults=qwen.DEFAULTS),
     "qwen2_moe": Family(build=moe.qwen2_moe, defaults=moe.QWEN2_DEFAULTS),
-    "qwen3": Family(build=qwen3.qwen3, defaults=qwen3.DEFAULTS),
+    "qwen3": Family(build=qwen.qwen3, defaults=qwen.QWEN3_DEFAULTS),
     "qwen3_5_moe_text": Family(build=qwen3_next.qwen3_5, defaults=qwen3_next.MOE_DEFAULTS),
     "qwen3_5_text": Family(build=qwen3_next.qwen3_5, defaults=qwen3_next.DEFAULTS),
     "qwen3_moe": Family(build=moe.qwen3_moe, defaults=moe.QWEN3_DEFAULTS),

@@ -12,10 +12,10 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from chunkrt.graph import ops
-from chunkrt.graph.decoders.bamba import hybrid_mixer
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.experts import Mixture, SparseMixture
 from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, LayerNames, norm
+from chunkrt.graph.decoders.mamba import hybrid_mixer
 from chunkrt.graph.modules import Module
 from chunkrt.graph.parallel import MergedColumnParallelLinear, RowParallelLinear
 from chunkrt.graph.rope import RotaryTables, unrotated_tables

@@ -1,14 +1,15 @@
-"""Mamba-2 alone (`mamba2`), and its mixer, which hybrid families take from here.
+"""Mamba-2 alone (`mamba2`) and with occasional attention (`bamba`), and its mixer, which other hybrid families take
+from here.
 
 The mixer projects each row to z | x | B | C | dt. A causal convolution with SiLU mixes x, B and C with the rows before,
 a state for each head remembers x by B and is read by C, and a norm follows the gate SiLU(z). Source: Dao and Gu,
-Transformers are SSMs (2024), sections 5 to 7; Hugging Face's `Mamba2ForCausalLM`.
+Transformers are SSMs (2024), sections 5 to 7; Hugging Face's `Mamba2ForCausalLM`, `BambaForCausalLM`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ import onnx_ir as ir
 from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
-from chunkrt.graph.decoders.llama import Body, CausalDecoder, norm
+from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, LayerNames, norm
 from chunkrt.graph.modules import Constant, DepthwiseWeights, Float32, Module, Parameter
 from chunkrt.graph.parallel import ReplicatedLinear
 
@@ -34,6 +35,8 @@ DEFAULTS = {
 }
 """A state has no longest context; the number is that of llama.cpp's converter. No layer attends or has a
 feed-forward."""
+BAMBA_DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
+_BAMBA_NAMES = LayerNames(before_mlp="pre_ff_layernorm", mlp="feed_forward")
 
 
 def mamba2(config: DecoderConfig) -> Module:
@@ -58,6 +61,36 @@ def mamba2(config: DecoderConfig) -> Module:
         )
 
     return norms_and_mixers(config, [mixer() for _ in range(config.num_layers)])
+
+
+def bamba(config: DecoderConfig) -> Module:
+    """Build a decoder; the layers `attn_layer_indices` attend, with RoPE on half of every head."""
+    config = replace(config, raw={**config.raw, "partial_rotary_factor": 0.5})
+    config.refuse(hidden_act=config.activation != "silu")
+    rope, attention_layers = config.rotary_tables(may_be_partial=True), config.layer_indices("attn_layer_indices")
+    has_bias = config.flag("attention_bias")
+
+    def layer(index: int) -> Layer:
+        mlp = FeedForward(config, bias=config.flag("mlp_bias"))
+        if index in attention_layers:
+            return Layer(config, Attention(config, rope, bias=(has_bias, has_bias)), mlp, names=_BAMBA_NAMES)
+        return Layer(config, hybrid_mixer(config), mlp, names=replace(_BAMBA_NAMES, mixer="mamba"))
+
+    layers = [layer(index) for index in range(config.num_layers)]
+    return CausalDecoder(config, Body(config, rope, layers, norm_name="final_layernorm"))
+
+
+def hybrid_mixer(config: DecoderConfig) -> Mamba2Mixer:
+    """Return a mixer under the keys of Bamba's config, which Granite's hybrids have too."""
+    has_bias = config.flag("mamba_proj_bias")
+    return Mamba2Mixer(
+        config,
+        MambaSizes.of_hybrid(config),
+        bias=(has_bias, has_bias),
+        conv_bias=config.flag("mamba_conv_bias", True),
+        limits=step_limits(config),
+        output_factor=config.residual_factor,
+    )
 
 
 def norms_and_mixers(config: DecoderConfig, mixers: Sequence[Module]) -> Module:
