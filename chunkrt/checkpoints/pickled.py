@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import zipfile
 from collections import OrderedDict
 from math import prod
@@ -41,6 +42,7 @@ _STORAGES = {
 }
 """PyTorch's storage types: the type's name in safetensors, and its bytes."""
 
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 _LOCAL_HEADER_BYTES = 30
 _IS_ENCRYPTED = 1
 
@@ -83,7 +85,11 @@ class _Unpickler(pickle.Unpickler):
         order = f"{self._folder}byteorder"
         if order in self._members and self._bytes(order).tobytes() != b"little":
             raise UnsupportedModelError(f"{path} has the byte order {self._bytes(order).tobytes()!r}; expected little")
-        super().__init__(io.BytesIO(self._bytes(table).tobytes()))
+        described = self._bytes(table).tobytes()
+        for opcode, argument, _ in pickletools.genops(described):
+            if opcode.name in _PUTS and argument > len(described):  # the unpickler would reserve memory for it
+                raise ValueError(f"its table has an entry {argument}")
+        super().__init__(io.BytesIO(described))
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _STORAGES:
@@ -113,7 +119,8 @@ class _Unpickler(pickle.Unpickler):
         (dtype, size), stored = _STORAGES[storage[0]], storage[1]
         shape, strides = tuple(map(int, shape)), tuple(map(int, strides))
         end = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
-        if offset < 0 or min((*shape, *strides, 0)) < 0 or (prod(shape) and end * size > stored.size):
+        is_inside = min((offset, *shape, *strides)) >= 0 and end * size <= stored.size
+        if prod(shape) and not (is_inside and prod(shape) * size <= stored.size):
             raise ValueError(f"a tensor {list(shape)} exceeds its storage of {stored.size} bytes")
         rest, row_major = 1, True
         for n, stride in zip(reversed(shape), reversed(strides), strict=True):

@@ -31,6 +31,7 @@ from states import make_state
 import chunkrt
 from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.catalogue.entry import read_entry
+from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.settings import read_settings
 from chunkrt.engine_directory.manifest import MANIFEST, PLAN, WEIGHTS
@@ -47,6 +48,8 @@ DECODERS = ("llama_gqa", "lfm2", "gemma3_window_5", "qwen3_next")
 GGUFS = ("llama_biased_gguf", "lfm2_gguf", "phi3_longrope_gguf", "qwen3_next_experts_gguf")
 ONNX_DECODERS = Path(__file__).parents[1] / "data" / "onnx"
 ROOT = Path(__file__).parents[2]
+DATA = Path(__file__).parents[1] / "data"
+QUANTISED = tuple(f"quantised/{path.name}" for path in sorted((DATA / "quantised").iterdir()))
 TEMPLATES = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] | trim }}{% endfor %}{{ bos_token }}",
     "{% set ns = namespace(s='x') %}{% for i in range(9) %}{% set ns.s = ns.s ~ i %}{% endfor %}{{ ns.s | tojson }}",
@@ -128,9 +131,34 @@ def _changed_engine(name: str) -> Callable[[Random, str, Path], Path]:
     return make
 
 
+def use_weights(path: Path) -> None:
+    """Open a checkpoint and read every tensor."""
+    source = open_checkpoint(path)
+    for name in source.names():
+        source.read_blocks(name)
+        source.read(name)
+
+
+def _pickled(random: Random, seed: str, folder: Path) -> Path:
+    target = folder / "model"
+    shutil.copytree(DATA / seed, target, ignore=shutil.ignore_patterns("*.npz"))
+    path = target / "pytorch_model.bin"
+    with zipfile.ZipFile(path) as archive:
+        members = {member: archive.read(member) for member in archive.namelist()}
+    (table,) = (member for member in members if member.endswith("data.pkl"))
+    members[table] = mutate_bytes(random, members[table])
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    if random.random() < 0.2:
+        path.write_bytes(mutate_bytes(random, path.read_bytes()))
+    return target
+
+
 def _safetensors(random: Random, seed: str, folder: Path) -> Path:
     target = folder / "model"
-    shutil.copytree(checkpoint(seed), target, ignore=shutil.ignore_patterns("*.npz"))
+    valid = DATA / seed if seed.startswith("quantised/") else checkpoint(seed)
+    shutil.copytree(valid, target, ignore=shutil.ignore_patterns("*.npz"))
     if random.random() < 0.5:
         path = target / "config.json"
         path.write_bytes(mutate_json(random, path.read_bytes()))
@@ -300,6 +328,8 @@ def _use_trace(path: Path) -> None:
 TARGETS = {
     "gguf": Target(GGUFS, _gguf, use_checkpoint),
     "safetensors": Target(DECODERS, _safetensors, use_checkpoint),
+    "quantised": Target(QUANTISED, _safetensors, use_weights),
+    "pickled": Target(("pickled",), _pickled, use_weights),
     "tokenizer": Target(("llama_biased_gguf", "gemma3_gguf"), _tokenizer, _use_tokenizer),
     "template": Target(("0", "1", "2"), _template, _use_template),
     "onnx": Target(("genai_llama_fp32", "optimum_llama_fp32", "genai_llama_int4"), _onnx, _use_onnx),
