@@ -293,8 +293,10 @@ class Plan:
             return self
 
         def cut(tensor: Tensor) -> Tensor:
+            if not tensor.rotary:
+                return tensor
             rows, *columns = tensor.shape
-            return replace(tensor, shape=(min(int(rows), num_tokens), *columns)) if tensor.rotary else tensor
+            return replace(tensor, shape=(min(int(rows), num_tokens), *columns))
 
         return replace(self, tensors={name: cut(tensor) for name, tensor in self.tensors.items()})
 
