@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from fixture_checkpoints import NAMES, checkpoint
@@ -23,6 +24,14 @@ def plan():
 
 def test_json_and_back_is_the_same_plan(plan):
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_shorter_context_changes_only_rotary_tables(plan):
+    plan = replace(plan, tensors={**plan.tensors, "one": Tensor(name="one", dtype="float32", shape=(), kind="weight")})
+    found = plan.within(5)
+    changed = {name for name, tensor in plan.tensors.items() if found.tensors[name] != tensor}
+    assert changed == {name for name, tensor in plan.tensors.items() if tensor.rotary}
+    assert {found.tensors[name].shape[0] for name in changed} == {5}
 
 
 def test_json_holds_only_json(plan):
