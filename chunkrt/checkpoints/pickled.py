@@ -87,7 +87,7 @@ class _Unpickler(pickle.Unpickler):
             raise UnsupportedModelError(f"{path} has the byte order {self._bytes(order).tobytes()!r}; expected little")
         described = self._bytes(table).tobytes()
         for opcode, argument, _ in pickletools.genops(described):
-            if opcode.name in _PUTS and argument > len(described):  # the unpickler would reserve memory for it
+            if opcode.name in _PUTS and int(argument or 0) > len(described):  # memory would be reserved for it
                 raise ValueError(f"its table has an entry {argument}")
         super().__init__(io.BytesIO(described))
 

@@ -363,6 +363,7 @@ class Scheduler:
             while self._has_requests():
                 if stream is None and self.executors.for_stream(self._waiting):
                     stream = Stream(self.executors.many, self._bell.ring)
+                    stream.start()
                 if stream is not None:
                     self._admit_to(stream)
                 if not self._compute_apart() and stream is not None and stream.num_in_flight:

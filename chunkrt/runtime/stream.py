@@ -38,8 +38,7 @@ class Stream:
         on_end: called, in any thread, when a chunk has ended or the stream has stopped. It must not block.
         chunks: all chunks of one sequence, in order; by default chunks are admitted later.
 
-    Raises:
-        RuntimeError: the system has no more threads.
+    The threads start with `start`, so that an interrupt during the construction leaves none behind.
     """
 
     def __init__(self, executor: Executor, on_end: Callable[[], None], chunks: Sequence[Chunk] = ()) -> None:
@@ -70,14 +69,18 @@ class Stream:
             for processor, idle in self._idle
             for worker in range(processor.workers)
         ]
-        executor.last_stream = self
-        try:
-            with nullcontext() if executor.cpus is None else running_on(executor.cpus):
-                for thread in self._threads:
-                    thread.start()
-        except BaseException:
-            self.close()
-            raise
+
+    def start(self) -> None:
+        """Start the threads. After an error, `close` ends those that have started.
+
+        Raises:
+            RuntimeError: the system has no more threads.
+        """
+        cpus = self.executor.cpus
+        self.executor.last_stream = self
+        with nullcontext() if cpus is None else running_on(cpus):
+            for thread in self._threads:
+                thread.start()
 
     @property
     def num_in_flight(self) -> int:
@@ -306,6 +309,7 @@ def _compute_in_stream(
     computed, events = list[Chunk](), list[list[TaskEvent]]()
     stream = Stream(executor, bell.ring, chunks)
     try:
+        stream.start()
         while stream.num_in_flight:
             bell.wait()
             for ended in stream.take_ended():

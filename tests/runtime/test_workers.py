@@ -342,6 +342,21 @@ def test_interrupt_reaches_the_caller_and_ends_the_threads(num_tokens: int, inte
     check_result(plan, executor.run(Request(tokens(num_tokens), state)), num_tokens)
 
 
+def test_interrupt_at_the_end_of_the_construction_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(Stream):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            raise KeyboardInterrupt
+
+    plan = make_plan()
+    executor, state = make_executor(plan), State(plan, CONTEXT)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("chunkrt.runtime.stream.Stream", Interrupted)
+        executor.run(Request(tokens(40), state))
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("chunkrt")] == []
+    check_result(plan, executor.run(Request(tokens(40), state)), 40)
+
+
 def test_run_after_a_second_interrupt_waits_for_running_tasks(
     interrupts: _Interrupts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,17 +373,19 @@ def test_run_after_a_second_interrupt_waits_for_running_tasks(
         elif name == "embedding" and tag == 0:
             log.append("second run started")
 
+    close, may_end = Stream.close, False
+
+    def let_go_and_close(stream: Stream) -> None:
+        if may_end:
+            left.set()
+        close(stream)
+
+    monkeypatch.setattr(Stream, "close", let_go_and_close)
     executor, state = make_executor(plan, before=interrupt), State(plan, CONTEXT)
     with pytest.raises(KeyboardInterrupt):
         executor.run(Request(tokens(40), state))
     assert log == ["first run started"]
-    close = Stream.close
-
-    def let_go_and_close(stream: Stream) -> None:
-        left.set()
-        close(stream)
-
-    monkeypatch.setattr(Stream, "close", let_go_and_close)
+    may_end = True
     check_result(plan, executor.run(Request(tokens(40), state)), 40)
     assert log == ["first run started", "first run ended", "second run started"]
 
