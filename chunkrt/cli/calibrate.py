@@ -10,9 +10,11 @@ from typing import Any
 import click
 import numpy as np
 
+from chunkrt.cli.calibration_files import opened_files, tokens_of_files
 from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option
 from chunkrt.cli.shared_options import QUANTISATION_FIELDS, engine_fields, verbose_option
-from chunkrt.compile.calibrate import DEFAULT_NUM_TOKENS, cached_calibration, calibration_tokens, shipped_text
+from chunkrt.compile.calibrate import cached_calibration
+from chunkrt.compile.calibration_tokens import DEFAULT_NUM_TOKENS
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.search import Choice, cached_choice
 from chunkrt.engine.options import EngineOptions
@@ -27,19 +29,35 @@ from chunkrt.quant.residual_scaling import ResidualScaling, residual_scaling
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME
 
 NUM_SHOWN = 5
+_FILE = click.Path(path_type=Path)
 
 
 @click.command(
     cls=GroupedCommand,
-    first="text_file method num_tokens scheme shadow budget outputs equalisation output as_json",
+    first="texts chats ids method num_tokens scheme shadow budget outputs equalisation output as_json",
 )
 @model_argument
 @option(
     "--text",
-    "text_file",
+    "texts",
     group="Measurement",
-    type=click.Path(path_type=Path),
-    help="UTF-8 text to measure on.  [default: a built-in text]",
+    multiple=True,
+    type=_FILE,
+    help="UTF-8 text to measure on. May be given several times.  [default: a built-in text]",
+)
+@option(
+    "--chats",
+    group="Measurement",
+    multiple=True,
+    type=_FILE,
+    help='Chats to measure on, as JSON lines {"messages": [...]}, in the model\'s chat template.',
+)
+@option(
+    "--ids",
+    group="Measurement",
+    multiple=True,
+    type=_FILE,
+    help="Token ids to measure on, as .npy or as lines of numbers or JSON lists. They need no tokenizer.",
 )
 @option(
     "--method",
@@ -55,7 +73,7 @@ NUM_SHOWN = 5
     "num_tokens",
     group="Measurement",
     type=int,
-    help=f"Number of tokens to use.  [default: up to {DEFAULT_NUM_TOKENS}]",
+    help=f"Number of tokens to use. Several files share them equally.  [default: up to {DEFAULT_NUM_TOKENS}]",
 )
 @option(
     "-o", "--output", group="Output", type=click.Path(path_type=Path), help="Write a copy of the result to this file."
@@ -65,7 +83,9 @@ NUM_SHOWN = 5
 @verbose_option
 def calibrate(
     model: str,
-    text_file: Path | None,
+    texts: tuple[Path, ...],
+    chats: tuple[Path, ...],
+    ids: tuple[Path, ...],
     method: Method,
     num_tokens: int | None,
     output: Path | None,
@@ -75,12 +95,12 @@ def calibrate(
     """Measure the activation ranges of MODEL: a catalogue name, a GGUF file, a Hugging Face folder or an ONNX decoder.
 
     Static schemes derive the grids of their activations from the ranges. For a model tuned for chat, the paragraphs of
-    the text become turns of a conversation. The result is cached; the default calibration is made when a static scheme
-    first needs it.
+    a text become turns of a conversation. Files are read only as far as --tokens needs. The result is cached; the
+    default calibration is made when a static scheme first needs it. A model without a tokenizer needs --ids.
 
     With --scheme w8a8 --shadow auto, or --scheme mixed, the command also searches a scheme within --budget, and prints
     the choice and its reasons. Other commands find the choice under the same options. Commands that use an NPU need
-    --outputs grid for w8a8 here. A calibration on your own text is passed to them as the file of -o.
+    --outputs grid for w8a8 here. A calibration on your own files is passed to them as the file of -o.
 
     If the residual stream comes near the largest float16, it is scaled by a power of two when a model is compiled under
     a static scheme; the command prints the power.
@@ -99,18 +119,17 @@ def calibrate(
             check_writable(output)
         except OSError as error:
             raise ConfigError(f"cannot write the calibration {output}: {error.strerror or error}") from error
-    text = _read(text_file) if text_file else shipped_text()
     recipe = choose_recipe(EngineOptions(npu="native", **quantisation), DEFAULT_NPU_SCHEME)
     if not recipe.scheme.is_static:
         raise ConfigError(f"the scheme {recipe.scheme.name!r} measures ranges at run time; choose a static scheme")
-    with ShownProgress() as progress:
+    with opened_files(texts, chats, ids) as files, ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
         planned = plan_checkpoint(checkpoint, {})
         calibration, path = cached_calibration(
             planned,
             checkpoint,
             model=model,
-            token_ids=calibration_tokens(planned, text, num_tokens),
+            token_ids=tokens_of_files(planned, files, num_tokens),
             method=method,
             equalisation=recipe.scheme.equalisation,
             is_rotated=recipe.scheme.is_rotated,
@@ -136,15 +155,6 @@ def calibrate(
     _print(summary, scaling)
     if recipe.search:
         click.echo("\n" + "\n".join(choice_lines(choice)) + f"\nsaved to {choice_path}")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"cannot read the text from {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the text in {path} is not UTF-8: {error}") from error
 
 
 def _summary(plan: Plan, calibration: Calibration, scaling: ResidualScaling, path: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from chunkrt.checkpoints.checkpoint import is_onnx, open_checkpoint, sampled_digest
 from chunkrt.checkpoints.source import BLOCK_TYPES, TensorSource, weights_digest
-from chunkrt.compile.calibrate import cached_calibration, calibration_tokens, shipped_text
+from chunkrt.compile.calibrate import cached_calibration
+from chunkrt.compile.calibration_tokens import calibration_tokens, shipped_text
 from chunkrt.compile.rounding import Rounded, round_linears
 from chunkrt.compile.search import cached_choice
 from chunkrt.engine_directory.figures import linears_by_weight_bits

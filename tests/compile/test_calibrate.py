@@ -23,15 +23,8 @@ from chunkrt.checkpoints.catalogue import find, pulled
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile import calibrate as calibration_module
-from chunkrt.compile.calibrate import (
-    DEFAULT_NUM_TOKENS,
-    WINDOW_LENGTH,
-    cached_calibration,
-    calibrate,
-    calibration_tokens,
-    shipped_text,
-    text_digest,
-)
+from chunkrt.compile.calibrate import WINDOW_LENGTH, cached_calibration, calibrate, text_digest
+from chunkrt.compile.calibration_tokens import DEFAULT_NUM_TOKENS, calibration_tokens, shipped_text
 from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.graph.plan import linear_nodes
