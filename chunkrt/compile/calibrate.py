@@ -29,7 +29,7 @@ from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.files import Count, cached_entry
 from chunkrt.graph.operators import find_operator
 from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, linear_nodes, resolve
-from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, Method, Range, num_hot_channels
+from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, Histogram, Method, Range, num_hot_channels
 from chunkrt.quant.equalisation import MOST_FOR_PRODUCTS, equalise
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.rotation import rotation
@@ -206,6 +206,7 @@ def calibrate(
         channel_peaks=observer.channel_peaks,
         shadowed_column_peaks=observer.shadowed_column_peaks,
         hot_channels=observer.hot_channels,
+        histograms=observer.histograms,
     )
 
 
@@ -260,6 +261,7 @@ class _Observer:
         self.channel_peaks: dict[str, Float32] = {}
         self.shadowed_column_peaks: dict[str, Float32] = {}
         self.hot_channels: dict[str, NDArray[np.int32]] = {}
+        self.histograms: dict[str, Histogram] = {}
         linears = linear_nodes(plan).values()
         self._method: Method = method
         self._inputs: dict[str, list[Float32]] = {node.inputs[0]: [] for node in linears}
@@ -302,6 +304,7 @@ class _Observer:
             if name in self._inputs:
                 self.limits[name], self.shadow_limits[name] = found.limit, found.quantile(1 - SHADOW_SHARE)
                 self.hot_channels[name] = self._hot_channels(name)
+                self.histograms[name] = found.histogram
         self._ranges.clear()
         for node in subgraph.nodes:
             if node.outputs[0] in self._outputs:

@@ -320,7 +320,7 @@ def test_older_format_requires_recalibration(planned, tmp_path, monkeypatch):
     monkeypatch.setattr("chunkrt.quant.calibration.FORMAT", 4)
     run(planned, TOKENS[:9]).save(tmp_path / "file.npz")
     monkeypatch.undo()
-    with pytest.raises(ModelError, match=r"its format is 4, expected 5.*run `chunkrt calibrate` again"):
+    with pytest.raises(ModelError, match=r"its format is 4, expected 6.*run `chunkrt calibrate` again"):
         Calibration.load(tmp_path / "file.npz")
 
 
