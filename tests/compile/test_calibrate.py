@@ -398,6 +398,22 @@ def test_lists_of_other_things_are_refused(planned, tmp_path, field):
             Calibration.load(tmp_path / "file.npz")
 
 
+def test_impossible_histograms_are_refused(planned, tmp_path):
+    made = run(planned, TOKENS[:9])
+    for wrong in (
+        lambda found: found[0],
+        lambda found: found[:, :0],
+        lambda found: found[:, ::-1],
+        lambda found: -found,
+        lambda found: found + 2**15,
+        lambda found: found * [[1], [0]],
+        lambda found: found.astype(np.float32),
+    ):
+        replace(made, histograms=first(made.histograms, wrong)).save(tmp_path / "file.npz")
+        with pytest.raises(ModelError, match=r"is not a calibration \(the histogram of"):
+            Calibration.load(tmp_path / "file.npz")
+
+
 @pytest.mark.parametrize("count", [2**53, 2**31, 2])
 def test_header_that_claims_another_size_is_damage_and_not_too_little_memory(planned, tmp_path, count):
     run(planned, TOKENS[:9]).save(tmp_path / "sound.npz")
