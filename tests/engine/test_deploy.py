@@ -126,7 +126,7 @@ def test_manifest_contains_versions_hashes_and_targets(deployed):
 
 
 def test_weights_are_stored_once_for_all_chunk_lengths(tmp_path):
-    """A further length adds contexts of other shapes and a line of the manifest, and nothing else."""
+    """A further length adds only contexts of other shapes and a line of the manifest."""
     one = compile_into(tmp_path / "one", chunk_lengths=(32,))
     two = compile_into(tmp_path / "two", chunk_lengths=(32, 128))
     first, second = files_of(tmp_path / "one"), files_of(tmp_path / "two")
