@@ -154,7 +154,13 @@ class Tree(EagerModule):
         Args:
             function: called with the name and the array, which is read-only. It returns None, or an array of the same
                 shape that all later operators read instead.
+
+        Raises:
+            ConfigError: the pattern matches no value of the plan.
         """
+        names = (name for name, tensor in self.plan.tensors.items() if tensor.kind == "value")
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"the hook's pattern {pattern!r} matches no value; `plan.tensors` has the names")
         self._hooks.append((pattern, function))
         try:
             yield

@@ -112,6 +112,7 @@ def test_wrong_calls_are_refused():
         (lambda: layer(hidden[0]), r"an input is float32 \[48\], expected"),
         (lambda: tree.model.embed_tokens([1, -1]), "the number -1, expected 0 or more"),
         (lambda: tree.model.embed_tokens([1, 128]), "cannot be computed from these arrays"),
+        (lambda: tree.hook("*.mlp.down.output", print).__enter__(), r"pattern '\*.mlp.down.output' matches no value"),
         (lambda: tree.state(0), "the state has 0 positions"),
         (lambda: tree.module("model.layers.9"), "has no module 'model.layers.9'"),
         (lambda: eager.load(checkpoint("llama_gqa"), context_length=0), "context_length is 0"),

@@ -36,7 +36,7 @@ _FILE = click.Path(path_type=Path)
 
 @click.command(
     cls=GroupedCommand,
-    first="texts chats ids method num_tokens scheme shadow budget outputs equalisation output is_merge as_json",
+    first="texts chats ids method num_tokens scheme shadow output is_merge as_json",
 )
 @model_argument
 @click.argument("further", metavar="", nargs=-1)
@@ -86,7 +86,7 @@ _FILE = click.Path(path_type=Path)
     "is_merge",
     group="Output",
     is_flag=True,
-    help="Merge calibrations of one model instead: calibrate --merge A.npz B.npz -o OUT.npz",
+    help="Merge the calibrations of one model that are given in place of MODEL, e.g. A.npz B.npz, into the file of -o.",
 )
 @json_option("Print the summary as JSON.")
 @engine_fields(*QUANTISATION_FIELDS)
