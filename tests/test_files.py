@@ -143,6 +143,7 @@ def save_a_calibration(path):
         is_rotated=False,
         folding=Folding(),
         hot_channels={},
+        histograms={},
         **arrays,
     ).save(path)
 

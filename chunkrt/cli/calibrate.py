@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+from click.core import ParameterSource
 
+from chunkrt.cli.calibration_files import opened_files, tokens_of_files
 from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option
 from chunkrt.cli.shared_options import QUANTISATION_FIELDS, engine_fields, verbose_option
-from chunkrt.compile.calibrate import DEFAULT_NUM_TOKENS, cached_calibration, calibration_tokens, shipped_text
+from chunkrt.compile.calibrate import cached_calibration
+from chunkrt.compile.calibration_tokens import DEFAULT_NUM_TOKENS
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.compile.search import Choice, cached_choice
 from chunkrt.engine.options import EngineOptions
@@ -23,23 +26,41 @@ from chunkrt.files import check_writable
 from chunkrt.graph.plan import Node, Plan, linear_nodes
 from chunkrt.progress import ShownProgress
 from chunkrt.quant.calibration import METHODS, Calibration, Method
+from chunkrt.quant.merging import merge
 from chunkrt.quant.residual_scaling import ResidualScaling, residual_scaling
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME
 
 NUM_SHOWN = 5
+_FILE = click.Path(path_type=Path)
 
 
 @click.command(
     cls=GroupedCommand,
-    first="text_file method num_tokens scheme shadow budget outputs equalisation output as_json",
+    first="texts chats ids method num_tokens scheme shadow output is_merge as_json",
 )
 @model_argument
+@click.argument("further", metavar="", nargs=-1)
 @option(
     "--text",
-    "text_file",
+    "texts",
     group="Measurement",
-    type=click.Path(path_type=Path),
-    help="UTF-8 text to measure on.  [default: a built-in text]",
+    multiple=True,
+    type=_FILE,
+    help="UTF-8 text to measure on. May be given several times.  [default: a built-in text]",
+)
+@option(
+    "--chats",
+    group="Measurement",
+    multiple=True,
+    type=_FILE,
+    help='Chats to measure on, as JSON lines {"messages": [...]}, in the model\'s chat template.',
+)
+@option(
+    "--ids",
+    group="Measurement",
+    multiple=True,
+    type=_FILE,
+    help="Token ids to measure on, as .npy or as lines of numbers or JSON lists. They need no tokenizer.",
 )
 @option(
     "--method",
@@ -55,17 +76,28 @@ NUM_SHOWN = 5
     "num_tokens",
     group="Measurement",
     type=int,
-    help=f"Number of tokens to use.  [default: up to {DEFAULT_NUM_TOKENS}]",
+    help=f"Number of tokens to use. Several files share them equally.  [default: up to {DEFAULT_NUM_TOKENS}]",
 )
 @option(
     "-o", "--output", group="Output", type=click.Path(path_type=Path), help="Write a copy of the result to this file."
+)
+@option(
+    "--merge",
+    "is_merge",
+    group="Output",
+    is_flag=True,
+    help="Merge the calibrations of one model that are given in place of MODEL, e.g. A.npz B.npz, into the file of -o.",
 )
 @json_option("Print the summary as JSON.")
 @engine_fields(*QUANTISATION_FIELDS)
 @verbose_option
 def calibrate(
     model: str,
-    text_file: Path | None,
+    further: tuple[str, ...],
+    is_merge: bool,
+    texts: tuple[Path, ...],
+    chats: tuple[Path, ...],
+    ids: tuple[Path, ...],
     method: Method,
     num_tokens: int | None,
     output: Path | None,
@@ -75,19 +107,30 @@ def calibrate(
     """Measure the activation ranges of MODEL: a catalogue name, a GGUF file, a Hugging Face folder or an ONNX decoder.
 
     Static schemes derive the grids of their activations from the ranges. For a model tuned for chat, the paragraphs of
-    the text become turns of a conversation. The result is cached; the default calibration is made when a static scheme
-    first needs it.
+    a text become turns of a conversation. Files are read only as far as --tokens needs. The result is cached; the
+    default calibration is made when a static scheme first needs it. A model without a tokenizer needs --ids.
 
     With --scheme w8a8 --shadow auto, or --scheme mixed, the command also searches a scheme within --budget, and prints
     the choice and its reasons. Other commands find the choice under the same options. Commands that use an NPU need
-    --outputs grid for w8a8 here. A calibration on your own text is passed to them as the file of -o.
+    --outputs grid for w8a8 here. A calibration on your own files is passed to them as the file of -o.
 
     If the residual stream comes near the largest float16, it is scaled by a power of two when a model is compiled under
     a static scheme; the command prints the power.
 
+    --merge combines calibrations that were made with the same options on different files, also on different machines.
+    The ranges are those of one calibration on all files.
+
     percentile is for models without massive values. Many decoders keep single values of thousands of times the median,
     and stop working if these are clipped.
     """
+    if is_merge:
+        _refuse_other_options()
+        _merge([Path(model), *map(Path, further)], output, as_json=as_json)
+        return
+    if further:
+        raise click.UsageError(
+            f"MODEL is {model!r}, and {further[0]!r} is a second argument; give one model, or --merge for calibrations"
+        )
     if num_tokens is not None and num_tokens < 1:
         raise ConfigError(f"--tokens is {num_tokens}, expected at least 1")
     if is_engine_directory(Path(model)):
@@ -95,22 +138,18 @@ def calibrate(
     if quantisation["calibration"]:
         raise ConfigError("this command makes a calibration; omit --calibration")
     if output:
-        try:
-            check_writable(output)
-        except OSError as error:
-            raise ConfigError(f"cannot write the calibration {output}: {error.strerror or error}") from error
-    text = _read(text_file) if text_file else shipped_text()
+        _check_writable(output)
     recipe = choose_recipe(EngineOptions(npu="native", **quantisation), DEFAULT_NPU_SCHEME)
     if not recipe.scheme.is_static:
         raise ConfigError(f"the scheme {recipe.scheme.name!r} measures ranges at run time; choose a static scheme")
-    with ShownProgress() as progress:
+    with opened_files(texts, chats, ids) as files, ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
         planned = plan_checkpoint(checkpoint, {})
         calibration, path = cached_calibration(
             planned,
             checkpoint,
             model=model,
-            token_ids=calibration_tokens(planned, text, num_tokens),
+            token_ids=tokens_of_files(planned, files, num_tokens),
             method=method,
             equalisation=recipe.scheme.equalisation,
             is_rotated=recipe.scheme.is_rotated,
@@ -138,28 +177,63 @@ def calibrate(
         click.echo("\n" + "\n".join(choice_lines(choice)) + f"\nsaved to {choice_path}")
 
 
-def _read(path: Path) -> str:
+def _check_writable(output: Path) -> None:
     try:
-        return path.read_text("utf-8-sig")
+        check_writable(output)
     except OSError as error:
-        raise ConfigError(f"cannot read the text from {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the text in {path} is not UTF-8: {error}") from error
+        raise ConfigError(f"cannot write the calibration {output}: {error.strerror or error}") from error
 
 
-def _summary(plan: Plan, calibration: Calibration, scaling: ResidualScaling, path: Path) -> dict[str, Any]:
+_OF_MERGE = ("model", "further", "is_merge", "output", "as_json", "verbose")
+
+
+def _refuse_other_options() -> None:
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is ParameterSource.COMMANDLINE and parameter.name not in _OF_MERGE:
+            raise ConfigError(f"{parameter.opts[-1]} has no effect with --merge; omit it")
+
+
+def _merge(paths: Sequence[Path], output: Path | None, *, as_json: bool) -> None:
+    """Write the merged calibration of files, and print its summary."""
+    if output is None:
+        raise ConfigError("--merge needs a file to write; give it with -o FILE")
+    if len(set(paths)) < len(paths) or len(paths) < 2:
+        raise ConfigError(f"--merge got {' '.join(map(str, paths))}, expected at least two different files")
+    _check_writable(output)
+    found = {str(path): Calibration.load(path) for path in paths}
+    merged = merge(found)
+    merged.save(output)
+    summary = _measurements(merged, output)
+    summary["merged"] = [{"path": name, "tokens": each.token_ids.size} for name, each in found.items()]
+    if as_json:
+        click.echo(json.dumps(summary, indent=1, ensure_ascii=False))
+        return
+    for row in summary["merged"]:
+        click.echo(f"{row['path']}: {row['tokens']} tokens")
+    _print_measurements(summary)
+    click.echo(f"saved to {output}")
+
+
+def _measurements(calibration: Calibration, path: Path) -> dict[str, Any]:
     widest = max(calibration.peaks, key=lambda name: calibration.peaks[name])
-    linears = [_linear(weight, node, calibration) for weight, node in linear_nodes(plan).items()]
-    linears.sort(key=lambda row: row["ratio"] or 0, reverse=True)
     return {
         "model": calibration.model,
         "method": calibration.method,
         "tokens": calibration.token_ids.size,
         "values": len(calibration.peaks),
         "widest": {"name": widest, "peak": calibration.peaks[widest]},
+        "path": str(path),
+    }
+
+
+def _summary(plan: Plan, calibration: Calibration, scaling: ResidualScaling, path: Path) -> dict[str, Any]:
+    linears = [_linear(weight, node, calibration) for weight, node in linear_nodes(plan).items()]
+    linears.sort(key=lambda row: row["ratio"] or 0, reverse=True)
+    return _measurements(calibration, path) | {
         "residual_stream": {"peak": scaling.peak, "exponent": scaling.exponent, "obstacle": scaling.obstacle or None},
         "most_uneven": linears[:NUM_SHOWN],
-        "path": str(path),
     }
 
 
@@ -176,13 +250,17 @@ def _linear(weight: str, node: Node, calibration: Calibration) -> dict[str, Any]
     }
 
 
-def _print(summary: dict[str, Any], scaling: ResidualScaling) -> None:
+def _print_measurements(summary: dict[str, Any]) -> None:
     widest = summary["widest"]
     click.echo(
         f"{summary['tokens']} tokens, {summary['values']} values, limits by {summary['method']}\n"
-        f"widest: {widest['name']}, {widest['peak']:.5g} (float16 ends at 65504)\n"
-        f"{scaling}\n"
+        f"widest: {widest['name']}, {widest['peak']:.5g} (float16 ends at 65504)"
     )
+
+
+def _print(summary: dict[str, Any], scaling: ResidualScaling) -> None:
+    _print_measurements(summary)
+    click.echo(f"{scaling}\n")
     rows = [("linear layers with the most uneven outputs", "input", "8-bit limit", "largest column", "median", "ratio")]
     for row in summary["most_uneven"]:
         numbers = (row[key] for key in ("input", "input_limit", "largest_column", "median_column", "ratio"))

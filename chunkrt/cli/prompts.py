@@ -113,7 +113,7 @@ def read_messages(file: str) -> tuple[Message, ...]:
     """
     text = read_text(file)
     try:
-        return _messages(parse_json(text))
+        return check_messages(parse_json(text))
     except ValueError as error:
         raise ConfigError(f"the messages in {file} are not JSON: {error}") from error
     except ConfigError as error:
@@ -154,13 +154,13 @@ def _prompt(value: Any) -> Prompt:
     if not isinstance(prefill_answer, str):
         raise ConfigError(f'"prefill_answer" is {prefill_answer!r}, expected a text')
     if "messages" in value:
-        return Prompt(messages=_messages(value["messages"]), prefill_answer=prefill_answer, name=name)
+        return Prompt(messages=check_messages(value["messages"]), prefill_answer=prefill_answer, name=name)
     if not isinstance(value["prompt"], str) or not value["prompt"].strip():
         raise ConfigError(f'"prompt" is {value["prompt"]!r}, expected a text that is not empty')
     return Prompt(text=value["prompt"], prefill_answer=prefill_answer, name=name)
 
 
-def _messages(value: Any) -> tuple[Message, ...]:
+def check_messages(value: Any) -> tuple[Message, ...]:
     if isinstance(value, dict):
         value = value.get("messages")
     if not isinstance(value, list) or not value:

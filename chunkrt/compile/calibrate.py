@@ -14,7 +14,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +23,16 @@ from numpy.typing import NDArray
 from chunkrt.backends.function_executable import read_only
 from chunkrt.checkpoints import catalogue
 from chunkrt.checkpoints.source import weights_digest
+from chunkrt.compile.calibration_tokens import TokenIds, calibration_tokens, check_vocabulary, shipped_text
 from chunkrt.engine_directory.content import cache_key, keyed_path
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.files import Count, cached_entry
 from chunkrt.graph.operators import find_operator
 from chunkrt.graph.plan import DOMAIN, Node, Plan, Subgraph, linear_nodes, resolve
-from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, Method, Range, num_hot_channels
+from chunkrt.quant.calibration import FORMAT, SHADOW_SHARE, Calibration, Histogram, Method, Range, num_hot_channels
 from chunkrt.quant.equalisation import MOST_FOR_PRODUCTS, equalise
 from chunkrt.quant.folding import Folding
 from chunkrt.quant.rotation import rotation
-from chunkrt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from chunkrt.graph.partition import Planned
@@ -47,7 +46,6 @@ from chunkrt.errors import BackendError, ChunkrtError, PartitionError
 from chunkrt.graph.uses import Use, use_of
 
 Float32 = NDArray[np.float32]
-TokenIds = NDArray[np.int64]
 Values = Mapping[str, Any]
 RunNode = Callable[[Node, Values], Any]
 """A function that evaluates one operator from all values computed so far, and returns its output or a tuple of
@@ -58,8 +56,6 @@ log = logging.getLogger(__name__)
 
 WINDOW_LENGTH = 512
 """Number of tokens in a window. Tokens attend only within their window, which starts at position 0."""
-
-DEFAULT_NUM_TOKENS = 2048
 
 
 def cached_calibration(
@@ -150,43 +146,6 @@ def _load_finite(planned: Planned, name: str) -> Float32:
     return values
 
 
-def shipped_text() -> str:
-    """Return the calibration text that is part of chunkrt."""
-    return resources.files("chunkrt").joinpath("calibration_text.txt").read_text("utf-8")
-
-
-def calibration_tokens(planned: Planned, text: str, num_tokens: int | None) -> TokenIds:
-    """Return the first tokens of a text, int64 [n].
-
-    For a model that was tuned for chat, the text's paragraphs become the turns of a conversation, because the tokens
-    between turns cause larger values than words do.
-
-    Raises:
-        ConfigError: the text is empty, or has fewer tokens than requested.
-        ModelError: the checkpoint has no tokenizer.
-    """
-    if num_tokens is not None and num_tokens < 1:
-        raise ConfigError(f"the number of calibration tokens is {num_tokens}, expected at least 1")
-    if not (paragraphs := [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]):
-        raise ConfigError("the calibration text is empty")
-    if not (tokenizer := Tokenizer.from_source(planned.source)):
-        raise ModelError(f"{planned.source.path} has no tokenizer, which calibration needs; add its tokenizer.json")
-    found = _conversation(tokenizer, paragraphs) or tokenizer.encode(text, add_special=True, parse_special=False)
-    if num_tokens is not None and len(found) < num_tokens:
-        raise ConfigError(f"the calibration text has {len(found)} tokens, fewer than the requested {num_tokens}")
-    return np.array(found[: num_tokens or DEFAULT_NUM_TOKENS], np.int64)
-
-
-def _conversation(tokenizer: Tokenizer, paragraphs: list[str]) -> list[int]:
-    """Return the tokens of alternating turns of a user and an assistant; empty if the model has no chat template."""
-    turns = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(paragraphs)]
-    try:
-        return tokenizer.encode_chat(turns, add_generation_prompt=False) if tokenizer.has_chat_template else []
-    except ModelError as error:
-        log.warning("calibrating on plain text: %s", error)
-        return []
-
-
 def text_digest(token_ids: TokenIds) -> str:
     """Return the SHA-256 of a text's tokens, in hexadecimal."""
     return hashlib.sha256(token_ids.astype("<i8").tobytes()).hexdigest()
@@ -218,8 +177,7 @@ def calibrate(
     """
     if not token_ids.size:
         raise ConfigError("the calibration text has no tokens; use a longer text")
-    if token_ids.max() >= plan.vocab_size:
-        raise ConfigError(f"token id {token_ids.max()} is outside the vocabulary of {plan.vocab_size}")
+    check_vocabulary(token_ids, plan.vocab_size)
     length = min(WINDOW_LENGTH, plan.context_length)
     parts = (token_ids[start : start + length] for start in range(0, token_ids.size, length))
     windows: list[Values] = [first_values(part, np.arange(part.size)) for part in parts]
@@ -248,6 +206,7 @@ def calibrate(
         channel_peaks=observer.channel_peaks,
         shadowed_column_peaks=observer.shadowed_column_peaks,
         hot_channels=observer.hot_channels,
+        histograms=observer.histograms,
     )
 
 
@@ -302,6 +261,7 @@ class _Observer:
         self.channel_peaks: dict[str, Float32] = {}
         self.shadowed_column_peaks: dict[str, Float32] = {}
         self.hot_channels: dict[str, NDArray[np.int32]] = {}
+        self.histograms: dict[str, Histogram] = {}
         linears = linear_nodes(plan).values()
         self._method: Method = method
         self._inputs: dict[str, list[Float32]] = {node.inputs[0]: [] for node in linears}
@@ -344,6 +304,7 @@ class _Observer:
             if name in self._inputs:
                 self.limits[name], self.shadow_limits[name] = found.limit, found.quantile(1 - SHADOW_SHARE)
                 self.hot_channels[name] = self._hot_channels(name)
+                self.histograms[name] = found.histogram
         self._ranges.clear()
         for node in subgraph.nodes:
             if node.outputs[0] in self._outputs:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from chunkrt.checkpoints.checkpoint import is_onnx, open_checkpoint, sampled_digest
 from chunkrt.checkpoints.source import BLOCK_TYPES, TensorSource, weights_digest
-from chunkrt.compile.calibrate import cached_calibration, calibration_tokens, shipped_text
+from chunkrt.compile.calibrate import cached_calibration
+from chunkrt.compile.calibration_tokens import TokenIds, calibration_tokens, shipped_text
 from chunkrt.compile.rounding import Rounded, round_linears
 from chunkrt.compile.search import cached_choice
 from chunkrt.engine_directory.figures import linears_by_weight_bits
@@ -31,7 +32,7 @@ from chunkrt.graph.partition import Planned, plan_decoder
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks, linear_weights
 from chunkrt.onnx.importing import OnnxSource, import_decoder, verify
-from chunkrt.quant.calibration import Calibration
+from chunkrt.quant.calibration import Calibration, Method
 from chunkrt.quant.residual_scaling import residual_scaling
 from chunkrt.quant.rotation import can_rotate
 from chunkrt.quant.scheme import Recipe, Scheme, check_scheme_of_ranks
@@ -135,7 +136,8 @@ def prepare_checkpoint(
     Args:
         recipe: a scheme; or a search for one, on the calibration's text.
         calibration: for a static scheme; by default a calibration is made from the text that is part of chunkrt. If the
-            calibration was made for another equalisation or rotation, its text is used to recalibrate.
+            calibration was made for another equalisation or rotation, or is merged and the scheme has shadows, its text
+            is used to recalibrate.
         ranks: the rank that the engine directory is for.
         progress: called with (step, done, total).
 
@@ -236,17 +238,23 @@ def calibrate_scheme(
                 f"{calibration} was made for {ranges.model} with other weights than those of {checkpoint}; run "
                 "`chunkrt calibrate` on these"
             )
-    if ranges is None or (ranges.equalisation, ranges.is_rotated) != (scheme.equalisation, scheme.is_rotated):
-        ranges, _ = cached_calibration(
+    token_ids: TokenIds | None = ranges.token_ids if ranges else None
+    method: Method = ranges.method if ranges else "mse"
+
+    def measure() -> Calibration:
+        return cached_calibration(
             planned,
             checkpoint,
             model=model,
-            token_ids=ranges.token_ids if ranges else None,
-            method=ranges.method if ranges else "mse",
+            token_ids=token_ids,
+            method=method,
             equalisation=scheme.equalisation,
             is_rotated=scheme.is_rotated,
             progress=lambda done, total: progress("calibrating", done, total),
-        )
+        )[0]
+
+    if ranges is None or (ranges.equalisation, ranges.is_rotated) != (scheme.equalisation, scheme.is_rotated):
+        ranges = measure()
     if recipe.search:
         choice, _ = cached_choice(
             planned,
@@ -256,6 +264,8 @@ def calibrate_scheme(
             progress=lambda done, total: progress("choosing schemes", done, total),
         )
         scheme = choice.scheme
+    if not ranges.has_shadows and any(map(scheme.is_shadowed, linear_weights(planned.plan))):
+        ranges = measure()
     return scheme, ranges
 
 

@@ -16,12 +16,12 @@ from chunkrt.checkpoints.source import BlockTensor
 from chunkrt.compile.calibrate import (
     WINDOW_LENGTH,
     Float32,
-    TokenIds,
     first_values,
     live_after,
     run_node,
     values_beside,
 )
+from chunkrt.compile.calibration_tokens import TokenIds
 from chunkrt.files import Count
 from chunkrt.graph.plan import Node, Plan
 from chunkrt.quant.arithmetic import Integers, quantize_linear

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -289,7 +289,7 @@ def _subgraph(
     """
     made = {value.name for node in group for value in node.outputs}
     read = Counter(v.name or "" for node in group for v in node.inputs if v is not None)
-    nodes = tuple(_node(node, updates) for node in group)
+    nodes = tuple(plan_node(node, updates) for node in group)
     shared = read_only_caches(nodes)
     return Subgraph(
         name=name,
@@ -305,8 +305,13 @@ def _subgraph(
     )
 
 
-def _node(node: ir.Node, updates: set[str]) -> Node:
-    outputs = [value for value in node.outputs if value.name not in updates]  # new states are not values of the plan
+def plan_node(node: ir.Node, updates: Collection[str]) -> Node:
+    """Return a traced node as a node of a plan.
+
+    Args:
+        updates: names of the new contents of states, which are not values of a plan.
+    """
+    outputs = [value for value in node.outputs if value.name not in updates]
     return Node(
         name=node.name or "",
         op=node.op_type,

@@ -49,6 +49,8 @@ VALUES_AT_ONCE = 1 << 17
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
+Histogram = NDArray[np.int64]
+"""Indices of bins, ascending, and the number of magnitudes in each, int64 [2, n]."""
 
 
 class Range:
@@ -68,6 +70,22 @@ class Range:
         self.largest = np.float32(0)
         self._counts = np.zeros(NUM_BINS, np.int64) if counts else None
         self._method = method
+
+    @staticmethod
+    def of(method: Method, largest: float, histogram: Histogram) -> Range:
+        """Return the range with a largest magnitude and a result of `histogram`."""
+        found = Range(method)
+        assert found._counts is not None
+        found.largest = np.float32(largest)
+        found._counts[histogram[0]] = histogram[1]
+        return found
+
+    @property
+    def histogram(self) -> Histogram:
+        """Bins that are not empty, ascending, and their numbers of magnitudes."""
+        assert self._counts is not None
+        bins = self._counts.nonzero()[0]
+        return np.stack([bins, self._counts[bins]]).astype(np.int64)
 
     def update(self, values: Float32) -> None:
         """Add values, float32 [T, N]."""
@@ -118,7 +136,7 @@ def _integral(x: Float64, step: float) -> Float64:
     return integral
 
 
-FORMAT = 5
+FORMAT = 6
 NUMBERS = ("peaks", "limits", "shadow_limits")
 BY_NAME = ("column_peaks", "channel_peaks", "shadowed_column_peaks", "hot_channels")
 """Names of a calibration's fields that hold a number for each name, and of those that hold an array for each name."""
@@ -147,8 +165,10 @@ class Calibration:
     limits: for every linear's input, the limit of an 8-bit grid: the peak or, depending on the method, a smaller value.
     column_peaks: float32 [N], for every linear's output: the largest magnitude of each column.
     channel_peaks: float32 [K], for every linear's input: the largest magnitude of each channel.
+    histograms: for every linear's input, the magnitudes that determine its limits; empty if the values were scaled.
 
-    These attributes are for linears that get a shadow, which multiplies the part of the input that exceeds the grid:
+    These attributes are for linears that get a shadow, which multiplies the part of the input that exceeds the grid;
+    the last two are empty in a merged calibration:
     shadow_limits: the limit of the input's 8-bit grid, by the input's name. shadowed_column_peaks: like column_peaks,
     for the product of the part of the input within the grid. hot_channels: int32 [num_hot_channels(K)], ascending: the
     input's channels that exceed the grid most often.
@@ -168,6 +188,12 @@ class Calibration:
     shadow_limits: Mapping[str, float]
     shadowed_column_peaks: Mapping[str, NDArray[np.float32]]
     hot_channels: Mapping[str, NDArray[np.int32]]
+    histograms: Mapping[str, Histogram]
+
+    @property
+    def has_shadows(self) -> bool:
+        """True if the calibration holds the measurements for linears with shadows."""
+        return bool(self.hot_channels)
 
     def save(self, path: Path) -> None:
         """Write a NumPy .npz archive to a temporary name, then rename it. Raises ModelError if writing fails."""
@@ -175,6 +201,7 @@ class Calibration:
         names: dict[str, list[str]] = {}
         arrays = {f"{field}/{name}": array for field in BY_NAME for name, array in getattr(self, field).items()}
         arrays |= {f"folding/{name}": array for name, array in self.folding.arrays().items()}
+        arrays |= {f"histograms/{name}": histogram for name, histogram in self.histograms.items()}
         arrays["token_ids"] = self.token_ids
         for field in NUMBERS:
             by_name: Mapping[str, float] = getattr(self, field)
@@ -220,7 +247,7 @@ class Calibration:
                     }
 
                 fields: dict[str, Any] = {field: numbers(field) for field in NUMBERS}
-                fields |= {field: arrays(field) for field in BY_NAME}
+                fields |= {field: arrays(field) for field in (*BY_NAME, "histograms")}
                 folding = Folding.from_arrays(arrays("folding"))
                 calibration = Calibration(**about, **fields, token_ids=archive["token_ids"], folding=folding)
                 calibration._check()
@@ -248,6 +275,12 @@ class Calibration:
                 kind = "i" if field == "hot_channels" else "f"
                 if array.ndim != 1 or array.dtype.kind != kind or not (np.isfinite(array) & (array >= 0)).all():
                     raise ValueError(f"{field} of {name!r} are not a list of finite numbers, 0 or more")
+        for name, histogram in self.histograms.items():
+            if histogram.ndim != 2 or len(histogram) != 2 or histogram.dtype != np.int64 or not histogram.size:
+                raise ValueError(f"the histogram of {name!r} is {histogram.dtype} {list(histogram.shape)}")
+            bins, counts = histogram
+            if bins[0] < 0 or bins[-1] >= len(_STARTS) or (np.diff(bins) <= 0).any() or (counts <= 0).any():
+                raise ValueError(f"the histogram of {name!r} has impossible bins or counts")
         if self.token_ids.ndim != 1 or self.token_ids.dtype != np.int64:
             raise ValueError(f"its tokens are {self.token_ids.dtype} {list(self.token_ids.shape)}")
 

@@ -108,6 +108,7 @@ class ResidualScaling:
             column_peaks=_times(calibration.column_peaks, self.values, factor),
             channel_peaks=_times(calibration.channel_peaks, self.values, factor),
             shadowed_column_peaks=_times(calibration.shadowed_column_peaks, self.values, factor),
+            histograms={},
         )
 
 

@@ -197,7 +197,7 @@ LINES = [
     (("compile", GGUF, "-o", "out", "--soc", "SM8650", "--chunk", "0"), "--chunk is '0', expected numbers of at least"),
     (("compile", GGUF, "-o", "out", "--chunk", "8"), "name its SoC with --soc"),
     (("compile", GGUF, "-o", GGUF.parent), "exists already; choose another folder, or delete it"),
-    (("compile", FOLDER, "-o", "out", "--scheme", "w8a16"), "has no tokenizer, which calibration needs"),
+    (("compile", FOLDER, "-o", "out", "--scheme", "w8a16"), "--ids FILE -o ranges.npz` and set --calibration to"),
     (("compile", "smollm2", "-o", "out"), "no model is called 'smollm2'"),
     (("pull", "smollm"), "no model is called 'smollm'; did you mean smollm2-135m-instruct?"),
 ]

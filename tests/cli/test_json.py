@@ -29,6 +29,7 @@ WAYS = {
     "plan": ([GGUF], [GGUF, "--scheme", "w8a16"]),
     "ops": ([GGUF],),
     "calibrate": ([GGUF, "--tokens", 64], [GGUF, "--tokens", 128, "--scheme", "w8a8", "--shadow", "auto"]),
+    "calibrate --merge": (["--merge", "{folder}/64.npz", "{folder}/32.npz", "-o", "{folder}/merged.npz"],),
     "eval": ([GGUF, "--text", "{text}", "--window", 16, "--windows", 2, "--base", "w8a8-dynamic"],),
     "fit": ([GGUF, "--soc", "8gen3"], [GGUF, "--soc", "8gen3", "--ram", "0.0001"]),
     "simulate": (["qwen1.5-1.8b", "--device", "8gen3", "-p", 32, "--chunk", 32],),
@@ -70,6 +71,10 @@ def printed(command, name, places):
         assert command("run", GGUF, "-p", "hello", "-n", 2, "--trace", places["trace"]).status == 0
     if option == "--remove":
         assert command("run", GGUF, "-p", "hello", "-n", 1).status == 0
+    if option == "--merge":
+        for num_tokens in (64, 32):
+            path = places["folder"] / f"{num_tokens}.npz"
+            assert command("calibrate", GGUF, "--tokens", num_tokens, "-o", path).status == 0
     for arguments in WAYS[name]:
         finished = command(what, *(str(a).format(**places) for a in arguments), "--json")
         assert finished.status in (0, 3), finished.err

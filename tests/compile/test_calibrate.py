@@ -23,15 +23,8 @@ from chunkrt.checkpoints.catalogue import find, pulled
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile import calibrate as calibration_module
-from chunkrt.compile.calibrate import (
-    DEFAULT_NUM_TOKENS,
-    WINDOW_LENGTH,
-    cached_calibration,
-    calibrate,
-    calibration_tokens,
-    shipped_text,
-    text_digest,
-)
+from chunkrt.compile.calibrate import WINDOW_LENGTH, cached_calibration, calibrate, text_digest
+from chunkrt.compile.calibration_tokens import DEFAULT_NUM_TOKENS, calibration_tokens, shipped_text
 from chunkrt.compile.compiler import compile_checkpoint, plan_checkpoint
 from chunkrt.errors import ConfigError, ModelError, QuantizationError
 from chunkrt.graph.plan import linear_nodes
@@ -327,7 +320,7 @@ def test_older_format_requires_recalibration(planned, tmp_path, monkeypatch):
     monkeypatch.setattr("chunkrt.quant.calibration.FORMAT", 4)
     run(planned, TOKENS[:9]).save(tmp_path / "file.npz")
     monkeypatch.undo()
-    with pytest.raises(ModelError, match=r"its format is 4, expected 5.*run `chunkrt calibrate` again"):
+    with pytest.raises(ModelError, match=r"its format is 4, expected 6.*run `chunkrt calibrate` again"):
         Calibration.load(tmp_path / "file.npz")
 
 
@@ -402,6 +395,22 @@ def test_lists_of_other_things_are_refused(planned, tmp_path, field):
     for wrong in (lambda array: -1 - array, lambda array: array[None], lambda array: array.astype(str)):
         replace(made, **{field: first(getattr(made, field), wrong)}).save(tmp_path / "file.npz")
         with pytest.raises(ModelError, match=f"is not a calibration \\({field} of"):
+            Calibration.load(tmp_path / "file.npz")
+
+
+def test_impossible_histograms_are_refused(planned, tmp_path):
+    made = run(planned, TOKENS[:9])
+    for wrong in (
+        lambda found: found[0],
+        lambda found: found[:, :0],
+        lambda found: found[:, ::-1],
+        lambda found: -found,
+        lambda found: found + 2**15,
+        lambda found: found * [[1], [0]],
+        lambda found: found.astype(np.float32),
+    ):
+        replace(made, histograms=first(made.histograms, wrong)).save(tmp_path / "file.npz")
+        with pytest.raises(ModelError, match=r"is not a calibration \(the histogram of"):
             Calibration.load(tmp_path / "file.npz")
 
 

@@ -125,6 +125,20 @@ def test_manifest_contains_versions_hashes_and_targets(deployed):
     }
 
 
+def test_weights_are_stored_once_for_all_chunk_lengths(tmp_path):
+    """A further length adds only contexts of other shapes and a line of the manifest."""
+    one = compile_into(tmp_path / "one", chunk_lengths=(32,))
+    two = compile_into(tmp_path / "two", chunk_lengths=(32, 128))
+    first, second = files_of(tmp_path / "one"), files_of(tmp_path / "two")
+    added = {name for name in second if name not in first}
+    assert {name: digest for name, digest in second.items() if name not in added | {"engine.json"}} == {
+        name: digest for name, digest in first.items() if name != "engine.json"
+    }
+    assert {name.split("-")[2] for name in added} == {"r128"}
+    size = (tmp_path / "two" / "engine.json").stat().st_size - (tmp_path / "one" / "engine.json").stat().st_size
+    assert two["bytes"] - one["bytes"] == size + sum((tmp_path / "two" / name).stat().st_size for name in added)
+
+
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("soc", "chunk"), COMPILED_FOR)
 def test_engine_directory_equals_the_checkpoint_and_compiles_nothing(device, tmp_path, soc, chunk):

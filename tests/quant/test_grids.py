@@ -67,6 +67,7 @@ SEEN = Calibration(
     channel_peaks={"x": np.array([32639 / 64, 1.0], np.float32)},
     shadowed_column_peaks={"y": np.array([12.7, 0.0, 1.27], np.float32)},
     hot_channels={"x": np.array([0], np.int32)},
+    histograms={},
 )
 
 FINE = np.full(3, 1e-9, np.float32)
