@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Event, Lock
 
 import numpy as np
@@ -27,8 +27,9 @@ from fake_backend import (
 
 from chunkrt.errors import BackendError, ClosedError, ConfigError, DeviceLostError
 from chunkrt.graph.plan import Plan
+from chunkrt.runtime.executor import Executor
 from chunkrt.runtime.policy import POLICIES, Policy, ScheduleView, find_policy
-from chunkrt.runtime.request import Request
+from chunkrt.runtime.request import Chunk, Request
 from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state import State
 from chunkrt.runtime.stream import Stream
@@ -344,15 +345,16 @@ def test_interrupt_reaches_the_caller_and_ends_the_threads(num_tokens: int, inte
 
 def test_interrupt_at_the_end_of_the_construction_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(Stream):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, executor: Executor, on_end: Callable[[], None], chunks: Sequence[Chunk]) -> None:
+            super().__init__(executor, on_end, chunks)
             raise KeyboardInterrupt
 
     plan = make_plan()
     executor, state = make_executor(plan), State(plan, CONTEXT)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr("chunkrt.runtime.stream.Stream", Interrupted)
-        executor.run(Request(tokens(40), state))
+        with pytest.raises(KeyboardInterrupt):
+            executor.run(Request(tokens(40), state))
     assert [thread for thread in threading.enumerate() if thread.name.startswith("chunkrt")] == []
     check_result(plan, executor.run(Request(tokens(40), state)), 40)
 
