@@ -61,7 +61,7 @@ NUM_SHOWN = 5
     "-o", "--output", group="Output", type=click.Path(path_type=Path), help="Write a copy of the result to this file."
 )
 @json_option("Print the summary as JSON.")
-@engine_fields(*QUANTISATION_FIELDS)
+@engine_fields("adapter", *QUANTISATION_FIELDS)
 @verbose_option
 def calibrate(
     model: str,
@@ -70,6 +70,7 @@ def calibrate(
     num_tokens: int | None,
     output: Path | None,
     as_json: bool,
+    adapter: Path | None,
     **quantisation: Any,
 ) -> None:
     """Measure the activation ranges of MODEL: a catalogue name, a GGUF file, a Hugging Face folder or an ONNX decoder.
@@ -105,7 +106,7 @@ def calibrate(
         raise ConfigError(f"the scheme {recipe.scheme.name!r} measures ranges at run time; choose a static scheme")
     with ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
-        planned = plan_checkpoint(checkpoint, {})
+        planned = plan_checkpoint(checkpoint, {}, adapter=adapter)
         calibration, path = cached_calibration(
             planned,
             checkpoint,

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from chunkrt.checkpoints.adapters import adapter_files
 from chunkrt.checkpoints.checkpoint import is_onnx, open_checkpoint, sampled_digest
 from chunkrt.checkpoints.source import BLOCK_TYPES, TensorSource, weights_digest
+from chunkrt.compile.adapting import adapted
 from chunkrt.compile.calibrate import cached_calibration, calibration_tokens, shipped_text
 from chunkrt.compile.rounding import Rounded, round_linears
 from chunkrt.compile.search import cached_choice
@@ -40,28 +42,41 @@ from chunkrt.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-def open_decoder(checkpoint: Path, ranks: Ranks = ALONE) -> tuple[TensorSource, Module]:
+def open_decoder(checkpoint: Path, ranks: Ranks = ALONE, *, adapter: Path | None = None) -> tuple[TensorSource, Module]:
     """Open a checkpoint and build its module tree, by the decoder family or by an import from ONNX.
+
+    Args:
+        adapter: a LoRA adapter to add to the weights.
 
     Raises:
         ModelError: the checkpoint is damaged, incomplete or unsupported.
-        ConfigError: the ranks cannot share the decoder.
+        ConfigError: the ranks cannot share the decoder, or an ONNX decoder has an adapter.
     """
     if is_onnx(checkpoint):
         if not ranks.are_alone:
             raise ConfigError(f"{checkpoint} is an ONNX decoder, which runs on one rank, not on {ranks.size}")
+        if adapter is not None:
+            raise ConfigError(f"{checkpoint} is an ONNX decoder, which takes no adapter; give its checkpoint")
         return import_decoder(checkpoint)
     source = open_checkpoint(checkpoint)
+    if adapter is not None:
+        source = adapted(source, adapter)
     return source, build_decoder(source, ranks)
 
 
 def plan_checkpoint(
-    checkpoint: Path, placement: Placement, scheme: Scheme | None = None, *, ranks: Ranks = ALONE
+    checkpoint: Path,
+    placement: Placement,
+    scheme: Scheme | None = None,
+    *,
+    adapter: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> Planned:
     """Open a checkpoint, build its decoder, place it and cut it into subgraphs.
 
     Args:
         scheme: the scheme, whose shadows become separate subgraphs.
+        adapter: a LoRA adapter to add to the weights.
         ranks: the rank that the plan is for.
 
     Raises:
@@ -71,7 +86,8 @@ def plan_checkpoint(
     """
     if scheme is not None:
         check_scheme_of_ranks(scheme, ranks.size)
-    return plan_decoder(*open_decoder(checkpoint, ranks), placement, scheme.is_shadowed if scheme else None)
+    opened = open_decoder(checkpoint, ranks, adapter=adapter)
+    return plan_decoder(*opened, placement, scheme.is_shadowed if scheme else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +98,7 @@ class Prepared:
         scheme: the scheme, after a search and `settle`.
         ranges: calibration of a static scheme; None under other schemes.
         rounded: linears of 4 bits that are rounded already, by plan name.
+        adapter: the LoRA adapter that the weights contain, if any.
     """
 
     checkpoint: Path
@@ -92,6 +109,7 @@ class Prepared:
     scheme: Scheme
     ranges: Calibration | None
     rounded: Mapping[str, Rounded]
+    adapter: Path | None = None
 
     def load(self, name: str) -> Float32:
         """Return a weight's values before their quantisation, by its plan name. Raises ModelError as `Planned.load`."""
@@ -107,6 +125,7 @@ def compile_checkpoint(
     *,
     model: str,
     calibration: Path | None = None,
+    adapter: Path | None = None,
     ranks: Ranks = ALONE,
     progress: Progress = no_progress,
 ) -> Plan:
@@ -114,7 +133,14 @@ def compile_checkpoint(
     `write_engine_directory`.
     """
     prepared = prepare_checkpoint(
-        checkpoint, recipe, placement, model=model, calibration=calibration, ranks=ranks, progress=progress
+        checkpoint,
+        recipe,
+        placement,
+        model=model,
+        calibration=calibration,
+        adapter=adapter,
+        ranks=ranks,
+        progress=progress,
     )
     write_engine_directory(prepared, folder, progress)
     return prepared.planned.plan
@@ -127,6 +153,7 @@ def prepare_checkpoint(
     *,
     model: str,
     calibration: Path | None = None,
+    adapter: Path | None = None,
     ranks: Ranks = ALONE,
     progress: Progress = no_progress,
 ) -> Prepared:
@@ -136,6 +163,7 @@ def prepare_checkpoint(
         recipe: a scheme; or a search for one, on the calibration's text.
         calibration: for a static scheme; by default a calibration is made from the text that is part of chunkrt. If the
             calibration was made for another equalisation or rotation, its text is used to recalibrate.
+        adapter: a LoRA adapter to add to the weights.
         ranks: the rank that the engine directory is for.
         progress: called with (step, done, total).
 
@@ -144,7 +172,7 @@ def prepare_checkpoint(
     """
     scheme, ranges, scaling = recipe.scheme, None, None
     check_scheme_of_ranks(scheme, ranks.size)
-    source, decoder = open_decoder(checkpoint, ranks)
+    source, decoder = open_decoder(checkpoint, ranks, adapter=adapter)
     rounds = scheme.weight_bits == 4 and scheme.rounding != "nearest"
     if isinstance(source, OnnxSource) or scheme.is_static or rounds:
         plain = plan_decoder(source, decoder, {})
@@ -166,6 +194,7 @@ def prepare_checkpoint(
         scheme=settle(planned, scheme),
         ranges=ranges,
         rounded={},
+        adapter=adapter,
     )
     if not rounds:
         return prepared
@@ -271,6 +300,7 @@ def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress 
         QuantizationError: a weight cannot be quantised.
     """
     planned, scheme, ranges = prepared.planned, prepared.scheme, prepared.ranges
+    adapter = adapter_files(prepared.adapter) if prepared.adapter else []
     try:
         with written_aside(folder) as aside:
             aside.mkdir()
@@ -294,7 +324,7 @@ def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress 
                 scheme=scheme,
                 placement=prepared.placement,
                 ranks=prepared.ranks,
-                checkpoint=sampled_digest(prepared.checkpoint),
+                checkpoint=sampled_digest(prepared.checkpoint, *adapter),
                 num_parameters=planned.num_parameters,
             )
     except OSError as error:

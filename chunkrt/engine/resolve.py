@@ -56,6 +56,7 @@ def engine_folder(
         recipe=recipe,
         placement=placement,
         calibration=options.calibration,
+        adapter=options.adapter,
         ranks=ranks,
     )
 
@@ -75,6 +76,7 @@ def engine_folder(
                     placement,
                     model=model,
                     calibration=options.calibration,
+                    adapter=options.adapter,
                     ranks=ranks,
                     progress=progress,
                 )
@@ -188,6 +190,8 @@ def check_compiled(folder: Path, options: EngineOptions, ranks: Ranks = ALONE) -
         raise ConfigError(f"{folder} is compiled, so its placement is fixed; pass the checkpoint to place it again")
     if options.calibration is not None:
         raise ConfigError(f"{folder} is compiled, so its grids are fixed; pass the checkpoint to calibrate it again")
+    if options.adapter is not None:
+        raise ConfigError(f"{folder} is compiled, so its weights are fixed; pass the checkpoint to add an adapter")
 
 
 def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:

@@ -90,12 +90,13 @@ def cached_folder(
     recipe: Recipe,
     placement: Placement,
     calibration: Path | None = None,
+    adapter: Path | None = None,
     ranks: Ranks = ALONE,
 ) -> Path:
     """Return the cached path of a checkpoint's engine directory, which may not exist yet.
 
-    The name covers the content of the checkpoint's files, the recipe, the placement, the calibration's content, the
-    ranks, chunkrt's version and the format.
+    The name covers the content of the checkpoint's files, the recipe, the placement, the contents of the calibration
+    and of the adapter, the ranks, chunkrt's version and the format.
 
     Raises:
         ConfigError: the calibration cannot be read.
@@ -111,6 +112,7 @@ def cached_folder(
         placement=list(placement.items()),
         grids=grids,
         ranks=astuple(ranks),
+        adapter=adapter,
     )
     return keyed_path(cache, checkpoint, key, kind=f"-{recipe.scheme.name}")
 
