@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +60,21 @@ class Adapter:
     products: Mapping[str, LowRank]
 
 
-def read_adapter(path: Path, base: TensorSource) -> Adapter:
+class Base(Protocol):
+    """The checkpoint of an adapter; if it is a GGUF file, it also has `metadata`."""
+
+    @property
+    def path(self) -> Path:
+        """Path for messages."""
+        ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Hugging Face's config keys."""
+        ...
+
+
+def read_adapter(path: Path, base: Base) -> Adapter:
     """Read an adapter for a checkpoint; the format is determined by the content.
 
     Args:

@@ -17,19 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.adapters import LowRank
+from chunkrt.checkpoints.adapters import Base, LowRank
 from chunkrt.checkpoints.checkpoint import map_file
 from chunkrt.checkpoints.gguf import dequantised
 from chunkrt.checkpoints.gguf_header import GgufTensor, read_header
 from chunkrt.checkpoints.gguf_names import EACH, Architecture, find_architecture, translate_name
-from chunkrt.checkpoints.source import TensorSource
 from chunkrt.errors import ModelError, UnsupportedModelError
 
 _PART = re.compile(r"(?P<tensor>.+)\.lora_(?P<part>[ab])")
 _ACTIVATED = "adapter.alora.invocation_tokens"
 
 
-def read_products(path: Path, base: TensorSource) -> dict[str, LowRank]:
+def read_products(path: Path, base: Base) -> dict[str, LowRank]:
     """Return the products of a GGUF adapter, in Hugging Face's vocabulary and layout, by the names of the tensors that
     they are added to.
 

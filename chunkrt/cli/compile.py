@@ -34,14 +34,14 @@ _ATTENTION = ("attention", "npu_window", "npu_graph", "context_length")
 @option("-o", "--output", group="Output", required=True, type=click.Path(path_type=Path), help="Folder to write.")
 @option("--soc", group="Devices", help="SoCs to compile for, e.g. SM8650,SM8750.  [default: none, for the CPU only]")
 @option("--chunk", "chunk_length", group="Execution", help="Chunk lengths for the NPU, e.g. 1,32,128.  [default: 32]")
-@engine_fields("adapter", *QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION)
+@engine_fields("adapter", "adapters", *QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION)
 @option(
     "--for-host", group="Output", is_flag=True, help="Also write the files that a C++ program without chunkrt needs."
 )
 @json_option("Print a summary as JSON.")
 @engine_fields("htp")
 @verbose_option
-@settings_option("soc", "chunk_length", "adapter", *QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION, "htp")
+@settings_option("soc", "chunk_length", "adapter", "adapters", *QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION, "htp")
 def compile(
     model: str,
     output: Path,

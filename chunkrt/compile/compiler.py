@@ -18,10 +18,11 @@ from pathlib import Path
 from chunkrt.checkpoints.adapters import adapter_files
 from chunkrt.checkpoints.checkpoint import is_onnx, open_checkpoint, sampled_digest
 from chunkrt.checkpoints.source import BLOCK_TYPES, TensorSource, weights_digest
-from chunkrt.compile.adapting import adapted
+from chunkrt.compile.adapting import adapted, targets_of
 from chunkrt.compile.calibrate import cached_calibration, calibration_tokens, shipped_text
 from chunkrt.compile.rounding import Rounded, round_linears
 from chunkrt.compile.search import cached_choice
+from chunkrt.engine_directory.adapter_targets import AdapterTargets
 from chunkrt.engine_directory.figures import linears_by_weight_bits
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, write_manifest
 from chunkrt.engine_directory.weights import check_calibration, check_shadowed, settle, write_weights
@@ -99,6 +100,7 @@ class Prepared:
         ranges: calibration of a static scheme; None under other schemes.
         rounded: linears of 4 bits that are rounded already, by plan name.
         adapter: the LoRA adapter that the weights contain, if any.
+        targets: the linears that adapters may change at run time, if they are to be recorded.
     """
 
     checkpoint: Path
@@ -110,6 +112,7 @@ class Prepared:
     ranges: Calibration | None
     rounded: Mapping[str, Rounded]
     adapter: Path | None = None
+    targets: AdapterTargets | None = None
 
     def load(self, name: str) -> Float32:
         """Return a weight's values before their quantisation, by its plan name. Raises ModelError as `Planned.load`."""
@@ -154,6 +157,7 @@ def prepare_checkpoint(
     model: str,
     calibration: Path | None = None,
     adapter: Path | None = None,
+    takes_adapters: bool = False,
     ranks: Ranks = ALONE,
     progress: Progress = no_progress,
 ) -> Prepared:
@@ -164,6 +168,7 @@ def prepare_checkpoint(
         calibration: for a static scheme; by default a calibration is made from the text that is part of chunkrt. If the
             calibration was made for another equalisation or rotation, its text is used to recalibrate.
         adapter: a LoRA adapter to add to the weights.
+        takes_adapters: record the linears for adapters that are loaded at run time.
         ranks: the rank that the engine directory is for.
         progress: called with (step, done, total).
 
@@ -195,6 +200,7 @@ def prepare_checkpoint(
         ranges=ranges,
         rounded={},
         adapter=adapter,
+        targets=targets_of(planned) if takes_adapters else None,
     )
     if not rounds:
         return prepared
@@ -316,6 +322,8 @@ def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress 
                 calibration=ranges,
                 progress=partial(progress, "compiling"),
             )
+            if prepared.targets is not None:
+                prepared.targets.save(aside)
             if tokenizer := Tokenizer.from_source(planned.source):
                 tokenizer.save(aside)
             write_manifest(

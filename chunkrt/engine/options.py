@@ -106,6 +106,7 @@ class LoadOptions(TypedDict, total=False):
     scheme: str | None
     calibration: str | os.PathLike[str] | None
     adapter: str | os.PathLike[str] | None
+    adapters: bool
     shadow: str | None
     budget: float | None
     outputs: Outputs | None
@@ -189,6 +190,14 @@ class EngineOptions:
         is_planned=True,
         reads=path,
         aliases=("--lora",),
+    )
+    adapters: bool = declared_option(
+        "--adapters/--no-adapters",
+        "Prepare the model for LoRA adapters that sessions and requests choose at run time, on the CPU and under a "
+        "dynamic scheme.",
+        group="Model",
+        default=False,
+        is_planned=True,
     )
     shadow: str | None = declared_option(
         "--shadow none|all|auto|LIST",

@@ -91,12 +91,13 @@ def cached_folder(
     placement: Placement,
     calibration: Path | None = None,
     adapter: Path | None = None,
+    takes_adapters: bool = False,
     ranks: Ranks = ALONE,
 ) -> Path:
     """Return the cached path of a checkpoint's engine directory, which may not exist yet.
 
     The name covers the content of the checkpoint's files, the recipe, the placement, the contents of the calibration
-    and of the adapter, the ranks, chunkrt's version and the format.
+    and of the adapter, whether adapters are loaded later, the ranks, chunkrt's version and the format.
 
     Raises:
         ConfigError: the calibration cannot be read.
@@ -113,6 +114,7 @@ def cached_folder(
         grids=grids,
         ranks=astuple(ranks),
         adapter=adapter,
+        **({"takes_adapters": True} if takes_adapters else {}),
     )
     return keyed_path(cache, checkpoint, key, kind=f"-{recipe.scheme.name}")
 
