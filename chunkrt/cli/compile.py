@@ -41,7 +41,9 @@ _ATTENTION = ("attention", "npu_window", "npu_graph", "context_length")
 @json_option("Print a summary as JSON.")
 @engine_fields("htp")
 @verbose_option
-@settings_option("soc", "chunk_length", "adapter", "adapters", *QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION, "htp")
+@settings_option(
+    "soc", "chunk_length", "adapter", "adapters", *QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION, "htp"
+)
 def compile(
     model: str,
     output: Path,

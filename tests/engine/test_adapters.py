@@ -5,6 +5,7 @@ import json
 import shutil
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,7 @@ def test_packed_adapters_have_the_bits_of_each_alone(tmp_path):
         names = [None, *(engine.load_adapter(folder) for folder in variants(tmp_path, 4))]
         prompts = [IDS[: 20 + 3 * index] for index in range(len(names))]
         alone = [logits_of(engine, name, prompt) for name, prompt in zip(names, prompts, strict=True)]
-        assert all((left[:5] != right[:5]).any() for left, right in zip(alone, alone[1:], strict=False))
+        assert all((left[:5] != right[:5]).any() for left, right in pairwise(alone))
 
         def work(index):
             with engine.session(adapter=names[index]) as session:
@@ -115,9 +116,10 @@ def test_quantised_model_with_an_adapter_is_near_the_adapted_checkpoint():
 
 
 def test_generated_tokens_are_those_of_an_engine_with_the_adapter_in_its_weights():
-    with load(npu="reference", scheme="float") as engine, load(
-        npu="reference", scheme="float", adapters=False, adapter=BIASED
-    ) as merged:
+    with (
+        load(npu="reference", scheme="float") as engine,
+        load(npu="reference", scheme="float", adapters=False, adapter=BIASED) as merged,
+    ):
         name = engine.load_adapter(BIASED, name="mine")
         assert (name, engine.adapters) == ("mine", ("mine",))
         with engine.session(adapter="mine") as session, merged.session() as other:
@@ -202,7 +204,7 @@ def test_adapter_that_does_not_fit_is_refused(tmp_path):
     with load() as engine:
         with pytest.raises(ModelError, match=r"as \[48, 48\], and the model has \[32, 32\]"):
             engine.load_adapter(GQA)
-        with pytest.raises(ModelError, match="has no adapter_config.json"):
+        with pytest.raises(ModelError, match=r"has no adapter_config\.json"):
             engine.load_adapter(tmp_path)
         engine.load_adapter(BIASED)
         with pytest.raises(ConfigError, match="'llama_biased' is already loaded"):
@@ -211,7 +213,10 @@ def test_adapter_that_does_not_fit_is_refused(tmp_path):
             engine.unload_adapter("other")
         with pytest.raises(ConfigError, match="name is 5"):
             engine.load_adapter(BIASED, name=5)
-    with load(checkpoint("llama_gqa")) as engine, pytest.raises(UnsupportedModelError, match="replaces|lm_head.weight, "):
+    with (
+        load(checkpoint("llama_gqa")) as engine,
+        pytest.raises(UnsupportedModelError, match=r"lm_head\.weight, which no linear"),
+    ):
         engine.load_adapter(GQA)
     with load(adapters=False) as engine, pytest.raises(ConfigError, match="takes no adapters; load the model with"):
         engine.load_adapter(BIASED)
