@@ -44,6 +44,9 @@ from chunkrt.quant.scheme import Scheme
 DEVICES = {"native": NATIVE, "reference": REFERENCE, "onnxrt": NPU, "qnn": NPU}
 """Maps each backend to the device whose implementations it runs. A plug-in's backend is its own device."""
 
+IN_NUMPY = ("low_rank_sum",)
+"""Operators whose only form is the reference's NumPy function, which computes each row alone."""
+
 FALLS_BACK = ("native", "onnxrt")
 """Backends for which the reference runs operators that they lack. Other backends refuse these operators, which must
 then run on another device.
@@ -295,7 +298,7 @@ class Dispatcher:
         reason = f"{backend} has no form: {reason}"
         reference = self._registry.find(use.operator, REFERENCE)
         is_of_plugin = reference is not None and reference.is_plugin
-        is_told = not self._warns or use.operator in self._warned
+        is_told = not self._warns or use.operator in self._warned or use.operator in IN_NUMPY
         if not (is_told or is_of_plugin or self._why_not_called(reference, use)):
             self._warned.add(use.operator)
             log.warning("the reference, which is slow, runs the operator %s: %s", use.operator, reason)
@@ -337,7 +340,7 @@ def registered_operators() -> OperatorRegistry:
 
 
 def _load() -> None:
-    from chunkrt.backends import link, reference  # noqa: F401
+    from chunkrt.backends import link, low_rank, reference  # noqa: F401
     from chunkrt.backends.onnx import lowering  # noqa: F401
 
     try:

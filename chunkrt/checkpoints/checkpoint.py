@@ -61,7 +61,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) 
         if found:
             hint = f"name the file itself: {found}"
         elif (path / "adapter_config.json").exists():
-            hint = "it holds only an adapter; merge it into its base model, and use the merged folder"
+            hint = "it holds only an adapter; give its base model, and this folder as `adapter`"
         raise ModelError(f"the folder {path} has no config.json; {hint}")
     try:
         check_regular(path)
@@ -98,15 +98,15 @@ def checkpoint_files(checkpoint: Path) -> list[Path]:
     return [part for part in parts_of(checkpoint) if part.exists()] or [checkpoint]
 
 
-def sampled_digest(checkpoint: Path) -> str:
-    """Return SHA-256 of a checkpoint's files. It covers names, sizes, and 1024 evenly spread pieces of 4 KiB of each
-    file.
+def sampled_digest(checkpoint: Path, *others: Path) -> str:
+    """Return SHA-256 of a checkpoint's files, and of other files. It covers names, sizes, and 1024 evenly spread pieces
+    of 4 KiB of each file.
 
     Ranks on several machines compare this digest to check that they have the same checkpoint, without reading all of
     it.
     """
     digest = hashlib.sha256()
-    for path in checkpoint_files(checkpoint):
+    for path in (*checkpoint_files(checkpoint), *others):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size};".encode())
         with path.open("rb") as file:

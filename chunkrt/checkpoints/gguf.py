@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ class GgufSource:
 
     def _translate(self, header: GgufHeader, refuse: Refuse) -> None:
         """Translate the file's names and keys to Hugging Face's. Raises the constructor's errors, without the path."""
+        if self.metadata.get("general.type") == "adapter":
+            raise ModelError("it holds only an adapter; give its base model, and this file as `adapter`")
         architecture = find_architecture(self.metadata.get("general.architecture"))
         shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
         keys = Keys(self.metadata, shapes, lambda name: self._values(header.tensors[name]))
@@ -156,24 +159,41 @@ class GgufSource:
 
     def _values(self, tensor: GgufTensor) -> NDArray[np.float32]:
         """Return the dequantised tensor in the file's order of rows."""
-        try:
-            with np.errstate(all="ignore"):
-                values = dequantize(self._stored_rows(tensor), tensor.type)
-        except NotImplementedError as error:
-            raise UnsupportedModelError(
-                f"{self.path}: tensor {tensor.name} is stored as {tensor.type.name}, which cannot be dequantised"
-            ) from error
-        return np.require(values, np.float32, ["C", "ALIGNED"])
+        return dequantised(self._maps[tensor.part], tensor, self.path)
 
     def _stored_rows(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        """Return the bytes of each row."""
-        stored = np.frombuffer(self._maps[tensor.part], np.uint8, tensor.num_bytes, tensor.start)
-        return stored.reshape(*tensor.shape[:-1], -1)
+        return _rows(self._maps[tensor.part], tensor)
 
     def _find(self, name: str) -> tuple[GgufTensor, Layout]:
         if name not in self._tensors:
             raise ModelError(f"{self.path} has no tensor {name}")
         return self._tensors[name]
+
+
+def dequantised(data: mmap, tensor: GgufTensor, path: Path) -> NDArray[np.float32]:
+    """Return a tensor of a file, dequantised, in the file's order of rows.
+
+    Args:
+        data: the part of the file that has the tensor.
+        path: the file's path, for messages.
+
+    Raises:
+        UnsupportedModelError: the `gguf` package does not dequantise its type.
+    """
+    try:
+        with np.errstate(all="ignore"):
+            values = dequantize(_rows(data, tensor), tensor.type)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            f"{path}: tensor {tensor.name} is stored as {tensor.type.name}, which cannot be dequantised"
+        ) from error
+    return np.require(values, np.float32, ["C", "ALIGNED"])
+
+
+def _rows(data: mmap, tensor: GgufTensor) -> NDArray[np.uint8]:
+    """Return the bytes of each row of a tensor."""
+    stored = np.frombuffer(data, np.uint8, tensor.num_bytes, tensor.start)
+    return stored.reshape(*tensor.shape[:-1], -1)
 
 
 def _joined(headers: Sequence[GgufHeader], paths: Sequence[Path]) -> GgufHeader:

@@ -40,7 +40,9 @@ _BITS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tensor(StoredTensor):
+class FileTensor(StoredTensor):
+    """A tensor and the file that stores it."""
+
     file: Path
 
 
@@ -63,16 +65,16 @@ class SafetensorsSource:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.config = _read_json(self.path / "config.json")
+        self.config = read_json_object(self.path / "config.json")
         model_type = self.config.get("model_type")
         if not isinstance(model_type, str):
             raise ModelError(f"{self.path / 'config.json'} has no model_type; is it a Transformers model?")
         self.architecture = model_type
-        self._tensors: dict[str, _Tensor] = {}
+        self._tensors: dict[str, FileTensor] = {}
         for name in WEIGHT_FILES:
             whole, index = self.path / name, self.path / f"{name}.index.json"
             if whole.exists():
-                self._tensors = _read_tensors(whole)
+                self._tensors = read_tensors(whole)
                 break
             if index.exists():
                 self._read_shards(index)
@@ -108,22 +110,7 @@ class SafetensorsSource:
         """
         if (weight := self._quantised.get(name)) is not None:
             return np.require(weight.read(), np.float32, ["C", "ALIGNED"])
-        tensor = self._find(name)
-        if tensor.dtype == "BF16":
-            words = tensor.stored.view("<u2").astype(np.uint32)
-            words <<= 16  # in place, because tables of embeddings may have several GB
-            return words.view(np.float32).reshape(tensor.shape)
-        if tensor.dtype not in _FLOATS:
-            raise UnsupportedModelError(
-                f"{tensor.file}: {name} is stored as {tensor.dtype}, which is not supported for weights; "
-                f"expected {', '.join(_FLOATS)} or BF16 (an already quantised checkpoint?)"
-            )
-        values = tensor.stored.view(_FLOATS[tensor.dtype]).reshape(tensor.shape)
-        try:
-            with np.errstate(over="raise", invalid="ignore"):
-                return np.require(values, np.float32, ["C", "ALIGNED"])
-        except FloatingPointError as error:
-            raise ModelError(f"{tensor.file}: {name} holds float64 values that exceed float32's range") from error
+        return tensor_values(name, self._find(name))
 
     def read_blocks(self, name: str) -> BlockTensor | None:
         """See `TensorSource`. Only quantised weights have blocks."""
@@ -160,19 +147,19 @@ class SafetensorsSource:
             kept,
         )
 
-    def _find(self, name: str) -> _Tensor:
+    def _find(self, name: str) -> FileTensor:
         if name not in self._tensors:
             raise ModelError(f"{self.path} has no tensor {name}")
         return self._tensors[name]
 
     def _read_shards(self, index: Path) -> None:
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{index} has no weight_map")
         for shard in dict.fromkeys(weight_map.values()):
             if not isinstance(shard, str) or Path(shard).name != shard:
                 raise ModelError(f"{index} names the file {shard!r}, which is not a plain file name next to it")
-            for name, tensor in _read_tensors(self.path / shard).items():
+            for name, tensor in read_tensors(self.path / shard).items():
                 if name in self._tensors:
                     raise ModelError(f"{name} is in two files: {self._tensors[name].file} and {tensor.file}")
                 self._tensors[name] = tensor
@@ -181,13 +168,37 @@ class SafetensorsSource:
                 raise ModelError(f"{index} maps {name} to {shard}, which does not hold it")
 
 
-def _read_tensors(path: Path) -> dict[str, _Tensor]:
+def tensor_values(name: str, tensor: FileTensor) -> NDArray[np.float32]:
+    """Return a tensor as float32; a read-only view of the file if it is stored as float32.
+
+    Raises:
+        ModelError: a float64 value exceeds the range of float32.
+        UnsupportedModelError: the tensor is not stored as F64, F32, F16 or BF16.
+    """
+    if tensor.dtype == "BF16":
+        words = tensor.stored.view("<u2").astype(np.uint32)
+        words <<= 16  # in place, because tables of embeddings may have several GB
+        return words.view(np.float32).reshape(tensor.shape)
+    if tensor.dtype not in _FLOATS:
+        raise UnsupportedModelError(
+            f"{tensor.file}: {name} is stored as {tensor.dtype}, which is not supported for weights; "
+            f"expected {', '.join(_FLOATS)} or BF16 (an already quantised checkpoint?)"
+        )
+    values = tensor.stored.view(_FLOATS[tensor.dtype]).reshape(tensor.shape)
+    try:
+        with np.errstate(over="raise", invalid="ignore"):
+            return np.require(values, np.float32, ["C", "ALIGNED"])
+    except FloatingPointError as error:
+        raise ModelError(f"{tensor.file}: {name} holds float64 values that exceed float32's range") from error
+
+
+def read_tensors(path: Path) -> dict[str, FileTensor]:
     """Read the table of tensors of one file, and check every entry."""
     if path.suffix == ".bin":
         from chunkrt.checkpoints.pickled import read_pickled
 
         found = read_pickled(path).items()
-        return {name: _Tensor(file=path, shape=t.shape, dtype=t.dtype, stored=t.stored) for name, t in found}
+        return {name: FileTensor(file=path, shape=t.shape, dtype=t.dtype, stored=t.stored) for name, t in found}
     data = np.frombuffer(map_file(path), np.uint8)
     header_bytes = int.from_bytes(data[:8].tobytes(), "little")
     if header_bytes > data.size - 8:
@@ -201,7 +212,7 @@ def _read_tensors(path: Path) -> dict[str, _Tensor]:
         if spans[left][1] > spans[right][0]:
             raise _damaged(path, f"tensors {left} and {right} overlap at data offset {spans[right][0]}")
     return {
-        name: _Tensor(
+        name: FileTensor(
             file=path,
             shape=tuple(entry["shape"]),
             dtype=entry["dtype"],
@@ -235,7 +246,8 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file. Raise ModelError if it cannot be read, or repeats a name."""
     try:
         check_regular(path)
         return _parse(path.read_bytes(), path)

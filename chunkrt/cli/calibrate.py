@@ -89,7 +89,7 @@ _FILE = click.Path(path_type=Path)
     help="Merge the calibrations of one model that are given in place of MODEL, e.g. A.npz B.npz, into the file of -o.",
 )
 @json_option("Print the summary as JSON.")
-@engine_fields(*QUANTISATION_FIELDS)
+@engine_fields("adapter", *QUANTISATION_FIELDS)
 @verbose_option
 def calibrate(
     model: str,
@@ -102,6 +102,7 @@ def calibrate(
     num_tokens: int | None,
     output: Path | None,
     as_json: bool,
+    adapter: Path | None,
     **quantisation: Any,
 ) -> None:
     """Measure the activation ranges of MODEL: a catalogue name, a GGUF file, a Hugging Face folder or an ONNX decoder.
@@ -144,7 +145,7 @@ def calibrate(
         raise ConfigError(f"the scheme {recipe.scheme.name!r} measures ranges at run time; choose a static scheme")
     with opened_files(texts, chats, ids) as files, ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
-        planned = plan_checkpoint(checkpoint, {})
+        planned = plan_checkpoint(checkpoint, {}, adapter=adapter)
         calibration, path = cached_calibration(
             planned,
             checkpoint,

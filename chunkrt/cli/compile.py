@@ -34,14 +34,16 @@ _ATTENTION = ("attention", "npu_window", "npu_graph", "context_length")
 @option("-o", "--output", group="Output", required=True, type=click.Path(path_type=Path), help="Folder to write.")
 @option("--soc", group="Devices", help="SoCs to compile for, e.g. SM8650,SM8750.  [default: none, for the CPU only]")
 @option("--chunk", "chunk_length", group="Execution", help="Chunk lengths for the NPU, e.g. 1,32,128.  [default: 32]")
-@engine_fields(*QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION)
+@engine_fields("adapter", "adapters", *QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION)
 @option(
     "--for-host", group="Output", is_flag=True, help="Also write the files that a C++ program without chunkrt needs."
 )
 @json_option("Print a summary as JSON.")
 @engine_fields("htp")
 @verbose_option
-@settings_option("soc", "chunk_length", *QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION, "htp")
+@settings_option(
+    "soc", "chunk_length", "adapter", "adapters", *QUANTISATION_FIELDS, "placement", "npu_strict", *_ATTENTION, "htp"
+)
 def compile(
     model: str,
     output: Path,
@@ -62,8 +64,8 @@ def compile(
     The folder keeps --attention, --npu-window, --npu-graph and --context, which `chunkrt run` then uses. If all layers
     are on the NPU, --for-host writes the files for a C++ program on a phone; see docs/phones.md.
 
-    From a settings file, soc, chunk_length (with a SoC), placement, htp, attention and quantisation are used. Other
-    settings, e.g. policy and chunks_in_flight, are not compiled: give the same file to `chunkrt run` or `bench`.
+    From a settings file, soc, chunk_length (with a SoC), adapter, placement, htp, attention and quantisation are used.
+    Other settings, e.g. policy and chunks_in_flight, are not compiled: give the same file to `chunkrt run` or `bench`.
     """
     from chunkrt.engine.deploy import compile_engine
 

@@ -135,7 +135,8 @@ def eval(
     except the first, which is the model's beginning token if it has one. The KL divergence is from the base to the
     model, over the same tokens.
 
-    An engine directory holds no float weights: name its checkpoint with --base-model, or give --base none.
+    An engine directory holds no float weights: name its checkpoint with --base-model, or give --base none. The base has
+    the adapter of --adapter, unless --base-model names the base.
 
     --per-layer needs the checkpoint as MODEL. It shows the error of each linear layer alone, and the growth of errors
     from layer to layer, computed by the reference backend.
@@ -163,7 +164,7 @@ def eval(
         window_length=window_length,
         windows=_number(windows),
         base_model=base_model or model,
-        base=None if base_scheme == NO_BASE else _base_options(base_scheme, settings),
+        base=None if base_scheme == NO_BASE else _base_options(base_scheme, settings, base_model),
         cache_limit=int(cache_gb * 1e9),
     )
     content = text.read()
@@ -176,7 +177,7 @@ def eval(
             chosen = available if isinstance(text.windows, str) else spread(available, text.windows)
             if per_layer:
                 few = chosen if len(chosen) <= NUM_LAYER_WINDOWS else spread(chosen, NUM_LAYER_WINDOWS)
-                layers_run = _evaluate_layers(engine, model, settings["calibration"], few, progress)
+                layers_run = _evaluate_layers(engine, model, few, progress)
             text_run = text.evaluate(engine, chosen, len(available), progress)
         if hellaswag_items:
             endings = hellaswag.evaluate(engine, hellaswag_items, partial(progress, "HellaSwag"))
@@ -268,17 +269,17 @@ def _bos_id(engine: Engine) -> int | None:
     return settings.bos_id if settings.add_bos else None
 
 
-def _evaluate_layers(
-    engine: Engine, model: str, calibration: Path | None, windows: list[list[int]], progress: Progress
-) -> LayersRun:
+def _evaluate_layers(engine: Engine, model: str, windows: list[list[int]], progress: Progress) -> LayersRun:
     from chunkrt.compile.compiler import calibrate_scheme, plan_checkpoint
 
     checkpoint, _ = find_checkpoint(model, progress)
-    planned = plan_checkpoint(checkpoint, {})
+    planned = plan_checkpoint(checkpoint, {}, adapter=engine.options.adapter)
     ranges = None
     if engine.scheme.is_static:
         recipe = Recipe(scheme=engine.scheme)
-        _, ranges = calibrate_scheme(planned, checkpoint, recipe, calibration, model=model, progress=progress)
+        _, ranges = calibrate_scheme(
+            planned, checkpoint, recipe, engine.options.calibration, model=model, progress=progress
+        )
     folding = ranges.folding if ranges else Folding()
     planned = planned.within(max(map(len, windows)))
     return evaluate_layers(
@@ -300,6 +301,8 @@ def _number(windows: str | None) -> int | Literal["all"] | None:
     return int(windows)
 
 
-def _base_options(scheme: str, settings: dict[str, Any]) -> EngineOptions:
+def _base_options(scheme: str, settings: dict[str, Any], base_model: str | None) -> EngineOptions:
+    """Return the options of the base, which has the adapter unless --base-model names the base."""
     names = ("threads", "affinity", "context_length", "calibration")
-    return base_options(scheme, **{name: settings[name] for name in names})
+    adapter = settings["adapter"] if base_model is None else None
+    return base_options(scheme, adapter=adapter, **{name: settings[name] for name in names})

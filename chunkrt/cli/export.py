@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option
-from chunkrt.cli.shared_options import verbose_option
+from chunkrt.cli.shared_options import engine_fields, verbose_option
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
@@ -75,6 +75,7 @@ LONGEST_DEFAULT_CONTEXT = 2048
     type=click.Path(path_type=Path, file_okay=False),
     help="Write each static subgraph of the plan, with W rows, to this folder.",
 )
+@engine_fields("adapter")
 @json_option("Print a summary as JSON.")
 @verbose_option
 def export(
@@ -100,7 +101,7 @@ def export(
     written: list[Path] = []
     with ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
-        planned = plan_checkpoint(checkpoint, {})
+        planned = plan_checkpoint(checkpoint, {}, adapter=settings["adapter"])
 
         def told(done: int, total: int) -> None:
             progress("writing ONNX", done, total)

@@ -6,7 +6,7 @@ import click
 
 _SCHEMA = "the server answers by a schema: chunkrt serve MODEL, with response_format (docs/server.md)"
 _SPECULATION = "speculative decoding is not supported; run MODEL alone"
-_ADAPTER = "adapters are not applied; merge them into the checkpoint first, e.g. with peft's merge_and_unload"
+_ADAPTER = "an adapter is added to the weights at its own scale; use --adapter of run, chat, serve and others"
 _PLACES = "all subgraphs that fit the NPU run there and the rest on the CPU; use --npu and --place"
 _CHUNK = "rows that are computed at once are a chunk; use --chunk"
 _CACHE = "keys and values have one data type; use --cache-type, e.g. -ctk q8_0"
@@ -29,9 +29,8 @@ INSTEAD = {
     "rm": _REMOVE,
     "lora": _ADAPTER,
     "help": "use chunkrt --help, or chunkrt COMMAND --help",
-    "--lora": _ADAPTER,
     "--lora-scaled": _ADAPTER,
-    "--adapter-path": "adapters are not applied; merge them into the checkpoint first, e.g. with mlx_lm.fuse",
+    "--adapter-path": "MLX's adapters are not read; fuse them with mlx_lm.fuse, or give a folder of PEFT to --adapter",
     "--grammar": _SCHEMA,
     "--grammar-file": _SCHEMA,
     "--json-schema": _SCHEMA,

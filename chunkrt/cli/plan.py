@@ -159,7 +159,7 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
             checkpoint, recipe = find_recipe(model, options, progress)
             scheme = recipe.scheme
             check_scheme_of_ranks(scheme, ranks.size)
-            source, decoder = open_decoder(checkpoint, ranks)
+            source, decoder = open_decoder(checkpoint, ranks, adapter=options.adapter)
             if recipe.search:
                 plain = plan_decoder(source, decoder, {})
                 scheme, _ = calibrate_scheme(

@@ -13,7 +13,7 @@ import click
 
 from chunkrt.cli.command import GroupedCommand, option
 from chunkrt.cli.generation_options import template_option
-from chunkrt.cli.shared_options import engine_options, open_engine
+from chunkrt.cli.shared_options import engine_options, open_engine, refuse_without
 from chunkrt.errors import ConfigError
 from chunkrt.files import read_text
 
@@ -100,6 +100,20 @@ LATE_SECONDS = 5.0
     help="Serve embeddings: the hidden state of the last token, or the mean of all.  [default: as the model's files "
     "specify]",
 )
+@option(
+    "--load-adapter",
+    "loaded_adapters",
+    group="Model",
+    metavar="NAME=PATH",
+    multiple=True,
+    help="Load a LoRA adapter, which requests choose by NAME; may be repeated. It needs --adapters.",
+)
+@option(
+    "--adapter-folder",
+    group="Access",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Let clients load and unload adapters of this folder. It needs --adapters.  [default: they may not]",
+)
 @template_option("a request's own options take precedence")
 @engine_options
 def serve(
@@ -116,6 +130,8 @@ def serve(
     allow_origin: str | None,
     allow_host: tuple[str, ...],
     embeddings: Literal["last", "mean"] | None,
+    loaded_adapters: tuple[str, ...],
+    adapter_folder: Path | None,
     template_options: dict[str, Any],
     **settings: Any,
 ) -> None:
@@ -124,6 +140,9 @@ def serve(
     Concurrent requests are batched into shared chunks. On Ctrl-C or SIGTERM, the server refuses new requests and
     waits for running ones for at most --grace seconds.
     """
+    if not settings["adapters"]:
+        refuse_without("--adapters", "loaded_adapters", "adapter_folder")
+    pairs = [_pair(text) for text in loaded_adapters]
     keys = {} if api_key_file is None else _read_keys(api_key_file)
     if host.startswith("[") and host.endswith("]"):  # an IPv6 address, written as in URLs
         host = host[1:-1]
@@ -145,8 +164,11 @@ def serve(
         allow_hosts=(host, *allow_host),
         embeddings=embeddings,
         template_options=template_options,
+        adapter_folder=adapter_folder,
     )
     with open_engine(model, {"queue": max(max_sessions, 1), **settings}) as engine:
+        for adapter, path in pairs:
+            engine.load_adapter(path, name=adapter)
         service = Service(engine, name or _name(model), options)
 
         def report(url: str) -> None:
@@ -165,6 +187,14 @@ def _abandon(grace: float) -> None:
     """End the process, even if threads are blocked in a device driver."""
     click.echo(f"chunkrt: a task did not end within {grace + LATE_SECONDS:g} s; is the device stuck?", err=True)
     os._exit(1)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Return the name and the path of NAME=PATH."""
+    name, separator, path = text.partition("=")
+    if not (name and separator and path):
+        raise ConfigError(f"--load-adapter is {text!r}, expected NAME=PATH")
+    return name, path
 
 
 def _name(model: str) -> str:

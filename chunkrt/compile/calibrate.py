@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from chunkrt.backends.function_executable import read_only
 from chunkrt.checkpoints import catalogue
+from chunkrt.checkpoints.adapters import adapter_of
 from chunkrt.checkpoints.source import weights_digest
 from chunkrt.compile.calibration_tokens import TokenIds, calibration_tokens, check_vocabulary, shipped_text
 from chunkrt.engine_directory.content import cache_key, keyed_path
@@ -90,7 +91,8 @@ def cached_calibration(
         token_ids = calibration_tokens(planned, shipped_text(), None)
     planned = planned.within(WINDOW_LENGTH)
     settings: dict[str, Any] = {"method": method, "equalisation": equalisation, "is_rotated": is_rotated}
-    key = cache_key(checkpoint, format=FORMAT, text=text_digest(token_ids), **settings)
+    adapter = adapter_of(planned.source)
+    key = cache_key(checkpoint, adapter=adapter, format=FORMAT, text=text_digest(token_ids), **settings)
     path = keyed_path(catalogue.home() / "calibrations", checkpoint, key, suffix=".npz")
     weights = weights_digest(planned.source)
     before = None

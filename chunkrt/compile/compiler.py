@@ -15,12 +15,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from chunkrt.checkpoints.adapters import adapter_files
 from chunkrt.checkpoints.checkpoint import is_onnx, open_checkpoint, sampled_digest
 from chunkrt.checkpoints.source import BLOCK_TYPES, TensorSource, weights_digest
+from chunkrt.compile.adapting import adapted, targets_of
 from chunkrt.compile.calibrate import cached_calibration
 from chunkrt.compile.calibration_tokens import TokenIds, calibration_tokens, shipped_text
 from chunkrt.compile.rounding import Rounded, round_linears
 from chunkrt.compile.search import cached_choice
+from chunkrt.engine_directory.adapter_targets import AdapterTargets
 from chunkrt.engine_directory.figures import linears_by_weight_bits
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, write_manifest
 from chunkrt.engine_directory.weights import check_calibration, check_shadowed, settle, write_weights
@@ -41,28 +44,41 @@ from chunkrt.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-def open_decoder(checkpoint: Path, ranks: Ranks = ALONE) -> tuple[TensorSource, Module]:
+def open_decoder(checkpoint: Path, ranks: Ranks = ALONE, *, adapter: Path | None = None) -> tuple[TensorSource, Module]:
     """Open a checkpoint and build its module tree, by the decoder family or by an import from ONNX.
+
+    Args:
+        adapter: a LoRA adapter to add to the weights.
 
     Raises:
         ModelError: the checkpoint is damaged, incomplete or unsupported.
-        ConfigError: the ranks cannot share the decoder.
+        ConfigError: the ranks cannot share the decoder, or an ONNX decoder has an adapter.
     """
     if is_onnx(checkpoint):
         if not ranks.are_alone:
             raise ConfigError(f"{checkpoint} is an ONNX decoder, which runs on one rank, not on {ranks.size}")
+        if adapter is not None:
+            raise ConfigError(f"{checkpoint} is an ONNX decoder, which takes no adapter; give its checkpoint")
         return import_decoder(checkpoint)
     source = open_checkpoint(checkpoint)
+    if adapter is not None:
+        source = adapted(source, adapter)
     return source, build_decoder(source, ranks)
 
 
 def plan_checkpoint(
-    checkpoint: Path, placement: Placement, scheme: Scheme | None = None, *, ranks: Ranks = ALONE
+    checkpoint: Path,
+    placement: Placement,
+    scheme: Scheme | None = None,
+    *,
+    adapter: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> Planned:
     """Open a checkpoint, build its decoder, place it and cut it into subgraphs.
 
     Args:
         scheme: the scheme, whose shadows become separate subgraphs.
+        adapter: a LoRA adapter to add to the weights.
         ranks: the rank that the plan is for.
 
     Raises:
@@ -72,7 +88,8 @@ def plan_checkpoint(
     """
     if scheme is not None:
         check_scheme_of_ranks(scheme, ranks.size)
-    return plan_decoder(*open_decoder(checkpoint, ranks), placement, scheme.is_shadowed if scheme else None)
+    opened = open_decoder(checkpoint, ranks, adapter=adapter)
+    return plan_decoder(*opened, placement, scheme.is_shadowed if scheme else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +100,8 @@ class Prepared:
         scheme: the scheme, after a search and `settle`.
         ranges: calibration of a static scheme; None under other schemes.
         rounded: linears of 4 bits that are rounded already, by plan name.
+        adapter: the LoRA adapter that the weights contain, if any.
+        targets: the linears that adapters may change at run time, if they are to be recorded.
     """
 
     checkpoint: Path
@@ -93,6 +112,8 @@ class Prepared:
     scheme: Scheme
     ranges: Calibration | None
     rounded: Mapping[str, Rounded]
+    adapter: Path | None = None
+    targets: AdapterTargets | None = None
 
     def load(self, name: str) -> Float32:
         """Return a weight's values before their quantisation, by its plan name. Raises ModelError as `Planned.load`."""
@@ -108,6 +129,7 @@ def compile_checkpoint(
     *,
     model: str,
     calibration: Path | None = None,
+    adapter: Path | None = None,
     ranks: Ranks = ALONE,
     progress: Progress = no_progress,
 ) -> Plan:
@@ -115,7 +137,14 @@ def compile_checkpoint(
     `write_engine_directory`.
     """
     prepared = prepare_checkpoint(
-        checkpoint, recipe, placement, model=model, calibration=calibration, ranks=ranks, progress=progress
+        checkpoint,
+        recipe,
+        placement,
+        model=model,
+        calibration=calibration,
+        adapter=adapter,
+        ranks=ranks,
+        progress=progress,
     )
     write_engine_directory(prepared, folder, progress)
     return prepared.planned.plan
@@ -128,6 +157,8 @@ def prepare_checkpoint(
     *,
     model: str,
     calibration: Path | None = None,
+    adapter: Path | None = None,
+    takes_adapters: bool = False,
     ranks: Ranks = ALONE,
     progress: Progress = no_progress,
 ) -> Prepared:
@@ -138,6 +169,8 @@ def prepare_checkpoint(
         calibration: for a static scheme; by default a calibration is made from the text that is part of chunkrt. If the
             calibration was made for another equalisation or rotation, or is merged and the scheme has shadows, its text
             is used to recalibrate.
+        adapter: a LoRA adapter to add to the weights.
+        takes_adapters: record the linears for adapters that are loaded at run time.
         ranks: the rank that the engine directory is for.
         progress: called with (step, done, total).
 
@@ -146,7 +179,7 @@ def prepare_checkpoint(
     """
     scheme, ranges, scaling = recipe.scheme, None, None
     check_scheme_of_ranks(scheme, ranks.size)
-    source, decoder = open_decoder(checkpoint, ranks)
+    source, decoder = open_decoder(checkpoint, ranks, adapter=adapter)
     rounds = scheme.weight_bits == 4 and scheme.rounding != "nearest"
     if isinstance(source, OnnxSource) or scheme.is_static or rounds:
         plain = plan_decoder(source, decoder, {})
@@ -168,6 +201,8 @@ def prepare_checkpoint(
         scheme=settle(planned, scheme),
         ranges=ranges,
         rounded={},
+        adapter=adapter,
+        targets=targets_of(planned) if takes_adapters else None,
     )
     if not rounds:
         return prepared
@@ -281,6 +316,7 @@ def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress 
         QuantizationError: a weight cannot be quantised.
     """
     planned, scheme, ranges = prepared.planned, prepared.scheme, prepared.ranges
+    adapter = adapter_files(prepared.adapter) if prepared.adapter else []
     try:
         with written_aside(folder) as aside:
             aside.mkdir()
@@ -296,6 +332,8 @@ def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress 
                 calibration=ranges,
                 progress=partial(progress, "compiling"),
             )
+            if prepared.targets is not None:
+                prepared.targets.save(aside)
             if tokenizer := Tokenizer.from_source(planned.source):
                 tokenizer.save(aside)
             write_manifest(
@@ -304,7 +342,7 @@ def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress 
                 scheme=scheme,
                 placement=prepared.placement,
                 ranks=prepared.ranks,
-                checkpoint=sampled_digest(prepared.checkpoint),
+                checkpoint=sampled_digest(prepared.checkpoint, *adapter),
                 num_parameters=planned.num_parameters,
             )
     except OSError as error:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints import catalogue
+from chunkrt.checkpoints.adapters import adapter_of
 from chunkrt.compile.calibrate import WINDOW_LENGTH, calibrate, text_digest
 from chunkrt.compile.trials import Loss, Losses
 from chunkrt.engine_directory.content import cache_key, keyed_path
@@ -149,7 +150,8 @@ def cached_choice(
         "method": calibration.method,
         "folding": calibration.folding.digest(),
     }
-    key = cache_key(checkpoint, format=CHOICE_FORMAT, calibration_format=FORMAT, **settings)
+    adapter = adapter_of(planned.source)
+    key = cache_key(checkpoint, adapter=adapter, format=CHOICE_FORMAT, calibration_format=FORMAT, **settings)
     folder = catalogue.home() / "calibrations"
     path = keyed_path(folder, checkpoint, key, kind=f"-{recipe.scheme.name}", suffix=".json")
 

@@ -120,30 +120,64 @@ class Engine:
         """Data type of keys and values in the caches."""
         return self.loaded.cache_dtype
 
-    def session(self, *, cache_salt: str | None = None) -> Session:
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
+        return self.loaded.adapters.names
+
+    def load_adapter(self, path: str | os.PathLike[str], *, name: str | None = None) -> str:
+        """Load a LoRA adapter, which sessions then choose by its name. The engine needs the option `adapters`.
+
+        Args:
+            path: a folder of PEFT, or a GGUF file.
+            name: the name; by default that of the folder or file, without its suffix.
+
+        Returns:
+            The name.
+
+        Raises:
+            ConfigError: the engine takes no adapters, or the name is in use.
+            ModelError: the adapter is damaged, or belongs to another model.
+            UnsupportedModelError: the adapter uses a feature that is not supported.
+        """
+        self.loaded.check_open()
+        return self.loaded.adapters.load(path, name)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. Open sessions keep it, and its memory is freed with the last of them.
+
+        Raises:
+            ConfigError: no adapter has this name.
+        """
+        self.loaded.adapters.unload(name)
+
+    def session(self, *, cache_salt: str | None = None, adapter: str | None = None) -> Session:
         """Open a new, empty session.
 
         Args:
+            adapter: name of a loaded adapter; None for the model alone.
             cache_salt: a string that separates users of the prefix cache. The session shares prefixes only with
                 sessions that use the same salt. Sessions without a salt (None) share prefixes with each other.
 
         Raises:
             ClosedError: the engine is closed.
             BusyError: the memory for caches is exhausted (`EngineOptions.cache_memory`).
-            ConfigError: the salt is not a string, or is empty.
+            ConfigError: the salt is not a string, or is empty; or no adapter has this name.
         """
-        salt = checked_salt(cache_salt)
+        salt, chosen = checked_salt(cache_salt), self.loaded.adapters.find(adapter)
         self.loaded.check_open()
-        return Session(self.loaded, self.loaded.cache_memory.open(self.loaded.make_state), cache_salt=salt)
+        state = self.loaded.cache_memory.open(self.loaded.make_state)
+        return Session(self.loaded, state, cache_salt=salt, adapter=chosen)
 
-    async def asession(self, *, cache_salt: str | None = None) -> Session:
+    async def asession(self, *, cache_salt: str | None = None, adapter: str | None = None) -> Session:
         """Open a session like `session`, but wait until memory for its caches is available, in order of arrival.
 
         Raise BusyError if the queue is full (`EngineOptions.queue`).
         """
-        salt = checked_salt(cache_salt)
+        salt, chosen = checked_salt(cache_salt), self.loaded.adapters.find(adapter)
         self.loaded.check_open()
-        return Session(self.loaded, await self.loaded.cache_memory.await_room(self.loaded.make_state), cache_salt=salt)
+        state = await self.loaded.cache_memory.await_room(self.loaded.make_state)
+        return Session(self.loaded, state, cache_salt=salt, adapter=chosen)
 
     @overload
     def generate(  # type: ignore[overload-overlap]
@@ -152,6 +186,7 @@ class Engine:
         *,
         max_sessions: int = ...,
         cache_salt: str | None = ...,
+        adapter: str | None = ...,
         **options: Unpack[GenerationOptions],
     ) -> str: ...
     @overload
@@ -161,6 +196,7 @@ class Engine:
         *,
         max_sessions: int = ...,
         cache_salt: str | None = ...,
+        adapter: str | None = ...,
         **options: Unpack[GenerationOptions],
     ) -> list[str]: ...
     @shows_generation_options
@@ -170,6 +206,7 @@ class Engine:
         *,
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> str | list[str]:
         """Answer prompts, many at a time.
@@ -177,7 +214,7 @@ class Engine:
         Args:
             prompts: one text, or a list of prompts, which are texts or lists of token ids as for `Session.prefill`.
             max_sessions: maximum number of prompts in progress; the memory for caches may lower it.
-            cache_salt: see `Engine.session`.
+            cache_salt, adapter: see `Engine.session`.
             options: `max_new_tokens`, `stop`, `temperature` and others; see `Session.generate`.
 
         Returns:
@@ -187,7 +224,7 @@ class Engine:
             ChunkrtError: an error of `Session.prefill` or `Session.generate`. No answer is returned in this case.
         """
         several = [prompts] if isinstance(prompts, str) else listed("prompts", prompts)
-        texts = _texts(self._answers(several, max_sessions, cache_salt, options), len(several))
+        texts = _texts(self._answers(several, max_sessions, cache_salt, adapter, options), len(several))
         return texts[0] if isinstance(prompts, str) else texts
 
     @overload
@@ -199,6 +236,7 @@ class Engine:
         template_options: Mapping[str, Any] | None = ...,
         max_sessions: int = ...,
         cache_salt: str | None = ...,
+        adapter: str | None = ...,
         **options: Unpack[GenerationOptions],
     ) -> str: ...
     @overload
@@ -210,6 +248,7 @@ class Engine:
         template_options: Mapping[str, Any] | None = ...,
         max_sessions: int = ...,
         cache_salt: str | None = ...,
+        adapter: str | None = ...,
         **options: Unpack[GenerationOptions],
     ) -> list[str]: ...
     @overload
@@ -221,6 +260,7 @@ class Engine:
         template_options: Mapping[str, Any] | None = ...,
         max_sessions: int = ...,
         cache_salt: str | None = ...,
+        adapter: str | None = ...,
         **options: Unpack[GenerationOptions],
     ) -> Iterator[Piece]: ...
     @overload
@@ -232,6 +272,7 @@ class Engine:
         template_options: Mapping[str, Any] | None = ...,
         max_sessions: int = ...,
         cache_salt: str | None = ...,
+        adapter: str | None = ...,
         **options: Unpack[GenerationOptions],
     ) -> Iterator[tuple[int, Piece]]: ...
     @shows_generation_options
@@ -243,6 +284,7 @@ class Engine:
         template_options: Mapping[str, Any] | None = None,
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> str | list[str] | Iterator[Piece] | Iterator[tuple[int, Piece]]:
         """Answer a chat, or several chats at a time.
@@ -253,7 +295,7 @@ class Engine:
             stream: True to yield pieces as soon as they are generated.
             template_options: additional variables of the chat template, for example {"enable_thinking": False}.
             max_sessions: maximum number of chats in progress; the memory for caches may lower it.
-            cache_salt: see `Engine.session`.
+            cache_salt, adapter: see `Engine.session`.
             options: `max_new_tokens`, `stop`, `temperature` and others; see `Session.generate`.
 
         Returns:
@@ -266,7 +308,7 @@ class Engine:
         """
         tokenizer, chats, is_single = self.tokenizer, _as_chats(messages), _is_chat(messages)
         tokens = [tokenizer.encode_chat(chat, template_options=template_options) for chat in chats]
-        pieces = self._answers(tokens, max_sessions, cache_salt, options, "stream", "template_options")
+        pieces = self._answers(tokens, max_sessions, cache_salt, adapter, options, "stream", "template_options")
         if stream:
             return (piece for _, piece in pieces) if is_single else pieces
         texts = _texts(pieces, len(tokens))
@@ -279,6 +321,7 @@ class Engine:
         *,
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Iterator[tuple[int, Piece]]:
         """Answer prompts like `generate`, and yield each piece as soon as it is generated, with the index of its
@@ -288,23 +331,24 @@ class Engine:
             raise ConfigError(
                 "prompts is a single text, expected a list; pass a list of texts, or pass the text to generate"
             )
-        return self._answers(listed("prompts", prompts), max_sessions, cache_salt, options)
+        return self._answers(listed("prompts", prompts), max_sessions, cache_salt, adapter, options)
 
     def _answers(
         self,
         prompts: Prompts,
         max_sessions: int,
         cache_salt: str | None,
+        adapter: str | None,
         options: GenerationOptions,
         *others: str,
     ) -> Iterator[tuple[int, Piece]]:
         """Check the options, and answer prompts; `others` are further keywords of the method."""
-        read_generation_options(options, "max_sessions", "cache_salt", *others)
+        read_generation_options(options, "max_sessions", "cache_salt", "adapter", *others)
 
         def answering(session: Session, index: int) -> Iterator[Piece]:
             return answer(session, prompts[index], options)
 
-        return self._in_sessions(len(prompts), answering, max_sessions, cache_salt)
+        return self._in_sessions(len(prompts), answering, max_sessions, cache_salt, adapter)
 
     def score(
         self,
@@ -312,6 +356,7 @@ class Engine:
         *,
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[Score]:
         """Compute the log-probabilities of continuations after their contexts, many at a time.
 
@@ -319,7 +364,7 @@ class Engine:
             pairs: pairs of a context and its continuation, both as texts or both as token ids. Texts are tokenised as
                 in lm-evaluation-harness. If several pairs have the same context, it is run once.
             max_sessions: maximum number of contexts in progress; the memory for caches may lower it.
-            cache_salt: see `Engine.session`.
+            cache_salt, adapter: see `Engine.session`.
 
         Returns:
             A list with the result of `Session.score` for each pair, in the same order.
@@ -328,7 +373,7 @@ class Engine:
             ConfigError: a context or continuation is empty, or both together exceed the context length.
             BackendError: a subgraph failed.
         """
-        found = dict(self.scores(pairs, max_sessions=max_sessions, cache_salt=cache_salt))
+        found = dict(self.scores(pairs, max_sessions=max_sessions, cache_salt=cache_salt, adapter=adapter))
         return [found[index] for index in range(len(found))]
 
     def scores(
@@ -337,6 +382,7 @@ class Engine:
         *,
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> Iterator[tuple[int, Score]]:
         """Score pairs like `score`, and yield each score as soon as it is computed, with the index of its pair."""
         tokens = [self._encode_pair(pair) for pair in listed("pairs", pairs)]
@@ -366,7 +412,7 @@ class Engine:
             beginning.add(index)
             return True
 
-        for index, score in self._in_sessions(len(groups), scoring, max_sessions, cache_salt, may_begin):
+        for index, score in self._in_sessions(len(groups), scoring, max_sessions, cache_salt, adapter, may_begin):
             if index in beginning:
                 beginning.discard(index)
                 ran.add(contexts[index])
@@ -379,6 +425,7 @@ class Engine:
         pooling: Pooling | None = None,
         max_sessions: int = MOST_AT_ONCE,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> Float32:
         """Compute the embeddings of texts from their hidden states after the last norm, many at a time.
 
@@ -389,7 +436,7 @@ class Engine:
                 the choice in the model's files. Embeddings of a model that was not trained for embeddings are not
                 reliable.
             max_sessions: maximum number of texts in progress; the memory for caches may lower it.
-            cache_salt: see `Engine.session`.
+            cache_salt, adapter: see `Engine.session`.
 
         Returns:
             float32 [N, H], or [H] for one text. Every embedding has length 1.
@@ -420,7 +467,7 @@ class Engine:
             assert result.hidden is not None
             yield pooled(result.hidden, pooling)
 
-        rows = dict(self._in_sessions(len(several), embedding, max_sessions, cache_salt))
+        rows = dict(self._in_sessions(len(several), embedding, max_sessions, cache_salt, adapter))
         return rows[0] if isinstance(texts, str) else np.stack([rows[index] for index in range(len(several))])
 
     def _in_sessions(
@@ -429,35 +476,42 @@ class Engine:
         work: Callable[[Session, int], Iterator[Result]],
         most: int,
         cache_salt: str | None,
+        adapter: str | None,
         may_begin: Callable[[int], bool] = lambda index: True,
     ) -> Iterator[tuple[int, Result]]:
         """Do work in sessions; see `in_sessions`. A part begins as soon as `may_begin` allows it."""
         if require_whole("max_sessions", most) < 1:
             raise ConfigError(f"max_sessions is {most}, expected at least 1")
-        salt = checked_salt(cache_salt)
+        salt, chosen = checked_salt(cache_salt), self.loaded.adapters.find(adapter)
 
         def open_session(index: int, waits: bool) -> Session | None:
             if not may_begin(index):
                 return None
             if waits:
-                return Session(self.loaded, self.loaded.cache_memory.wait(self.loaded.make_state), cache_salt=salt)
+                state = self.loaded.cache_memory.wait(self.loaded.make_state)
+                return Session(self.loaded, state, cache_salt=salt, adapter=chosen)
             with suppress(BusyError):
-                return self.session(cache_salt=cache_salt)
+                self.loaded.check_open()
+                state = self.loaded.cache_memory.open(self.loaded.make_state)
+                return Session(self.loaded, state, cache_salt=salt, adapter=chosen)
             return None
 
         self.loaded.check_ready()
         scheduler = self.loaded.scheduler
         return in_sessions(number, open_session, work, 1 if scheduler.takes_turns else most, scheduler)
 
-    def load_session(self, path: str | os.PathLike[str], *, cache_salt: str | None = None) -> Session:
-        """Open a session with the contents of a file that `Session.save` wrote. For `cache_salt`, see `session`.
+    def load_session(
+        self, path: str | os.PathLike[str], *, cache_salt: str | None = None, adapter: str | None = None
+    ) -> Session:
+        """Open a session with the contents of a file that `Session.save` wrote. For `cache_salt` and `adapter`, see
+        `session`.
 
         Raises:
             ClosedError, BusyError: see `session`.
             ConfigError: the engine is one of several ranks.
             ModelError: the file is missing, damaged, or does not fit; see `Session.load`.
         """
-        session = self.session(cache_salt=cache_salt)
+        session = self.session(cache_salt=cache_salt, adapter=adapter)
         try:
             session.load(path)
         except BaseException:

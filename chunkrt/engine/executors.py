@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from chunkrt.backends import Backend, Executable
 from chunkrt.backends.base import ConvertingBackend
 from chunkrt.backends.coverage import QNN
-from chunkrt.backends.dispatch import Dispatcher
+from chunkrt.backends.dispatch import IN_NUMPY, Dispatcher
 from chunkrt.backends.fallback import NpuHealth, with_fallback
 from chunkrt.backends.registry import NATIVE
 from chunkrt.engine.model_options import choose_context_length
@@ -178,10 +178,10 @@ class ExecutorBuilder:
         not."""
         backends = {self.cpu_backend.name, self.npu_backend.name if has_npu else self.cpu_backend.name}
         is_by_rows = backends <= BY_ROWS and all(
-            runner.function is None
+            runner.function is None or use.operator in IN_NUMPY
             for s in self.plan.subgraphs
             if s.device != "link"
-            for _, runner in self.dispatcher.runners(s, self._backend_of(s, has_npu=has_npu).name)
+            for use, runner in self.dispatcher.runners(s, self._backend_of(s, has_npu=has_npu).name)
         )
         return Exactness(
             step=executors.parting_step if is_by_rows else self.chunk_length,

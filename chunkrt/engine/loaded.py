@@ -15,6 +15,7 @@ from chunkrt.backends.dispatch import PLUGINS as OPERATOR_PLUGINS
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
 from chunkrt.backends.link import Communicator, LinkBackend, ranks_of
 from chunkrt.backends.switches import Switches
+from chunkrt.engine.adapters import EngineAdapters
 from chunkrt.engine.arguments import require_path
 from chunkrt.engine.cache_memory import CacheMemory
 from chunkrt.engine.capability import plan_to_run
@@ -34,11 +35,13 @@ from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.engine.roles import open_backends, runs_on_qnn
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session_file import Conversation, SessionFile, model_digest
+from chunkrt.engine_directory.adapter_targets import read_targets
 from chunkrt.engine_directory.manifest import open_weights, read_manifest
 from chunkrt.engine_directory.verification import Verification
 from chunkrt.engine_directory.weights import stored_weights
 from chunkrt.errors import ClosedError, ConfigError, ModelError, OutOfMemoryError
 from chunkrt.files import Progress, no_progress
+from chunkrt.graph.adaptable import adaptable
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.affinity import find_cpus, running_on
@@ -106,6 +109,12 @@ class LoadedModel:
         with Verification(folder, self.manifest) as self._verification:
             self.plan: Plan = plan_to_run(folder, self.manifest, options)
             self.scheme: Scheme = self.manifest.scheme
+            targets = read_targets(folder) if options.adapters else None
+            self.adapters = EngineAdapters(folder, targets)
+            if targets is not None:
+                if communicator is not None:
+                    raise ConfigError("several ranks take no adapters at run time; use `adapter`")
+                self.plan = adaptable(self.plan, targets.linears.keys())
             self.context_length = choose_context_length(self.plan, options)
             check_shift(self.context_length, options)
             self.plan = self.plan.within(self.context_length)
@@ -136,6 +145,8 @@ class LoadedModel:
             cpus = find_cpus(options.affinity)
             with running_on(cpus):  # this starts the threads of the native pool
                 self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options, self.attention_math)
+            if options.adapters and self.npu_backend is not self.cpu_backend:
+                raise ConfigError("an NPU takes no adapters at run time; use `adapter`, or `npu='native'`")
             self._mirror = mirror
             """The engines of the other ranks, if this is rank 0 of several."""
             self.chunk_length = choose_chunk_length(
@@ -228,15 +239,21 @@ class LoadedModel:
         self.check_open()
         return self.cache_memory.open(state.fork)
 
-    def session_file(self, path: str | os.PathLike[str], conversation: Conversation | None = None) -> SessionFile:
-        """Return a file for reading or writing a session. Raise ConfigError if the engine is one of several ranks."""
+    def session_file(
+        self, path: str | os.PathLike[str], state: State, conversation: Conversation | None = None
+    ) -> SessionFile:
+        """Return a file for reading or writing a session. Raise ConfigError if the engine is one of several ranks.
+
+        Args:
+            state: the state of the session, which has an adapter or none.
+        """
         if self._has_ranks:
             raise ConfigError(
                 "each rank holds only a share of a session, so it cannot be saved or loaded; load without ranks"
             )
         return SessionFile(
             require_path("path", path),
-            model=model_digest(self.manifest, self.scheme, self.attention_math),
+            model=model_digest(self.manifest, self.scheme, self.attention_math, state.adapter),
             vocab_size=self.plan.vocab_size,
             context_length=self.context_length,
             context_keep=self.options.context_keep,

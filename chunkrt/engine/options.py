@@ -105,6 +105,8 @@ class LoadOptions(TypedDict, total=False):
     npu: str
     scheme: str | None
     calibration: str | os.PathLike[str] | None
+    adapter: str | os.PathLike[str] | None
+    adapters: bool
     shadow: str | None
     budget: float | None
     outputs: Outputs | None
@@ -178,6 +180,24 @@ class EngineOptions:
         must=(lambda value: isinstance(value, Path), "a path"),
         is_planned=True,
         reads=path,
+    )
+    adapter: Path | None = declared_option(
+        "--adapter",
+        "LoRA adapter to add to the weights before they are quantised: a folder of PEFT, or a GGUF file "
+        "(docs/models.md).",
+        group="Model",
+        must=(lambda value: isinstance(value, Path), "a path"),
+        is_planned=True,
+        reads=path,
+        aliases=("--lora",),
+    )
+    adapters: bool = declared_option(
+        "--adapters/--no-adapters",
+        "Prepare the model for LoRA adapters that sessions and requests choose at run time, on the CPU and under a "
+        "dynamic scheme.",
+        group="Model",
+        default=False,
+        is_planned=True,
     )
     shadow: str | None = declared_option(
         "--shadow none|all|auto|LIST",

@@ -11,6 +11,7 @@ from chunkrt.checkpoints.checkpoint import gguf_in
 from chunkrt.checkpoints.hub import cached_model, fetch_model, parse_hub_id
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.roles import asked_npu, check_npu, default_npu_scheme, linear_refusal
+from chunkrt.engine_directory.adapter_targets import FILE as ADAPTERS
 from chunkrt.engine_directory.manifest import cached_folder, is_engine_directory, read_manifest
 from chunkrt.errors import ConfigError, ModelError, PartitionError
 from chunkrt.files import Progress, cached_entry
@@ -56,6 +57,8 @@ def engine_folder(
         recipe=recipe,
         placement=placement,
         calibration=options.calibration,
+        adapter=options.adapter,
+        takes_adapters=options.adapters,
         ranks=ranks,
     )
 
@@ -75,6 +78,8 @@ def engine_folder(
                     placement,
                     model=model,
                     calibration=options.calibration,
+                    adapter=options.adapter,
+                    takes_adapters=options.adapters,
                     ranks=ranks,
                     progress=progress,
                 )
@@ -98,6 +103,11 @@ def find_recipe(model: str, options: EngineOptions, progress: Progress) -> tuple
     scheme = recipe.scheme
     if options.calibration and not scheme.is_static:
         raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; omit `calibration`")
+    if options.adapters and scheme.is_static:
+        raise ConfigError(
+            f"the scheme {scheme.name!r} is static, and takes no adapters at run time; use `adapter`, or "
+            "a dynamic scheme"
+        )
     npu = asked_npu(options)
     if npu and options.npu != "auto" and (reason := linear_refusal(npu, scheme)):
         raise PartitionError(f"{options.npu} does not support linear layers under the scheme {scheme.name!r}: {reason}")
@@ -188,6 +198,10 @@ def check_compiled(folder: Path, options: EngineOptions, ranks: Ranks = ALONE) -
         raise ConfigError(f"{folder} is compiled, so its placement is fixed; pass the checkpoint to place it again")
     if options.calibration is not None:
         raise ConfigError(f"{folder} is compiled, so its grids are fixed; pass the checkpoint to calibrate it again")
+    if options.adapter is not None:
+        raise ConfigError(f"{folder} is compiled, so its weights are fixed; pass the checkpoint to add an adapter")
+    if options.adapters and not (folder / ADAPTERS).exists():
+        raise ConfigError(f"{folder} was compiled without `adapters`; compile it again with this option")
 
 
 def find_checkpoint(model: str, progress: Progress) -> tuple[Path, str]:

@@ -12,6 +12,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack, get_args
 
+from chunkrt.backends.low_rank import LoadedAdapter
 from chunkrt.engine.arguments import as_token_ids, require_whole
 from chunkrt.engine.embedding import check_hidden
 from chunkrt.engine.generation import Constraint, Generation, Piece
@@ -52,8 +53,12 @@ class Session:
     If a task that awaits one of them is cancelled, the computation ends at the next chunk.
     """
 
-    def __init__(self, model: LoadedModel, state: State, *, cache_salt: str = "") -> None:
+    def __init__(
+        self, model: LoadedModel, state: State, *, cache_salt: str = "", adapter: LoadedAdapter | None = None
+    ) -> None:
         self._model = model
+        if adapter is not None:
+            state.adapter, cache_salt = adapter, adapter.salted(cache_salt)
         self._sequence = TokenSequence(model, state, cache_salt=cache_salt)
         self._using = _Use(self._sequence)
         self._is_closed = False
@@ -72,6 +77,12 @@ class Session:
         if on_run is not None and not callable(on_run):
             raise ConfigError(f"on_run is {on_run!r}, expected a function or None")
         self._sequence.on_run = on_run
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of the session's adapter, or None."""
+        chosen = self._sequence.state.adapter
+        return None if chosen is None else chosen.name
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -256,7 +267,7 @@ class Session:
         """
         self._check_open()
         with self._using:
-            self._sequence.state.save(self._model.session_file(path, self._sequence.conversation))
+            self._sequence.state.save(self._model.session_file(path, self._sequence.state, self._sequence.conversation))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Restore a session from a file that `save` wrote. `Engine.load_session` opens a session and calls this method.
@@ -268,7 +279,7 @@ class Session:
         """
         self._check_open()
         with self._using:
-            self._sequence.load(self._model.session_file(path))
+            self._sequence.load(self._model.session_file(path, self._sequence.state))
 
     def cancel(self) -> None:
         """Stop the prefill or generation that another thread runs in this session. That thread then raises

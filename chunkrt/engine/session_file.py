@@ -11,6 +11,7 @@ from zipfile import ZipFile
 import numpy as np
 
 from chunkrt.backends.base import AttentionMath
+from chunkrt.backends.low_rank import LoadedAdapter
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, Manifest
 from chunkrt.errors import ModelError
 from chunkrt.quant.scheme import Scheme
@@ -39,15 +40,18 @@ class Conversation:
     follows_text: bool
 
 
-def model_digest(manifest: Manifest, scheme: Scheme, attention_math: AttentionMath) -> bytes:
-    """Return 32 bytes that identify the plan, weights and arithmetic that compute a session's state.
+def model_digest(
+    manifest: Manifest, scheme: Scheme, attention_math: AttentionMath, adapter: LoadedAdapter | None
+) -> bytes:
+    """Return 32 bytes that identify the plan, weights, arithmetic and adapter that compute a session's state.
 
     Plan and weights are identified by the digests of their files; weights depend on the checkpoint and the calibration.
     """
     files = [(name, manifest.files[name][1]) for name in (PLAN, WEIGHTS)]
     model = f"{files}; {sorted(asdict(scheme).items())}"
     math = "" if attention_math == "float32" else f"; attention in {attention_math}"
-    return hashlib.sha256(f"{model}{math}".encode()).digest()
+    adapted = "" if adapter is None else f"; adapter {adapter.digest}"
+    return hashlib.sha256(f"{model}{math}{adapted}".encode()).digest()
 
 
 class SessionFile(StateFile):
@@ -115,7 +119,7 @@ class SessionFile(StateFile):
         if (read_array(archive, _MODEL, self._model) != self._model).any():
             raise ModelError(
                 f"{self.path} is a session of another model, scheme or calibration, or of another arithmetic "
-                "of attention; load the model that it was saved with, or prefill again"
+                "of attention, or of another adapter; load the model that it was saved with, or prefill again"
             )
 
     def _forms(self, numbers: Numbers) -> dict[str, Array]:

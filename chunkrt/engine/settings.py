@@ -31,7 +31,7 @@ from chunkrt.files import read_toml
 def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the fields of `EngineOptions` in a settings file, for `chunkrt.load(model, **read_settings(path))`.
 
-    The path of a calibration is relative to the folder of the settings file.
+    The paths of a calibration and of an adapter are relative to the folder of the settings file.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value is not allowed.
@@ -51,10 +51,11 @@ def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
                 raise ConfigError(f"{key} is {settings[key]!r}, expected a table, [{key}]")
         if "htp" in settings:
             settings["htp"] = HtpOptions.parse([f"{name}={value}" for name, value in settings["htp"].items()])
-        if "calibration" in settings:
-            if not isinstance(settings["calibration"], str):
-                raise ConfigError(f"calibration is {settings['calibration']!r}, expected the name of a file")
-            settings["calibration"] = path.parent / settings["calibration"]
+        for key, kind in (("calibration", "file"), ("adapter", "file or folder")):
+            if key in settings:
+                if not isinstance(settings[key], str):
+                    raise ConfigError(f"{key} is {settings[key]!r}, expected the name of a {kind}")
+                settings[key] = path.parent / settings[key]
         options = EngineOptions(**settings)
     except ConfigError as error:
         raise ConfigError(f"{path}: {str(error).replace('`', '')}") from error

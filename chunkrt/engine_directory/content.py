@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from chunkrt.checkpoints.adapters import adapter_files
 from chunkrt.checkpoints.catalogue import home
 from chunkrt.checkpoints.checkpoint import checkpoint_files, open_checkpoint
 from chunkrt.errors import ModelError
@@ -29,8 +30,9 @@ SETTLED_SECONDS = 2.0
 _READ_BYTES = 1 << 20
 
 
-def cache_key(checkpoint: Path, **made_with: object) -> str:
-    """Return 16 hexadecimal digits that identify this version's result for a checkpoint's content.
+def cache_key(checkpoint: Path, *, adapter: Path | None = None, **made_with: object) -> str:
+    """Return 16 hexadecimal digits that identify this version's result for a checkpoint's content, and for that of an
+    adapter.
 
     If a checkpoint has several files, their names are included. If a plug-in provides the decoder family of a folder,
     or the architecture of a GGUF file, the code of the plug-in is included. For an ONNX file, the data and settings
@@ -39,6 +41,8 @@ def cache_key(checkpoint: Path, **made_with: object) -> str:
     files = checkpoint_files(checkpoint)
     names = [""] if len(files) == 1 else [path.name for path in files]
     key = {"files": list(zip(names, map(file_digest, files), strict=True)), "chunkrt": version("chunkrt"), **made_with}
+    if adapter is not None:
+        key["adapter"] = [file_digest(path) for path in adapter_files(adapter)]
     architecture, model_type = _architecture_of_plugin(checkpoint)
     code = code_behind("chunkrt.gguf", architecture) if architecture else []
     if code := [*code, *code_behind("chunkrt.decoders", model_type or _model_type(checkpoint))]:

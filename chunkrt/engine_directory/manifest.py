@@ -4,6 +4,7 @@
     plan.json            the plan
     weights.safetensors  weights prepared under the scheme
     tokenizer.json, text.json   the tokenizer and chat template, if the checkpoint has them
+    adapters.json        the linears that adapters change, if the engine takes adapters (`adapter_targets.py`)
     npu/                 compiled contexts, by the hash of their inputs (`backends/qnn/contexts.py`)
 
 An engine directory may be copied to a device and run there.
@@ -90,12 +91,14 @@ def cached_folder(
     recipe: Recipe,
     placement: Placement,
     calibration: Path | None = None,
+    adapter: Path | None = None,
+    takes_adapters: bool = False,
     ranks: Ranks = ALONE,
 ) -> Path:
     """Return the cached path of a checkpoint's engine directory, which may not exist yet.
 
-    The name covers the content of the checkpoint's files, the recipe, the placement, the calibration's content, the
-    ranks, chunkrt's version and the format.
+    The name covers the content of the checkpoint's files, the recipe, the placement, the contents of the calibration
+    and of the adapter, whether adapters are loaded later, the ranks, chunkrt's version and the format.
 
     Raises:
         ConfigError: the calibration cannot be read.
@@ -111,6 +114,8 @@ def cached_folder(
         placement=list(placement.items()),
         grids=grids,
         ranks=astuple(ranks),
+        adapter=adapter,
+        **({"takes_adapters": True} if takes_adapters else {}),
     )
     return keyed_path(cache, checkpoint, key, kind=f"-{recipe.scheme.name}")
 

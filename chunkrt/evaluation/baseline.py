@@ -43,6 +43,7 @@ def base_options(
     affinity: str = NO_AFFINITY,
     context_length: int | None = None,
     calibration: Path | None = None,
+    adapter: Path | None = None,
 ) -> EngineOptions:
     """Return the options of a base: the fastest backend that supports its scheme.
 
@@ -57,6 +58,7 @@ def base_options(
         affinity=affinity,
         context_length=context_length,
         calibration=calibration if found.is_static else None,
+        adapter=adapter,
     )
 
 

@@ -247,6 +247,13 @@ def _experts(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     return hidden
 
 
+def _low_rank(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    product, hidden, adapters = inputs
+    is_sound = _matrix(product)[0] == _matrix(hidden)[0] == adapters[0] and len(adapters) == 1
+    require(is_sound, f"the rows of {list(product)}, {list(hidden)} and {list(adapters)} differ")
+    return product
+
+
 def _sum(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     require(inputs[1] == (1,), f"its position is {list(inputs[1])}")
     return _matrix(inputs[0])
@@ -331,6 +338,9 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("chunkrt", "FloatLinear"): Operator(num_inputs=2, output=_product, flops=_product_flops),
     ("chunkrt", "HeadNorm"): Operator(num_inputs=2, output=_head_norm, attributes={"epsilon": float}),
     ("chunkrt", "LinearAttention"): _LINEAR_ATTENTION,
+    ("chunkrt", "LowRankSum"): Operator(
+        is_dynamic=True, num_inputs=3, output=_low_rank, indices=(2,), attributes={"weight": str}
+    ),
     ("chunkrt", "RawKeyAttention"): replace(_ATTENTION, num_inputs=9),
     ("chunkrt", "RoutedExperts"): Operator(
         is_dynamic=True,

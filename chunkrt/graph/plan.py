@@ -79,6 +79,7 @@ INPUTS: Mapping[str, tuple[Dimension, ...]] = {
     "position": (1,),
     "rope_position": (1,),
     "logit_rows": ("R",),
+    "adapters": ("T",),
 }
 """Inputs of a decoder by name, all int64."""
 

@@ -54,9 +54,10 @@ KEPT_LOGIT_BYTES = 8 * 2**20
 
 EMPTY = slice(0)
 
-GRAPH_INPUTS = ("input_ids", "position", "rope_position", "logit_rows")
+GRAPH_INPUTS = ("input_ids", "position", "rope_position", "logit_rows", "adapters")
 """Inputs that a chunk provides: the tokens, int64 [T]; for each segment the position of its first row, and the index of
-this row in the rotary tables, int64 [1]; the rows with requested logits, int64 [R].
+this row in the rotary tables, int64 [1]; the rows with requested logits, int64 [R]; the number of each row's adapter,
+int64 [T].
 """
 
 
@@ -179,7 +180,7 @@ class ChunkBuffers:
     def load(self, segments: Sequence[Segment]) -> None:
         """Fill the graph inputs from consecutive segments, with T tokens in total, T in 1..C."""
         row = num_rows = 0
-        ids, positions, rope_positions, logit_rows = self._graph_inputs
+        ids, positions, rope_positions, logit_rows, adapters = self._graph_inputs
         for index, (request, start, num_tokens, num_logits) in enumerate(segments):
             end, position = row + num_tokens, request.position + start
             if ids is not None:
@@ -188,6 +189,9 @@ class ChunkBuffers:
                 positions[index] = position
             if rope_positions is not None:
                 rope_positions[index] = position + request.rope_offset
+            if adapters is not None:
+                chosen = request.state.adapter
+                adapters[row:end] = 0 if chosen is None else chosen.number
             if logit_rows is not None and num_logits:
                 logit_rows[num_rows : num_rows + num_logits] = range(end - num_logits, end)
             row, num_rows = end, num_rows + num_logits

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from chunkrt.backends.low_rank import LoadedAdapter
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import KEY_FORMS, Plan
 from chunkrt.runtime.buffers import Array
@@ -114,6 +115,8 @@ class State:
         """Tensors by name."""
         self.position_bytes = self._tensors.position_bytes
         """Bytes of the caches for each position."""
+        self.adapter: LoadedAdapter | None = None
+        """Adapter with which the tokens of the state are computed."""
         self._wait: Callable[[], None] | None = None
 
     @property
@@ -301,6 +304,7 @@ class State:
     def fork(self) -> State:
         """Return an independent copy of the state. Only the filled part of caches is copied."""
         copy = State(self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length, spare=self._spare)
+        copy.adapter = self.adapter
         self._copy_to(copy)
         return copy
 

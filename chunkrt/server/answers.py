@@ -30,7 +30,7 @@ class Wanted:
         echo: if log-probabilities are reported, report those of the prompt, too.
         progress: report the progress of the prompt.
         follows_text: the answer continues the text of the prompt instead of beginning a text.
-        cache_salt: see `Engine.session`.
+        cache_salt, adapter: see `Engine.session`.
     """
 
     max_new_tokens: int | None
@@ -42,6 +42,7 @@ class Wanted:
     progress: bool = False
     follows_text: bool = False
     cache_salt: str | None = None
+    adapter: str | None = None
 
     @property
     def is_of_prompts(self) -> bool:
@@ -197,7 +198,8 @@ async def _answer(
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(service.admission.places(len(wanted.sampling), turn))
         begin = time.perf_counter()
-        first = await stack.enter_async_context(await service.engine.asession(cache_salt=wanted.cache_salt))
+        session = await service.engine.asession(cache_salt=wanted.cache_salt, adapter=wanted.adapter)
+        first = await stack.enter_async_context(session)
         prefilled = await _prefill(service, first, index, prompt, wanted, tell)
         service.metrics.first_token.observe(time.perf_counter() - begin)
         sessions = [first]
@@ -223,7 +225,7 @@ async def _tell(
     assert wanted.likeliest is not None
     async with (
         service.admission.places(1, turn),
-        await service.engine.asession(cache_salt=wanted.cache_salt) as session,
+        await service.engine.asession(cache_salt=wanted.cache_salt, adapter=wanted.adapter) as session,
     ):
         told: Sequence[TokenLogProbabilities] = ()
         for index, prompt in prompts.items():

@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, ModelError
 from chunkrt.server import embeddings, scoring
 from chunkrt.server.access import ANONYMOUS, Client, check_access
 from chunkrt.server.answers import end
@@ -38,10 +38,12 @@ from chunkrt.server.requests import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    LoadAdapterRequest,
     Request,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
     read,
 )
 from chunkrt.server.service import Service
@@ -67,6 +69,8 @@ def make_app(service: Service) -> Starlette:
         "/stats": ("GET", _stats),
         "/v1/models": ("GET", _models),
         "/v1/models/{name:path}": ("GET", _model),
+        "/v1/load_lora_adapter": ("POST", _load_adapter),
+        "/v1/unload_lora_adapter": ("POST", _unload_adapter),
         "/v1/chat/completions": ("POST", _chat),
         "/v1/completions": ("POST", _completions),
         "/v1/embeddings": ("POST", _embeddings),
@@ -257,29 +261,58 @@ async def _stats(service: Service, http: HttpRequest) -> Response:
     return JSONResponse({"model": service.name, **waits, **asdict(service.engine.stats())})
 
 
-def _described(service: Service) -> dict[str, Any]:
+def _described(service: Service, adapter: str | None = None) -> dict[str, Any]:
     return {
-        "id": service.name,
+        "id": adapter or service.name,
         "object": "model",
         "created": service.created,
         "owned_by": "chunkrt",
         "max_model_len": service.engine.context_length,
+        **({} if adapter is None else {"parent": service.name}),
     }
 
 
 async def _models(service: Service, http: HttpRequest) -> Response:
-    return JSONResponse({"object": "list", "data": [_described(service)]})
+    described = [_described(service), *(_described(service, name) for name in service.engine.adapters)]
+    return JSONResponse({"object": "list", "data": described})
 
 
 async def _model(service: Service, http: HttpRequest) -> Response:
     name = http.path_params["name"].removesuffix("/")
-    if name != service.name:
+    if name not in service.names:
         raise RequestError(
-            f"the model {name!r} is not served here; available: {service.name}",
+            f"the model {name!r} is not served here; available: {', '.join(service.names)}",
             status=404,
             code="model_not_found",
         )
-    return JSONResponse(_described(service))
+    return JSONResponse(_described(service, None if name == service.name else name))
+
+
+async def _load_adapter(service: Service, http: HttpRequest) -> Response:
+    request = read(await _body(service, http), LoadAdapterRequest)
+    folder = service.adapter_folder().resolve()
+    path = (folder / request.lora_path).resolve()
+    if path == folder or not path.is_relative_to(folder):
+        raise RequestError(
+            f"lora_path: {request.lora_path!r:.200} is not in the server's folder of adapters", param="lora_path"
+        )
+    try:
+        if request.lora_name == service.name:
+            raise ConfigError(f"{request.lora_name!r} is the name of the model; choose another name")
+        await service.beside(partial(service.engine.load_adapter, path, name=request.lora_name))
+    except (ConfigError, ModelError) as error:
+        raise RequestError(str(error)) from error
+    return JSONResponse(_described(service, request.lora_name))
+
+
+async def _unload_adapter(service: Service, http: HttpRequest) -> Response:
+    request = read(await _body(service, http), UnloadAdapterRequest)
+    service.adapter_folder()
+    try:
+        service.engine.unload_adapter(request.lora_name)
+    except ConfigError as error:
+        raise RequestError(str(error), param="lora_name", status=404) from error
+    return JSONResponse({"id": request.lora_name, "object": "model", "deleted": True})
 
 
 def _salt(service: Service, http: HttpRequest, request: Request) -> str | None:

@@ -28,7 +28,7 @@ class Chat(Form):
     @staticmethod
     async def of(service: Service, request: ChatRequest, cache_salt: str | None) -> Chat:
         """Check the request. Raise RequestError if it asks for something unsupported."""
-        service.check_model(request)
+        adapter = service.check_model(request)
         request.check_stream()
         tools = request.tools if request.tools and request.tool_choice != "none" else None
         if not tools and request.tool_choice not in (None, "auto", "none"):
@@ -44,6 +44,7 @@ class Chat(Form):
             constraint=await service.beside(constraint_maker, service, request.response_format),
             progress=request.progress,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         prompt = await service.beside(service.encode_chat, request.messages, tools, request.chat_template_kwargs)
         chat = Chat(service, request, [prompt], wanted)

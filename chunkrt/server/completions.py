@@ -21,7 +21,7 @@ class Completion(Form):
     @staticmethod
     async def of(service: Service, request: CompletionRequest, cache_salt: str | None) -> Completion:
         """Check the request. Raise RequestError if it asks for something unsupported."""
-        service.check_model(request)
+        adapter = service.check_model(request)
         request.check_stream()
         if request.suffix:
             raise RequestError("suffix: not supported; this model only continues texts", param="suffix")
@@ -40,6 +40,7 @@ class Completion(Form):
             echo=bool(request.echo),
             progress=request.progress,
             cache_salt=cache_salt,
+            adapter=adapter,
             follows_text=True,
         )
 

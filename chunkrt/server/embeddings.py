@@ -26,7 +26,7 @@ async def embeddings(service: Service, request: EmbeddingRequest, cache_salt: st
         RequestError: the server has no embeddings, a text is empty or too long, or fewer dimensions are requested.
         BusyError: the queue is full.
     """
-    service.check_model(request)
+    adapter = service.check_model(request)
     if (pooling := service.pooling) is None:
         raise RequestError(
             f"{service.name} is not served for embeddings; start the server with --embeddings last, or mean, as the "
@@ -50,11 +50,11 @@ async def embeddings(service: Service, request: EmbeddingRequest, cache_salt: st
             f"dimensions: {request.dimensions}, but the model gives {width} and they cannot be truncated; omit it",
             param="dimensions",
         )
-    rows = await _rows(service, texts, pooling, cache_salt)
+    rows = await _rows(service, texts, pooling, cache_salt, adapter)
     number = sum(map(len, texts))
     return {
         "object": "list",
-        "model": service.name,
+        "model": adapter or service.name,
         "pooling": pooling,
         "data": [
             {"object": "embedding", "index": index, "embedding": _encoded(row, request.encoding_format)}
@@ -72,7 +72,7 @@ def _width(service: Service) -> int:
 
 
 async def _rows(
-    service: Service, texts: Sequence[Sequence[int]], pooling: Pooling, cache_salt: str | None
+    service: Service, texts: Sequence[Sequence[int]], pooling: Pooling, cache_salt: str | None, adapter: str | None
 ) -> list[Float32]:
     service.admission.check()
     turn = Turn()
@@ -81,7 +81,7 @@ async def _rows(
     async def work(index: int, tokens: Sequence[int]) -> None:
         async with (
             service.admission.places(1, turn),
-            await service.engine.asession(cache_salt=cache_salt) as session,
+            await service.engine.asession(cache_salt=cache_salt, adapter=adapter) as session,
         ):
             result = await session.aprefill(tokens, logits="hidden")
             assert result.hidden is not None

@@ -139,7 +139,7 @@ class Form(ABC):
             "id": self._id,
             "object": kind,
             "created": self._created,
-            "model": self._service.name,
+            "model": self._wanted.adapter or self._service.name,
             "choices": choices,
             **more,
         }

@@ -26,7 +26,7 @@ Limit = Annotated[int, msgspec.Meta(ge=-1)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)]
 Likeliest = Annotated[int, msgspec.Meta(ge=0, le=MOST_LIKELIEST)]
 Texts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PROMPTS)]
-Body = TypeVar("Body", bound="Request")
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 DRAWN_SEED = -1
 """Value of `seed` that means no seed, as in other servers."""
@@ -37,9 +37,12 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of every request. `model` is the name of the served model, or omitted."""
+    """Fields of every request. `model` is the name of the served model or of an adapter, or omitted; `adapter` is the
+    name of an adapter.
+    """
 
     model: str | None = None
+    adapter: str | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -270,6 +273,19 @@ class EmbeddingRequest(Request, kw_only=True):
     def inputs(self) -> list[str | list[int]]:
         """Return the inputs; each input is a text or a list of token ids."""
         return _several("input", self.input)
+
+
+class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/load_lora_adapter: a name, and the path of an adapter in the server's folder of adapters."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/unload_lora_adapter: the name of an adapter."""
+
+    lora_name: str
 
 
 class TokenizeRequest(Request, kw_only=True):

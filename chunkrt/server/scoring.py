@@ -18,7 +18,7 @@ Pair = tuple[list[int], list[int]]
 
 async def score(service: Service, request: ScoreRequest, cache_salt: str | None) -> dict[str, Any]:
     """Return the log-probability of each `text_2` after its `text_1`, and whether greedy decoding would produce it."""
-    service.check_model(request)
+    adapter = service.check_model(request)
     first = [request.text_1] if isinstance(request.text_1, str) else request.text_1
     second = [request.text_2] if isinstance(request.text_2, str) else request.text_2
     if len(first) not in (1, len(second)):
@@ -34,11 +34,11 @@ async def score(service: Service, request: ScoreRequest, cache_salt: str | None)
         await service.beside(encode_pair, service.tokenizer, one, other)
         for one, other in zip(firsts, second, strict=True)
     ]
-    found = await _scores(service, pairs, cache_salt)
+    found = await _scores(service, pairs, cache_salt, adapter)
     return {
         "id": f"score-{uuid4().hex}",
         "object": "list",
-        "model": service.name,
+        "model": adapter or service.name,
         "data": [
             {"index": i, "object": "score", "score": s.log_probability, "is_greedy": s.is_greedy, "tokens": len(p[1])}
             for i, (s, p) in enumerate(zip(found, pairs, strict=True))
@@ -49,7 +49,7 @@ async def score(service: Service, request: ScoreRequest, cache_salt: str | None)
 
 async def rerank(service: Service, request: RerankRequest, cache_salt: str | None) -> dict[str, Any]:
     """Rank documents by the likelihood of the query after each: the mean log-probability of its tokens."""
-    service.check_model(request)
+    adapter = service.check_model(request)
     texts = [document if isinstance(document, str) else document.get("text") for document in request.documents]
     if not request.query:
         raise RequestError("query: found an empty text; give a text to score after each document", param="query")
@@ -57,12 +57,12 @@ async def rerank(service: Service, request: RerankRequest, cache_salt: str | Non
         raise RequestError("documents: expected texts, or objects with a text, none empty", param="documents")
     await service.beside(_check_lengths, service, {"documents": texts, "query": [request.query]})
     pairs = [await service.beside(encode_pair, service.tokenizer, f"{text}\n\n", request.query) for text in texts]
-    found = await _scores(service, pairs, cache_salt)
+    found = await _scores(service, pairs, cache_salt, adapter)
     means = [one.log_probability / len(pair[1]) for one, pair in zip(found, pairs, strict=True)]
     order = sorted(range(len(means)), key=lambda index: -means[index])[: request.top_n]
     return {
         "id": f"rerank-{uuid4().hex}",
-        "model": service.name,
+        "model": adapter or service.name,
         "results": [
             {
                 "index": index,
@@ -82,7 +82,7 @@ def _check_lengths(service: Service, texts: Mapping[str, Sequence[Any]]) -> None
             service.check_length(text, param, shifts=False)
 
 
-async def _scores(service: Service, pairs: Sequence[Pair], cache_salt: str | None) -> list[Score]:
+async def _scores(service: Service, pairs: Sequence[Pair], cache_salt: str | None, adapter: str | None) -> list[Score]:
     """Return the scores of pairs. Pairs with the same context share a session, which runs it once."""
     service.admission.check()
     turn = Turn()
@@ -91,7 +91,7 @@ async def _scores(service: Service, pairs: Sequence[Pair], cache_salt: str | Non
     async def work(indices: list[int]) -> None:
         async with (
             service.admission.places(1, turn),
-            await service.engine.asession(cache_salt=cache_salt) as session,
+            await service.engine.asession(cache_salt=cache_salt, adapter=adapter) as session,
         ):
             for index in indices:
                 found[index] = await session.ascore(*pairs[index])

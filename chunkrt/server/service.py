@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from chunkrt.engine.embedding import Pooling, check_hidden
@@ -49,6 +50,7 @@ class ServerOptions:
         embeddings: pooling of embeddings; None for the pooling that the model's files specify. If the files specify
             none either, the server has no embeddings.
         template_options: variables of the chat template for all requests; the variables of a request override them.
+        adapter_folder: folder whose adapters clients may load and unload; None if they may not.
     """
 
     api_keys: Mapping[str, str] = field(default_factory=dict)
@@ -64,6 +66,7 @@ class ServerOptions:
     allow_hosts: Sequence[str] = ()
     embeddings: Pooling | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    adapter_folder: Path | None = None
 
 
 class Service:
@@ -90,15 +93,39 @@ class Service:
         """The model's tokenizer. Raises ModelError if the model has none."""
         return self.engine.tokenizer
 
-    def check_model(self, request: Request) -> None:
-        """Raise RequestError if a request names a model that is not served here."""
-        if request.model not in (None, "", self.name):
+    @property
+    def names(self) -> list[str]:
+        """Names that the field `model` takes: that of the model, and those of its adapters."""
+        return [self.name, *self.engine.adapters]
+
+    def adapter_folder(self) -> Path:
+        """Return the folder whose adapters clients may load. Raise RequestError if there is none."""
+        if (folder := self.options.adapter_folder) is None:
             raise RequestError(
-                f"the model {request.model!r} is not served here; available: {self.name}",
-                status=404,
-                param="model",
-                code="model_not_found",
+                "clients may not load or unload adapters; start the server with --adapter-folder", status=403
             )
+        return folder
+
+    def check_model(self, request: Request) -> str | None:
+        """Return the name of a request's adapter: its field `adapter`, or its field `model` after the name of the model
+        and a colon or alone; None for the model alone.
+
+        Raises RequestError if the request names a model or an adapter that is not served here.
+        """
+        model = request.model or self.name
+        named = None if model == self.name else model.removeprefix(f"{self.name}:")
+        for chosen, param in ((named, "model"), (request.adapter, "adapter")):
+            if chosen is not None and chosen not in self.engine.adapters:
+                value = model if param == "model" else chosen
+                raise RequestError(
+                    f"the {param} {value!r} is not served here; available: {', '.join(self.names)}",
+                    status=404,
+                    param=param,
+                    code="model_not_found",
+                )
+        if None not in (named, request.adapter) and named != request.adapter:
+            raise RequestError(f"model and adapter name different adapters: {named!r}, {request.adapter!r}")
+        return request.adapter or named
 
     def cache_salt(self, client: Client, request: Request) -> str | None:
         """Return the salt of a request's prefixes; None for prefixes that all clients of a server without keys share.

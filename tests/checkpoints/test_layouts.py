@@ -219,5 +219,5 @@ def test_tie_that_is_neither_true_nor_false_is_refused(tmp_path, section):
 
 def test_folder_with_only_an_adapter_is_reported(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="holds only an adapter; merge it"):
+    with pytest.raises(ModelError, match="holds only an adapter; give its base model"):
         check_support(tmp_path)

@@ -230,7 +230,7 @@ def find_tensors(decoder: Module, source: TensorSource) -> None:
     is stale: each parameter reads its own tensor, and a warning is logged. Transformers 5 and llama.cpp's converter do
     the same.
     """
-    found = _stored_names(source)
+    found = stored_names(source)
     for module in decoder.modules():
         if not isinstance(module, LinearBase) or module.tied_to is None:
             continue
@@ -250,7 +250,7 @@ def find_tensors(decoder: Module, source: TensorSource) -> None:
         parameter.replaces = tuple(found.get(name, name) for name in parameter.replaces)
 
 
-def _stored_names(source: TensorSource) -> dict[str, str]:
+def stored_names(source: TensorSource) -> dict[str, str]:
     """Map each tensor's name in the checkpoint, and its name in a causal text decoder, to the name in the
     checkpoint.
     """
