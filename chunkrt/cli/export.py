@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +25,44 @@ if TYPE_CHECKING:
 
 DEFAULT_WINDOW = 32
 LONGEST_DEFAULT_CONTEXT = 2048
+WINDOW_OPTIONS = ("logits",)
+"""Options that only a fixed window has."""
+
+
+class Windows(click.ParamType[tuple[int, ...]]):
+    """Different numbers of rows, separated by commas."""
+
+    name = "rows"
+
+    def convert(
+        self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Return the numbers, or fail."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            windows = tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number, or several separated by commas.", param, ctx)
+        if len(set(windows)) < len(windows):
+            self.fail(f"{value!r} names a window twice.", param, ctx)
+        return windows
 
 
 @click.command(
     cls=GroupedCommand,
-    first="output window sequence context dtype keys dynamic external_data static_subgraphs as_json",
+    first="output window sequence context dtype keys logits dynamic external_data static_subgraphs as_json",
 )
 @model_argument
 @option("-o", "--output", group="Output", type=click.Path(path_type=Path), help="ONNX file to write.")
-@option("--window", group="Model", type=int, default=DEFAULT_WINDOW, show_default=True, help="Rows per run (W).")
+@option(
+    "--window",
+    group="Model",
+    type=Windows(),
+    default=str(DEFAULT_WINDOW),
+    show_default=True,
+    help="Rows per run (W). Several, such as 32,1, become one model each, with shared external data.",
+)
 @option("--sequence", group="Model", type=int, help="Positions that attention sees (T).  [default: the context length]")
 @option(
     "--context",
@@ -62,6 +92,14 @@ LONGEST_DEFAULT_CONTEXT = 2048
     type=click.Choice(["pre-rope", "post-rope"]),
     help="Cache keys before or after RoPE.  [default: pre-rope; post-rope with --dynamic]",
 )
+@option(
+    "--logits",
+    group="Model",
+    type=click.Choice(["all", "last"]),
+    default="all",
+    show_default=True,
+    help="Compute the logits of all W rows, or of the last row only.",
+)
 @option("--external-data", group="Output", is_flag=True, help="Write the weights to a separate file, OUTPUT.data.")
 @option(
     "--dynamic",
@@ -90,13 +128,18 @@ def export(
         raise ConfigError("nothing to write; name a file with -o, or a folder with --static-subgraphs")
     if dynamic:
         _check_dynamic(output, settings["keys"])
+    elif output is None:
+        _check_subgraphs()
+    windows: tuple[int, ...] = settings["window"]
+    if static_subgraphs is not None and len(windows) > 1:
+        raise ConfigError(f"--static-subgraphs has one window; choose one of {', '.join(map(str, windows))}")
     if is_engine_directory(Path(model)):
         raise ConfigError(f"{model} is compiled and has quantised weights; give its checkpoint")
     from chunkrt.compile.compiler import plan_checkpoint
     from chunkrt.onnx import exporting as onnx_export
 
     if output is not None:
-        onnx_export.check_output(output)
+        onnx_export.check_output(output, windows)
     written: list[Path] = []
     with ShownProgress() as progress:
         checkpoint, _ = find_checkpoint(model, progress)
@@ -108,20 +151,22 @@ def export(
         def tried(done: int, total: int) -> None:
             progress("checking float16", done, total)
 
-        chosen = onnx_export.SubgraphSettings(
-            window=settings["window"], dtype=settings["dtype"], opset=int(settings["opset"])
-        )
+        chosen = onnx_export.SubgraphSettings(window=windows[0], dtype=settings["dtype"], opset=int(settings["opset"]))
         if output is not None:
-            exported, files = (_dynamic if dynamic else _window)(planned, output, settings)
+            exported, files = (_dynamic if dynamic else _windows)(planned, output, settings)
             files |= onnx_export.tokenizer_files(planned)
             onnx_export.check_beside(output.parent, files)
         if static_subgraphs is not None:
             onnx_export.check_subgraph_outputs(planned, static_subgraphs)
         onnx_export.check_float16(planned, chosen, tried)
         if output is not None:
-            onnx_export.save_model(exported, output, external_data=settings["external_data"], progress=told)
+            if len(exported) > 1:
+                onnx_export.save_windows(exported, output, progress=told)
+            else:
+                (only,) = exported.values()
+                onnx_export.save_model(only, output, external_data=settings["external_data"], progress=told)
             onnx_export.write_beside(output.parent, files)
-            written += [path for path in onnx_export.model_files(output) if path.exists()]
+            written += [path for path in onnx_export.model_files(output, windows) if path.exists()]
             click.echo(f"{output}: {sum(path.stat().st_size for path in written) / 1e6:.0f} MB", err=True)
             written += [output.parent / name for name in files]
         if static_subgraphs is not None:
@@ -136,28 +181,29 @@ def export(
         click.echo(json.dumps({"model": model, "files": rows}, indent=1))
 
 
-def _window(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[Model, Files]:
+def _windows(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[dict[int, Model], Files]:
     from chunkrt.onnx import exporting as onnx_export
 
     context = _context(planned, asked)
     settings = onnx_export.WindowSettings(
-        window=asked["window"],
+        window=max(asked["window"]),
         sequence=context if asked["sequence"] is None else asked["sequence"],
         context=context,
         dtype=asked["dtype"],
         opset=int(asked["opset"]),
         keys=asked["keys"] or "pre-rope",
+        logits=asked["logits"],
     )
-    return onnx_export.window_model(planned, settings), {}
+    return {n: onnx_export.window_model(planned, replace(settings, window=n)) for n in asked["window"]}, {}
 
 
-def _dynamic(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[Model, Files]:
+def _dynamic(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[dict[int, Model], Files]:
     from chunkrt.onnx import exporting as onnx_export
 
     settings = onnx_export.DynamicSettings(
         context=_context(planned, asked), dtype=asked["dtype"], opset=int(asked["opset"])
     )
-    return onnx_export.dynamic_model(planned, settings), onnx_export.genai_config(planned, settings, output.name)
+    return {0: onnx_export.dynamic_model(planned, settings)}, onnx_export.genai_config(planned, settings, output.name)
 
 
 def _context(planned: Planned, asked: dict[str, Any]) -> int:
@@ -171,7 +217,24 @@ def _check_dynamic(output: Path | None, keys: str | None) -> None:
         raise ConfigError("--dynamic needs -o; name a file")
     if keys == "pre-rope":
         raise ConfigError("--dynamic caches keys after RoPE; omit --keys or --dynamic")
-    context = click.get_current_context()
     for name in ("window", "sequence"):
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if _is_given(name):
             raise ConfigError(f"--dynamic accepts any number of rows; omit --{name}")
+    for name in WINDOW_OPTIONS:
+        if _is_given(name):
+            raise ConfigError(f"{_flag(name)} needs a fixed window; omit {_flag(name)} or --dynamic")
+
+
+def _check_subgraphs() -> None:
+    """Raise ConfigError for options that need a decoder in one file."""
+    for name in WINDOW_OPTIONS:
+        if _is_given(name):
+            raise ConfigError(f"{_flag(name)} needs -o; name a file")
+
+
+def _is_given(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

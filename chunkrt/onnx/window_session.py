@@ -86,7 +86,8 @@ class OnnxSession:
         )
 
     def run(self, token_ids: Sequence[int]) -> NDArray[Any]:
-        """Return logits [tokens, vocabulary] of tokens that follow the earlier ones, in the model's type.
+        """Return logits [tokens, vocabulary] of tokens that follow the earlier ones, in the model's type. An export
+        with `--logits last` returns those of the last token, [1, vocabulary].
 
         Raises:
             ConfigError: there are no tokens, or a token is not in the vocabulary; or tokens need a window of one row,
@@ -110,7 +111,7 @@ class OnnxSession:
         padded = np.concatenate([np.zeros(padding, np.int64), tokens[:in_windows]])
         logits = [self._run(self._window, part, padding * (i == 0)) for i, part in enumerate(self._parts(padded))]
         logits += [self._run(self._step, tokens[i : i + 1], 0) for i in range(in_windows, len(tokens))]
-        return np.concatenate(logits)
+        return logits[-1][-1:] if self._window.gives_last_only else np.concatenate(logits)
 
     def generate(
         self, token_ids: Sequence[int], max_new_tokens: int, *, eos_ids: Collection[int] = ()
@@ -147,7 +148,7 @@ class OnnxSession:
         logits = model.run(inputs, self._past, self._present, self._device)
         self._past, self._present = self._present, self._past
         self._position = done
-        return logits[padding:]
+        return logits if model.gives_last_only else logits[padding:]
 
 
 class _LoadedWindow:
@@ -184,6 +185,7 @@ class _LoadedWindow:
             )
         self.settings: Mapping[str, Any] = found
         self.size = int(found["window"])
+        self.gives_last_only = found.get("logits") == "last"
         is_endless = found["keys"] == "pre-rope"
         self.num_positions = None if is_endless else int(self.plan["context_length"])
         inputs = {value.name: value for value in self._session.get_inputs()}
@@ -215,7 +217,7 @@ class _LoadedWindow:
         present: Mapping[str, ort.OrtValue],
         device: str,
     ) -> NDArray[Any]:
-        """Run the model, fill `present`, and return logits [W, vocabulary]."""
+        """Run the model, fill `present`, and return logits [W, vocabulary], or [1, vocabulary] of the last row."""
         binding = self._session.io_binding()
         for name in self._inputs:
             binding.bind_cpu_input(name, inputs[name])

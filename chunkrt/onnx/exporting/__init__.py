@@ -10,6 +10,7 @@ from chunkrt.onnx.exporting.save import (
     genai_config,
     model_files,
     save_model,
+    save_windows,
     tokenizer_files,
     write_beside,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "model_files",
     "save_model",
     "save_static_subgraphs",
+    "save_windows",
     "tokenizer_files",
     "window_model",
     "write_beside",

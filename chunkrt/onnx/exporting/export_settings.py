@@ -15,6 +15,7 @@ OPSETS = tuple(IR_VERSIONS)
 DEFAULT_OPSET = 18
 
 Keys = Literal["pre-rope", "post-rope"]
+Logits = Literal["all", "last"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +63,13 @@ class WindowSettings(SubgraphSettings):
         context: M.
         keys: "pre-rope" if keys are cached before RoPE, so that the slot in the cache determines the position;
             "post-rope" if they are cached after RoPE.
+        logits: "all" for logits of all W rows, "last" for those of the last row only.
     """
 
     sequence: int
     context: int
     keys: Keys = "pre-rope"
+    logits: Logits = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,6 +84,8 @@ class WindowSettings(SubgraphSettings):
             )
         if self.keys not in get_args(Keys):
             raise ConfigError(f"--keys is {self.keys!r}, expected {' or '.join(get_args(Keys))}")
+        if self.logits not in get_args(Logits):
+            raise ConfigError(f"--logits is {self.logits!r}, expected {' or '.join(get_args(Logits))}")
 
 
 @dataclass(frozen=True, kw_only=True)

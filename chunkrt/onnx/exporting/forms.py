@@ -70,13 +70,16 @@ def emit_decoder(
     layer: EmitLayer,
     describe: Callable[[Tensor], tuple[ir.DataType, Dimensions, Dimensions]],
     rows: Dimensions,
+    *,
+    last_only: bool = False,
 ) -> None:
     """Add all of a plan's nodes, its state as inputs and outputs, and its logits.
 
     Args:
         layer: adds nodes with state.
         describe: returns the type of a state, and its shapes as an input and as an output.
-        rows: the first dimensions of input_ids and logits.
+        rows: the first dimensions of input_ids.
+        last_only: whether only the last row gets logits.
 
     Raises:
         UnsupportedModelError: an operator has no form for export.
@@ -94,9 +97,12 @@ def emit_decoder(
         mine = [name for name in node.inputs if name in states]
         if mine:
             new |= zip(mine, layer(node, [states[name] for name in mine]), strict=True)
+        elif last_only and _selects_rows(node):
+            e.cut(e.read(node.inputs[0]), -1, np.iinfo(np.int32).max, axis=1, name=node.outputs[0])
         else:
             emit_node(e, plan, node)
-    e.output(e.read(plan.output, e.dtype), "logits", [*rows, plan.vocab_size])
+    batch, num_rows = rows
+    e.output(e.read(plan.output, e.dtype), "logits", [batch, 1 if last_only else num_rows, plan.vocab_size])
     for tensor in plan.state_tensors:
         _, _, present = describe(tensor)
         e.output(new[tensor.name], f"present.{names[tensor.name]}", present)
@@ -104,7 +110,7 @@ def emit_decoder(
 
 def emit_node(e: Emitter, plan: Plan, node: Node) -> None:
     """Add a node without state. Raises UnsupportedModelError if its operator has no form for export."""
-    if node.op == "Gather" and node.inputs[1] == "logit_rows":
+    if _selects_rows(node):
         e.alias(node.outputs[0], e.read(node.inputs[0]))  # all rows get logits
     elif (node.domain, node.op) in LOWERINGS:
         LOWERINGS[node.domain, node.op](e, node)
@@ -112,6 +118,11 @@ def emit_node(e: Emitter, plan: Plan, node: Node) -> None:
         emit_expanded(e, plan, node)
     else:
         raise UnsupportedModelError(_lack(plan, node))
+
+
+def _selects_rows(node: Node) -> bool:
+    """Return whether a node selects the rows that get logits."""
+    return node.op == "Gather" and node.inputs[1] == "logit_rows"
 
 
 def window_refusal(plan: Plan) -> str:
@@ -234,7 +245,7 @@ def window_model(planned: Planned, settings: WindowSettings) -> ir.Model:
         shape = [1, *resolve(state.shape, {"P": settings.context, "W": settings.context})]
         return e.dtype if is_cache else FLOAT, shape, shape
 
-    emit_decoder(e, plan, layer, describe, [1, window])
+    emit_decoder(e, plan, layer, describe, [1, window], last_only=settings.logits == "last")
     return with_shapes(e.model(metadata=metadata(planned, settings), name=plan.family))
 
 
