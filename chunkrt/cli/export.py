@@ -14,13 +14,14 @@ from chunkrt.cli.command import GroupedCommand, json_option, model_argument, opt
 from chunkrt.cli.shared_options import verbose_option
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ChunkrtError, ConfigError
 from chunkrt.progress import ShownProgress
 
 if TYPE_CHECKING:
     from onnx_ir import Model
 
     from chunkrt.graph.partition import Planned
+    from chunkrt.onnx.exporting import WindowSettings
     from chunkrt.onnx.exporting.save import Files
 
 DEFAULT_WINDOW = 32
@@ -51,7 +52,7 @@ class Windows(click.ParamType[tuple[int, ...]]):
 
 @click.command(
     cls=GroupedCommand,
-    first="output window sequence context dtype keys logits dynamic external_data static_subgraphs as_json",
+    first="output window sequence context dtype keys dynamic external_data static_subgraphs as_json",
 )
 @model_argument
 @option("-o", "--output", group="Output", type=click.Path(path_type=Path), help="ONNX file to write.")
@@ -99,6 +100,14 @@ class Windows(click.ParamType[tuple[int, ...]]):
     default="all",
     show_default=True,
     help="Compute the logits of all W rows, or of the last row only.",
+)
+@option(
+    "--weights",
+    group="Model",
+    type=click.Choice(["float", "int8", "int4"]),
+    default="float",
+    show_default=True,
+    help="Storage of the linears' weights: floats of --dtype, int8 (DequantizeLinear) or int4 (MatMulNBits).",
 )
 @option("--external-data", group="Output", is_flag=True, help="Write the weights to a separate file, OUTPUT.data.")
 @option(
@@ -151,7 +160,9 @@ def export(
         def tried(done: int, total: int) -> None:
             progress("checking float16", done, total)
 
-        chosen = onnx_export.SubgraphSettings(window=windows[0], dtype=settings["dtype"], opset=int(settings["opset"]))
+        chosen = onnx_export.SubgraphSettings(
+            window=windows[0], dtype=settings["dtype"], opset=int(settings["opset"]), weights=settings["weights"]
+        )
         if output is not None:
             exported, files = (_dynamic if dynamic else _windows)(planned, output, settings)
             files |= onnx_export.tokenizer_files(planned)
@@ -165,8 +176,11 @@ def export(
             else:
                 (only,) = exported.values()
                 onnx_export.save_model(only, output, external_data=settings["external_data"], progress=told)
-            onnx_export.write_beside(output.parent, files)
             written += [path for path in onnx_export.model_files(output, windows) if path.exists()]
+            if settings["weights"] != "float" and not dynamic:
+                progress("checking integer weights", 0, 0)
+                _check_integers(planned, settings, written)
+            onnx_export.write_beside(output.parent, files)
             click.echo(f"{output}: {sum(path.stat().st_size for path in written) / 1e6:.0f} MB", err=True)
             written += [output.parent / name for name in files]
         if static_subgraphs is not None:
@@ -184,24 +198,44 @@ def export(
 def _windows(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[dict[int, Model], Files]:
     from chunkrt.onnx import exporting as onnx_export
 
+    settings = _window_settings(planned, asked)
+    return {n: onnx_export.window_model(planned, replace(settings, window=n)) for n in asked["window"]}, {}
+
+
+def _window_settings(planned: Planned, asked: dict[str, Any]) -> WindowSettings:
+    from chunkrt.onnx import exporting as onnx_export
+
     context = _context(planned, asked)
-    settings = onnx_export.WindowSettings(
+    return onnx_export.WindowSettings(
         window=max(asked["window"]),
         sequence=context if asked["sequence"] is None else asked["sequence"],
         context=context,
         dtype=asked["dtype"],
         opset=int(asked["opset"]),
+        weights=asked["weights"],
         keys=asked["keys"] or "pre-rope",
         logits=asked["logits"],
     )
-    return {n: onnx_export.window_model(planned, replace(settings, window=n)) for n in asked["window"]}, {}
+
+
+def _check_integers(planned: Planned, asked: dict[str, Any], written: list[Path]) -> None:
+    """Run the written models, and remove them if they fail."""
+    from chunkrt.onnx import exporting as onnx_export
+
+    models = [path for path in written if path.suffix == ".onnx"]
+    try:
+        onnx_export.check_integers_written(planned, _window_settings(planned, asked), models)
+    except ChunkrtError:
+        for path in written:
+            path.unlink()
+        raise
 
 
 def _dynamic(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[dict[int, Model], Files]:
     from chunkrt.onnx import exporting as onnx_export
 
     settings = onnx_export.DynamicSettings(
-        context=_context(planned, asked), dtype=asked["dtype"], opset=int(asked["opset"])
+        context=_context(planned, asked), dtype=asked["dtype"], opset=int(asked["opset"]), weights=asked["weights"]
     )
     return {0: onnx_export.dynamic_model(planned, settings)}, onnx_export.genai_config(planned, settings, output.name)
 

@@ -37,6 +37,7 @@ class OnnxSession:
         step: an export with a window of 1; not needed if the window of `model` is 1.
         providers: ONNX Runtime's providers, the preferred one first.
         threads: number of ONNX Runtime's threads; by default its own choice.
+        prepack: whether ONNX Runtime copies weights into its own layouts; by default they stay memory-mapped.
 
     Raises:
         ModelError: a file is damaged, or is not a fixed window that chunkrt exported.
@@ -50,9 +51,10 @@ class OnnxSession:
         *,
         providers: Sequence[str] = ("CPUExecutionProvider",),
         threads: int | None = None,
+        prepack: bool = False,
     ) -> None:
-        self._window = _LoadedWindow(Path(model), providers, threads)
-        self._step = _LoadedWindow(Path(step), providers, threads) if step else self._window
+        self._window = _LoadedWindow(Path(model), providers, threads, prepack)
+        self._step = _LoadedWindow(Path(step), providers, threads, prepack) if step else self._window
         if any(self._step.settings[key] != self._window.settings[key] for key in ("context", "dtype", "keys")):
             raise ConfigError(
                 f"{step} and {model} do not have the same caches; export both with the same context, dtype and keys"
@@ -154,9 +156,11 @@ class OnnxSession:
 class _LoadedWindow:
     """One exported model, loaded."""
 
-    def __init__(self, path: Path, providers: Sequence[str], threads: int | None) -> None:
+    def __init__(self, path: Path, providers: Sequence[str], threads: int | None, prepack: bool) -> None:
         options = ort.SessionOptions()
-        options.add_session_config_entry("session.disable_prepacking", "1")  # weights stay memory-mapped
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float activations
+        if not prepack:
+            options.add_session_config_entry("session.disable_prepacking", "1")  # weights stay memory-mapped
         if threads:
             options.intra_op_num_threads = threads
         if not path.is_file():

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import onnx_ir as ir
 
 from chunkrt.errors import ConfigError
-from chunkrt.onnx.exporting.emitter import FLOAT, FLOAT16, IR_VERSIONS
+from chunkrt.onnx.exporting.emitter import FLOAT, FLOAT16, IR_VERSIONS, Weights
 
 DTYPES = {"fp16": FLOAT16, "fp32": FLOAT}
 OPSETS = tuple(IR_VERSIONS)
@@ -20,7 +20,8 @@ Logits = Literal["all", "last"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of every form of export: the type of linears, states and logits ("fp16" or "fp32"), and the opset.
+    """Settings of every form of export: the type of linears, states and logits ("fp16" or "fp32"), the opset,
+    and the storage of linears' weights ("float", "int8" or "int4").
 
     Raises:
         ConfigError: the type or the opset is unknown, or a subclass refuses one of its values.
@@ -28,12 +29,15 @@ class Settings:
 
     dtype: str = "fp16"
     opset: int = DEFAULT_OPSET
+    weights: Weights = "float"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
         if self.opset not in OPSETS:
             raise ConfigError(f"--opset is {self.opset}, expected one of {', '.join(map(str, OPSETS))}")
+        if self.weights not in get_args(Weights):
+            raise ConfigError(f"--weights is {self.weights!r}, expected one of {', '.join(get_args(Weights))}")
 
     @property
     def tensor_type(self) -> ir.DataType:

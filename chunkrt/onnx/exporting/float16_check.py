@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -22,12 +23,16 @@ from chunkrt.errors import QuantizationError, UnsupportedModelError
 from chunkrt.graph.partition import Planned
 from chunkrt.onnx.exporting.emitter import LARGEST_FLOAT16
 from chunkrt.onnx.exporting.export_settings import Settings, WindowSettings
-from chunkrt.onnx.exporting.forms import window_model
+from chunkrt.onnx.exporting.forms import tied_weights, window_model
+from chunkrt.onnx.exporting.integer_weights import with_rounded_weights
 
 NUM_ROWS = 16
 """Number of tokens in the window that is run. The cost hardly depends on it, because reading all weights takes most of
 the time.
 """
+
+TOLERANCE, FLOAT16_TOLERANCE = 1e-4, 2e-2
+"""Tolerances relative to the largest logit for exports that compute in float32 and in float16."""
 
 Array = NDArray[Any]
 
@@ -53,20 +58,60 @@ def check_float16(
     rows = min(NUM_ROWS, planned.plan.context_length)
     short = WindowSettings(window=rows, sequence=rows, context=rows, dtype=settings.dtype, opset=settings.opset)
     try:
-        model = window_model(planned, short)
+        model = window_model(with_rounded_weights(planned, settings, tied_weights(planned)), short)
     except UnsupportedModelError as error:
         log.warning("skipping the check that values fit float16: %s", error)
         return
-    tokens = np.linspace(0, planned.plan.vocab_size - 1, rows, dtype=np.int64)
+    evaluate(model, _feeds(model, spread_tokens(planned, rows)), progress)
+
+
+def spread_tokens(planned: Planned, count: int) -> NDArray[np.int64]:
+    """Return tokens spread over the vocabulary, after the token that begins texts."""
+    tokens = np.linspace(0, planned.plan.vocab_size - 1, count, dtype=np.int64)
     bos = planned.source.config.get("bos_token_id")
     if isinstance(bos, int) and 0 <= bos < planned.plan.vocab_size:
         tokens[0] = bos
+    return tokens
+
+
+def _feeds(model: ir.Model, tokens: NDArray[np.int64]) -> dict[str, Array]:
+    """Return the inputs of a window that the first tokens fill."""
     feeds = {
         str(value.name): np.zeros(value.shape.numpy(), value.dtype.numpy())
         for value in model.graph.inputs
         if value.shape is not None and value.dtype is not None
     }
-    evaluate(model, feeds | {"input_ids": tokens[None], "attention_mask": np.ones((1, rows), np.int64)}, progress)
+    is_token = np.arange(feeds["attention_mask"].size)[::-1] < len(tokens)
+    return feeds | {"input_ids": tokens[None], "attention_mask": is_token[None].astype(np.int64)}
+
+
+def check_integers_written(planned: Planned, settings: WindowSettings, paths: Sequence[Path]) -> None:
+    """Compare written windows with integer weights, on ONNX Runtime, with the decoder whose float32 weights have the
+    values of the integers. The decoder is evaluated by ONNX's own reference.
+
+    Raises:
+        QuantizationError: the logits differ, so activations or weights were rounded in another way. Some kernels round activations, but only
+            with prepacked weights.
+        ModelError: ONNX Runtime cannot load a file.
+    """
+    from chunkrt.onnx.window_session import OnnxSession
+
+    rows = min(NUM_ROWS, settings.sequence)
+    length = settings.sequence  # it selects the rotary table
+    exact = WindowSettings(window=rows, sequence=length, context=length, dtype="fp32", opset=settings.opset)
+    model = window_model(with_rounded_weights(planned, settings, tied_weights(planned)), exact)
+    tokens = spread_tokens(planned, rows)
+    expected = evaluate(model, _feeds(model, tokens), lambda done, total: None)["logits"][0]
+    tolerance = FLOAT16_TOLERANCE if settings.dtype == "fp16" else TOLERANCE
+    for path in paths:
+        found = OnnxSession(path, prepack=True).run(tokens.tolist())
+        difference = float(np.abs(found - expected[-len(found) :]).max() / max(np.abs(expected).max(), 1e-30))
+        if not difference <= tolerance:
+            raise QuantizationError(
+                f"{path} differs on ONNX Runtime from its {settings.weights} weights with float activations by "
+                f"{difference:.2g} of the largest logit, expected at most {tolerance:g}; use --weights float"
+            )
+        log.info("%s agrees with its %s weights to %.2g of the largest logit", path, settings.weights, difference)
 
 
 def evaluate(model: ir.Model, feeds: Mapping[str, Array], progress: Callable[[int, int], None]) -> dict[str, Array]:

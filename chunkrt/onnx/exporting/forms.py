@@ -26,10 +26,21 @@ from chunkrt.files import remove
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.modules import Embedding
 from chunkrt.graph.partition import Planned
-from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, Node, Plan, Subgraph, Tensor, reads_shared_cache, resolve
+from chunkrt.graph.plan import (
+    ATTENTION_OPS,
+    DOMAIN,
+    Node,
+    Plan,
+    Subgraph,
+    Tensor,
+    linear_weights,
+    reads_shared_cache,
+    resolve,
+)
 from chunkrt.graph.rope import RotaryTables
 from chunkrt.onnx.exporting.emitter import CONTRIB_DOMAIN, FLOAT, INT64, Emitter
 from chunkrt.onnx.exporting.export_settings import DynamicSettings, Settings, SubgraphSettings, WindowSettings
+from chunkrt.onnx.exporting.integer_weights import check_integers
 from chunkrt.onnx.exporting.lowerings import LOWERINGS
 from chunkrt.onnx.exporting.save import check_output, save_model
 from chunkrt.onnx.exporting.window_attention import WindowAttention
@@ -46,17 +57,28 @@ EmitLayer = Callable[[Node, Sequence[ir.Value]], Sequence[ir.Value]]
 """A function that adds a layer with state, and maps its old states to the new states."""
 
 
-def make_emitter(planned: Planned, *, opset: int, dtype: ir.DataType) -> Emitter:
+def make_emitter(planned: Planned, settings: Settings, rows: Dimensions) -> Emitter:
     """Make an emitter for a checkpoint's weights; an LM head that is tied to the embedding shares its table.
 
-    Raises UnsupportedModelError if the checkpoint has no LM head.
+    Raises UnsupportedModelError if the checkpoint has no LM head, or weights that the settings do not cover.
     """
     if not planned.plan.has_head:
         raise UnsupportedModelError(
             f"{planned.source.path.name} has no LM head, and embedding models cannot be exported"
         )
     shapes = {name: tensor.shape for name, tensor in planned.plan.tensors.items()}
-    return Emitter(opset=opset, dtype=dtype, shapes=shapes, load=planned.load, tied=_tied(planned))
+    tied = tied_weights(planned)
+    check_integers(planned, settings.weights, tied)
+    return Emitter(
+        opset=settings.opset,
+        dtype=settings.tensor_type,
+        shapes=shapes,
+        load=planned.load,
+        tied=tied,
+        weights=settings.weights,
+        linears=linear_weights(planned.plan),
+        rows=rows,
+    )
 
 
 def has(plan: Plan, *ops: str) -> bool:
@@ -69,7 +91,6 @@ def emit_decoder(
     plan: Plan,
     layer: EmitLayer,
     describe: Callable[[Tensor], tuple[ir.DataType, Dimensions, Dimensions]],
-    rows: Dimensions,
     *,
     last_only: bool = False,
 ) -> None:
@@ -78,7 +99,6 @@ def emit_decoder(
     Args:
         layer: adds nodes with state.
         describe: returns the type of a state, and its shapes as an input and as an output.
-        rows: the first dimensions of input_ids.
         last_only: whether only the last row gets logits.
 
     Raises:
@@ -99,10 +119,10 @@ def emit_decoder(
             new |= zip(mine, layer(node, [states[name] for name in mine]), strict=True)
         elif last_only and _selects_rows(node):
             e.cut(e.read(node.inputs[0]), -1, np.iinfo(np.int32).max, axis=1, name=node.outputs[0])
+            e.rows = [e.rows[0], 1]
         else:
             emit_node(e, plan, node)
-    batch, num_rows = rows
-    e.output(e.read(plan.output, e.dtype), "logits", [batch, 1 if last_only else num_rows, plan.vocab_size])
+    e.output(e.read(plan.output, e.dtype), "logits", [*e.rows, plan.vocab_size])
     for tensor in plan.state_tensors:
         _, _, present = describe(tensor)
         e.output(new[tensor.name], f"present.{names[tensor.name]}", present)
@@ -198,7 +218,7 @@ def check_length(plan: Plan, option: str, length: int) -> None:
         raise ConfigError(f"{option} is {length}, longer than the model's context of {plan.context_length}")
 
 
-def _tied(planned: Planned) -> dict[str, str]:
+def tied_weights(planned: Planned) -> dict[str, str]:
     """Return the weights that are the transpose of the embedding's table."""
     tables = [m.weight for m in planned.decoder.modules() if isinstance(m, Embedding) and m.scale == 1]
     return {
@@ -221,7 +241,7 @@ def window_model(planned: Planned, settings: WindowSettings) -> ir.Model:
     """
     plan, window = planned.plan, settings.window
     check_length(plan, "--sequence", settings.sequence)
-    e = make_emitter(planned, opset=settings.opset, dtype=settings.tensor_type)
+    e = make_emitter(planned, settings, [1, window])
     e.input("input_ids", INT64, [1, window])
     is_token = e.input("attention_mask", INT64, [1, settings.sequence])
     if settings.keys == "post-rope" and has(plan, *ATTENTION_OPS):
@@ -245,7 +265,7 @@ def window_model(planned: Planned, settings: WindowSettings) -> ir.Model:
         shape = [1, *resolve(state.shape, {"P": settings.context, "W": settings.context})]
         return e.dtype if is_cache else FLOAT, shape, shape
 
-    emit_decoder(e, plan, layer, describe, [1, window], last_only=settings.logits == "last")
+    emit_decoder(e, plan, layer, describe, last_only=settings.logits == "last")
     return with_shapes(e.model(metadata=metadata(planned, settings), name=plan.family))
 
 
@@ -288,7 +308,7 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
             f"its RoPE rotates {uneven[0]} dimensions of each head; ONNX Runtime's GroupQueryAttention supports "
             f"multiples of {HEAD_STEP}; export a fixed window"
         )
-    e = make_emitter(planned.within(settings.context), opset=settings.opset, dtype=settings.tensor_type)
+    e = make_emitter(planned.within(settings.context), settings, [BATCH, ROWS])
     e.input("input_ids", INT64, [BATCH, ROWS])
     mask = e.input("attention_mask", INT64, [BATCH, TOTAL])
     lengths = e.reduce_sum(mask, 1, name="num_tokens", keepdims=False)
@@ -306,7 +326,7 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
         heads, dim = resolve((state.shape[0], state.shape[2]), {})
         return e.dtype, [BATCH, heads, PAST, dim], [BATCH, heads, TOTAL, dim]
 
-    emit_decoder(e, plan, layer, describe, [BATCH, ROWS])
+    emit_decoder(e, plan, layer, describe)
     return e.model(metadata=metadata(planned, settings), name=plan.family)
 
 
@@ -359,7 +379,7 @@ def subgraph_model(planned: Planned, subgraph: Subgraph, settings: SubgraphSetti
         UnsupportedModelError: an operator has no form for export.
     """
     plan = planned.plan
-    e = make_emitter(planned, opset=settings.opset, dtype=settings.tensor_type)
+    e = make_emitter(planned, settings, [1, settings.window])
     for name in subgraph.inputs:
         e.input(name, e.dtype, [1, settings.window, e.width(name)])
     for node in subgraph.nodes:

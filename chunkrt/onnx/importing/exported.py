@@ -58,6 +58,14 @@ def export_settings(proto: onnx.ModelProto) -> Mapping[str, Any]:
         raise ModelError(f"the metadata {SETTINGS_KEY!r} is damaged ({error}); export the model again") from error
 
 
+def refuse_other_exports(proto: onnx.ModelProto, name: str) -> None:
+    """Raise UnsupportedModelError if chunkrt wrote the model in a form that cannot be imported, or ModelError if the
+    settings are invalid.
+    """
+    if (weights := export_settings(proto).get("weights", "float")) != "float":
+        raise UnsupportedModelError(f"{name} was exported with --weights {weights}; use the checkpoint")
+
+
 def replay_plan(draft: Draft) -> ReplayedDecoder:
     """Build the decoder of an exported plan.
 
