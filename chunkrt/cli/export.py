@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_WINDOW = 32
 LONGEST_DEFAULT_CONTEXT = 2048
-WINDOW_OPTIONS = ("logits",)
+WINDOW_OPTIONS = ("logits", "batch", "no_cache")
 """Options that only a fixed window has."""
 
 
@@ -109,6 +109,15 @@ class Windows(click.ParamType[tuple[int, ...]]):
     show_default=True,
     help="Storage of the linears' weights: floats of --dtype, int8 (DequantizeLinear) or int4 (MatMulNBits).",
 )
+@option(
+    "--batch",
+    group="Model",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Number of sequences per run, each with its own mask, positions and caches.",
+)
+@option("--no-cache", group="Model", is_flag=True, help="Take a whole sequence of T tokens, without caches.")
 @option("--external-data", group="Output", is_flag=True, help="Write the weights to a separate file, OUTPUT.data.")
 @option(
     "--dynamic",
@@ -139,6 +148,10 @@ def export(
         _check_dynamic(output, settings["keys"])
     elif output is None:
         _check_subgraphs()
+    if settings["no_cache"]:
+        for name in ("window", "context", "static_subgraphs"):
+            if _is_given(name):
+                raise ConfigError(f"--no-cache runs whole sequences; omit {_flag(name)}")
     windows: tuple[int, ...] = settings["window"]
     if static_subgraphs is not None and len(windows) > 1:
         raise ConfigError(f"--static-subgraphs has one window; choose one of {', '.join(map(str, windows))}")
@@ -199,6 +212,8 @@ def _windows(planned: Planned, output: Path, asked: dict[str, Any]) -> tuple[dic
     from chunkrt.onnx import exporting as onnx_export
 
     settings = _window_settings(planned, asked)
+    if asked["no_cache"]:
+        return {settings.window: onnx_export.window_model(planned, settings)}, {}
     return {n: onnx_export.window_model(planned, replace(settings, window=n)) for n in asked["window"]}, {}
 
 
@@ -206,15 +221,20 @@ def _window_settings(planned: Planned, asked: dict[str, Any]) -> WindowSettings:
     from chunkrt.onnx import exporting as onnx_export
 
     context = _context(planned, asked)
+    sequence = context if asked["sequence"] is None else asked["sequence"]
+    if asked["no_cache"]:
+        context = sequence
     return onnx_export.WindowSettings(
-        window=max(asked["window"]),
-        sequence=context if asked["sequence"] is None else asked["sequence"],
+        window=sequence if asked["no_cache"] else max(asked["window"]),
+        sequence=sequence,
         context=context,
         dtype=asked["dtype"],
         opset=int(asked["opset"]),
         weights=asked["weights"],
         keys=asked["keys"] or "pre-rope",
         logits=asked["logits"],
+        batch=asked["batch"],
+        cache=not asked["no_cache"],
     )
 
 
@@ -224,7 +244,7 @@ def _check_integers(planned: Planned, asked: dict[str, Any], written: list[Path]
 
     models = [path for path in written if path.suffix == ".onnx"]
     try:
-        onnx_export.check_integers_written(planned, _window_settings(planned, asked), models)
+        onnx_export.check_integers(planned, _window_settings(planned, asked), models)
     except ChunkrtError:
         for path in written:
             path.unlink()

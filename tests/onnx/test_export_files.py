@@ -127,6 +127,8 @@ def test_metadata_holds_plan_settings_and_frequencies():
         **SIZES,
         "keys": "pre-rope",
         "logits": "all",
+        "batch": 1,
+        "cache": True,
     }
     rope = json.loads(model.metadata_props[ROPE_KEY])["model.rope"]
     positions = np.arange(decoder.plan.context_length)

@@ -1,13 +1,15 @@
-"""Several windows with shared weights, and logits of the last row: Transformers' logits of the fixtures are the
-reference."""
+"""Several windows with shared weights, logits of the last row, batches, and whole sequences without caches:
+Transformers' logits of the fixtures are the reference."""
 
 import numpy as np
 import onnx
 import pytest
 from fixture_checkpoints import checkpoint, expected_logits, input_ids
 from one_line import expect_one_line
+from onnx_models import FAMILIES
 
 from chunkrt.compile.compiler import plan_checkpoint
+from chunkrt.errors import ConfigError
 from chunkrt.onnx.importing import verify
 from chunkrt.onnx.window_session import OnnxSession
 
@@ -49,6 +51,76 @@ def test_export_with_the_last_logits_is_imported(tmp_path, command):
     assert verify(found.source, found.plan, found.load) < 1e-4
 
 
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("keys", ["pre-rope", "post-rope"])
+@pytest.mark.parametrize("opset", ["18", "23"])
+@pytest.mark.parametrize("name", [*FAMILIES, "gpt_oss", "gemma2", "bamba", "qwen2_moe"])
+def test_sequences_of_a_batch_are_independent(tmp_path, command, name, opset, keys):
+    """Prompts of different lengths, then 8 tokens each, then one."""
+    options = ["--window", "8,1", "--batch", "3", *WIDE, "--opset", opset, "--keys", keys]
+    assert command("export", checkpoint(name), "-o", tmp_path / "d.onnx", *options).status == 0
+    session = OnnxSession(*(tmp_path / f"d.window{window}.onnx" for window in (8, 1)), threads=2)
+    tokens, expected = input_ids(name), expected_logits(name)
+    lengths = (5, 19, 11)
+    for count in (0, 8, 1):
+        begins = session.positions
+        ends = [begin + count for begin in begins] if count else lengths
+        found = session.run([tokens[begin:end] for begin, end in zip(begins, ends, strict=True)])
+        assert session.positions == tuple(ends)
+        for logits, begin, end in zip(found, begins, ends, strict=True):
+            np.testing.assert_allclose(logits, expected[begin:end], rtol=0, atol=1e-4)
+    with pytest.raises(ConfigError, match="the same number of tokens; 2 is the most"):
+        session.run([[1], [1, 2], [1]])
+    with pytest.raises(ConfigError, match="the export runs 3 sequences at once; pass a list of tokens for each"):
+        session.run([1, 2, 3])
+    with pytest.raises(ConfigError, match="the export runs 3 sequences at once; call run"):
+        list(session.generate([1], 1))
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("logits", ["all", "last"])
+@pytest.mark.parametrize("batch", ["1", "2"])
+@pytest.mark.parametrize("name", [*FAMILIES, "bamba"])
+def test_whole_sequences_need_no_cache(tmp_path, command, name, batch, logits):
+    path = tmp_path / "d.onnx"
+    options = ["--no-cache", "--sequence", "40", "--dtype", "fp32", "--batch", batch, "--logits", logits]
+    assert command("export", checkpoint(name), "-o", path, *options).status == 0
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    assert [value.name for value in model.graph.input] == ["input_ids", "attention_mask"]
+    assert [value.name for value in model.graph.output] == ["logits"]
+    session = OnnxSession(path, threads=2)
+    tokens, expected = input_ids(name), expected_logits(name)
+    for begin, end in ((0, 30), (30, 31), (31, 40)):
+        part = tokens[begin:end]
+        found = [session.run(part)] if batch == "1" else session.run([part, part])
+        for each in found:
+            rows = expected[end - 1 : end] if logits == "last" else expected[begin:end]
+            np.testing.assert_allclose(each, rows, rtol=0, atol=1e-4)
+    with pytest.raises(ConfigError, match="41 tokens exceed the sequence of 40 of an export with --no-cache"):
+        session.run([1] if batch == "1" else [[1], [1]])
+    session.reset()
+    found = session.run(tokens[:4] if batch == "1" else [tokens[:4], tokens[:3]])
+    np.testing.assert_allclose(
+        found[-1] if batch == "1" else found[-1][-1], expected[3 if batch == "1" else 2], atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("option", [("--batch", "2"), ("--no-cache",)])
+def test_imports_of_other_forms_are_refused(tmp_path, command, option):
+    path = tmp_path / "d.onnx"
+    assert command("export", checkpoint("llama_gqa"), "-o", path, *option).status == 0
+    done = command("compile", path, "-o", tmp_path / "engine")
+    expect_one_line(done, f"d.onnx was exported with {' '.join(option)}; use the checkpoint")
+
+
+def test_export_without_a_cache_takes_no_step(tmp_path, command):
+    path = tmp_path / "d.onnx"
+    assert command("export", checkpoint("llama_gqa"), "-o", path, "--no-cache", "--sequence", "8").status == 0
+    with pytest.raises(ConfigError, match="was exported with --no-cache, which takes no step"):
+        OnnxSession(path, path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -59,6 +131,11 @@ def test_export_with_the_last_logits_is_imported(tmp_path, command):
         (["--static-subgraphs", "p", "--logits", "last"], "--logits needs -o; name a file"),
         (["--static-subgraphs", "p", "--window", "32,1"], "--static-subgraphs has one window; choose one of 32, 1"),
         (["-o", "d.onnx", "--window", "99,1", "--context", "50"], "--window is 99 and --sequence 50"),
+        (["-o", "d.onnx", "--no-cache", "--window", "8"], "--no-cache runs whole sequences; omit --window"),
+        (["-o", "d.onnx", "--no-cache", "--context", "8"], "--no-cache runs whole sequences; omit --context"),
+        (["-o", "d.onnx", "--batch", "0"], "--batch is 0, expected at least 1"),
+        (["-o", "d.onnx", "--dynamic", "--batch", "2"], "--batch needs a fixed window; omit --batch or --dynamic"),
+        (["--static-subgraphs", "p", "--batch", "2"], "--batch needs -o; name a file"),
         (["-o", "d.onnx", "--window", "8,0"], "--window is 0, expected at least 1"),
         (["-o", "there.onnx", "--window", "8,1"], "there.window1.onnx exists already"),
     ],

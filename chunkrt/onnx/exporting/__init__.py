@@ -2,8 +2,9 @@
 dynamic form, or the static subgraphs of a plan."""
 
 from chunkrt.onnx.exporting.export_settings import DynamicSettings, SubgraphSettings, WindowSettings
-from chunkrt.onnx.exporting.float16_check import check_float16, check_integers_written
+from chunkrt.onnx.exporting.float16_check import check_float16
 from chunkrt.onnx.exporting.forms import check_subgraph_outputs, dynamic_model, save_static_subgraphs, window_model
+from chunkrt.onnx.exporting.integers_check import check_integers
 from chunkrt.onnx.exporting.save import (
     check_beside,
     check_output,
@@ -21,7 +22,7 @@ __all__ = [
     "WindowSettings",
     "check_beside",
     "check_float16",
-    "check_integers_written",
+    "check_integers",
     "check_output",
     "check_subgraph_outputs",
     "dynamic_model",

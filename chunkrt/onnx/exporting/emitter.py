@@ -109,6 +109,11 @@ class Emitter:
         self.inputs.append(value)
         return value
 
+    def zeros(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+        """Add zeros of a static shape, which take no space in the file."""
+        sizes = [size for size in shape if isinstance(size, int)]
+        return self.cast(self.op("ConstantOfShape", self.ints(*sizes), name=name, dtype=FLOAT), dtype)
+
     def output(self, value: ir.Value, name: str, shape: Sequence[int | str]) -> None:
         """Make a value an output of the graph, under a new name."""
         self._values.pop(value.name or "", None)

@@ -68,12 +68,16 @@ class WindowSettings(SubgraphSettings):
         keys: "pre-rope" if keys are cached before RoPE, so that the slot in the cache determines the position;
             "post-rope" if they are cached after RoPE.
         logits: "all" for logits of all W rows, "last" for those of the last row only.
+        batch: number of sequences, each with its own mask, positions and state.
+        cache: whether the model has caches and states as inputs and outputs; without them W = T = M.
     """
 
     sequence: int
     context: int
     keys: Keys = "pre-rope"
     logits: Logits = "all"
+    batch: int = 1
+    cache: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,6 +94,13 @@ class WindowSettings(SubgraphSettings):
             raise ConfigError(f"--keys is {self.keys!r}, expected {' or '.join(get_args(Keys))}")
         if self.logits not in get_args(Logits):
             raise ConfigError(f"--logits is {self.logits!r}, expected {' or '.join(get_args(Logits))}")
+        if self.batch < 1:
+            raise ConfigError(f"--batch is {self.batch}, expected at least 1")
+        if not self.cache and not self.window == self.sequence == self.context:
+            raise ConfigError(
+                f"--no-cache runs whole sequences; window {self.window}, sequence {self.sequence} and context "
+                f"{self.context} are not the same"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -30,9 +29,6 @@ NUM_ROWS = 16
 """Number of tokens in the window that is run. The cost hardly depends on it, because reading all weights takes most of
 the time.
 """
-
-TOLERANCE, FLOAT16_TOLERANCE = 1e-4, 2e-2
-"""Tolerances relative to the largest logit for exports that compute in float32 and in float16."""
 
 Array = NDArray[Any]
 
@@ -62,7 +58,7 @@ def check_float16(
     except UnsupportedModelError as error:
         log.warning("skipping the check that values fit float16: %s", error)
         return
-    evaluate(model, _feeds(model, spread_tokens(planned, rows)), progress)
+    evaluate(model, window_feeds(model, spread_tokens(planned, rows)), progress)
 
 
 def spread_tokens(planned: Planned, count: int) -> NDArray[np.int64]:
@@ -74,7 +70,7 @@ def spread_tokens(planned: Planned, count: int) -> NDArray[np.int64]:
     return tokens
 
 
-def _feeds(model: ir.Model, tokens: NDArray[np.int64]) -> dict[str, Array]:
+def window_feeds(model: ir.Model, tokens: NDArray[np.int64]) -> dict[str, Array]:
     """Return the inputs of a window that the first tokens fill."""
     feeds = {
         str(value.name): np.zeros(value.shape.numpy(), value.dtype.numpy())
@@ -83,35 +79,6 @@ def _feeds(model: ir.Model, tokens: NDArray[np.int64]) -> dict[str, Array]:
     }
     is_token = np.arange(feeds["attention_mask"].size)[::-1] < len(tokens)
     return feeds | {"input_ids": tokens[None], "attention_mask": is_token[None].astype(np.int64)}
-
-
-def check_integers_written(planned: Planned, settings: WindowSettings, paths: Sequence[Path]) -> None:
-    """Compare written windows with integer weights, on ONNX Runtime, with the decoder whose float32 weights have the
-    values of the integers. The decoder is evaluated by ONNX's own reference.
-
-    Raises:
-        QuantizationError: the logits differ, so activations or weights were rounded in another way. Some kernels round activations, but only
-            with prepacked weights.
-        ModelError: ONNX Runtime cannot load a file.
-    """
-    from chunkrt.onnx.window_session import OnnxSession
-
-    rows = min(NUM_ROWS, settings.sequence)
-    length = settings.sequence  # it selects the rotary table
-    exact = WindowSettings(window=rows, sequence=length, context=length, dtype="fp32", opset=settings.opset)
-    model = window_model(with_rounded_weights(planned, settings, tied_weights(planned)), exact)
-    tokens = spread_tokens(planned, rows)
-    expected = evaluate(model, _feeds(model, tokens), lambda done, total: None)["logits"][0]
-    tolerance = FLOAT16_TOLERANCE if settings.dtype == "fp16" else TOLERANCE
-    for path in paths:
-        found = OnnxSession(path, prepack=True).run(tokens.tolist())
-        difference = float(np.abs(found - expected[-len(found) :]).max() / max(np.abs(expected).max(), 1e-30))
-        if not difference <= tolerance:
-            raise QuantizationError(
-                f"{path} differs on ONNX Runtime from its {settings.weights} weights with float activations by "
-                f"{difference:.2g} of the largest logit, expected at most {tolerance:g}; use --weights float"
-            )
-        log.info("%s agrees with its %s weights to %.2g of the largest logit", path, settings.weights, difference)
 
 
 def evaluate(model: ir.Model, feeds: Mapping[str, Array], progress: Callable[[int, int], None]) -> dict[str, Array]:

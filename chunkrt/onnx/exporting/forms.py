@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
+from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
 from chunkrt.backends.onnx.lowering import missing_expansion
 from chunkrt.backends.registry import qualified
@@ -40,7 +40,7 @@ from chunkrt.graph.plan import (
 from chunkrt.graph.rope import RotaryTables
 from chunkrt.onnx.exporting.emitter import CONTRIB_DOMAIN, FLOAT, INT64, Emitter
 from chunkrt.onnx.exporting.export_settings import DynamicSettings, Settings, SubgraphSettings, WindowSettings
-from chunkrt.onnx.exporting.integer_weights import check_integers
+from chunkrt.onnx.exporting.integer_weights import check_integer_weights
 from chunkrt.onnx.exporting.lowerings import LOWERINGS
 from chunkrt.onnx.exporting.save import check_output, save_model
 from chunkrt.onnx.exporting.window_attention import WindowAttention
@@ -68,7 +68,7 @@ def make_emitter(planned: Planned, settings: Settings, rows: Dimensions) -> Emit
         )
     shapes = {name: tensor.shape for name, tensor in planned.plan.tensors.items()}
     tied = tied_weights(planned)
-    check_integers(planned, settings.weights, tied)
+    check_integer_weights(planned, settings.weights, tied)
     return Emitter(
         opset=settings.opset,
         dtype=settings.tensor_type,
@@ -93,6 +93,7 @@ def emit_decoder(
     describe: Callable[[Tensor], tuple[ir.DataType, Dimensions, Dimensions]],
     *,
     last_only: bool = False,
+    cached: bool = True,
 ) -> None:
     """Add all of a plan's nodes, its state as inputs and outputs, and its logits.
 
@@ -100,6 +101,7 @@ def emit_decoder(
         layer: adds nodes with state.
         describe: returns the type of a state, and its shapes as an input and as an output.
         last_only: whether only the last row gets logits.
+        cached: whether the states are inputs and outputs; without that, each run begins with zeros.
 
     Raises:
         UnsupportedModelError: an operator has no form for export.
@@ -108,7 +110,7 @@ def emit_decoder(
         raise UnsupportedModelError(f"{plan.family} cannot be exported: {refusal}; run it with chunkrt itself")
     names = state_names(plan)
     states = {
-        tensor.name: e.input(f"past_key_values.{names[tensor.name]}", dtype, past)
+        tensor.name: (e.input if cached else e.zeros)(f"past_key_values.{names[tensor.name]}", dtype, past)
         for tensor in plan.state_tensors
         for dtype, past, _ in [describe(tensor)]
     }
@@ -123,7 +125,7 @@ def emit_decoder(
         else:
             emit_node(e, plan, node)
     e.output(e.read(plan.output, e.dtype), "logits", [*e.rows, plan.vocab_size])
-    for tensor in plan.state_tensors:
+    for tensor in plan.state_tensors if cached else ():
         _, _, present = describe(tensor)
         e.output(new[tensor.name], f"present.{names[tensor.name]}", present)
 
@@ -239,13 +241,13 @@ def window_model(planned: Planned, settings: WindowSettings) -> ir.Model:
         ConfigError: the sequence is longer than the model's context.
         UnsupportedModelError: an operator of the model has no form of fixed length.
     """
-    plan, window = planned.plan, settings.window
+    plan, window, batch = planned.plan, settings.window, settings.batch
     check_length(plan, "--sequence", settings.sequence)
-    e = make_emitter(planned, settings, [1, window])
-    e.input("input_ids", INT64, [1, window])
-    is_token = e.input("attention_mask", INT64, [1, settings.sequence])
+    e = make_emitter(planned, settings, [batch, window])
+    e.input("input_ids", INT64, [batch, window])
+    is_token = e.input("attention_mask", INT64, [batch, settings.sequence])
     if settings.keys == "post-rope" and has(plan, *ATTENTION_OPS):
-        e.input("position_ids", INT64, [1, window])
+        e.input("position_ids", INT64, [batch, window])
     first_row = plan.rope_offset(settings.sequence)
     attention = WindowAttention(e, settings, slice(first_row, first_row + plan.context_length))
     linear_attention = WindowLinearAttention(e, window, is_token, settings.sequence)
@@ -262,11 +264,12 @@ def window_model(planned: Planned, settings: WindowSettings) -> ir.Model:
 
     def describe(state: Tensor) -> tuple[ir.DataType, list[int], list[int]]:
         is_cache = bool({"P", "W"} & set(state.shape))
-        shape = [1, *resolve(state.shape, {"P": settings.context, "W": settings.context})]
+        shape = [batch, *resolve(state.shape, {"P": settings.context, "W": settings.context})]
         return e.dtype if is_cache else FLOAT, shape, shape
 
-    emit_decoder(e, plan, layer, describe, last_only=settings.logits == "last")
-    return with_shapes(e.model(metadata=metadata(planned, settings), name=plan.family))
+    emit_decoder(e, plan, layer, describe, last_only=settings.logits == "last", cached=settings.cache)
+    model = e.model(metadata=metadata(planned, settings), name=plan.family)
+    return with_shapes(model if settings.cache else RemoveUnusedNodesPass()(model).model)
 
 
 HEAD_STEP = 16

@@ -178,7 +178,7 @@ def _stored(e: Emitter, name: str) -> tuple[ir.Value, ir.Value]:
     )
 
 
-def check_integers(planned: Planned, weights: Weights, tied: dict[str, str]) -> None:
+def check_integer_weights(planned: Planned, weights: Weights, tied: dict[str, str]) -> None:
     """Raise UnsupportedModelError if a decoder's weights cannot be stored as integers."""
     if weights == "float":
         return

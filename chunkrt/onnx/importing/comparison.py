@@ -198,7 +198,7 @@ def _by_windows(file: Path, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
     """Compute the logits of an exported fixed window, run as intended."""
     from chunkrt.onnx.window_session import OnnxSession
 
-    return OnnxSession(file).run(tokens.tolist()).astype(np.float32)
+    return np.asarray(OnnxSession(file).run(tokens.tolist()), np.float32)
 
 
 def imported_logits(plan: Plan, load: Load, tokens: NDArray[np.int64], context: int) -> NDArray[np.float32]:
