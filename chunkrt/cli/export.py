@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_WINDOW = 32
 LONGEST_DEFAULT_CONTEXT = 2048
-WINDOW_OPTIONS = ("logits", "batch", "no_cache")
+WINDOW_OPTIONS = ("logits", "batch", "sinks", "no_cache")
 """Options that only a fixed window has."""
 
 
@@ -116,6 +116,14 @@ class Windows(click.ParamType[tuple[int, ...]]):
     default=1,
     show_default=True,
     help="Number of sequences per run, each with its own mask, positions and caches.",
+)
+@option(
+    "--sinks",
+    group="Model",
+    type=int,
+    default=0,
+    show_default=True,
+    help="First tokens that stay in the caches when they are full.",
 )
 @option("--no-cache", group="Model", is_flag=True, help="Take a whole sequence of T tokens, without caches.")
 @option("--external-data", group="Output", is_flag=True, help="Write the weights to a separate file, OUTPUT.data.")
@@ -234,6 +242,7 @@ def _window_settings(planned: Planned, asked: dict[str, Any]) -> WindowSettings:
         keys=asked["keys"] or "pre-rope",
         logits=asked["logits"],
         batch=asked["batch"],
+        sinks=asked["sinks"],
         cache=not asked["no_cache"],
     )
 

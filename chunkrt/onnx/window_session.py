@@ -21,6 +21,7 @@ from chunkrt.onnx.importing.reading import read_proto
 
 SETTINGS_KEY, PLAN_KEY = "chunkrt.export", "chunkrt.plan"
 _SETTINGS = {"window", "sequence", "context", "dtype", "keys"}
+_OF_CACHES = ("context", "dtype", "keys", "sinks")
 _PAST, _PRESENT = "past_key_values.", "present."
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
 
@@ -60,9 +61,10 @@ class OnnxSession:
         self._step = _LoadedWindow(Path(step), providers, threads, prepack) if step else self._window
         if step and not (self._window.has_cache and self._step.has_cache):
             raise ConfigError(f"{model} or {step} was exported with --no-cache, which takes no step")
-        if any(self._step.settings[key] != self._window.settings[key] for key in ("context", "dtype", "keys")):
+        if any(self._step.settings.get(key) != self._window.settings.get(key) for key in _OF_CACHES):
             raise ConfigError(
-                f"{step} and {model} do not have the same caches; export both with the same context, dtype and keys"
+                f"{step} and {model} do not have the same caches; export both with the same context, dtype, keys and "
+                "sinks"
             )
         if self._step.plan != self._window.plan or self._step.states != self._window.states:
             raise ConfigError(f"{step} and {model} are exports of different decoders")
@@ -207,6 +209,7 @@ class OnnxSession:
         inputs = {
             "input_ids": np.ascontiguousarray(tokens),
             "attention_mask": (np.arange(sequence) >= sequence - done).astype(np.int64),
+            "past_length": np.minimum(self._positions, int(model.settings["context"])),
             "position_ids": np.maximum(done - np.arange(model.size, 0, -1), 0),
         }
         logits = model.run(inputs, self._past, self._present, self._device)

@@ -128,6 +128,7 @@ def test_metadata_holds_plan_settings_and_frequencies():
         "keys": "pre-rope",
         "logits": "all",
         "batch": 1,
+        "sinks": 0,
         "cache": True,
     }
     rope = json.loads(model.metadata_props[ROPE_KEY])["model.rope"]

@@ -1,12 +1,16 @@
 """Several windows with shared weights, logits of the last row, batches, and whole sequences without caches:
 Transformers' logits of the fixtures are the reference."""
 
+import json
+
 import numpy as np
 import onnx
 import pytest
 from fixture_checkpoints import checkpoint, expected_logits, input_ids
+from float64_llama import float64_logits
 from one_line import expect_one_line
 from onnx_models import FAMILIES
+from random_folders import write_folder
 
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.errors import ConfigError
@@ -106,6 +110,37 @@ def test_whole_sequences_need_no_cache(tmp_path, command, name, batch, logits):
     )
 
 
+@pytest.mark.parametrize("opset", ["14", "23"])
+@pytest.mark.parametrize(("first", "sinks"), [(10, 4), (16, 4), (3, 2), (13, 1)])
+def test_sinks_stay_while_later_tokens_slide(tmp_path, command, opset, first, sinks):
+    """In one layer, keys and values depend on their token alone, so the logits are those of a prompt that consists of
+    the sinks and the last tokens. The reference is a decoder in float64.
+    """
+    config = {"num_hidden_layers": 1, "attention_bias": False, "head_dim": 10}
+    folder = write_folder(tmp_path / "one", **config)
+    options = ["--window", "4,1", "--context", "16", "--sinks", str(sinks), "--dtype", "fp32", "--opset", opset]
+    assert command("export", folder, "-o", tmp_path / "d.onnx", *options).status == 0
+    session = OnnxSession(*(tmp_path / f"d.window{window}.onnx" for window in (4, 1)), threads=1)
+    decoder, config = plan_checkpoint(folder, {}), json.loads((folder / "config.json").read_text())
+    tensors = decoder.plan.tensors.values()
+    weights = {t.name: decoder.load(t.name).astype(np.float64) for t in tensors if t.kind == "weight"}
+    tokens = np.random.default_rng(first).integers(0, 61, 60).tolist()
+    for end in (first, first + 1, first + 9, first + 13, first + 14, first + 41):
+        logits = session.run(tokens[session.position : end])[-1]
+        seen = tokens[:end] if end <= 16 else tokens[:sinks] + tokens[end - (16 - sinks) : end]
+        expected = float64_logits(config, weights, seen)[-1]
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", [*FAMILIES, "gpt_oss"])
+def test_sinks_change_nothing_before_the_caches_are_full(tmp_path, command, name):
+    options = ["--window", "8", "--context", "96", "--sinks", "4", "--dtype", "fp32"]
+    assert command("export", checkpoint(name), "-o", tmp_path / "d.onnx", *options).status == 0
+    logits = OnnxSession(tmp_path / "d.onnx", threads=2).run(input_ids(name))
+    np.testing.assert_allclose(logits, expected_logits(name), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("option", [("--batch", "2"), ("--no-cache",)])
 def test_imports_of_other_forms_are_refused(tmp_path, command, option):
     path = tmp_path / "d.onnx"
@@ -136,6 +171,13 @@ def test_export_without_a_cache_takes_no_step(tmp_path, command):
         (["-o", "d.onnx", "--batch", "0"], "--batch is 0, expected at least 1"),
         (["-o", "d.onnx", "--dynamic", "--batch", "2"], "--batch needs a fixed window; omit --batch or --dynamic"),
         (["--static-subgraphs", "p", "--batch", "2"], "--batch needs -o; name a file"),
+        (["-o", "d.onnx", "--sinks", "-1"], "--sinks is -1, expected at least 0"),
+        (["-o", "d.onnx", "--sinks", "4", "--no-cache"], "omit --sinks or --no-cache"),
+        (["-o", "d.onnx", "--sinks", "4", "--keys", "post-rope"], "--sinks needs keys before RoPE; omit --keys"),
+        (["-o", "d.onnx", "--sinks", "4", "--batch", "2"], "--sinks takes one sequence; omit --sinks or --batch"),
+        (["-o", "d.onnx", "--sinks", "4", "--sequence", "40"], "--sinks needs them to be equal"),
+        (["-o", "d.onnx", "--sinks", "9", "--context", "40"], "--window 32, more than the 40 slots of the caches"),
+        (["-o", "d.onnx", "--sinks", "4", "--dynamic"], "--sinks needs a fixed window; omit --sinks or --dynamic"),
         (["-o", "d.onnx", "--window", "8,0"], "--window is 0, expected at least 1"),
         (["-o", "there.onnx", "--window", "8,1"], "there.window1.onnx exists already"),
     ],

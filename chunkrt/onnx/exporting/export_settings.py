@@ -69,6 +69,7 @@ class WindowSettings(SubgraphSettings):
             "post-rope" if they are cached after RoPE.
         logits: "all" for logits of all W rows, "last" for those of the last row only.
         batch: number of sequences, each with its own mask, positions and state.
+        sinks: number of the first tokens that stay in the caches while later ones slide.
         cache: whether the model has caches and states as inputs and outputs; without them W = T = M.
     """
 
@@ -77,6 +78,7 @@ class WindowSettings(SubgraphSettings):
     keys: Keys = "pre-rope"
     logits: Logits = "all"
     batch: int = 1
+    sinks: int = 0
     cache: bool = True
 
     def __post_init__(self) -> None:
@@ -96,10 +98,32 @@ class WindowSettings(SubgraphSettings):
             raise ConfigError(f"--logits is {self.logits!r}, expected {' or '.join(get_args(Logits))}")
         if self.batch < 1:
             raise ConfigError(f"--batch is {self.batch}, expected at least 1")
+        self._check_sinks()
         if not self.cache and not self.window == self.sequence == self.context:
             raise ConfigError(
                 f"--no-cache runs whole sequences; window {self.window}, sequence {self.sequence} and context "
                 f"{self.context} are not the same"
+            )
+
+    def _check_sinks(self) -> None:
+        """Raise ConfigError if the sinks do not fit the other settings."""
+        if self.sinks < 0:
+            raise ConfigError(f"--sinks is {self.sinks}, expected at least 0")
+        if not self.sinks:
+            return
+        if not self.cache:
+            raise ConfigError("--sinks keeps tokens in caches; omit --sinks or --no-cache")
+        if self.keys != "pre-rope":
+            raise ConfigError("--sinks needs keys before RoPE; omit --keys")
+        if self.batch > 1:
+            raise ConfigError("--sinks takes one sequence; omit --sinks or --batch")
+        if self.sequence != self.context:
+            raise ConfigError(
+                f"--sequence is {self.sequence} and --context {self.context}; --sinks needs them to be equal"
+            )
+        if self.sinks + self.window > self.context:
+            raise ConfigError(
+                f"--sinks is {self.sinks} and --window {self.window}, more than the {self.context} slots of the caches"
             )
 
 

@@ -248,6 +248,8 @@ def window_model(planned: Planned, settings: WindowSettings) -> ir.Model:
     is_token = e.input("attention_mask", INT64, [batch, settings.sequence])
     if settings.keys == "post-rope" and has(plan, *ATTENTION_OPS):
         e.input("position_ids", INT64, [batch, window])
+    if settings.sinks and has(plan, *ATTENTION_OPS):
+        e.input("past_length", INT64, [1])
     first_row = plan.rope_offset(settings.sequence)
     attention = WindowAttention(e, settings, slice(first_row, first_row + plan.context_length))
     linear_attention = WindowLinearAttention(e, window, is_token, settings.sequence)

@@ -1,4 +1,4 @@
-"""Check of written models with integer weights: ONNX Runtime computes what the integers stand for."""
+"""Check of written models with integer weights: ONNX Runtime computes with the values of the integers."""
 
 from __future__ import annotations
 

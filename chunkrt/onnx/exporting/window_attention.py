@@ -66,12 +66,32 @@ class WindowAttention:
         return [present_key, present_value]
 
     def _shifted(self, past: ir.Value, new: ir.Value, name: str) -> ir.Value:
-        """Drop the oldest W slots and append the window's rows."""
-        window, context = self._settings.window, self._settings.context
+        """Drop the oldest W slots, except sinks, and append the window's rows."""
+        window, context, sinks = self._settings.window, self._settings.context, self._settings.sinks
+        if sinks:
+            parts = [self._e.op("Gather", past, self._sink_slots(), name=f"{name}/sinks", axis=2)]
+            if sinks + window < context:
+                parts.append(self._e.cut(past, sinks + window, context, axis=2, name=f"{name}/kept"))
+            return self._e.op("Concat", *parts, new, name=name, axis=2)
         if window == context:
             return self._e.op("Identity", new, name=name)
         kept = self._e.cut(past, window, context, axis=2, name=f"{name}/kept")
         return self._e.op("Concat", kept, new, name=name, axis=2)
+
+    def _sink_slots(self) -> ir.Value:
+        """Return the past slots [sinks] that come first in the new cache.
+
+        They are W slots further, as without sinks, while the caches have W empty slots. From then on they are the first
+        slots that hold tokens, so W slots after the sinks are dropped, or fewer if some slots are empty.
+        """
+        e, s = self._e, self._settings
+
+        def make(name: str) -> ir.Value:
+            empty = e.op("Sub", e.ints(s.context), e.read("past_length"), name=f"{name}/empty")
+            moved = e.op("Min", empty, e.ints(s.window), name=f"{name}/moved")
+            return e.op("Add", e.ints(*range(s.sinks)), moved, name=name)
+
+        return e.shared("sink_slots", make)
 
     def _last(self, present: ir.Value, span: int) -> ir.Value:
         context = self._settings.context
