@@ -119,7 +119,18 @@ def test_metadata_holds_plan_settings_and_frequencies():
     assert model.producer_name == "chunkrt"
     assert Plan.from_json(model.metadata_props[PLAN_KEY]) == decoder.plan
     settings = json.loads(model.metadata_props[SETTINGS_KEY])
-    assert settings == {"form": "window", "dtype": "fp16", "opset": 18, **SIZES, "keys": "pre-rope"}
+    assert settings == {
+        "form": "window",
+        "dtype": "fp16",
+        "opset": 18,
+        "weights": "float",
+        **SIZES,
+        "keys": "pre-rope",
+        "logits": "all",
+        "batch": 1,
+        "sinks": 0,
+        "cache": True,
+    }
     rope = json.loads(model.metadata_props[ROPE_KEY])["model.rope"]
     positions = np.arange(decoder.plan.context_length)
     tables = [rope["magnitude"] * np.cos(np.outer(positions, f)) for f in np.array(rope["frequencies"])]

@@ -4,12 +4,14 @@ dynamic form, or the static subgraphs of a plan."""
 from chunkrt.onnx.exporting.export_settings import DynamicSettings, SubgraphSettings, WindowSettings
 from chunkrt.onnx.exporting.float16_check import check_float16
 from chunkrt.onnx.exporting.forms import check_subgraph_outputs, dynamic_model, save_static_subgraphs, window_model
+from chunkrt.onnx.exporting.integers_check import check_integers
 from chunkrt.onnx.exporting.save import (
     check_beside,
     check_output,
     genai_config,
     model_files,
     save_model,
+    save_windows,
     tokenizer_files,
     write_beside,
 )
@@ -20,6 +22,7 @@ __all__ = [
     "WindowSettings",
     "check_beside",
     "check_float16",
+    "check_integers",
     "check_output",
     "check_subgraph_outputs",
     "dynamic_model",
@@ -27,6 +30,7 @@ __all__ = [
     "model_files",
     "save_model",
     "save_static_subgraphs",
+    "save_windows",
     "tokenizer_files",
     "window_model",
     "write_beside",

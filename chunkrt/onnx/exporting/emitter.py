@@ -7,7 +7,7 @@ named after its result: "model.norm.output/mean".
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -29,6 +29,8 @@ FLOAT, FLOAT16, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataTyp
 LARGEST_FLOAT16 = 65504.0
 
 Load = Callable[[str], NDArray[np.float32]]
+Weights = Literal["float", "int8", "int4"]
+T = TypeVar("T")
 
 
 class Emitter:
@@ -40,6 +42,9 @@ class Emitter:
         shapes: shapes of the plan's tensors by name.
         load: returns a weight's values; called when the model is written.
         tied: weights that are the transpose of another.
+        weights: storage of the weights of `linears`.
+        linears: names of the weights of linear layers.
+        rows: the first dimensions of the plan's values, needed for operators without shape inference.
     """
 
     def __init__(
@@ -50,15 +55,20 @@ class Emitter:
         shapes: Mapping[str, tuple[Dimension, ...]],
         load: Load,
         tied: Mapping[str, str],
+        weights: Weights = "float",
+        linears: Collection[str] = (),
+        rows: Sequence[int | str] = (),
     ) -> None:
-        self.opset, self.dtype = opset, dtype
+        self.opset, self.dtype, self.weights, self.rows = opset, dtype, weights, rows
+        self.load = load
         self.nodes: list[ir.Node] = []
         self.inputs: list[ir.Value] = []
         self.outputs: list[ir.Value] = []
         self.initializers: dict[str, ir.Value] = {}
         self._values: dict[str, ir.Value] = {}
         self._casts: dict[tuple[str, ir.DataType], ir.Value] = {}
-        self._shapes, self._load, self._tied = shapes, load, tied
+        self._shapes, self.tied, self._linears = shapes, tied, linears
+        self._last: tuple[str, Any] = ("", None)
         self._called: set[tuple[str, str, str]] = set()
 
     def shared(self, name: str, make: Callable[[str], ir.Value]) -> ir.Value:
@@ -70,11 +80,39 @@ class Emitter:
         (width,) = resolve(self._shapes[name][-1:], {})
         return width
 
+    def depth(self, name: str) -> int:
+        """Return the number of rows of a weight of the plan."""
+        (depth,) = resolve(self._shapes[name][:1], {})
+        return depth
+
+    def has_integers(self, name: str) -> bool:
+        """Return whether integers store a linear's weight, or an embedding's table that is a linear's weight."""
+        return self.weights != "float" and (name in self._linears or name in self.tied.values())
+
+    def remembered(self, name: str, make: Callable[[], T]) -> T:
+        """Return a result by name, and make it unless it is that of the last call."""
+        if self._last[0] != name:
+            self._last = ("", None)  # memory never holds two
+            self._last = (name, make())
+        found: T = self._last[1]
+        return found
+
+    def stored(self, name: str, dtype: ir.DataType, shape: Sequence[int], make: Callable[[], Any]) -> ir.Value:
+        """Return a tensor that is made when the model is written; the same name returns the same value."""
+        if name not in self._values:
+            self._add_initializer(name, dtype, shape, make)
+        return self._values[name]
+
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
         """Add an input to the graph."""
         value = self._new(name, dtype, shape)
         self.inputs.append(value)
         return value
+
+    def zeros(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+        """Add zeros of a static shape, which take no space in the file."""
+        sizes = [size for size in shape if isinstance(size, int)]
+        return self.cast(self.op("ConstantOfShape", self.ints(*sizes), name=name, dtype=FLOAT), dtype)
 
     def output(self, value: ir.Value, name: str, shape: Sequence[int | str]) -> None:
         """Make a value an output of the graph, under a new name."""
@@ -88,8 +126,8 @@ class Emitter:
         the type of linears.
         """
         if name not in self._values:
-            if name in self._tied:
-                return self.op("Transpose", self.read(self._tied[name], dtype), name=name, perm=[1, 0])
+            if name in self.tied:
+                return self.op("Transpose", self.read(self.tied[name], dtype), name=name, perm=[1, 0])
             self._add_weight(name, dtype or self.dtype)
         value = self._values[name]
         return value if dtype is None else self.cast(value, dtype)
@@ -207,7 +245,7 @@ class Emitter:
         """Return some rows of a plan's weight as a constant [rows, columns]; the same name returns the same value."""
         if name not in self._values:
             shape = (rows.stop - rows.start, *resolve(self._shapes[weight][1:], {}))
-            self._add_initializer(name, dtype, shape, lambda: self._load(weight)[rows])
+            self._add_initializer(name, dtype, shape, lambda: self.load(weight)[rows])
         return self._values[name]
 
     def model(self, *, metadata: Mapping[str, str], name: str) -> ir.Model:
@@ -232,7 +270,7 @@ class Emitter:
         return model
 
     def _add_weight(self, name: str, dtype: ir.DataType) -> None:
-        self._add_initializer(name, dtype, resolve(self._shapes[name], {}), lambda: self._load(name))
+        self._add_initializer(name, dtype, resolve(self._shapes[name], {}), lambda: self.load(name))
 
     def _add_initializer(self, name: str, dtype: ir.DataType, shape: Sequence[int], load: Callable[[], Any]) -> None:
         value = self._new(name, dtype, shape)
@@ -255,8 +293,8 @@ def stored_as(array: NDArray[np.float32], dtype: ir.DataType, name: str) -> NDAr
     Raises:
         QuantizationError: a value exceeds float16.
     """
-    largest = max(float(array.max()), -float(array.min()))
-    if dtype == FLOAT16 and largest > LARGEST_FLOAT16:
+    largest = max(float(array.max()), -float(array.min())) if dtype == FLOAT16 else 0.0
+    if largest > LARGEST_FLOAT16:
         raise QuantizationError(
             f"{name} holds {largest:g}, which exceeds float16's {LARGEST_FLOAT16:g}; use --dtype fp32"
         )

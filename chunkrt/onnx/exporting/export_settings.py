@@ -8,18 +8,20 @@ from typing import Literal, get_args
 import onnx_ir as ir
 
 from chunkrt.errors import ConfigError
-from chunkrt.onnx.exporting.emitter import FLOAT, FLOAT16, IR_VERSIONS
+from chunkrt.onnx.exporting.emitter import FLOAT, FLOAT16, IR_VERSIONS, Weights
 
 DTYPES = {"fp16": FLOAT16, "fp32": FLOAT}
 OPSETS = tuple(IR_VERSIONS)
 DEFAULT_OPSET = 18
 
 Keys = Literal["pre-rope", "post-rope"]
+Logits = Literal["all", "last"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of every form of export: the type of linears, states and logits ("fp16" or "fp32"), and the opset.
+    """Settings of every form of export: the type of linears, states and logits ("fp16" or "fp32"), the opset,
+    and the storage of linears' weights ("float", "int8" or "int4").
 
     Raises:
         ConfigError: the type or the opset is unknown, or a subclass refuses one of its values.
@@ -27,12 +29,15 @@ class Settings:
 
     dtype: str = "fp16"
     opset: int = DEFAULT_OPSET
+    weights: Weights = "float"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
         if self.opset not in OPSETS:
             raise ConfigError(f"--opset is {self.opset}, expected one of {', '.join(map(str, OPSETS))}")
+        if self.weights not in get_args(Weights):
+            raise ConfigError(f"--weights is {self.weights!r}, expected one of {', '.join(get_args(Weights))}")
 
     @property
     def tensor_type(self) -> ir.DataType:
@@ -62,11 +67,19 @@ class WindowSettings(SubgraphSettings):
         context: M.
         keys: "pre-rope" if keys are cached before RoPE, so that the slot in the cache determines the position;
             "post-rope" if they are cached after RoPE.
+        logits: "all" for logits of all W rows, "last" for those of the last row only.
+        batch: number of sequences, each with its own mask, positions and state.
+        sinks: number of the first tokens that stay in the caches while later ones slide.
+        cache: whether the model has caches and states as inputs and outputs; without them W = T = M.
     """
 
     sequence: int
     context: int
     keys: Keys = "pre-rope"
+    logits: Logits = "all"
+    batch: int = 1
+    sinks: int = 0
+    cache: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,6 +94,37 @@ class WindowSettings(SubgraphSettings):
             )
         if self.keys not in get_args(Keys):
             raise ConfigError(f"--keys is {self.keys!r}, expected {' or '.join(get_args(Keys))}")
+        if self.logits not in get_args(Logits):
+            raise ConfigError(f"--logits is {self.logits!r}, expected {' or '.join(get_args(Logits))}")
+        if self.batch < 1:
+            raise ConfigError(f"--batch is {self.batch}, expected at least 1")
+        self._check_sinks()
+        if not self.cache and not self.window == self.sequence == self.context:
+            raise ConfigError(
+                f"--no-cache runs whole sequences; window {self.window}, sequence {self.sequence} and context "
+                f"{self.context} are not the same"
+            )
+
+    def _check_sinks(self) -> None:
+        """Raise ConfigError if the sinks do not fit the other settings."""
+        if self.sinks < 0:
+            raise ConfigError(f"--sinks is {self.sinks}, expected at least 0")
+        if not self.sinks:
+            return
+        if not self.cache:
+            raise ConfigError("--sinks keeps tokens in caches; omit --sinks or --no-cache")
+        if self.keys != "pre-rope":
+            raise ConfigError("--sinks needs keys before RoPE; omit --keys")
+        if self.batch > 1:
+            raise ConfigError("--sinks takes one sequence; omit --sinks or --batch")
+        if self.sequence != self.context:
+            raise ConfigError(
+                f"--sequence is {self.sequence} and --context {self.context}; --sinks needs them to be equal"
+            )
+        if self.sinks + self.window > self.context:
+            raise ConfigError(
+                f"--sinks is {self.sinks} and --window {self.window}, more than the {self.context} slots of the caches"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,8 @@ from chunkrt.errors import QuantizationError, UnsupportedModelError
 from chunkrt.graph.partition import Planned
 from chunkrt.onnx.exporting.emitter import LARGEST_FLOAT16
 from chunkrt.onnx.exporting.export_settings import Settings, WindowSettings
-from chunkrt.onnx.exporting.forms import window_model
+from chunkrt.onnx.exporting.forms import tied_weights, window_model
+from chunkrt.onnx.exporting.integer_weights import with_rounded_weights
 
 NUM_ROWS = 16
 """Number of tokens in the window that is run. The cost hardly depends on it, because reading all weights takes most of
@@ -53,20 +54,31 @@ def check_float16(
     rows = min(NUM_ROWS, planned.plan.context_length)
     short = WindowSettings(window=rows, sequence=rows, context=rows, dtype=settings.dtype, opset=settings.opset)
     try:
-        model = window_model(planned, short)
+        model = window_model(with_rounded_weights(planned, settings, tied_weights(planned)), short)
     except UnsupportedModelError as error:
         log.warning("skipping the check that values fit float16: %s", error)
         return
-    tokens = np.linspace(0, planned.plan.vocab_size - 1, rows, dtype=np.int64)
+    evaluate(model, window_feeds(model, spread_tokens(planned, rows)), progress)
+
+
+def spread_tokens(planned: Planned, count: int) -> NDArray[np.int64]:
+    """Return tokens spread over the vocabulary, after the token that begins texts."""
+    tokens = np.linspace(0, planned.plan.vocab_size - 1, count, dtype=np.int64)
     bos = planned.source.config.get("bos_token_id")
     if isinstance(bos, int) and 0 <= bos < planned.plan.vocab_size:
         tokens[0] = bos
+    return tokens
+
+
+def window_feeds(model: ir.Model, tokens: NDArray[np.int64]) -> dict[str, Array]:
+    """Return the inputs of a window that the first tokens fill."""
     feeds = {
         str(value.name): np.zeros(value.shape.numpy(), value.dtype.numpy())
         for value in model.graph.inputs
         if value.shape is not None and value.dtype is not None
     }
-    evaluate(model, feeds | {"input_ids": tokens[None], "attention_mask": np.ones((1, rows), np.int64)}, progress)
+    is_token = np.arange(feeds["attention_mask"].size)[::-1] < len(tokens)
+    return feeds | {"input_ids": tokens[None], "attention_mask": is_token[None].astype(np.int64)}
 
 
 def evaluate(model: ir.Model, feeds: Mapping[str, Array], progress: Callable[[int, int], None]) -> dict[str, Array]:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
+from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
 from chunkrt.backends.onnx.lowering import missing_expansion
 from chunkrt.backends.registry import qualified
@@ -26,10 +26,21 @@ from chunkrt.files import remove
 from chunkrt.graph.linear_attention import LINEAR_ATTENTION_OP
 from chunkrt.graph.modules import Embedding
 from chunkrt.graph.partition import Planned
-from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, Node, Plan, Subgraph, Tensor, reads_shared_cache, resolve
+from chunkrt.graph.plan import (
+    ATTENTION_OPS,
+    DOMAIN,
+    Node,
+    Plan,
+    Subgraph,
+    Tensor,
+    linear_weights,
+    reads_shared_cache,
+    resolve,
+)
 from chunkrt.graph.rope import RotaryTables
 from chunkrt.onnx.exporting.emitter import CONTRIB_DOMAIN, FLOAT, INT64, Emitter
 from chunkrt.onnx.exporting.export_settings import DynamicSettings, Settings, SubgraphSettings, WindowSettings
+from chunkrt.onnx.exporting.integer_weights import check_integer_weights
 from chunkrt.onnx.exporting.lowerings import LOWERINGS
 from chunkrt.onnx.exporting.save import check_output, save_model
 from chunkrt.onnx.exporting.window_attention import WindowAttention
@@ -46,17 +57,28 @@ EmitLayer = Callable[[Node, Sequence[ir.Value]], Sequence[ir.Value]]
 """A function that adds a layer with state, and maps its old states to the new states."""
 
 
-def make_emitter(planned: Planned, *, opset: int, dtype: ir.DataType) -> Emitter:
+def make_emitter(planned: Planned, settings: Settings, rows: Dimensions) -> Emitter:
     """Make an emitter for a checkpoint's weights; an LM head that is tied to the embedding shares its table.
 
-    Raises UnsupportedModelError if the checkpoint has no LM head.
+    Raises UnsupportedModelError if the checkpoint has no LM head, or weights that the settings do not cover.
     """
     if not planned.plan.has_head:
         raise UnsupportedModelError(
             f"{planned.source.path.name} has no LM head, and embedding models cannot be exported"
         )
     shapes = {name: tensor.shape for name, tensor in planned.plan.tensors.items()}
-    return Emitter(opset=opset, dtype=dtype, shapes=shapes, load=planned.load, tied=_tied(planned))
+    tied = tied_weights(planned)
+    check_integer_weights(planned, settings.weights, tied)
+    return Emitter(
+        opset=settings.opset,
+        dtype=settings.tensor_type,
+        shapes=shapes,
+        load=planned.load,
+        tied=tied,
+        weights=settings.weights,
+        linears=linear_weights(planned.plan),
+        rows=rows,
+    )
 
 
 def has(plan: Plan, *ops: str) -> bool:
@@ -69,14 +91,17 @@ def emit_decoder(
     plan: Plan,
     layer: EmitLayer,
     describe: Callable[[Tensor], tuple[ir.DataType, Dimensions, Dimensions]],
-    rows: Dimensions,
+    *,
+    last_only: bool = False,
+    cached: bool = True,
 ) -> None:
     """Add all of a plan's nodes, its state as inputs and outputs, and its logits.
 
     Args:
         layer: adds nodes with state.
         describe: returns the type of a state, and its shapes as an input and as an output.
-        rows: the first dimensions of input_ids and logits.
+        last_only: whether only the last row gets logits.
+        cached: whether the states are inputs and outputs; without that, each run begins with zeros.
 
     Raises:
         UnsupportedModelError: an operator has no form for export.
@@ -85,7 +110,7 @@ def emit_decoder(
         raise UnsupportedModelError(f"{plan.family} cannot be exported: {refusal}; run it with chunkrt itself")
     names = state_names(plan)
     states = {
-        tensor.name: e.input(f"past_key_values.{names[tensor.name]}", dtype, past)
+        tensor.name: (e.input if cached else e.zeros)(f"past_key_values.{names[tensor.name]}", dtype, past)
         for tensor in plan.state_tensors
         for dtype, past, _ in [describe(tensor)]
     }
@@ -94,17 +119,20 @@ def emit_decoder(
         mine = [name for name in node.inputs if name in states]
         if mine:
             new |= zip(mine, layer(node, [states[name] for name in mine]), strict=True)
+        elif last_only and _selects_rows(node):
+            e.cut(e.read(node.inputs[0]), -1, np.iinfo(np.int32).max, axis=1, name=node.outputs[0])
+            e.rows = [e.rows[0], 1]
         else:
             emit_node(e, plan, node)
-    e.output(e.read(plan.output, e.dtype), "logits", [*rows, plan.vocab_size])
-    for tensor in plan.state_tensors:
+    e.output(e.read(plan.output, e.dtype), "logits", [*e.rows, plan.vocab_size])
+    for tensor in plan.state_tensors if cached else ():
         _, _, present = describe(tensor)
         e.output(new[tensor.name], f"present.{names[tensor.name]}", present)
 
 
 def emit_node(e: Emitter, plan: Plan, node: Node) -> None:
     """Add a node without state. Raises UnsupportedModelError if its operator has no form for export."""
-    if node.op == "Gather" and node.inputs[1] == "logit_rows":
+    if _selects_rows(node):
         e.alias(node.outputs[0], e.read(node.inputs[0]))  # all rows get logits
     elif (node.domain, node.op) in LOWERINGS:
         LOWERINGS[node.domain, node.op](e, node)
@@ -112,6 +140,11 @@ def emit_node(e: Emitter, plan: Plan, node: Node) -> None:
         emit_expanded(e, plan, node)
     else:
         raise UnsupportedModelError(_lack(plan, node))
+
+
+def _selects_rows(node: Node) -> bool:
+    """Return whether a node selects the rows that get logits."""
+    return node.op == "Gather" and node.inputs[1] == "logit_rows"
 
 
 def window_refusal(plan: Plan) -> str:
@@ -187,7 +220,7 @@ def check_length(plan: Plan, option: str, length: int) -> None:
         raise ConfigError(f"{option} is {length}, longer than the model's context of {plan.context_length}")
 
 
-def _tied(planned: Planned) -> dict[str, str]:
+def tied_weights(planned: Planned) -> dict[str, str]:
     """Return the weights that are the transpose of the embedding's table."""
     tables = [m.weight for m in planned.decoder.modules() if isinstance(m, Embedding) and m.scale == 1]
     return {
@@ -208,13 +241,15 @@ def window_model(planned: Planned, settings: WindowSettings) -> ir.Model:
         ConfigError: the sequence is longer than the model's context.
         UnsupportedModelError: an operator of the model has no form of fixed length.
     """
-    plan, window = planned.plan, settings.window
+    plan, window, batch = planned.plan, settings.window, settings.batch
     check_length(plan, "--sequence", settings.sequence)
-    e = make_emitter(planned, opset=settings.opset, dtype=settings.tensor_type)
-    e.input("input_ids", INT64, [1, window])
-    is_token = e.input("attention_mask", INT64, [1, settings.sequence])
+    e = make_emitter(planned, settings, [batch, window])
+    e.input("input_ids", INT64, [batch, window])
+    is_token = e.input("attention_mask", INT64, [batch, settings.sequence])
     if settings.keys == "post-rope" and has(plan, *ATTENTION_OPS):
-        e.input("position_ids", INT64, [1, window])
+        e.input("position_ids", INT64, [batch, window])
+    if settings.sinks and has(plan, *ATTENTION_OPS):
+        e.input("past_length", INT64, [1])
     first_row = plan.rope_offset(settings.sequence)
     attention = WindowAttention(e, settings, slice(first_row, first_row + plan.context_length))
     linear_attention = WindowLinearAttention(e, window, is_token, settings.sequence)
@@ -231,11 +266,12 @@ def window_model(planned: Planned, settings: WindowSettings) -> ir.Model:
 
     def describe(state: Tensor) -> tuple[ir.DataType, list[int], list[int]]:
         is_cache = bool({"P", "W"} & set(state.shape))
-        shape = [1, *resolve(state.shape, {"P": settings.context, "W": settings.context})]
+        shape = [batch, *resolve(state.shape, {"P": settings.context, "W": settings.context})]
         return e.dtype if is_cache else FLOAT, shape, shape
 
-    emit_decoder(e, plan, layer, describe, [1, window])
-    return with_shapes(e.model(metadata=metadata(planned, settings), name=plan.family))
+    emit_decoder(e, plan, layer, describe, last_only=settings.logits == "last", cached=settings.cache)
+    model = e.model(metadata=metadata(planned, settings), name=plan.family)
+    return with_shapes(model if settings.cache else RemoveUnusedNodesPass()(model).model)
 
 
 HEAD_STEP = 16
@@ -277,7 +313,7 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
             f"its RoPE rotates {uneven[0]} dimensions of each head; ONNX Runtime's GroupQueryAttention supports "
             f"multiples of {HEAD_STEP}; export a fixed window"
         )
-    e = make_emitter(planned.within(settings.context), opset=settings.opset, dtype=settings.tensor_type)
+    e = make_emitter(planned.within(settings.context), settings, [BATCH, ROWS])
     e.input("input_ids", INT64, [BATCH, ROWS])
     mask = e.input("attention_mask", INT64, [BATCH, TOTAL])
     lengths = e.reduce_sum(mask, 1, name="num_tokens", keepdims=False)
@@ -295,7 +331,7 @@ def dynamic_model(planned: Planned, settings: DynamicSettings) -> ir.Model:
         heads, dim = resolve((state.shape[0], state.shape[2]), {})
         return e.dtype, [BATCH, heads, PAST, dim], [BATCH, heads, TOTAL, dim]
 
-    emit_decoder(e, plan, layer, describe, [BATCH, ROWS])
+    emit_decoder(e, plan, layer, describe)
     return e.model(metadata=metadata(planned, settings), name=plan.family)
 
 
@@ -348,7 +384,7 @@ def subgraph_model(planned: Planned, subgraph: Subgraph, settings: SubgraphSetti
         UnsupportedModelError: an operator has no form for export.
     """
     plan = planned.plan
-    e = make_emitter(planned, opset=settings.opset, dtype=settings.tensor_type)
+    e = make_emitter(planned, settings, [1, settings.window])
     for name in subgraph.inputs:
         e.input(name, e.dtype, [1, settings.window, e.width(name)])
     for node in subgraph.nodes:

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from chunkrt.graph.plan import DOMAIN, Node
 from chunkrt.onnx.exporting.emitter import FLOAT, Emitter
+from chunkrt.onnx.exporting.integer_weights import emit_linear, emit_rows
 
 Lowering = Callable[[Emitter, Node], None]
 """A function that lowers a node of the plan; the result has the name of the node's output."""
@@ -23,12 +24,18 @@ Lowering = Callable[[Emitter, Node], None]
 
 def _embedding(e: Emitter, node: Node) -> None:
     table, indices = node.inputs
+    if e.has_integers(table):
+        emit_rows(e, table, e.read(indices), node.outputs[0])
+        return
     e.op("Gather", e.read(table), e.read(indices), name=node.outputs[0], axis=0)
 
 
 def _matmul(e: Emitter, node: Node) -> None:
-    left, right = (e.read(name, e.dtype) for name in node.inputs)
-    e.op("MatMul", left, right, name=node.outputs[0])
+    left, right = node.inputs
+    if e.has_integers(right):
+        emit_linear(e, e.read(left, e.dtype), right, node.outputs[0])
+        return
+    e.op("MatMul", e.read(left, e.dtype), e.read(right, e.dtype), name=node.outputs[0])
 
 
 def _float_linear(e: Emitter, node: Node) -> None:

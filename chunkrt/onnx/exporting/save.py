@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,23 @@ SMALLEST_EXTERNAL = 1024
 """Size in bytes below which a tensor stays in the model, where shape inference finds it."""
 
 
-def model_files(path: Path) -> tuple[Path, Path]:
-    """Return the model's path, and the path of its weights if they are in a separate file."""
-    return path, path.with_name(path.name + DATA_SUFFIX)
+def model_files(path: Path, windows: Sequence[int] = ()) -> tuple[Path, ...]:
+    """Return the paths of an export's files, models first. The last one holds the weights if they are separate.
+
+    With several windows, each has its own model, such as `decoder.window32.onnx`; all models share the weights.
+    """
+    models = [path] if len(windows) < 2 else [path.with_name(f"{path.stem}.window{n}{path.suffix}") for n in windows]
+    return *models, path.with_name(path.name + DATA_SUFFIX)
 
 
-def check_output(path: Path) -> None:
-    """Raise ConfigError if a model cannot be written to a path.
+def check_output(path: Path, windows: Sequence[int] = ()) -> None:
+    """Raise ConfigError if a model, or one model for each window, cannot be written to a path.
 
-    Reasons are that the model's or the weights' file already exists, or that the name is not valid for a model.
+    Reasons are that a model's or the weights' file already exists, or that the name is not valid for a model.
     """
     if path.suffix != ".onnx":
         raise ConfigError(f"--output is {path}, expected a name that ends with .onnx")
-    for file in model_files(path):
+    for file in model_files(path, windows):
         try:
             check_writable(file)
         except OSError as error:
@@ -68,35 +72,86 @@ def save_model(
         QuantizationError: a weight exceeds the range of the written type.
     """
     check_output(path)
-    tensors = [value.const_value for value in model.graph.initializers.values()]
-    num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    num_bytes = sum(tensor.nbytes for tensor in _tensors(model))
     if not external_data and num_bytes > LARGEST_FILE:
         raise ConfigError(
             f"the weights are {num_bytes / 1e9:.1f} GB, and one ONNX file holds 2 GB; use --external-data"
         )
-    data = path.name + DATA_SUFFIX if external_data else None
-    aside = path.with_name(f".{path.name}.part")
+    _save({path: model}, path.name + DATA_SUFFIX if external_data else None, progress)
+
+
+def save_windows(
+    models: Mapping[int, ir.Model], path: Path, *, progress: Callable[[int, int], None] = lambda done, total: None
+) -> None:
+    """Write windows of one decoder to the paths of `model_files`. Weights that several windows use are stored once.
+
+    Args:
+        models: the model of each window, in the order of the files.
+        progress: called with (tensors written, total).
+
+    Raises:
+        ConfigError: a file exists already, or cannot be written.
+        QuantizationError: a weight exceeds the range of the written type.
+    """
+    check_output(path, tuple(models))
+    *paths, data = model_files(path, tuple(models))
+    _save(dict(zip(paths, models.values(), strict=True)), data.name, progress)
+
+
+def _save(models: Mapping[Path, ir.Model], data: str | None, progress: Callable[[int, int], None]) -> None:
+    """Write models to paths in one folder, and their large weights to a file `data` next to them, if it has a name."""
+    first = next(iter(models))
+    aside = first.with_name(f".{first.name}.part")
+    values = [v for model in models.values() for graph in model.graphs() for v in graph.initializers.values()]
+    before = [value.const_value for value in values]
     remove(aside)
     try:
         aside.mkdir(parents=True)
-        ir.save(
-            model,
-            aside / path.name,
-            external_data=data,
-            size_threshold_bytes=SMALLEST_EXTERNAL,
-            callback=lambda tensor, info: progress(info.index + 1, info.total),
-        )
-        for file in sorted(aside.iterdir(), key=lambda file: file.name == path.name):  # the model's file last
-            file.rename(path.with_name(file.name))
+        if data is not None:
+            _move_weights(values, aside, data, progress)
+        for path, model in models.items():
+            ir.save(model, aside / path.name)
+        for file in sorted(aside.iterdir(), key=lambda file: file.name != data):  # the models' files last
+            file.rename(first.with_name(file.name))
     except ir.serde.SerdeError as error:  # the exception of reading a weight is wrapped several times
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, ChunkrtError):
             cause = cause.__cause__
         raise cause or error from None
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write {first}: {error.strerror or error}") from error
     finally:
+        for value, tensor in zip(values, before, strict=True):
+            value.const_value = tensor
         remove(aside)
+
+
+def _move_weights(values: Sequence[ir.Value], folder: Path, data: str, progress: Callable[[int, int], None]) -> None:
+    """Write large initializers to a file, with one in memory at a time, and make them refer to it. Weights of a plan
+    that have the same name and type in several models are written once.
+    """
+    groups: dict[object, list[ir.Value]] = {}
+    for value in values:
+        tensor = value.const_value
+        if tensor is not None and tensor.nbytes > SMALLEST_EXTERNAL:
+            is_weight = isinstance(tensor, ir.LazyTensor)
+            key = (tensor.name, tensor.dtype, tuple(tensor.shape)) if is_weight else id(tensor)
+            groups.setdefault(key, []).append(value)
+    tensors = [group[0].const_value for group in groups.values()]
+    written = ir.external_data.convert_tensors_to_external(
+        [tensor for tensor in tensors if tensor is not None],
+        folder,
+        data,
+        callback=lambda tensor, info: progress(info.index + 1, info.total),
+    )
+    for group, tensor in zip(groups.values(), written, strict=True):
+        for value in group:
+            value.const_value = tensor
+
+
+def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
+    values = (value for graph in model.graphs() for value in graph.initializers.values())
+    return [value.const_value for value in values if value.const_value is not None]
 
 
 TOKENIZER_FILES = (

@@ -66,12 +66,32 @@ class WindowAttention:
         return [present_key, present_value]
 
     def _shifted(self, past: ir.Value, new: ir.Value, name: str) -> ir.Value:
-        """Drop the oldest W slots and append the window's rows."""
-        window, context = self._settings.window, self._settings.context
+        """Drop the oldest W slots, except sinks, and append the window's rows."""
+        window, context, sinks = self._settings.window, self._settings.context, self._settings.sinks
+        if sinks:
+            parts = [self._e.op("Gather", past, self._sink_slots(), name=f"{name}/sinks", axis=2)]
+            if sinks + window < context:
+                parts.append(self._e.cut(past, sinks + window, context, axis=2, name=f"{name}/kept"))
+            return self._e.op("Concat", *parts, new, name=name, axis=2)
         if window == context:
             return self._e.op("Identity", new, name=name)
         kept = self._e.cut(past, window, context, axis=2, name=f"{name}/kept")
         return self._e.op("Concat", kept, new, name=name, axis=2)
+
+    def _sink_slots(self) -> ir.Value:
+        """Return the past slots [sinks] that come first in the new cache.
+
+        They are W slots further, as without sinks, while the caches have W empty slots. From then on they are the first
+        slots that hold tokens, so W slots after the sinks are dropped, or fewer if some slots are empty.
+        """
+        e, s = self._e, self._settings
+
+        def make(name: str) -> ir.Value:
+            empty = e.op("Sub", e.ints(s.context), e.read("past_length"), name=f"{name}/empty")
+            moved = e.op("Min", empty, e.ints(s.window), name=f"{name}/moved")
+            return e.op("Add", e.ints(*range(s.sinks)), moved, name=name)
+
+        return e.shared("sink_slots", make)
 
     def _last(self, present: ir.Value, span: int) -> ir.Value:
         context = self._settings.context
@@ -80,7 +100,7 @@ class WindowAttention:
         return self._e.cut(present, context - span, context, axis=2, name=f"{present.name}/seen")
 
     def _sees(self, window: int, span: int) -> ir.Value:
-        """Return the mask of the last `span` slots [W, span]: True if a row sees a slot.
+        """Return the mask of the last `span` slots, [W, span] or [B, 1, W, span]: True if a row sees a slot.
 
         A row of padding sees itself, so that its softmax is defined.
         """
@@ -92,6 +112,8 @@ class WindowAttention:
             mask = e.cast(e.read("attention_mask"), BOOL)
             if span < s.sequence:
                 mask = e.cut(mask, s.sequence - span, s.sequence, axis=1, name=f"{name}/mask")
+            if s.batch > 1:
+                mask = e.op("Unsqueeze", mask, e.ints(1, 2), name=f"{name}/mask_of_rows")
             before = e.op("And", e.constant(f"{name}/causal", causal), mask, name=f"{name}/before")
             visible = e.op("Or", before, e.constant(f"{name}/itself", slots == rows), name=name)
             self._visible[window] = visible
@@ -111,7 +133,7 @@ class WindowAttention:
         return rotate(self._e, x, cos, sin, cast(int, node.attributes["rotary_dim"]), node)
 
     def _table(self, weight: str, num_rows: int) -> ir.Value:
-        """Return cos or sin [1, num_rows, rotary_dim / 2] of the last positions."""
+        """Return cos or sin [1 or B, num_rows, rotary_dim / 2] of the last positions."""
         e, s, name = self._e, self._settings, f"{weight}{WINDOW_SUFFIX}"
         first = self._table_rows.start
         if s.keys == "post-rope":
@@ -121,7 +143,10 @@ class WindowAttention:
             )
         rows = slice(first + s.sequence - num_rows, first + s.sequence)
         table = e.table(f"{name}.{num_rows}", weight, rows, e.dtype)
-        return e.shared(f"{name}.{num_rows}.batch", lambda name: e.op("Unsqueeze", table, e.ints(0), name=name))
+        one = e.shared(f"{name}.{num_rows}.batch", lambda name: e.op("Unsqueeze", table, e.ints(0), name=name))
+        if s.batch == 1 or e.opset < 23:
+            return one
+        return e.shared(f"{one.name}.all", lambda name: e.op("Expand", one, e.ints(s.batch, 1, 1), name=name))
 
     def _attend(self, q: ir.Value, k: ir.Value, v: ir.Value, node: Node, added: ir.Value) -> ir.Value:
         """Compute softmax(scale q k^T + added) v, with the node's soft cap and sinks. Query heads that share a key head
@@ -131,10 +156,10 @@ class WindowAttention:
         heads, kv_heads, dim = (cast(int, node.attributes[key]) for key in ("num_heads", "num_kv_heads", "head_dim"))
         shared = heads // kv_heads
         scaled = e.op("Mul", q, e.number(cast(float, node.attributes["scale"]), e.dtype), name=f"{out}/q_scaled")
-        grouped = e.reshape(scaled, 1, kv_heads, shared * window, dim, name=f"{out}/q_grouped")
+        grouped = e.reshape(scaled, 0, kv_heads, shared * window, dim, name=f"{out}/q_grouped")
         columns = e.op("Transpose", k, name=f"{out}/k_columns", perm=[0, 1, 3, 2])
         products = e.cast(e.op("MatMul", grouped, columns, name=f"{out}/products"), FLOAT)
-        scores = e.reshape(products, 1, heads, window, -1, name=f"{out}/scores")
+        scores = e.reshape(products, 0, heads, window, -1, name=f"{out}/scores")
         if soft_cap := cast(float, node.attributes.get("soft_cap", 0.0)):
             shares = e.op("Mul", scores, e.number(1 / soft_cap), name=f"{out}/shares_of_cap")
             scores = e.op("Mul", e.op("Tanh", shares, name=f"{out}/bounded"), e.number(soft_cap), name=f"{out}/capped")
@@ -143,9 +168,9 @@ class WindowAttention:
             weights = self._weights_beside_sinks(masked, e.read(node.inputs[7], FLOAT), out)
         else:
             weights = finish(e, "Softmax", masked, dtype=e.dtype, name=f"{out}/weights", axis=-1)
-        by_group = e.reshape(weights, 1, kv_heads, shared * window, -1, name=f"{out}/weights_grouped")
+        by_group = e.reshape(weights, 0, kv_heads, shared * window, -1, name=f"{out}/weights_grouped")
         summed = e.op("MatMul", by_group, v, name=f"{out}/summed")
-        return e.reshape(summed, 1, heads, window, dim, name=f"{out}/attended")
+        return e.reshape(summed, 0, heads, window, dim, name=f"{out}/attended")
 
     def _weights_beside_sinks(self, scores: ir.Value, sinks: ir.Value, out: str) -> ir.Value:
         """Return the softmax over scores [1, heads, rows, slots] and one more score of each head, without the share of
@@ -153,7 +178,7 @@ class WindowAttention:
         """
         e = self._e
         column = e.op("Unsqueeze", sinks, e.ints(0, 2, 3), name=f"{out}/sink_column")
-        of_rows = e.op("Expand", column, e.ints(1, 1, self._settings.window, 1), name=f"{out}/sinks")
+        of_rows = e.op("Expand", column, e.ints(self._settings.batch, 1, self._settings.window, 1), name=f"{out}/sinks")
         all_scores = e.op("Concat", scores, of_rows, name=f"{out}/scores_and_sinks", axis=-1)
         shares = e.op("Softmax", all_scores, name=f"{out}/shares", axis=-1)
         return e.cast(e.cut(shares, 0, -1, axis=3, name=f"{out}/weights"), e.dtype)

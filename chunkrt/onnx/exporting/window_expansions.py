@@ -116,6 +116,9 @@ def _call(
 ) -> Sequence[ir.Value]:
     if e.opset != OPSET:
         raise ConfigError(f"the expansion of {node.domain}::{node.op} is in opset {OPSET}; use --opset {OPSET}")
+    batch = e.rows[0] if e.rows else 1
+    if isinstance(batch, int) and batch > 1:
+        raise ConfigError(f"the expansion of {node.domain}::{node.op} computes one sequence; omit --batch")
     return e.call(node, overload(node), inputs, names, nodes)
 
 

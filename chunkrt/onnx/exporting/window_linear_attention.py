@@ -180,7 +180,7 @@ class WindowLinearAttention:
         shared = v_heads // k_heads
         apart = e.op("Unsqueeze", heads, e.ints(2), name=f"{x.name}/each")
         repeated = e.op("Expand", apart, e.ints(1, k_heads, shared, rows, dim), name=f"{x.name}/repeated")
-        return e.reshape(repeated, 1, v_heads, rows, dim, name=f"{x.name}/shared")
+        return e.reshape(repeated, 0, v_heads, rows, dim, name=f"{x.name}/shared")
 
     def _heads(self, x: ir.Value, num_heads: int, dim: int) -> ir.Value:
         apart = self._e.reshape(x, 0, 0, num_heads, dim, name=f"{x.name}/apart")
@@ -190,7 +190,8 @@ class WindowLinearAttention:
         """Reshape a gate [1, W, heads] to [1, heads, W], 0 for padding."""
         e = self._e
         by_head = e.op("Transpose", e.read(name, FLOAT), name=f"{name}/by_head", perm=[0, 2, 1])
-        return e.op("Mul", by_head, self._is_token(), name=f"{name}/of_tokens")
+        tokens = e.shared("is_token.row", lambda name: e.op("Unsqueeze", self._is_token(), e.ints(1), name=name))
+        return e.op("Mul", by_head, tokens, name=f"{name}/of_tokens")
 
     def _is_token(self) -> ir.Value:
         """Return 1 for each row that is a token and 0 for padding, [1, W]."""

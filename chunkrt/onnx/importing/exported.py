@@ -58,6 +58,20 @@ def export_settings(proto: onnx.ModelProto) -> Mapping[str, Any]:
         raise ModelError(f"the metadata {SETTINGS_KEY!r} is damaged ({error}); export the model again") from error
 
 
+def refuse_other_exports(proto: onnx.ModelProto, name: str) -> None:
+    """Raise UnsupportedModelError if chunkrt wrote the model in a form that cannot be imported, or ModelError if the
+    settings are invalid.
+    """
+    settings = export_settings(proto)
+    forms = {
+        f"--weights {settings.get('weights')}": settings.get("weights", "float") != "float",
+        f"--batch {settings.get('batch')}": settings.get("batch", 1) != 1,
+        "--no-cache": not settings.get("cache", True),
+    }
+    for option in (option for option, is_used in forms.items() if is_used):
+        raise UnsupportedModelError(f"{name} was exported with {option}; use the checkpoint")
+
+
 def replay_plan(draft: Draft) -> ReplayedDecoder:
     """Build the decoder of an exported plan.
 

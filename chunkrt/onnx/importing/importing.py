@@ -14,7 +14,7 @@ from chunkrt.onnx.importing.decoder_settings import read_settings
 from chunkrt.onnx.importing.decomposed import compose, is_written_out
 from chunkrt.onnx.importing.draft import Draft
 from chunkrt.onnx.importing.evaluation import Evaluator, reason_of
-from chunkrt.onnx.importing.exported import PLAN_KEY, metadata_of, replay_plan
+from chunkrt.onnx.importing.exported import PLAN_KEY, metadata_of, refuse_other_exports, replay_plan
 from chunkrt.onnx.importing.identity_nodes import without_identities
 from chunkrt.onnx.importing.names import name_nodes
 from chunkrt.onnx.importing.onnx_source import OnnxSource
@@ -94,6 +94,7 @@ def import_decoder(path: Path) -> tuple[OnnxSource, Module]:
 def _import(file: Path) -> tuple[OnnxSource, Module]:
     proto = read_proto(file)
     check_claims(proto, file)
+    refuse_other_exports(proto, file.name)
     signature = find_signature(proto, file.name)
     family, config = read_settings(file.parent)
     is_exported = PLAN_KEY in metadata_of(proto)
