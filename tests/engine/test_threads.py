@@ -36,19 +36,19 @@ def during_runs(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     seen: list[set[str]] = []
     has_looked = threading.Event()
     has_looked.set()
-    make, run_task = Stream.__init__, Executor.run_task
+    start, run_task = Stream.start, Executor.run_task
 
     def run_held(*task: object) -> object:
         assert has_looked.wait(60)
         return run_task(*task)
 
-    def make_and_look(self, *arguments: object) -> None:
+    def start_and_look(self: Stream) -> None:
         has_looked.clear()
-        make(self, *arguments)
+        start(self)
         seen.append(threads_now())
         has_looked.set()
 
-    monkeypatch.setattr(Stream, "__init__", make_and_look)
+    monkeypatch.setattr(Stream, "start", start_and_look)
     monkeypatch.setattr(Executor, "run_task", run_held)
     return seen
 

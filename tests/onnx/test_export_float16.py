@@ -119,7 +119,7 @@ def test_memory_holds_one_weight_at_a_time(monkeypatch):
 @pytest.mark.parametrize("form", ["-o", "--static-subgraphs"])
 def test_command_refuses_in_one_line_and_writes_no_file(tmp_path, monkeypatch, form):
     decoder = loud("down_proj.weight", 1e5)
-    monkeypatch.setattr("chunkrt.compile.compiler.plan_checkpoint", lambda *arguments: decoder)
+    monkeypatch.setattr("chunkrt.compile.compiler.plan_checkpoint", lambda *arguments, **options: decoder)
     target = tmp_path / ("d.onnx" if form == "-o" else "parts")
     arguments = [str(checkpoint("llama_gqa")), form, str(target), "--context", "32"]
     result = CliRunner().invoke(command.export, arguments)
