@@ -16,10 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.checkpoint import MAGIC
+from chunkrt.checkpoints.checkpoint import MAGIC, first_bytes
 from chunkrt.checkpoints.source import BlockTensor, TensorInfo, TensorSource
 from chunkrt.errors import ModelError
-from chunkrt.files import check_regular
 
 CONFIG = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -89,12 +88,7 @@ def read_adapter(path: Path, base: Base) -> Adapter:
 
         products = read_products(path)
     else:
-        try:
-            check_regular(path)
-            with path.open("rb") as file:
-                start = file.read(len(MAGIC))
-        except OSError as error:
-            raise ModelError(f"cannot read the adapter {path}: {error.strerror or error}") from error
+        start = first_bytes(path, f"the adapter {path}")
         if start != MAGIC:
             raise ModelError(f"the adapter {path} is not a GGUF file (it starts with {start!r}); name a folder of PEFT")
         from chunkrt.checkpoints.gguf_adapter import read_products as read_gguf

@@ -63,12 +63,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) 
         elif (path / "adapter_config.json").exists():
             hint = "it holds only an adapter; give its base model, and this folder as `adapter`"
         raise ModelError(f"the folder {path} has no config.json; {hint}")
-    try:
-        check_regular(path)
-        with path.open("rb") as file:
-            start = file.read(len(MAGIC))
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    start = first_bytes(path, str(path))
     if start == MAGIC:
         from chunkrt.checkpoints.gguf import GgufSource
 
@@ -77,6 +72,16 @@ def open_checkpoint(path: str | os.PathLike[str], *, refuse: Refuse = strictly) 
         raise ModelError(f"{path} is empty; {how_to_fetch(path)}")
     hint = _HINTS.get(path.suffix) or f"if it should be, {how_to_fetch(path)}"
     raise ModelError(f"{path} is not a GGUF file (it starts with {start!r}); {hint}")
+
+
+def first_bytes(path: Path, what: str) -> bytes:
+    """Return as many bytes of a file as `MAGIC` has. Raise ModelError, which names `what`, if it is unreadable."""
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            return file.read(len(MAGIC))
+    except OSError as error:
+        raise ModelError(f"cannot read {what}: {error.strerror or error}") from error
 
 
 def is_onnx(path: Path) -> bool:
