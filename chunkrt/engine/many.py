@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from threading import Thread, get_ident
@@ -9,12 +13,28 @@ from typing import TypeVar
 
 from chunkrt.engine.session import Session
 from chunkrt.gate import Outbox
-from chunkrt.runtime.scheduler import Scheduler
+from chunkrt.runtime.scheduler import MOST_SECONDS_AT_END, Scheduler
 
 Result = TypeVar("Result")
 
 MOST_AT_ONCE = 16
 """Default maximum number of sessions in progress."""
+
+
+_parts: weakref.WeakSet[_Part] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the parts of unfinished generators before the process exits, because a thread that returns from C++ code of
+    NumPy after the interpreter has shut down would abort the process. Do not wait for a thread that is stuck.
+    """
+    parts = [part for part in tuple(_parts) if part.process_id == os.getpid() and part.is_alive()]
+    for part in parts:
+        part.stop()
+    until = time.monotonic() + MOST_SECONDS_AT_END
+    for part in parts:
+        part.join(max(0.0, until - time.monotonic()))
 
 
 class _Part(Thread):
@@ -28,8 +48,9 @@ class _Part(Thread):
         channel: Outbox[tuple[int, Result | None, BaseException | None]],
     ) -> None:
         super().__init__(name=f"chunkrt-part-{index}", daemon=True)
-        self.session, self._is_stopped = session, False
+        self.session, self._is_stopped, self.process_id = session, False, os.getpid()
         self._index, self._results, self._channel = index, results, channel
+        _parts.add(self)
 
     def stop(self) -> None:
         """End the part early. Its thread closes the session."""

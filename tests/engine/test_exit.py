@@ -35,6 +35,7 @@ engine = chunkrt.load(sys.argv[1], npu="reference", scheme="float", prefix_cache
 """
 STREAM = "engine.stream(prompts, max_new_tokens=30)"
 SCORES = "engine.scores([([1, i], [3, 4]) for i in range(20)])"
+WAITS = "another process is compiling a model; waiting for it\n"
 ENDS = {
     "held": ("pass", "pieces = begin(engine)", 0),
     "engine closed": ("pass", "pieces = begin(engine); engine.close()", 0),
@@ -56,4 +57,5 @@ def test_process_with_an_unfinished_generator_ends(pieces: str, end: str, tmp_pa
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert finished.returncode == status, finished.stderr
     assert "Exception ignored" not in finished.stderr
-    assert bool(finished.stderr) == (status not in (0, 3)), finished.stderr
+    errors = finished.stderr.replace(WAITS, "")  # other tests may compile at the same time
+    assert bool(errors) == (status not in (0, 3)), errors
