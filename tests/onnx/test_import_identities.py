@@ -124,7 +124,7 @@ def fixed(name, axis, size):
 def test_fixed_length_input_is_refused_in_one_line(tmp_path, name, axis, size):
     folder, _ = saved(tmp_path, fixed(name, axis, size))
     message = (
-        rf"^model\.onnx: {name} has a fixed length of {size}; only exports with a free number of tokens are imported; "
+        rf"^model\.onnx: {name} has a fixed length of {size}, and that of \S+ does not match it; "
         r"export it with dynamic axes$"
     )
     with pytest.raises(UnsupportedModelError, match=message):

@@ -1,13 +1,14 @@
-"""Tiny random decoders, exported by ONNX Runtime GenAI's model builder and by Optimum.
+"""Tiny random decoders, exported by ONNX Runtime GenAI's model builder, by Optimum and by torch alone.
 
 Each folder under tests/data/onnx/ is the tool's output for one decoder: the model, its configuration and the
 tokenizer's files. The reference for values is the file itself, run by ONNX Runtime.
 
     python make_onnx_fixtures.py genai      the model builder's, in float32, float16 and int4
     python make_onnx_fixtures.py optimum    Optimum's, in float32 and quantised by ONNX Runtime
+    python make_onnx_fixtures.py torch      torch.onnx.export's, with a cache, as a fixed window, and without a cache
 
-Both need torch, transformers and onnx; the first also onnxruntime-genai, the second optimum-onnx with the transformers
-that it requires. tests/data/onnx/README.md has the versions that made the committed files.
+All need torch, transformers and onnx; the first also onnxruntime-genai, the second optimum-onnx with the transformers
+that it requires, the third onnxscript. tests/data/onnx/README.md has the versions that made the committed files.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ GENAI_PRECISIONS |= {"qwen3": ("fp32", "int4"), "phi3": ("fp32",), "lfm2": ("fp3
 def main() -> None:
     """Remake the fixtures of one tool."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tool", choices=("genai", "optimum"))
+    parser.add_argument("tool", choices=("genai", "optimum", "torch"))
     parser.add_argument("--only", choices=tuple(CONFIGS), help="one family alone")
     arguments = parser.parse_args()
-    make = make_genai if arguments.tool == "genai" else make_optimum
+    make = {"genai": make_genai, "optimum": make_optimum, "torch": make_torch}[arguments.tool]
     for seed, (family, config) in enumerate(CONFIGS.items(), 3000):
         if arguments.only not in (None, family):
             continue
@@ -121,6 +122,109 @@ def make_optimum(family: str, checkpoint: Path, scratch: Path) -> None:
                 weight_type=weight,
             )
             _keep(quantised, f"optimum_{family}_{'int8' if weight is QuantType.QInt8 else 'uint8'}")
+
+
+def make_torch(family: str, checkpoint: Path, scratch: Path) -> None:
+    """Export a llama by `torch.onnx.export` in the forms that people write by hand."""
+    if family != "llama":
+        return
+    for name, form in TORCH_FORMS.items():
+        target = scratch / name
+        target.mkdir()
+        _export_by_torch(checkpoint, target / "model.onnx", **form)
+        shutil.copy(checkpoint / "config.json", target)
+        _keep(target, f"torch_{name}")
+
+
+TORCH_FORMS: dict[str, dict[str, Any]] = {
+    "cache_fp32": {"opset": 14, "attention": "eager"},
+    "cache_dynamo_fp16": {"opset": 23, "attention": "sdpa", "is_half": True, "dynamo": True},
+    "window_8_fp32": {"opset": 17, "attention": "eager", "window": 8},
+    "window_8_kept_fp32": {"opset": 17, "attention": "sdpa", "window": 8, "keeps_length": True},
+    "window_1_fp16": {"opset": 17, "attention": "eager", "window": 1, "is_half": True},
+    "whole_dynamo_fp32": {"opset": 18, "attention": "sdpa", "dynamo": True, "has_cache": False},
+    "whole_fp32": {"opset": 17, "attention": "eager", "has_cache": False},
+}
+"""Options of `_export_by_torch`."""
+
+NUM_SLOTS = 32
+"""Number of tokens that a fixed window and its past have together."""
+
+
+def _export_by_torch(
+    checkpoint: Path,
+    file: Path,
+    *,
+    opset: int,
+    attention: str,
+    is_half: bool = False,
+    dynamo: bool = False,
+    has_cache: bool = True,
+    window: int = 0,
+    keeps_length: bool = False,
+) -> None:
+    """Export a checkpoint.
+
+    Args:
+        window: number of tokens of a fixed window; 0 for free lengths.
+        keeps_length: whether the window returns as many keys and values as it takes, without the oldest.
+    """
+    import onnx
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.cache_utils import DynamicCache
+
+    dtype = torch.float16 if is_half else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation=attention).eval()
+
+    class Whole(torch.nn.Module):
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            return model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+    class WithCache(torch.nn.Module):
+        def forward(self, input_ids: Any, attention_mask: Any, position_ids: Any, *past: Any) -> Any:
+            cache = DynamicCache()
+            for layer in range(len(past) // 2):
+                cache.update(past[2 * layer], past[2 * layer + 1], layer)
+            given = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": cache}
+            result = model(input_ids=input_ids, use_cache=True, **given)
+            present = [v for layer in result.past_key_values.layers for v in (layer.keys, layer.values)]
+            kept = [v[:, :, input_ids.shape[1] :] for v in present] if keeps_length else present
+            return result.logits, *kept
+
+    module: torch.nn.Module = WithCache() if has_cache else Whole()
+    module.model = model
+    batch, length = (1, window) if window else (2, 5)
+    past = (NUM_SLOTS - window if window else 3) if has_cache else 0
+    layers, heads, width = (SIZES["num_hidden_layers"], SIZES["num_key_value_heads"], INDEPENDENT_HEADS["head_dim"])
+    states = [f"past_key_values.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
+    names, outputs = ["input_ids", "attention_mask"], ["logits"]
+    tokens, mask = torch.ones(batch, length, dtype=torch.long), torch.ones(batch, past + length, dtype=torch.long)
+    arguments: list[Any] = [tokens, mask]
+    free: dict[str, dict[int, str]] = {"input_ids": {0: "batch", 1: "length"}, "attention_mask": {0: "batch", 1: "all"}}
+    if has_cache:
+        names += ["position_ids", *states]
+        outputs += [name.replace("past_key_values", "present") for name in states]
+        arguments.append(torch.arange(past, past + length)[None].repeat(batch, 1))
+        arguments += [torch.zeros(batch, heads, past, width, dtype=dtype) for _ in states]
+        free |= {"position_ids": {0: "batch", 1: "length"}} | {name: {0: "batch", 2: "past"} for name in states}
+    options: dict[str, Any] = {"input_names": names, "output_names": outputs, "opset_version": opset, "dynamo": dynamo}
+    if dynamo:
+        dims = {n: torch.export.Dim(n) for n in ("batch", "length", "past")} | {"all": torch.export.Dim.DYNAMIC}
+        if not has_cache:
+            dims["all"] = dims["length"]
+        by_input = [{axis: dims[name] for axis, name in free[n].items()} for n in names]
+        shapes = (*by_input[:3], tuple(by_input[3:])) if has_cache else tuple(by_input)
+        options |= {"dynamic_shapes": None if window else shapes, "external_data": False}
+    elif not window:
+        present = {name: {0: "batch", 2: "all"} for name in outputs[1:]}
+        options["dynamic_axes"] = free | {"logits": {0: "batch", 1: "length"}} | present
+    torch.onnx.export(module, tuple(arguments), file, **options)
+    exported = onnx.load(file)
+    for described in (*exported.graph.node, *exported.graph.value_info, *exported.graph.input, *exported.graph.output):
+        described.ClearField("metadata_props")  # source code and paths of the exporting machine
+        described.ClearField("doc_string")
+    onnx.save(exported, file)
 
 
 def _write_with_vision(folder: Path, text: dict[str, Any], rng: np.random.Generator) -> None:

@@ -26,7 +26,7 @@ from chunkrt.onnx.importing.evaluation import open_session, reason_of
 from chunkrt.onnx.importing.exported import export_settings
 from chunkrt.onnx.importing.onnx_source import OnnxSource
 from chunkrt.onnx.importing.preparing import is_prepared
-from chunkrt.onnx.importing.signature import Probe, feeds, find_signature, inputs_of
+from chunkrt.onnx.importing.signature import Probe, Signature, feeds, find_signature, fixed_window, inputs_of
 from chunkrt.quant.scheme import SCHEMES
 
 ROUNDING = {
@@ -138,6 +138,8 @@ def verify(source: OnnxSource, plan: Plan, load: Load) -> float:
         tokens = tokens[: int(exported["sequence"])]
         expected = _by_windows(file, tokens)
     else:
+        if fixed := fixed_window(inputs_of(proto), find_signature(proto, file.name), file.name):
+            tokens = tokens[: len(tokens) // fixed.length * fixed.length]
         expected = original_logits(file, proto, tokens, plan)
     context = int(exported.get("context") or num_tokens)
     found = imported_logits(plan, load, tokens, context)[-len(expected) :]  # some exports give the last logits only
@@ -163,15 +165,52 @@ def original_logits(file: Path, proto: onnx.ModelProto, tokens: NDArray[np.int64
     Raises:
         ModelError: ONNX Runtime cannot run it.
     """
-    signature = find_signature(proto, file.name)
-    widths = {name: int(tensor.shape[-1]) for name, tensor in zip(signature.states, plan.state_tensors, strict=True)}
-    inputs = feeds(signature, inputs_of(proto), Probe(0, len(tokens)), widths)
-    inputs[signature.tokens] = tokens[None].astype(inputs[signature.tokens].dtype)
+    signature, known = find_signature(proto, file.name), inputs_of(proto)
+    window = fixed_window(known, signature, file.name)
+    widths = {}
+    if signature.states:
+        pairs = zip(signature.states, plan.state_tensors, strict=True)
+        widths = {name: int(tensor.shape[-1]) for name, tensor in pairs}
+    inputs = feeds(signature, known, window or Probe(0, len(tokens)), widths)
     try:
         session = original_session(file, proto)
+        if window is not None:
+            return _in_windows(session, signature, inputs, window, tokens)
+        inputs[signature.tokens] = tokens[None].astype(inputs[signature.tokens].dtype)
         (logits,) = session.run([signature.logits], inputs)
     except Exception as error:  # onnxruntime raises a dozen unrelated types
         raise ModelError(f"ONNX Runtime cannot run {file} to compare with: {reason_of(error)}") from error
+    return _rows(logits)
+
+
+def _in_windows(
+    session: Any,
+    signature: Signature,
+    inputs: dict[str, NDArray[np.generic]],
+    window: Probe,
+    tokens: NDArray[np.int64],
+) -> NDArray[np.float32]:
+    """Compute the logits of whole windows, one after another; the mask hides the slots that are still empty.
+
+    Args:
+        inputs: arrays of the inputs' types and sizes, for one run.
+    """
+    logits = []
+    for start in range(0, len(tokens) - window.length + 1, window.length):
+        end = start + window.length
+        inputs[signature.tokens][:] = tokens[None, start:end]
+        inputs[signature.positions][:] = np.arange(start, end)
+        inputs[signature.mask][:] = np.arange(window.past + window.length) >= window.past - start
+        states = signature.states.values()
+        found, *presents = session.run([signature.logits, *(state.present for state in states)], inputs)
+        logits.append(_rows(found))
+        for state, present in zip(states, presents, strict=True):
+            inputs[state.past] = present[:, :, present.shape[2] - window.past :]
+    return np.concatenate(logits)
+
+
+def _rows(logits: NDArray[Any]) -> NDArray[np.float32]:
+    """Return logits as [T, V] in float32."""
     flat: NDArray[np.float32] = logits.reshape(-1, logits.shape[-1]).astype(np.float32)
     return flat
 

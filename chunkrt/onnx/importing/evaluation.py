@@ -11,6 +11,7 @@ matter, so products with constant matrices, and the look-up of tokens, need no m
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,9 @@ PROBES = (Probe(0, 1), Probe(0, 6), Probe(5, 1), Probe(5, 3), Probe(19, 7))
 LONGEST_PROMPT = 1024
 """Number of tokens of the longest prompt at which complete positions, lengths and masks are checked."""
 
+LONGEST_WHOLE = 4096
+"""Largest context of a decoder without states: its masks have the square of this size."""
+
 MOST_TOKENS, MOST_STATES = 256, 2**30
 """Limits of a run that determines sizes far from the start: the number of tokens, and the bytes of its states."""
 
@@ -48,16 +52,59 @@ def far_probes(context: int) -> tuple[Probe, Probe]:
     return Probe(0, min(context, LONGEST_PROMPT)), Probe(context - 1, 1)
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """The numbers of past and new tokens with which a decoder can be run.
+
+    window: the only numbers, if the decoder is a fixed window.
+    has_past: False if the decoder has no states, so that there are no past tokens.
+    """
+
+    window: Probe | None = None
+    has_past: bool = True
+
+    def longest(self, context: int) -> int:
+        """Return the number of positions up to which a decoder of a context can be checked."""
+        if self.window is not None:
+            return min(context, self.window.past + self.window.length)
+        return context if self.has_past else min(context, LONGEST_WHOLE)
+
+    @property
+    def near(self) -> tuple[Probe, ...]:
+        """Probes of few tokens."""
+        if self.window is not None:
+            return (self.window,)
+        return PROBES if self.has_past else tuple(Probe(0, probe.past + probe.length) for probe in PROBES)
+
+    def far(self, context: int) -> tuple[Probe, ...]:
+        """Probes up to the end of the context."""
+        if self.window is not None:
+            return (self.window,)
+        return far_probes(context) if self.has_past else (Probe(0, context),)
+
+    def crossing(self, window: int, context: int) -> tuple[Probe, ...]:
+        """Probes of a length at which a window of keys begins to move."""
+        if self.window is not None:
+            return ()
+        past = max(window - 3, 1)
+        probe = Probe(past, 7) if self.has_past else Probe(0, past + 7)
+        return (probe,) if probe.past + probe.length <= context else ()
+
+
 class Evaluator:
     """Evaluator of a foreign model, which can compute any of its values.
 
     Args:
         proto: the model, whose external data are in their files, as from `read_proto`.
         context: the assumed number of positions; sizes are checked near its end.
+        lengths: the numbers of tokens with which the model is run.
     """
 
-    def __init__(self, proto: onnx.ModelProto, signature: Signature, context: int) -> None:
+    def __init__(
+        self, proto: onnx.ModelProto, signature: Signature, context: int, lengths: Lengths | None = None
+    ) -> None:
         self.proto, self.signature, self.context = proto, signature, context
+        self.lengths = lengths or Lengths()
         self._writers = {name: node for node in proto.graph.node for name in node.output if name}
         self._initializers: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in proto.graph.initializer}
 
@@ -71,7 +118,7 @@ class Evaluator:
         """
         return name in self._known and name not in self._data
 
-    def probe(self, name: str, probes: Sequence[Probe] = PROBES) -> list[NDArray[Any]]:
+    def probe(self, name: str, probes: Sequence[Probe]) -> list[NDArray[Any]]:
         """Return a positional value at each probe.
 
         Raises:
@@ -141,12 +188,12 @@ class Evaluator:
         Large contexts can thus be checked without running the model over them. Results without this form are omitted.
         """
         names = [n.output[0] for n in self.proto.graph.node if n.op_type in SIZES and self._data.intersection(n.input)]
-        if not names:
+        if not names or self.lengths.window is not None:
             return {}
         far, of_far = self._far_sizes(names)
-        probes = (*PROBES, *far)
+        probes = (*self.lengths.near, *far)
         terms = np.array([(1, probe.past, probe.length) for probe in probes])
-        runs = [*self._run(names, PROBES, {}), *of_far]
+        runs = [*self._run(names, self.lengths.near, {}), *of_far]
         sizes = {}
         for name in names:
             found = np.stack([run[name].reshape(-1) for run in runs])
@@ -173,7 +220,7 @@ class Evaluator:
             tried = min(tried, (MOST_STATES - near) // (farther - near))
         least = max(probe.past + probe.length for probe in PROBES)
         while tried > least:
-            probes = [Probe(0, min(tried, MOST_TOKENS)), Probe(tried - 1, 1)]
+            probes = [Probe(0, min(tried, MOST_TOKENS)), *([Probe(tried - 1, 1)] if self.lengths.has_past else [])]
             try:
                 return probes, self._run(names, probes, {})
             except ModelError:

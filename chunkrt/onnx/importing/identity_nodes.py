@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from chunkrt.onnx.importing.evaluation import PROBES, Evaluator
+from chunkrt.onnx.importing.evaluation import Evaluator
 from chunkrt.onnx.importing.reading import replaced
 
 JOINING = ("Concat", "Max", "Mean", "Min", "Sum")
@@ -46,7 +46,7 @@ def without_identities(evaluator: Evaluator, path: Path, *, runs: bool) -> onnx.
     if not runs:
         candidates = [node for node in candidates if node.op_type not in BY_SHAPE]
     names = [name for n in candidates if n.op_type in BY_SHAPE for name in (n.input[0], n.output[0])]
-    seen = evaluator.runs(sorted(set(names)), PROBES) if names else []
+    seen = evaluator.runs(sorted(set(names)), evaluator.lengths.near) if names else []
     found = [node for node in candidates if _is_identity(node, evaluator, seen)]
     if not found:
         return proto

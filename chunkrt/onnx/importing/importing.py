@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.modules import Module
 from chunkrt.graph.rope import LONGEST_CONTEXT
 from chunkrt.onnx.importing.decoder_settings import read_settings
 from chunkrt.onnx.importing.decomposed import compose, is_written_out
 from chunkrt.onnx.importing.draft import Draft
-from chunkrt.onnx.importing.evaluation import Evaluator, reason_of
+from chunkrt.onnx.importing.evaluation import Evaluator, Lengths, reason_of
 from chunkrt.onnx.importing.exported import PLAN_KEY, metadata_of, refuse_other_exports, replay_plan
 from chunkrt.onnx.importing.identity_nodes import without_identities
 from chunkrt.onnx.importing.names import name_nodes
@@ -30,7 +32,7 @@ from chunkrt.onnx.importing.preparing import prepare
 from chunkrt.onnx.importing.projections import merge_gates
 from chunkrt.onnx.importing.reading import check_claims, find_model, read_proto, to_graph
 from chunkrt.onnx.importing.recorded_decoder import build_tree
-from chunkrt.onnx.importing.signature import find_signature, inputs_of, refuse_fixed_lengths
+from chunkrt.onnx.importing.signature import Signature, find_signature, fixed_window, inputs_of
 
 PASSES: tuple[Callable[[Draft], None], ...] = (
     raise_integer_linears,
@@ -100,14 +102,19 @@ def _import(file: Path) -> tuple[OnnxSource, Module]:
     is_exported = PLAN_KEY in metadata_of(proto)
     if not is_exported:
         prepare(proto, signature, file)
-    evaluator = Evaluator(proto, signature, _context_length(config))
+    context = _context_length(config)
+    evaluator = Evaluator(proto, signature, context)
     if not is_exported:
-        refuse_fixed_lengths(inputs_of(proto), signature, file.name)
+        lengths = _lengths(proto, signature, file)
+        context = lengths.longest(context)
+        evaluator = Evaluator(proto, signature, context, lengths)
         _refuse_rounding(evaluator, file)
         plain = without_identities(evaluator, file, runs=is_written_out(proto))
-        evaluator = Evaluator(plain, signature, evaluator.context) if plain is not proto else evaluator
+        evaluator = Evaluator(plain, signature, context, lengths) if plain is not proto else evaluator
         if is_written_out(plain):
-            evaluator = Evaluator(compose(evaluator, file), signature, evaluator.context)
+            composed = compose(evaluator, file)
+            signature = find_signature(composed, file.name)
+            evaluator = Evaluator(composed, signature, context)
     model = to_graph(evaluator.proto, file)
     draft = Draft(
         where=file.name,
@@ -125,6 +132,21 @@ def _import(file: Path) -> tuple[OnnxSource, Module]:
         raise ModelError(f"{file.name}: the state {min(unread)!r} is an input that no layer reads")
     log.info("%s is an export of %s with %d states", file, signature.exporter, len(signature.states))
     return draft.source, build_tree(draft, name_nodes(draft), logit_rows)
+
+
+def _lengths(proto: onnx.ModelProto, signature: Signature, file: Path) -> Lengths:
+    """Return the numbers of tokens that a decoder takes.
+
+    Raises:
+        UnsupportedModelError: attention is an operator in a fixed window or in a decoder without states; only attention
+            that is written as small operators is recognised there.
+    """
+    window = fixed_window(inputs_of(proto), signature, file.name)
+    is_usual = window is None and signature.states
+    if not is_usual and not is_written_out(proto):
+        what = "no past and present states" if window is None else f"a fixed window of {window.length} tokens"
+        raise UnsupportedModelError(f"{file.name} has {what}; export the decoder with its cache and dynamic axes")
+    return Lengths(window, has_past=bool(signature.states))
 
 
 def _refuse_rounding(evaluator: Evaluator, file: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.onnx.importing.evaluation import PROBES, Evaluator, far_probes
+from chunkrt.onnx.importing.evaluation import Evaluator
 from chunkrt.onnx.importing.signature import Probe
 
 HIDDEN = -1e4
@@ -42,12 +42,12 @@ class Masks:
         return self._windows[name, context]
 
     def _find(self, name: str, context: int) -> int:
-        far = far_probes(context)
-        (row,) = self._visible(name, far[-1:])
-        window = int(row.sum())
-        crossing = [Probe(max(window - 3, 1), 7)]  # a length at which the window begins to move
-        tried = [probe for probe in (*PROBES, *crossing) if probe.past + probe.length <= context]
-        tried += far
+        lengths = self._evaluator.lengths
+        far = lengths.far(context)
+        (rows,) = self._visible(name, far[-1:])
+        window = int(rows[-1].sum())
+        near = [probe for probe in lengths.near if probe.past + probe.length <= context]
+        tried = [*near, *lengths.crossing(window, context), *far]
         for probe, found in zip(tried, self._visible(name, tried), strict=True):
             if not np.array_equal(found, visible(probe, window)):
                 raise MaskError(

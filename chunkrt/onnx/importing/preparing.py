@@ -5,7 +5,7 @@ The rewritten decoder also serves as the original with which an import is compar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +26,25 @@ NORM_WEIGHTS = (14, 15)
 ROWWISE = ("Add", "Cast", "Div", "Identity", "MatMul", "MatMulNBits", "Mul", "Tanh")
 """Operators between the last hidden rows and the logits."""
 
+OTHER_OPTIONS = ("softcap", "qk_matmul_output_mode", "softmax_precision", "q_num_heads", "kv_num_heads")
+"""Attributes of ONNX's Attention with effects that its form in small operators does not have."""
+
 LARGEST = np.iinfo(np.int32).max
 
 
 def prepare(proto: onnx.ModelProto, signature: Signature, path: Path) -> None:
     """Rewrite a decoder in place.
 
-    Ensures: logits and states are the only outputs, all rows have logits, bfloat16 is replaced by float32, and norms of
-    heads
-    inside GroupQueryAttention are nodes before it.
+    Ensures: logits and states are the only outputs, all rows have logits, bfloat16 is replaced by float32, norms of
+    heads inside GroupQueryAttention are nodes before it, and the operator Attention has states or is written as small
+    operators.
     """
     steps: tuple[Callable[[onnx.GraphProto, Signature], bool], ...] = (
         _without_extra_outputs,
         _with_all_logits,
         _with_norms_before_attention,
         _in_float32,
+        _with_attention_in_small_operators,
     )
     if any([step(proto.graph, signature) for step in steps]):  # noqa: C419 - every step is to run
         sort_nodes(proto.graph, path)
@@ -95,6 +99,64 @@ def _is_last_row(graph: onnx.GraphProto, node: onnx.NodeProto, *, keeps_axis: bo
     axes, steps = _ints(graph, node, 3, "axes"), _ints(graph, node, 4, "steps")
     is_last = starts == [-1] and ends is not None and len(ends) == 1 and ends[0] >= LARGEST
     return is_last and axes == [1] and steps in (None, [1])
+
+
+def _with_attention_in_small_operators(graph: onnx.GraphProto, signature: Signature) -> bool:
+    """Write ONNX's Attention over all heads of queries, keys and values as products around a Softmax.
+
+    torch exports its scaled_dot_product_attention as this operator, after it has rotated, appended and repeated the
+    keys with small operators. An Attention that appends to states itself, has other options, or has operands of unknown
+    types is kept.
+    """
+    types = {value.name: value.type.tensor_type.elem_type for value in graph.value_info}
+    found = [node for node in graph.node if node.op_type == "Attention" and node.domain in ("", "ai.onnx")]
+    expanded = [(node, made) for node in found if (made := _small_operators(graph, node, types))]
+    for node, made in expanded:
+        graph.node.remove(node)
+        graph.node.extend(made)
+    return bool(expanded)
+
+
+def _small_operators(
+    graph: onnx.GraphProto, node: onnx.NodeProto, types: Mapping[str, int]
+) -> list[onnx.NodeProto] | None:
+    query, key, value, *optional = list(node.input)
+    mask, others = (optional[0], optional[1:]) if optional else ("", [])
+    options = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    kind, scale, is_causal = types.get(query), options.get("scale"), options.pop("is_causal", 0)
+    is_plain = not any(others) and not any(node.output[1:]) and not any(options.get(name) for name in OTHER_OPTIONS)
+    if kind not in (TensorProto.FLOAT, TensorProto.FLOAT16) or scale is None or not is_plain:
+        return None
+    if mask and (is_causal or types.get(mask) not in (TensorProto.BOOL, kind)):
+        return None
+    nodes: list[onnx.NodeProto] = []
+
+    def add(op: str, *inputs: str, to: str = "", **attributes: Any) -> str:
+        name = to or f"{node.name}/{op}_{len(nodes)}"
+        nodes.append(helper.make_node(op, inputs, [name], name=name, **attributes))
+        return name
+
+    def constant(name: str, number: float | list[int], dtype: Any) -> str:
+        name = f"{node.name}/{name}"
+        graph.initializer.append(numpy_helper.from_array(np.array(number, dtype), name))
+        return name
+
+    dtype = helper.tensor_dtype_to_np_dtype(kind)
+    scaled = add("Mul", query, constant("scale", scale, dtype))
+    scores = add("MatMul", scaled, add("Transpose", key, perm=[0, 1, 3, 2]))
+    if is_causal:
+        zero, one = constant("zero", 0, np.int64), constant("one", 1, np.int64)
+        axis = constant("axis", 2, np.int64)
+        rows, keys = (add("Range", zero, add("Gather", add("Shape", name), axis), one) for name in (query, key))
+        seen = add("LessOrEqual", keys, add("Unsqueeze", rows, constant("last", [-1], np.int64)))
+        mask, types = seen, {seen: TensorProto.BOOL}
+    if mask and types[mask] == TensorProto.BOOL:
+        shown, hidden = constant("shown", 0, dtype), constant("hidden", np.finfo(dtype).min, dtype)
+        mask = add("Where", mask, shown, hidden)
+    if mask:
+        scores = add("Add", scores, mask)
+    add("MatMul", add("Softmax", scores, axis=-1), value, to=node.output[0])
+    return nodes
 
 
 def _with_norms_before_attention(graph: onnx.GraphProto, signature: Signature) -> bool:

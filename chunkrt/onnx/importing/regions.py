@@ -38,7 +38,8 @@ class Regions:
 
     def __init__(self, evaluator: Evaluator) -> None:
         proto = evaluator.proto
-        self.proto, self.evaluator, self.context, self.probe = proto, evaluator, evaluator.context, PROBE
+        self.proto, self.evaluator, self.context, self.lengths = proto, evaluator, evaluator.context, evaluator.lengths
+        self.probe = self.lengths.window or (PROBE if self.lengths.has_past else Probe(0, PROBE.length))
         self._nodes = list(proto.graph.node)
         self._writers = {name: i for i, node in enumerate(self._nodes) for name in node.output if name}
         self._initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
@@ -62,6 +63,10 @@ class Regions:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the sizes at the probe of a value that depends on tokens or states."""
         return self._at_probe[name].shape
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Return the type of a value that depends on tokens or states."""
+        return self._at_probe[name].dtype
 
     def random(self, name: str, rng: np.random.Generator) -> Array:
         """Return normal random numbers in the shape and type of a value that depends on tokens or states."""
@@ -135,34 +140,51 @@ class Regions:
 
     @cached_property
     def _frozen(self) -> list[dict[str, Array]]:
-        """Values of `frozen` at the probe, at another probe near it, and at the context's end."""
+        """Values of `frozen` at the probe, at another probe near it, and at the context's end. A fixed window has other
+        positions instead.
+        """
         read = {n for node in self._nodes if self.data.intersection(node.output) for n in node.input if n}
-        near, last = Probe(self.probe.past + 2, self.probe.length + 6), Probe(self.context - 1, 1)
-        probes = [self.probe, near, *([last] if last.past > near.past else [])]
-        return self.evaluator.runs(sorted(read - self.data - self.evaluator.constants), probes)
+        past, length = self.probe.past, self.probe.length
+        if self.lengths.window is not None:
+            others = [Probe(past, length, past + 1)]
+        elif not self.lengths.has_past:
+            others = [Probe(0, length + 6), Probe(0, self.context)]
+        else:
+            near, last = Probe(past + 2, length + 6), Probe(self.context - 1, 1)
+            others = [near, *([last] if last.past > near.past else [])]
+        return self.evaluator.runs(sorted(read - self.data - self.evaluator.constants), [self.probe, *others])
 
     def is_size(self, name: str) -> bool:
         """Return whether a frozen value consists of whole numbers that grow with the number of tokens, up to the
-        context's end.
+        context's end. In a fixed window they are constant.
         """
         if not np.issubdtype(self.frozen[name].dtype, np.integer):
             return False
-        here, later, longer, last = (values[name] for values in (self.frozen, *self._sizes))
-        if not here.shape == later.shape == longer.shape == last.shape:
+        if self.lengths.window is not None:
+            return name in self.fixed
+        here, *others, last = (values[name] for values in (self.frozen, *self._sizes))
+        if any(other.shape != here.shape for other in (*others, last)):
             return False
-        by_past, by_length = later - here, longer - here
-        past, length = self.context - 1 - self.probe.past, 1 - self.probe.length
-        return np.array_equal(last, here + past * by_past + length * by_length)
+        end = self._size_probes[-1]
+        growths = [other - here for other in others]  # by one past token, if there are any, and by one new token
+        steps = [end.past - self.probe.past, end.length - self.probe.length][-len(growths) :]
+        return np.array_equal(last, here + sum(step * growth for step, growth in zip(steps, growths, strict=True)))
 
     @cached_property
     def _sizes(self) -> list[dict[str, Array]]:
-        """Frozen whole numbers at three more probes: with one more past token, with one more new token, and with the
-        context's last token alone.
-        """
+        """Frozen whole numbers at `_size_probes`."""
         names = [name for name, value in self.frozen.items() if np.issubdtype(value.dtype, np.integer)]
+        return self.evaluator.runs(names, self._size_probes)
+
+    @property
+    def _size_probes(self) -> tuple[Probe, ...]:
+        """Probes with one more past token, with one more new token, and with the context's last token alone. Without
+        past tokens, the last two: with one more token, and with the complete context.
+        """
         past, length = self.probe.past, self.probe.length
-        probes = Probe(past + 1, length), Probe(past, length + 1), Probe(self.context - 1, 1)
-        return self.evaluator.runs(names, probes)
+        if not self.lengths.has_past:
+            return Probe(0, length + 1), Probe(0, self.context)
+        return Probe(past + 1, length), Probe(past, length + 1), Probe(self.context - 1, 1)
 
     def part(
         self, target: str, roots: Mapping[str, Array], given: Mapping[str, Array] | None = None

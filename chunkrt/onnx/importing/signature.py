@@ -44,7 +44,8 @@ class StateTensor:
 class Signature:
     """The names of a decoder's inputs and outputs. `mask` and `positions` are empty if the decoder has no such input.
 
-    `states` maps the name of each state's input to the state, layer after layer; some layers may have no state.
+    `states` maps the name of each state's input to the state, layer after layer; some layers may have no state. A
+    decoder without states takes whole sequences.
     """
 
     exporter: str
@@ -57,10 +58,18 @@ class Signature:
 
 @dataclass(frozen=True)
 class Probe:
-    """Sizes of a run: the number of past tokens and the number of new tokens."""
+    """Sizes of a run: the number of past tokens, the number of new tokens, and the position of the first new token if
+    it differs from the number of past tokens, because some slots of a fixed window are empty.
+    """
 
     past: int
     length: int
+    start: int | None = None
+
+    @property
+    def position(self) -> int:
+        """Position of the first new token."""
+        return self.past if self.start is None else self.start
 
 
 def inputs_of(proto: onnx.ModelProto) -> dict[str, ir.Value]:
@@ -111,8 +120,6 @@ def find_signature(proto: onnx.ModelProto, where: str) -> Signature:
         )
     if presents:
         log.warning("%s: ignoring the outputs %s; logits and states are read", where, ", ".join(presents.values()))
-    if not states:
-        raise UnsupportedModelError(f"{where} has no past and present states; export the decoder with its cache")
     in_order = sorted(states.values(), key=lambda state: (state.layer, state.kind))
     is_builder = "onnxruntime-genai" in proto.producer_name or any(n.domain == "com.microsoft" for n in graph.node)
     return Signature(
@@ -125,37 +132,50 @@ def find_signature(proto: onnx.ModelProto, where: str) -> Signature:
     )
 
 
-def refuse_fixed_lengths(inputs: Mapping[str, ir.Value], signature: Signature, where: str) -> None:
-    """Refuse a decoder if an input has a fixed number of tokens, or a fixed batch of several sequences.
+def fixed_window(inputs: Mapping[str, ir.Value], signature: Signature, where: str) -> Probe | None:
+    """Return the sizes of a fixed window; None if a decoder takes any number of tokens.
 
     Args:
         inputs: as `inputs_of` returns them.
 
     Raises:
-        UnsupportedModelError: the tokens, the mask, the positions, keys or values have such a size.
+        UnsupportedModelError: only some of the tokens, the mask, the positions, keys and values have a fixed length, or
+            the batch is fixed to several sequences.
     """
     by_rows = (signature.tokens, signature.mask, signature.positions)
     axes = {name: (-2, -1) for name in by_rows if name in inputs}
     axes |= {s.past: (0, 2) for s in signature.states.values() if re.search("key|value", s.kind) and s.past in inputs}
+    lengths: dict[str, int | None] = {}
     for name, (batch, length) in axes.items():
         shape = inputs[name].shape or ()
         if len(shape) < (2 if name in by_rows else 4):
             continue
-        if isinstance(shape[length], int):
-            raise UnsupportedModelError(
-                f"{where}: {name} has a fixed length of {shape[length]}; only exports with a free number of tokens are "
-                "imported; export it with dynamic axes"
-            )
+        size = shape[length]
+        lengths[name] = size if isinstance(size, int) else None
         if isinstance(shape[batch], int) and shape[batch] != 1:
             raise UnsupportedModelError(
                 f"{where}: {name} has a fixed batch of {shape[batch]}; export it with a batch of 1 or dynamic axes"
             )
+    fixed = {name: length for name, length in lengths.items() if length is not None}
+    if not fixed:
+        return None
+    window = fixed.get(signature.tokens, 0)
+    past = {length for name, length in fixed.items() if name not in by_rows}
+    expected = {signature.tokens: window, signature.positions: window, signature.mask: max(past, default=0) + window}
+    wrong = [name for name in lengths if name not in fixed or fixed[name] != expected.get(name, max(past, default=0))]
+    if wrong or not signature.mask or not signature.positions:
+        name = next(iter(fixed))
+        reason = f"that of {wrong[0]} does not match it" if wrong else "it has no attention_mask or no position_ids"
+        raise UnsupportedModelError(
+            f"{where}: {name} has a fixed length of {fixed[name]}, and {reason}; export it with dynamic axes"
+        )
+    return Probe(max(past, default=0), window)
 
 
 def feeds(
     signature: Signature, inputs: Mapping[str, ir.Value], probe: Probe, widths: Mapping[str, int] | None = None
 ) -> dict[str, NDArray[np.generic]]:
-    """Return some inputs for a probe: token 0, no masked tokens, positions from the past's length on, zero states.
+    """Return some inputs for a probe: token 0, no masked tokens, the probe's positions, zero states.
 
     Args:
         widths: last sizes of states, by name, that the model leaves open; 1 for states that are not listed.
@@ -167,7 +187,7 @@ def feeds(
     if signature.positions:
         rows = inputs[signature.positions].shape if signature.positions in inputs else None
         streams = rows[0] if rows is not None and len(rows) == 3 else None  # M-RoPE's three are the same for text
-        positions = np.arange(probe.past, total)[None]
+        positions = np.arange(probe.position, probe.position + probe.length)[None]
         values[signature.positions] = np.stack([positions] * streams) if isinstance(streams, int) else positions
     for name in signature.states:
         if name in inputs:

@@ -47,15 +47,14 @@ class DecomposedAttention:
     """One layer's attention, by the names of values in the foreign graph.
 
     `query`, `key` and `value` are [1, T, heads * head_dim], before norms of heads and rotation. The result of the core
-    has this shape too.
+    has this shape too. `past` names the states of keys and values; None if the decoder has no states.
     """
 
     core: Core
     query: str
     key: str
     value: str
-    past_key: str
-    past_value: str
+    past: tuple[str, str] | None
     query_norm: Norm | None
     key_norm: Norm | None
     num_heads: int
@@ -90,7 +89,10 @@ class AttentionFinder:
         self._where = f"node {node.name!r}, an operator {node.op_type} of the domain {node.domain or 'ai.onnx'},"
         core = self._core(softmax)
         shape = self._regions.shape
-        (past_key, new_key), (past_value, new_value) = self._appended(core.keys), self._appended(core.values)
+        past, new_key, new_value = None, core.keys, core.values
+        if self._states:
+            (past_key, new_key), (past_value, new_value) = self._appended(core.keys), self._appended(core.values)
+            past = past_key, past_value
         query, query_tables = self._before_rotation(core.query)
         key, key_tables = self._before_rotation(new_key)
         if query_tables is not key_tables:
@@ -107,8 +109,7 @@ class AttentionFinder:
             query=query,
             key=key,
             value=value,
-            past_key=past_key,
-            past_value=past_value,
+            past=past,
             query_norm=query_norm,
             key_norm=key_norm,
             num_heads=shape(core.query)[1],
@@ -123,11 +124,10 @@ class AttentionFinder:
         product = next((n for n in regions.above(scores) if regions.writer(n).op_type == "MatMul"), None)
         operands = regions.writer(product).input if product else ("", "")
         query = next((n for n in self._up(operands[0]) if not self._is_scaled(n)), None)
-        keys = next((n for n in self._up(operands[1]) if self._is_appended(n)), None)
         attended = next((n for n in regions.below(softmax) if regions.writer(n).op_type == "MatMul"), None)
-        values = attended and next(
-            (n for n in self._up(regions.writer(attended).input[1]) if self._is_appended(n)), None
-        )
+        width = regions.shape(query)[-1] if query else 0
+        keys = self._all_heads(operands[1], width)
+        values = self._all_heads(regions.writer(attended).input[1], width) if attended else None
         result = attended and next((n for n in regions.below(attended) if len(regions.shape(n)) == 3), None)
         if not query or not keys or not values or not result:
             self._refuse("it is not attention over past and present keys and values")
@@ -212,11 +212,13 @@ class AttentionFinder:
             if turning not in self._tables:
                 if not is_by_position(regions, turning):
                     self._refuse("its rotation depends on the number of tokens")
-                self._tables[turning] = read_tables(regions, source, name, width)
+                read = read_tables(regions, source, name, width)
+                known = (tables for tables in self._tables.values() if tables.is_same(read))
+                self._tables[turning] = next(known, read)
             tables = self._tables[turning]
             x = regions.random(source, self._rng)
             is_same = x.shape == regions.shape(name)
-            expected = tables.rotate(x if is_same else x.swapaxes(1, 2), regions.probe.past)
+            expected = tables.rotate(x if is_same else x.swapaxes(1, 2), regions.probe.position)
             self._require(regions.run(name, {source: x}), expected, x.dtype, "its rotation is not the rotary embedding")
             return source, tables
         return name, None
@@ -257,6 +259,17 @@ class AttentionFinder:
         constants = self._regions.evaluator.constants
         is_number = all(n in constants and self._regions.evaluator.constant(n).size == 1 for n in others)
         return node.op_type == "Cast" or (node.op_type in ("Mul", "Div") and len(others) == 1 and is_number)
+
+    def _all_heads(self, name: str, width: int) -> str | None:
+        """Return the keys or values of all tokens [1, kv_heads, past + T, width] that a product reads, possibly after
+        repetition; None if it reads none.
+        """
+        if self._states:
+            return next((n for n in self._up(name) if self._is_appended(n)), None)
+        length = self._regions.probe.length
+        heads = {n: self._regions.shape(n) for n in self._up(name)}
+        heads = {n: shape for n, shape in heads.items() if len(shape) == 4 and shape[2:] == (length, width)}
+        return min(heads, key=lambda n: heads[n][1], default=None)  # the nearest one with the fewest heads
 
     def _is_appended(self, name: str) -> bool:
         node = self._regions.writer(name)

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from chunkrt.errors import UnsupportedModelError
 from chunkrt.onnx.importing.decomposed.attention_regions import AttentionFinder, DecomposedAttention
 from chunkrt.onnx.importing.decomposed.norm_regions import Norm, find_gelus, find_norms
 from chunkrt.onnx.importing.decomposed.rotary_regions import Rotation
@@ -33,10 +34,12 @@ def is_written_out(proto: onnx.ModelProto) -> bool:
 def compose(evaluator: Evaluator, path: Path) -> onnx.ModelProto:
     """Return an equivalent decoder, with a single operator in place of each group of small operators.
 
-    Ensures: inputs, outputs and initializers that are still read keep their names; the batch is 1.
+    Ensures: inputs, outputs and initializers that are still read keep their names; the batch is 1. The result takes any
+    number of tokens and has states, even if the decoder is a fixed window, or has none.
 
     Raises:
-        UnsupportedModelError: a Softmax is not part of causal attention over past and present keys.
+        UnsupportedModelError: a Softmax is not part of causal attention over past and present keys, or a fixed window
+            returns other states than those of its last tokens.
         ModelError: ONNX Runtime cannot run a part of it.
     """
     proto, signature = evaluator.proto, evaluator.signature
@@ -44,11 +47,11 @@ def compose(evaluator: Evaluator, path: Path) -> onnx.ModelProto:
     norms = find_norms(regions)
     finder = AttentionFinder(regions, norms, set(signature.states), path.name)
     softmaxes = [n.output[0] for n in proto.graph.node if n.op_type == "Softmax" and n.output[0] in regions.data]
-    writer = _Writer(signature)
+    writer = _Writer(signature, regions)
     for softmax in softmaxes:
         writer.attention(finder.find(softmax))
     for norm in norms.values():
-        writer.norm(norm, regions)
+        writer.norm(norm)
     for source, result in find_gelus(regions):
         writer.node("FastGelu", [source], [result], domain=CONTRIB)
     writer.constants(regions.fixed)
@@ -58,8 +61,10 @@ def compose(evaluator: Evaluator, path: Path) -> onnx.ModelProto:
 class _Writer:
     """Replacements for nodes, which write values under the same names."""
 
-    def __init__(self, signature: Signature) -> None:
-        self._signature = signature
+    def __init__(self, signature: Signature, regions: Regions) -> None:
+        self._signature, self._regions = signature, regions
+        self._states: list[tuple[onnx.ValueInfoProto, onnx.ValueInfoProto]] = []
+        """States that the decoder lacks: their inputs and outputs."""
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: dict[str, onnx.TensorProto] = {}
         self._tables: dict[int, tuple[str, str]] = {}
@@ -72,8 +77,9 @@ class _Writer:
         self._nodes.append(helper.make_node(op, inputs, outputs, name=name, domain=domain, **attributes))
         return outputs[0]
 
-    def norm(self, norm: Norm, regions: Regions) -> None:
+    def norm(self, norm: Norm) -> None:
         """Add a norm of rows. Norms of heads are added with attention."""
+        regions = self._regions
         if len(regions.shape(norm.result)) == 3:
             weight = norm.weight
             if len(regions.evaluator.constant(weight).shape) != 1:
@@ -85,11 +91,11 @@ class _Writer:
         core, heads, kv_heads = found.core, found.num_heads, found.num_kv_heads
         query = self._normalised(found.query, found.query_norm, heads * found.head_dim, found.head_dim)
         key = self._normalised(found.key, found.key_norm, kv_heads * found.head_dim, found.head_dim)
-        lengths = self._of_lengths(found.past_key)
+        past, present = self._states_of(found)
         self.node(
             "GroupQueryAttention",
-            [query, key, found.value, found.past_key, found.past_value, *lengths, *self._names(found.tables)],
-            [core.result, core.keys, core.values],
+            [query, key, found.value, *past, *self._of_lengths(past[0]), *self._names(found.tables)],
+            [core.result, *present],
             domain=CONTRIB,
             num_heads=heads,
             kv_num_heads=kv_heads,
@@ -104,10 +110,55 @@ class _Writer:
 
     def replaced(self, proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
         """Return the model with the replacements."""
-        result = replaced(proto, self._nodes, list(self._initializers.values()), path)
+        free = onnx.ModelProto()
+        free.CopyFrom(proto)
+        free.graph.input.extend(past for past, _ in self._states)
+        free.graph.output.extend(present for _, present in self._states)
+        if self._regions.lengths.window is not None:
+            self._free_lengths(free.graph)
+        result = replaced(free, self._nodes, list(self._initializers.values()), path)
         if not any(opset.domain == CONTRIB for opset in result.opset_import):
             result.opset_import.append(helper.make_opsetid(CONTRIB, 1))
         return result
+
+    def _states_of(self, found: DecomposedAttention) -> tuple[tuple[str, str], tuple[str, str]]:
+        """Return the names of the past and present keys and values. A layer without states gets states."""
+        core = found.core
+        if found.past is None:
+            names = []
+            for kind in ("key", "value"):
+                pair = tuple(f"{when}.{len(self._states) // 2}.{kind}" for when in ("past_key_values", "present"))
+                dtype = helper.np_dtype_to_tensor_dtype(self._regions.dtype(core.keys))
+                shape = [1, found.num_kv_heads, None, found.head_dim]
+                past, present = (helper.make_tensor_value_info(name, dtype, shape) for name in pair)
+                self._states.append((past, present))
+                names.append(pair)
+            (past_key, present_key), (past_value, present_value) = names
+            return (past_key, past_value), (present_key, present_value)
+        if self._regions.lengths.window is None:
+            return found.past, (core.keys, core.values)
+        new = [self._signature.states[name].present for name in found.past]
+        for name, all_tokens, returned in zip(found.past, (core.keys, core.values), new, strict=True):
+            self._require_last(all_tokens, returned, self._regions.shape(name)[2])
+        return found.past, (new[0], new[1])
+
+    def _require_last(self, all_tokens: str, present: str, num_kept: int) -> None:
+        """Refuse a state whose new value is neither that of all tokens nor of the last ones."""
+        values = self._regions.random(all_tokens, np.random.default_rng(0))
+        found = self._regions.run(present, {all_tokens: values})
+        if not np.array_equal(found, values) and not np.array_equal(found, values[:, :, -num_kept:]):
+            raise UnsupportedModelError(f"the state {present!r} does not contain the window's last tokens")
+
+    def _free_lengths(self, graph: onnx.GraphProto) -> None:
+        """Make the lengths of all inputs and outputs free."""
+        rows = (self._signature.tokens, self._signature.mask, self._signature.positions)
+        for value in graph.input:
+            if value.name in rows:
+                value.type.tensor_type.shape.dim[-1].ClearField("dim_value")
+            elif value.name in self._signature.states:
+                value.type.tensor_type.shape.dim[2].ClearField("dim_value")
+        for value in graph.output:
+            value.type.tensor_type.ClearField("shape")
 
     def _normalised(self, rows: str, norm: Norm | None, columns: int, head_dim: int) -> str:
         if norm is None:

@@ -28,6 +28,10 @@ class Rotation:
     cos: NDArray[np.float32]
     sin: NDArray[np.float32]
 
+    def is_same(self, other: Rotation) -> bool:
+        """Return whether another rotation has the same values."""
+        return np.array_equal(self.cos, other.cos) and np.array_equal(self.sin, other.sin)
+
     def rotate(self, x: Array, start: int) -> Array:
         """Rotate x [1, heads, T, head_dim], whose rows are at positions from `start` on."""
         half = self.cos.shape[1]
@@ -62,8 +66,10 @@ def rotary_dim(regions: Regions, source: str, result: str) -> int | None:
 
 def is_by_position(regions: Regions, names: Sequence[str]) -> bool:
     """Return whether the rotation of the first rows is independent of the number of later rows; with longrope it is
-    not, because long contexts use other tables.
+    not, because long contexts use other tables. A fixed window has always the same number of rows.
     """
+    if regions.lengths.window is not None:
+        return True
     few = min(FEW, regions.context)
     short, long = regions.evaluator.runs(names, [Probe(0, few), Probe(0, regions.context)])
     for name in names:
@@ -81,9 +87,16 @@ def read_tables(regions: Regions, source: str, result: str, width: int) -> Rotat
     like = regions.random(source, np.random.default_rng(0))
     half = width // 2
     cos, sin = (np.empty((context, half), np.float32) for _ in range(2))
-    probes = [Probe(start, min(BLOCK, context - start)) for start in range(0, context, BLOCK)]
+    window = regions.lengths.window
+    if window is not None:
+        size = window.length
+        probes = [Probe(window.past, size, min(start, context - size)) for start in range(0, context, size)]
+    elif regions.lengths.has_past:
+        probes = [Probe(start, min(BLOCK, context - start)) for start in range(0, context, BLOCK)]
+    else:
+        probes = [Probe(0, context)]
     for probe, given in zip(probes, regions.evaluator.runs(names, probes), strict=True):
-        start, length = probe.past, probe.length
+        start, length = probe.position, probe.length
         ones = np.zeros((1, like.shape[1], length, like.shape[3]), like.dtype)
         ones[..., :half] = 1
         found = regions.part(result, {source: ones}, given)({source: ones})
