@@ -150,6 +150,11 @@ def _head_norm(x: Float32, weight: Float32, *, epsilon: float) -> Float32:
 operators.register("linear_attention", REFERENCE, refuses=missing_kind)(linear_attention)
 
 
+@operators.register("concat", REFERENCE)
+def _concat(*parts: Float32, axis: int) -> Float32:
+    return np.concatenate(parts, axis=axis)
+
+
 @operators.register("split", REFERENCE)
 def _split(x: Float32, *, axis: int, num_outputs: int) -> tuple[Float32, ...]:
     return tuple(np.split(x, num_outputs, axis=axis))

@@ -33,6 +33,9 @@ Dimension = int | str
 Shape = tuple[Dimension, ...]
 Attributes = Mapping[str, Any]
 
+MOST_PARTS = 8
+"""Limit of the inputs that Concat joins."""
+
 MOST = 2**31 - 1
 """Limit of every whole number in a plan."""
 
@@ -155,6 +158,14 @@ def _norm(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
         f"it cannot normalise {list(value)} with {list(weight)}",
     )
     return value
+
+
+def _concat(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    shapes = [_matrix(shape) for shape in inputs]
+    rows, axis = {shape[0] for shape in shapes}, attributes.get("axis", -1)
+    is_possible = len(rows) == 1 and axis in (-1, 1) and all(isinstance(columns, int) for _, columns in shapes)
+    require(is_possible, f"it cannot join {[list(shape) for shape in shapes]} along axis {axis}")
+    return (shapes[0][0], sum(int(columns) for _, columns in shapes))
 
 
 def _split(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
@@ -316,6 +327,9 @@ _LINEAR_ATTENTION = Operator(
 OPERATORS: Mapping[tuple[str, str], Operator] = {
     **{("", op): Operator(num_inputs=1, output=_same) for op in ("Relu", "Sigmoid", "Softplus", "Tanh")},
     **{("", op): Operator(num_inputs=2, output=_elementwise) for op in ("Add", "Mul")},
+    ("", "Concat"): Operator(
+        is_dynamic=True, num_inputs=MOST_PARTS, least_inputs=1, output=_concat, attributes={"axis": int}
+    ),
     ("", "Gather"): Operator(
         name="gather_rows",
         is_dynamic=True,

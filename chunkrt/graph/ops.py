@@ -341,6 +341,15 @@ def head_norm(value: ir.Value, weight: ir.Value, *, epsilon: float, name: str = 
     return _one("HeadNorm", [value, weight], shape_of(value), name, attributes={"epsilon": epsilon}, domain="chunkrt")
 
 
+def concat(values: Sequence[ir.Value], *, name: str = "concat") -> ir.Value:
+    """Return the columns of several values [T, N], one after another; up to 8 values. It runs on the CPU unless
+    placed.
+    """
+    shapes = [shape_of(value) for value in values]
+    columns = sum(int(shape[1]) for shape in shapes)
+    return _one("Concat", values, (shapes[0][0], columns), name, attributes={"axis": -1})
+
+
 def split_columns(value: ir.Value, *, names: Sequence[str]) -> list[ir.Value]:
     """Cut the last axis into equal parts, one for each name."""
     *rows, width = shape_of(value)

@@ -169,6 +169,7 @@ void bind_program(py::module_& module) {
       .def("output", &ProgramBuilder::output, "name"_a, "value"_a)
       .def("gather", gather, "table"_a, "indices"_a)
       .def("columns", columns, "input"_a, "begin"_a, "width"_a)
+      .def("concat", concat, "inputs"_a)
       .def("rms_norm", rms_norm, "input"_a, "weight"_a, "epsilon"_a)
       .def("head_norm", head_norm, "input"_a, "weight"_a, "epsilon"_a)
       .def("add", add, "left"_a, "right"_a)

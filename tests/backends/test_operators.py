@@ -18,6 +18,7 @@ from chunkrt.graph.uses import canonical_name, use_of, uses
 OPS = {
     "add": {"Add"},
     "cached_attention": {"CachedAttention", "RawKeyAttention"},
+    "concat": {"Concat"},
     "embedding": {"Gather"},
     "float_linear": {"FloatLinear"},
     "gelu": {"Gelu"},

@@ -41,6 +41,7 @@ OPERATORS_OF = {
     "lfm3": {"Sigmoid"},
     "mamba2": {"MatMul"},
     "minicpm": {"Sigmoid"},
+    "minicpm3": {"Sigmoid"},
     "mistral_window_5": {"Sigmoid"},
     "nemotron_h": {"Relu"},
     "olmo2": {"Sigmoid"},

@@ -52,7 +52,7 @@ CUT_IN_PART = {
 }
 """Families with mixers that are complete on every rank in some layers."""
 WITH_EXPERTS = {"ernie4_5_moe", "granitemoe", "granitemoehybrid", "granitemoeshared", "lfm2_moe", "olmoe", "qwen2_moe"}
-WITH_EXPERTS |= {"gpt_oss", "qwen3_5_moe_text", "qwen3_moe"}
+WITH_EXPERTS |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "qwen3_5_moe_text", "qwen3_moe"}
 """Families with routed experts, which are complete on every rank."""
 LLAMA = checkpoint("llama_gqa")
 REAL_NAME = "smollm2-135m-instruct"

@@ -48,6 +48,15 @@ _NEMOTRON = {
     "n_groups": 3,
     "ssm_state_size": 5,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 14,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 7,
+}
+_LATENT_EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.1, 2.0, 3.0]}
 
 
@@ -354,6 +363,46 @@ CONFIGS: dict[str, dict[str, Any]] = {
         norm_topk_prob=False,
         use_expert_bias=False,
         tie_embedding=False,
+    ),
+    "deepseek_v2": _family(
+        "deepseek_v2", "DeepseekV2ForCausalLM", **_LATENT, **_LATENT_EXPERTS, first_k_dense_replace=1, head_dim=4
+    ),
+    "deepseek_v3": _family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        **_LATENT | {"q_lora_rank": None},
+        **_LATENT_EXPERTS,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+        },
+    ),
+    "glm4_moe_lite": _family(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        **_LATENT | {"v_head_dim": 12},
+        **_LATENT_EXPERTS,
+        attention_bias=True,
+    ),
+    "minicpm3": _family(
+        "minicpm3",
+        "MiniCPM3ForCausalLM",
+        **{key: value for key, value in _LATENT.items() if key != "v_head_dim"},
+        dim_model_base=48,
+    ),
+    "youtu": _family(
+        "youtu",
+        "YoutuForCausalLM",
+        **_LATENT,
+        rope_interleave=False,
+        tie_word_embeddings=False,
+        pad_token_id=None,  # Transformers replaces the embedding of this token by zeros
     ),
     "ernie4_5_moe": _family(
         "ernie4_5_moe",

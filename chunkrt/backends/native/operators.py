@@ -92,7 +92,7 @@ def check_node(node: Node, plan: Plan, scheme: Scheme) -> str:
     axis = node.attributes.get("axis")
     if node.op == "Gather" and axis not in (None, 0):
         return f"native gathers rows (axis 0) only, not axis {axis}"
-    if node.op in ("Split", "RMSNormalization") and axis not in (-1, rank - 1):
+    if node.op in ("Concat", "Split", "RMSNormalization") and axis not in (-1, rank - 1):
         return f"native supports {node.op} over the last axis only, not over axis {axis} of {rank}"
     if node.op in ("MatMul", "ShadowLinear") and plan.tensors[node.inputs[1]].kind != "weight":
         return f"native multiplies by weights only; {node.inputs[1]!r} is computed"
@@ -205,6 +205,11 @@ def _routed_experts(lowering: Lowering, node: Node) -> list[int]:
         uses_gelu=bool(_number(node.attributes.get("uses_gelu", 0))),
     )
     return [value]
+
+
+@operators.register("concat", NATIVE)
+def _concat(lowering: Lowering, node: Node) -> list[int]:
+    return [lowering.builder.concat(lowering.values(node))]
 
 
 @operators.register("split", NATIVE)

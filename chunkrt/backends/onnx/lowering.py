@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 STANDARD = (
     "add",
+    "concat",
     "embedding",
     "gather_rows",
     "gelu",

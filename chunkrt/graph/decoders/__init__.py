@@ -20,6 +20,7 @@ from chunkrt.graph.decoders import (
     glm,
     gpt_oss,
     granite,
+    latent,
     lfm2,
     lfm3,
     llama,
@@ -58,6 +59,8 @@ class Family:
 
 FAMILIES = {
     "bamba": Family(build=mamba.bamba, defaults=mamba.BAMBA_DEFAULTS),
+    "deepseek_v2": Family(build=latent.deepseek_v2, defaults=latent.V2_DEFAULTS),
+    "deepseek_v3": Family(build=latent.deepseek_v3, defaults=latent.V3_DEFAULTS),
     "ernie4_5": Family(build=glm.ernie4_5, defaults=glm.ERNIE_DEFAULTS),
     "ernie4_5_moe": Family(build=moe.ernie4_5_moe, defaults=moe.ERNIE_DEFAULTS),
     "exaone4": Family(build=exaone4.exaone4, defaults=exaone4.DEFAULTS),
@@ -69,6 +72,7 @@ FAMILIES = {
     "gemma4_unified_text": Family(build=gemma4.gemma4, defaults=gemma4.UNIFIED_DEFAULTS),
     "glm": Family(build=glm.glm, defaults=glm.DEFAULTS),
     "glm4": Family(build=glm.glm4, defaults=glm.DEFAULTS),
+    "glm4_moe_lite": Family(build=latent.glm4_moe_lite, defaults=latent.GLM_DEFAULTS),
     "gpt_oss": Family(build=gpt_oss.gpt_oss, defaults=gpt_oss.DEFAULTS),
     "granite": Family(build=granite.granite),
     "granitemoe": Family(build=granite.granite_moe, defaults=granite.MOE_DEFAULTS),
@@ -81,6 +85,7 @@ FAMILIES = {
     "llama": Family(build=llama.llama),
     "mamba2": Family(build=mamba.mamba2, defaults=mamba.DEFAULTS),
     "minicpm": Family(build=minicpm.minicpm, defaults=minicpm.DEFAULTS),
+    "minicpm3": Family(build=latent.minicpm3, defaults=latent.MINICPM3_DEFAULTS),
     "mistral": Family(build=llama.mistral, defaults=llama.MISTRAL_DEFAULTS),
     "nemotron_h": Family(build=nemotron_h.nemotron_h, defaults=nemotron_h.DEFAULTS),
     "olmo2": Family(build=olmo.olmo2, defaults=olmo.DEFAULTS),
@@ -95,6 +100,7 @@ FAMILIES = {
     "qwen3_moe": Family(build=moe.qwen3_moe, defaults=moe.QWEN3_DEFAULTS),
     "qwen3_next": Family(build=qwen3_next.qwen3_next, defaults=qwen3_next.DEFAULTS),
     "smollm3": Family(build=smollm3.smollm3, defaults=smollm3.DEFAULTS),
+    "youtu": Family(build=latent.youtu, defaults=latent.YOUTU_DEFAULTS),
 }
 
 PREDICTION_TENSORS = re.compile(r"^(model\.)?mtp[._]")

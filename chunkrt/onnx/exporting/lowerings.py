@@ -67,6 +67,10 @@ def _gelu_of(e: Emitter, x: ir.Value, out: str, approximate: str) -> ir.Value:
     return finish(e, "Mul", half, e.op("Add", tanh, e.number(1.0), name=f"{out}/gate"), dtype=x.dtype, name=out)
 
 
+def _concat(e: Emitter, node: Node) -> None:
+    e.op("Concat", *(e.read(name) for name in node.inputs), name=node.outputs[0], axis=-1)
+
+
 def _split(e: Emitter, node: Node) -> None:
     if e.opset >= 18:
         e.ops("Split", e.read(node.inputs[0]), names=node.outputs, axis=-1, num_outputs=len(node.outputs))
@@ -188,6 +192,7 @@ def finish(e: Emitter, op: str, *inputs: ir.Value, dtype: ir.DataType | None, na
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Add"): _elementwise,
+    ("", "Concat"): _concat,
     ("", "Gather"): _embedding,
     ("", "Gelu"): _gelu,
     ("", "MatMul"): _matmul,

@@ -186,6 +186,7 @@ OPERATORS: dict[tuple[str, str], Operator] = {
     ("", "Softplus"): _plain(ops.softplus),
     ("", "Tanh"): _plain(ops.tanh),
     ("", "Gelu"): _plain(ops.gelu_tanh),
+    ("", "Concat"): lambda attributes, operands, names: [ops.concat(operands, name=names[0])],
     ("", "Split"): lambda attributes, operands, names: ops.split_columns(*operands, names=names),
     ("", "RMSNormalization"): _normalising(ops.rms_normalization),
     (DOMAIN, "HeadNorm"): _normalising(ops.head_norm),

@@ -82,4 +82,30 @@ ValueId columns(ProgramBuilder& builder, ValueId input, std::size_t begin_column
   return out;
 }
 
+ValueId concat(ProgramBuilder& builder, const std::vector<ValueId>& inputs) {
+  require(!inputs.empty(), "concat: expected at least one input");
+  const Symbol symbol = builder.rows_of(inputs.front(), "concat");
+  std::vector<std::size_t> widths;
+  std::size_t width = 0;
+  for (const ValueId input : inputs) {
+    require(builder.rows_of(input, "concat") == symbol, "concat: expected the same rows in all inputs");
+    widths.push_back(builder.width_of(input));
+    width += widths.back();
+  }
+  const ValueId out = builder.float_rows(symbol, width);
+  std::vector<ValueId> used = inputs;
+  used.push_back(out);
+  builder.add_row_step(symbol, "concat", used,
+                       [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
+                         for (std::size_t row = begin; row < end; ++row) {
+                           float* target = frame.get<float>(out) + row * width;
+                           for (std::size_t i = 0; i < inputs.size(); ++i) {
+                             const float* source = frame.get<const float>(inputs[i]) + row * widths[i];
+                             target = std::copy_n(source, widths[i], target);
+                           }
+                         }
+                       });
+  return out;
+}
+
 }  // namespace chunkrt

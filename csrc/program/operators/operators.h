@@ -16,6 +16,9 @@ ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices);
 // Columns [begin, begin + width), copied.
 ValueId columns(ProgramBuilder& builder, ValueId input, std::size_t begin, std::size_t width);
 
+// The columns of all inputs, which have the same rows, one input after another.
+ValueId concat(ProgramBuilder& builder, const std::vector<ValueId>& inputs);
+
 // See kernels/norm/norm.h; weight float32 [width].
 ValueId rms_norm(ProgramBuilder& builder, ValueId input, ValueId weight, float epsilon);
 // rms_norm of the first n slices of D columns; each slice uses its own row of a weight float32 [n, D]. The

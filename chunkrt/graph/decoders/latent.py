@@ -1,0 +1,275 @@
+"""Multi-head latent attention: DeepSeek-V2 and V3 (Moonlight), GLM-4.7-Flash, MiniCPM3 and Youtu-LLM.
+
+A linear compresses each row to a latent, from which keys and values of all heads are made; a second one makes columns
+with RoPE that the keys of all heads share. chunkrt expands latents before they are cached, so that attention is that of
+other families: a head's columns are first those with RoPE, then those without, and values are padded with zeros to the
+same number. Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1; Hugging Face's `DeepseekV3ForCausalLM`,
+`MiniCPM3ForCausalLM`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import log
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from chunkrt.graph import ops
+from chunkrt.graph.decoders.config import DecoderConfig
+from chunkrt.graph.decoders.experts import Mixture, SparseMixture
+from chunkrt.graph.decoders.llama import Body, CausalDecoder, FeedForward, Layer
+from chunkrt.graph.modules import Constant, Module, RMSNorm
+from chunkrt.graph.parallel import LinearBase, ReplicatedLinear, RowParallelLinear, Share, share_heads
+from chunkrt.graph.rope import RotaryTables
+
+_SIZES = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+V2_DEFAULTS = {
+    **_SIZES,
+    "num_key_value_heads": None,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1407,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": False,
+    "topk_method": "greedy",
+}
+V3_DEFAULTS = {
+    **_SIZES,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "rope_interleave": True,
+}
+GLM_DEFAULTS = {
+    **_SIZES,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 1536,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.8,
+    "rms_norm_eps": 1e-5,
+    "rope_interleave": True,
+}
+MINICPM3_DEFAULTS = {
+    "kv_lora_rank": 256,
+    "q_lora_rank": 768,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "dim_model_base": 256,
+}
+YOUTU_DEFAULTS = {**_SIZES, "tie_word_embeddings": True, "rope_interleave": True}
+
+LATENT_EPSILON = 1e-6
+"""Epsilon of the norms of latents, which Transformers does not take from the config."""
+
+
+def deepseek_v2(config: DecoderConfig) -> Module:
+    """Build a decoder whose routers use softmax scores."""
+    config.refuse(topk_method=config.raw.get("topk_method") != "greedy", mlp_bias=config.flag("mlp_bias"))
+    mixture = _mixture(config)
+    first = config.count("first_k_dense_replace", least=0)
+    return _decoder(config, lambda index: _mlp(config, mixture, has_experts=index >= first), is_interleaved=True)
+
+
+def deepseek_v3(config: DecoderConfig) -> Module:
+    """Build a decoder whose routers use sigmoid scores and a bias that selects experts."""
+    first = config.count("first_k_dense_replace", least=0)
+    return _with_sigmoid(config, lambda index: index >= first)
+
+
+def glm4_moe_lite(config: DecoderConfig) -> Module:
+    """Build a decoder like DeepSeek-V3's, in which `mlp_layer_types` selects the layers with experts."""
+    kinds = config.raw.get("mlp_layer_types") or ["dense", *["sparse"] * (config.num_layers - 1)]
+    types = replace(config, raw={**config.raw, "layer_types": kinds}).layer_types((), ("dense", "sparse"))
+    return _with_sigmoid(config, lambda index: types[index] == "sparse")
+
+
+def minicpm3(config: DecoderConfig) -> Module:
+    """Build a decoder with MiniCPM's factors."""
+    v_head_dim = config.raw.get("v_head_dim") or config.hidden_size // config.num_heads
+    config = replace(
+        config,
+        residual_factor=config.number("scale_depth") / config.num_layers**0.5,
+        logit_factor=config.number("dim_model_base") / config.hidden_size,
+        raw={**config.raw, "v_head_dim": v_head_dim},
+    )
+    scale = config.number("scale_emb")
+    return _decoder(config, lambda index: FeedForward(config), is_interleaved=False, embedding_scale=scale)
+
+
+def youtu(config: DecoderConfig) -> Module:
+    """Build a decoder without experts."""
+    return _decoder(config, lambda index: FeedForward(config), is_interleaved=config.flag("rope_interleave"))
+
+
+def _with_sigmoid(config: DecoderConfig, has_experts: Callable[[int], bool]) -> Module:
+    groups = config.count("n_group", 1)
+    config.refuse(n_group=groups > 1 and config.count("topk_group", 1) < groups)
+    mixture = replace(
+        _mixture(config),
+        use_sigmoid=True,
+        norm_topk_prob=config.flag("norm_topk_prob", True),
+        norm_epsilon=1e-20,
+        selection_bias="gate.e_score_correction_bias",
+    )
+    return _decoder(
+        config,
+        lambda index: _mlp(config, mixture, has_experts=has_experts(index)),
+        is_interleaved=config.flag("rope_interleave"),
+    )
+
+
+def _mixture(config: DecoderConfig) -> Mixture:
+    return Mixture(
+        num_experts=config.count("n_routed_experts"),
+        top_k=config.count("num_experts_per_tok"),
+        width=config.count("moe_intermediate_size"),
+        norm_topk_prob=False,
+        factor=config.number("routed_scaling_factor", 1.0),
+    )
+
+
+def _mlp(config: DecoderConfig, mixture: Mixture, *, has_experts: bool) -> Module:
+    if not has_experts:
+        return FeedForward(config)
+    width = mixture.width * config.count("n_shared_experts")
+    shared = FeedForward(replace(config, intermediate_size=width))
+    return SparseMixture(config, mixture, shared=shared, shared_name="shared_experts")
+
+
+def _decoder(
+    config: DecoderConfig, mlp: Callable[[int], Module], *, is_interleaved: bool, embedding_scale: float = 1.0
+) -> Module:
+    config.refuse(num_key_value_heads=config.num_kv_heads != config.num_heads)
+    rope = replace(config, head_dim=config.count("qk_rope_head_dim")).rotary_tables()
+    layers = [
+        Layer(config, LatentAttention(config, rope, is_interleaved=is_interleaved), mlp(index))
+        for index in range(config.num_layers)
+    ]
+    return CausalDecoder(config, Body(config, rope, layers, embedding_scale=embedding_scale))
+
+
+class LatentAttention(Module):
+    """Attention over keys and values that are made from a latent of each row, over a rank's heads.
+
+    Args:
+        rotary: module of the rotary tables, shared by layers.
+        is_interleaved: whether RoPE rotates columns 2i and 2i + 1 of the checkpoint together.
+    """
+
+    def __init__(self, config: DecoderConfig, rotary: RotaryTables, *, is_interleaved: bool) -> None:
+        super().__init__()
+        hidden, bias = config.hidden_size, config.flag("attention_bias")
+        heads, rope, nope = config.num_heads, config.count("qk_rope_head_dim"), config.count("qk_nope_head_dim")
+        v_dim, latent = config.count("v_head_dim"), config.count("kv_lora_rank")
+        head_dim = max(rope + nope, v_dim)
+        own = share_heads(heads, heads, head_dim, config.ranks).query
+        order = np.arange(rope).reshape(-1, 2).T.ravel() if is_interleaved else np.arange(rope)
+        rows = _Rows(own.indices, heads, head_dim)
+        query = rows.share(nope + rope, np.concatenate([nope + order, np.arange(nope)]))
+        keys = rows.share(nope + v_dim, np.concatenate([np.full(rope, -1), np.arange(nope)]))
+        values = rows.share(nope + v_dim, nope + np.arange(v_dim))
+
+        self.q_proj = self._queries(config, query)
+        compressed = {"kv_a_proj_with_mqa": latent + rope}
+        self.latent_proj = ReplicatedLinear(hidden, compressed, bias=bias, rows=np.arange(latent))
+        self.rope_proj = ReplicatedLinear(hidden, compressed, bias=bias, rows=latent + order)
+        self.kv_a_layernorm = RMSNorm(latent, LATENT_EPSILON)
+        key_values = Share(keys.size, np.concatenate([keys.indices, values.indices]))
+        self.kv_b_proj = ReplicatedLinear(latent, heads * (nope + v_dim), rows=key_values.indices)
+        self.heads = JoinedHeads(rope, own.length, head_dim)
+        depth = rows.share(v_dim, np.arange(v_dim))
+        self.o_proj = RowParallelLinear(
+            heads * v_dim, hidden, config.ranks, depth=depth, bias=bias, factor=config.residual_factor
+        )
+        self._num_heads, self._head_dim, self._rotary = own.length, head_dim, (rotary,)
+        self._scale = (nope + rope) ** -0.5 * _yarn_factor(config) ** 2
+
+    def _queries(self, config: DecoderConfig, rows: Share) -> LinearBase:
+        """Return the last linear of the queries, after adding those before it to the module."""
+        hidden, rank = config.hidden_size, config.raw.get("q_lora_rank")
+        if rank is None:
+            return ReplicatedLinear(hidden, {"q_proj": rows.size}, rows=rows.indices)
+        rank = config.count("q_lora_rank")
+        self.q_a_proj = ReplicatedLinear(hidden, rank, bias=config.flag("attention_bias"))
+        self.q_a_layernorm = RMSNorm(rank, LATENT_EPSILON)
+        return ReplicatedLinear(rank, {"q_b_proj": rows.size}, rows=rows.indices)
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        is_compressed = hasattr(self, "q_a_proj")
+        query = self.q_proj(self.q_a_layernorm(self.q_a_proj(hidden)) if is_compressed else hidden)
+        key_values = self.kv_b_proj(self.kv_a_layernorm(self.latent_proj(hidden)))
+        qkv = self.heads(query, key_values, self.rope_proj(hidden))
+        (rotary,) = self._rotary
+        attended = ops.cached_attention(
+            qkv,
+            rotary.cos.value(),
+            rotary.sin.value(),
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_heads,
+            head_dim=self._head_dim,
+            scale=self._scale,
+            long_context_from=rotary.long_context_from,
+        )
+        return self.o_proj(attended)
+
+
+class JoinedHeads(Module):
+    """The columns q | k | v of attention. The columns with RoPE, which all heads share, are copied to the keys of each
+    head. It runs on the CPU unless placed.
+    """
+
+    def __init__(self, rope: int, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.device = "cpu"
+        keys = np.zeros((rope, num_heads, head_dim), np.float32)
+        keys[:, :, :rope] = np.eye(rope, dtype=np.float32)[:, None]
+        no_values = np.zeros((rope, num_heads * head_dim), np.float32)
+        self.copies = Constant(np.concatenate([keys.reshape(rope, -1), no_values], axis=1))
+
+    def forward(self, query: ir.Value, key_values: ir.Value, shared: ir.Value) -> ir.Value:
+        copied = ops.float_linear(shared, self.copies(), name="shared_keys")
+        return ops.concat([query, ops.add(key_values, copied, name="keys_and_values")], name="output")
+
+
+class _Rows:
+    """Selection of a tensor's rows for each of a rank's heads, padded to `head_dim` with zeros."""
+
+    def __init__(self, heads: NDArray[np.int64], num_heads: int, head_dim: int) -> None:
+        self._heads, self._num_heads, self._head_dim = heads, num_heads, head_dim
+
+    def share(self, width: int, order: NDArray[np.int64]) -> Share:
+        """Return the share of a tensor with `width` rows for each head; `order` lists those of a head, and -1 is a
+        row of zeros.
+        """
+        order = np.concatenate([order, np.full(self._head_dim - len(order), -1)])
+        size = self._num_heads * width
+        rows = self._heads[:, None] * width + order
+        is_zero = (order < 0) | (self._heads[:, None] >= self._num_heads)
+        return Share(size, np.where(is_zero, size, rows).ravel())
+
+
+def _yarn_factor(config: DecoderConfig) -> float:
+    """Return the factor that YaRN's `mscale_all_dim` gives to queries and keys."""
+    scaling = config.raw.get("rope_parameters") or config.rope_scaling()
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    weight = scaling.get("mscale_all_dim") or 0.0
+    factor = scaling.get("factor") or 1.0
+    if kind == "default" or not weight or factor <= 1:
+        return 1.0
+    return 0.1 * weight * log(factor) + 1.0
