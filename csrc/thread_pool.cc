@@ -7,7 +7,7 @@
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
-#elif defined(_M_ARM64)
+#elif defined(_M_ARM64) && !defined(__aarch64__)
 #include <intrin.h>
 #endif
 
@@ -22,10 +22,10 @@ constexpr int kPausesPerLook = 8;
 void pause() {
 #if defined(__x86_64__) || defined(_M_X64)
   _mm_pause();
+#elif defined(__aarch64__)  // Clang for Windows defines _M_ARM64 too
+  __asm__ volatile("yield");
 #elif defined(_M_ARM64)
   __yield();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
 #endif
 }
 

@@ -32,8 +32,9 @@ struct Registers {
   unsigned eax, ebx, ecx, edx;
 };
 
+// Clang for Windows defines both __x86_64__ and _M_X64, and has the instructions in GCC's form.
 Registers cpuid(unsigned leaf, unsigned subleaf) {
-#if defined(_M_X64)
+#if !defined(__x86_64__)
   int values[4];
   __cpuidex(values, static_cast<int>(leaf), static_cast<int>(subleaf));
   return {static_cast<unsigned>(values[0]), static_cast<unsigned>(values[1]),
@@ -47,7 +48,7 @@ Registers cpuid(unsigned leaf, unsigned subleaf) {
 
 // XCR0: the register states that the operating system saves.
 unsigned enabled_states() {
-#if defined(_M_X64)
+#if !defined(__x86_64__)
   return static_cast<unsigned>(_xgetbv(0));
 #else
   unsigned low, high;
