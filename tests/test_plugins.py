@@ -200,7 +200,7 @@ def test_doctor_reports_operators_that_are_registered_twice(monkeypatch):
     registry = OperatorRegistry()
     for name in ("one", "two"):
         with registry.from_distribution(name):
-            registry.register("rms_norm", f"device of {name}")(lambda x: x)
+            registry.register("rms_norm", f"form_of_{name}")(lambda x: x)
     monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
     for name in ("one", "two"):
         plugin = SimpleNamespace(
@@ -208,7 +208,8 @@ def test_doctor_reports_operators_that_are_registered_twice(monkeypatch):
         )
         finding = doctor.check_plugin(plugin)
         assert not finding.ok
-        assert "'rms_norm' is registered several times" in finding.advice
+        assert "'rms_norm' is registered by" in finding.advice
+        assert "choose one by `ops='rms_norm=NAME'`" in finding.advice
 
 
 def test_policy_check_refuses_a_class():
@@ -234,12 +235,13 @@ def test_backend_of_a_plugin_can_serve_as_the_npu(cli):
 def test_operator_of_a_plugin_replaces_ours_and_can_be_switched_off(cli):
     def norm(*switches):
         report = run_answer(cli("ops", GGUF, "--npu", "native", "--json", *switches))
-        (row,) = {(r["runs_on"], r["origin"]) for r in report["operators"] if r["operator"] == "rms_norm"}
+        (row,) = {(r["form"], r["origin"]) for r in report["operators"] if r["operator"] == "rms_norm"}
         return row
 
-    assert norm() == ("plug-in", "chunkrt-tiny-plugins (tiny_plugins.operators)")
-    runs_on, origin = norm("--ops", "-rms_norm")
-    assert (runs_on, origin) == ("reference", "chunkrt.backends.reference")
+    assert norm() == ("tiny", "chunkrt-tiny-plugins (tiny_plugins.operators)")
+    for switch in ("-rms_norm", "rms_norm=reference"):
+        assert norm("--ops", switch) == ("reference", "chunkrt.backends.reference")
+    assert norm("--ops", "rms_norm=native") == ("native", "chunkrt.backends.native.operators")
 
 
 OPERATOR_RUNS = """
@@ -268,7 +270,7 @@ import sys
 import chunkrt, numpy as np
 from tiny_plugins import operators
 logits = []
-for ops, num_prepared in ((None, 0), ("+logits", 1)):
+for ops, num_prepared in ((None, 0), ("logits=tiny", 1)):
     with chunkrt.load(sys.argv[1], npu="reference", chunk_length=8, ops=ops) as engine:
         session = engine.session()
         prompt, token = session.prefill(range(3, 20)), session.prefill([5])
