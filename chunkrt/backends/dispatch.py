@@ -265,6 +265,8 @@ class Dispatcher:
         steps = [self._step(use, runner, section, weights) for use, runner in section.runners]
         taken = {name for node, _ in steps for name in node.inputs}
         arrays = constants([name for name in subgraph.weights if name in taken], plan, scheme, weights)
+        if subgraph.weights:
+            weights.forget_pages()  # the functions have copies
         return FunctionExecutable(subgraph.name, steps, arrays, plan.tensors)
 
     def _step(

@@ -280,7 +280,7 @@ def test_form_for_one_backend_leaves_other_backends_alone(decoder, registry):
     for backend in ("native", "onnxrt"):
         expected = "toy" if backend == "native" else backend
         assert {runner.name for runner in norms(decoder, registry, backend).values()} == {expected}
-    message = r"cannot run rms_norm as 'toy': toy \(acme-ops\) is for native, not onnxrt; limit .* `ops='rms_norm=toy/onnxrt'`"
+    message = r"as 'toy': toy \(acme-ops\) is for native, not onnxrt; limit .* `ops='rms_norm=toy/onnxrt'`"
     with pytest.raises(ConfigError, match=message):
         norms(decoder, registry, "onnxrt", "rms_norm=toy")
     assert {runner.name for runner in norms(decoder, registry, "onnxrt", "rms_norm=toy/onnxrt").values()} == {"onnxrt"}

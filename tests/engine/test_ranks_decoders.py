@@ -121,7 +121,7 @@ def test_switches_apply_to_ranks_except_for_the_sums(npu):
         assert [sum_ for _, sum_ in found] == [("all_reduce", "link", None)] * 2
         assert_same_but_for_order(found[0][0], expected)
         assert np.array_equal(found[0][0], found[1][0])
-    with pytest.raises(ConfigError, match="the operator 'all_reduce' requires its form and cannot be switched off"):
+    with pytest.raises(ConfigError, match="'all_reduce' requires its form 'link', so -all_reduce has no effect"):
         on_ranks(2, lambda communicator: work(communicator, "-all_reduce"))
 
 
