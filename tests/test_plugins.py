@@ -285,6 +285,45 @@ def test_operator_of_a_plugin_prepares_its_weight_once(python):
     assert status == 0, err
 
 
+OBJECTS_BESIDE_AN_NPU = """
+import sys
+import chunkrt, numpy as np
+from chunkrt.backends.dispatch import registered_operators
+
+made, prepared = [], []
+
+
+class Linear:
+    def __init__(self, node):
+        assert (node.scheme, node.device) == ("w8a16", "npu")
+        made.append(node.name)
+
+    def prepare(self, weight):
+        self.weight = weight
+        prepared.append(weight)
+
+    def __call__(self, left):
+        return self.weight.multiply(left)
+
+
+with registered_operators().from_distribution("acme-ops"):
+    registered_operators().register("linear", "acme")(Linear)
+logits = []
+for ops in ("linear=tiny_npu/native", "linear=acme"):
+    with chunkrt.load(sys.argv[1], npu="tiny_npu", chunk_length=8, ops=ops) as engine:
+        session = engine.session()
+        logits.append(np.stack([session.prefill(tokens).logits for tokens in (range(3, 30), [5])]))
+assert len(made) == len(set(made)) == len(prepared) == 8, made
+assert np.abs(logits[0] - logits[1]).max() < 1e-2 * np.abs(logits[0]).max()
+"""
+
+
+def test_object_serves_the_npu_and_the_cpu(python):
+    """Both compile the static subgraphs; the weights of a linear are prepared once."""
+    status, _, err = python("-c", OBJECTS_BESIDE_AN_NPU, checkpoint("llama_biased_gguf"))
+    assert status == 0, err
+
+
 BACKENDS_CONFORM = """
 from chunkrt.backends import make_backend
 from chunkrt.testing import check_backend
