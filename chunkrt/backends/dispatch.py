@@ -496,7 +496,7 @@ def check_switches(switches: Switches, registry: OperatorRegistry) -> None:
 
     def forms(operator: str) -> list[str]:
         reference = [REFERENCE] if registry.find(operator, REFERENCE) else []
-        backends = [name for name in backend_names() if name != REFERENCE]
+        backends = [name for name in backend_names() if name != REFERENCE and operator != SAMPLER]
         return [*(form.name for form in registry.plugin_forms(operator)), *backends, *reference]
 
     switches.check(registry.names(), forms, registry.required())

@@ -151,10 +151,10 @@ def _parse(word: str) -> Switch:
     found = _WORD.fullmatch(word)
     sign, forms = (found["sign"], found["forms"]) if found else ("", None)
     if found is None or bool(sign) == bool(forms):
-        name = word.strip("+-=") if "=" not in word.strip("=") else ""
+        named = re.fullmatch(r"[+-]*([^=+-][^=]*)=?", word)
         hint = "name an operator"
-        if name:
-            hint = f"write +{name} to switch it on, -{name} to switch it off, {name}=FORM to choose its form"
+        if named:
+            hint = "write +{0} to switch it on, -{0} to switch it off, {0}=FORM to choose its form".format(named[1])
         raise ConfigError(
             f"ops: {word!r} is not a switch; expected all, none, +name, -name or name=form, where a pattern of modules "
             f"may precede the name; {hint}"

@@ -506,7 +506,8 @@ def test_executable_in_sections_is_thread_safe(decoder, registry):
 @pytest.fixture
 def plugged(registry, monkeypatch):
     """Return a function that installs a plug-in for engines."""
-    monkeypatch.setattr("chunkrt.engine.loaded.registered_operators", lambda: registry)
+    for module in ("capability", "loaded", "loading", "roles"):
+        monkeypatch.setattr(f"chunkrt.engine.{module}.registered_operators", lambda: registry)
 
     def add(operator, device, function, **options):
         add_plugin(registry, operator, device, function, **options)
@@ -788,6 +789,19 @@ def test_plugin_sampler_chooses_tokens(plugged):
         assert [piece.token_id for piece in session.generate(max_new_tokens=3)] == [vocab_size - 1] * 3
     with chunkrt.load(checkpoint("llama_gqa"), ops="-sampler") as engine:
         assert engine.loaded.make_sampler is Sampler
+
+
+def test_sampler_is_chosen_by_name(plugged):
+    for token, package in enumerate(("acme-ops", "other-ops")):
+        make = lambda options, token=token: SimpleNamespace(next=lambda logits, history: token)  # noqa: E731
+        plugged("sampler", f"always_{token}", make, package=package)
+    with pytest.raises(ConfigError, match="node 'sampler': forms of 2 packages accept it: 'always_0' of acme-ops"):
+        chunkrt.load(checkpoint("llama_gqa"))
+    for token in range(2):
+        with chunkrt.load(checkpoint("llama_gqa"), ops=f"sampler=always_{token}") as engine:
+            session = engine.session()
+            session.prefill([1, 2, 3])
+            assert [piece.token_id for piece in session.generate(max_new_tokens=2)] == [token] * 2
 
 
 @pytest.mark.parametrize(
