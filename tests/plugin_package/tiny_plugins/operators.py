@@ -3,7 +3,7 @@ recurrence."""
 
 import numpy as np
 
-from tiny_plugins.recurrence import recurrence
+from tiny_plugins.recurrence import RunningSum
 
 num_calls = 0
 num_prepared = 0
@@ -13,7 +13,7 @@ def register(registry):
     """Register the operators; chunkrt calls it with its registry."""
     registry.register("rms_norm", "tiny", backends=("native",))(rms_norm)
     registry.register("logits", "tiny", backends=("reference",))(FloatLogits)
-    registry.register("tiny_recurrence", "reference")(recurrence)
+    registry.register("tiny_recurrence", "reference")(RunningSum)
 
 
 class FloatLogits:
