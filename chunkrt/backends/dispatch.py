@@ -278,6 +278,12 @@ class Dispatcher:
 
         def stored() -> list[Any]:
             names = [use.node.inputs[place] for place in places]
+            for place, name in zip(places, names, strict=True):
+                if name and section.plan.tensors[name].kind != "weight":
+                    raise PartitionError(
+                        f"node {use.node.name!r}: input {place} of {qualified(use.node.domain, use.node.op)} is no "
+                        f"weight but {name!r}; correct `weights` in the operator's row"
+                    )
             found = constants(filter(None, names), section.plan, self._scheme, weights)
             return [found.get(name) for name in names]
 

@@ -22,6 +22,7 @@ from chunkrt.backends.sections import SectionedExecutable
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.sampling import Sampler
 from chunkrt.errors import BackendError, CompileError, ConfigError, PartitionError
+from chunkrt.graph.operators import Operator, register_operator
 from chunkrt.graph.uses import uses
 from chunkrt.quant.arithmetic import BlockWeight, DynamicWeight, StaticWeight, quantize_rows
 from chunkrt.quant.scheme import SCHEMES
@@ -390,16 +391,42 @@ def test_part_is_chosen_by_module(decoder, registry):
     assert (attention.name, attention.parts["rope"].name) == ("reference", "toy")
 
 
+def test_value_that_a_row_declares_as_weight_is_named(decoder, registry):
+    row = Operator(num_inputs=2, output=lambda attributes, shapes: shapes[0], weights=(0,))
+    register_operator("acme", "MisdeclaredNorm", row)
+
+    class Norm:
+        def __init__(self, node):
+            pass
+
+        def prepare(self, x):
+            pass
+
+        def __call__(self, weight):
+            return weight
+
+    plan, subgraph, _ = with_foreign_norm(decoder, "MisdeclaredNorm")
+    add_plugin(registry, "acme_misdeclared_norm", "acme", Norm)
+    chosen = Dispatcher(plan, DYNAMIC, registry, Switches.parse(None))
+    message = r"input 0 of acme::MisdeclaredNorm is no weight but 'model.*'; correct `weights` in the operator's row"
+    with pytest.raises(PartitionError, match=message):
+        chosen.compile(subgraph, make_backend("native", threads=1), 4, decoder.weights[DYNAMIC.name])
+
+
+def with_foreign_norm(decoder, op):
+    """Return the decoder's plan with a norm of the domain acme in place of its first, its subgraph, and the node."""
+    norm = next(node for s in decoder.plan.subgraphs for node in s.nodes if node.op == "RMSNormalization")
+    foreign = replace(norm, op=op, domain="acme", attributes={})
+    subgraph = next(s for s in decoder.plan.subgraphs if norm in s.nodes)
+    renamed = replace(subgraph, nodes=tuple(foreign if node is norm else node for node in subgraph.nodes))
+    subgraphs = tuple(renamed if s is subgraph else s for s in decoder.plan.subgraphs)
+    return replace(decoder.plan, subgraphs=subgraphs), renamed, foreign
+
+
 @pytest.mark.parametrize("ops", [None, "none"])
 def test_operator_of_plugin_alone_is_on_under_none(decoder, registry, ops):
     """`--npu reference` and `none` mean chunkrt's own reference, which has no form of the operator."""
-    plan = decoder.plan
-    nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
-    norm = next(node for node in nodes if node.op == "RMSNormalization")
-    foreign = replace(norm, op="WideNorm", domain="acme", attributes={})
-    subgraph = next(s for s in plan.subgraphs if norm in s.nodes)
-    renamed = replace(subgraph, nodes=tuple(foreign if node is norm else node for node in subgraph.nodes))
-    plan = replace(plan, subgraphs=tuple(renamed if s is subgraph else s for s in plan.subgraphs))
+    plan, renamed, norm = with_foreign_norm(decoder, "WideNorm")
     add_plugin(registry, "acme_wide_norm", "acme", np.multiply)
     chosen = Dispatcher(plan, DYNAMIC, registry, Switches.parse(ops), default="none")
     runners = {use.node.name: runner for use, runner in chosen.runners(renamed, "reference")}
@@ -853,6 +880,26 @@ def test_failing_plugin_sampler_factory_is_reported(plugged):
 )
 def test_error_in_plugin_function_names_the_plugin(plugged, function, message):
     plugged("rms_norm", "toy", function)
+    with chunkrt.load(checkpoint("llama_gqa")) as engine, pytest.raises(BackendError, match=message):
+        engine.session().prefill([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda self, x, weight: 1 / 0, r"RMSNormalization by \S*test_dispatch\.\S+Norm failed: ZeroDivisionError"),
+        (lambda self, x: x, "Norm failed: TypeError: .* takes 2 positional arguments but 3 were given"),
+        (lambda self, x, weight: x[:1], r"Norm failed: ValueError: it returned '.*' of shape \[1, 48\]"),
+    ],
+)
+def test_error_in_an_object_names_its_class(plugged, call, message):
+    class Norm:
+        def __init__(self, node):
+            pass
+
+        __call__ = call
+
+    plugged("rms_norm", "toy", Norm)
     with chunkrt.load(checkpoint("llama_gqa")) as engine, pytest.raises(BackendError, match=message):
         engine.session().prefill([1, 2, 3])
 
