@@ -104,7 +104,7 @@ class Section:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Wish:
+class _Choice:
     """Choice of the user for an operator at a node.
 
     Attributes:
@@ -309,24 +309,24 @@ class Dispatcher:
         return made
 
     def _choose(self, use: Use, node: OperatorNode, backend: str) -> Runner:
-        wish = self._wish(use.operator, node.name)
-        if required := self._required(use.operator, node, backend, wish):
+        choice = self._choice(use.operator, node.name)
+        if required := self._required(use.operator, node, backend, choice):
             return self._call(required, node, backend, f"required by plug-in {required.provider}")
-        if wish.forms:
-            return self._named(use, node, backend, wish)
+        if choice.forms:
+            return self._named(use, node, backend, choice)
         refusals: list[str] = []
-        is_off = wish.is_off and self._registry.own_takes(use)
+        is_off = choice.is_off and self._registry.own_takes(use)
         if not is_off:  # Under "none" chunkrt's own reference runs, if there is one.
             plugin, refusals = self._registry.pick_plugin(use.operator, node, backend)
             if plugin:
                 return self._call(plugin, node, backend, f"form of plug-in {plugin.provider}", refusals)
-        reason = wish.reason if wish.is_off else self._why_divided(use, node, backend)
+        reason = choice.reason if choice.is_off else self._why_divided(use, node, backend)
         lacks = "" if reason else self._why_missing(use, backend)
         if not (reason or lacks):
             return self._compiled(use, backend, "native form", refusals)
         reference = self._registry.find(use.operator, REFERENCE)
         if lack := self._why_not_called(reference, use, node):
-            remedy = f"switch it on with `ops='+{use.operator}'`, or install" if wish.is_off else "install"
+            remedy = f"switch it on with `ops='+{use.operator}'`, or install" if choice.is_off else "install"
             raise PartitionError(
                 f"node {node.name!r}: no form of {qualified(node.domain, node.op)} can run: "
                 f"{'; '.join([reason or lacks, *refusals])}, and {lack}; {remedy} a package that provides it"
@@ -338,35 +338,35 @@ class Dispatcher:
             self._warn(use.operator, lacks)
         return self._refer(reference, node, backend, reason or lacks, refusals)
 
-    def _named(self, use: Use, node: OperatorNode, backend: str, wish: _Wish) -> Runner:
+    def _named(self, use: Use, node: OperatorNode, backend: str, choice: _Choice) -> Runner:
         """Return the runner of the first form that a switch names and that accepts the node."""
         refusals: list[str] = []
-        for name in wish.forms:
+        for name in choice.forms:
             form = self._registry.find(use.operator, name)
             if name == REFERENCE:
                 refusal = self._why_not_called(form, use, node)
                 if form is not None and not refusal:
-                    return self._refer(form, node, backend, wish.reason, refusals)
+                    return self._refer(form, node, backend, choice.reason, refusals)
                 refusals.append(refusal)
             elif form is not None and form.is_plugin:
                 if not (refusal := _plugin_refusal(form, node, backend)):
-                    return self._call(form, node, backend, wish.reason, refusals)
+                    return self._call(form, node, backend, choice.reason, refusals)
                 refusals.append(refusal)
             elif name == backend:
                 refusal = self._why_divided(use, node, backend) or self._why_missing(use, backend)
                 if not refusal:
-                    return self._compiled(use, backend, wish.reason, refusals)
+                    return self._compiled(use, backend, choice.reason, refusals)
                 refusals.append(refusal)
             else:
                 refusals.append(f"{name} does not run the node, but {backend} does")
-        assert wish.switch is not None
+        assert choice.switch is not None
         hint = f"switch it on with `ops='+{use.operator}'`, or install a package that provides it"
-        if not wish.switch.text.startswith("-"):
-            others = f"{wish.switch.text}/{REFERENCE if backend in wish.forms else backend}"
+        if not choice.switch.text.startswith("-"):
+            others = f"{choice.switch.text}/{REFERENCE if backend in choice.forms else backend}"
             hint = f"limit the switch to other modules, or name another form for such nodes: `ops='{others}'`"
-        raise _refused_by_all(use.operator, node, wish, refusals, hint)
+        raise _refused_by_all(use.operator, node, choice, refusals, hint)
 
-    def _required(self, operator: str, node: OperatorNode, backend: str, wish: _Wish) -> Form | None:
+    def _required(self, operator: str, node: OperatorNode, backend: str, choice: _Choice) -> Form | None:
         """Return the form that is required for a node. Raises ConfigError if a switch rules it out, or several packages
         require theirs.
         """
@@ -378,22 +378,22 @@ class Dispatcher:
         if len({form.provider for form in forms}) > 1:
             several = " and ".join(f"{form.name!r} of {form.origin}" for form in forms)
             raise ConfigError(f"node {node.name!r} requires several forms: {several}; uninstall all packages but one")
-        if forms and wish.switch and wish.forms and forms[0].name not in wish.forms:
+        if forms and choice.switch and choice.forms and forms[0].name not in choice.forms:
             raise ConfigError(
                 f"ops: node {node.name!r} requires the form {forms[0].name!r} of {forms[0].origin}, which "
-                f"{wish.switch.text} rules out; limit the switch to other modules"
+                f"{choice.switch.text} rules out; limit the switch to other modules"
             )
         return forms[0] if forms else None
 
-    def _wish(self, operator: str, node: str) -> _Wish:
+    def _choice(self, operator: str, node: str) -> _Choice:
         if operator in self._are_required:
-            return _Wish()
+            return _Choice()
         if switch := self._switches.find(operator, node):
             if not switch.forms:
-                return _Wish(switch=switch)
-            return _Wish(forms=switch.forms, reason=switch.reason, is_off=switch.is_off, switch=switch)
+                return _Choice(switch=switch)
+            return _Choice(forms=switch.forms, reason=switch.reason, is_off=switch.is_off, switch=switch)
         reason = self._switches.why_off(default=self._default)
-        return _Wish(reason=reason, is_off=bool(reason))
+        return _Choice(reason=reason, is_off=bool(reason))
 
     def _compiled(self, use: Use, backend: str, reason: str, refusals: Sequence[str]) -> Runner:
         own = self._registry.find_own(use.operator, DEVICES.get(backend, backend))
@@ -422,35 +422,35 @@ class Dispatcher:
     def _part_runner(self, part: str, node: OperatorNode, backend: str, operator: str = "") -> Runner:
         """Return the runner of a part that is called as a function; a switch for its operator applies unless the part
         is named."""
-        wish = self._part_wish(part, node, operator)
-        if required := self._required(part, node, backend, wish):
+        choice = self._part_choice(part, node, operator)
+        if required := self._required(part, node, backend, choice):
             return self._call(required, node, backend, f"required by plug-in {required.provider}")
-        if wish.forms:
-            return self._named_part(part, node, backend, wish)
-        plugin, refusals = (None, []) if wish.is_off else self._registry.pick_plugin(part, node, backend)
+        if choice.forms:
+            return self._named_part(part, node, backend, choice)
+        plugin, refusals = (None, []) if choice.is_off else self._registry.pick_plugin(part, node, backend)
         if plugin:
             return self._call(plugin, node, backend, f"form of plug-in {plugin.provider}", refusals)
         own = self._registry.find_own(part, REFERENCE)
         assert own is not None, part
-        return self._call(own, node, backend, wish.reason or f"there is no other form of {part}", refusals)
+        return self._call(own, node, backend, choice.reason or f"there is no other form of {part}", refusals)
 
-    def _part_wish(self, part: str, node: OperatorNode, operator: str) -> _Wish:
+    def _part_choice(self, part: str, node: OperatorNode, operator: str) -> _Choice:
         if operator and self._switches.find(part, node.name) is None:
-            wish = self._wish(operator, node.name)
-            return _Wish(reason=wish.reason, is_off=True) if wish.is_off else _Wish()
-        return self._wish(part, node.name)
+            choice = self._choice(operator, node.name)
+            return _Choice(reason=choice.reason, is_off=True) if choice.is_off else _Choice()
+        return self._choice(part, node.name)
 
-    def _named_part(self, part: str, node: OperatorNode, backend: str, wish: _Wish) -> Runner:
+    def _named_part(self, part: str, node: OperatorNode, backend: str, choice: _Choice) -> Runner:
         refusals: list[str] = []
-        for name in wish.forms:
+        for name in choice.forms:
             form = self._registry.find(part, name)
             if form is None:
                 refusals.append(f"{name} runs {part} only inside its own form of {node.operator}")
             elif refusal := _plugin_refusal(form, node, backend):
                 refusals.append(refusal)
             else:
-                return self._call(form, node, backend, wish.reason, refusals)
-        raise _refused_by_all(part, node, wish, refusals, "limit the switch to other modules")
+                return self._call(form, node, backend, choice.reason, refusals)
+        raise _refused_by_all(part, node, choice, refusals, "limit the switch to other modules")
 
     def _why_divided(self, use: Use, node: OperatorNode, backend: str) -> str:
         """Return the reason why the backend's own form, which includes the parts, may not run; empty if it may."""
@@ -488,12 +488,14 @@ def _plugin_refusal(form: Form, node: OperatorNode, backend: str) -> str:
     return refused(form, refusal) if refusal else ""
 
 
-def _refused_by_all(operator: str, node: OperatorNode, wish: _Wish, refusals: Sequence[str], hint: str) -> ConfigError:
+def _refused_by_all(
+    operator: str, node: OperatorNode, choice: _Choice, refusals: Sequence[str], hint: str
+) -> ConfigError:
     """Return the error for a node that no form named by a switch accepts."""
-    assert wish.switch is not None
-    names = " or ".join(map(repr, wish.forms))
+    assert choice.switch is not None
+    names = " or ".join(map(repr, choice.forms))
     return ConfigError(
-        f"ops: {wish.switch.text}: node {node.name!r} cannot run {operator} as {names}: {'; '.join(refusals)}; {hint}"
+        f"ops: {choice.switch.text}: node {node.name!r} cannot run {operator} as {names}: {'; '.join(refusals)}; {hint}"
     )
 
 
