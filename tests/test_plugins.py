@@ -200,7 +200,7 @@ def test_doctor_reports_operators_that_are_registered_twice(monkeypatch):
     registry = OperatorRegistry()
     for name in ("one", "two"):
         with registry.from_distribution(name):
-            registry.register("rms_norm", f"device of {name}")(lambda x: x)
+            registry.register("rms_norm", f"form_of_{name}")(lambda x: x)
     monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
     for name in ("one", "two"):
         plugin = SimpleNamespace(
@@ -208,7 +208,20 @@ def test_doctor_reports_operators_that_are_registered_twice(monkeypatch):
         )
         finding = doctor.check_plugin(plugin)
         assert not finding.ok
-        assert "'rms_norm' is registered several times" in finding.advice
+        assert "'rms_norm' is registered by" in finding.advice
+        assert "choose one by `ops='rms_norm=NAME'`" in finding.advice
+
+
+def test_doctor_accepts_several_forms_of_one_package(monkeypatch):
+    registry = OperatorRegistry()
+    with registry.from_distribution("one"):
+        for form in ("fast", "exact"):
+            registry.register("rms_norm", form)(lambda x: x)
+    monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
+    plugin = SimpleNamespace(
+        name="one", group=doctor.dispatch.PLUGINS.name, distribution="one", version="1", load=lambda: print
+    )
+    assert doctor.check_plugin(plugin).ok
 
 
 def test_policy_check_refuses_a_class():
@@ -234,12 +247,13 @@ def test_backend_of_a_plugin_can_serve_as_the_npu(cli):
 def test_operator_of_a_plugin_replaces_ours_and_can_be_switched_off(cli):
     def norm(*switches):
         report = run_answer(cli("ops", GGUF, "--npu", "native", "--json", *switches))
-        (row,) = {(r["runs_on"], r["origin"]) for r in report["operators"] if r["operator"] == "rms_norm"}
+        (row,) = {(r["form"], r["origin"]) for r in report["operators"] if r["operator"] == "rms_norm"}
         return row
 
-    assert norm() == ("plug-in", "chunkrt-tiny-plugins (tiny_plugins.operators)")
-    runs_on, origin = norm("--ops", "-rms_norm")
-    assert (runs_on, origin) == ("reference", "chunkrt.backends.reference")
+    assert norm() == ("tiny", "chunkrt-tiny-plugins (tiny_plugins.operators)")
+    for switch in ("-rms_norm", "rms_norm=reference"):
+        assert norm("--ops", switch) == ("reference", "chunkrt.backends.reference")
+    assert norm("--ops", "rms_norm=native") == ("native", "chunkrt.backends.native.operators")
 
 
 OPERATOR_RUNS = """
@@ -268,7 +282,7 @@ import sys
 import chunkrt, numpy as np
 from tiny_plugins import operators
 logits = []
-for ops, num_prepared in ((None, 0), ("+logits", 1)):
+for ops, num_prepared in ((None, 0), ("logits=tiny", 1)):
     with chunkrt.load(sys.argv[1], npu="reference", chunk_length=8, ops=ops) as engine:
         session = engine.session()
         prompt, token = session.prefill(range(3, 20)), session.prefill([5])
@@ -280,6 +294,45 @@ assert 0 < np.abs(logits[0] - logits[1]).max() < 2e-2 * np.abs(logits[0]).max()
 
 def test_operator_of_a_plugin_prepares_its_weight_once(python):
     status, _, err = python("-c", PREPARED_RUNS, checkpoint("llama_mha"))
+    assert status == 0, err
+
+
+OBJECTS_BESIDE_AN_NPU = """
+import sys
+import chunkrt, numpy as np
+from chunkrt.backends.dispatch import registered_operators
+
+made, prepared = [], []
+
+
+class Linear:
+    def __init__(self, node):
+        assert (node.scheme, node.device) == ("w8a16", "npu")
+        made.append(node.name)
+
+    def prepare(self, weight):
+        self.weight = weight
+        prepared.append(weight)
+
+    def __call__(self, left):
+        return self.weight.multiply(left)
+
+
+with registered_operators().from_distribution("acme-ops"):
+    registered_operators().register("linear", "acme")(Linear)
+logits = []
+for ops in ("linear=tiny_npu/native", "linear=acme"):
+    with chunkrt.load(sys.argv[1], npu="tiny_npu", chunk_length=8, ops=ops) as engine:
+        session = engine.session()
+        logits.append(np.stack([session.prefill(tokens).logits for tokens in (range(3, 30), [5])]))
+assert len(made) == len(set(made)) == len(prepared) == 8, made
+assert np.abs(logits[0] - logits[1]).max() < 1e-2 * np.abs(logits[0]).max()
+"""
+
+
+def test_object_serves_the_npu_and_the_cpu(python):
+    """Both compile the static subgraphs; the weights of a linear are prepared once."""
+    status, _, err = python("-c", OBJECTS_BESIDE_AN_NPU, checkpoint("llama_biased_gguf"))
     assert status == 0, err
 
 

@@ -88,7 +88,7 @@ def refused_subgraphs(plan: Plan) -> list[RefusedSubgraph]:
     refused: dict[str, RefusedSubgraph] = {}
     for subgraph in (s for s in plan.subgraphs if s.is_static and s.device == NPU):
         for section in dispatcher.sections(subgraph, QNN):
-            if not section.steps and not (verdict := npu_support(section.subgraph, section.plan, scheme)):
+            if not section.is_called and not (verdict := npu_support(section.subgraph, section.plan, scheme)):
                 found = RefusedSubgraph(name=subgraph.name, node=verdict.node, reason=verdict.reason)
                 refused.setdefault(subgraph.name, found)
     return list(refused.values())

@@ -1,48 +1,51 @@
-"""Dispatch: choose an implementation for each operator of a subgraph, once, when the subgraph is compiled.
+"""Dispatch: choose a form for each operator of a subgraph, once, when the subgraph is compiled.
 
-The preferred implementation is a plug-in's, then that of the backend that runs the subgraph, then the reference's. An
+The forms of plug-ins come first, then that of the backend that runs the subgraph, then the reference's; a form that
+refuses a node passes it to the next. A switch names the form, or the forms, of an operator or of some of its nodes. An
 operator that is switched off gets chunkrt's own reference. Adjacent nodes that the backend runs itself are compiled as
 one section. If one section contains all nodes of the subgraph, the executable is the backend's own. The other nodes run
 as functions, one after another.
 
-A backend's implementation of an operator with parts (`rope` in `cached_attention`, `quantize` in `linear`) includes the
-parts. If a part is switched off or comes from a plug-in, the reference therefore runs the operator and calls the part.
+A backend's form of an operator with parts (`rope` in `cached_attention`, `quantize` in `linear`) includes the parts. If
+a part is switched off or comes from a plug-in, the reference therefore runs the operator and calls the part.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 from chunkrt.backends.base import Backend, Executable, Support
-from chunkrt.backends.function_executable import FunctionExecutable, Prepare, constants, prepare_weight, prepared
+from chunkrt.backends.function_executable import FunctionExecutable, NodeObject, constants
 from chunkrt.backends.registry import (
     NATIVE,
     NPU,
-    OWN_DEVICES,
     REFERENCE,
-    Implementation,
+    Form,
     OperatorRegistry,
+    backend_names,
     operators,
     qualified,
+    refused,
 )
 from chunkrt.backends.sections import SectionedExecutable, cut
-from chunkrt.backends.switches import ALL, NONE, Switches
+from chunkrt.backends.switches import ALL, NONE, Switch, Switches
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import ConfigError, PartitionError
 from chunkrt.graph.plan import Node, Plan, Subgraph
-from chunkrt.graph.uses import PARTS, SAMPLER, Use, uses
+from chunkrt.graph.uses import PARTS, SAMPLER, OperatorNode, Use, declare, uses, weight_places
 from chunkrt.plugins import PluginGroup
 from chunkrt.quant.scheme import Scheme
 
 DEVICES = {"native": NATIVE, "reference": REFERENCE, "onnxrt": NPU, "qnn": NPU}
-"""Maps each backend to the device whose implementations it runs. A plug-in's backend is its own device."""
+"""Maps each backend to the name of the forms that it compiles. A plug-in's backend has forms of its own."""
 
 IN_NUMPY = ("low_rank_sum",)
 """Operators whose only form is the reference's NumPy function, which computes each row alone."""
@@ -60,24 +63,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """The implementation that runs an operator.
+    """The form that runs an operator at a node.
 
     Attributes:
-        runs_on: the backend, "reference", or a plug-in's device.
-        origin: source of the implementation.
-        reason: why the implementation was chosen.
-        function: the callable, with its `parts` bound; None if the backend compiles the operator.
-        prepare: converts the weights for `function` beforehand.
+        name: name of the form: the backend, "reference", or that of a plug-in's form.
+        origin: source of the form.
+        reason: why the form was chosen, and which forms refused the node.
+        form: the function or class; None if the backend compiles the operator.
+        parts: the runners of the operators that the function calls.
     """
 
     operator: str
-    runs_on: str
+    name: str
     origin: str
     reason: str
-    function: Callable[..., Any] | None = None
+    form: Form | None = None
     parts: Mapping[str, Runner] = field(default_factory=dict)
-    is_plugin: bool = False
-    prepare: Prepare | None = None
+
+    @property
+    def is_plugin(self) -> bool:
+        """True if a plug-in provides the form."""
+        return self.form is not None and self.form.is_plugin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,22 +98,39 @@ class Section:
     runners: Sequence[tuple[Use, Runner]]
 
     @property
-    def steps(self) -> list[tuple[Node, Callable[..., Any]]]:
-        """Functions with their nodes, in order; empty if the backend compiles the section."""
-        return [(use.node, runner.function) for use, runner in self.runners if runner.function is not None]
+    def is_called(self) -> bool:
+        """True if functions run the section, False if the backend compiles it."""
+        return self.runners[0][1].form is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """Choice of the user for an operator at a node.
+
+    Attributes:
+        forms: names of the forms that may run; empty if the order of preference decides.
+        reason: reason of a choice by name, or why the operator is off; empty if it is on.
+        is_off: True if the operator is off, by a switch or by default.
+        switch: the switch that decides; None for `all`, `none` and the default.
+    """
+
+    forms: tuple[str, ...] = ()
+    reason: str = ""
+    is_off: bool = False
+    switch: Switch | None = None
 
 
 class Dispatcher:
-    """Chooses implementations for one plan under one scheme.
+    """Chooses forms for one plan under one scheme.
 
     Args:
-        registry: all available implementations; see `registered_operators`.
-        switches: operators that the user switched on or off.
+        registry: all available forms; see `registered_operators`.
+        switches: the user's choices.
         default: "all" or "none", used if the switches name neither.
         warns: whether a warning reports operators that are left to the reference.
 
     Raises:
-        ConfigError: a switch names an unknown operator, or one that cannot be switched off.
+        ConfigError: a switch names an unknown operator or form, rules out a required form, or matches no node.
     """
 
     def __init__(
@@ -124,6 +147,18 @@ class Dispatcher:
         self._plan, self._scheme = plan, scheme
         self._registry, self._switches, self._default = registry, switches, default
         self._warns, self._warned = warns, set[str]()
+        self._are_required = frozenset(
+            operator for operator, form in registry.required().items() if registry.find_own(operator, form)
+        )
+        self._objects: WeakValueDictionary[tuple[str, str, str], NodeObject] = WeakValueDictionary()
+        switches.check_paths(self._names())
+
+    def _names(self) -> Iterator[tuple[str, str]]:
+        """Return the operators and parts of the plan with the names of their nodes."""
+        for subgraph in self._plan.subgraphs:
+            for use in uses(subgraph, self._plan):
+                for operator in (use.operator, *PARTS.get(use.operator, ())):
+                    yield operator, use.node.name
 
     def for_plan(self, plan: Plan) -> Dispatcher:
         """Return a dispatcher with the same settings for another plan of the decoder; it repeats no warnings."""
@@ -132,10 +167,13 @@ class Dispatcher:
         return other
 
     def compile(self, subgraph: Subgraph, backend: Backend, chunk_length: int, weights: WeightStore) -> Executable:
-        """Choose implementations and bind them, so that the executable needs no look-ups when it runs.
+        """Choose forms and bind them, so that the executable needs no look-ups when it runs.
+
+        An object of a plug-in's class is made once for each node, and shared by all executables that run the node.
 
         Raises:
-            PartitionError: no implementation of an operator exists, or the backend does not run it under the scheme.
+            PartitionError: no form of an operator exists, or the backend does not run it under the scheme.
+            ConfigError: see `runners`.
             CompileError: the backend's compiler failed.
         """
         sections = self.sections(subgraph, backend.name)
@@ -152,10 +190,10 @@ class Dispatcher:
             backend: the name of the backend that runs the subgraph.
 
         Raises:
-            PartitionError: no implementation of an operator exists.
+            PartitionError, ConfigError: see `runners`.
         """
         runners = self.runners(subgraph, backend)
-        groups = [list(group) for _, group in groupby(runners, key=lambda runner: runner[1].function is None)]
+        groups = [list(group) for _, group in groupby(runners, key=lambda runner: runner[1].form is None)]
         if len(groups) == 1:
             return [Section(subgraph=subgraph, plan=self._plan, runners=runners)]
         parts = cut(subgraph, self._plan, [[node for use, _ in group for node in use.nodes] for group in groups])
@@ -165,15 +203,24 @@ class Dispatcher:
         return [Section(subgraph=part, plan=plan, runners=group) for part, group in zip(parts, groups, strict=True)]
 
     def runners(self, subgraph: Subgraph, backend: str) -> list[tuple[Use, Runner]]:
-        """Return the runner of each operator of a subgraph, in execution order; raises as `sections`."""
-        return [(use, self._choose(use, backend)) for use in uses(subgraph, self._plan)]
+        """Return the runner of each operator of a subgraph, in execution order.
+
+        Raises:
+            PartitionError: no form of an operator exists.
+            ConfigError: forms of several packages accept a node, the forms that a switch names refuse it, or a switch
+                rules out a form that is required for it.
+        """
+        return [
+            (use, self._choose(use, declare(use, subgraph, self._plan, self._scheme.name), backend))
+            for use in uses(subgraph, self._plan)
+        ]
 
     def compiles_whole(self, backend: str) -> bool:
         """Return whether a backend compiles every subgraph of the plan, except sums over ranks, as a single section
         without functions.
         """
         subgraphs = [subgraph for subgraph in self._plan.subgraphs if subgraph.device != "link"]
-        return all(runner.function is None for s in subgraphs for _, runner in self.runners(s, backend))
+        return all(runner.form is None for s in subgraphs for _, runner in self.runners(s, backend))
 
     def part_names(self, operator: str) -> Sequence[str]:
         """Return an operator's parts under the scheme.
@@ -187,11 +234,24 @@ class Dispatcher:
 
     def sampler(self) -> Runner:
         """Return the runner that makes the samplers of sessions."""
-        return self._part_runner(SAMPLER, SAMPLER)
+        node = OperatorNode(
+            name=SAMPLER,
+            op=SAMPLER,
+            domain="",
+            inputs=(),
+            outputs=(),
+            attributes={},
+            operator=SAMPLER,
+            input_shapes=(),
+            output_shapes=(),
+            device="cpu",
+            scheme=self._scheme.name,
+        )
+        return self._part_runner(SAMPLER, node, "")
 
     def check(self, section: Section, backend: str, supports: Callable[[Subgraph, Plan, Scheme], Support]) -> None:
         """Raise PartitionError if a backend's `supports` refuses a section under the scheme."""
-        if not section.steps and not (support := supports(section.subgraph, section.plan, self._scheme)):
+        if not section.is_called and not (support := supports(section.subgraph, section.plan, self._scheme)):
             raise PartitionError(
                 f"{backend} cannot run subgraph {section.subgraph.name} under scheme {self._scheme.name}"
                 f"{f' (node {support.node})' if support.node else ''}: {support.reason}"
@@ -200,123 +260,254 @@ class Dispatcher:
     def _compile(self, section: Section, backend: Backend, chunk_length: int, weights: WeightStore) -> Executable:
         self.check(section, backend.name, backend.supports)
         subgraph, plan, scheme = section.subgraph, section.plan, self._scheme
-        if section.steps:
-            wanted = [(use.node, runner.prepare) for use, runner in section.runners]
-            nodes, arrays = prepared(wanted, constants(subgraph, plan, scheme, weights))
-            steps = [(node, function) for node, (_, function) in zip(nodes, section.steps, strict=True)]
-            return FunctionExecutable(subgraph.name, steps, arrays, plan.tensors)
-        return backend.compile(subgraph, plan, chunk_length, scheme, weights)
+        if not section.is_called:
+            return backend.compile(subgraph, plan, chunk_length, scheme, weights)
+        steps = [self._step(use, runner, section, weights) for use, runner in section.runners]
+        taken = {name for node, _ in steps for name in node.inputs}
+        arrays = constants([name for name in subgraph.weights if name in taken], plan, scheme, weights)
+        if subgraph.weights:
+            weights.forget_pages()  # the functions have copies
+        return FunctionExecutable(subgraph.name, steps, arrays, plan.tensors)
 
-    def _choose(self, use: Use, backend: str) -> Runner:
-        device = DEVICES.get(backend, backend)
-        reason, refusal = self._why_off(use.operator), ""
-        has_no_other = not self._switches.names(use.operator) and not self._registry.own_takes(use)
-        if not reason or has_no_other:  # Under "none" chunkrt's own reference is chosen, if there is one.
-            plugin, refusal = self._registry.pick_plugin(use.operator, device, use.node)
+    def _step(
+        self, use: Use, runner: Runner, section: Section, weights: WeightStore
+    ) -> tuple[Node, Callable[..., Any]]:
+        """Return the function of an operator, and the node that determines its arguments."""
+        assert runner.form is not None
+        places = weight_places(use) if runner.form.prepares else ()
+
+        def stored() -> list[Any]:
+            names = [use.node.inputs[place] for place in places]
+            for place, name in zip(places, names, strict=True):
+                if name and section.plan.tensors[name].kind != "weight":
+                    raise PartitionError(
+                        f"node {use.node.name!r}: input {place} of {qualified(use.node.domain, use.node.op)} is no "
+                        f"weight but {name!r}; correct `weights` in the operator's row"
+                    )
+            found = constants(filter(None, names), section.plan, self._scheme, weights)
+            return [found.get(name) for name in names]
+
+        function = self._function(runner, declare(use, section.subgraph, section.plan, self._scheme.name), stored)
+        if not runner.form.is_class:
+            return use.node, function
+        inputs = tuple(name for place, name in enumerate(use.node.inputs) if place not in places)
+        return replace(use.node, inputs=inputs, attributes={}), function
+
+    def _function(
+        self, runner: Runner, node: OperatorNode, weights: Callable[[], Sequence[Any]] = tuple
+    ) -> Callable[..., Any]:
+        """Return a form's function, or the node's object of its class, with its parts."""
+        form = runner.form
+        assert form is not None
+        parts = {part: self._function(each, node) for part, each in runner.parts.items()}
+        if not form.is_class:
+            return partial(form.function, **parts) if parts else form.function
+        key = (form.operator, form.name, node.name)
+        made = self._objects.get(key)
+        if made is None or made.node != node:
+            made = self._objects[key] = NodeObject(form, node, parts, weights)
+        return made
+
+    def _choose(self, use: Use, node: OperatorNode, backend: str) -> Runner:
+        choice = self._choice(use.operator, node.name)
+        if required := self._required(use.operator, node, backend, choice):
+            return self._call(required, node, backend, f"required by plug-in {required.provider}")
+        if choice.forms:
+            return self._named(use, node, backend, choice)
+        refusals: list[str] = []
+        is_off = choice.is_off and self._registry.own_takes(use)
+        if not is_off:  # Under "none" chunkrt's own reference runs, if there is one.
+            plugin, refusals = self._registry.pick_plugin(use.operator, node, backend)
             if plugin:
-                return self._call(plugin, f"plug-in {plugin.provider} has it")
-        if not reason:
-            reason = self._why_not_melted(use.operator) or self._why_missing(use, backend, device)
-            if not reason:
-                own = self._registry.find_own(use.operator, device)
-                origin = own.origin if own else f"the backend {backend!r}"
-                return Runner(operator=use.operator, runs_on=backend, origin=origin, reason="native form" + refusal)
-            reason += refusal
-            reference = self._registry.find(use.operator, REFERENCE)
-            if reference is not None and reference.is_plugin and not self._registry.own_takes(use):
-                reason = f"only plug-in {reference.provider} has it"
-            if reference is not None and reference.is_plugin and reference.refusal(use.node):
-                reference = self._own_reference(use.operator)
-        else:
-            reference = self._own_reference(use.operator)
-        if lack := self._why_not_called(reference, use):
-            what = qualified(use.node.domain, use.node.op)
-            is_off = self._why_off(use.operator) != ""
-            remedy = f"switch it on with `ops='+{use.operator}'`, or install" if is_off else "install"
+                return self._call(plugin, node, backend, f"form of plug-in {plugin.provider}", refusals)
+        reason = choice.reason if choice.is_off else self._why_divided(use, node, backend)
+        lacks = "" if reason else self._why_missing(use, backend)
+        if not (reason or lacks):
+            return self._compiled(use, backend, "native form", refusals)
+        reference = self._registry.find(use.operator, REFERENCE)
+        if lack := self._why_not_called(reference, use, node):
+            remedy = f"switch it on with `ops='+{use.operator}'`, or install" if choice.is_off else "install"
             raise PartitionError(
-                f"node {use.node.name!r}: no implementation of {what} can run: {reason}, and {lack}; {remedy} a "
-                "package that provides it"
+                f"node {node.name!r}: no form of {qualified(node.domain, node.op)} can run: "
+                f"{'; '.join([reason or lacks, *refusals])}, and {lack}; {remedy} a package that provides it"
             )
         assert reference is not None
-        if device == REFERENCE and not reference.is_plugin and not self._has_other_parts(use.operator):
-            return Runner(operator=use.operator, runs_on=backend, origin=reference.origin, reason=reason)
-        return self._call(reference, reason)
+        if reference.is_plugin:
+            reason = f"only plug-in {reference.provider} has it"
+        elif lacks:
+            self._warn(use.operator, lacks)
+        return self._refer(reference, node, backend, reason or lacks, refusals)
 
-    def _call(self, implementation: Implementation, reason: str) -> Runner:
-        """Return a runner of a function, with the parts that it calls."""
-        parts = {part: self._part_runner(part, implementation.operator) for part in implementation.parts}
-        bound = {part: runner.function for part, runner in parts.items()}
-        is_in_place = implementation.is_plugin and implementation.device in OWN_DEVICES
+    def _named(self, use: Use, node: OperatorNode, backend: str, choice: _Choice) -> Runner:
+        """Return the runner of the first form that a switch names and that accepts the node."""
+        refusals: list[str] = []
+        for name in choice.forms:
+            form = self._registry.find(use.operator, name)
+            if name == REFERENCE:
+                refusal = self._why_not_called(form, use, node)
+                if form is not None and not refusal:
+                    return self._refer(form, node, backend, choice.reason, refusals)
+                refusals.append(refusal)
+            elif form is not None and form.is_plugin:
+                if not (refusal := _plugin_refusal(form, node, backend)):
+                    return self._call(form, node, backend, choice.reason, refusals)
+                refusals.append(refusal)
+            elif name == backend:
+                refusal = self._why_divided(use, node, backend) or self._why_missing(use, backend)
+                if not refusal:
+                    return self._compiled(use, backend, choice.reason, refusals)
+                refusals.append(refusal)
+            else:
+                refusals.append(f"{name} does not run the node, but {backend} does")
+        assert choice.switch is not None
+        hint = f"switch it on with `ops='+{use.operator}'`, or install a package that provides it"
+        if not choice.switch.text.startswith("-"):
+            others = f"{choice.switch.text}/{REFERENCE if backend in choice.forms else backend}"
+            hint = f"limit the switch to other modules, or name another form for such nodes: `ops='{others}'`"
+        raise _refused_by_all(use.operator, node, choice, refusals, hint)
+
+    def _required(self, operator: str, node: OperatorNode, backend: str, choice: _Choice) -> Form | None:
+        """Return the form that is required for a node. Raises ConfigError if a switch rules it out, or several packages
+        require theirs.
+        """
+        forms = [
+            form
+            for form in self._registry.plugin_forms(operator)
+            if form.requires(node) and not _plugin_refusal(form, node, backend)
+        ]
+        if len({form.provider for form in forms}) > 1:
+            several = " and ".join(f"{form.name!r} of {form.origin}" for form in forms)
+            raise ConfigError(f"node {node.name!r} requires several forms: {several}; uninstall all packages but one")
+        if forms and choice.switch and choice.forms and forms[0].name not in choice.forms:
+            raise ConfigError(
+                f"ops: node {node.name!r} requires the form {forms[0].name!r} of {forms[0].origin}, which "
+                f"{choice.switch.text} rules out; limit the switch to other modules"
+            )
+        return forms[0] if forms else None
+
+    def _choice(self, operator: str, node: str) -> _Choice:
+        if operator in self._are_required:
+            return _Choice()
+        if switch := self._switches.find(operator, node):
+            if not switch.forms:
+                return _Choice(switch=switch)
+            return _Choice(forms=switch.forms, reason=switch.reason, is_off=switch.is_off, switch=switch)
+        reason = self._switches.why_off(default=self._default)
+        return _Choice(reason=reason, is_off=bool(reason))
+
+    def _compiled(self, use: Use, backend: str, reason: str, refusals: Sequence[str]) -> Runner:
+        own = self._registry.find_own(use.operator, DEVICES.get(backend, backend))
+        origin = own.origin if own else f"the backend {backend!r}"
+        return Runner(operator=use.operator, name=backend, origin=origin, reason="; ".join([reason, *refusals]))
+
+    def _call(self, form: Form, node: OperatorNode, backend: str, reason: str, refusals: Sequence[str] = ()) -> Runner:
+        """Return a runner of a function or class, with the parts that it calls."""
         return Runner(
-            operator=implementation.operator,
-            runs_on="plug-in" if is_in_place else implementation.device,
-            origin=implementation.origin,
-            reason=reason,
-            function=partial(implementation.function, **bound) if bound else implementation.function,
-            parts=parts,
-            is_plugin=implementation.is_plugin,
-            prepare=partial(prepare_weight, implementation) if implementation.prepare else None,
+            operator=form.operator,
+            name=form.name,
+            origin=form.origin,
+            reason="; ".join([reason, *refusals]),
+            form=form,
+            parts={part: self._part_runner(part, node, backend, form.operator) for part in form.parts},
         )
 
-    def _part_runner(self, part: str, operator: str) -> Runner:
+    def _refer(self, reference: Form, node: OperatorNode, backend: str, reason: str, refusals: Sequence[str]) -> Runner:
+        """Return a runner of the reference, which the backend `reference` compiles itself if no part is a plug-in's."""
+        runner = self._call(reference, node, backend, reason, refusals)
+        parts = (runner.parts[part] for part in self.part_names(node.operator) if part in runner.parts)
+        if backend != REFERENCE or reference.is_plugin or any(part.is_plugin for part in parts):
+            return runner
+        return replace(runner, form=None, parts={})
+
+    def _part_runner(self, part: str, node: OperatorNode, backend: str, operator: str = "") -> Runner:
         """Return the runner of a part that is called as a function; a switch for its operator applies unless the part
         is named."""
-        is_named = self._switches.names(part) or self._registry.is_required(part)
-        reason = self._why_off(part if is_named else operator)
-        plugin = None if reason else self._registry.find_plugin(part, REFERENCE)
+        choice = self._part_choice(part, node, operator)
+        if required := self._required(part, node, backend, choice):
+            return self._call(required, node, backend, f"required by plug-in {required.provider}")
+        if choice.forms:
+            return self._named_part(part, node, backend, choice)
+        plugin, refusals = (None, []) if choice.is_off else self._registry.pick_plugin(part, node, backend)
         if plugin:
-            return self._call(plugin, f"plug-in {plugin.provider} has it")
-        reference = self._own_reference(part)
-        assert reference is not None, part
-        return self._call(reference, reason or f"there is no other form of {part}")
+            return self._call(plugin, node, backend, f"form of plug-in {plugin.provider}", refusals)
+        own = self._registry.find_own(part, REFERENCE)
+        assert own is not None, part
+        return self._call(own, node, backend, choice.reason or f"there is no other form of {part}", refusals)
 
-    def _why_off(self, operator: str) -> str:
-        if self._registry.is_required(operator):
-            return ""
-        return self._switches.why_off(operator, default=self._default)
+    def _part_choice(self, part: str, node: OperatorNode, operator: str) -> _Choice:
+        if operator and self._switches.find(part, node.name) is None:
+            choice = self._choice(operator, node.name)
+            return _Choice(reason=choice.reason, is_off=True) if choice.is_off else _Choice()
+        return self._choice(part, node.name)
 
-    def _why_not_melted(self, operator: str) -> str:
-        """Return the reason why the parts of an operator that is on rule out its backend's implementation; empty if
-        they do not.
-        """
-        for part in self.part_names(operator):
-            if part in self._switches.off:
-                return f"its part {part} is switched off by `ops='-{part}'`"
-            if plugin := self._registry.find_plugin(part, REFERENCE):
+    def _named_part(self, part: str, node: OperatorNode, backend: str, choice: _Choice) -> Runner:
+        refusals: list[str] = []
+        for name in choice.forms:
+            form = self._registry.find(part, name)
+            if form is None:
+                refusals.append(f"{name} runs {part} only inside its own form of {node.operator}")
+            elif refusal := _plugin_refusal(form, node, backend):
+                refusals.append(refusal)
+            else:
+                return self._call(form, node, backend, choice.reason, refusals)
+        raise _refused_by_all(part, node, choice, refusals, "limit the switch to other modules")
+
+    def _why_divided(self, use: Use, node: OperatorNode, backend: str) -> str:
+        """Return the reason why the backend's own form, which includes the parts, may not run; empty if it may."""
+        for part in self.part_names(use.operator):
+            switch = self._switches.find(part, node.name)
+            if switch and switch.forms and switch.forms[0] != backend:
+                return f"its part {part} is {switch.reason}"
+            plugin, _ = (None, []) if switch and switch.forms else self._registry.pick_plugin(part, node, backend)
+            if plugin:
                 return f"plug-in {plugin.provider} has its part {part}"
         return ""
 
-    def _why_not_called(self, reference: Implementation | None, use: Use) -> str:
-        if reference is None:
-            return f"the reference has no {use.operator!r}"
-        return reference.refusal(use.node)
-
-    def _why_missing(self, use: Use, backend: str, device: str) -> str:
-        is_standard = device == NPU and not use.node.domain
-        if backend not in FALLS_BACK or is_standard or not (reason := self._registry.missing(use, device)):
+    def _why_missing(self, use: Use, backend: str) -> str:
+        """Return the reason why the backend has no form of an operator, if the reference runs it instead."""
+        name = DEVICES.get(backend, backend)
+        if backend not in (*FALLS_BACK, REFERENCE) or (name == NPU and not use.node.domain):
             return ""
-        reason = f"{backend} has no form: {reason}"
-        reference = self._registry.find(use.operator, REFERENCE)
-        is_of_plugin = reference is not None and reference.is_plugin
-        is_told = not self._warns or use.operator in self._warned or use.operator in IN_NUMPY
-        if not (is_told or is_of_plugin or self._why_not_called(reference, use)):
-            self._warned.add(use.operator)
-            log.warning("the reference, which is slow, runs the operator %s: %s", use.operator, reason)
-        return reason
+        reason = self._registry.missing(use, name)
+        return f"{backend} has no form: {reason}" if reason else ""
 
-    def _has_other_parts(self, operator: str) -> bool:
-        """Return whether the reference's implementation of an operator calls plug-ins' parts."""
-        return any(self._part_runner(part, operator).is_plugin for part in self.part_names(operator))
+    def _why_not_called(self, reference: Form | None, use: Use, node: OperatorNode) -> str:
+        return f"the reference has no {use.operator!r}" if reference is None else reference.refusal(node)
 
-    def _own_reference(self, operator: str) -> Implementation | None:
-        """Return chunkrt's own reference, or that of the plug-in that provides the operator."""
-        return self._registry.find_own(operator, REFERENCE) or self._registry.find(operator, REFERENCE)
+    def _warn(self, operator: str, reason: str) -> None:
+        if self._warns and operator not in self._warned and operator not in IN_NUMPY:
+            self._warned.add(operator)
+            log.warning("the reference, which is slow, runs the operator %s: %s", operator, reason)
+
+
+def _plugin_refusal(form: Form, node: OperatorNode, backend: str) -> str:
+    """Return the reason why a form does not run a node in a subgraph of a backend; empty if it does."""
+    if form.backends and backend not in form.backends:
+        return f"{form.name} ({form.provider}) is for {' and '.join(form.backends)}, not {backend}"
+    refusal = form.refusal(node)
+    return refused(form, refusal) if refusal else ""
+
+
+def _refused_by_all(
+    operator: str, node: OperatorNode, choice: _Choice, refusals: Sequence[str], hint: str
+) -> ConfigError:
+    """Return the error for a node that no form named by a switch accepts."""
+    assert choice.switch is not None
+    names = " or ".join(map(repr, choice.forms))
+    return ConfigError(
+        f"ops: {choice.switch.text}: node {node.name!r} cannot run {operator} as {names}: {'; '.join(refusals)}; {hint}"
+    )
 
 
 def check_switches(switches: Switches, registry: OperatorRegistry) -> None:
-    """Raise ConfigError if a switch names an unknown operator, or one that cannot be switched off."""
-    names = registry.names()
-    switches.check(names, [name for name in names if registry.is_required(name)])
+    """Raise ConfigError if a switch names an unknown operator or form, or rules out a required form."""
+
+    def forms(operator: str) -> list[str]:
+        reference = [REFERENCE] if registry.find(operator, REFERENCE) else []
+        backends = [name for name in backend_names() if name != REFERENCE and operator != SAMPLER]
+        return [*(form.name for form in registry.plugin_forms(operator)), *backends, *reference]
+
+    switches.check(registry.names(), forms, registry.required())
 
 
 def default_base(npu: str) -> str:

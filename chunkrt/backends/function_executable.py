@@ -5,37 +5,35 @@ The functions take the weights of an engine in the form that suits NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from chunkrt.backends.base import Array
-from chunkrt.backends.registry import REFERENCE, Implementation, operators, qualified
+from chunkrt.backends.registry import REFERENCE, Form, operators, qualified
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX, OUTPUT_STEP_SUFFIX, WeightStore
 from chunkrt.engine_directory.weights import StoredWeight, stored_weights
 from chunkrt.errors import BackendError, ChunkrtError, CompileError
-from chunkrt.graph.plan import Node, Plan, Subgraph, Tensor, resolve
+from chunkrt.graph.plan import Node, Plan, Tensor, resolve
+from chunkrt.graph.uses import OperatorNode
 from chunkrt.quant.arithmetic import DynamicWeight, Integers, quantize_rows, right_operand
 from chunkrt.quant.grid import LinearGrids
 from chunkrt.quant.scheme import Scheme
 
-Prepare = Callable[[str, Any], Any]
-"""Function that takes a weight's name and the weight, and returns the form that an operator's function needs."""
-
 operators.register("quantize", REFERENCE)(quantize_rows)
 
 
-def constants(subgraph: Subgraph, plan: Plan, scheme: Scheme, weights: WeightStore) -> dict[str, Any]:
-    """Return the weights of a subgraph by name, in the form that functions take.
+def constants(names: Iterable[str], plan: Plan, scheme: Scheme, weights: WeightStore) -> dict[str, Any]:
+    """Return weights of a plan by name, in the form that functions take.
 
     Under "float" all weights are arrays. Under other schemes the weight of a linear is a `QuantizedWeight`, and the
     weight of routed experts is a list of `QuantizedWeight` objects.
     """
     stored = stored_weights(plan, scheme)
-    return {name: _constant(stored[name], scheme, weights) for name in subgraph.weights}
+    return {name: _constant(stored[name], scheme, weights) for name in names}
 
 
 def _constant(stored: StoredWeight, scheme: Scheme, weights: WeightStore) -> Any:
@@ -53,32 +51,50 @@ def _constant(stored: StoredWeight, scheme: Scheme, weights: WeightStore) -> Any
     return right_operand(Integers(*weights.linear(name)), name, scheme, grids)
 
 
-def prepare_weight(implementation: Implementation, name: str, weight: Any) -> Any:
-    """Return the result of an implementation's `prepare` for a weight. Raises CompileError if it fails."""
-    assert implementation.prepare is not None
+class NodeObject:
+    """An object of a plug-in's class for one node, which is called like a function.
+
+    Args:
+        form: the form whose class it is. The class is called with the node and the form's parts. Its method `prepare`,
+            if there is one, is then called once with the node's weights, and the object gets no weights later.
+        weights: returns the node's weights in the order of its inputs; None for an absent one.
+
+    Raises:
+        CompileError: the class or `prepare` fails.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        node: OperatorNode,
+        parts: Mapping[str, Callable[..., Any]],
+        weights: Callable[[], Sequence[Any]],
+    ) -> None:
+        self.node = node
+        with _reported(form, f"make {form.operator!r} for node {node.name!r}"):
+            self._call: Callable[..., Any] = form.function(node, **parts)
+        if form.prepares:
+            stored = weights()
+            with _reported(form, f"prepare the weights of {form.operator!r} for node {node.name!r}"):
+                self._call.prepare(*stored)
+        self.__module__, self.__qualname__ = form.module, form.function.__qualname__
+
+    def __call__(self, *arrays: Any) -> Any:
+        return self._call(*arrays)
+
+
+@contextmanager
+def _reported(form: Form, what: str) -> Iterator[None]:
+    """Raise CompileError with the form and its package if a plug-in's class fails."""
     try:
-        return implementation.prepare(weight)
-    except Exception as error:  # a plug-in's function may raise any exception
+        yield
+    except ChunkrtError:
+        raise
+    except Exception as error:  # a plug-in's class may raise any exception
         raise CompileError(
-            f"{implementation.origin} cannot prepare {name} for {implementation.operator!r}: {type(error).__name__}: "
-            f"{error}; repair it or use `ops='-{implementation.operator}'`"
+            f"{form.origin}: form {form.name!r} cannot {what}: {type(error).__name__}: {error}; repair it or use "
+            f"`ops='-{form.operator}'`"
         ) from error
-
-
-def prepared(
-    wanted: Sequence[tuple[Node, Prepare | None]], weights: Mapping[str, Any]
-) -> tuple[list[Node], dict[str, Any]]:
-    """Return the nodes and their weights: prepared weights have new names, other weights are unchanged."""
-    nodes: list[Node] = []
-    found: dict[str, Any] = {}
-    for node, prepare in wanted:
-        names = {name: name for name in node.inputs if name in weights}
-        if prepare:
-            names = {name: f"{name}, prepared for {node.name}" for name in names}
-        for name, read in names.items():
-            found[read] = prepare(name, weights[name]) if prepare else weights[name]
-        nodes.append(replace(node, inputs=tuple(names.get(name, name) for name in node.inputs)))
-    return nodes, found
 
 
 Operator = Callable[..., Any]

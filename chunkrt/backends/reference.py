@@ -53,7 +53,9 @@ class ReferenceBackend:
         """
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
         steps = [(use.node, own_function(use.operator)) for use in uses(subgraph, plan)]
-        return FunctionExecutable(subgraph.name, steps, constants(subgraph, plan, scheme, weights), plan.tensors)
+        return FunctionExecutable(
+            subgraph.name, steps, constants(subgraph.weights, plan, scheme, weights), plan.tensors
+        )
 
 
 def own_function(operator: str) -> Operator:
@@ -243,7 +245,7 @@ def rotate_half(x: Float32, cos: Float32, sin: Float32) -> Float32:
 
 
 @operators.register("cached_attention", REFERENCE, parts=("rope",))
-def _cached_attention(
+def cached_attention(
     qkv: Float32,
     position: NDArray[np.int64],
     rope_position: NDArray[np.int64],

@@ -1,24 +1,30 @@
-"""Registry of implementations, by canonical operator name and device.
+"""Registry of forms: the implementations of operators, by canonical operator name and form name.
 
-chunkrt's devices are `reference` (a NumPy function), `native` (an emitter of instructions), `npu` (a lowering to ONNX)
-and `link` (sums over ranks). A plug-in adds functions for its own devices, or replaces chunkrt's. Implementations are
-looked up once, when a subgraph is compiled (`backends/dispatch.py`).
+chunkrt's forms are `reference` (a NumPy function), `native` (an emitter of instructions), `npu` (a lowering to ONNX)
+and `link` (sums over ranks). A plug-in adds forms of its own, which are functions or classes. Forms are looked up once,
+when a subgraph is compiled (`backends/dispatch.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from chunkrt.errors import ConfigError, PartitionError
+from chunkrt.backends import PLUGINS as BACKENDS_OF_PLUGINS
+from chunkrt.errors import ConfigError, PartitionError, unknown_name
 from chunkrt.graph.operators import find_operator
 from chunkrt.graph.plan import Node
-from chunkrt.graph.uses import PARTS, SAMPLER, Use
+from chunkrt.graph.uses import PARTS, SAMPLER, OperatorNode, Use
 
 REFERENCE, NATIVE, NPU, LINK = "reference", "native", "npu", "link"
-OWN_DEVICES = (REFERENCE, NATIVE, NPU, LINK)
+
+OWN_BACKENDS = ("native", "onnxrt", "qnn", "reference")
+
+RESERVED = frozenset({*OWN_BACKENDS, NPU, LINK, "all", "none"})
+"""Names that no form of a plug-in may have; "reference" is allowed for operators that chunkrt's reference lacks."""
 
 OWN_PACKAGE = "chunkrt"
 
@@ -26,51 +32,53 @@ ALL_PARTS = frozenset(part for parts in PARTS.values() for part in parts)
 CALLED = (*sorted(ALL_PARTS), SAMPLER)
 """Operators that other code calls as functions, and that no backend implements."""
 
-
-def nothing_refused(node: Node) -> str:
-    """Return an empty reason: the default of `refuses`, for implementations that accept every node."""
-    return ""
-
-
-PREPARED = ("linear", "logits", "routed_experts", "shadow_linear")
-"""Operators whose implementations may convert the weights of linears to their own form."""
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Implementation:
-    """A device's implementation of an operator.
+class Form:
+    """An implementation of an operator.
 
     Attributes:
-        function: on `reference` and in every plug-in, it takes the node's inputs in order and its attributes by name,
-            and returns its output or a tuple of outputs.
+        name: the form's name, by which `ops` chooses it.
+        function: `reference` and every plug-in's form: a function of the node's inputs in order and its attributes by
+            name, which returns the output or a tuple of outputs; or a class, see `NodeObject`.
         module: the module that defines the function.
         distribution: the installed package that provides the function; empty for chunkrt.
+        backends: backends in whose subgraphs the form runs; empty for all.
         parts: operators that the function calls and takes as keyword arguments.
-        is_required: True if the operator cannot be switched off.
-        refuses: returns the reason why the function does not accept a node of the operator; empty if it does.
-        prepare: converts a weight to the form that the function takes; None if no conversion is needed.
+        is_required: True if nothing may replace the form, or a function that returns this for a node.
+        refuses: returns the reason why the form does not accept a node; empty or None if it does.
     """
 
     operator: str
-    device: str
+    name: str
     function: Callable[..., Any]
     module: str
     distribution: str = ""
+    backends: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
-    is_required: bool = False
-    refuses: Callable[[Node], str] = nothing_refused
-    prepare: Callable[[Any], Any] | None = None
+    is_required: bool | Callable[[OperatorNode], bool] = False
+    refuses: Callable[[Any], str | None] | None = None
 
     @property
     def is_plugin(self) -> bool:
-        """True if a package other than chunkrt defines the implementation."""
+        """True if a package other than chunkrt defines the form."""
         return bool(self.distribution) or self.module.partition(".")[0] != OWN_PACKAGE
 
     @property
+    def is_class(self) -> bool:
+        """True if an object of the class is made for each node. A class of samplers is called for each session."""
+        return isinstance(self.function, type) and self.operator != SAMPLER
+
+    @property
+    def prepares(self) -> bool:
+        """True if an object of the class gets its weights once, before all calls."""
+        return self.is_class and hasattr(self.function, "prepare")
+
+    @property
     def provider(self) -> str:
-        """Provider, for messages: the distribution, or the module of an implementation that was registered directly."""
+        """Provider, for messages: the distribution, or the module of a form that was registered directly."""
         return self.distribution or self.module
 
     @property
@@ -79,103 +87,116 @@ class Implementation:
         return f"{self.distribution} ({self.module})" if self.distribution else self.module
 
     def refusal(self, node: Node) -> str:
-        """Return the result of `refuses` for a node. Raises PartitionError if a plug-in's `refuses` raises an
-        exception.
+        """Return the reason why the form does not accept a node; empty if it does. Raises PartitionError if a plug-in's
+        `refuses` fails.
         """
+        if self.refuses is None:
+            return ""
+        reason = self._ask(self.refuses, node, "whether it accepts")
+        if not isinstance(reason, str | None):
+            raise PartitionError(
+                f"{self.origin}: refuses= of form {self.name!r} of {self.operator!r} returned {reason!r} for node "
+                f"{node.name!r}, expected a reason, or '' to accept the node; repair it"
+            )
+        return reason or ""
+
+    def requires(self, node: OperatorNode) -> bool:
+        """Return whether nothing may replace the form at a node. Raises PartitionError if a plug-in's `is_required`
+        fails.
+        """
+        if isinstance(self.is_required, bool):
+            return self.is_required
+        return bool(self._ask(self.is_required, node, "whether it is required for"))
+
+    def _ask(self, question: Callable[[Any], Any], node: Node, what: str) -> Any:
         try:
-            return self.refuses(node)
+            return question(node)
         except Exception as error:
             if not self.is_plugin:
                 raise
-            what = f"{type(error).__name__}: {error}"
             raise PartitionError(
-                f"{self.origin} failed to decide whether it accepts node {node.name!r}: {what}; repair it"
+                f"{self.origin} failed to decide {what} node {node.name!r}: {type(error).__name__}: {error}; repair it"
             ) from error
 
 
 class OperatorRegistry:
-    """Implementations of operators, at most one for each name and device."""
+    """Forms of operators by name, those of one operator in the order of their registration."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, str], Implementation] = {}
-        self._own: dict[tuple[str, str], Implementation] = {}
+        self._forms: dict[str, dict[str, Form]] = {}
         self._distribution = ""
 
     def register(
         self,
         operator: str,
-        device: str,
+        name: str,
         *,
-        replaces: bool = False,
+        backends: tuple[str, ...] = (),
         parts: tuple[str, ...] = (),
-        is_required: bool = False,
-        refuses: Callable[[Node], str] = nothing_refused,
-        prepare: Callable[[Any], Any] | None = None,
+        is_required: bool | Callable[[OperatorNode], bool] = False,
+        refuses: Callable[[OperatorNode], str | None] | None = None,
     ) -> Callable[[Function], Function]:
-        """Register a callable as a device's implementation of an operator (a decorator).
+        """Register a function or a class as a form of an operator (a decorator).
+
+        A package may register several forms of an operator. Each node runs in the first one that accepts it.
 
         Args:
             operator: its canonical name, such as "rms_norm"; `chunkrt ops MODEL` lists them.
-            device: "reference", "native", "npu", or a plug-in's own.
-            replaces: whether the callable replaces chunkrt's implementation. A plug-in's replacement is a function.
-            parts: "rope" or "quantize", if the callable takes it as a keyword argument, like the reference's attention.
-            is_required: whether the operator cannot be switched off.
-            refuses: returns the reason why the implementation does not accept a node, which then runs as if the
-                implementation were not registered; empty if it accepts the node.
-            prepare: for an operator in PREPARED: called with each weight of a node once, when its subgraph is compiled;
-                the callable gets the result instead of the weight.
+            name: the form's name, which is free for the operator.
+            backends: names of the backends in whose subgraphs the form runs; all if it is empty.
+            parts: "rope" or "quantize", if the function takes it as a keyword argument, like the reference's attention.
+            is_required: whether the operator may run in this form alone; or a function of a node that returns this.
+            refuses: a function of a node that returns the reason why the form does not accept it; the node then runs in
+                the next form. It returns an empty text or None if the form accepts the node.
 
         Raises:
-            ConfigError: the operator is already registered on the device; or the operator to replace does not exist, or
-                a plug-in already replaced it; or the registered implementation would never be called, or is not
-                callable.
+            ConfigError: the operator has a form of that name; or the form would never be called, or is not callable.
         """
 
         def add(function: Function) -> Function:
-            implementation = Implementation(
+            form = Form(
                 operator=operator,
-                device=device,
+                name=name,
                 function=function,
                 module=getattr(function, "__module__", None) or type(function).__module__,
                 distribution=self._distribution,
+                backends=backends,
                 parts=parts,
                 is_required=is_required,
                 refuses=refuses,
-                prepare=prepare,
             )
-            self._check(implementation, replaces=replaces)
-            self._entries[operator, device] = implementation
-            if not implementation.is_plugin:
-                self._own[operator, device] = implementation
+            self._check(form)
+            self._forms.setdefault(operator, {})[name] = form
             return function
 
         return add
 
-    def _check(self, new: Implementation, *, replaces: bool) -> None:
-        what, old = f"{new.operator!r} on {new.device!r}", self._entries.get((new.operator, new.device))
-        if old is None and replaces:
-            raise ConfigError(f"{new.origin} replaces the operator {what}, which does not exist; omit replaces=True")
-        if old is not None and (old.is_plugin or not replaces):
-            hint = "pass replaces=True to replace it on purpose"
+    def _check(self, new: Form) -> None:
+        start = f"{new.origin} registers the form {new.name!r} of {new.operator!r}"
+        if (old := self.find(new.operator, new.name)) is not None:
+            hint = "choose another name"
             if old.is_plugin:
                 hint = "register it once" if old.provider == new.provider else "uninstall one of them"
-            raise ConfigError(f"{new.origin} registers the operator {what}, which {old.origin} already has; {hint}")
-        if not callable(new.function):
-            raise ConfigError(f"{new.origin} registers the operator {what} as {new.function!r}, expected a function")
-        if new.prepare is not None and not (callable(new.prepare) and new.operator in PREPARED):
-            raise ConfigError(
-                f"{new.origin} registers the operator {what} with prepare={new.prepare!r}, expected a function; "
-                f"operators with weights to prepare are {', '.join(PREPARED)}"
-            )
-        if new.operator in CALLED and new.device in (NATIVE, NPU, LINK):
-            raise ConfigError(
-                f"{new.origin} registers the operator {what}, where it is never called; name a device of your own, or "
-                "'reference' with replaces=True"
-            )
+            raise ConfigError(f"{start}, which {old.origin} already has; {hint}")
+        if not new.is_plugin:
+            return
+        if new.name in RESERVED - {REFERENCE} or not re.fullmatch(r"\w[\w.-]*", new.name):
+            hint = "for the subgraphs of one backend, pass backends=" if new.name in RESERVED else "use letters and '_'"
+            raise ConfigError(f"{start}, a name that is reserved or malformed; choose another name, {hint}")
+        if not callable(new.function) or (new.is_class and "__call__" not in dir(new.function)):
+            raise ConfigError(f"{start} as {new.function!r}, expected a function, or a class with a method __call__")
+        for what, found in (("refuses", new.refuses), ("is_required", new.is_required)):
+            if not (found is None or isinstance(found, bool) or callable(found)):
+                raise ConfigError(f"{start} with {what}={found!r}, expected a function of a node")
+        if not isinstance(new.backends, tuple | list) or not all(isinstance(name, str) for name in new.backends):
+            raise ConfigError(f"{start} with backends={new.backends!r}, expected names such as ('native',)")
+        for name in (name for name in new.backends if name not in OWN_BACKENDS):
+            if name not in BACKENDS_OF_PLUGINS.names:
+                raise ConfigError(f"{start} for {unknown_name('backend', name, backend_names())}")
         parts = () if new.operator in CALLED else ALL_PARTS
         if unknown := [part for part in new.parts if part not in parts]:
             known = f"known parts: {', '.join(sorted(parts))}" if parts else f"{new.operator!r} takes no parts"
-            raise ConfigError(f"{new.origin} registers the operator {what} with the part {unknown[0]!r}; {known}")
+            raise ConfigError(f"{start} with the part {unknown[0]!r}; {known}")
 
     @contextmanager
     def from_distribution(self, name: str) -> Iterator[None]:
@@ -192,118 +213,116 @@ class OperatorRegistry:
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """Undo the registrations made inside the context if an exception is raised."""
-        before = self._entries.copy()
+        before = {operator: dict(forms) for operator, forms in self._forms.items()}
         try:
             yield
         except BaseException:
-            self._entries = before
+            self._forms = before
             raise
 
     def copy(self, *, without: Collection[tuple[str, str]] = ()) -> OperatorRegistry:
-        """Return an independent registry with the same implementations, except those of pairs (operator, device)."""
+        """Return an independent registry with the same forms, except those of pairs (operator, name)."""
         other = OperatorRegistry()
-        for entries, copied in ((self._entries, other._entries), (self._own, other._own)):
-            copied.update((key, entry) for key, entry in entries.items() if key not in without)
+        for operator, forms in self._forms.items():
+            kept = {name: form for name, form in forms.items() if (operator, name) not in without}
+            if kept:
+                other._forms[operator] = kept
         return other
 
-    def find(self, operator: str, device: str) -> Implementation | None:
-        """Return the implementation for a device: the plug-in's if a plug-in replaced chunkrt's."""
-        return self._entries.get((operator, device))
+    def find(self, operator: str, name: str) -> Form | None:
+        """Return the form of an operator with a name."""
+        return self._forms.get(operator, {}).get(name)
 
-    def find_own(self, operator: str, device: str) -> Implementation | None:
-        """Return chunkrt's own implementation, even if a plug-in replaced it."""
-        return self._own.get((operator, device))
+    def find_own(self, operator: str, name: str) -> Form | None:
+        """Return chunkrt's form of an operator with a name."""
+        form = self.find(operator, name)
+        return None if form is None or form.is_plugin else form
 
-    def find_plugin(self, operator: str, device: str) -> Implementation | None:
-        """Return a plug-in's implementation of an operator that would run on `device`, regardless of its refusals.
+    def plugin_forms(self, operator: str) -> list[Form]:
+        """Return plug-ins' forms of an operator that precede those of backends, in the order of their preference."""
+        forms = self._forms.get(operator, {}).values()
+        return [form for form in forms if form.is_plugin and form.name != REFERENCE]
+
+    def pick_plugin(self, operator: str, node: OperatorNode, backend: str) -> tuple[Form | None, list[str]]:
+        """Return the plug-in's form that runs a node in a subgraph of a backend, or None, and the reasons of the forms
+        that refuse the node before.
 
         Raises:
-            ConfigError: several implementations exist.
+            ConfigError: forms of several packages accept the node.
+            PartitionError: the `refuses` of a form fails.
         """
-        found = self._plugins(operator, device)
+        found: dict[str, Form] = {}
+        reasons: list[str] = []
+        for form in self.plugin_forms(operator):
+            if form.provider in found or (form.backends and backend not in form.backends):
+                continue
+            if reason := form.refusal(node):
+                reasons.append(refused(form, reason))
+            else:
+                found[form.provider] = form
         if len(found) > 1:
-            raise _several(found)
-        return found[0] if found else None
-
-    def pick_plugin(self, operator: str, device: str, node: Node) -> tuple[Implementation | None, str]:
-        """Return the plug-in's implementation that accepts a node, or None, and the reasons of the implementations that
-        refuse the node.
-
-        Raises:
-            ConfigError: several implementations accept the node.
-            PartitionError: the `refuses` of an implementation fails.
-        """
-        refusals = [(form, form.refusal(node)) for form in self._plugins(operator, device)]
-        takers = [form for form, refusal in refusals if not refusal]
-        if len(takers) > 1:
-            raise _several(takers, node)
-        reasons = [f"; plug-in {form.provider} refuses it: {refusal}" for form, refusal in refusals if refusal]
-        return (takers[0] if takers else None), "".join(reasons)
-
-    def _plugins(self, operator: str, device: str) -> list[Implementation]:
-        """Return plug-ins' implementations of an operator that would run on `device`: replacements of chunkrt's, and
-        those on plug-ins' own devices.
-        """
-        return [
-            entry
-            for (name, where), entry in self._entries.items()
-            if name == operator and entry.is_plugin and (where == device or where not in OWN_DEVICES)
-        ]
+            forms = " and ".join(f"{form.name!r} of {form.origin}" for form in found.values())
+            names = " or ".join(f"`ops='{operator}={form.name}'`" for form in found.values())
+            raise ConfigError(
+                f"node {node.name!r}: forms of {len(found)} packages accept it: {forms}; choose one by {names}, or "
+                "uninstall all packages but one"
+            )
+        return next(iter(found.values()), None), reasons
 
     def check_plugins(self, distribution: str) -> None:
-        """Raise ConfigError if a plug-in has several forms of an operator, and none of them ever refuses a node."""
-        mine = [entry for entry in self._entries.values() if entry.distribution == distribution]
-        for entry in mine:
-            for device in OWN_DEVICES if entry.device not in OWN_DEVICES else (entry.device,):
-                found = self._plugins(entry.operator, device)
-                is_chosen_by_node = any(form.refuses is not nothing_refused for form in found)
-                if len(found) > 1 and (entry.operator in CALLED or not is_chosen_by_node):
-                    raise _several(found)
+        """Raise ConfigError if another package has forms of an operator that a plug-in also has, and no form of either
+        ever refuses a node.
+        """
+        for operator in self._forms:
+            forms = {form.provider: form for form in self.plugin_forms(operator) if form.refuses is None}
+            if len(forms) > 1 and distribution in forms:
+                several = " and ".join(f"{form.origin} as {form.name!r}" for form in forms.values())
+                raise ConfigError(
+                    f"the operator {operator!r} is registered by {several}; choose one by `ops='{operator}=NAME'`, or "
+                    "uninstall all packages but one"
+                )
 
-    def is_required(self, operator: str) -> bool:
-        """Return whether an implementation of an operator is required, so that the operator cannot be switched off."""
-        return any(entry.is_required for (name, _), entry in self._entries.items() if name == operator)
+    def required(self) -> dict[str, str]:
+        """Return the form that may not be replaced at any node, for each operator that has one."""
+        return {form.operator: form.name for form in self._all() if form.is_required is True}
 
     def names(self) -> list[str]:
         """Return the canonical names of all registered operators."""
-        return sorted({name for name, _ in self._entries})
+        return sorted(self._forms)
 
     def own_takes(self, use: Use) -> bool:
         """Return whether chunkrt's own reference has an operator and accepts the node."""
         return not self.missing(use, REFERENCE)
 
-    def missing(self, use: Use, device: str) -> str:
-        """Return a message if chunkrt itself has no implementation for a use on a device; empty if it has one.
+    def missing(self, use: Use, name: str) -> str:
+        """Return a message if chunkrt itself has no form of a use with a name; empty if it has one.
 
-        On `npu`, the expansion of a plug-in's operator into standard ONNX counts as chunkrt's.
+        For `npu`, the expansion of a plug-in's operator into standard ONNX counts as chunkrt's.
         """
         row = find_operator(use.node.domain, use.node.op)
-        if device == NPU and row is not None and row.expansion:
+        if name == NPU and row is not None and row.expansion:
             return ""
-        if own := self._own.get((use.operator, device)):
-            return own.refuses(use.node)
-        known = ", ".join(sorted(name for name, where in self._own if where == device))
-        return f"{device} has no operator {qualified(use.node.domain, use.node.op)}; it has: {known}"
+        if own := self.find_own(use.operator, name):
+            return own.refusal(use.node)
+        known = ", ".join(sorted(form.operator for form in self._all() if form.name == name and not form.is_plugin))
+        return f"{name} has no operator {qualified(use.node.domain, use.node.op)}; it has: {known}"
+
+    def _all(self) -> Iterator[Form]:
+        return (form for forms in self._forms.values() for form in forms.values())
 
 
-def _several(forms: Sequence[Implementation], node: Node | None = None) -> ConfigError:
-    """Return the error for several implementations of one operator with equal priority."""
-    operator, where = forms[0].operator, f", and node {node.name!r} is accepted by each" if node else ""
-    share = "" if operator in CALLED else "; or let refuses= of each leave nodes to the others"
-    if len({form.provider for form in forms}) == 1:
-        count = "two" if len(forms) == 2 else len(forms)
-        devices = " and ".join(repr(form.device) for form in forms)
-        what = f"{count} forms of one operator in package {forms[0].provider}: {operator!r} on {devices}"
-        return ConfigError(f"{what}{where}; register one of them{share}")
-    several = " and ".join(f"{form.origin} on {form.device!r}" for form in forms)
-    return ConfigError(
-        f"the operator {operator!r} is registered several times, by {several}{where}; uninstall all but one{share}"
-    )
+def backend_names() -> tuple[str, ...]:
+    """Return the names of all backends, chunkrt's and those of plug-ins."""
+    return (*OWN_BACKENDS, *BACKENDS_OF_PLUGINS.names)
+
+
+def refused(form: Form, reason: str) -> str:
+    """Return the text of a refusal, with the form and its package."""
+    return f"{form.name} ({form.provider}) refuses it: {reason}"
 
 
 operators = OperatorRegistry()
-"""All implementations. chunkrt's are registered when their modules are imported, plug-ins' before the first dispatch.
-"""
+"""All forms. chunkrt's are registered when their modules are imported, plug-ins' before the first dispatch."""
 
 
 def qualified(domain: str, op: str) -> str:

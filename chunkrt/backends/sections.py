@@ -43,7 +43,7 @@ def cut(subgraph: Subgraph, plan: Plan, groups: Sequence[Sequence[Node]]) -> tup
 
 
 class SectionedExecutable:
-    """Executable that runs sections in order. Each call uses its own set of buffers for the values between sections.
+    """Executable that runs sections in order. The values between sections exist during a call only.
 
     Args:
         subgraph: the subgraph that the sections form.
@@ -55,30 +55,17 @@ class SectionedExecutable:
     ) -> None:
         self.fixed_length = next((e.fixed_length for _, e in sections if e.fixed_length is not None), None)
         self._steps = [((*part.inputs, *part.all_state), part.outputs, executable.run) for part, executable in sections]
-        self._inner = {
-            name: plan.tensors[name] for part, _ in sections for name in part.outputs if name not in subgraph.outputs
-        }
-        outside = (*subgraph.inputs, *subgraph.outputs)
-        self._counted_by = {plan.tensors[name].shape[0]: name for name in outside if plan.tensors[name].shape}
+        self._inner = [
+            plan.tensors[name] for part, _ in sections for name in part.outputs if name not in subgraph.outputs
+        ]
+        outside = (plan.tensors[name] for name in (*subgraph.inputs, *subgraph.outputs))
+        self._counted_by = {t.shape[0]: t.name for t in outside if t.shape and isinstance(t.shape[0], str)}
         self._symbols = {"T": chunk_length, "R": chunk_length}
-        self._free: list[dict[str, Array]] = []
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
         """See `Executable.run`."""
         values = {**inputs, **outputs}
-        buffers = self._take()
-        try:
-            for name, tensor in self._inner.items():
-                counter = self._counted_by.get(tensor.shape[0]) if tensor.shape else None
-                values[name] = buffers[name] if counter is None else buffers[name][: len(values[counter])]
-            for reads, writes, run in self._steps:
-                run({name: values[name] for name in reads}, {name: values[name] for name in writes})
-        finally:
-            self._free.append(buffers)
-
-    def _take(self) -> dict[str, Array]:
-        """Provide a set of buffers that no other thread uses."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return {n: np.empty(resolve(t.shape, self._symbols), t.dtype) for n, t in self._inner.items()}
+        sizes = self._symbols | {symbol: len(values[name]) for symbol, name in self._counted_by.items()}
+        values |= {t.name: np.empty(resolve(t.shape, sizes), t.dtype) for t in self._inner}
+        for reads, writes, run in self._steps:
+            run({name: values[name] for name in reads}, {name: values[name] for name in writes})

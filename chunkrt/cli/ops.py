@@ -1,9 +1,8 @@
-"""`chunkrt ops`: show the implementation of each operator of a model, its origin, and the reason of the choice."""
+"""`chunkrt ops`: show the form of each operator of a model, its origin, and the reason of the choice."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,23 +26,25 @@ class OperatorRow:
 
     operator: str
     role: str
-    runs_on: str
+    form: str
     origin: str
     reason: str
 
 
 @click.command(
     cls=GroupedCommand,
-    first="ops npu scheme placement attention chunk_length size rank as_json",
+    first="ops npu scheme placement attention chunk_length size rank by_node as_json",
 )
 @model_argument
 @json_option("Print a JSON object.")
+@click.option("--nodes", "by_node", is_flag=True, help="List every node instead of the number of uses.")
 @ranks_options
 @planning_options
-def ops(model: str, as_json: bool, size: int | None, rank: int | None, **settings: Any) -> None:
-    """Show every operator of MODEL: its number of uses, its implementation, and the reason of this choice.
+def ops(model: str, as_json: bool, by_node: bool, size: int | None, rank: int | None, **settings: Any) -> None:
+    """Show every operator of MODEL: its number of uses, the form that runs it, and the reason of this choice.
 
-    No weights are read. Work that the CPU does in place of an NPU, e.g. decoding, is not shown.
+    The name in the column "form" is the one that --ops takes. No weights are read. Work that the CPU does in place of
+    an NPU, e.g. decoding, is not shown.
     """
     options = EngineOptions(**settings)
     switches, registry = Switches.parse(options.ops), registered_operators()
@@ -53,23 +54,30 @@ def ops(model: str, as_json: bool, size: int | None, rank: int | None, **setting
     dispatcher = Dispatcher(plan, scheme, registry, switches, default=default_base(options.npu))
     players = supports_by_role(options, scheme)
     supports, roles = dict(players.values()), {device: name for device, (name, _) in players.items()}
-    counts: Counter[OperatorRow] = Counter()
+    nodes: dict[OperatorRow, list[str]] = {}
     for subgraph in plan.subgraphs:
         backend = roles.get(subgraph.device, subgraph.device)
         for section in dispatcher.sections(subgraph, backend):
             if backend in supports:
                 dispatcher.check(section, backend, supports[backend])
-            for _, runner in section.runners:
-                counts.update(_rows(runner, subgraph.device, dispatcher))
-    counts[_row(dispatcher.sampler(), "session")] = 1
-    rows = sorted(counts, key=lambda row: (row.operator, row.role, row.runs_on))
+            for use, runner in section.runners:
+                for row in _rows(runner, subgraph.device, dispatcher):
+                    nodes.setdefault(row, []).append(use.node.name)
+    nodes[_row(dispatcher.sampler(), "session")] = [""]
+    rows = sorted(nodes, key=lambda row: (row.operator, row.role, row.form))
     if as_json:
-        found = [{**asdict(row), "uses": counts[row]} for row in rows]
+        found = [{**asdict(row), "uses": len(nodes[row]), "nodes": list(filter(None, nodes[row]))} for row in rows]
         click.echo(json.dumps({"model": model, "scheme": scheme.name, **roles, "operators": found}, indent=1))
+    elif by_node:
+        listed = [(row.operator, name, *_cells(row)) for row in rows for name in nodes[row]]
+        print_table([("operator", "node", *HEADER), *listed])
     else:
         print_table(
-            [("operator", "uses", "role", "runs on", "from", "why"), *(_cells(row, counts[row]) for row in rows)]
+            [("operator", "uses", *HEADER), *((row.operator, str(len(nodes[row])), *_cells(row)) for row in rows)]
         )
+
+
+HEADER = ("role", "form", "from", "why")
 
 
 def _rows(runner: Runner, role: str, dispatcher: Dispatcher) -> Iterator[OperatorRow]:
@@ -82,7 +90,7 @@ def _rows(runner: Runner, role: str, dispatcher: Dispatcher) -> Iterator[Operato
             yield OperatorRow(
                 operator=part,
                 role=role,
-                runs_on=runner.runs_on,
+                form=runner.name,
                 origin=runner.origin,
                 reason=f"a part of {runner.operator}",
             )
@@ -90,8 +98,8 @@ def _rows(runner: Runner, role: str, dispatcher: Dispatcher) -> Iterator[Operato
 
 def _row(runner: Runner, role: str) -> OperatorRow:
     reason = in_flags(runner.reason)
-    return OperatorRow(operator=runner.operator, role=role, runs_on=runner.runs_on, origin=runner.origin, reason=reason)
+    return OperatorRow(operator=runner.operator, role=role, form=runner.name, origin=runner.origin, reason=reason)
 
 
-def _cells(row: OperatorRow, num_uses: int) -> tuple[str, ...]:
-    return row.operator, str(num_uses), row.role, row.runs_on, row.origin, row.reason
+def _cells(row: OperatorRow) -> tuple[str, ...]:
+    return row.role, row.form, row.origin, row.reason

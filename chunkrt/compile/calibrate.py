@@ -41,10 +41,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from chunkrt.backends.dispatch import registered_operators
-from chunkrt.backends.function_executable import function_name
-from chunkrt.backends.registry import REFERENCE, Implementation, OperatorRegistry, qualified
+from chunkrt.backends.function_executable import NodeObject, function_name
+from chunkrt.backends.registry import REFERENCE, Form, qualified
 from chunkrt.errors import BackendError, ChunkrtError, PartitionError
-from chunkrt.graph.uses import Use, use_of
+from chunkrt.graph.uses import OperatorNode, Use, use_of, weight_places
 
 Float32 = NDArray[np.float32]
 Values = Mapping[str, Any]
@@ -338,49 +338,59 @@ def _largest(values: Float32) -> Float32:
 def run_operator(node: Node, inputs: Sequence[Any]) -> Any:
     """Return the output of a node, or a tuple of outputs.
 
+    An object of a plug-in's class is made for this call, with the shapes of the inputs.
+
     Raises:
-        PartitionError: no implementation on this machine supports the operator or accepts the node.
-        ConfigError: several plug-ins' implementations accept the node.
+        PartitionError: no form on this machine supports the operator or accepts the node.
+        ConfigError: forms of several plug-ins accept the node.
         BackendError: the function of a plug-in failed.
+        CompileError: the class of a plug-in failed.
     """
-    use = use_of(node)
-    found = _form(use, registered_operators())
-    if not found.is_plugin:
-        return found.function(*inputs, **use.node.attributes)
-    return _call_plugin(found, use, inputs)
-
-
-def _form(use: Use, registry: OperatorRegistry) -> Implementation:
+    use, registry = use_of(node), registered_operators()
     own = registry.find_own(use.operator, REFERENCE)
     if own is not None and registry.own_takes(use):
-        return own
-    plugin, refusal = registry.pick_plugin(use.operator, REFERENCE, use.node)
-    if plugin is None:
-        reason = registry.missing(use, REFERENCE) + refusal
+        return own.function(*inputs, **use.node.attributes)
+    declared = OperatorNode(
+        **vars(use.node),
+        operator=use.operator,
+        input_shapes=tuple(None if each is None else np.shape(each) for each in inputs),
+        output_shapes=(),
+        device="cpu",
+        scheme="float",
+    )
+    plugin, refusals = registry.pick_plugin(use.operator, declared, REFERENCE)
+    plugin = plugin or registry.find(use.operator, REFERENCE)
+    if plugin is None or not plugin.is_plugin or plugin.refusal(declared):
+        reason = "; ".join([registry.missing(use, REFERENCE), *refusals])
         raise PartitionError(f"node {use.node.name!r}: {reason}; install the plug-in that provides the operator")
-    return plugin
+    return _call_plugin(plugin, use, declared, inputs)
 
 
-def _call_plugin(plugin: Implementation, use: Use, inputs: Sequence[Any]) -> Any:
-    """Call a plug-in's function with chunkrt's own parts, and convert its float outputs to float32, as in a run."""
-    registry, node = registered_operators(), use.node
-    own_parts = {part: registry.find_own(part, REFERENCE) for part in plugin.parts}
+def _call_plugin(plugin: Form, use: Use, declared: OperatorNode, inputs: Sequence[Any]) -> Any:
+    """Call a plug-in's form with chunkrt's own parts, and convert its float outputs to float32, as in a run."""
+    own_parts = {part: registered_operators().find_own(part, REFERENCE) for part in plugin.parts}
     parts = {part: own.function for part, own in own_parts.items() if own is not None}
-    function = partial(plugin.function, **parts) if parts else plugin.function
+    node, function, given, attributes = use.node, plugin.function, inputs, use.node.attributes
+    if plugin.is_class:
+        places = weight_places(use) if plugin.prepares else ()
+        function = NodeObject(plugin, declared, parts, lambda: [inputs[place] for place in places])
+        given, attributes = [each for place, each in enumerate(inputs) if place not in places], {}
+    elif parts:
+        function = partial(function, **parts)
     try:
-        results = function(*inputs, **node.attributes)
+        results = function(*given, **attributes)
         results = results if isinstance(results, tuple) else (results,)
         if len(results) != len(node.outputs):
             raise ValueError(f"it returned {len(results)} outputs, expected {len(node.outputs)}")
         row = find_operator(node.domain, node.op) if node.domain != DOMAIN else None
         if row is not None:
-            expected = row.output(node.attributes, [None if given is None else np.shape(given) for given in inputs])
+            expected = row.output(node.attributes, declared.input_shapes)
             if np.shape(results[0]) != expected:
                 raise ValueError(f"it returned the shape {list(np.shape(results[0]))}, expected {list(expected)}")
         return tuple(np.ascontiguousarray(result, np.float32) for result in results)
     except ChunkrtError:
         raise
     except Exception as error:  # a plug-in's function may raise any exception
-        what, who = qualified(node.domain, node.op), function_name(plugin.function)
+        what, who = qualified(node.domain, node.op), function_name(function)
         reason = f"{type(error).__name__}: {error}"
         raise BackendError(f"node {node.name!r}: {what} by {who} failed: {reason}") from error

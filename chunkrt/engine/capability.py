@@ -126,7 +126,7 @@ def _near(plan: Plan, options: EngineOptions, npu: str) -> set[str]:
 
 def _is_taken(dispatcher: Dispatcher, subgraph: Subgraph, name: str, supports: Supports, scheme: Scheme) -> bool:
     sections = dispatcher.sections(subgraph, name)
-    return all(section.steps or supports(section.subgraph, section.plan, scheme) for section in sections)
+    return all(section.is_called or supports(section.subgraph, section.plan, scheme) for section in sections)
 
 
 def _checked_alone(
@@ -140,7 +140,7 @@ def _checked_alone(
     alone = _with_parts(plan, subgraph, parts)
     found: list[tuple[Use, Moved | None]] = []
     for (use, runner), part in zip(runners, parts, strict=True):
-        support = supports(part, alone, scheme) if runner.function is None else Support(ok=True)
+        support = supports(part, alone, scheme) if runner.form is None else Support(ok=True)
         moved = Moved(operator=use.operator, node=support.node or use.node.name, reason=support.reason)
         found.append((use, None if support else moved))
     return found

@@ -178,7 +178,7 @@ class ExecutorBuilder:
         not."""
         backends = {self.cpu_backend.name, self.npu_backend.name if has_npu else self.cpu_backend.name}
         is_by_rows = backends <= BY_ROWS and all(
-            runner.function is None or use.operator in IN_NUMPY
+            runner.form is None or use.operator in IN_NUMPY
             for s in self.plan.subgraphs
             if s.device != "link"
             for use, runner in self.dispatcher.runners(s, self._backend_of(s, has_npu=has_npu).name)
@@ -227,9 +227,9 @@ class ExecutorBuilder:
         dispatcher = self.dispatcher.for_plan(plan)
         for subgraph in (s for s in plan.subgraphs if s.device == "npu" and s.state):
             for use, runner in dispatcher.runners(subgraph, QNN):
-                if runner.function is not None:
+                if runner.form is not None:
                     raise ConfigError(
-                        f"with attention on the NPU all operators of its graphs run there, but {runner.runs_on} runs "
+                        f"with attention on the NPU all operators of its graphs run there, but {runner.name} runs "
                         f"{use.operator} ({runner.reason}); omit `attention='npu'`, or let the NPU run it"
                     )
 

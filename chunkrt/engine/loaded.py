@@ -161,9 +161,10 @@ class LoadedModel:
             if options.cache_memory is not None:
                 check_cache_memory(options.cache_memory, self._make_state(State).num_bytes, self.context_length)
             sampler = self.dispatcher.sampler()
-            assert sampler.function is not None
+            assert sampler.form is not None
+            make = sampler.form.function
             self.make_sampler: Callable[[SamplingOptions], Sampler | PluginSampler] = (
-                partial(PluginSampler, sampler.function, sampler.origin) if sampler.is_plugin else sampler.function
+                partial(PluginSampler, make, sampler.origin) if sampler.is_plugin else make
             )
             executors = ExecutorBuilder(
                 plan=self.plan,

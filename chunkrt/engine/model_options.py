@@ -115,7 +115,7 @@ def check_cache(
         return
     for runner in _other_attention(plan, dispatcher, backend.name):
         raise ConfigError(
-            f"{what} only supported by native attention, but {runner.runs_on} runs cached_attention ({runner.reason}); "
+            f"{what} only supported by native attention, but {runner.name} runs cached_attention ({runner.reason}); "
             f"choose {others}"
         )
 
@@ -127,7 +127,7 @@ def _other_attention(plan: Plan, dispatcher: Dispatcher, backend: str) -> list[R
         for subgraph in plan.subgraphs
         if subgraph.all_state
         for _, runner in dispatcher.runners(subgraph, backend)
-        if runner.operator == "cached_attention" and runner.runs_on != "native"
+        if runner.operator == "cached_attention" and runner.name != "native"
     ]
 
 

@@ -254,10 +254,11 @@ class EngineOptions:
         is_planned=True,
     )
     ops: tuple[str, ...] | str | None = declared_option(
-        "--ops all|none|+NAME|-NAME",
-        "Operators that use the implementation of their backend or of a plug-in; all others use the reference "
-        "implementation. Separate several by commas or repeat the option; `chunkrt ops` lists them.  [default: all; "
-        "none for --npu reference]",
+        "--ops all|none|+NAME|-NAME|NAME=FORM",
+        "Forms of operators: +NAME runs an operator in the form of a plug-in or of its backend, -NAME in the "
+        "reference, NAME=FORM in the named form. A pattern of modules may precede the name: model.layers.0.NAME. "
+        "Separate several by commas or repeat the option; `chunkrt ops` lists them.  [default: all; none for --npu "
+        "reference]",
         group="Devices",
         check=Switches.parse,
         is_planned=True,

@@ -49,6 +49,7 @@ class Operator:
         optional: indices of inputs that may be missing (an empty string).
         least_inputs: number of inputs after which the others may be omitted; None if no input may be omitted.
         indices: indices of int64 inputs; other inputs are float32.
+        weights: indices of inputs that are weights, which a form that is a class gets once, in its `prepare`.
         attributes: types of the attributes; all except `defaulted` are required.
         output: computes the shape of the first output from the attributes and the shapes of the inputs (None for a
             missing input); raises ValueError if they do not match. The plan states the shapes of other outputs.
@@ -69,6 +70,7 @@ class Operator:
     optional: tuple[int, ...] = ()
     least_inputs: int | None = None
     indices: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
     defaulted: tuple[str, ...] = ()
     name: str = ""
     is_dynamic: bool = False
@@ -305,6 +307,7 @@ _ATTENTION = Operator(
     optional=(7,),
     output=_attention,
     indices=(1, 2),
+    weights=(3, 4, 7, 8),
     attributes={
         **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "window", "appends"), int),
         **dict.fromkeys(("scale", "soft_cap"), float),
@@ -318,6 +321,7 @@ _LINEAR_ATTENTION = Operator(
     least_inputs=7,
     output=_linear_attention,
     optional=(1, 2, 4, 6),
+    weights=(3, 4, 7),
     attributes={
         "attn_type": str,
         **dict.fromkeys(("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "use_qk_l2norm"), int),
@@ -338,19 +342,25 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         attributes={"axis": int},
         defaulted=("axis",),
         indices=(1,),
+        weights=(0,),
     ),
     ("", "Gelu"): Operator(num_inputs=1, output=_same, attributes={"approximate": str}, defaulted=("approximate",)),
-    ("", "MatMul"): Operator(name="linear", num_inputs=2, output=_product, flops=_product_flops),
+    ("", "MatMul"): Operator(name="linear", num_inputs=2, output=_product, weights=(1,), flops=_product_flops),
     ("", "RMSNormalization"): Operator(
-        name="rms_norm", num_inputs=2, output=_norm, attributes={"axis": int, "epsilon": float}, defaulted=("axis",)
+        name="rms_norm",
+        num_inputs=2,
+        output=_norm,
+        weights=(1,),
+        attributes={"axis": int, "epsilon": float},
+        defaulted=("axis",),
     ),
     ("", "Split"): Operator(
         num_inputs=1, output=_split, attributes={"axis": int, "num_outputs": int}, defaulted=("axis",)
     ),
     ("chunkrt", "AllReduce"): Operator(is_dynamic=True, num_inputs=2, output=_sum, indices=(1,)),
     ("chunkrt", "CachedAttention"): _ATTENTION,
-    ("chunkrt", "FloatLinear"): Operator(num_inputs=2, output=_product, flops=_product_flops),
-    ("chunkrt", "HeadNorm"): Operator(num_inputs=2, output=_head_norm, attributes={"epsilon": float}),
+    ("chunkrt", "FloatLinear"): Operator(num_inputs=2, output=_product, weights=(1,), flops=_product_flops),
+    ("chunkrt", "HeadNorm"): Operator(num_inputs=2, output=_head_norm, weights=(1,), attributes={"epsilon": float}),
     ("chunkrt", "LinearAttention"): _LINEAR_ATTENTION,
     ("chunkrt", "LowRankSum"): Operator(
         is_dynamic=True, num_inputs=3, output=_low_rank, indices=(2,), attributes={"weight": str}
@@ -362,6 +372,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         num_inputs=7,
         least_inputs=4,
         optional=(4, 5, 6),
+        weights=(2, 3, 4, 5, 6),
         output=_experts,
         attributes={
             **dict.fromkeys(("top_k", "norm_topk_prob", "use_sigmoid", "uses_gelu"), int),
@@ -369,7 +380,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         },
         defaulted=("use_sigmoid", "norm_epsilon", "swiglu_alpha", "swiglu_limit", "uses_gelu"),
     ),
-    ("chunkrt", "ShadowLinear"): Operator(is_dynamic=True, num_inputs=2, output=_product),
+    ("chunkrt", "ShadowLinear"): Operator(is_dynamic=True, num_inputs=2, output=_product, weights=(1,)),
 }
 
 

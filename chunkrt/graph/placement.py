@@ -58,7 +58,11 @@ def check_placement(placement: Any, where: str) -> Placement:
 
 def placed_by_name(placement: Placement, node: str) -> Place | None:
     """Return the device of a node by its name, which begins with its module's path; None if no pattern matches."""
-    parts = node.split(".")
-    paths = [".".join(parts[:length]) for length in range(len(parts))]
-    devices = [device for pattern, device in placement.items() if any(fnmatchcase(path, pattern) for path in paths)]
+    devices = [device for pattern, device in placement.items() if matches(pattern, node)]
     return devices[-1] if devices else None
+
+
+def matches(pattern: str, node: str) -> bool:
+    """Return whether a pattern of module paths matches one of the modules that contain a node, by the node's name."""
+    parts = node.split(".")
+    return any(fnmatchcase(".".join(parts[:length]), pattern) for length in range(len(parts)))

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from chunkrt.graph.operators import OPERATORS
-from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, Node, Plan, Subgraph
+from chunkrt.graph.operators import OPERATORS, find_operator
+from chunkrt.graph.plan import ATTENTION_OPS, DOMAIN, Device, Dimension, Node, Plan, Subgraph
 
 _NAMES = {op: row.name for (_, op), row in OPERATORS.items() if row.name}
 
@@ -41,6 +41,49 @@ class Use:
     operator: str
     node: Node
     nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorNode(Node):
+    """A node as the forms of its operator see it: with the sizes of its operands.
+
+    Attributes:
+        operator: the canonical name, which depends on the use: "linear", "logits" or "matmul".
+        input_shapes: shapes of the inputs; None for an absent input. "T" and "R" are numbers of rows, "P" and "W" those
+            of positions in caches.
+        output_shapes: shapes of the outputs.
+        device: the device on which the plan places the node, "npu" or "cpu".
+        scheme: name of the scheme.
+    """
+
+    operator: str
+    input_shapes: tuple[tuple[Dimension, ...] | None, ...]
+    output_shapes: tuple[tuple[Dimension, ...], ...]
+    device: Device
+    scheme: str
+
+
+def declare(use: Use, subgraph: Subgraph, plan: Plan, scheme: str) -> OperatorNode:
+    """Return the declaration of a use in a plan."""
+    tensors = plan.tensors
+    return OperatorNode(
+        **vars(use.node),
+        operator=use.operator,
+        input_shapes=tuple(tensors[name].shape if name else None for name in use.node.inputs),
+        output_shapes=tuple(tensors[name].shape for name in use.node.outputs),
+        device=subgraph.device,
+        scheme=scheme,
+    )
+
+
+def weight_places(use: Use) -> tuple[int, ...]:
+    """Return the indices of the inputs of a use that are weights, also of those that are absent."""
+    row = find_operator(use.node.domain, use.node.op)
+    of_values = use.operator in (
+        "matmul",
+        "gather_rows",
+    )  # these operators have rows of ONNX that serve for weights too
+    return () if row is None or of_values else tuple(i for i in row.weights if i < len(use.node.inputs))
 
 
 def uses(subgraph: Subgraph, plan: Plan) -> tuple[Use, ...]:

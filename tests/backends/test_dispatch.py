@@ -17,12 +17,12 @@ from chunkrt.backends import make_backend
 from chunkrt.backends.dispatch import Dispatcher, registered_operators
 from chunkrt.backends.function_executable import FunctionExecutable
 from chunkrt.backends.native.backend import NativeExecutable
-from chunkrt.backends.reference import rotate_half, routed_experts
-from chunkrt.backends.registry import OWN_DEVICES
+from chunkrt.backends.reference import cached_attention, rotate_half, routed_experts
 from chunkrt.backends.sections import SectionedExecutable
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.sampling import Sampler
 from chunkrt.errors import BackendError, CompileError, ConfigError, PartitionError
+from chunkrt.graph.operators import Operator, register_operator
 from chunkrt.graph.uses import uses
 from chunkrt.quant.arithmetic import BlockWeight, DynamicWeight, StaticWeight, quantize_rows
 from chunkrt.quant.scheme import SCHEMES
@@ -31,7 +31,7 @@ from chunkrt.testing.random_decoders import HYBRID_CONFIG, hybrid, random_decode
 DYNAMIC, FLOAT = SCHEMES["w8a8-dynamic"], SCHEMES["float"]
 FAMILIES = {"llama": "llama_gqa", "gemma3": "gemma3_window_5", "lfm2": "lfm2", "qwen3_next": "qwen3_next_experts"}
 PARTS = {"cached_attention": "rope", "linear": "quantize", "logits": "quantize", "routed_experts": "quantize"}
-DEVICES = {"native": "native", "reference": "reference", "onnxrt": "npu", "qnn": "npu"}
+BACKENDS = ("native", "reference", "onnxrt", "qnn")
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +45,10 @@ def registry():
     return registered_operators().copy()
 
 
-def add_plugin(registry, operator, device, function, **options):
-    """Register a plug-in's form, on a device of its own or in place of a built-in form."""
-    with registry.from_distribution("acme-ops"):
-        registry.register(operator, device, replaces=device in OWN_DEVICES, **options)(function)
+def add_plugin(registry, operator, name, function, *, package="acme-ops", **options):
+    """Register a form of a package."""
+    with registry.from_distribution(package):
+        registry.register(operator, name, **options)(function)
 
 
 def dispatcher(decoder, registry, ops=None, *, scheme=DYNAMIC, **options):
@@ -64,33 +64,30 @@ def expected_place(operator, backend, ops, plugged):
     is_off = ops == "none" or ops == f"-{operator}"
     if is_off:
         return "reference"
-    if plugged == "toy":
-        return "toy"
-    if plugged is not None and plugged == DEVICES[backend]:
-        return "plug-in"
-    return backend
+    return "toy" if plugged in ("all", backend) else backend
 
 
 @pytest.mark.sampled(every=11)
-@pytest.mark.parametrize("plugged", [None, "toy", "native", "reference", "npu"])
-@pytest.mark.parametrize("backend", DEVICES)
+@pytest.mark.parametrize("plugged", [None, "all", "native", "reference", "onnxrt"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_dispatch_of_all_operators_devices_switches_and_plugins(decoder, backend, plugged):
     operators = {use.operator for subgraph in decoder.plan.subgraphs for use in uses(subgraph, decoder.plan)}
     assert len(operators) > 12
     for operator, switch in product(sorted(operators), (None, "all", "none", "-{}", "none,+{}", "none,-{}")):
         registry = registered_operators().copy()
         if plugged:
-            add_plugin(registry, operator, plugged, lambda *inputs: inputs[0])
+            backends = () if plugged == "all" else (plugged,)
+            add_plugin(registry, operator, "toy", lambda *inputs: inputs[0], backends=backends)
         ops = switch and switch.format(operator)
         simple = "none" if ops and ops.startswith("none,-") else "all" if ops and ops.startswith("none,+") else ops
         found = all_choices(decoder, dispatcher(decoder, registry, ops), backend)
         mine = [choice for choice in found if choice.operator == operator]
-        places = {choice.runs_on for choice in mine}
+        places = {choice.name for choice in mine}
         assert places == {expected_place(operator, backend, simple, plugged)}, (operator, ops)
         is_called = places != {backend}
-        assert all((choice.function is not None) == is_called for choice in mine)
+        assert all((choice.form is not None) == is_called for choice in mine)
         assert all(choice.reason and choice.origin for choice in mine)
-        others = {choice.runs_on for choice in found if choice.operator != operator}
+        others = {choice.name for choice in found if choice.operator != operator}
         assert others == {"reference" if ops and ops.startswith("none") else backend}, (operator, ops)
 
 
@@ -109,8 +106,8 @@ def test_parts_are_fused_called_or_replaced(decoder, backend, operator):
         found = all_choices(decoder, dispatcher(decoder, registry, ops), backend)
         return next(choice for choice in found if choice.operator == operator)
 
-    assert choice("all", is_plugged=False).runs_on == backend
-    assert choice(f"none,+{operator}", is_plugged=False).runs_on == backend  # a part follows its operator
+    assert choice("all", is_plugged=False).name == backend
+    assert choice(f"none,+{operator}", is_plugged=False).name == backend  # a part follows its operator
     for ops, is_plugged, called in [
         (f"-{part}", False, own),
         (f"-{part}", True, own),
@@ -121,11 +118,11 @@ def test_parts_are_fused_called_or_replaced(decoder, backend, operator):
         ("none", True, own),
     ]:
         found = choice(ops, is_plugged=is_plugged)
-        assert found.runs_on == "reference", ops
-        if found.function is None:
+        assert found.name == "reference", ops
+        if found.form is None:
             assert (backend, called) == ("reference", own), ops
         else:
-            assert found.function.keywords[part] is called, ops
+            assert found.parts[part].form.function is called, ops
             assert found.parts[part].is_plugin == (called is theirs)
 
 
@@ -135,7 +132,7 @@ def test_runner_reports_reason(decoder, registry):
     found = dispatcher(decoder, registry, "-add")
     reasons = {choice.operator: choice.reason for choice in all_choices(decoder, found, "native")}
     assert reasons["add"] == "switched off by `ops='-add'`"
-    assert reasons["rms_norm"] == "plug-in acme-ops has it"
+    assert reasons["rms_norm"] == "form of plug-in acme-ops"
     assert reasons["cached_attention"] == "plug-in acme-ops has its part rope"
     assert reasons["linear"] == "native form"
 
@@ -160,7 +157,7 @@ def test_operator_that_backend_lacks_runs_in_reference_with_one_warning(decoder,
         choices = all_choices(decoder, found, "native")
     mine = [choice for choice in choices if choice.operator == "rms_norm"]
     assert len(mine) > 2
-    assert {choice.runs_on for choice in mine} == {"reference"}
+    assert {choice.name for choice in mine} == {"reference"}
     (record,) = caplog.records
     assert (
         "the reference, which is slow, runs the operator rms_norm: native has no form: native has no"
@@ -172,9 +169,9 @@ def test_required_part_remains_the_plugins(decoder, registry):
     with registry.from_distribution("acme-ops"):
         registry.register("rope", "toy", is_required=True)(rotate_half)
     choices = all_choices(decoder, dispatcher(decoder, registry, "none"), "native")
-    (attention,) = {c.parts["rope"].runs_on for c in choices if c.operator == "cached_attention"}
+    (attention,) = {c.parts["rope"].name for c in choices if c.operator == "cached_attention"}
     assert attention == "toy"
-    with pytest.raises(ConfigError, match="'rope' requires its form"):
+    with pytest.raises(ConfigError, match="'rope' requires its form 'toy'"):
         dispatcher(decoder, registry, "-rope")
 
 
@@ -209,7 +206,7 @@ def test_operator_without_implementation_is_refused_by_node(decoder, registry):
     forms = [("rms_norm", "native"), ("rms_norm", "reference")]
     found = dispatcher(decoder, registry.copy(without=forms))
     with pytest.raises(
-        PartitionError, match=r"no implementation of RMSNormalization can run: native has no form: .* 'rms_norm'"
+        PartitionError, match=r"no form of RMSNormalization can run: native has no form: .* 'rms_norm'"
     ) as refused:
         all_choices(decoder, found, "native")
     assert "switch it on" not in str(refused.value)  # it is on
@@ -227,66 +224,216 @@ def test_required_operator_stays_on(decoder, registry):
     function = registry.find("rms_norm", "reference").function
     registry.register("rms_norm", "native", is_required=True)(function)
     choices = all_choices(decoder, dispatcher(decoder, registry, "none"), "native")
-    assert {choice.runs_on for choice in choices if choice.operator == "rms_norm"} == {"native"}
+    assert {choice.name for choice in choices if choice.operator == "rms_norm"} == {"native"}
     with pytest.raises(ConfigError, match="'rms_norm' requires its form"):
         dispatcher(decoder, registry, "-rms_norm")
 
 
-def test_two_plugins_for_one_operator_are_refused(decoder, registry):
-    add_plugin(registry, "add", "toy", np.add)
-    add_plugin(registry, "add", "other", np.add)
-    message = "two forms of one operator in package acme-ops: 'add' on 'toy' and 'other', and node 'model.*register one"
+def norms(decoder, registry, backend="native", ops=None):
+    """Return the runners of norms by node."""
+    found = dispatcher(decoder, registry, ops)
+    uses_of = [each for s in decoder.plan.subgraphs for each in found.runners(s, backend)]
+    return {use.node.name: runner for use, runner in uses_of if use.operator == "rms_norm"}
+
+
+def is_inner(node):
+    return "input_layernorm" in node
+
+
+def only_inner(node):
+    return "" if is_inner(node.name) else "it is no input norm"
+
+
+def test_forms_of_two_packages_for_one_node_are_refused(decoder, registry):
+    add_plugin(registry, "rms_norm", "fast", np.add)
+    add_plugin(registry, "rms_norm", "quick", np.add, package="other-ops")
+    message = (
+        r"node 'model\.layers\.0\.input_layernorm\.output': forms of 2 packages accept it: 'fast' of acme-ops .* and "
+        r"'quick' of other-ops .*; choose one by `ops='rms_norm=fast'` or `ops='rms_norm=quick'`"
+    )
     with pytest.raises(ConfigError, match=message):
-        all_choices(decoder, dispatcher(decoder, registry), "native")
+        norms(decoder, registry)
+    assert {runner.name for runner in norms(decoder, registry, ops="rms_norm=quick").values()} == {"quick"}
 
 
-@pytest.mark.parametrize("device", ["fast", "native"])
-def test_each_node_gets_the_plugin_form_that_accepts_it(decoder, registry, device):
-    """One form is on a device of its own or replaces ours, another is on "exact": they share the nodes."""
-
-    def is_inner(node):
-        return "input_layernorm" in node.name
-
-    def fast(x, weight, *, axis, epsilon):
-        return x
-
-    def exact(x, weight, *, axis, epsilon):
-        return x
-
-    add_plugin(registry, "rms_norm", device, fast, refuses=lambda node: "" if is_inner(node) else "too wide")
-    add_plugin(registry, "rms_norm", "exact", exact, refuses=lambda node: "too narrow" if is_inner(node) else "")
-    found = dispatcher(decoder, registry)
-    uses_of = [each for s in decoder.plan.subgraphs for each in found.runners(s, "native")]
-    norms = [(use, runner) for use, runner in uses_of if use.operator == "rms_norm"]
-    assert len({is_inner(use.node) for use, _ in norms}) == 2
-    assert all(runner.function is (fast if is_inner(use.node) else exact) for use, runner in norms)
+def test_forms_of_one_package_run_in_the_order_of_their_registration(decoder, registry):
+    add_plugin(registry, "rms_norm", "fast", np.add, refuses=only_inner)
+    add_plugin(registry, "rms_norm", "exact", np.add, refuses=lambda node: "too many" if "mlp" in node.name else None)
+    add_plugin(registry, "rms_norm", "slow", np.add)
+    for name, runner in norms(decoder, registry).items():
+        assert runner.name == ("fast" if is_inner(name) else "exact")
+        refusal = "" if is_inner(name) else "; fast (acme-ops) refuses it: it is no input norm"
+        assert runner.reason == f"form of plug-in acme-ops{refusal}"
 
 
 def test_node_refused_by_all_plugin_forms_runs_in_ours(decoder, registry):
-    for device in ("fast", "exact"):
-        add_plugin(registry, "rms_norm", device, np.add, refuses=lambda node, device=device: f"not for {device}")
-    norms = [r for r in all_choices(decoder, dispatcher(decoder, registry), "native") if r.operator == "rms_norm"]
-    assert {runner.runs_on for runner in norms} == {"native"}
-    assert "not for fast" in norms[0].reason
-    assert "not for exact" in norms[0].reason
+    for name in ("fast", "exact"):
+        add_plugin(registry, "rms_norm", name, np.add, refuses=lambda node, name=name: f"not for {name}")
+    (runner, *_), names = (found := norms(decoder, registry)).values(), {each.name for each in found.values()}
+    assert names == {"native"}
+    assert runner.reason == (
+        "native form; fast (acme-ops) refuses it: not for fast; exact (acme-ops) refuses it: not for exact"
+    )
+
+
+def test_form_for_one_backend_leaves_other_backends_alone(decoder, registry):
+    add_plugin(registry, "rms_norm", "toy", np.add, backends=("native",))
+    for backend in ("native", "onnxrt"):
+        expected = "toy" if backend == "native" else backend
+        assert {runner.name for runner in norms(decoder, registry, backend).values()} == {expected}
+    message = r"as 'toy': toy \(acme-ops\) is for native, not onnxrt; limit .* `ops='rms_norm=toy/onnxrt'`"
+    with pytest.raises(ConfigError, match=message):
+        norms(decoder, registry, "onnxrt", "rms_norm=toy")
+    assert {runner.name for runner in norms(decoder, registry, "onnxrt", "rms_norm=toy/onnxrt").values()} == {"onnxrt"}
+
+
+def test_form_is_chosen_by_name_and_module(decoder, registry):
+    add_plugin(registry, "rms_norm", "fast", np.add)
+    add_plugin(registry, "rms_norm", "exact", np.add)
+    layers = [f"model.layers.{index}.{norm}.output" for index in range(3) for norm in NORMS]
+    names = [*layers, "model.norm.output"]
+
+    def chosen(ops):
+        found = norms(decoder, registry, ops=ops)
+        return [found[name].name for name in names]
+
+    assert chosen(None) == ["fast"] * 7
+    assert chosen("rms_norm=exact") == ["exact"] * 7
+    assert chosen("rms_norm=native") == ["native"] * 7
+    assert chosen("model.layers.1.rms_norm=reference") == ["fast"] * 2 + ["reference"] * 2 + ["fast"] * 3
+    assert chosen("-model.layers.*.input_layernorm.rms_norm") == ["reference", "fast"] * 3 + ["fast"]
+    assert chosen(["none", "+model.layers.2.rms_norm"]) == ["reference"] * 4 + ["fast"] * 2 + ["reference"]
+    # A pattern precedes a name alone; the last of several patterns decides.
+    assert chosen("model.norm.rms_norm=exact,rms_norm=native") == ["native"] * 6 + ["exact"]
+    assert chosen("model.layers.*.rms_norm=exact,model.layers.0.rms_norm=native") == ["native"] * 2 + ["exact"] * 4 + [
+        "fast"
+    ]
+
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def test_first_named_form_that_accepts_the_node_runs(decoder, registry):
+    add_plugin(registry, "rms_norm", "fast", np.add, refuses=only_inner)
+    for name, runner in norms(decoder, registry, ops="rms_norm=fast/reference").items():
+        assert runner.name == ("fast" if is_inner(name) else "reference")
+        assert runner.reason.startswith("chosen by `ops='rms_norm=fast/reference'`")
+    message = (
+        r"ops: rms_norm=fast: node 'model\.layers\.0\.post_attention_layernorm\.output' cannot run rms_norm as 'fast': "
+        r"fast \(acme-ops\) refuses it: it is no input norm; limit the switch to other modules, or name another form "
+        r"for such nodes: `ops='rms_norm=fast/native'`"
+    )
+    with pytest.raises(ConfigError, match=message):
+        norms(decoder, registry, ops="rms_norm=fast")
+
+
+@pytest.mark.parametrize(
+    ("ops", "message"),
+    [
+        ("rms_norm=fsat", "unknown form of rms_norm 'fsat'; did you mean 'fast'"),
+        ("layers.1.rms_norm=fast", r"matches no rms_norm; write \*\.layers\.1\.rms_norm=fast, because"),
+        (
+            "model.layers.7.rms_norm=fast",
+            r"matches no rms_norm; a pattern matches .* 'model\.layers\.0\.input_layernorm'",
+        ),
+        ("model.layers.7.sampler=reference", "matches no sampler; the model has none"),
+        ("rms_norm=fast,rms_norm=native", "rms_norm=fast and rms_norm=native contradict each other"),
+        ("+rms_norm,-rms_norm", r"\+rms_norm and -rms_norm contradict"),
+        ("rms_norm=onnxrt", "onnxrt does not run the node, but native does"),
+        ("rms_norm=fast/", "names the forms 'fast/'; separate different names by one '/'"),
+        ("rms_norm=", "'rms_norm=' is not a switch"),
+        ("+rms_norm=fast", r"'\+rms_norm=fast' is not a switch"),
+        (".rms_norm=fast", "'.rms_norm=fast' is not a switch"),
+    ],
+)
+def test_invalid_choice_is_one_line(decoder, registry, ops, message):
+    add_plugin(registry, "rms_norm", "fast", np.add)
+    with pytest.raises(ConfigError, match=message) as refused:
+        norms(decoder, registry, ops=ops)
+    assert "\n" not in str(refused.value)
+
+
+def test_requirement_may_depend_on_the_node(decoder, registry):
+    add_plugin(registry, "rms_norm", "fast", np.add, is_required=lambda node: is_inner(node.name))
+    for name, runner in norms(decoder, registry, ops="none").items():
+        assert (runner.name, runner.reason) == (
+            ("fast", "required by plug-in acme-ops")
+            if is_inner(name)
+            else ("reference", "switched off by `ops='none'`")
+        )
+    message = r"requires the form 'fast' of acme-ops .*, which -rms_norm rules out; limit the switch to other modules"
+    with pytest.raises(ConfigError, match=message):
+        norms(decoder, registry, ops="-rms_norm")
+    outer = [f"-model.layers.*.{norm}.rms_norm" for norm in NORMS[1:]]
+    assert {runner.name for runner in norms(decoder, registry, ops=outer).values()} == {"fast", "reference"}
+
+
+def test_node_has_the_sizes_of_its_operands(decoder, registry):
+    seen = []
+    for operator in ("rms_norm", "linear"):
+        add_plugin(registry, operator, "toy", np.add, refuses=lambda node: seen.append(node) or "never")
+    all_choices(decoder, dispatcher(decoder, registry), "native")
+    for node in seen:
+        rows, width = node.input_shapes[0]
+        assert (rows, node.device, node.scheme) == ("T", "npu", "w8a8-dynamic")
+        if node.operator == "linear":
+            assert node.input_shapes[1] == (width, node.output_shapes[0][1])
+        else:
+            assert node.input_shapes[1] == (width,)
+            assert node.attributes["epsilon"] > 0
+    assert {node.operator for node in seen} == {"rms_norm", "linear"}
+
+
+def test_part_is_chosen_by_module(decoder, registry):
+    add_plugin(registry, "rope", "toy", rotate_half)
+    found = dispatcher(decoder, registry, "model.layers.2.rope=toy,rope=reference")
+    (attention,) = [c for c in all_choices(decoder, found, "native") if c.operator == "cached_attention"]
+    assert (attention.name, attention.parts["rope"].name) == ("reference", "toy")
+
+
+def test_value_that_a_row_declares_as_weight_is_named(decoder, registry):
+    row = Operator(num_inputs=2, output=lambda attributes, shapes: shapes[0], weights=(0,))
+    register_operator("acme", "MisdeclaredNorm", row)
+
+    class Norm:
+        def __init__(self, node):
+            pass
+
+        def prepare(self, x):
+            pass
+
+        def __call__(self, weight):
+            return weight
+
+    plan, subgraph, _ = with_foreign_norm(decoder, "MisdeclaredNorm")
+    add_plugin(registry, "acme_misdeclared_norm", "acme", Norm)
+    chosen = Dispatcher(plan, DYNAMIC, registry, Switches.parse(None))
+    message = r"input 0 of acme::MisdeclaredNorm is no weight but 'model.*'; correct `weights` in the operator's row"
+    with pytest.raises(PartitionError, match=message):
+        chosen.compile(subgraph, make_backend("native", threads=1), 4, decoder.weights[DYNAMIC.name])
+
+
+def with_foreign_norm(decoder, op):
+    """Return the decoder's plan with a norm of the domain acme in place of its first, its subgraph, and the node."""
+    norm = next(node for s in decoder.plan.subgraphs for node in s.nodes if node.op == "RMSNormalization")
+    foreign = replace(norm, op=op, domain="acme", attributes={})
+    subgraph = next(s for s in decoder.plan.subgraphs if norm in s.nodes)
+    renamed = replace(subgraph, nodes=tuple(foreign if node is norm else node for node in subgraph.nodes))
+    subgraphs = tuple(renamed if s is subgraph else s for s in decoder.plan.subgraphs)
+    return replace(decoder.plan, subgraphs=subgraphs), renamed, foreign
 
 
 @pytest.mark.parametrize("ops", [None, "none"])
 def test_operator_of_plugin_alone_is_on_under_none(decoder, registry, ops):
     """`--npu reference` and `none` mean chunkrt's own reference, which has no form of the operator."""
-    plan = decoder.plan
-    nodes = [node for subgraph in plan.subgraphs for node in subgraph.nodes]
-    norm = next(node for node in nodes if node.op == "RMSNormalization")
-    foreign = replace(norm, op="WideNorm", domain="acme", attributes={})
-    subgraph = next(s for s in plan.subgraphs if norm in s.nodes)
-    renamed = replace(subgraph, nodes=tuple(foreign if node is norm else node for node in subgraph.nodes))
-    plan = replace(plan, subgraphs=tuple(renamed if s is subgraph else s for s in plan.subgraphs))
+    plan, renamed, norm = with_foreign_norm(decoder, "WideNorm")
     add_plugin(registry, "acme_wide_norm", "acme", np.multiply)
     chosen = Dispatcher(plan, DYNAMIC, registry, Switches.parse(ops), default="none")
     runners = {use.node.name: runner for use, runner in chosen.runners(renamed, "reference")}
-    assert runners[norm.name].function is np.multiply
+    assert runners[norm.name].form.function is np.multiply
     off = Dispatcher(plan, DYNAMIC, registry, Switches.parse("-acme_wide_norm"), default="none")
-    with pytest.raises(PartitionError, match=r"switched off by `ops='-acme_wide_norm'`, and .*; switch it on with"):
+    message = r"node 'model.* cannot run acme_wide_norm as 'reference': the reference has no .*; switch it on with"
+    with pytest.raises(ConfigError, match=message):
         off.runners(renamed, "reference")
 
 
@@ -386,7 +533,8 @@ def test_executable_in_sections_is_thread_safe(decoder, registry):
 @pytest.fixture
 def plugged(registry, monkeypatch):
     """Return a function that installs a plug-in for engines."""
-    monkeypatch.setattr("chunkrt.engine.loaded.registered_operators", lambda: registry)
+    for module in ("capability", "loaded", "loading", "roles"):
+        monkeypatch.setattr(f"chunkrt.engine.{module}.registered_operators", lambda: registry)
 
     def add(operator, device, function, **options):
         add_plugin(registry, operator, device, function, **options)
@@ -437,26 +585,124 @@ KINDS = {"w8a8-dynamic": DynamicWeight, "w4a8-dynamic": BlockWeight, "w8a16": St
 
 
 @pytest.mark.parametrize("scheme", KINDS)
-def test_plugin_prepares_each_weight_once(plugged, scheme):
+def test_object_of_each_node_is_made_and_prepared_once(plugged, scheme):
     made, calls = [], []
 
-    def prepare(weight):
-        assert isinstance(weight, KINDS[scheme])
-        made.append(SimpleNamespace(shape=weight.shape, weight=weight))
-        return made[-1]
+    class Linear:
+        def __init__(self, node):
+            self.node, self.weight = node, None
+            made.append(self)
 
-    def linear(left, right):
-        calls.append(right)
-        assert left.shape[1] == right.shape[0]
-        return left @ right.weight if scheme == "float" else right.weight.multiply(left)
+        def prepare(self, weight):
+            assert isinstance(weight, KINDS[scheme])
+            assert self.weight is None
+            assert weight.shape == self.node.input_shapes[1]
+            self.weight = weight
+
+        def __call__(self, left):
+            calls.append(self)
+            assert left.shape[1] == self.weight.shape[0]
+            return left @ self.weight if scheme == "float" else self.weight.multiply(left)
 
     options = {"scheme": scheme, "npu": "onnxrt" if scheme == "float" else "native"}
     whole, *_ = run_model("llama_biased_gguf", "-linear", **options)
-    plugged("linear", "toy", linear, prepare=prepare)
+    plugged("linear", "toy", Linear)
     found, *_ = run_model("llama_biased_gguf", "all", **options)
     np.testing.assert_allclose(found, whole, rtol=0, atol=1e-4 * np.abs(whole).max())
-    assert len(made) == len({id(each.weight) for each in made}) == len({id(right) for right in calls})
+    names = [each.node.name for each in made]
+    assert len(names) == len(set(names)) == 8
+    assert set(map(id, calls)) == set(map(id, made))
     assert len(calls) > len(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "operator", "num_weights"),
+    [
+        ("llama_gqa", "rms_norm", 1),
+        ("llama_gqa", "embedding", 1),
+        ("llama_gqa", "cached_attention", 2),
+        ("qwen3_next_experts", "routed_experts", 2),
+        ("lfm2", "linear_attention", 2),
+        ("llama_gqa", "add", 0),
+    ],
+)
+def test_object_gets_weights_once_and_other_inputs_at_each_call(plugged, registry, name, operator, num_weights):
+    """The object calls chunkrt's reference with the arguments in the order of a function."""
+    own, places = registry.find(operator, "reference").function, {}
+
+    class Wrapped:
+        def __init__(self, node):
+            self.node = node
+
+        def prepare(self, *weights):
+            assert len(weights) == num_weights
+            self.weights = weights
+
+        def __call__(self, *others):
+            arguments, weights, others = [], list(self.weights), list(others)
+            for place in range(len(self.node.inputs)):
+                is_weight = place in WEIGHTS.get(operator, ())
+                arguments.append((weights if is_weight else others).pop(0))
+            assert not weights
+            assert not others
+            places[self.node.name] = len(arguments)
+            return own(*arguments, **self.node.attributes)
+
+    expected, tokens, *_ = run_model(name, f"-{operator}")
+    plugged(operator, "toy", Wrapped)
+    found, its_tokens, *_ = run_model(name, None)
+    assert places
+    np.testing.assert_array_equal(found, expected)
+    assert its_tokens == tokens
+
+
+WEIGHTS = {
+    "rms_norm": (1,),
+    "embedding": (0,),
+    "cached_attention": (3, 4),
+    "routed_experts": (2, 3),
+    "linear_attention": (3, 4),
+}
+
+
+def test_object_without_prepare_gets_all_inputs_and_no_attributes(plugged):
+    class Norm:
+        def __init__(self, node):
+            self.epsilon = node.attributes["epsilon"]
+
+        def __call__(self, x, weight):
+            return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + self.epsilon) * weight
+
+    whole, *_, num_nodes = run_model("llama_gqa", "-rms_norm", npu="onnxrt", scheme="float")
+    plugged("rms_norm", "toy", Norm)
+    found, *_ = run_model("llama_gqa", None, npu="onnxrt", scheme="float")
+    np.testing.assert_allclose(found, whole, rtol=0, atol=num_nodes * 64 * 2.0**-24 * np.abs(whole).max())
+
+
+def test_object_gets_its_parts_when_it_is_made(plugged):
+    """The part is a class too, of which each node that calls it has an object."""
+    ropes = []
+
+    class Rope:
+        def __init__(self, node):
+            ropes.append(node.name)
+
+        def __call__(self, x, cos, sin):
+            return rotate_half(x, cos, sin)
+
+    class Attention:
+        def __init__(self, node, *, rope):
+            self.attributes, self.rope = node.attributes, rope
+
+        def __call__(self, *arrays):
+            return cached_attention(*arrays, **self.attributes, rope=self.rope)
+
+    expected, *_ = run_model("llama_gqa", "-cached_attention")
+    plugged("rope", "toy", Rope)
+    plugged("cached_attention", "toy", Attention, parts=("rope",))
+    found, *_ = run_model("llama_gqa", None)
+    np.testing.assert_array_equal(found, expected)
+    assert len(ropes) == len(set(ropes)) == 3
 
 
 def num_bytes(weight):
@@ -481,37 +727,57 @@ def test_weights_of_functions_stay_integers_of_one_byte(plugged, scheme):
         assert num_bytes(weight) <= columns * (depth + beside) + 4
 
 
-def test_failing_prepare_is_reported(plugged):
-    def prepare(weight):
+class Full:
+    def __init__(self, node):
+        pass
+
+    def prepare(self, weight):
         raise ValueError("no room on the GPU")
 
-    plugged("linear", "toy", lambda left, right: left, prepare=prepare)
-    message = (
-        r"acme-ops \(\S*test_dispatch\) cannot prepare \S+qkv_proj.weight for 'linear': ValueError: no room on the GPU"
-    )
-    with pytest.raises(CompileError, match=message + "; repair it or use `ops='-linear'`"):
+    def __call__(self, left):
+        return left
+
+
+class Picky:
+    def __init__(self):
+        pass
+
+    def __call__(self, left):
+        return left
+
+
+@pytest.mark.parametrize(
+    ("made", "what"),
+    [
+        (Full, "prepare the weights of 'linear' for node '.*': ValueError: no room on the GPU"),
+        (Picky, "make 'linear' for node '.*': TypeError: .*__init__.*"),
+    ],
+)
+def test_failing_class_is_reported(plugged, made, what):
+    plugged("linear", "toy", made)
+    message = rf"acme-ops \(\S*test_dispatch\): form 'toy' cannot {what}; repair it or use `ops='-linear'`"
+    with pytest.raises(CompileError, match=message):
         run_model("llama_gqa", "all")
 
 
 def test_experts_are_prepared_as_a_list(plugged):
     made = []
 
-    def prepare(weights):
-        made.append([type(weight) for weight in weights])
-        return weights
+    class Experts:
+        def __init__(self, node):
+            self.attributes = node.attributes
 
-    plugged("routed_experts", "toy", routed_experts, prepare=prepare)
+        def prepare(self, gate_up, down):
+            made.extend([type(weight) for weight in weights] for weights in (gate_up, down))
+            self.weights = gate_up, down
+
+        def __call__(self, hidden, router_logits):
+            return routed_experts(hidden, router_logits, *self.weights, **self.attributes)
+
+    plugged("routed_experts", "toy", Experts)
     run_model("qwen3_next_experts", "all")
     assert made
     assert all(set(kinds) == {DynamicWeight} for kinds in made)
-
-
-@pytest.mark.parametrize(("operator", "prepare"), [("rms_norm", list), ("rope", list), ("linear", "list")])
-def test_invalid_prepare_is_refused_at_registration(registry, operator, prepare):
-    with pytest.raises(
-        ConfigError, match=rf"registers the operator '{operator}' on 'toy' with prepare=.*are linear, log"
-    ):
-        add_plugin(registry, operator, "toy", lambda *inputs: inputs[0], prepare=prepare)
 
 
 @pytest.mark.parametrize("npu", ["native", "reference"])
@@ -550,6 +816,19 @@ def test_plugin_sampler_chooses_tokens(plugged):
         assert [piece.token_id for piece in session.generate(max_new_tokens=3)] == [vocab_size - 1] * 3
     with chunkrt.load(checkpoint("llama_gqa"), ops="-sampler") as engine:
         assert engine.loaded.make_sampler is Sampler
+
+
+def test_sampler_is_chosen_by_name(plugged):
+    for token, package in enumerate(("acme-ops", "other-ops")):
+        make = lambda options, token=token: SimpleNamespace(next=lambda logits, history: token)  # noqa: E731
+        plugged("sampler", f"always_{token}", make, package=package)
+    with pytest.raises(ConfigError, match="node 'sampler': forms of 2 packages accept it: 'always_0' of acme-ops"):
+        chunkrt.load(checkpoint("llama_gqa"))
+    for token in range(2):
+        with chunkrt.load(checkpoint("llama_gqa"), ops=f"sampler=always_{token}") as engine:
+            session = engine.session()
+            session.prefill([1, 2, 3])
+            assert [piece.token_id for piece in session.generate(max_new_tokens=2)] == [token] * 2
 
 
 @pytest.mark.parametrize(
@@ -605,6 +884,26 @@ def test_error_in_plugin_function_names_the_plugin(plugged, function, message):
         engine.session().prefill([1, 2, 3])
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda self, x, weight: 1 / 0, r"RMSNormalization by \S*test_dispatch\.\S+Norm failed: ZeroDivisionError"),
+        (lambda self, x: x, "Norm failed: TypeError: .* takes 2 positional arguments but 3 were given"),
+        (lambda self, x, weight: x[:1], r"Norm failed: ValueError: it returned '.*' of shape \[1, 48\]"),
+    ],
+)
+def test_error_in_an_object_names_its_class(plugged, call, message):
+    class Norm:
+        def __init__(self, node):
+            pass
+
+        __call__ = call
+
+    plugged("rms_norm", "toy", Norm)
+    with chunkrt.load(checkpoint("llama_gqa")) as engine, pytest.raises(BackendError, match=message):
+        engine.session().prefill([1, 2, 3])
+
+
 def test_unknown_operators_are_refused_before_compilation(tmp_path):
     with pytest.raises(ConfigError, match="unknown operator 'rmsnorm'; did you mean 'rms_norm'"):
         chunkrt.load(tmp_path / "nowhere", ops="-rmsnorm")
@@ -614,24 +913,29 @@ def test_unknown_operators_are_refused_before_compilation(tmp_path):
 def test_node_refused_by_plugin_runs_as_without_it(decoder, registry, backend):
     nodes = [node.name for s in decoder.plan.subgraphs for node in s.nodes if node.op == "RMSNormalization"]
     taken = nodes[1]
-    with registry.from_distribution("acme-ops"):
-        refuses = lambda node: "" if node.name == taken else "it is another one"  # noqa: E731
-        registry.register("rms_norm", "toy", refuses=refuses)(lambda *inputs: inputs[0])
-    found = dispatcher(decoder, registry, "all")
-    uses_of = [(use, choice) for s in decoder.plan.subgraphs for use, choice in found.runners(s, backend)]
-    where = {use.node.name: choice for use, choice in uses_of if choice.operator == "rms_norm"}
+    add_plugin(registry, "rms_norm", "toy", np.add, refuses=lambda node: "" if node.name == taken else "another one")
+    where = norms(decoder, registry, backend, "all")
     assert where.keys() == set(nodes)
-    assert {name for name, choice in where.items() if choice.runs_on == "toy"} == {taken}
+    assert {name for name, choice in where.items() if choice.name == "toy"} == {taken}
     for name in set(nodes) - {taken}:
-        assert where[name].runs_on == backend
-        assert where[name].reason == "native form; plug-in acme-ops refuses it: it is another one"
+        assert where[name].name == backend
+        assert where[name].reason == "native form; toy (acme-ops) refuses it: another one"
 
 
-def test_reference_that_refuses_is_replaced_by_ours(decoder, registry):
-    with registry.from_distribution("acme-ops"):
-        registry.register("rms_norm", "reference", replaces=True, refuses=lambda node: "never")(None.__class__)
-    places = {c.origin for c in all_choices(decoder, dispatcher(decoder, registry), "reference")}
-    assert not any("acme" in place for place in places)
+def test_answer_of_refuses_is_checked(decoder, registry):
+    add_plugin(registry, "rms_norm", "toy", np.add, refuses=lambda node: True)
+    with pytest.raises(
+        PartitionError, match=r"acme-ops .*: refuses= of form 'toy' of 'rms_norm' returned True for node"
+    ):
+        norms(decoder, registry)
+
+
+def test_failing_is_required_is_named(decoder, registry):
+    add_plugin(registry, "rms_norm", "toy", np.add, is_required=lambda node: node.absent)
+    with pytest.raises(
+        PartitionError, match=r"acme-ops .* failed to decide whether it is required for node .*Attribute"
+    ):
+        norms(decoder, registry)
 
 
 def test_failing_refuses_function_is_named(decoder, registry):

@@ -1,5 +1,7 @@
 """One node by itself: chunkrt's reference runs it if it accepts the node, otherwise a plug-in's form does."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from chunkrt.backends.dispatch import registered_operators
 from chunkrt.compile import calibrate
 from chunkrt.compile.calibrate import run_operator
 from chunkrt.errors import BackendError, ConfigError, PartitionError
+from chunkrt.graph.operators import Operator, register_operator
 from chunkrt.graph.plan import Node
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -24,9 +27,9 @@ def node(op="Double", domain="acme", outputs=("y",), **attributes):
     return Node(name="double", op=op, domain=domain, inputs=("x",), outputs=outputs, attributes=attributes)
 
 
-def add(registry, function, device="acme", operator="acme_double", **options):
-    with registry.from_distribution("acme-ops"):
-        registry.register(operator, device, **options)(function)
+def add(registry, function, name="acme", operator="acme_double", package="acme-ops", **options):
+    with registry.from_distribution(package):
+        registry.register(operator, name, **options)(function)
 
 
 def test_plugin_form_runs_and_its_floats_become_float32(registry):
@@ -54,12 +57,35 @@ def test_form_that_accepts_the_node_runs(registry):
         np.testing.assert_array_equal(run_operator(node(times=times), [X])[0], times * X)
 
 
-def test_two_forms_that_accept_the_node_are_an_error(registry):
-    for device in ("fast", "exact"):
-        add(registry, np.positive, device)
-    message = "two forms of one operator in package acme-ops: 'acme_double' on 'fast' and 'exact', and node 'double' is"
+def test_forms_of_two_packages_that_accept_the_node_are_an_error(registry):
+    for name in ("fast", "exact"):
+        add(registry, np.positive, name, package=f"{name}-ops")
+    message = r"node 'double': forms of 2 packages accept it: 'fast' of fast-ops .* and 'exact' of exact-ops"
     with pytest.raises(ConfigError, match=message):
         run_operator(node(), [X])
+
+
+@pytest.mark.parametrize("name", ["acme", "reference"])
+def test_object_of_a_class_runs_with_its_weights(registry, name):
+    """A row states that the second input is a weight, which the object gets when it is made."""
+    row = Operator(num_inputs=2, output=lambda attributes, shapes: shapes[0], weights=(1,))
+    register_operator("acme", f"Scaled{name.title()}", row)
+
+    class Scaled:
+        def __init__(self, node):
+            self.shapes = node.input_shapes
+
+        def prepare(self, weight):
+            assert self.shapes == ((2, 3), weight.shape)
+            self.weight = weight * 10
+
+        def __call__(self, x):
+            return x * self.weight
+
+    add(registry, Scaled, name, f"acme_scaled_{name}")
+    scaled = replace(node(f"Scaled{name.title()}"), inputs=("x", "weight"))
+    (found,) = run_operator(scaled, [X, np.arange(3, dtype=np.float32)])
+    np.testing.assert_array_equal(found, X * [0, 10, 20])
 
 
 def test_kind_that_the_reference_refuses_runs_in_a_plugin(registry):

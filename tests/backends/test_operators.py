@@ -137,79 +137,76 @@ def test_gate_with_a_needed_inner_result_is_not_fused(inner):
     assert found == ["split", "sigmoid", "tanh", "mul", "mul", "matmul", "linear"]
 
 
-def make(registry, operator="add", device="reference", **options):
+def make(registry, operator="add", name="reference", **options):
     def function(*inputs):
         return inputs
 
     function.__module__ = options.pop("module", "chunkrt.toy")
-    registry.register(operator, device, **options)(function)
+    registry.register(operator, name, **options)(function)
     return function
 
 
-def test_operator_is_registered_once():
+def test_form_is_registered_once():
     registry = OperatorRegistry()
     function = make(registry)
     assert registry.find("add", "reference").function is function
     assert registry.find("add", "native") is None
     with pytest.raises(
-        ConfigError, match=r"registers the operator 'add' on 'reference', which chunkrt.toy already has"
+        ConfigError,
+        match=r"registers the form 'reference' of 'add', which chunkrt.toy already has; choose another name",
     ):
         make(registry, module="acme.ops")
+    make(registry, name="fast", module="acme.ops")
+    for module, hint in (("acme.ops", "register it once"), ("other.ops", "uninstall one of them")):
+        with pytest.raises(ConfigError, match=f"which acme.ops already has; {hint}"):
+            make(registry, name="fast", module=module)
     assert registry.find("add", "reference").function is function
 
 
-def test_plugin_replaces_ours_which_remains_available():
-    registry = OperatorRegistry()
-    ours = make(registry)
-    with registry.from_distribution("acme-ops"):
-        theirs = make(registry, module="acme.ops", replaces=True)
-    found = registry.find("add", "reference")
-    assert (found.function, found.is_plugin, found.origin) == (theirs, True, "acme-ops (acme.ops)")
-    assert registry.find_own("add", "reference").function is ours
-    assert registry.find_plugin("add", "reference") is found
-    assert registry.find_plugin("add", "native") is None
-    with pytest.raises(ConfigError, match=r"which acme-ops \(acme.ops\) already has; uninstall one of them"):
-        make(registry, module="other.ops", replaces=True)
-
-
-def test_replacing_requires_an_existing_operator():
-    with pytest.raises(ConfigError, match="replaces the operator 'ad' on 'reference', which does not exist"):
-        make(OperatorRegistry(), "ad", replaces=True)
-
-
-def test_plugins_own_device_precedes_every_backend():
+def test_forms_of_plugins_are_listed_in_the_order_of_registration():
     registry = OperatorRegistry()
     make(registry)
-    function = make(registry, device="torch", module="acme.ops")
-    assert [registry.find_plugin("add", device).function for device in ("native", "reference", "npu")] == [function] * 3
-    make(registry, device="cuda", module="other.ops")
-    with pytest.raises(
-        ConfigError, match=r"'add' is registered several times, by acme.ops on 'torch' and other.ops on 'cuda'"
-    ):
-        registry.find_plugin("add", "native")
+    with registry.from_distribution("acme-ops"):
+        functions = [make(registry, name=name, module="acme.ops") for name in ("fast", "exact")]
+    assert [form.function for form in registry.plugin_forms("add")] == functions
+    assert [form.origin for form in registry.plugin_forms("add")] == ["acme-ops (acme.ops)"] * 2
+    assert not registry.find_own("add", "fast")
+
+
+def test_operator_of_a_plugin_may_have_a_reference():
+    registry = OperatorRegistry()
+    function = make(registry, "acme_mixer", module="acme.ops")
+    assert registry.find("acme_mixer", "reference").function is function
+    assert registry.plugin_forms("acme_mixer") == []
+
+
+class Uncallable:
+    """A class that forgets `__call__`."""
 
 
 @pytest.mark.parametrize(
-    ("operator", "device", "options", "message"),
+    ("operator", "name", "options", "message"),
     [
-        (
-            "rope",
-            "native",
-            {},
-            r"acme.ops registers the operator 'rope' on 'native', where it is never called; name a ",
-        ),
-        ("quantize", "npu", {}, "'quantize' on 'npu', where it is never called"),
-        ("sampler", "native", {}, "'sampler' on 'native', where it is never called"),
+        ("add", "native", {}, r"acme.ops registers the form 'native' of 'add', a name that is reserved .* backends="),
+        ("add", "qnn", {}, "'qnn' of 'add', a name that is reserved"),
+        ("add", "a/b", {}, "'a/b' of 'add', a name that is reserved or malformed"),
+        ("add", "toy", {"backends": "native"}, r"with backends='native', expected names such as \('native',\)"),
+        ("add", "toy", {"backends": ("nativ",)}, "for unknown backend 'nativ'; did you mean 'native'"),
+        ("add", "toy", {"refuses": "no"}, "with refuses='no', expected a function of a node"),
+        ("add", "toy", {"is_required": "yes"}, "with is_required='yes', expected a function of a node"),
         ("add", "toy", {"parts": ("rap",)}, "with the part 'rap'; known parts: quantize, rope"),
         ("rope", "toy", {"parts": ("rope",)}, "with the part 'rope'; 'rope' takes no parts"),
     ],
 )
-def test_registration_that_would_never_be_called_is_refused(operator, device, options, message):
+def test_registration_that_would_never_be_called_is_refused(operator, name, options, message):
     registry = OperatorRegistry()
     with pytest.raises(ConfigError, match=message):
-        make(registry, operator, device, module="acme.ops", **options)
-    with pytest.raises(ConfigError, match=r"builtins registers the operator 'add' on 'toy' as 3, expected a function"):
-        registry.register("add", "toy")(3)
+        make(registry, operator, name, module="acme.ops", **options)
+    for found in (3, Uncallable):
+        with pytest.raises(
+            ConfigError, match=r"of 'add' as .*, expected a function, or a class with a method __call__"
+        ):
+            registry.register("add", "toy")(found)
     assert registry.names() == []
 
 

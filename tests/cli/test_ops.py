@@ -12,6 +12,9 @@ from chunkrt.quant.scheme import SCHEMES, Recipe
 GGUF = checkpoint("llama_biased_gguf")
 
 
+LINEARS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+
+
 def ops(command, *arguments):
     finished = command("ops", GGUF, "--json", *arguments)
     assert (finished.status, finished.err) == (0, "")
@@ -43,10 +46,11 @@ def test_ops_lists_uses_and_origin_of_operators(command):
     assert rows["linear", "npu"] == {
         "operator": "linear",
         "role": "npu",
-        "runs_on": "native",
+        "form": "native",
         "origin": "chunkrt.backends.native.operators",
         "reason": "native form",
         "uses": 8,
+        "nodes": [f"model.layers.{layer}.{module}.product" for layer in range(2) for module in LINEARS],
     }
     assert rows["rope", "cpu"]["reason"] == "a part of cached_attention"
     assert rows["sampler", "session"]["origin"] == "chunkrt.engine.sampling"
@@ -56,12 +60,12 @@ def test_ops_table_equals_json(command):
     rows = ops(command, "--ops", "none,+linear", "--ops", "-rope")["operators"]
     finished = command("ops", GGUF, "--ops", "none,+linear", "--ops", "-rope")
     header, *lines = finished.out.splitlines()
-    assert header.split() == ["operator", "uses", "role", "runs", "on", "from", "why"]
-    keys = ("operator", "uses", "role", "runs_on", "origin")
+    assert header.split() == ["operator", "uses", "role", "form", "from", "why"]
+    keys = ("operator", "uses", "role", "form", "origin")
     assert [line.split(maxsplit=5) for line in lines] == [
         [*(str(row[key]) for key in keys), row["reason"]] for row in rows
     ]
-    places = {(row["operator"], row["role"]): (row["runs_on"], row["reason"]) for row in rows}
+    places = {(row["operator"], row["role"]): (row["form"], row["reason"]) for row in rows}
     assert places["linear", "npu"] == ("native", "native form")
     assert places["quantize", "npu"] == ("native", "a part of linear")
     assert places["rope", "cpu"] == ("reference", "switched off by --ops=-rope")
@@ -70,9 +74,9 @@ def test_ops_table_equals_json(command):
 
 def test_ops_does_not_open_the_npu(command):
     rows = by_name(ops(command, "--npu", "qnn", "--ops=-silu_mul"))
-    assert rows["linear", "npu"]["runs_on"] == "qnn"
-    assert rows["logits", "cpu"]["runs_on"] == "native"
-    assert rows["silu_mul", "npu"]["runs_on"] == "reference"
+    assert rows["linear", "npu"]["form"] == "qnn"
+    assert rows["logits", "cpu"]["form"] == "native"
+    assert rows["silu_mul", "npu"]["form"] == "reference"
     assert ("quantize", "npu") not in rows  # its grids are static
 
 
@@ -82,7 +86,7 @@ def test_ops_names_the_distribution_of_a_plugin(command, monkeypatch):
         registry.register("rms_norm", "toy")(lambda *inputs: inputs[0])
     monkeypatch.setattr("chunkrt.cli.ops.registered_operators", lambda: registry)
     row = by_name(ops(command))["rms_norm", "npu"]
-    assert (row["runs_on"], row["reason"]) == ("toy", "plug-in acme-ops has it")
+    assert (row["form"], row["reason"]) == ("toy", "form of plug-in acme-ops")
     assert row["origin"] == f"acme-ops ({__name__})"
 
 
@@ -92,9 +96,37 @@ def test_ops_defaults_to_none_for_npu_reference(command):
     assert by_name(ops(command, "--npu", "reference", "--ops", "all"))["linear", "npu"]["reason"] == "native form"
 
 
+def test_ops_lists_nodes_with_refusals(command, monkeypatch):
+    registry = registered_operators().copy()
+    with registry.from_distribution("acme-ops"):
+        refuses = lambda node: "" if node.name.startswith("model.layers.1.") else "it is in another layer"  # noqa: E731
+        registry.register("rms_norm", "fast", refuses=refuses)(lambda *inputs: inputs[0])
+        registry.register("rms_norm", "exact", refuses=lambda node: "not yet")(lambda *inputs: inputs[0])
+    monkeypatch.setattr("chunkrt.cli.ops.registered_operators", lambda: registry)
+    finished = command("ops", GGUF, "--nodes", "--ops=-model.layers.0.post_attention_layernorm.rms_norm")
+    assert finished.status == 0
+    header, *lines = finished.out.splitlines()
+    assert header.split() == ["operator", "node", "role", "form", "from", "why"]
+    norms = {line.split()[1]: line.split(maxsplit=3)[3] for line in lines if line.startswith("rms_norm ")}
+    refused = "fast (acme-ops) refuses it: it is in another layer; exact (acme-ops) refuses it: not yet"
+    native = f"native chunkrt.backends.native.operators native form; {refused}"
+    off = "reference chunkrt.backends.reference switched off by --ops=-model.layers.0.post_attention_layernorm.rms_norm"
+    fast = f"fast acme-ops ({__name__}) form of plug-in acme-ops"
+    assert {name: " ".join(why.split()) for name, why in norms.items()} == {
+        "model.layers.0.input_layernorm.output": native,
+        "model.layers.0.post_attention_layernorm.output": off,
+        "model.layers.1.input_layernorm.output": fast,
+        "model.layers.1.post_attention_layernorm.output": fast,
+        "model.norm.output": native,
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--ops", "rms_norm=acme"), "unknown form of rms_norm 'acme'"),
+        (("--ops", "layers.1.rms_norm=reference"), "write *.layers.1.rms_norm=reference"),
+        (("--ops", "rms_norm=qnn"), "qnn does not run the node, but native does"),
         (("--ops", "all", "--ops", "none"), "'all' and 'none' contradict each other"),
         (("--ops", "+rope,-rope"), "+rope and -rope contradict each other"),
         (("--ops", "rope"), "'rope' is not a switch"),
@@ -131,6 +163,6 @@ def test_ops_applies_to_engine_directories_and_settings_files(command, tmp_path)
     assert answer(command, folder, "--ops", "none") == expected
     assert answer(command, folder, "--settings", settings) == expected
     found = json.loads(command("ops", folder, "--json", "--settings", settings).out)
-    assert {row["runs_on"] for row in found["operators"] if row["operator"] != "sampler"} == {"native", "reference"}
+    assert {row["form"] for row in found["operators"] if row["operator"] != "sampler"} == {"native", "reference"}
     found = json.loads(command("ops", folder, "--json", "--settings", settings, "--ops", "all").out)
-    assert {row["runs_on"] for row in found["operators"] if row["operator"] != "sampler"} == {"native"}
+    assert {row["form"] for row in found["operators"] if row["operator"] != "sampler"} == {"native"}

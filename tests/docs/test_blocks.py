@@ -83,13 +83,10 @@ def executed(is_slow: bool):
 
 
 @pytest.fixture
-def home_of_reader(home, tmp_path, monkeypatch):
-    """Enter an empty folder, with a home that holds the model and the engines that other tests compiled."""
+def home_with_model(home, tmp_path):
+    """Return a home that holds the model and the engines that other tests compiled."""
     if MODELS[NAME] is None:
         pytest.skip("the model is not pulled")
-    if shutil.which("bash") is None:
-        pytest.skip("bash is missing")
-    monkeypatch.chdir(tmp_path)
     place = tmp_path / "home" / "models" / NAME / MODELS[NAME].name
     place.parent.mkdir(parents=True)
     place.symlink_to(MODELS[NAME])
@@ -98,6 +95,15 @@ def home_of_reader(home, tmp_path, monkeypatch):
     engines.mkdir()
     for made in (home / "engines").glob(f"{MODELS[NAME].stem}-*"):
         (engines / made.name).symlink_to(made)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def home_of_reader(home_with_model, tmp_path, monkeypatch):
+    """Enter an empty folder, with a home that holds the model."""
+    if shutil.which("bash") is None:
+        pytest.skip("bash is missing")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path / "home"))
     return tmp_path
@@ -187,16 +193,22 @@ def run_package_page(page: Path, run, *, with_slow: bool) -> None:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is missing")
 @pytest.mark.parametrize("page", PACKAGE_PAGES, ids=lambda page: page.stem)
-def test_package_page_blocks_print_the_shown_output(page, run_alone):
-    run_package_page(page, run_alone, with_slow=False)
+def test_package_page_blocks_print_the_shown_output(page, request):
+    if any(NAME in block.text for block in blocks_of(page)):
+        request.getfixturevalue("home_with_model")
+    run_package_page(page, request.getfixturevalue("run_alone"), with_slow=False)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is missing")
 @pytest.mark.parametrize("page", PACKAGE_PAGES, ids=lambda page: page.stem)
-def test_slow_package_page_blocks_print_the_shown_output(page, run_alone):
+def test_slow_package_page_blocks_print_the_shown_output(page, request):
+    if "slow" not in [block.note for block in blocks_of(page)]:
+        pytest.skip("the page has no slow blocks")
     pytest.importorskip("onnxruntime_qnn", reason="needs onnxruntime-qnn")
-    run_package_page(page, run_alone, with_slow=True)
+    if any(NAME in block.text for block in blocks_of(page)):
+        request.getfixturevalue("home_with_model")
+    run_package_page(page, request.getfixturevalue("run_alone"), with_slow=True)
 
 
 @pytest.mark.parametrize("page", executed(is_slow=False))

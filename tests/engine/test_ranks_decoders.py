@@ -112,7 +112,7 @@ def test_switches_apply_to_ranks_except_for_the_sums(npu):
             subgraph = next(s for s in engine.plan.subgraphs if s.device == "link")
             ((_, choice),) = engine.loaded.dispatcher.runners(subgraph, "link")
             logits = engine.session().prefill(input_ids("llama_gqa"), logits="all").logits
-            return logits, (choice.operator, choice.runs_on, choice.function)
+            return logits, (choice.operator, choice.name, choice.form)
 
     with load(LLAMA, chunk_length=8, npu=npu, ops="none") as engine:
         expected = engine.session().prefill(input_ids("llama_gqa"), logits="all").logits
@@ -121,7 +121,7 @@ def test_switches_apply_to_ranks_except_for_the_sums(npu):
         assert [sum_ for _, sum_ in found] == [("all_reduce", "link", None)] * 2
         assert_same_but_for_order(found[0][0], expected)
         assert np.array_equal(found[0][0], found[1][0])
-    with pytest.raises(ConfigError, match="the operator 'all_reduce' requires its form and cannot be switched off"):
+    with pytest.raises(ConfigError, match="'all_reduce' requires its form 'link', so -all_reduce has no effect"):
         on_ranks(2, lambda communicator: work(communicator, "-all_reduce"))
 
 
@@ -300,7 +300,7 @@ def test_ops_command_shows_the_operator_of_sums(command, tmp_path):
         shown = command("ops", *model, "--json", "--ops", "none")
         assert (shown.status, shown.err) == (0, "")
         (row,) = (row for row in json.loads(shown.out)["operators"] if row["operator"] == "all_reduce")
-        assert (row["runs_on"], row["origin"], row["uses"]) == ("link", "chunkrt.backends.link", 6)
+        assert (row["form"], row["origin"], row["uses"]) == ("link", "chunkrt.backends.link", 6)
 
 
 def test_subgraphs_are_saved_as_onnx_except_for_sums(command, tmp_path):

@@ -3,7 +3,7 @@ recurrence."""
 
 import numpy as np
 
-from tiny_plugins.recurrence import recurrence
+from tiny_plugins.recurrence import RunningSum
 
 num_calls = 0
 num_prepared = 0
@@ -11,21 +11,27 @@ num_prepared = 0
 
 def register(registry):
     """Register the operators; chunkrt calls it with its registry."""
-    registry.register("rms_norm", "native", replaces=True)(rms_norm)
-    registry.register("logits", "reference", replaces=True, prepare=prepare)(logits)
-    registry.register("tiny_recurrence", "reference")(recurrence)
+    registry.register("rms_norm", "tiny", backends=("native",))(rms_norm)
+    registry.register("logits", "tiny", backends=("reference",))(FloatLogits)
+    registry.register("tiny_recurrence", "reference")(RunningSum)
 
 
-def prepare(weight):
-    """Return a weight in float32 [K, N], from the stored integers."""
-    global num_prepared
-    num_prepared += 1
-    return weight if isinstance(weight, np.ndarray) else weight.integers * weight.scale
+class FloatLogits:
+    """LM head in float."""
 
+    def __init__(self, node):
+        self.shape = node.input_shapes[1]
 
-def logits(left, right):
-    """Return left float32 [T, K] @ the result of `prepare`."""
-    return left @ right
+    def prepare(self, weight):
+        """Keep the weight in float32 [K, N], from the stored integers."""
+        global num_prepared
+        num_prepared += 1
+        self.weight = weight if isinstance(weight, np.ndarray) else weight.integers * weight.scale
+        assert self.weight.shape == self.shape
+
+    def __call__(self, left):
+        """Return left float32 [T, K] @ the weight."""
+        return left @ self.weight
 
 
 def rms_norm(x, weight, *, axis, epsilon):

@@ -22,6 +22,7 @@ register_operator(
     "Recurrence",
     Operator(
         num_inputs=3,
+        weights=(1,),
         is_dynamic=True,
         output=lambda attributes, shapes: shapes[0],
         flops=lambda attributes, shapes: 2 * shapes[0][1],
@@ -69,10 +70,21 @@ def tiny_recurrent(config):
     return CausalDecoder(config, Body(config))
 
 
-def recurrence(x, decay, state):
-    """Compute the sums of x float32 [T, H], with decay [H] and state [H], which is updated in place."""
-    output = x.copy()
-    for row in output:
-        row += decay * state
-        state[:] = row
-    return output
+class RunningSum:
+    """The sums of one node, whose decay is prepared."""
+
+    def __init__(self, node):
+        (_, self.width), *_ = node.input_shapes
+
+    def prepare(self, decay):
+        """Keep the decay float32 [H]."""
+        assert decay.shape == (self.width,)
+        self.decay = decay
+
+    def __call__(self, x, state):
+        """Compute the sums of x float32 [T, H], with state [H], which is updated in place."""
+        output = x.copy()
+        for row in output:
+            row += self.decay * state
+            state[:] = row
+        return output
