@@ -162,6 +162,16 @@ def _gather(table: Array, indices: NDArray[np.int64], *, axis: int) -> Float32:
     return rows
 
 
+@operators.register("embedding_share", REFERENCE)
+def _gather_share(table: Array, indices: NDArray[np.int64], *, first: int, all_rows: int) -> Float32:
+    if indices.min(initial=0) < 0 or indices.max(initial=0) >= all_rows:
+        raise IndexError(f"the rows {indices} are not all inside 0..{all_rows - 1}")
+    is_here = (indices >= first) & (indices < first + len(table))
+    rows: Float32 = np.zeros((len(indices), table.shape[1]), np.float32)
+    rows[is_here] = table[indices[is_here] - first]
+    return rows
+
+
 @operators.register("rms_norm", REFERENCE)
 def _rms_normalization(x: Float32, weight: Float32, *, axis: int, epsilon: float) -> Float32:
     mean_square = np.mean(np.square(x, dtype=np.float64), axis=axis, keepdims=True)

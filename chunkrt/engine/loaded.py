@@ -36,7 +36,7 @@ from chunkrt.engine.roles import open_backends, runs_on_qnn
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session_file import Conversation, SessionFile, model_digest
 from chunkrt.engine_directory.adapter_targets import read_targets
-from chunkrt.engine_directory.manifest import open_weights, read_manifest
+from chunkrt.engine_directory.manifest import PLAN, open_weights, read_manifest
 from chunkrt.engine_directory.verification import Verification
 from chunkrt.engine_directory.weights import stored_weights
 from chunkrt.errors import ClosedError, ConfigError, ModelError, OutOfMemoryError
@@ -206,7 +206,9 @@ class LoadedModel:
             "attention": self.attention_math,
             "executors": self.scheduler.executors.identity,
             "plug-ins": [str(plugin) for plugin in OPERATOR_PLUGINS.plugins if plugin.load_or_tell() is not None],
-            "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
+            "tokenizer": {
+                name: manifest.files[name] for name in manifest.files if name.endswith(".json") and name != PLAN
+            },
         }
 
     def make_state(self) -> State:

@@ -21,7 +21,8 @@ from chunkrt.checkpoints.source import BlockTensor, TensorSource
 from chunkrt.errors import ChunkrtError, ConfigError, ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.ops import current_trace
-from chunkrt.graph.plan import Place
+from chunkrt.graph.plan import ALONE, Place, Ranks
+from chunkrt.graph.shares import Share
 
 Float32 = NDArray[np.float32]
 
@@ -32,13 +33,15 @@ class Parameter:
 
     `checkpoint_tensors` maps the name of each tensor to read to its required shape. `combine` makes the weight, of
     shape `shape`, from these tensors in that order. `replaces` names tensors that a checkpoint may contain although
-    the decoder does not need them.
+    the decoder does not need them. `axes` holds this rank's share of each axis of the complete weight, None for an axis
+    that is complete; the shares may be omitted if all axes are complete.
     """
 
     shape: tuple[int, ...]
     checkpoint_tensors: dict[str, tuple[int, ...]]
     combine: Callable[..., Float32]
     replaces: tuple[str, ...] = ()
+    axes: tuple[Share | None, ...] = ()
     name: str = field(default="", init=False)
 
     def load(self, source: TensorSource) -> Float32:
@@ -102,6 +105,12 @@ class Parameter:
         """Raise ModelError if a tensor is missing or has a wrong shape."""
         if misfit := self.misfit(source):
             raise ModelError(f"{source.path.name}: {misfit} by {self.name or 'its reader'}")
+
+    def cut(self, complete: Float32) -> Float32:
+        """Return this rank's part of the complete weight."""
+        for axis, share in enumerate(self.axes):
+            complete = complete if share is None else share.take(complete, axis)
+        return complete
 
     def value(self) -> ir.Value:
         """Return the weight in the graph that is being traced."""
@@ -209,24 +218,33 @@ class Module:
 class Embedding(Module):
     """Rows of a table [num_rows, width], picked by token id. The look-up runs on the CPU unless placed.
 
-    `scale` multiplies the checkpoint's table; it does not affect an LM head that is tied to the table.
+    `scale` multiplies the checkpoint's table; it does not affect an LM head that is tied to the table. The ranks share
+    the rows evenly, with rows of zeros at the end if necessary.
     """
 
-    def __init__(self, num_rows: int, width: int, *, scale: float = 1.0) -> None:
+    def __init__(self, num_rows: int, width: int, *, scale: float = 1.0, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.device = "cpu"
         self.shape, self.scale = (num_rows, width), scale
+        self._ranks, self._rows = ranks, Share.even(num_rows, ranks)
 
     def declare(self) -> None:
         self.weight = Parameter(
-            shape=self.shape, checkpoint_tensors={f"{self.path}.weight": self.shape}, combine=self._scaled
+            shape=(self._rows.length, self.shape[1]),
+            checkpoint_tensors={f"{self.path}.weight": self.shape},
+            combine=lambda table: self._scaled(self._rows.take(table)),
+            axes=(self._rows, None),
         )
 
     def _scaled(self, table: Float32) -> Float32:
         return table if self.scale == 1 else table * np.float32(self.scale)
 
     def forward(self, token_ids: ir.Value) -> ir.Value:
-        return ops.gather_rows(self.weight.value(), token_ids, name="output")
+        if self._ranks.are_alone:
+            return ops.gather_rows(self.weight.value(), token_ids, name="output")
+        first = self._ranks.rank * self._rows.length
+        rows = ops.gather_share(self.weight.value(), token_ids, first=first, all_rows=self.shape[0], name="part")
+        return ops.all_reduce(rows, name="output")
 
 
 class RMSNorm(Module):

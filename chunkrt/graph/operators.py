@@ -259,6 +259,21 @@ def _sum(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     return _matrix(inputs[0])
 
 
+def _gathered(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    rows, _ = _sum(attributes, inputs)
+    return rows, sum(len(part) for part in column_ranges(attributes["columns"]))
+
+
+def column_ranges(columns: str) -> list[range]:
+    """Return the ranges of columns that the attribute of an AllGather selects. Raises ValueError if it is invalid."""
+    try:
+        ranges = [range(*map(int, part.split(":", 1))) for part in columns.split(",")]
+    except (TypeError, ValueError):
+        ranges = []
+    require(ranges and all(0 <= r.start < r.stop <= MOST for r in ranges), f"its columns are {columns[:40]!r}")
+    return ranges
+
+
 def _size(shape: Shape) -> int:
     return prod(map(int, shape))
 
@@ -333,9 +348,20 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Split"): Operator(
         num_inputs=1, output=_split, attributes={"axis": int, "num_outputs": int}, defaulted=("axis",)
     ),
+    ("chunkrt", "AllGather"): Operator(
+        is_dynamic=True, num_inputs=2, output=_gathered, indices=(1,), attributes={"columns": str}
+    ),
     ("chunkrt", "AllReduce"): Operator(is_dynamic=True, num_inputs=2, output=_sum, indices=(1,)),
     ("chunkrt", "CachedAttention"): _ATTENTION,
     ("chunkrt", "FloatLinear"): Operator(num_inputs=2, output=_product, flops=_product_flops),
+    ("chunkrt", "GatherShare"): Operator(
+        name="embedding_share",
+        is_dynamic=True,
+        num_inputs=2,
+        output=_gather,
+        indices=(1,),
+        attributes={"first": int, "all_rows": int},
+    ),
     ("chunkrt", "HeadNorm"): Operator(num_inputs=2, output=_head_norm, attributes={"epsilon": float}),
     ("chunkrt", "LinearAttention"): _LINEAR_ATTENTION,
     ("chunkrt", "LowRankSum"): Operator(

@@ -11,7 +11,18 @@ from typing import NamedTuple, cast
 
 from chunkrt.engine_directory.figures import FLOAT16_BYTES, weight_bytes
 from chunkrt.graph.operators import attended_pairs, node_flops
-from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, linear_weights, resolve
+from chunkrt.graph.plan import (
+    ALL_GATHER_OP,
+    ATTENTION_OPS,
+    DTYPE_BYTES,
+    EXPERTS_OP,
+    GATHER_OPS,
+    Node,
+    Plan,
+    Subgraph,
+    linear_weights,
+    resolve,
+)
 from chunkrt.graph.static_attention import static_slots, window_elements
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.ranks.messages import exchange_of
@@ -208,7 +219,7 @@ class ModelledWork:
             kind = "linear_float" if self._scheme.weight_bits is None else "linear_a8"
         else:
             size = sum(prod(resolve(tensors[name].shape, symbols)) for name in node.outputs)
-            read = 1 if node.op == "Gather" else len(node.inputs)
+            read = 1 if node.op in GATHER_OPS else len(node.inputs)
             num_bytes, shared_bytes = float(DTYPE_BYTES["float32"] * size * (1 + read)), 0.0
             kind = "other"
         cost = processor.operators[kind]

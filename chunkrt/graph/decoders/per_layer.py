@@ -79,7 +79,7 @@ class BodyWithInputs(Body):
             raise ModelError(
                 f"{config.where}: vocab_size_per_layer_input is {num_rows}, but vocab_size is {config.vocab_size}"
             )
-        self.embed_tokens_per_layer = Embedding(num_rows, columns, scale=width**0.5)
+        self.embed_tokens_per_layer = Embedding(num_rows, columns, scale=width**0.5, ranks=config.ranks)
         factor = config.hidden_size**-0.5
         self.per_layer_model_projection = ReplicatedLinear(config.hidden_size, columns, factor=factor).to("cpu")
         parts = {"per_layer_projection_norm": len(layers)}

@@ -72,7 +72,7 @@ class Weight:
         if self.layout != "linear":
             return Parameter(shape=shape, checkpoint_tensors=tensors, combine=combine)
         num_rows = sum(rows for rows, _ in tensors.values())
-        rows = Share.whole(num_rows) if self.rows is None else Share(num_rows, self.rows)
+        rows = Share.whole(num_rows) if self.rows is None else Share.of(num_rows, self.rows)
         return LinearWeight(
             shape=shape, checkpoint_tensors=tensors, combine=combine, rows=rows, depth=Share.whole(shape[0])
         )

@@ -1,4 +1,5 @@
 // gather and columns: selection of rows and columns.
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -21,7 +22,7 @@ void check_indices(const std::string& name, const std::int64_t* indices, std::si
 
 }  // namespace
 
-ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices) {
+ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices, std::optional<TableShare> share) {
   const Value& source = builder.value(table);
   const Value& rows = builder.value(indices);
   require(rows.kind == ValueKind::input && rows.dtype == Dtype::int64 && rows.shape.size() == 1 &&
@@ -30,6 +31,7 @@ ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices) {
               describe(rows.dtype, rows.shape));
   const bool is_constant = source.kind == ValueKind::constant && source.shape.size() == 2;
   if (!is_constant) builder.rows_of(table, "gather's table");
+  require(is_constant || !share, "gather: only a constant table can be a share");
   const bool is_half = is_constant && source.dtype == Dtype::float16;
   require(is_half || source.dtype == Dtype::float32,
           "gather: expected a float32 or float16 table, got " + describe(source.dtype, source.shape));
@@ -38,17 +40,25 @@ ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices) {
   const Dimension height = source.shape[0];
   const std::size_t width = source.shape[1].size;
   builder.add_check({indices}, [=, name = rows.name](const Frame& frame) {
-    const std::size_t limit = height.symbol ? frame.size_of(*height.symbol) : height.size;
+    const std::size_t limit = share           ? share->all_rows
+                              : height.symbol ? frame.size_of(*height.symbol)
+                                              : height.size;
     check_indices(name, frame.get<const std::int64_t>(indices), frame.size_of(symbol), limit);
   });
 
   const ValueId out = builder.float_rows(symbol, width);
   WidenFunction* widen = select_kernel(widen_f32_f16).function;
+  const std::size_t first = share ? share->first : 0;
   Compute pick = [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
     const std::int64_t* index = frame.get<const std::int64_t>(indices);
     for (std::size_t row = begin; row < end; ++row) {
       float* target = frame.get<float>(out) + row * width;
-      const std::size_t offset = static_cast<std::size_t>(index[row]) * width;
+      const std::size_t picked = static_cast<std::size_t>(index[row]) - first;  // wraps below the first row
+      if (share && picked >= height.size) {
+        std::fill_n(target, width, 0.0f);
+        continue;
+      }
+      const std::size_t offset = picked * width;
       if (is_half) {
         widen(frame.get<const std::uint16_t>(table) + offset, target, width);
       } else {
