@@ -33,8 +33,8 @@ class Parameter:
 
     `checkpoint_tensors` maps the name of each tensor to read to its required shape. `combine` makes the weight, of
     shape `shape`, from these tensors in that order. `replaces` names tensors that a checkpoint may contain although
-    the decoder does not need them. `axes` holds this rank's share of each axis of the complete weight, None for an axis
-    that is complete; the shares may be omitted if all axes are complete.
+    the decoder does not need them. `axes` holds the share of each axis that the weight has, with the same elements for
+    all numbers of ranks; None for an axis that is complete. It may be omitted if all axes are complete.
     """
 
     shape: tuple[int, ...]
@@ -105,12 +105,6 @@ class Parameter:
         """Raise ModelError if a tensor is missing or has a wrong shape."""
         if misfit := self.misfit(source):
             raise ModelError(f"{source.path.name}: {misfit} by {self.name or 'its reader'}")
-
-    def cut(self, complete: Float32) -> Float32:
-        """Return this rank's part of the complete weight."""
-        for axis, share in enumerate(self.axes):
-            complete = complete if share is None else share.take(complete, axis)
-        return complete
 
     def value(self) -> ir.Value:
         """Return the weight in the graph that is being traced."""
@@ -287,10 +281,12 @@ class HeadNorm(Module):
         self.num_plain = num_plain
 
     def declare(self) -> None:
+        numbers = [*self.parts.values(), self.num_plain]
         self.weight = Parameter(
-            shape=(sum(self.parts.values()) + self.num_plain, self.head_dim),
+            shape=(sum(numbers), self.head_dim),
             checkpoint_tensors={f"{self.sibling(part)}.weight": (self.head_dim,) for part in self.parts},
             combine=self._by_head,
+            axes=(Share.of(len(numbers), np.repeat(np.arange(len(numbers)), numbers)), None),
         )
 
     def _by_head(self, *weights: Float32) -> Float32:
@@ -305,27 +301,29 @@ class HeadNorm(Module):
 class DepthwiseWeights(Module):
     """Weights of a convolution over each channel: weight [channels, 1, taps] and, with a bias, [channels].
 
-    A convolution of one tap gets a leading zero tap, because kernels need at least two. `order` holds the checkpoint's
-    index of each channel, if it differs.
+    A convolution of one tap gets a leading zero tap, because kernels need at least two. `share` selects the rank's
+    channels, in the order of the convolution's input; by default all channels in the checkpoint's order.
     """
 
-    def __init__(self, channels: int, taps: int, *, bias: bool = False, order: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, channels: int, taps: int, *, bias: bool = False, share: Share | None = None) -> None:
         super().__init__()
         self.shape, self.has_bias = (channels, 1, taps), bias
-        self._order = np.arange(channels) if order is None else order
+        self._share = Share.whole(channels) if share is None else share
 
     def declare(self) -> None:
         channels, one, taps = self.shape
         self.weight = Parameter(
-            shape=(channels, one, max(taps, 2)),
+            shape=(self._share.length, one, max(taps, 2)),
             checkpoint_tensors={f"{self.path}.weight": self.shape},
-            combine=lambda tensor: np.pad(tensor[self._order], [(0, 0), (0, 0), (max(2 - taps, 0), 0)]),
+            combine=lambda tensor: np.pad(self._share.take(tensor), [(0, 0), (0, 0), (max(2 - taps, 0), 0)]),
+            axes=(self._share, None, None),
         )
         if self.has_bias:
             self.bias = Parameter(
-                shape=(channels,),
+                shape=(self._share.length,),
                 checkpoint_tensors={f"{self.path}.bias": (channels,)},
-                combine=lambda tensor: tensor[self._order],
+                combine=self._share.take,
+                axes=(self._share,),
             )
 
 

@@ -258,6 +258,23 @@ class ReplicatedLinear(LinearBase):
         return rows, Share.whole(self.in_features)
 
 
+class ColumnShareLinear(LinearBase):
+    """A linear of which a rank has the columns of a share.
+
+    Args:
+        rows: the rank's share of the rows of the concatenated outputs' tensors.
+    """
+
+    def __init__(
+        self, in_features: int, outputs: Outputs, rows: Share, *, bias: bool = False, factor: Factor = 1.0
+    ) -> None:
+        super().__init__(in_features, outputs, bias=bias, factor=factor)
+        self._rows = rows
+
+    def share(self) -> tuple[Share, Share]:
+        return self._rows, Share.whole(self.in_features)
+
+
 class MergedColumnParallelLinear(LinearBase):
     """Several concatenated linears with the same input. Each linear is split by its columns, and a rank has its slice
     of every linear; their widths may differ. If a width is not a multiple of the number of ranks, columns of zeros are
@@ -377,8 +394,7 @@ class QKVParallelLinear(LinearBase):
         self._rows = Share.joined([q, k, heads.kv_columns][: len(stored)])
         if stored == "qk":
             values = Share.joined([Share(q.size, q.by_rank[:, :0], q.rank), heads.kv_columns])
-            both = np.concatenate([self._rows.by_rank, values.by_rank], axis=1)
-            self._rows = Share(self._rows.size, both, q.rank)
+            self._rows = Share.together([self._rows, values])
 
     def share(self) -> tuple[Share, Share]:
         return self._rows, Share.whole(self.in_features)

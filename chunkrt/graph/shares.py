@@ -71,6 +71,12 @@ class Share:
         ]
         return Share(size, np.concatenate(parts, axis=1), max(share.rank for share in shares))
 
+    @staticmethod
+    def together(shares: Sequence[Share]) -> Share:
+        """Concatenate shares of one axis."""
+        by_rank = np.concatenate([share.by_rank for share in shares], axis=1)
+        return Share(shares[0].size, by_rank, shares[0].rank)
+
     @property
     def indices(self) -> Indices:
         """Indices of this rank's elements."""
@@ -89,6 +95,26 @@ class Share:
     def spread(self, width: int, order: Indices | None = None) -> Share:
         """Return the share of an axis in which each element is replaced by `width` elements, in a given order."""
         return self._each(lambda indices: _spread(indices, self.size, width, order), self.size * width)
+
+    def through(self, indices: Indices, size: int) -> Share:
+        """Return the share of an axis of length `size`, in which element i of this axis is at `indices[i]`."""
+        return self._each(lambda own: np.append(indices, size)[own], size)
+
+    def within(self, complete: Share) -> Share:
+        """Return this rank's elements as a share of `complete`, which has them in another order.
+
+        If an element occurs several times, its occurrences are matched in order.
+        """
+        found: dict[int, list[int]] = {}
+        for place, element in enumerate(complete.indices.tolist()):
+            found.setdefault(element, []).append(place)
+        num_taken = dict.fromkeys(found, 0)
+        places = np.full(self.length, complete.length)
+        for index, element in enumerate(self.indices.tolist()):
+            if element < self.size:
+                places[index] = found[element][min(num_taken[element], len(found[element]) - 1)]
+                num_taken[element] += 1
+        return Share.of(complete.length, places)
 
     def places(self) -> Indices:
         """Return the place of each element of the axis in the concatenation of all ranks' shares. An element that
