@@ -33,7 +33,7 @@ from chunkrt.files import check_writable
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.progress import ShownProgress
-from chunkrt.quant.scheme import Scheme, check_scheme_of_ranks
+from chunkrt.quant.scheme import Scheme
 
 DEFAULT_PROMPT_LENGTH = 512
 
@@ -158,14 +158,15 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
         with ShownProgress() as progress:
             checkpoint, recipe = find_recipe(model, options, progress)
             scheme = recipe.scheme
-            check_scheme_of_ranks(scheme, ranks.size)
-            source, decoder = open_decoder(checkpoint, ranks, adapter=options.adapter)
             if recipe.search:
-                plain = plan_decoder(source, decoder, {})
+                plain = plan_decoder(*open_decoder(checkpoint, adapter=options.adapter), {})
                 scheme, _ = calibrate_scheme(
                     plain, checkpoint, recipe, options.calibration, model=model, progress=progress
                 )
-        planned = plan_decoder(source, decoder, options_placement(options), scheme.is_shadowed)
+            opened = open_decoder(
+                checkpoint, ranks.for_scheme(is_static=scheme.is_static), adapter=options.adapter
+            )
+        planned = plan_decoder(*opened, options_placement(options), scheme.is_shadowed)
         found, scheme = planned.plan, settle(planned, scheme)
         check_shadowed(found, scheme)
     has_npu = npu_under(options, scheme) is not None

@@ -227,7 +227,9 @@ def partition(model: ir.Model, *, family: str) -> Plan:
 
 def _home(node: ir.Node) -> tuple[str, ...]:
     """Return a node's key; adjacent nodes with the same key share a subgraph."""
-    return _device(node), _rows(node), node.metadata_props.get(ALONE_KEY, "")
+    device = _device(node)
+    alone = node.name or "" if device == "link" else node.metadata_props.get(ALONE_KEY, "")
+    return device, _rows(node), alone
 
 
 def _device(node: ir.Node) -> Device:

@@ -450,8 +450,17 @@ class Ranks:
         return f"rank {self.rank} of {self.size}"
 
 
+    def for_scheme(self, *, is_static: bool) -> Ranks:
+        """Return these ranks as a decoder under a scheme needs them. Under a static scheme they gather, because partial
+        sums have no grid.
+        """
+        return GatheringRanks(self.rank, self.size) if is_static and not self.are_alone else self
+
+
 class GatheringRanks(Ranks):
-    """Ranks that gather values and compute no sums, so that results are those of one rank, bit for bit."""
+    """Ranks that gather values and compute no sums of linears, so that every column of a linear is computed as on one
+    rank.
+    """
 
     sums = False
 

@@ -197,15 +197,6 @@ def find_scheme(name: str) -> Scheme:
     raise unknown_name("scheme", name, SCHEME_NAMES)
 
 
-def check_scheme_of_ranks(scheme: Scheme, ranks: int) -> None:
-    """Raise ConfigError for a static scheme on several ranks."""
-    if scheme.is_static and ranks > 1:
-        raise ConfigError(
-            f"the scheme {scheme.name!r} is static, but partial sums of {ranks} ranks have no grid; use a "
-            "dynamic scheme or 'float'"
-        )
-
-
 Search = Literal["shadow", "mixed"]
 
 DEFAULT_BUDGETS: Mapping[Search, float] = {"shadow": 0.015, "mixed": 0.01}
