@@ -19,6 +19,7 @@ from chunkrt.backends.recurrences import linear_attention, missing_kind
 from chunkrt.backends.registry import REFERENCE, operators
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import PartitionError
+from chunkrt.graph.operators import column_ranges
 from chunkrt.graph.plan import Attribute, Plan, Subgraph
 from chunkrt.graph.uses import uses
 from chunkrt.quant.arithmetic import DynamicWeight, Quantize, QuantizedWeight, StaticWeight, quantize_rows
@@ -170,6 +171,15 @@ def _gather_share(table: Array, indices: NDArray[np.int64], *, first: int, all_r
     rows: Float32 = np.zeros((len(indices), table.shape[1]), np.float32)
     rows[is_here] = table[indices[is_here] - first]
     return rows
+
+
+@operators.register("pick_columns", REFERENCE)
+def _pick_columns(x: Float32, *, columns: str) -> Float32:
+    parts = [
+        x[:, part.start : part.stop] if part.start < x.shape[1] else np.zeros((len(x), len(part)), np.float32)
+        for part in column_ranges(columns)
+    ]
+    return np.concatenate(parts, axis=1)
 
 
 @operators.register("rms_norm", REFERENCE)

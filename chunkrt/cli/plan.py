@@ -163,9 +163,7 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
                 scheme, _ = calibrate_scheme(
                     plain, checkpoint, recipe, options.calibration, model=model, progress=progress
                 )
-            opened = open_decoder(
-                checkpoint, ranks.for_scheme(is_static=scheme.is_static), adapter=options.adapter
-            )
+            opened = open_decoder(checkpoint, ranks.for_scheme(is_static=scheme.is_static), adapter=options.adapter)
         planned = plan_decoder(*opened, options_placement(options), scheme.is_shadowed)
         found, scheme = planned.plan, settle(planned, scheme)
         check_shadowed(found, scheme)

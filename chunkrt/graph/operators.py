@@ -264,8 +264,15 @@ def _gathered(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     return rows, sum(len(part) for part in column_ranges(attributes["columns"]))
 
 
+def _picked(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    rows, width = _matrix(inputs[0])[0], int(inputs[0][1])
+    ranges = column_ranges(attributes["columns"])
+    require(all(r.stop <= width or r.start >= width for r in ranges), f"its columns end inside of {width}")
+    return rows, sum(len(part) for part in ranges)
+
+
 def column_ranges(columns: str) -> list[range]:
-    """Return the ranges of columns that the attribute of an AllGather selects. Raises ValueError if it is invalid."""
+    """Return the ranges in the attribute `columns` of an operator. Raises ValueError if it is invalid."""
     try:
         ranges = [range(*map(int, part.split(":", 1))) for part in columns.split(",")]
     except (TypeError, ValueError):
@@ -367,6 +374,7 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("chunkrt", "LowRankSum"): Operator(
         is_dynamic=True, num_inputs=3, output=_low_rank, indices=(2,), attributes={"weight": str}
     ),
+    ("chunkrt", "PickColumns"): Operator(is_dynamic=True, num_inputs=1, output=_picked, attributes={"columns": str}),
     ("chunkrt", "RawKeyAttention"): replace(_ATTENTION, num_inputs=9),
     ("chunkrt", "RoutedExperts"): Operator(
         is_dynamic=True,

@@ -20,6 +20,7 @@ from chunkrt.errors import ChunkrtError, ModelError
 from chunkrt.graph.linear_attention import find_variant
 from chunkrt.graph.operators import OPERATOR_NAMES, check_node, find_operator, require
 from chunkrt.graph.plan import ALL_GATHER_OP, ALL_REDUCE_OP, DOMAIN, SHARED_GATHER_OP, Attribute, Device
+from chunkrt.graph.shares import Share
 
 OPSET = 23
 """Opset of traced graphs: the first with RMSNormalization, RotaryEmbedding and Attention."""
@@ -549,12 +550,23 @@ def all_gather(part: ir.Value, columns: NDArray[np.int64], *, name: str = "gathe
     Args:
         columns: indices of the picked columns in the concatenation of all ranks' parts, in the order of ranks.
     """
-    edges = np.flatnonzero(np.diff(columns) != 1) + 1
-    runs = np.split(columns, edges)
-    attributes = {"columns": ",".join(f"{run[0]}:{run[-1] + 1}" for run in runs)}
     inputs = [part, current_trace().position()]
     shape = (shape_of(part)[0], len(columns))
-    return _one(ALL_GATHER_OP, inputs, shape, name, attributes=attributes, domain="chunkrt")
+    return _one(ALL_GATHER_OP, inputs, shape, name, attributes=_in_ranges(columns), domain="chunkrt")
+
+
+def pick_columns(value: ir.Value, share: Share, *, name: str = "picked") -> ir.Value:
+    """Return a rank's share of the columns of a value [T, N]; padding is zero."""
+    num_padded = np.cumsum(share.indices == share.size)
+    columns = share.indices + np.where(share.indices == share.size, num_padded - 1, 0)
+    shape = (shape_of(value)[0], share.length)
+    return _one("PickColumns", [value], shape, name, attributes=_in_ranges(columns), domain="chunkrt")
+
+
+def _in_ranges(columns: NDArray[np.int64]) -> dict[str, str]:
+    width_changes = np.flatnonzero(np.diff(columns) != 1) + 1
+    runs = np.split(columns, width_changes)
+    return {"columns": ",".join(f"{run[0]}:{run[-1] + 1}" for run in runs)}
 
 
 def gather_share(table: ir.Value, indices: ir.Value, *, first: int, all_rows: int, name: str = "gather") -> ir.Value:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor, TensorSource
 from chunkrt.graph import ops
-from chunkrt.graph.modules import Module, Parameter
+from chunkrt.graph.modules import HeadNorm, Module, Parameter
 from chunkrt.graph.plan import ALONE, Ranks
 from chunkrt.graph.shares import Number, Share
 
@@ -402,6 +402,26 @@ class QKVParallelLinear(LinearBase):
     def declare(self) -> None:
         super().declare()
         self.weight.replaces = tuple(map(self.sibling, self._replaces))
+
+
+class WideNorm(HeadNorm):
+    """Norms over all heads of q, and over all heads of k. The columns q | k | v of all ranks are gathered, so that each
+    norm is that of one rank, and a rank picks its heads.
+
+    Args:
+        epsilon: see `RMSNorm`.
+    """
+
+    def __init__(self, heads: HeadShare, epsilon: float, ranks: Ranks = ALONE) -> None:
+        super().__init__({"q_norm": 1, "k_norm": 1}, heads.q_columns.size, epsilon)
+        self._ranks = ranks
+        self._columns = Share.joined([heads.q_columns, heads.kv_columns, heads.kv_columns])
+
+    def forward(self, value: ir.Value) -> ir.Value:
+        if self._ranks.are_alone:
+            return super().forward(value)
+        normed = super().forward(ops.all_gather(value, self._columns.places(), name="heads_of_all"))
+        return ops.pick_columns(normed, self._columns)
 
 
 class RowParallelLinear(LinearBase):

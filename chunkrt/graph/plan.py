@@ -449,7 +449,6 @@ class Ranks:
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}"
 
-
     def for_scheme(self, *, is_static: bool) -> Ranks:
         """Return these ranks as a decoder under a scheme needs them. Under a static scheme they gather, because partial
         sums have no grid.

@@ -86,7 +86,7 @@ class Share:
     @property
     def length(self) -> int:
         """Number of elements, including padding."""
-        return self.by_rank.shape[1]
+        return int(self.by_rank.shape[1])
 
     def of_rank(self, rank: int) -> Share:
         """Return the share of another rank."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.errors import unknown_name
 from chunkrt.files import check_keys
 
 BLOCK_LENGTH = 32

@@ -366,9 +366,7 @@ class BoundSubgraph:
         tensors, names = segment.request.state.tensors, self.subgraph.all_state
         return dict(tensors) if len(names) == len(tensors) else {name: tensors[name] for name in names}
 
-    def run_logit_rows(
-        self, slot: int, num_tokens: int, num_rows: int, logits: Array | None, number: int = 0
-    ) -> None:
+    def run_logit_rows(self, slot: int, num_tokens: int, num_rows: int, logits: Array | None, number: int = 0) -> None:
         """Compute the logits of the requested rows of one chunk, in groups if the executable has a fixed length.
 
         Args:

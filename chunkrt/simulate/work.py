@@ -112,14 +112,20 @@ def measured_work(
 
 
 def with_sums(work_of: WorkOf, plan: Plan, chunks: Sequence[ChunkWork], link: LinkProfile, ranks: int) -> WorkOf:
-    """Return the work of all tasks, given the work of computing tasks; sums over ranks take the link's time."""
+    """Return the work of all tasks, given the work of computing tasks; sums and gathers take the link's time.
+
+    Parts of logits are sent to one rank, and other parts to all other ranks.
+    """
 
     def work(task: Task) -> Work:
-        subgraph = plan.subgraphs[task.subgraph]
+        subgraph, chunk = plan.subgraphs[task.subgraph], chunks[task.chunk]
         if subgraph.device != "link":
             return work_of(task)
-        (total,) = subgraph.outputs
-        num_bytes = plan.tensors[total].num_bytes(T=chunks[task.chunk].num_tokens)
+        (node,) = subgraph.nodes
+        num_bytes = plan.tensors[node.inputs[0]].num_bytes(T=chunk.num_tokens, R=chunk.num_rows)
+        if node.op == ALL_GATHER_OP:
+            num_receivers = 1 if subgraph.rows == "R" else ranks - 1
+            return Work(round(1000 * link.gather_us(num_bytes, ranks)), 0.0, float(num_receivers * num_bytes))
         ns = round(1000 * link.sum_us(num_bytes, ranks))
         return Work(ns, 0.0, exchange_of(num_bytes, ranks).sent_bytes)
 

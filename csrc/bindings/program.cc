@@ -177,6 +177,7 @@ void bind_program(py::module_& module) {
             return gather(builder, table, indices, TableShare{.first = first, .all_rows = all_rows});
           },
           "table"_a, "indices"_a, py::kw_only(), "first"_a, "all_rows"_a)
+      .def("pick_columns", pick_columns, "input"_a, "ranges"_a)
       .def("columns", columns, "input"_a, "begin"_a, "width"_a)
       .def("rms_norm", rms_norm, "input"_a, "weight"_a, "epsilon"_a)
       .def("head_norm", head_norm, "input"_a, "weight"_a, "epsilon"_a)

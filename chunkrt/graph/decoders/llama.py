@@ -72,7 +72,10 @@ class Attention(Module):
         if self._has_sinks:
             query = self._heads.query
             self.sinks = Parameter(
-                shape=(query.length,), checkpoint_tensors={f"{self.path}.sinks": (query.size,)}, combine=query.take, axes=(query,)
+                shape=(query.length,),
+                checkpoint_tensors={f"{self.path}.sinks": (query.size,)},
+                combine=query.take,
+                axes=(query,),
             )
 
     def attend(self, hidden: ir.Value) -> ir.Value:

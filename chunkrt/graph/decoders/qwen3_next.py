@@ -160,8 +160,8 @@ class GatedDeltaRule(Module):
 
 
 class Decay(Module):
-    """Logarithm of the state's decay: -exp(A_log) * softplus(a + dt_bias), for a rank's heads. It runs on the CPU unless
-    placed.
+    """Logarithm of the state's decay, -exp(A_log) * softplus(a + dt_bias), for a rank's heads. It runs on the CPU
+    unless placed.
     """
 
     def __init__(self, heads: Share) -> None:

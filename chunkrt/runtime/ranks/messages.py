@@ -100,7 +100,7 @@ class MessageCommunicator(ABC):
         received = self._take_floats(envelope)
         if sizes := {values.size for values in received.values()} - {part.size}:
             raise BackendError(
-                f"ranks send parts of different shapes: {part.size} and {min(sizes)} numbers; they run different prompts"
+                f"ranks send parts of different shapes: {part.size} and {min(sizes)} numbers; they run other prompts"
             )
         return [received[rank].reshape(part.shape) if rank in received else part for rank in range(self.size)]
 

@@ -92,4 +92,34 @@ ValueId columns(ProgramBuilder& builder, ValueId input, std::size_t begin_column
   return out;
 }
 
+ValueId pick_columns(ProgramBuilder& builder, ValueId input,
+                     const std::vector<std::pair<std::size_t, std::size_t>>& ranges) {
+  const Symbol symbol = builder.rows_of(input, "pick_columns");
+  const std::size_t input_width = builder.width_of(input);
+  std::size_t width = 0;
+  for (const auto& [begin, end] : ranges) {
+    require(begin < end && (begin >= input_width || end <= input_width),
+            "pick_columns: expected ranges inside or outside of " + std::to_string(input_width) + " columns");
+    width += end - begin;
+  }
+  require(width >= 1, "pick_columns: expected at least one column");
+  const ValueId out = builder.float_rows(symbol, width);
+  builder.add_row_step(
+      symbol, "pick_columns", {input, out}, [=](const Frame& frame, std::size_t begin_row, std::size_t end_row, float*) {
+        for (std::size_t row = begin_row; row < end_row; ++row) {
+          const float* source = frame.get<const float>(input) + row * input_width;
+          float* target = frame.get<float>(out) + row * width;
+          for (const auto& [begin, end] : ranges) {
+            if (begin < input_width) {
+              std::copy(source + begin, source + end, target);
+            } else {
+              std::fill_n(target, end - begin, 0.0f);
+            }
+            target += end - begin;
+          }
+        }
+      });
+  return out;
+}
+
 }  // namespace chunkrt

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "kernels/attention/attention.h"
 #include "program/builder.h"
@@ -23,6 +25,10 @@ ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices,
                std::optional<TableShare> share = std::nullopt);
 // Columns [begin, begin + width), copied.
 ValueId columns(ProgramBuilder& builder, ValueId input, std::size_t begin, std::size_t width);
+
+// The columns of the ranges [begin, end), one after another; columns from the input's width on are zeros.
+ValueId pick_columns(ProgramBuilder& builder, ValueId input,
+                     const std::vector<std::pair<std::size_t, std::size_t>>& ranges);
 
 // See kernels/norm/norm.h; weight float32 [width].
 ValueId rms_norm(ProgramBuilder& builder, ValueId input, ValueId weight, float epsilon);
