@@ -101,11 +101,12 @@ def test_one_chunk_waits_for_every_sum(device: DeviceProfile) -> None:
     free = simulate(share(0, 2), device, link=find_link("gb_per_s=1e9,latency_us=0"), **options)
     found = simulate(share(0, 2), device, link=LINK, **options)
     sum_bytes = 32 * SHAPE.hidden_size * 4
-    num_sums = 2 * SHAPE.num_layers
-    sums_us = num_sums * (10 + sum_bytes / 1000)
+    num_sums = 1 + 2 * SHAPE.num_layers
+    logit_bytes = SHAPE.vocab_size // 2 * 4
+    sums_us = num_sums * (10 + sum_bytes / 1000) + 10 + logit_bytes / 1000
     assert found.makespan_ms - free.makespan_ms == pytest.approx(sums_us / 1000, abs=1e-5)
     assert found.link is not None
-    assert found.link.sent_bytes == num_sums * sum_bytes
+    assert found.link.sent_bytes == num_sums * sum_bytes + logit_bytes
     assert found.link.busy_ms == pytest.approx(sums_us / 1000, abs=1e-5)
     assert found.link.busy == pytest.approx(found.link.busy_ms / found.makespan_ms)
     assert found.link.hidden == 0
@@ -353,7 +354,7 @@ def test_inconsistent_ranks_links_and_plans_are_refused(
 
 def test_static_schemes_and_measured_profiles_are_refused(device: DeviceProfile) -> None:
     options = {"prompt_length": 32, "chunk_length": 32, "policy": "in_order", "ranks": 2, "link": LINK}
-    with pytest.raises(ConfigError, match="'w8a16' is static, but partial sums of 2 ranks have no grid"):
+    with pytest.raises(ConfigError, match="'w8a16' is static, and the simulation of 2 ranks has no NPU"):
         simulate(share(0, 2), device, scheme="w8a16", **options)
     measured = MeasuredProfile(
         name="toy",
