@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from chunkrt.errors import ConfigError
 from chunkrt.graph.modules import Float32
 from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import Node, linear_nodes
@@ -46,8 +47,17 @@ class RankShare:
         return self._linears[name]
 
     def cut_linear(self, name: str, integers: Integers, grids: LinearGrids) -> tuple[Integers, LinearGrids]:
-        """Return the rank's columns of a complete linear, with their grids."""
-        _, columns = self._shares(name)
+        """Return the rank's columns of a complete linear, with their grids.
+
+        Raises:
+            ConfigError: a family splits the linear by its rows.
+        """
+        depth, columns = self._shares(name) or (None, None)
+        if depth is not None and depth.length != depth.size:
+            raise ConfigError(
+                f"under a static scheme the ranks cannot split {name} by its rows, as its family does; use a dynamic "
+                "scheme or 'float', or build the linear as a RowParallelLinear"
+            )
         if columns is None:
             return integers, grids
         multipliers, output_step = integers.multipliers, grids.output_step
