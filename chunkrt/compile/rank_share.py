@@ -7,10 +7,9 @@ from functools import cached_property
 import numpy as np
 
 from chunkrt.errors import ConfigError
-from chunkrt.graph.modules import Float32
+from chunkrt.graph.modules import Float32, Share
 from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import Node, linear_nodes
-from chunkrt.graph.shares import Share
 from chunkrt.quant.arithmetic import Integers
 from chunkrt.quant.grid import LinearGrids
 

@@ -20,7 +20,6 @@ from chunkrt.errors import ChunkrtError, ModelError
 from chunkrt.graph.linear_attention import find_variant
 from chunkrt.graph.operators import OPERATOR_NAMES, check_node, find_operator, require
 from chunkrt.graph.plan import ALL_GATHER_OP, ALL_REDUCE_OP, DOMAIN, SHARED_GATHER_OP, Attribute, Device
-from chunkrt.graph.shares import Share
 
 OPSET = 23
 """Opset of traced graphs: the first with RMSNormalization, RotaryEmbedding and Attention."""
@@ -555,11 +554,12 @@ def all_gather(part: ir.Value, columns: NDArray[np.int64], *, name: str = "gathe
     return _one(ALL_GATHER_OP, inputs, shape, name, attributes=_in_ranges(columns), domain="chunkrt")
 
 
-def pick_columns(value: ir.Value, share: Share, *, name: str = "picked") -> ir.Value:
-    """Return a rank's share of the columns of a value [T, N]; padding is zero."""
-    num_padded = np.cumsum(share.indices == share.size)
-    columns = share.indices + np.where(share.indices == share.size, num_padded - 1, 0)
-    shape = (shape_of(value)[0], share.length)
+def pick_columns(value: ir.Value, indices: NDArray[np.int64], *, name: str = "picked") -> ir.Value:
+    """Return columns of a value [T, N], by their indices; the index N stands for a column of zeros."""
+    rows, width = shape_of(value)
+    is_padding = indices == width
+    columns = indices + np.where(is_padding, np.cumsum(is_padding) - 1, 0)
+    shape = (rows, len(indices))
     return _one("PickColumns", [value], shape, name, attributes=_in_ranges(columns), domain="chunkrt")
 
 

@@ -34,9 +34,8 @@ from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor, TensorSource
 from chunkrt.graph import ops
-from chunkrt.graph.modules import HeadNorm, Module, Parameter
+from chunkrt.graph.modules import HeadNorm, Module, Number, Parameter, Share
 from chunkrt.graph.plan import ALONE, Ranks
-from chunkrt.graph.shares import Number, Share
 
 Factor = float | NDArray[np.float32]
 """Factor of a linear's result, or of each of its columns."""
@@ -421,7 +420,7 @@ class WideNorm(HeadNorm):
         if self._ranks.are_alone:
             return super().forward(value)
         normed = super().forward(ops.all_gather(value, self._columns.places(), name="heads_of_all"))
-        return ops.pick_columns(normed, self._columns)
+        return ops.pick_columns(normed, self._columns.indices)
 
 
 class RowParallelLinear(LinearBase):

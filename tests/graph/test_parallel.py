@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor, TensorInfo
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph import ops
-from chunkrt.graph.modules import Embedding, Module
+from chunkrt.graph.modules import Embedding, Module, Share
 from chunkrt.graph.ops import trace
 from chunkrt.graph.parallel import (
     ColumnParallelLinear,
@@ -22,7 +22,6 @@ from chunkrt.graph.parallel import (
 )
 from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import ALONE, Ranks
-from chunkrt.graph.shares import Share
 
 SIZES = st.sampled_from([1, 2, 4])
 FACTORS = st.integers(1, 9)

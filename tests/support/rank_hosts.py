@@ -1,5 +1,5 @@
-"""Hosts for ranks on one machine: network namespaces with names of their own, joined by a switch that delays packets and
-loses some.
+"""Hosts for ranks on one machine: network namespaces with names of their own, joined by a switch that delays and loses
+packets.
 
     python tests/support/rank_hosts.py 4 -- chunkrt run MODEL -p TEXT
 

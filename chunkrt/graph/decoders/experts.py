@@ -15,9 +15,8 @@ from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.llama import FeedForward
-from chunkrt.graph.modules import Float32, Module, Parameter
+from chunkrt.graph.modules import Float32, Module, Parameter, Share
 from chunkrt.graph.plan import ALONE
-from chunkrt.graph.shares import Share
 
 MOST_EXPERTS = 4096
 

@@ -24,10 +24,9 @@ from chunkrt.graph.decoders.llama import (
     LayerNames,
     output_projection,
 )
-from chunkrt.graph.modules import DepthwiseWeights, HeadNorm, Module
+from chunkrt.graph.modules import DepthwiseWeights, HeadNorm, Module, Share
 from chunkrt.graph.parallel import MergedColumnParallelLinear, RowParallelLinear
 from chunkrt.graph.rope import RotaryTables
-from chunkrt.graph.shares import Share
 
 DEFAULTS = {"rope_theta": 1e6, "norm_eps": 1e-5, "num_key_value_heads": 8, "tie_word_embeddings": True}
 MOE_DEFAULTS = {

@@ -19,7 +19,7 @@ from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
 from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, LayerNames, norm
-from chunkrt.graph.modules import Constant, DepthwiseWeights, Float32, Module, Parameter
+from chunkrt.graph.modules import Constant, DepthwiseWeights, Float32, Module, Parameter, Share
 from chunkrt.graph.parallel import (
     ColumnParallelLinear,
     ColumnShareLinear,
@@ -27,7 +27,6 @@ from chunkrt.graph.parallel import (
     RowParallelLinear,
     share_heads,
 )
-from chunkrt.graph.shares import Share
 
 DEFAULTS = {
     "layer_norm_epsilon": 1e-5,

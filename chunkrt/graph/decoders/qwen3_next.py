@@ -19,10 +19,9 @@ from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
 from chunkrt.graph.decoders.experts import gated_mixture, has_experts
 from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, LayerNames, head_norm
-from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Module, Parameter
+from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Module, Parameter, Share
 from chunkrt.graph.parallel import ColumnShareLinear, RowParallelLinear, share_heads
 from chunkrt.graph.rope import RotaryTables
-from chunkrt.graph.shares import Share
 
 DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_offset": 1}
 MOE_DEFAULTS = {

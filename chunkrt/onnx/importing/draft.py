@@ -16,11 +16,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from chunkrt.errors import UnsupportedModelError
-from chunkrt.graph.modules import Float32, Parameter
+from chunkrt.graph.modules import Float32, Parameter, Share
 from chunkrt.graph.ops import attribute
 from chunkrt.graph.parallel import LinearWeight
 from chunkrt.graph.plan import DOMAIN, Attribute
-from chunkrt.graph.shares import Share
 from chunkrt.onnx.importing.evaluation import Evaluator
 from chunkrt.onnx.importing.masks import Masks
 from chunkrt.onnx.importing.onnx_source import OnnxSource, StoredTensor

@@ -2,10 +2,9 @@
 
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.llama import CausalDecoder, norm
-from chunkrt.graph.modules import Embedding, Module, Parameter
+from chunkrt.graph.modules import Embedding, Module, Parameter, Share
 from chunkrt.graph.operators import Operator, register_operator
 from chunkrt.graph.parallel import ColumnParallelLinear, RowParallelLinear
-from chunkrt.graph.shares import Share
 
 EXPANSION = """Recurrence (x, decay, state) => (output, new_state)
 {
