@@ -60,7 +60,7 @@ class RankShare:
         if columns is None:
             return integers, grids
         multipliers, output_step = integers.multipliers, grids.output_step
-        if multipliers is not None:  # those of padding must not be 0
+        if multipliers is not None:  # multipliers of padding must not be 0
             multipliers = np.maximum(columns.take(multipliers, 1), 1).astype(multipliers.dtype)
         if output_step is not None and output_step.size > 1:
             output_step = columns.take(output_step)

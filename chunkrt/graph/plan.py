@@ -431,7 +431,7 @@ class Ranks:
     rank: int
     size: int
     sums: ClassVar[bool] = True
-    """Whether a linear with a split input sums the ranks' products; see `RowParallelLinear`."""
+    """True if a linear with a split input sums the ranks' products; see `RowParallelLinear`."""
 
     def __post_init__(self) -> None:
         if any(type(number) is not int for number in (self.rank, self.size)):

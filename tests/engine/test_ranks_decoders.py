@@ -55,7 +55,7 @@ WITH_OTHER_MIXERS = {
 """Families whose mixers have no sum, or gather, in some layers."""
 WITH_EXPERTS = {"ernie4_5_moe", "granitemoe", "granitemoehybrid", "granitemoeshared", "lfm2_moe", "olmoe", "qwen2_moe"}
 WITH_EXPERTS |= {"gpt_oss", "qwen3_5_moe_text", "qwen3_moe"}
-"""Families with routed experts, which have a sum of their own beside that of a shared expert."""
+"""Families with routed experts, which have a sum of their own in addition to that of a shared expert."""
 LLAMA = checkpoint("llama_gqa")
 REAL_NAME = "smollm2-135m-instruct"
 REAL_MODEL = pulled(find(REAL_NAME))
@@ -255,7 +255,7 @@ def test_static_scheme_has_equal_logits_on_ranks_and_on_one_rank(name, size, tmp
 
 @pytest.mark.parametrize("options", [{"scheme": "w8a8", "outputs": "grid"}, {"scheme": "w4a16"}, {"npu": "onnxrt"}])
 def test_static_schemes_and_npus_have_equal_logits_on_ranks(options, tmp_path):
-    """`onnxrt` serves as the NPU, beside the CPU's backend; 4-bit weights are rounded with compensation."""
+    """`onnxrt` serves as the NPU next to the CPU's backend; 4-bit weights are rounded with compensation."""
     options = {"scheme": "w8a16", "npu": "native", "threads": 1, "calibration": tmp_path / "ranges.npz", **options}
     calibrated("qwen2", options["calibration"])
     expected = prefill_and_decode("qwen2", **options)
@@ -264,7 +264,7 @@ def test_static_schemes_and_npus_have_equal_logits_on_ranks(options, tmp_path):
 
 
 def is_small(plan, name):
-    """Whether a weight is a norm, a bias or a rotary table."""
+    """Return True for a norm, a bias or a rotary table."""
     tensor = plan.tensors[name]
     return len(tensor.shape) == 1 or "norm" in name or bool(tensor.rotary)
 
