@@ -169,11 +169,14 @@ void bind_program(py::module_& module) {
       .def("output", &ProgramBuilder::output, "name"_a, "value"_a)
       .def(
           "gather",
-          [](ProgramBuilder& builder, ValueId table, ValueId indices) { return gather(builder, table, indices); },
+          [](ProgramBuilder& builder, ValueId table, ValueId indices) {
+            return gather(builder, table, indices);
+          },
           "table"_a, "indices"_a)
       .def(
           "gather_share",
-          [](ProgramBuilder& builder, ValueId table, ValueId indices, std::size_t first, std::size_t all_rows) {
+          [](ProgramBuilder& builder, ValueId table, ValueId indices, std::size_t first,
+             std::size_t all_rows) {
             return gather(builder, table, indices, TableShare{.first = first, .all_rows = all_rows});
           },
           "table"_a, "indices"_a, py::kw_only(), "first"_a, "all_rows"_a)

@@ -104,21 +104,21 @@ ValueId pick_columns(ProgramBuilder& builder, ValueId input,
   }
   require(width >= 1, "pick_columns: expected at least one column");
   const ValueId out = builder.float_rows(symbol, width);
-  builder.add_row_step(
-      symbol, "pick_columns", {input, out}, [=](const Frame& frame, std::size_t begin_row, std::size_t end_row, float*) {
-        for (std::size_t row = begin_row; row < end_row; ++row) {
-          const float* source = frame.get<const float>(input) + row * input_width;
-          float* target = frame.get<float>(out) + row * width;
-          for (const auto& [begin, end] : ranges) {
-            if (begin < input_width) {
-              std::copy(source + begin, source + end, target);
-            } else {
-              std::fill_n(target, end - begin, 0.0f);
-            }
-            target += end - begin;
-          }
-        }
-      });
+  builder.add_row_step(symbol, "pick_columns", {input, out},
+                       [=](const Frame& frame, std::size_t begin_row, std::size_t end_row, float*) {
+                         for (std::size_t row = begin_row; row < end_row; ++row) {
+                           const float* source = frame.get<const float>(input) + row * input_width;
+                           float* target = frame.get<float>(out) + row * width;
+                           for (const auto& [begin, end] : ranges) {
+                             if (begin < input_width) {
+                               std::copy(source + begin, source + end, target);
+                             } else {
+                               std::fill_n(target, end - begin, 0.0f);
+                             }
+                             target += end - begin;
+                           }
+                         }
+                       });
   return out;
 }
 
