@@ -163,7 +163,7 @@ def _gather(table: Array, indices: NDArray[np.int64], *, axis: int) -> Float32:
     return rows
 
 
-@operators.register("embedding_share", REFERENCE)
+@operators.register("gather_share", REFERENCE)
 def _gather_share(table: Array, indices: NDArray[np.int64], *, first: int, all_rows: int) -> Float32:
     if indices.min(initial=0) < 0 or indices.max(initial=0) >= all_rows:
         raise IndexError(f"the rows {indices} are not all inside 0..{all_rows - 1}")

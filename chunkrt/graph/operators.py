@@ -362,7 +362,6 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("chunkrt", "CachedAttention"): _ATTENTION,
     ("chunkrt", "FloatLinear"): Operator(num_inputs=2, output=_product, flops=_product_flops),
     ("chunkrt", "GatherShare"): Operator(
-        name="embedding_share",
         is_dynamic=True,
         num_inputs=2,
         output=_gather,

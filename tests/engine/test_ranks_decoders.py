@@ -336,6 +336,20 @@ def test_plan_command_shows_the_bytes_of_sums(command):
     assert "link" not in command(*PLAN_COMMAND, "--ranks", "1").out
 
 
+def test_fit_command_checks_the_share_of_a_rank(command):
+    """Linears of the NPU are divided evenly, and so are embedding and LM head on the CPU."""
+    bytes_of = []
+    for size in (1, 2, 4):
+        shown = command("fit", "qwen1.5-1.8b", "--soc", "8gen3", "--ranks", str(size), "--ram", "24", "--json")
+        assert shown.status == 0, shown.err
+        bytes_of.append(json.loads(shown.out)["cpu_weight_bytes"])
+    assert bytes_of[1] == pytest.approx(bytes_of[0] / 2, rel=0.05)
+    assert bytes_of[2] == pytest.approx(bytes_of[0] / 4, rel=0.05)
+    shown = command("fit", "qwen1.5-1.8b", "--soc", "8gen3", "--ranks", "2", "--attention", "npu")
+    assert (shown.status, shown.err.count("\n")) == (1, 1)
+    assert "--attention npu is not supported with several ranks; omit it" in shown.err
+
+
 def test_ops_command_shows_the_operator_of_sums(command, tmp_path):
     compile_checkpoint(LLAMA, Recipe(scheme=SCHEMES["w8a8-dynamic"]), {}, tmp_path, model="toy", ranks=Ranks(1, 2))
     for model in ((LLAMA, "--ranks", "2"), (tmp_path,)):

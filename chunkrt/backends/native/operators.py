@@ -137,7 +137,7 @@ for _operator, _call in _CALLS.items():
     operators.register(_operator, NATIVE)(_emitter(_call))
 
 
-@operators.register("embedding_share", NATIVE)
+@operators.register("gather_share", NATIVE)
 def _gather_share(lowering: Lowering, node: Node) -> list[int]:
     first, all_rows = (int(_number(node.attributes[name])) for name in ("first", "all_rows"))
     return [lowering.builder.gather_share(*lowering.values(node), first=first, all_rows=all_rows)]

@@ -35,7 +35,7 @@ STANDARD = (
 )
 FUNCTIONS = (
     "cached_attention",
-    "embedding_share",
+    "gather_share",
     "float_linear",
     "head_norm",
     "linear_attention",
