@@ -560,6 +560,43 @@ def test_new_operator_of_a_plugin_is_calibrated_and_runs_under_static_schemes(py
     assert "slow" not in err
 
 
+ON_RANKS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import chunkrt, numpy as np
+from chunkrt.runtime.ranks.local import local_communicators
+folder, out = map(Path, sys.argv[1:])
+ids, logits = np.load(out / "ids.npy"), {}
+
+def run(communicator, scheme):
+    options = {"npu": "reference", "scheme": scheme, "chunk_length": 4, "threads": 1}
+    with chunkrt.load(folder, communicator=communicator, **options) as engine:
+        return engine.session().prefill(ids, logits="all").logits
+
+for scheme in ("float", "w8a16"):
+    logits[f"{scheme} 1"] = run(None, scheme)
+    for size in (2, 3):
+        with ThreadPoolExecutor(size) as pool:
+            found = list(pool.map(run, local_communicators(size), [scheme] * size))
+        assert all(np.array_equal(found[0], each) for each in found)
+        logits[f"{scheme} {size}"] = found[0]
+np.savez(out / "found.npz", **logits)
+"""
+
+
+def test_family_of_a_plugin_runs_on_ranks(python, recurrent, tmp_path):
+    """Its 32 columns are padded on 3 ranks; under a static scheme all ranks have the integers of one rank."""
+    folder, ids, _, logits = recurrent
+    np.save(tmp_path / "ids.npy", ids)
+    status, _, err = python("-c", ON_RANKS, folder, tmp_path)
+    assert status == 0, err
+    found = np.load(tmp_path / "found.npz")
+    for size in (2, 3):
+        np.testing.assert_allclose(found[f"float {size}"], logits, atol=1e-4)
+        np.testing.assert_array_equal(found[f"w8a16 {size}"], found["w8a16 1"])
+
+
 def test_new_operator_of_a_plugin_is_exported_by_its_expansion(cli, recurrent, tmp_path):
     """The first windows contain padding, which must not change the running sum."""
     folder, ids, _, logits = recurrent

@@ -1,10 +1,11 @@
-"""The device "link", which computes sums over ranks (`chunkrt::AllReduce`): the contract of communicators, which sum
-the values, and the backend that calls them.
+"""The device "link", which computes sums over ranks (`chunkrt::AllReduce`) and collects the ranks' columns
+(`chunkrt::AllGather`): the contract of communicators, which exchange the values, and the backend that calls them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -13,17 +14,18 @@ from numpy.typing import NDArray
 from chunkrt.backends.base import Array, Executable, Support
 from chunkrt.backends.registry import LINK, operators
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.graph.plan import ALL_REDUCE_OP, ALONE, Plan, Ranks, Subgraph
+from chunkrt.graph.operators import column_ranges
+from chunkrt.graph.plan import ALL_GATHER_OP, ALL_REDUCE_OP, ALONE, LINK_OPS, Plan, Ranks, Subgraph
 from chunkrt.quant.scheme import Scheme
 
 Float32 = NDArray[np.float32]
 
 
 class Key(NamedTuple):
-    """Identity of a sum. It is the same on every rank, regardless of the order in which tasks run.
+    """Identity of an exchange. It is the same on every rank, regardless of the order in which tasks run.
 
     Attributes:
-        subgraph: index of the subgraph that contains the sum.
+        subgraph: index of the subgraph that contains the operator.
         position: position of the chunk's first token.
         number: serial number that the leading rank gives to each computation; 0 without a leader.
     """
@@ -66,6 +68,19 @@ class Communicator(Protocol):
         """
         ...
 
+    def all_gather(self, part: Float32, *, key: Key, to: int | None = None) -> Sequence[Float32] | None:
+        """Return the parts of all ranks, in the order of ranks. Like `all_reduce`, it may be called by several threads.
+
+        Args:
+            part: float32, C-contiguous, of the same shape on every rank.
+            key: identifies the exchange.
+            to: the only rank that receives the parts; None for all. The others return None at once.
+
+        Raises:
+            DeviceLostError, BackendError: see `all_reduce`.
+        """
+        ...
+
     def close(self) -> None:
         """Disconnect from the other ranks: calls that wait for this rank, here and on other ranks, fail. Closing twice
         is allowed.
@@ -88,10 +103,11 @@ class LinkBackend:
         self._communicator = communicator
 
     def supports(self, subgraph: Subgraph, plan: Plan, scheme: Scheme) -> Support:
-        """Accept a subgraph that consists of one sum over ranks."""
+        """Accept a subgraph that consists of one exchange between ranks."""
         for node in subgraph.nodes:
-            if (node.domain, node.op) != ("chunkrt", ALL_REDUCE_OP) or len(subgraph.nodes) > 1:
-                return Support(ok=False, node=node.name, reason=f"the link runs one chunkrt::{ALL_REDUCE_OP} at a time")
+            if node.domain != "chunkrt" or node.op not in LINK_OPS or len(subgraph.nodes) > 1:
+                known = " or ".join(f"chunkrt::{op}" for op in LINK_OPS)
+                return Support(ok=False, node=node.name, reason=f"the link runs one {known} at a time")
         return Support(ok=True)
 
     def compile(
@@ -103,30 +119,69 @@ class LinkBackend:
             PartitionError: see `supports`.
         """
         self.supports(subgraph, plan, scheme).require(self.name, subgraph)
-        return SumExecutable(subgraph, plan.subgraphs.index(subgraph), self._communicator)
+        kinds = {ALL_REDUCE_OP: SumExecutable, ALL_GATHER_OP: GatherExecutable}
+        return kinds[subgraph.nodes[0].op](subgraph, plan.subgraphs.index(subgraph), self._communicator)
 
 
-@operators.register("all_reduce", LINK, is_required=True)
-class SumExecutable:
-    """One sum over ranks."""
+class LinkExecutable(ABC):
+    """One exchange between ranks."""
 
     fixed_length: int | None = None
 
     def __init__(self, subgraph: Subgraph, index: int, communicator: Communicator) -> None:
         (node,) = subgraph.nodes
-        self._partial, self._position = node.inputs
-        (self._sum,) = node.outputs
+        self._part, self._position = node.inputs
+        (self._result,) = node.outputs
         self._index, self._communicator = index, communicator
 
     def run(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-        """Run the sum as in `Executable.run`; wait until all ranks have contributed.
+        """Run the exchange as in `Executable.run`; wait until all ranks have contributed.
 
         Raises:
             DeviceLostError, BackendError: see `Communicator.all_reduce`.
         """
-        self.run_sum(inputs, outputs, 0)
+        self.run_link(inputs, outputs, 0)
 
-    def run_sum(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], number: int) -> None:
-        """Run the sum with a serial number that is the same on all ranks (`Key.number`). Raises as `run`."""
-        key = Key(self._index, int(inputs[self._position][0]), number)
-        self._communicator.all_reduce(inputs[self._partial], outputs[self._sum], key=key)
+    def run_link(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], number: int) -> None:
+        """Run the exchange with a serial number that is the same on all ranks (`Key.number`), 0 without a leading rank.
+        Raises as `run`.
+
+        Args:
+            outputs: the result; logits are missing on ranks that do not receive them.
+        """
+        self._exchange(inputs[self._part], outputs, Key(self._index, int(inputs[self._position][0]), number))
+
+    @abstractmethod
+    def _exchange(self, part: Array, outputs: Mapping[str, Array], key: Key) -> None:
+        """Write the result to the outputs."""
+
+
+@operators.register("all_reduce", LINK, is_required=True)
+class SumExecutable(LinkExecutable):
+    """One sum over ranks."""
+
+    def _exchange(self, part: Array, outputs: Mapping[str, Array], key: Key) -> None:
+        self._communicator.all_reduce(part, outputs[self._result], key=key)
+
+
+@operators.register("all_gather", LINK, is_required=True)
+class GatherExecutable(LinkExecutable):
+    """One collection of all ranks' columns: of hidden values on every rank, of logits on the leading rank."""
+
+    def __init__(self, subgraph: Subgraph, index: int, communicator: Communicator) -> None:
+        super().__init__(subgraph, index, communicator)
+        self._columns = column_ranges(str(subgraph.nodes[0].attributes["columns"]))
+        self._is_of_logits = subgraph.rows == "R"
+
+    def _exchange(self, part: Array, outputs: Mapping[str, Array], key: Key) -> None:
+        to = 0 if self._is_of_logits and key.number else None
+        parts = self._communicator.all_gather(part, key=key, to=to)
+        if parts is None:
+            return
+        result, width, column = outputs[self._result], part.shape[1], 0
+        for columns in self._columns:
+            while columns:
+                rank, begin = divmod(columns.start, width)
+                piece = columns[: width - begin]
+                result[:, column : column + len(piece)] = parts[rank][:, begin : begin + len(piece)]
+                column, columns = column + len(piece), columns[len(piece) :]

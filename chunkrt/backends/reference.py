@@ -19,6 +19,7 @@ from chunkrt.backends.recurrences import linear_attention, missing_kind
 from chunkrt.backends.registry import REFERENCE, operators
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.errors import PartitionError
+from chunkrt.graph.operators import column_ranges
 from chunkrt.graph.plan import Attribute, Plan, Subgraph
 from chunkrt.graph.uses import uses
 from chunkrt.quant.arithmetic import DynamicWeight, Quantize, QuantizedWeight, StaticWeight, quantize_rows
@@ -167,6 +168,25 @@ def _split(x: Float32, *, axis: int, num_outputs: int) -> tuple[Float32, ...]:
 def _gather(table: Array, indices: NDArray[np.int64], *, axis: int) -> Float32:
     rows: Float32 = np.take(table, indices, axis=axis).astype(np.float32)
     return rows
+
+
+@operators.register("gather_share", REFERENCE)
+def _gather_share(table: Array, indices: NDArray[np.int64], *, first: int, all_rows: int) -> Float32:
+    if indices.min(initial=0) < 0 or indices.max(initial=0) >= all_rows:
+        raise IndexError(f"the rows {indices} are not all inside 0..{all_rows - 1}")
+    is_here = (indices >= first) & (indices < first + len(table))
+    rows: Float32 = np.zeros((len(indices), table.shape[1]), np.float32)
+    rows[is_here] = table[indices[is_here] - first]
+    return rows
+
+
+@operators.register("pick_columns", REFERENCE)
+def _pick_columns(x: Float32, *, columns: str) -> Float32:
+    parts = [
+        x[:, part.start : part.stop] if part.start < x.shape[1] else np.zeros((len(x), len(part)), np.float32)
+        for part in column_ranges(columns)
+    ]
+    return np.concatenate(parts, axis=1)
 
 
 @operators.register("rms_norm", REFERENCE)

@@ -10,8 +10,8 @@ import click
 
 from chunkrt.backends.qnn.socs import GB, find_soc
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, json_option, model_argument, option
-from chunkrt.cli.plan import read_model
-from chunkrt.cli.shared_options import engine_fields, refuse_without, verbose_option
+from chunkrt.cli.plan import chosen_ranks, read_model
+from chunkrt.cli.shared_options import engine_fields, ranks_options, refuse_without, verbose_option
 from chunkrt.engine.model_options import choose_context_length
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
@@ -43,6 +43,7 @@ from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
 )
 @option("--chunk", "chunk_length", group="Execution", type=int, help="Tokens per chunk.  [default: 32, or as compiled]")
 @engine_fields("context_length", "attention", "npu_window", "npu_graph", "weights")
+@ranks_options
 @option("--ram", "ram_gb", group="Devices", type=float, help="RAM of the device in GB.  [default: typical for the SoC]")
 @json_option("Print a JSON object.")
 @verbose_option
@@ -54,26 +55,34 @@ def fit(
     context_length: int | None,
     ram_gb: float | None,
     as_json: bool,
+    rank: int | None,
+    size: int | None,
     **settings: Any,
 ) -> None:
     """Check whether MODEL, or a built-in shape without weights, fits a device: the NPU's address space, and the RAM.
+
+    With --ranks, the share of one of several devices is checked.
 
     The exit status is 3 if it does not fit.
     """
     soc = find_soc(soc_name)
     if ram_gb is not None and not 0 < ram_gb < float("inf"):
         raise ConfigError(f"--ram is {ram_gb:g}, expected a number of GB above 0")
+    ranks = chosen_ranks(model, rank, size)
+    if not ranks.are_alone and settings["attention"] == "npu":
+        raise ConfigError("--attention npu is not supported with several ranks; omit it")
     if settings["attention"] != "npu":
         refuse_without("--attention npu", "npu_window", "npu_graph")
     options = EngineOptions(
         npu="qnn", scheme=scheme, chunk_length=chunk_length, context_length=context_length, **settings
     )
     if model in shapes():
-        plan, found_scheme = find_shape(model).plan(), find_scheme(scheme or DEFAULT_NPU_SCHEME)
+        found_scheme = find_scheme(scheme or DEFAULT_NPU_SCHEME)
+        plan = find_shape(model).plan(ranks=ranks.for_scheme(is_static=found_scheme.is_static))
         chunk_length = chunk_length or DEFAULT_CHUNK_LENGTH
         context_length = choose_context_length(plan, options)
     else:
-        plan, found_scheme, chunk_length = read_model(model, options)
+        plan, found_scheme, chunk_length = read_model(model, options, ranks)
     context_length = context_length or plan.context_length
     result = fit_plan(
         plan,

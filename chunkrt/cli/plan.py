@@ -31,9 +31,9 @@ from chunkrt.engine_directory.weights import check_shadowed, settle
 from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable
 from chunkrt.graph.placement import Placement
-from chunkrt.graph.plan import ALONE, Plan, Ranks
+from chunkrt.graph.plan import ALL_GATHER_OP, ALONE, Plan, Ranks
 from chunkrt.progress import ShownProgress
-from chunkrt.quant.scheme import Scheme, check_scheme_of_ranks
+from chunkrt.quant.scheme import Scheme
 
 DEFAULT_PROMPT_LENGTH = 512
 
@@ -116,7 +116,8 @@ def plan(
     else:
         nodes = {each.node for each in moved}
         marked = {s.name for s in found.subgraphs if any(node.name in nodes for node in s.nodes)}
-        _print(figures, attention, ranks, chunk_length, prompt_length, marked)
+        gathers = {s.name for s in found.subgraphs if any(node.op == ALL_GATHER_OP for node in s.nodes)}
+        _print(figures, attention, ranks, chunk_length, prompt_length, marked, gathers)
         if moved:
             click.echo(f"* {in_flags(told(moved))}")
         if scheme.weight_bits == 4:
@@ -158,14 +159,13 @@ def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tupl
         with ShownProgress() as progress:
             checkpoint, recipe = find_recipe(model, options, progress)
             scheme = recipe.scheme
-            check_scheme_of_ranks(scheme, ranks.size)
-            source, decoder = open_decoder(checkpoint, ranks, adapter=options.adapter)
             if recipe.search:
-                plain = plan_decoder(source, decoder, {})
+                plain = plan_decoder(*open_decoder(checkpoint, adapter=options.adapter), {})
                 scheme, _ = calibrate_scheme(
                     plain, checkpoint, recipe, options.calibration, model=model, progress=progress
                 )
-        planned = plan_decoder(source, decoder, options_placement(options), scheme.is_shadowed)
+            opened = open_decoder(checkpoint, ranks.for_scheme(is_static=scheme.is_static), adapter=options.adapter)
+        planned = plan_decoder(*opened, options_placement(options), scheme.is_shadowed)
         found, scheme = planned.plan, settle(planned, scheme)
         check_shadowed(found, scheme)
     has_npu = npu_under(options, scheme) is not None
@@ -192,12 +192,15 @@ def _print(
     chunk_length: int,
     prompt_length: int,
     marked: Container[str],
+    gathers: Container[str],
 ) -> None:
     width = max(14, *(len(f.name) for f in figures))
     row = f"{{:{width}}} {{:4}} {{:8}} {{:>6}} {{:>12}} {{:>13}} {{:>14}} {{:>6}}"
     click.echo(row.format("subgraph", "on", "kind", "nodes", "weights MB", "boundary KB", "linear MFLOP", "state"))
     for f in figures:
-        kind = "sum" if f.device == "link" else "static" if f.is_static else "dynamic"
+        kind = "static" if f.is_static else "dynamic"
+        if f.device == "link":
+            kind = "gather" if f.name in gathers else "sum"
         weights, crossing = f"{f.weight_bytes / 1e6:.2f}", f"{(f.crossing_bytes + f.window_bytes) / 1e3:.1f}"
         flops = f"{f.linear_flops / 1e6:.1f}"
         device = f"{f.device}*" if f.name in marked else f.device
@@ -209,11 +212,11 @@ def _print(
             f"{device}: {len(mine)} subgraphs, {total_flops / 1e9:.2f} GFLOP per chunk, "
             f"weights {total_bytes / 1e6:.1f} MB"
         )
-    if sums := [f for f in figures if f.device == "link"]:
-        link_bytes = sum(f.sum_bytes for f in sums)
+    if of_link := [f for f in figures if f.device == "link"]:
+        num_gathers = sum(f.name in gathers for f in of_link)
         click.echo(
-            f"link: {len(sums)} sums over {ranks.size} ranks, of {link_bytes / len(sums) / 1e3:.1f} KB each and "
-            f"{link_bytes / 1e6:.2f} MB per chunk, from every rank; this is {ranks}"
+            f"link: {len(of_link) - num_gathers} sums and {num_gathers} gathers over {ranks.size} ranks, with results "
+            f"of {sum(f.sum_bytes for f in of_link) / 1e6:.2f} MB per chunk; this is {ranks}"
         )
     moved_bytes = sum(f.crossing_bytes for f in figures) // 2 + sum(f.window_bytes for f in figures)
     ratio = attention.chunked_flops / attention.unchunked_flops if attention.unchunked_flops else 1.0

@@ -21,6 +21,7 @@ from chunkrt.checkpoints.source import BLOCK_TYPES, TensorSource, weights_digest
 from chunkrt.compile.adapting import adapted, targets_of
 from chunkrt.compile.calibrate import cached_calibration
 from chunkrt.compile.calibration_tokens import TokenIds, calibration_tokens, shipped_text
+from chunkrt.compile.rank_share import RankShare
 from chunkrt.compile.rounding import Rounded, round_linears
 from chunkrt.compile.search import cached_choice
 from chunkrt.engine_directory.adapter_targets import AdapterTargets
@@ -36,9 +37,9 @@ from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks, linear_weights
 from chunkrt.onnx.importing import OnnxSource, import_decoder, verify
 from chunkrt.quant.calibration import Calibration, Method
-from chunkrt.quant.residual_scaling import residual_scaling
+from chunkrt.quant.residual_scaling import ResidualScaling, residual_scaling
 from chunkrt.quant.rotation import can_rotate
-from chunkrt.quant.scheme import Recipe, Scheme, check_scheme_of_ranks
+from chunkrt.quant.scheme import Recipe, Scheme
 from chunkrt.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -83,11 +84,9 @@ def plan_checkpoint(
 
     Raises:
         ModelError: the checkpoint is damaged, incomplete or unsupported.
-        ConfigError: a pattern of the placement matches no module; or the ranks cannot share the decoder, or not under
-            the scheme.
+        ConfigError: a pattern of the placement matches no module; or the ranks cannot share the decoder.
     """
-    if scheme is not None:
-        check_scheme_of_ranks(scheme, ranks.size)
+    ranks = ranks.for_scheme(is_static=scheme is not None and scheme.is_static)
     opened = open_decoder(checkpoint, ranks, adapter=adapter)
     return plan_decoder(*opened, placement, scheme.is_shadowed if scheme else None)
 
@@ -102,6 +101,9 @@ class Prepared:
         rounded: linears of 4 bits that are rounded already, by plan name.
         adapter: the LoRA adapter that the weights contain, if any.
         targets: the linears that adapters may change at run time, if they are to be recorded.
+        scaling: the scale of the residual stream under a static scheme.
+        share: the rank's part of the complete decoder under a static scheme; None for one rank, and under other
+            schemes.
     """
 
     checkpoint: Path
@@ -114,11 +116,17 @@ class Prepared:
     rounded: Mapping[str, Rounded]
     adapter: Path | None = None
     targets: AdapterTargets | None = None
+    scaling: ResidualScaling | None = None
+    share: RankShare | None = None
 
     def load(self, name: str) -> Float32:
-        """Return a weight's values before their quantisation, by its plan name. Raises ModelError as `Planned.load`."""
-        values = self.planned.load(name)
-        return self.ranges.folding.apply(name, values) if self.ranges else values
+        """Return a weight's values before their quantisation, by its plan name; with a `share` those of a linear are
+        complete. Raises ModelError as `Planned.load`.
+        """
+        source = self.planned if self.share is None else self.share.source_of(name)
+        values = source.load(name)
+        values = self.ranges.folding.apply(name, values) if self.ranges else values
+        return values if self.share is None else self.share.cut(name, values)
 
 
 def compile_checkpoint(
@@ -178,7 +186,11 @@ def prepare_checkpoint(
         ModelError, QuantizationError, ConfigError: see `plan_checkpoint` and `calibrate_scheme`.
     """
     scheme, ranges, scaling = recipe.scheme, None, None
-    check_scheme_of_ranks(scheme, ranks.size)
+    if scheme.is_static and not ranks.are_alone:
+        complete = prepare_checkpoint(
+            checkpoint, recipe, placement, model=model, calibration=calibration, adapter=adapter, progress=progress
+        )
+        return _shared(complete, ranks)
     source, decoder = open_decoder(checkpoint, ranks, adapter=adapter)
     rounds = scheme.weight_bits == 4 and scheme.rounding != "nearest"
     if isinstance(source, OnnxSource) or scheme.is_static or rounds:
@@ -203,11 +215,23 @@ def prepare_checkpoint(
         rounded={},
         adapter=adapter,
         targets=targets_of(planned) if takes_adapters else None,
+        scaling=scaling,
     )
     if not rounds:
         return prepared
     plan = scaling.plan(plain.plan) if scaling else plain.plan
     return replace(prepared, rounded=_rounded(prepared, plan, progress))
+
+
+def _shared(complete: Prepared, ranks: Ranks) -> Prepared:
+    """Return a rank's part of a complete decoder under a static scheme. The part has the integers and grids of the
+    complete decoder.
+    """
+    opened = open_decoder(complete.checkpoint, ranks.for_scheme(is_static=True), adapter=complete.adapter)
+    planned = plan_decoder(*opened, complete.placement, complete.scheme.is_shadowed)
+    if complete.scaling is not None:
+        planned = replace(planned, plan=complete.scaling.plan(planned.plan))
+    return replace(complete, planned=planned, ranks=ranks, share=RankShare(complete.planned, planned))
 
 
 def _rounded(prepared: Prepared, plan: Plan, progress: Progress) -> dict[str, Rounded]:
@@ -330,6 +354,7 @@ def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress 
                 load_blocks=planned.load_blocks,
                 rounded=prepared.rounded,
                 calibration=ranges,
+                share=prepared.share,
                 progress=partial(progress, "compiling"),
             )
             if prepared.targets is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.dispatch import PLUGINS as OPERATOR_PLUGINS
@@ -36,13 +39,14 @@ from chunkrt.engine.roles import open_backends, runs_on_qnn
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session_file import Conversation, SessionFile, model_digest
 from chunkrt.engine_directory.adapter_targets import read_targets
-from chunkrt.engine_directory.manifest import open_weights, read_manifest
+from chunkrt.engine_directory.manifest import PLAN, open_weights, read_manifest
+from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX
 from chunkrt.engine_directory.verification import Verification
 from chunkrt.engine_directory.weights import stored_weights
 from chunkrt.errors import ClosedError, ConfigError, ModelError, OutOfMemoryError
 from chunkrt.files import Progress, no_progress
 from chunkrt.graph.adaptable import adaptable
-from chunkrt.graph.plan import Plan
+from chunkrt.graph.plan import Plan, linear_weights
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.affinity import find_cpus, running_on
 from chunkrt.runtime.batcher import find_batcher
@@ -205,10 +209,20 @@ class LoadedModel:
             "chunk length": self.chunk_length,
             "caches": self.cache_dtype,
             "attention": self.attention_math,
+            "grids": self._grids_digest(),
             "executors": self.scheduler.executors.identity,
             "plug-ins": [str(plugin) for plugin in OPERATOR_PLUGINS.plugins if plugin.load_or_tell() is not None],
-            "tokenizer": {name: manifest.files[name] for name in manifest.files if name.endswith(".json")},
+            "tokenizer": {
+                name: manifest.files[name] for name in manifest.files if name.endswith(".json") and name != PLAN
+            },
         }
+
+    def _grids_digest(self) -> str:
+        """Return a digest of the grids of the linears' inputs, which are the same on all ranks; empty without grids."""
+        if not self.scheme.is_static:
+            return ""
+        steps = [self.weights.array(name + INPUT_STEP_SUFFIX) for name in sorted(linear_weights(self.plan))]
+        return hashlib.sha256(np.concatenate(steps).tobytes()).hexdigest()
 
     def make_state(self) -> State:
         """Return an empty state. Raise ClosedError if the engine is closed, OutOfMemoryError if the memory is not

@@ -34,7 +34,7 @@ class SubgraphFigures:
         converted_bytes: inputs and outputs of an NPU subgraph as float16; 0 unless it is on the NPU and the scheme is
             static.
         entering_bytes: the inputs among the converted bytes.
-        sum_bytes: the rank's input and output of a sum over ranks; 0 unless the subgraph is on the link.
+        sum_bytes: the result of a sum or gather over ranks; 0 unless the subgraph is on the link.
     """
 
     name: str

@@ -33,6 +33,8 @@ from chunkrt.quant.scheme import CHOICE_FORMAT, Recipe, Scheme
 from chunkrt.tokenizer.text_settings import TEXT_FORMAT
 
 FORMAT = 7
+SPLIT_FORMAT = 2
+"""Version of the split over ranks, raised when ranks would have other parts of a decoder."""
 MANIFEST, PLAN, WEIGHTS, CONTEXTS = "engine.json", "plan.json", "weights.safetensors", "npu"
 HASHED_WHEN_READ = 32 * 2**20
 """Files up to this many bytes are hashed whenever a manifest is read, by SHA-256. For larger files only the size is
@@ -113,7 +115,7 @@ def cached_folder(
         recipe=asdict(recipe),
         placement=list(placement.items()),
         grids=grids,
-        ranks=astuple(ranks),
+        ranks=astuple(ranks) if ranks.are_alone else (*astuple(ranks), SPLIT_FORMAT),
         adapter=adapter,
         **({"takes_adapters": True} if takes_adapters else {}),
     )

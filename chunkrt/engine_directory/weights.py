@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,7 @@ from chunkrt.graph.plan import (
 from chunkrt.graph.rotary_tables import Float64
 from chunkrt.quant.arithmetic import Integers, quantize_linear, quantize_weight
 from chunkrt.quant.calibration import Calibration, num_hot_channels
-from chunkrt.quant.grid import grids_of
+from chunkrt.quant.grid import LinearGrids, grids_of
 from chunkrt.quant.scheme import Scheme, Storage
 
 if TYPE_CHECKING:
@@ -86,6 +86,18 @@ def check_shadowed(plan: Plan, scheme: Scheme) -> None:
             raise unknown_name(
                 "8-bit linear layer", pattern, narrow, hint="`chunkrt plan` lists linear layers; '*' matches any text"
             )
+
+
+class LinearShares(Protocol):
+    """A rank's columns of the linears of a complete decoder."""
+
+    def linear(self, name: str) -> Node:
+        """Return the node of a linear in the complete decoder."""
+        ...
+
+    def cut_linear(self, name: str, integers: Integers, grids: LinearGrids) -> tuple[Integers, LinearGrids]:
+        """Return the rank's columns of a complete linear, with their grids."""
+        ...
 
 
 class WeightWriter:
@@ -151,6 +163,7 @@ def write_weights(
     load_blocks: LoadBlocks = lambda name: None,
     rounded: Mapping[str, Integers | BlockTensor] = MappingProxyType({}),
     calibration: Calibration | None = None,
+    share: LinearShares | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Load every weight of the plan, quantise it under the scheme, and write the store.
@@ -164,6 +177,8 @@ def write_weights(
         rounded: linears that are quantised already.
         path: path of the store; the caller ensures that the file is written completely or not at all (by renaming it).
         calibration: calibration of this decoder; a static scheme needs it.
+        share: the rank's part of the linears of a static scheme, whose `load`, `rounded` and `calibration` are those of
+            the complete decoder.
         progress: called with the number of finished weights and the number of all weights.
 
     Raises:
@@ -193,7 +208,7 @@ def write_weights(
                 _check_recipe(recipe, plan.context_length, name=weight.tensor.name)
                 arrays = {weight.tensor.name + ROTARY_SUFFIX: recipe}
             else:
-                arrays = _arrays(weight, scheme, load, load_blocks, rounded, calibration)
+                arrays = _arrays(weight, scheme, load, load_blocks, rounded, calibration, share)
             for entry in weight.entries[: weight.num_first]:
                 writer.write(arrays.pop(entry.name))
             later |= arrays
@@ -217,6 +232,7 @@ def _arrays(
     load_blocks: LoadBlocks,
     rounded: Mapping[str, Integers | BlockTensor],
     calibration: Calibration | None,
+    share: LinearShares | None,
 ) -> dict[str, NDArray[Any]]:
     """Return the arrays of a weight's entries by name."""
     name, linear = weight.tensor.name, weight.linear
@@ -232,13 +248,18 @@ def _arrays(
     if isinstance(quantized, BlockTensor):
         integers, scales = pack_blocks(quantized)
         return {name: integers, name + BLOCK_SCALE_SUFFIX: scales}
+    grids: LinearGrids | None = None
+    if scheme.is_static:
+        linear = linear if share is None else share.linear(name)
+        grids = grids_of(linear, scheme, calibration, quantized.scale)
+        if share is not None:
+            quantized, grids = share.cut_linear(name, quantized, grids)
     arrays: dict[str, NDArray[Any]] = {name + SCALE_SUFFIX: quantized.scale}
     if quantized.multipliers is None:
         arrays[name] = pack(quantized.values)
     else:
         arrays[name], arrays[name + MULTIPLIER_SUFFIX] = pack_products(quantized.values, quantized.multipliers)
-    if scheme.is_static:
-        grids = grids_of(linear, scheme, calibration, quantized.scale)
+    if grids is not None:
         arrays[name + INPUT_STEP_SUFFIX] = grids.input_step
         if grids.output_step is not None:
             arrays[name + OUTPUT_STEP_SUFFIX] = grids.output_step

@@ -28,7 +28,8 @@ class Flow:
     Args:
         reads: for every subgraph, the earlier subgraphs whose outputs it reads.
         has_state: for every subgraph, whether it owns state.
-        sums: the subgraphs that are sums over ranks.
+        sums: the subgraphs on the link between ranks.
+        of_logits: those of them that run on the rows of logits.
         hidden: the subgraph that writes the hidden states after the last norm; None if unknown.
     """
 
@@ -37,6 +38,7 @@ class Flow:
         reads: Sequence[Collection[int]],
         has_state: Sequence[bool],
         sums: Collection[int] = (),
+        of_logits: Collection[int] = (),
         hidden: int | None = None,
     ) -> None:
         self.has_state = tuple(has_state)
@@ -67,9 +69,12 @@ class Flow:
         first subgraph alone.
         """
         self.with_sums = self._route(state | _union(ancestors[i] | 1 << i for i in sums) or everything & 1)
-        """Route of a chunk whose logits another rank computes: the subgraphs that are needed for sums over ranks and
-        for state.
+        """Route of a chunk whose logits another rank collects: the subgraphs that are needed for the link and for
+        state.
         """
+        inner = sorted(set(sums) - set(of_logits))
+        self.with_inner_sums = self._route(state | _union(ancestors[i] | 1 << i for i in inner) or everything & 1)
+        """Route of a chunk whose hidden states another rank requests: as `with_sums`, without parts of logits."""
 
         self.with_hidden = self.with_logits if hidden is None else self._route(state | ancestors[hidden] | 1 << hidden)
         """Route of a chunk that needs hidden states but no logits."""

@@ -1,5 +1,5 @@
-"""The parts that decoders are built from: modules, parameters, norms and tables. `graph/parallel.py` contains the
-linears.
+"""The parts that decoders are built from: modules, parameters, the shares of ranks, norms and tables.
+`graph/parallel.py` contains the linears.
 
 A module has a path in the tree, which is also the prefix of its checkpoint tensors. It may be placed on a device with
 `.to`, and describes its computation in `forward`, which `graph/ops.py` records. A parameter loads itself from a
@@ -8,22 +8,169 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from chunkrt.checkpoints.source import BlockTensor, TensorSource
+from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor, TensorSource
 from chunkrt.errors import ChunkrtError, ConfigError, ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.ops import current_trace
-from chunkrt.graph.plan import Place
+from chunkrt.graph.plan import ALONE, Place, Ranks
 
 Float32 = NDArray[np.float32]
+Number = TypeVar("Number", bound=np.generic)
+Indices = NDArray[np.int64]
+
+MOST_PADDING = 1 / 16
+"""Share of an axis that may be padded so that no block of 4-bit weights is divided."""
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Selection of elements of an axis of length `size`, by their indices in order. The index `size` stands for a zero
+    of padding.
+
+    Attributes:
+        by_rank: the indices of every rank, int64 [N, L]; one row if all ranks have the same indices.
+        rank: row of this rank.
+    """
+
+    size: int
+    by_rank: Indices
+    rank: int = 0
+
+    @staticmethod
+    def whole(size: int) -> Share:
+        """Return the share that consists of the complete axis."""
+        return Share.of(size, np.arange(size))
+
+    @staticmethod
+    def of(size: int, indices: Indices) -> Share:
+        """Return the share of the same elements on all ranks."""
+        return Share(size, indices[None])
+
+    @staticmethod
+    def even(size: int, ranks: Ranks) -> Share:
+        """Return a rank's slice, which has the same length on all ranks. The last slices are padded if the axis cannot
+        be cut evenly.
+
+        An axis that consists of blocks of 4-bit weights is cut between blocks if this adds little padding.
+        """
+        length = -(-size // ranks.size)
+        in_blocks = -(-length // BLOCK_DEPTH) * BLOCK_DEPTH
+        if size % ranks.size and not size % BLOCK_DEPTH and (in_blocks - length) <= MOST_PADDING * length:
+            length = in_blocks
+        indices = np.arange(ranks.size * length).reshape(ranks.size, length)
+        return Share(size, np.minimum(indices, size), ranks.rank)
+
+    @staticmethod
+    def joined(shares: Sequence[Share]) -> Share:
+        """Concatenate shares of consecutive axes."""
+        size = sum(share.size for share in shares)
+        starts = np.cumsum([0, *(share.size for share in shares)])
+        num_ranks = max(len(share.by_rank) for share in shares)
+        parts = [
+            np.broadcast_to(
+                np.where(share.by_rank == share.size, size, share.by_rank + start), (num_ranks, share.length)
+            )
+            for share, start in zip(shares, starts, strict=False)
+        ]
+        return Share(size, np.concatenate(parts, axis=1), max(share.rank for share in shares))
+
+    @staticmethod
+    def together(shares: Sequence[Share]) -> Share:
+        """Concatenate shares of one axis."""
+        by_rank = np.concatenate([share.by_rank for share in shares], axis=1)
+        return Share(shares[0].size, by_rank, shares[0].rank)
+
+    @property
+    def indices(self) -> Indices:
+        """Indices of this rank's elements."""
+        own: Indices = self.by_rank[self.rank]
+        return own
+
+    @property
+    def length(self) -> int:
+        """Number of elements, including padding."""
+        return int(self.by_rank.shape[1])
+
+    def of_rank(self, rank: int) -> Share:
+        """Return the share of another rank."""
+        return Share(self.size, self.by_rank, rank if len(self.by_rank) > 1 else 0)
+
+    def spread(self, width: int, order: Indices | None = None) -> Share:
+        """Return the share of an axis in which each element is replaced by `width` elements, in a given order."""
+        return self._each(lambda indices: _spread(indices, self.size, width, order), self.size * width)
+
+    def through(self, indices: Indices, size: int) -> Share:
+        """Return the share of an axis of length `size`, in which element i of this axis is at `indices[i]`."""
+        return self._each(lambda own: np.append(indices, size)[own], size)
+
+    def within(self, complete: Share) -> Share:
+        """Return this rank's elements as a share of `complete`, which has them in another order.
+
+        If an element occurs several times, its occurrences are matched in order.
+        """
+        found: dict[int, list[int]] = {}
+        for place, element in enumerate(complete.indices.tolist()):
+            found.setdefault(element, []).append(place)
+        num_taken = dict.fromkeys(found, 0)
+        places = np.full(self.length, complete.length)
+        for index, element in enumerate(self.indices.tolist()):
+            if element < self.size:
+                places[index] = found[element][min(num_taken[element], len(found[element]) - 1)]
+                num_taken[element] += 1
+        return Share.of(complete.length, places)
+
+    def places(self) -> Indices:
+        """Return the place of each element of the axis in the concatenation of all ranks' shares. An element that
+        several ranks have is at the first of these places.
+
+        Raises:
+            ValueError: no rank has an element.
+        """
+        elements, first = np.unique(self.by_rank.ravel(), return_index=True)
+        places: Indices = first[elements < self.size].astype(np.int64)
+        if len(places) < self.size:
+            raise ValueError(f"the ranks have {len(places)} of {self.size} elements")
+        return places
+
+    def take(self, array: NDArray[Number], axis: int = 0) -> NDArray[Number]:
+        """Return the selected elements of an array along an axis; padding is zero."""
+        if array.shape[axis] != self.size:
+            raise ValueError(f"axis {axis} of {list(array.shape)} is cut as one of {self.size} elements")
+        if np.array_equal(self.indices, np.arange(self.size)):
+            return array
+        if self.size in self.indices:
+            shape: tuple[int, ...] = tuple(1 if i == axis else n for i, n in enumerate(array.shape))
+            array = np.concatenate([array, np.zeros(shape, array.dtype)], axis=axis)
+        taken: NDArray[Any] = np.take(array, self.indices, axis=axis)
+        return taken
+
+    def in_blocks(self, length: int) -> Share | None:
+        """Return the share of an axis whose elements are blocks of `length` adjacent elements of this axis; None if the
+        share splits a block.
+        """
+        if self.size % length or self.length % length:
+            return None
+        size = self.size // length
+        blocks = Share(size, np.minimum(self.by_rank[:, ::length] // length, size), self.rank)
+        return blocks if np.array_equal(blocks.spread(length).indices, self.indices) else None
+
+    def _each(self, change: Callable[[Indices], Indices], size: int) -> Share:
+        return Share(size, np.stack([change(indices) for indices in self.by_rank]), self.rank)
+
+
+def _spread(indices: Indices, size: int, width: int, order: Indices | None) -> Indices:
+    order = np.arange(width) if order is None else order
+    columns: Indices = (indices[:, None] * width + order).ravel()
+    return np.minimum(columns, size * width)
 
 
 @dataclass(kw_only=True)
@@ -32,13 +179,15 @@ class Parameter:
 
     `checkpoint_tensors` maps the name of each tensor to read to its required shape. `combine` makes the weight, of
     shape `shape`, from these tensors in that order. `replaces` names tensors that a checkpoint may contain although
-    the decoder does not need them.
+    the decoder does not need them. `axes` holds the share of each axis that the weight has, with the same elements for
+    all numbers of ranks; None for an axis that is complete. It may be omitted if all axes are complete.
     """
 
     shape: tuple[int, ...]
     checkpoint_tensors: dict[str, tuple[int, ...]]
     combine: Callable[..., Float32]
     replaces: tuple[str, ...] = ()
+    axes: tuple[Share | None, ...] = ()
     name: str = field(default="", init=False)
 
     def load(self, source: TensorSource) -> Float32:
@@ -209,24 +358,33 @@ class Module:
 class Embedding(Module):
     """Rows of a table [num_rows, width], picked by token id. The look-up runs on the CPU unless placed.
 
-    `scale` multiplies the checkpoint's table; it does not affect an LM head that is tied to the table.
+    `scale` multiplies the checkpoint's table; it does not affect an LM head that is tied to the table. The ranks share
+    the rows evenly, with rows of zeros at the end if necessary.
     """
 
-    def __init__(self, num_rows: int, width: int, *, scale: float = 1.0) -> None:
+    def __init__(self, num_rows: int, width: int, *, scale: float = 1.0, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.device = "cpu"
         self.shape, self.scale = (num_rows, width), scale
+        self._ranks, self._rows = ranks, Share.even(num_rows, ranks)
 
     def declare(self) -> None:
         self.weight = Parameter(
-            shape=self.shape, checkpoint_tensors={f"{self.path}.weight": self.shape}, combine=self._scaled
+            shape=(self._rows.length, self.shape[1]),
+            checkpoint_tensors={f"{self.path}.weight": self.shape},
+            combine=lambda table: self._scaled(self._rows.take(table)),
+            axes=(self._rows, None),
         )
 
     def _scaled(self, table: Float32) -> Float32:
         return table if self.scale == 1 else table * np.float32(self.scale)
 
     def forward(self, token_ids: ir.Value) -> ir.Value:
-        return ops.gather_rows(self.weight.value(), token_ids, name="output")
+        if self._ranks.are_alone:
+            return ops.gather_rows(self.weight.value(), token_ids, name="output")
+        first = self._ranks.rank * self._rows.length
+        rows = ops.gather_share(self.weight.value(), token_ids, first=first, all_rows=self.shape[0], name="part")
+        return ops.all_reduce(rows, name="output")
 
 
 class RMSNorm(Module):
@@ -269,10 +427,12 @@ class HeadNorm(Module):
         self.num_plain = num_plain
 
     def declare(self) -> None:
+        numbers = [*self.parts.values(), self.num_plain]
         self.weight = Parameter(
-            shape=(sum(self.parts.values()) + self.num_plain, self.head_dim),
+            shape=(sum(numbers), self.head_dim),
             checkpoint_tensors={f"{self.sibling(part)}.weight": (self.head_dim,) for part in self.parts},
             combine=self._by_head,
+            axes=(Share.of(len(numbers), np.repeat(np.arange(len(numbers)), numbers)), None),
         )
 
     def _by_head(self, *weights: Float32) -> Float32:
@@ -287,27 +447,29 @@ class HeadNorm(Module):
 class DepthwiseWeights(Module):
     """Weights of a convolution over each channel: weight [channels, 1, taps] and, with a bias, [channels].
 
-    A convolution of one tap gets a leading zero tap, because kernels need at least two. `order` holds the checkpoint's
-    index of each channel, if it differs.
+    A convolution of one tap gets a leading zero tap, because kernels need at least two. `share` selects the rank's
+    channels, in the order of the convolution's input; by default all channels in the checkpoint's order.
     """
 
-    def __init__(self, channels: int, taps: int, *, bias: bool = False, order: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, channels: int, taps: int, *, bias: bool = False, share: Share | None = None) -> None:
         super().__init__()
         self.shape, self.has_bias = (channels, 1, taps), bias
-        self._order = np.arange(channels) if order is None else order
+        self._share = Share.whole(channels) if share is None else share
 
     def declare(self) -> None:
         channels, one, taps = self.shape
         self.weight = Parameter(
-            shape=(channels, one, max(taps, 2)),
+            shape=(self._share.length, one, max(taps, 2)),
             checkpoint_tensors={f"{self.path}.weight": self.shape},
-            combine=lambda tensor: np.pad(tensor[self._order], [(0, 0), (0, 0), (max(2 - taps, 0), 0)]),
+            combine=lambda tensor: np.pad(self._share.take(tensor), [(0, 0), (0, 0), (max(2 - taps, 0), 0)]),
+            axes=(self._share, None, None),
         )
         if self.has_bias:
             self.bias = Parameter(
-                shape=(channels,),
+                shape=(self._share.length,),
                 checkpoint_tensors={f"{self.path}.bias": (channels,)},
-                combine=lambda tensor: tensor[self._order],
+                combine=self._share.take,
+                axes=(self._share,),
             )
 
 

@@ -272,6 +272,28 @@ def _sum(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     return _matrix(inputs[0])
 
 
+def _gathered(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    rows, _ = _sum(attributes, inputs)
+    return rows, sum(len(part) for part in column_ranges(attributes["columns"]))
+
+
+def _picked(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
+    rows, width = _matrix(inputs[0])[0], int(inputs[0][1])
+    ranges = column_ranges(attributes["columns"])
+    require(all(r.stop <= width or r.start >= width for r in ranges), f"its columns end inside of {width}")
+    return rows, sum(len(part) for part in ranges)
+
+
+def column_ranges(columns: str) -> list[range]:
+    """Return the ranges in the attribute `columns` of an operator. Raises ValueError if it is invalid."""
+    try:
+        ranges = [range(*map(int, part.split(":", 1))) for part in columns.split(",")]
+    except (TypeError, ValueError):
+        ranges = []
+    require(ranges and all(0 <= r.start < r.stop <= MOST for r in ranges), f"its columns are {columns[:40]!r}")
+    return ranges
+
+
 def _size(shape: Shape) -> int:
     return prod(map(int, shape))
 
@@ -357,14 +379,26 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
     ("", "Split"): Operator(
         num_inputs=1, output=_split, attributes={"axis": int, "num_outputs": int}, defaulted=("axis",)
     ),
+    ("chunkrt", "AllGather"): Operator(
+        is_dynamic=True, num_inputs=2, output=_gathered, indices=(1,), attributes={"columns": str}
+    ),
     ("chunkrt", "AllReduce"): Operator(is_dynamic=True, num_inputs=2, output=_sum, indices=(1,)),
     ("chunkrt", "CachedAttention"): _ATTENTION,
     ("chunkrt", "FloatLinear"): Operator(num_inputs=2, output=_product, weights=(1,), flops=_product_flops),
+    ("chunkrt", "GatherShare"): Operator(
+        is_dynamic=True,
+        num_inputs=2,
+        output=_gather,
+        weights=(0,),
+        indices=(1,),
+        attributes={"first": int, "all_rows": int},
+    ),
     ("chunkrt", "HeadNorm"): Operator(num_inputs=2, output=_head_norm, weights=(1,), attributes={"epsilon": float}),
     ("chunkrt", "LinearAttention"): _LINEAR_ATTENTION,
     ("chunkrt", "LowRankSum"): Operator(
         is_dynamic=True, num_inputs=3, output=_low_rank, indices=(2,), attributes={"weight": str}
     ),
+    ("chunkrt", "PickColumns"): Operator(is_dynamic=True, num_inputs=1, output=_picked, attributes={"columns": str}),
     ("chunkrt", "RawKeyAttention"): replace(_ATTENTION, num_inputs=9),
     ("chunkrt", "RoutedExperts"): Operator(
         is_dynamic=True,

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from chunkrt.errors import ChunkrtError, ModelError
 from chunkrt.graph.linear_attention import find_variant
 from chunkrt.graph.operators import OPERATOR_NAMES, check_node, find_operator, require
-from chunkrt.graph.plan import ALL_REDUCE_OP, DOMAIN, Attribute, Device
+from chunkrt.graph.plan import ALL_GATHER_OP, ALL_REDUCE_OP, DOMAIN, SHARED_GATHER_OP, Attribute, Device
 
 OPSET = 23
 """Opset of traced graphs: the first with RMSNormalization, RotaryEmbedding and Attention."""
@@ -545,6 +547,46 @@ def all_reduce(partial: ir.Value, *, name: str = "sum") -> ir.Value:
     """Sum the ranks' partial results, [T, H], in a separate subgraph on the device "link"."""
     inputs = [partial, current_trace().position()]
     return _one(ALL_REDUCE_OP, inputs, shape_of(partial), name, domain="chunkrt")
+
+
+def all_gather(part: ir.Value, columns: NDArray[np.int64], *, name: str = "gathered") -> ir.Value:
+    """Concatenate the columns of the ranks' parts, [T, N] or [R, N], and pick columns of the result.
+
+    It is a separate subgraph on the device "link". If a rank leads the others and the rows are those of logits, only
+    the leading rank receives the result.
+
+    Args:
+        columns: indices of the picked columns in the concatenation of all ranks' parts, in the order of ranks.
+    """
+    inputs = [part, current_trace().position()]
+    shape = (shape_of(part)[0], len(columns))
+    return _one(ALL_GATHER_OP, inputs, shape, name, attributes=_in_ranges(columns), domain="chunkrt")
+
+
+def pick_columns(value: ir.Value, indices: NDArray[np.int64], *, name: str = "picked") -> ir.Value:
+    """Return columns of a value [T, N], by their indices; the index N stands for a column of zeros."""
+    rows, width = shape_of(value)
+    is_padding = indices == width
+    columns = indices + np.where(is_padding, np.cumsum(is_padding) - 1, 0)
+    shape = (rows, len(indices))
+    return _one("PickColumns", [value], shape, name, attributes=_in_ranges(columns), domain="chunkrt")
+
+
+def _in_ranges(columns: NDArray[np.int64]) -> dict[str, str]:
+    width_changes = np.flatnonzero(np.diff(columns) != 1) + 1
+    runs = np.split(columns, width_changes)
+    return {"columns": ",".join(f"{run[0]}:{run[-1] + 1}" for run in runs)}
+
+
+def gather_share(table: ir.Value, indices: ir.Value, *, first: int, all_rows: int, name: str = "gather") -> ir.Value:
+    """Pick the rows [T, H] of a rank's share of a table; rows that other ranks have are zeros.
+
+    Args:
+        table: rows `first` and following of the complete table, [N, H].
+        indices: indices of rows of the complete table, which has `all_rows` rows.
+    """
+    shape, attributes = (*shape_of(indices), *shape_of(table)[1:]), {"first": first, "all_rows": all_rows}
+    return _one(SHARED_GATHER_OP, [table, indices], shape, name, attributes=attributes, domain="chunkrt")
 
 
 def float_linear(left: ir.Value, weight: ir.Value, *, name: str = "float_linear") -> ir.Value:

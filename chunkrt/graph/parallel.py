@@ -26,86 +26,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor, TensorSource
-from chunkrt.errors import ConfigError
 from chunkrt.graph import ops
-from chunkrt.graph.modules import Module, Parameter
+from chunkrt.graph.modules import HeadNorm, Module, Number, Parameter, Share
 from chunkrt.graph.plan import ALONE, Ranks
 
-Number = TypeVar("Number", bound=np.generic)
 Factor = float | NDArray[np.float32]
 """Factor of a linear's result, or of each of its columns."""
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """Selection of elements of an axis of length `size`, by their `indices` in order. The index `size` stands for a
-    zero of padding.
-    """
-
-    size: int
-    indices: NDArray[np.int64]
-
-    @staticmethod
-    def whole(size: int) -> Share:
-        """Return the share that consists of the complete axis."""
-        return Share(size, np.arange(size))
-
-    @staticmethod
-    def even(size: int, ranks: Ranks) -> Share | None:
-        """Return a rank's slice, of the same length on all ranks; None if the axis cannot be cut evenly."""
-        length, rest = divmod(size, ranks.size)
-        return None if rest else Share(size, np.arange(ranks.rank * length, (ranks.rank + 1) * length))
-
-    @staticmethod
-    def joined(shares: Sequence[Share]) -> Share:
-        """Concatenate shares of consecutive axes."""
-        size = sum(share.size for share in shares)
-        starts = np.cumsum([0, *(share.size for share in shares)])
-        parts = [
-            np.where(share.indices == share.size, size, share.indices + start)
-            for share, start in zip(shares, starts, strict=False)
-        ]
-        return Share(size, np.concatenate(parts))
-
-    def spread(self, width: int, order: NDArray[np.int64] | None = None) -> Share:
-        """Return the share of an axis in which each element is replaced by `width` elements, in a given order."""
-        return Share(self.size * width, self._spread(width, order))
-
-    def _spread(self, width: int, order: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-        order = np.arange(width) if order is None else order
-        columns: NDArray[np.int64] = (self.indices[:, None] * width + order).ravel()
-        return np.minimum(columns, self.size * width)
-
-    @property
-    def length(self) -> int:
-        """Number of elements, including padding."""
-        return len(self.indices)
-
-    def take(self, array: NDArray[Number], axis: int = 0) -> NDArray[Number]:
-        """Return this part of an array along one of its axes, which has length `size`."""
-        if np.array_equal(self.indices, np.arange(self.size)):
-            return array
-        if self.size in self.indices:
-            shape: tuple[int, ...] = tuple(1 if i == axis else n for i, n in enumerate(array.shape))
-            array = np.concatenate([array, np.zeros(shape, array.dtype)], axis=axis)
-        taken: NDArray[Any] = np.take(array, self.indices, axis=axis)
-        return taken
-
-    def in_blocks(self, length: int) -> Share | None:
-        """Return the share of an axis whose elements are blocks of `length` adjacent elements of this axis; None if the
-        share splits a block.
-        """
-        if self.size % length or self.length % length:
-            return None
-        blocks = Share(self.size // length, self.indices[::length] // length)
-        return blocks if np.array_equal(blocks._spread(length), self.indices) else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,15 +79,17 @@ def share_heads(num_heads: int, num_kv_heads: int, head_dim: int, ranks: Ranks) 
     group = num_heads // num_kv_heads
     if num_kv_heads < ranks.size and ranks.size % num_kv_heads == 0:
         copies = ranks.size // num_kv_heads
-        key, part = divmod(ranks.rank, copies)
-        keys, length = np.array([key]), -(-group // copies)
+        each, part = np.divmod(np.arange(ranks.size)[:, None], copies)
+        length = -(-group // copies)
         members = part * length + np.arange(length)
-        queries = np.where(members < group, key * group + members, num_heads)
+        key = Share(num_kv_heads, each, ranks.rank)
+        query = Share(num_heads, np.where(members < group, each * group + members, num_heads), ranks.rank)
     else:
         length = -(-num_kv_heads // ranks.size)
-        keys = np.minimum(ranks.rank * length + np.arange(length), num_kv_heads)
-        queries = Share(num_kv_heads, keys).spread(group).indices
-    return HeadShare(query=Share(num_heads, queries), key=Share(num_kv_heads, keys), head_dim=head_dim)
+        each = np.minimum(np.arange(ranks.size * length).reshape(ranks.size, length), num_kv_heads)
+        key = Share(num_kv_heads, each, ranks.rank)
+        query = key.spread(group)
+    return HeadShare(query=query, key=key, head_dim=head_dim)
 
 
 Projections = Literal["qkv", "qk", "q"]
@@ -249,11 +184,13 @@ class LinearBase(Module, ABC):
 
     def declare(self) -> None:
         tensors, (rows, depth) = self.tensors(), self.share()
+        self.columns = rows
         factor = self.factor if isinstance(self.factor, float) else rows.take(self.factor)
         self.weight = LinearWeight(
             shape=(depth.length, rows.length),
             checkpoint_tensors={f"{path}.weight": (columns, self.in_features) for path, columns in tensors.items()},
             combine=lambda *parts: _scaled(depth.take(rows.take(_stacked(parts)), axis=1).T, factor),
+            axes=(depth, rows),
             rows=rows,
             depth=depth,
             factor=factor,
@@ -262,6 +199,7 @@ class LinearBase(Module, ABC):
             self.bias = Parameter(
                 shape=(rows.length,),
                 checkpoint_tensors={f"{path}.bias": (columns,) for path, columns in tensors.items()},
+                axes=(rows,),
                 combine=lambda *parts: _scaled(rows.take(_stacked(parts)), factor),
             )
 
@@ -282,19 +220,15 @@ class LinearBase(Module, ABC):
         return self.with_bias(product)
 
     def with_bias(self, product: ir.Value) -> ir.Value:
-        """Return the bias, or None."""
+        """Return the product plus the bias, if the linear has one."""
         return ops.add(product, self.bias.value(), name="output") if self.has_bias else product
 
-    def even(self, sizes: Mapping[str, int], ranks: Ranks) -> list[Share]:
-        """Return a rank's slices of several axes. Raises ConfigError, which names all axes that cannot be shared
-        evenly.
-        """
-        shares = {name: Share.even(size, ranks) for name, size in sizes.items()}
-        if odd := [f"{name} {sizes[name]}" for name, share in shares.items() if share is None]:
-            raise ConfigError(
-                f"{ranks.size} ranks cannot share {', '.join(odd)} evenly; use a number of ranks that divides them"
-            )
-        return [share for share in shares.values() if share is not None]
+    def gathered(self, hidden: ir.Value) -> ir.Value:
+        """Return the columns of all ranks, of which every rank computes its own columns."""
+        part = ops.matmul(hidden, self.weight.value(), name="product" if self.has_bias else "part")
+        if self.has_bias:
+            part = ops.add(part, self.bias.value(), name="part")
+        return ops.all_gather(part, self.columns.places(), name="output")
 
 
 class ReplicatedLinear(LinearBase):
@@ -319,16 +253,31 @@ class ReplicatedLinear(LinearBase):
 
     def share(self) -> tuple[Share, Share]:
         num_rows = sum(self.outputs.values())
-        rows = Share.whole(num_rows) if self._rows is None else Share(num_rows, self._rows)
+        rows = Share.whole(num_rows) if self._rows is None else Share.of(num_rows, self._rows)
         return rows, Share.whole(self.in_features)
+
+
+class ColumnShareLinear(LinearBase):
+    """A linear of which a rank has the columns of a share.
+
+    Args:
+        rows: the rank's share of the rows of the concatenated outputs' tensors.
+    """
+
+    def __init__(
+        self, in_features: int, outputs: Outputs, rows: Share, *, bias: bool = False, factor: Factor = 1.0
+    ) -> None:
+        super().__init__(in_features, outputs, bias=bias, factor=factor)
+        self._rows = rows
+
+    def share(self) -> tuple[Share, Share]:
+        return self._rows, Share.whole(self.in_features)
 
 
 class MergedColumnParallelLinear(LinearBase):
     """Several concatenated linears with the same input. Each linear is split by its columns, and a rank has its slice
-    of every linear; their widths may differ.
-
-    Raises:
-        ConfigError: an output cannot be shared evenly; the message names all such outputs (when the module is named).
+    of every linear; their widths may differ. If a width is not a multiple of the number of ranks, columns of zeros are
+    added.
     """
 
     def __init__(
@@ -345,15 +294,71 @@ class MergedColumnParallelLinear(LinearBase):
         self._ranks = ranks
 
     def share(self) -> tuple[Share, Share]:
-        sizes = {self.sibling(name) if name else self.path: columns for name, columns in self.outputs.items()}
-        return Share.joined(self.even(sizes, self._ranks)), Share.whole(self.in_features)
+        slices = [Share.even(columns, self._ranks) for columns in self.outputs.values()]
+        return Share.joined(slices), Share.whole(self.in_features)
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
-    """One linear, split by its columns: a rank has a slice of the columns and of the bias."""
+    """One linear, split by its columns: a rank has a slice of the columns and of the bias.
 
-    def __init__(self, in_features: int, out_features: int, ranks: Ranks = ALONE, *, bias: bool = False) -> None:
-        super().__init__(in_features, out_features, ranks, bias=bias)
+    Args:
+        outputs: number of columns; or a mapping from the name of the checkpoint's tensor, a sibling of this module, to
+            it.
+        gathers: whether every rank gets the columns of all ranks. Otherwise a rank gets its own columns, which may
+            include columns of zeros at the end.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Outputs,
+        ranks: Ranks = ALONE,
+        *,
+        bias: bool = False,
+        gathers: bool = False,
+        factor: Factor = 1.0,
+    ) -> None:
+        super().__init__(in_features, outputs, ranks, bias=bias, factor=factor)
+        self._gathers = gathers and not ranks.are_alone
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        return self.gathered(hidden) if self._gathers else super().forward(hidden)
+
+
+class VocabParallelHead(LinearBase):
+    """The LM head, split by the vocabulary. The logits of all ranks are gathered on the leading rank; without a leader,
+    on every rank. If the vocabulary is not a multiple of the number of ranks, columns of zeros are added, which the
+    gathered logits do not contain.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        vocab_size: int,
+        ranks: Ranks = ALONE,
+        *,
+        tied_to: Module | None = None,
+        factor: Factor = 1.0,
+    ) -> None:
+        super().__init__(in_features, vocab_size, tied_to=tied_to, factor=factor)
+        self._ranks = ranks
+        self.num_columns = Share.even(vocab_size, ranks).length
+        """Number of the rank's logits, including padding."""
+
+    def share(self) -> tuple[Share, Share]:
+        (vocab_size,) = self.outputs.values()
+        return Share.even(vocab_size, self._ranks), Share.whole(self.in_features)
+
+    def part(self, hidden: ir.Value) -> ir.Value:
+        """Return the rank's logits. Call this in the module's scope."""
+        return ops.matmul(hidden, self.weight.value(), name="output" if self._ranks.are_alone else "part")
+
+    def gather(self, part: ir.Value) -> ir.Value:
+        """Return the logits of all ranks. Call this in the module's scope."""
+        return part if self._ranks.are_alone else ops.all_gather(part, self.columns.places(), name="output")
+
+    def forward(self, hidden: ir.Value) -> ir.Value:
+        return self.gather(self.part(hidden))
 
 
 class QKVParallelLinear(LinearBase):
@@ -387,8 +392,8 @@ class QKVParallelLinear(LinearBase):
         super().__init__(in_features, dict(list(sizes.items())[: len(stored)]), bias=bias, stored_in=stored_in)
         self._rows = Share.joined([q, k, heads.kv_columns][: len(stored)])
         if stored == "qk":
-            values = Share.joined([Share(q.size, q.indices[:0]), heads.kv_columns])
-            self._rows = Share(self._rows.size, np.concatenate([self._rows.indices, values.indices]))
+            values = Share.joined([Share(q.size, q.by_rank[:, :0], q.rank), heads.kv_columns])
+            self._rows = Share.together([self._rows, values])
 
     def share(self) -> tuple[Share, Share]:
         return self._rows, Share.whole(self.in_features)
@@ -398,17 +403,37 @@ class QKVParallelLinear(LinearBase):
         self.weight.replaces = tuple(map(self.sibling, self._replaces))
 
 
+class WideNorm(HeadNorm):
+    """Norms over all heads of q, and over all heads of k. The columns q | k | v of all ranks are gathered, so that each
+    norm is that of one rank, and a rank picks its heads.
+
+    Args:
+        epsilon: see `RMSNorm`.
+    """
+
+    def __init__(self, heads: HeadShare, epsilon: float, ranks: Ranks = ALONE) -> None:
+        super().__init__({"q_norm": 1, "k_norm": 1}, heads.q_columns.size, epsilon)
+        self._ranks = ranks
+        self._columns = Share.joined([heads.q_columns, heads.kv_columns, heads.kv_columns])
+
+    def forward(self, value: ir.Value) -> ir.Value:
+        if self._ranks.are_alone:
+            return super().forward(value)
+        normed = super().forward(ops.all_gather(value, self._columns.places(), name="heads_of_all"))
+        return ops.pick_columns(normed, self._columns.indices)
+
+
 class RowParallelLinear(LinearBase):
-    """One linear, split by its rows: a rank multiplies its slice of the input, and the products are summed over ranks.
-    The bias is added once, to the sum.
+    """One linear whose input is split over ranks. The bias is added once.
+
+    If the ranks sum (`Ranks.sums`), the linear is split by its rows: a rank multiplies its slice of the input, and the
+    products are summed over ranks. Otherwise the input is gathered, the linear is split by its columns, and its output
+    is gathered, so that every column is computed as on one rank.
 
     Args:
         outputs: number of columns; or a mapping from the name of the checkpoint's tensor, a sibling of this module, to
             it.
         depth: the rank's share of the input's columns, if it is not an even slice.
-
-    Raises:
-        ConfigError: the input cannot be shared evenly (when the module is named).
     """
 
     def __init__(
@@ -422,15 +447,19 @@ class RowParallelLinear(LinearBase):
         factor: float = 1.0,
     ) -> None:
         super().__init__(in_features, outputs, bias=bias, factor=factor)
-        self._ranks, self._depth = ranks, depth
+        self._ranks, self._depth = ranks, Share.even(in_features, ranks) if depth is None else depth
 
     def share(self) -> tuple[Share, Share]:
-        depth = self._depth or self.even({f"the input of {self.path}": self.in_features}, self._ranks)[0]
-        return Share.whole(sum(self.outputs.values())), depth
+        columns = sum(self.outputs.values())
+        if self._ranks.sums:
+            return Share.whole(columns), self._depth
+        return Share.even(columns, self._ranks), Share.whole(self.in_features)
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         if self._ranks.are_alone:
             return super().forward(hidden)
+        if not self._ranks.sums:
+            return self.gathered(ops.all_gather(hidden, self._depth.places(), name="input"))
         partial = ops.matmul(hidden, self.weight.value(), name="partial")
         return self.with_bias(ops.all_reduce(partial, name="product" if self.has_bias else "output"))
 

@@ -42,8 +42,9 @@ from chunkrt.graph.ops import (
 )
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import (
-    ALL_REDUCE_OP,
     DOMAIN,
+    GATHER_OPS,
+    LINK_OPS,
     MAIN_SUFFIX,
     SHADOW_OP,
     Attribute,
@@ -226,11 +227,13 @@ def partition(model: ir.Model, *, family: str) -> Plan:
 
 def _home(node: ir.Node) -> tuple[str, ...]:
     """Return a node's key; adjacent nodes with the same key share a subgraph."""
-    return _device(node), _rows(node), node.metadata_props.get(ALONE_KEY, "")
+    device = _device(node)
+    alone = node.name or "" if device == "link" else node.metadata_props.get(ALONE_KEY, "")
+    return device, _rows(node), alone
 
 
 def _device(node: ir.Node) -> Device:
-    if node.op_type == ALL_REDUCE_OP:
+    if node.op_type in LINK_OPS:
         return "link"
     placed = node.metadata_props.get(DEVICE_KEY)
     if placed:
@@ -258,11 +261,11 @@ def _names(groups: Sequence[Sequence[ir.Node]]) -> list[str]:
     counts: dict[str, int] = {}
     names = []
     for index, group in enumerate(groups):
-        if index == 0 and {node.op_type for node in group if is_dynamic(node.domain, node.op_type)} == {"Gather"}:
+        if index == 0 and {node.op_type for node in group if is_dynamic(node.domain, node.op_type)} <= set(GATHER_OPS):
             kind = "embedding"
         elif group[0].op_type == SHADOW_OP:
             kind = "shadow"
-        elif group[0].op_type == ALL_REDUCE_OP:
+        elif group[0].op_type in LINK_OPS:
             kind = "link"
         elif _rows(group[0]) == "R":
             kind = "head"

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -67,6 +67,23 @@ ALL_REDUCE_OP = "AllReduce"
 """Operator of chunkrt's domain: the sum over ranks of a partial result [T, H]; inputs partial and position, which
 identifies the sum. It is the only node of its subgraph, on the device "link".
 """
+
+ALL_GATHER_OP = "AllGather"
+"""Operator of chunkrt's domain: columns of the ranks' parts [T, N], which are concatenated in the order of ranks;
+inputs part and position, as of a sum. The attribute `columns` selects columns of the concatenation ("0:5,8:11").
+"""
+
+LINK_OPS = (ALL_REDUCE_OP, ALL_GATHER_OP)
+"""Operators between ranks, on the device "link"."""
+
+SHARED_GATHER_OP = "GatherShare"
+"""Operator of chunkrt's domain: Gather from a rank's consecutive rows of a table; inputs table [N, H] and indices of
+the complete table's rows. Rows that the rank does not have are zeros. Attributes `first`, the index of the rank's first
+row, and `all_rows`, the number of rows of the complete table.
+"""
+
+GATHER_OPS = ("Gather", SHARED_GATHER_OP)
+"""Operators that pick rows by index."""
 
 RING_STEP = 64
 """Divisor of a ring's number of slots, unless the ring has the cache's capacity."""
@@ -314,7 +331,8 @@ class Plan:
             writers.update(dict.fromkeys((*subgraph.outputs, *subgraph.state), index))
         sums = [index for index, subgraph in enumerate(self.subgraphs) if subgraph.device == "link"]
         hidden = None if self.hidden is None else writers.get(self.hidden)
-        return Flow(reads, [bool(subgraph.state) for subgraph in self.subgraphs], sums, hidden)
+        of_logits = [index for index in sums if self.subgraphs[index].rows == "R"]
+        return Flow(reads, [bool(subgraph.state) for subgraph in self.subgraphs], sums, of_logits, hidden)
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""
@@ -389,7 +407,7 @@ def embedding_tables(plan: Plan) -> set[str]:
         node.inputs[0]
         for subgraph in plan.subgraphs
         for node in subgraph.nodes
-        if node.op == "Gather" and plan.tensors[node.inputs[0]].kind == "weight"
+        if node.op in GATHER_OPS and plan.tensors[node.inputs[0]].kind == "weight"
     }
 
 
@@ -412,6 +430,8 @@ class Ranks:
 
     rank: int
     size: int
+    sums: ClassVar[bool] = True
+    """True if a linear with a split input sums the ranks' products; see `RowParallelLinear`."""
 
     def __post_init__(self) -> None:
         if any(type(number) is not int for number in (self.rank, self.size)):
@@ -428,6 +448,20 @@ class Ranks:
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}"
+
+    def for_scheme(self, *, is_static: bool) -> Ranks:
+        """Return these ranks as a decoder under a scheme needs them. Under a static scheme they gather, because partial
+        sums have no grid.
+        """
+        return GatheringRanks(self.rank, self.size) if is_static and not self.are_alone else self
+
+
+class GatheringRanks(Ranks):
+    """Ranks that gather values and compute no sums of linears, so that every column of a linear is computed as on one
+    rank.
+    """
+
+    sums = False
 
 
 ALONE = Ranks(0, 1)

@@ -21,7 +21,11 @@ def merged_on_cpu(plan: Plan) -> Plan:
     state, and its results are bit-identical.
     """
     plan = plan.on_cpu()
-    groups = [list(group) for _, group in groupby(plan.subgraphs, key=lambda s: (s.device, s.rows))]
+
+    def home(subgraph: Subgraph) -> tuple[str, ...]:
+        return subgraph.device, subgraph.rows, subgraph.name if subgraph.device == "link" else ""
+
+    groups = [list(group) for _, group in groupby(plan.subgraphs, key=home)]
     return replace(plan, subgraphs=tuple(merged(group, plan) for group in groups))
 
 

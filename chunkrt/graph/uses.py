@@ -195,9 +195,12 @@ def _is_linear(node: Node, plan: Plan) -> bool:
 
 
 def _last_linears(subgraph: Subgraph, plan: Plan) -> set[str]:
-    """Return the linears that compute the plan's output, by node; only elementwise operations may follow them."""
+    """Return the linears that compute the plan's output, by node; only elementwise operations and the collection of
+    all ranks' parts may follow them.
+    """
     writers = {name: node for node in subgraph.nodes for name in node.outputs}
-    found, pending = set(), [plan.output]
+    of_link = (node for s in plan.subgraphs if s.device == "link" for node in s.nodes)
+    found, pending = set(), [plan.output, *(node.inputs[0] for node in of_link if plan.output in node.outputs)]
     while pending:
         node = writers.get(pending.pop())
         if node and _is_linear(node, plan):

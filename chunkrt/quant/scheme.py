@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from chunkrt.errors import ConfigError, unknown_name
+from chunkrt.errors import unknown_name
 from chunkrt.files import check_keys
 
 BLOCK_LENGTH = 32
@@ -195,15 +195,6 @@ def find_scheme(name: str) -> Scheme:
     if name in SCHEMES:
         return SCHEMES[name]
     raise unknown_name("scheme", name, SCHEME_NAMES)
-
-
-def check_scheme_of_ranks(scheme: Scheme, ranks: int) -> None:
-    """Raise ConfigError for a static scheme on several ranks."""
-    if scheme.is_static and ranks > 1:
-        raise ConfigError(
-            f"the scheme {scheme.name!r} is static, but partial sums of {ranks} ranks have no grid; use a "
-            "dynamic scheme or 'float'"
-        )
 
 
 Search = Literal["shadow", "mixed"]

@@ -28,7 +28,7 @@ from chunkrt.backends.base import (
     SegmentExecutable,
     SegmentOperands,
 )
-from chunkrt.backends.link import SumExecutable
+from chunkrt.backends.link import LinkExecutable
 from chunkrt.errors import ConfigError, ModelError
 from chunkrt.graph.plan import Dimension, Plan, Subgraph, resolve
 
@@ -264,7 +264,7 @@ class BoundSubgraph:
         self.rows = subgraph.rows
         self._compute = executable.run  # for example, that of backends/native/backend.py
         self._compute_segments = executable.run_segments if isinstance(executable, SegmentExecutable) else None
-        self._sum = executable.run_sum if isinstance(executable, SumExecutable) else None
+        self._link = executable.run_link if isinstance(executable, LinkExecutable) else None
         self._after = executable.run_after if isinstance(executable, HistoryExecutable) else None
         self._fixed_length = executable.fixed_length
         self._slots = slots
@@ -340,8 +340,8 @@ class BoundSubgraph:
             inputs = inputs | self._state_of(segments[0])
             if self._after is not None:
                 return self._after(inputs, outputs, segments[0].request.state.history)
-        if self._sum is not None:
-            self._sum(inputs, outputs, number)
+        if self._link is not None:
+            self._link(inputs, outputs, number)
             return None
         return self._compute(inputs, outputs)
 
@@ -366,14 +366,16 @@ class BoundSubgraph:
         tensors, names = segment.request.state.tensors, self.subgraph.all_state
         return dict(tensors) if len(names) == len(tensors) else {name: tensors[name] for name in names}
 
-    def run_logit_rows(self, slot: int, num_tokens: int, num_rows: int, logits: Array) -> None:
+    def run_logit_rows(self, slot: int, num_tokens: int, num_rows: int, logits: Array | None, number: int = 0) -> None:
         """Compute the logits of the requested rows of one chunk, in groups if the executable has a fixed length.
 
         Args:
             slot: chunk slot that holds the chunk.
             num_tokens: number of rows that contain tokens, 1 to C.
             num_rows: number of requested rows, 1 to C.
-            logits: float32 [N, V], written completely; N is `num_rows` rounded up to a multiple of `logit_group`.
+            logits: float32 [N, V], written completely; N is `num_rows` rounded up to a multiple of `logit_group`. None
+                if another rank receives the logits.
+            number: number of the chunk if other ranks compute it too; see `Key.number`.
         """
         buffers = self._slots[slot]
         step, tokens = num_rows, slice(num_tokens)
@@ -384,9 +386,12 @@ class BoundSubgraph:
             group = slice(start, start + step)
             inputs = buffers.views(self.subgraph.inputs, tokens, group)
             outputs = buffers.views(self._outputs, tokens, group) if self._outputs else {}
-            if self._logits is not None:
+            if self._logits is not None and logits is not None:
                 outputs[self._logits] = logits[group]
-            self._compute(inputs, outputs)
+            if self._link is not None:
+                self._link(inputs, outputs, number)
+            else:
+                self._compute(inputs, outputs)
 
 
 def _users(plan: Plan) -> dict[str, int]:

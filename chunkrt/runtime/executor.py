@@ -192,7 +192,8 @@ class Executor:
             if subgraph.rows == "T":
                 passage = subgraph.run(slot, chunk.segments, chunk.num_tokens, chunk.number)
             elif len(chunk.segments) == 1:
-                subgraph.run_logit_rows(slot, chunk.num_tokens, chunk.num_rows, chunk.segments[0].logits)
+                logits = chunk.segments[0].logits
+                subgraph.run_logit_rows(slot, chunk.num_tokens, chunk.num_rows, logits, chunk.number)
             else:
                 self._run_logit_rows(subgraph, slot, chunk)
         finally:
@@ -208,13 +209,15 @@ class Executor:
     def _run_logit_rows(self, subgraph: BoundSubgraph, slot: int, chunk: Chunk) -> None:
         """Compute the logits of the requested rows, which are consecutive in the chunk, and copy them to the
         requests."""
-        group = subgraph.logit_group
-        together = self.slots[slot].logits(-(-chunk.num_rows // group) * group)
-        subgraph.run_logit_rows(slot, chunk.num_tokens, chunk.num_rows, together)
-        if subgraph.has_logits:
+        group, together = subgraph.logit_group, None
+        if subgraph.has_logits and not chunk.segments[0].request.is_for_others:
+            together = self.slots[slot].logits(-(-chunk.num_rows // group) * group)
+        subgraph.run_logit_rows(slot, chunk.num_tokens, chunk.num_rows, together, chunk.number)
+        if together is not None:
             row = 0
             for segment in chunk.segments:
                 if segment.num_rows:
+                    assert segment.logits is not None
                     np.copyto(segment.logits[: segment.num_rows], together[row : row + segment.num_rows])
                     row += segment.num_rows
 

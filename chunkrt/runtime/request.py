@@ -382,10 +382,13 @@ class Segment(NamedTuple):
         return self.request.position + self.start
 
     @property
-    def logits(self) -> NDArray[np.float32]:
-        """The request's buffer of logits, starting at the first requested row of the segment."""
+    def logits(self) -> NDArray[np.float32] | None:
+        """The request's buffer of logits, starting at the first requested row of the segment; None if another rank
+        receives the logits.
+        """
         rows = self.request._rows
-        assert rows is not None
+        if rows is None:
+            return None
         return rows[self.start if self.request.wanted == "all" else 0 :]
 
 
@@ -410,7 +413,7 @@ class Chunk:
         if self.num_rows or self.wants_hidden:
             self.route = flow.with_logits if self.num_rows else flow.with_hidden
             if first.request.is_for_others:
-                self.route = flow.with_sums
+                self.route = flow.with_sums if self.num_rows else flow.with_inner_sums
         self.loading = Lock()
         """Lock of the thread that fills the graph inputs."""
         self.is_loaded = False

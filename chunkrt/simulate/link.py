@@ -44,6 +44,10 @@ class LinkProfile:
         steps, sent_bytes = exchange_of(num_bytes, ranks)
         return steps * self.latency_us + sent_bytes / (1000 * self.gb_per_s)
 
+    def gather_us(self, num_bytes: int, ranks: int) -> float:
+        """Return the microseconds in which a rank receives a part of `num_bytes` from every other rank."""
+        return self.latency_us + (ranks - 1) * num_bytes / (1000 * self.gb_per_s)
+
     def __str__(self) -> str:
         return f"{self.name} ({self.gb_per_s:g} GB/s, {self.latency_us:g} us)"
 

@@ -10,7 +10,7 @@ from typing import Any
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.errors import ConfigError
 from chunkrt.graph.plan import MOST_RANKS, SHADOW_OP, Plan
-from chunkrt.quant.scheme import MIXED, Scheme, check_scheme_of_ranks, find_scheme
+from chunkrt.quant.scheme import MIXED, Scheme, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
 from chunkrt.runtime.policy import find_policy
@@ -132,7 +132,7 @@ def simulate(
     Args:
         plan: the decoder; or one rank's share of it, which stands for all ranks, because every rank has subgraphs of
             the same shapes. All ranks are assumed to be identical devices and to begin at once. A share runs on the CPU
-            alone, because NPUs run only static schemes, which do not support sums over ranks.
+            alone.
         device: costs of the tasks.
         prompt_length: number of tokens, 1 to the plan's context.
         chunk_length: number of tokens of a chunk, 1 to the plan's context.
@@ -262,7 +262,11 @@ def _check_ranks(
                 f"{device.name} was measured on a complete decoder and has no costs of a share of it; simulate "
                 "ranks on a device with a cost model"
             )
-        check_scheme_of_ranks(scheme, ranks)
+        if scheme.is_static:
+            raise ConfigError(
+                f"the scheme {scheme.name!r} is static, and the simulation of {ranks} ranks has no NPU; use a dynamic "
+                "scheme or 'float'"
+            )
 
 
 def _link_shares(record: RunRecord, link: LinkProfile, ranks: int, work_of: WorkOf) -> LinkShares:

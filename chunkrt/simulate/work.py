@@ -11,7 +11,18 @@ from typing import NamedTuple, cast
 
 from chunkrt.engine_directory.figures import FLOAT16_BYTES, weight_bytes
 from chunkrt.graph.operators import attended_pairs, node_flops
-from chunkrt.graph.plan import ATTENTION_OPS, DTYPE_BYTES, EXPERTS_OP, Node, Plan, Subgraph, linear_weights, resolve
+from chunkrt.graph.plan import (
+    ALL_GATHER_OP,
+    ATTENTION_OPS,
+    DTYPE_BYTES,
+    EXPERTS_OP,
+    GATHER_OPS,
+    Node,
+    Plan,
+    Subgraph,
+    linear_weights,
+    resolve,
+)
 from chunkrt.graph.static_attention import static_slots, window_elements
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.ranks.messages import exchange_of
@@ -101,14 +112,20 @@ def measured_work(
 
 
 def with_sums(work_of: WorkOf, plan: Plan, chunks: Sequence[ChunkWork], link: LinkProfile, ranks: int) -> WorkOf:
-    """Return the work of all tasks, given the work of computing tasks; sums over ranks take the link's time."""
+    """Return the work of all tasks, given the work of computing tasks; sums and gathers take the link's time.
+
+    Parts of logits are sent to one rank, and other parts to all other ranks.
+    """
 
     def work(task: Task) -> Work:
-        subgraph = plan.subgraphs[task.subgraph]
+        subgraph, chunk = plan.subgraphs[task.subgraph], chunks[task.chunk]
         if subgraph.device != "link":
             return work_of(task)
-        (total,) = subgraph.outputs
-        num_bytes = plan.tensors[total].num_bytes(T=chunks[task.chunk].num_tokens)
+        (node,) = subgraph.nodes
+        num_bytes = plan.tensors[node.inputs[0]].num_bytes(T=chunk.num_tokens, R=chunk.num_rows)
+        if node.op == ALL_GATHER_OP:
+            num_receivers = 1 if subgraph.rows == "R" else ranks - 1
+            return Work(round(1000 * link.gather_us(num_bytes, ranks)), 0.0, float(num_receivers * num_bytes))
         ns = round(1000 * link.sum_us(num_bytes, ranks))
         return Work(ns, 0.0, exchange_of(num_bytes, ranks).sent_bytes)
 
@@ -208,7 +225,7 @@ class ModelledWork:
             kind = "linear_float" if self._scheme.weight_bits is None else "linear_a8"
         else:
             size = sum(prod(resolve(tensors[name].shape, symbols)) for name in node.outputs)
-            read = 1 if node.op == "Gather" else len(node.inputs)
+            read = 1 if node.op in GATHER_OPS else len(node.inputs)
             num_bytes, shared_bytes = float(DTYPE_BYTES["float32"] * size * (1 + read)), 0.0
             kind = "other"
         cost = processor.operators[kind]

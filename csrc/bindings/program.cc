@@ -167,7 +167,20 @@ void bind_program(py::module_& module) {
       .def("state", add_state, "name"_a, "shape"_a)
       .def("constant", add_constant, "array"_a.noconvert())
       .def("output", &ProgramBuilder::output, "name"_a, "value"_a)
-      .def("gather", gather, "table"_a, "indices"_a)
+      .def(
+          "gather",
+          [](ProgramBuilder& builder, ValueId table, ValueId indices) {
+            return gather(builder, table, indices);
+          },
+          "table"_a, "indices"_a)
+      .def(
+          "gather_share",
+          [](ProgramBuilder& builder, ValueId table, ValueId indices, std::size_t first,
+             std::size_t all_rows) {
+            return gather(builder, table, indices, TableShare{.first = first, .all_rows = all_rows});
+          },
+          "table"_a, "indices"_a, py::kw_only(), "first"_a, "all_rows"_a)
+      .def("pick_columns", pick_columns, "input"_a, "ranges"_a)
       .def("columns", columns, "input"_a, "begin"_a, "width"_a)
       .def("concat", concat, "inputs"_a)
       .def("rms_norm", rms_norm, "input"_a, "weight"_a, "epsilon"_a)

@@ -362,3 +362,29 @@ def test_constants_live_as_long_as_the_program() -> None:
     out = np.empty((1, 2048), np.float32)
     program.run([np.zeros((1, 2048), np.float32)], [out])
     assert (out == 3).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_share_of_a_table_has_zeros_for_other_rows(dtype: str) -> None:
+    """The table holds rows 4 to 6 of 9; the indices include both neighbours and both ends."""
+    builder = ProgramBuilder(ThreadPool(1), 16)
+    table = np.arange(1, 10, dtype=dtype).reshape(3, 3)
+    ids = builder.input("ids", "int64", ["T"])
+    builder.output("y", builder.gather_share(builder.constant(table), ids, first=4, all_rows=9))
+    program, found = builder.build(), np.full((7, 3), 99, np.float32)
+    program.run([np.array([0, 3, 4, 5, 6, 7, 8])], [found])
+    np.testing.assert_array_equal(found, np.concatenate([np.zeros((2, 3)), table, np.zeros((2, 3))]))
+    for wrong in (-1, 9):
+        with pytest.raises(IndexError, match=r"outside 0\.\.8"):
+            program.run([np.array([wrong])], [found[:1]])
+
+
+def test_picked_columns_past_the_last_are_zeros() -> None:
+    builder = ProgramBuilder(ThreadPool(1), 16)
+    value = builder.input("x", "float32", ["T", 5])
+    with pytest.raises(ValueError, match="expected ranges inside or outside of 5 columns"):
+        builder.pick_columns(value, [(4, 6)])
+    builder.output("y", builder.pick_columns(value, [(3, 5), (0, 1), (5, 7), (4, 5)]))
+    x, found = np.arange(1, 11, dtype=np.float32).reshape(2, 5), np.full((2, 6), 99, np.float32)
+    builder.build().run([x], [found])
+    np.testing.assert_array_equal(found, [[4, 5, 1, 0, 0, 5], [9, 10, 6, 0, 0, 10]])

@@ -9,16 +9,18 @@ from hypothesis import strategies as st
 
 from chunkrt.checkpoints.source import BLOCK_DEPTH, BlockTensor, TensorInfo
 from chunkrt.errors import ConfigError, ModelError
-from chunkrt.graph.modules import Module
+from chunkrt.graph import ops
+from chunkrt.graph.modules import Embedding, Module, Share
+from chunkrt.graph.ops import trace
 from chunkrt.graph.parallel import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    Share,
     share_heads,
 )
+from chunkrt.graph.partition import partition
 from chunkrt.graph.plan import ALONE, Ranks
 
 SIZES = st.sampled_from([1, 2, 4])
@@ -245,21 +247,68 @@ def test_share_in_blocks_is_the_same_share(num_blocks, data):
     """The axis has blocks of 4, with padding; a share of complete blocks always has one, any other never."""
     size = 4 * num_blocks
     picked = data.draw(st.lists(st.integers(0, num_blocks), min_size=1, max_size=5))
-    share = Share(num_blocks, np.array(picked)).spread(4)
+    share = Share.of(num_blocks, np.array(picked)).spread(4)
     values = np.arange(1, size + 1)
     np.testing.assert_array_equal(share.in_blocks(4).take(values.reshape(num_blocks, 4)).ravel(), share.take(values))
-    assert Share(size, share.indices[:-1]).in_blocks(4) is None
-    assert Share(size, np.roll(share.indices, 1)).in_blocks(4) is None or len(set(share.indices)) == 1
+    assert Share.of(size, share.indices[:-1]).in_blocks(4) is None
+    assert Share.of(size, np.roll(share.indices, 1)).in_blocks(4) is None or len(set(share.indices)) == 1
 
 
-def test_every_output_that_cannot_be_shared_is_named():
-    linear = MergedColumnParallelLinear(8, {"gate_proj": 9, "up_proj": 8, "side_proj": 7}, Ranks(1, 2))
-    with pytest.raises(ConfigError, match=r"^2 ranks cannot share block.gate_proj 9, block.side_proj 7 evenly; "):
-        named(linear)
-    with pytest.raises(ConfigError, match=r"4 ranks cannot share block.linear 6 evenly"):
-        named(ColumnParallelLinear(8, 6, Ranks(0, 4)))
-    with pytest.raises(ConfigError, match=r"4 ranks cannot share the input of block.linear 6 evenly"):
-        named(RowParallelLinear(6, 8, Ranks(0, 4)))
+@pytest.mark.parametrize(
+    ("size", "num_ranks", "expected"),
+    [
+        (7, 3, [[0, 1, 2], [3, 4, 5], [6, 7, 7]]),
+        (2, 3, [[0], [1], [2]]),
+        (6, 2, [[0, 1, 2], [3, 4, 5]]),
+    ],
+)
+def test_share_of_an_odd_axis_is_padded_at_its_end(size, num_ranks, expected):
+    shares = [Share.even(size, Ranks(rank, num_ranks)) for rank in range(num_ranks)]
+    assert [share.indices.tolist() for share in shares] == expected
+    assert shares[0].places().tolist() == list(range(size))
+
+
+@pytest.mark.parametrize(("size", "num_ranks", "length"), [(4864, 3, 1632), (1536, 5, 320), (96, 2, 48), (64, 3, 22)])
+def test_share_keeps_blocks_if_that_adds_little_padding(size, num_ranks, length):
+    """Blocks have 32 columns: 4864 / 3 is 1621.3, and 51 blocks are 1632; a share of 32 instead of 22 is too long."""
+    assert Share.even(size, Ranks(0, num_ranks)).length == length
+
+
+def test_padded_linears_compute_the_complete_product():
+    """Columns of 7 and rows of 7 on 3 ranks: the sum over ranks of the products of slices is the product."""
+    source = Tensors(
+        **{"block.gate_proj.weight": (7, 8), "block.up_proj.weight": (7, 8), "block.linear.weight": (5, 7)}
+    )
+    columns = {"gate_proj": 7, "up_proj": 7}
+    gates = [named(MergedColumnParallelLinear(8, columns, Ranks(rank, 3))).weight.load(source) for rank in range(3)]
+    downs = [named(RowParallelLinear(7, 5, Ranks(rank, 3))).weight.load(source) for rank in range(3)]
+    x = np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)
+    gate, up = (x @ source.read(f"block.{name}.weight").T for name in columns)
+    expected = (gate * up) @ source.read("block.linear.weight").T
+    halves = [np.split(x @ weight, 2, axis=1) for weight in gates]
+    found = sum((a * b) @ down for (a, b), down in zip(halves, downs, strict=True))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class Gathering(Module):
+    """Decoder whose only linear gathers its output."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.linear = ColumnParallelLinear(8, 7, ranks, bias=True, gathers=True)
+        self.embed = Embedding(5, 8)
+
+    def forward(self, token_ids, logit_rows):
+        return ops.gather_rows(self.linear(self.embed(token_ids)), logit_rows)
+
+
+def test_column_parallel_output_is_gathered_if_asked():
+    plan = partition(trace(Gathering(Ranks(1, 3)).named()), family="toy")
+    (link,) = (subgraph for subgraph in plan.subgraphs if subgraph.device == "link")
+    (node,) = link.nodes
+    assert (node.op, node.attributes) == ("AllGather", {"columns": "0:7"})
+    assert [plan.tensors[name].shape for name in (node.inputs[0], node.outputs[0])] == [("T", 3), ("T", 7)]
+    assert not any(s.device == "link" for s in partition(trace(Gathering(ALONE).named()), family="toy").subgraphs)
 
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0), (0, 1025), (0.0, 1), (True, 2)])

@@ -41,6 +41,13 @@ def greedy(session, num_tokens):
     return [piece.token_id for piece in session.generate(max_new_tokens=num_tokens)]
 
 
+def logits(model, token_ids):
+    """Print the logits of all tokens."""
+    with chunkrt.load(model, **FLOAT) as engine:
+        found = engine.session().prefill(json.loads(token_ids), logits="all").logits
+    print(json.dumps(found.tolist()))
+
+
 def sessions(model, state_file):
     """Use all methods of a session and its state; print the tokens and the final logits."""
     tokens = []

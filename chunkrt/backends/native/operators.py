@@ -15,6 +15,7 @@ from chunkrt.engine_directory.store import (
     WeightStore,
     pack,
 )
+from chunkrt.graph.operators import column_ranges
 from chunkrt.graph.plan import EXPERTS_OP, Attribute, Node, Plan, Subgraph, reads_shared_cache
 from chunkrt.graph.uses import use_of
 from chunkrt.quant.scheme import LEVELS, Scheme
@@ -134,6 +135,18 @@ _CALLS: dict[str, Callable[..., int]] = {
 
 for _operator, _call in _CALLS.items():
     operators.register(_operator, NATIVE)(_emitter(_call))
+
+
+@operators.register("gather_share", NATIVE)
+def _gather_share(lowering: Lowering, node: Node) -> list[int]:
+    first, all_rows = (int(_number(node.attributes[name])) for name in ("first", "all_rows"))
+    return [lowering.builder.gather_share(*lowering.values(node), first=first, all_rows=all_rows)]
+
+
+@operators.register("pick_columns", NATIVE)
+def _pick_columns(lowering: Lowering, node: Node) -> list[int]:
+    ranges = [(part.start, part.stop) for part in column_ranges(str(node.attributes["columns"]))]
+    return [lowering.builder.pick_columns(lowering.value(node.inputs[0]), ranges)]
 
 
 @operators.register("rms_norm", NATIVE)

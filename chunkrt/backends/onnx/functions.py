@@ -399,6 +399,26 @@ JoinHeads (heads) => (rows)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
+GatherShare <first, all_rows> (table, indices) => (output)
+{
+    # rows of one rank's share of a table; rows of other ranks are zeros
+    zero = Constant <value_ints = [0]> ()
+    zero_float = Constant <value_float = 0.0> ()
+    last_axis = Constant <value_ints = [-1]> ()
+    start = Constant <value_int: int = @first> ()
+    shape = Shape (table)
+    height = Gather (shape, zero)
+    local = Sub (indices, start)
+    is_after = GreaterOrEqual (local, zero)
+    is_before = Less (local, height)
+    is_here = And (is_after, is_before)
+    place = Where (is_here, local, zero)
+    rows = Gather <axis = 0> (table, place)
+    column = Unsqueeze (is_here, last_axis)
+    output = Where (column, rows, zero_float)
+}
+
+<domain: "chunkrt", opset_import: ["": 23]>
 HeadNorm <epsilon> (x, weight) => (output)
 {
     # the first n heads of a row, each normalised and multiplied by its own row of weight [n, D]

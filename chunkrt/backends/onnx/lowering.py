@@ -34,7 +34,15 @@ STANDARD = (
     "split",
     "tanh",
 )
-FUNCTIONS = ("cached_attention", "float_linear", "head_norm", "linear_attention", "routed_experts", "shadow_linear")
+FUNCTIONS = (
+    "cached_attention",
+    "gather_share",
+    "float_linear",
+    "head_norm",
+    "linear_attention",
+    "routed_experts",
+    "shadow_linear",
+)
 
 
 def standard(node: Node) -> None:

@@ -124,6 +124,11 @@ class EngineMirror:
                     f"rank {rank} computes differently from rank 0: it has another NPU, or other chunks in flight; "
                     "choose values that suit all machines (`npu`, `chunks_in_flight`)"
                 )
+            if odd == ["grids"]:
+                raise ConfigError(
+                    f"rank {rank} has other grids than rank 0, because their calibrations differ; run `chunkrt "
+                    "calibrate` on one machine, and give the file to all ranks (`calibration`)"
+                )
             if odd:
                 raise ConfigError(
                     f"rank {rank} has loaded a different model from rank 0's: its {' and '.join(odd)} differ; put the "

@@ -15,7 +15,8 @@ from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.llama import FeedForward
-from chunkrt.graph.modules import Float32, Module, Parameter
+from chunkrt.graph.modules import Float32, Module, Parameter, Share
+from chunkrt.graph.plan import ALONE
 
 MOST_EXPERTS = 4096
 
@@ -165,6 +166,9 @@ class RouterGate(Module):
 class Experts(Module):
     """The routed feed-forwards. They run on the CPU unless placed.
 
+    If the ranks sum, a rank has a slice of the columns of every expert, with columns of zeros if necessary, and the
+    results are summed over ranks. Otherwise every rank has the complete experts.
+
     Raises:
         ModelError: there are too many experts, or the router would pick more than there are.
     """
@@ -180,6 +184,8 @@ class Experts(Module):
         self._hidden_size, self._mixture = config.hidden_size, mixture
         self._has_stacks = config.has_stacked_experts
         self._factor = np.float32(config.residual_factor * mixture.factor)
+        self._ranks = config.ranks if config.ranks.sums else ALONE
+        self._inner = Share.even(mixture.width, self._ranks)
 
     def declare(self) -> None:
         mixture, width = self._mixture, self._hidden_size
@@ -199,9 +205,11 @@ class Experts(Module):
         if mixture.expert_factors:
             downs[self.sibling(mixture.expert_factors)] = (num_experts,)
         self.gate_up = Parameter(
-            shape=(num_experts, width, 2 * inner), checkpoint_tensors=gate_ups, combine=self._gates_and_ups
+            shape=(num_experts, width, 2 * self._inner.length), checkpoint_tensors=gate_ups, combine=self._gates_and_ups
         )
-        self.down = Parameter(shape=(num_experts, inner, width), checkpoint_tensors=downs, combine=self._downs)
+        self.down = Parameter(
+            shape=(num_experts, self._inner.length, width), checkpoint_tensors=downs, combine=self._downs
+        )
         if mixture.has_biases:
             self.gate_up_bias, self.down_bias = self._biases()
         if mixture.selection_bias:
@@ -230,23 +238,31 @@ class Experts(Module):
 
         def both(*tensors: Float32) -> Float32:
             if not self._has_stacks:
-                return np.stack(tensors).reshape(num_experts, -1)
-            return _apart(tensors[0]) if mixture.are_stacks_by_columns else tensors[0]
+                biases = np.stack(tensors).reshape(num_experts, -1)
+            else:
+                biases = _apart(tensors[0]) if mixture.are_stacks_by_columns else tensors[0]
+            return self._both().take(biases, axis=1)
 
         def of_downs(*tensors: Float32) -> Float32:
-            return (tensors[0] if self._has_stacks else np.stack(tensors)) * self._factor
+            factor = self._factor if self._ranks.rank == 0 else np.float32(0)  # a bias is added once
+            return (tensors[0] if self._has_stacks else np.stack(tensors)) * factor
 
         return (
-            Parameter(shape=(num_experts, 2 * inner), checkpoint_tensors=gate_ups, combine=both),
+            Parameter(shape=(num_experts, 2 * self._inner.length), checkpoint_tensors=gate_ups, combine=both),
             Parameter(shape=(num_experts, width), checkpoint_tensors=downs, combine=of_downs),
         )
+
+    def _both(self) -> Share:
+        """The rank's columns of gate, and then those of up."""
+        return Share.joined([self._inner, self._inner])
 
     def _gates_and_ups(self, *tensors: Float32) -> Float32:
         if self._has_stacks:
             is_by_columns = self._mixture.are_stacks_by_columns
-            return _apart(tensors[0]) if is_by_columns else tensors[0].swapaxes(1, 2)
+            stacks = _apart(tensors[0]) if is_by_columns else tensors[0].swapaxes(1, 2)
+            return self._both().take(stacks, axis=2)
         pairs = zip(tensors[::2], tensors[1::2], strict=True)
-        return np.stack([np.concatenate(pair).T for pair in pairs])
+        return np.stack([np.concatenate([self._inner.take(part) for part in pair]).T for pair in pairs])
 
     def _downs(self, *tensors: Float32) -> Float32:
         factors: Float32 | np.float32 = self._factor
@@ -257,11 +273,13 @@ class Experts(Module):
         downs = tensors[0] if self._has_stacks else np.stack(tensors)
         if not (self._has_stacks and self._mixture.are_stacks_by_columns):
             downs = downs.swapaxes(1, 2)
+        downs = self._inner.take(downs, axis=1)
         return downs if np.all(factors == 1) else downs * factors
 
     def forward(self, hidden: ir.Value, router_logits: ir.Value) -> ir.Value:
         mixture = self._mixture
-        return ops.routed_experts(
+        is_split = not self._ranks.are_alone
+        routed = ops.routed_experts(
             hidden,
             router_logits,
             self.gate_up.value(),
@@ -276,7 +294,9 @@ class Experts(Module):
             swiglu_alpha=mixture.swiglu_alpha,
             swiglu_limit=mixture.swiglu_limit,
             uses_gelu=mixture.uses_gelu,
+            name="partial" if is_split else "experts",
         )
+        return ops.all_reduce(routed, name="experts") if is_split else routed
 
 
 def _apart(alternating: Float32) -> Float32:

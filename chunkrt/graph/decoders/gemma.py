@@ -112,11 +112,16 @@ class GemmaDecoder(CausalDecoder):
     def __init__(self, config: DecoderConfig, body: Body) -> None:
         super().__init__(config, body)
         cap = _cap(config, "final_logit_softcapping")
-        self.soft_cap = SoftCap(config.vocab_size, cap) if cap else None
+        self.soft_cap = SoftCap(self.lm_head.num_columns, cap) if cap else None
 
-    def forward(self, token_ids: ir.Value, logit_rows: ir.Value) -> ir.Value:
-        logits = super().forward(token_ids, logit_rows)
-        return logits if self.soft_cap is None else self.soft_cap(logits)
+    def logits(self, hidden: ir.Value) -> ir.Value:
+        if self.soft_cap is None:
+            return super().logits(hidden)
+        with self.lm_head.scope():
+            part = self.lm_head.part(hidden)
+        capped = self.soft_cap(part)
+        with self.lm_head.scope():
+            return self.lm_head.gather(capped)
 
 
 class SoftCap(Module):

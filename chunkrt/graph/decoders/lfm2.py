@@ -24,8 +24,8 @@ from chunkrt.graph.decoders.llama import (
     LayerNames,
     output_projection,
 )
-from chunkrt.graph.modules import DepthwiseWeights, HeadNorm, Module
-from chunkrt.graph.parallel import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from chunkrt.graph.modules import DepthwiseWeights, HeadNorm, Module, Share
+from chunkrt.graph.parallel import MergedColumnParallelLinear, RowParallelLinear
 from chunkrt.graph.rope import RotaryTables
 
 DEFAULTS = {"rope_theta": 1e6, "norm_eps": 1e-5, "num_key_value_heads": 8, "tie_word_embeddings": True}
@@ -100,17 +100,20 @@ def feed_forward(config: DecoderConfig) -> FeedForward:
 
 
 class ShortConvolution(Module):
-    """Gated convolution out_proj(C * convolve(B * x)), where B, C and x are the thirds of in_proj. It is complete on
-    every rank.
+    """Gated convolution out_proj(C * convolve(B * x)), where B, C and x are the thirds of in_proj, over a rank's
+    channels.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         has_bias = config.flag("conv_bias")
-        self.in_proj = ReplicatedLinear(config.hidden_size, 3 * config.hidden_size, bias=has_bias)
-        self.conv = DepthwiseWeights(config.hidden_size, config.count("conv_L_cache", 3), bias=has_bias)
-        self.out_proj = ReplicatedLinear(config.hidden_size, config.hidden_size, bias=has_bias)
-        self._width = config.hidden_size
+        hidden, ranks = config.hidden_size, config.ranks
+        channels = Share.even(hidden, ranks)
+        thirds = dict.fromkeys(("b", "c", "x"), hidden)
+        self.in_proj = MergedColumnParallelLinear(hidden, thirds, ranks, bias=has_bias, stored_in="in_proj")
+        self.conv = DepthwiseWeights(hidden, config.count("conv_L_cache", 3), bias=has_bias, share=channels)
+        self.out_proj = RowParallelLinear(hidden, hidden, ranks, depth=channels, bias=has_bias)
+        self._width = channels.length
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         mixed = ops.linear_attention(

@@ -20,8 +20,8 @@ from chunkrt.graph.parallel import (
     LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
-    ReplicatedLinear,
     RowParallelLinear,
+    VocabParallelHead,
 )
 from chunkrt.graph.rope import RotaryTables
 
@@ -72,7 +72,10 @@ class Attention(Module):
         if self._has_sinks:
             query = self._heads.query
             self.sinks = Parameter(
-                shape=(query.length,), checkpoint_tensors={f"{self.path}.sinks": (query.size,)}, combine=query.take
+                shape=(query.length,),
+                checkpoint_tensors={f"{self.path}.sinks": (query.size,)},
+                combine=query.take,
+                axes=(query,),
             )
 
     def attend(self, hidden: ir.Value) -> ir.Value:
@@ -227,7 +230,11 @@ class Body(Module):
         embedding_name: str = "embed_tokens",
     ) -> None:
         super().__init__()
-        setattr(self, embedding_name, Embedding(config.vocab_size, config.hidden_size, scale=embedding_scale))
+        setattr(
+            self,
+            embedding_name,
+            Embedding(config.vocab_size, config.hidden_size, scale=embedding_scale, ranks=config.ranks),
+        )
         self.rope = rope
         for name, tables in (other_ropes or {}).items():
             setattr(self, name, tables)
@@ -261,8 +268,8 @@ class CausalDecoder(Module):
         (embedding,) = (child for name, child in body.children() if name in ("embed_tokens", "embeddings"))
         self._context_length, self._embedding, self._has_head = config.context_length, (embedding,), True
         tied_to = embedding if config.tie_word_embeddings else None
-        self.lm_head = ReplicatedLinear(
-            config.hidden_size, config.vocab_size, tied_to=tied_to, factor=config.logit_factor
+        self.lm_head = VocabParallelHead(
+            config.hidden_size, config.vocab_size, config.ranks, tied_to=tied_to, factor=config.logit_factor
         ).to("cpu")
 
     def leave_out_head(self) -> None:
@@ -277,7 +284,10 @@ class CausalDecoder(Module):
         current_trace().set_context(self._context_length, None)
         if not self._has_head:
             current_trace().leave_out_head()
-        hidden = ops.gather_rows(self.model(token_ids), logit_rows, name="last_hidden")
+        return self.logits(ops.gather_rows(self.model(token_ids), logit_rows, name="last_hidden"))
+
+    def logits(self, hidden: ir.Value) -> ir.Value:
+        """Return the logits of rows of hidden states."""
         return self.lm_head(hidden)
 
 

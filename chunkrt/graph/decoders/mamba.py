@@ -8,9 +8,8 @@ Transformers are SSMs (2024), sections 5 to 7; Hugging Face's `Mamba2ForCausalLM
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,14 @@ from chunkrt.errors import ModelError
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
 from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, LayerNames, norm
-from chunkrt.graph.modules import Constant, DepthwiseWeights, Float32, Module, Parameter
-from chunkrt.graph.parallel import ReplicatedLinear
+from chunkrt.graph.modules import Constant, DepthwiseWeights, Float32, Module, Parameter, Share
+from chunkrt.graph.parallel import (
+    ColumnParallelLinear,
+    ColumnShareLinear,
+    LinearBase,
+    RowParallelLinear,
+    share_heads,
+)
 
 DEFAULTS = {
     "layer_norm_epsilon": 1e-5,
@@ -193,7 +198,9 @@ def _infinity(limit: Any) -> Any:
 
 
 class Mamba2Mixer(Module):
-    """Mamba-2 with its projections, gate and norm. It is complete on every rank.
+    """Mamba-2 with its projections, gate and norm, over a rank's heads. Groups are distributed like the key/value heads
+    of attention, and heads like query heads. If the heads of a group are on several ranks, a norm of this group needs
+    the results of these ranks, which are gathered.
 
     Args:
         bias: whether the projections from and to the residual stream have a bias.
@@ -224,25 +231,50 @@ class Mamba2Mixer(Module):
     ) -> None:
         super().__init__()
         config.refuse(mamba_proj_bias=bias[0] and input_factor != 1)
-        total = sum(sizes.widths)
-        z, x, b, c, dt = (np.arange(*ends) for ends in pairwise(np.cumsum([0, *sizes.widths])))
+        ranks, total, num_channels = config.ranks, sum(sizes.widths), sizes.inner + 2 * sizes.all_states
+        starts = np.cumsum([0, *sizes.widths])
         factor = np.repeat(np.array(factors, np.float32) * np.float32(input_factor), sizes.widths)
+        heads = share_heads(sizes.num_heads, sizes.num_groups, sizes.head_dim, ranks)
+        inner, states = heads.q_columns, heads.key.spread(sizes.state_dim)
+        shares = (inner, inner, states, states, heads.query)
+        z, x, b, c, dt = (
+            share.through(np.arange(share.size) + start, total) for share, start in zip(shares, starts, strict=False)
+        )
 
-        def projection(*parts: np.ndarray[Any, np.dtype[np.int64]]) -> ReplicatedLinear:
-            rows = np.concatenate(parts)
-            return ReplicatedLinear(config.hidden_size, {"in_proj": total}, bias=bias[0], rows=rows, factor=factor)
+        def projection(*parts: Share) -> ColumnShareLinear:
+            rows = Share.together(parts)
+            return ColumnShareLinear(config.hidden_size, {"in_proj": total}, rows, bias=bias[0], factor=factor)
 
         self.z_proj = projection(z)
         self.cbx_proj = projection(c, b, x)
         self.dt_proj = projection(dt)
-        self.step = Step(sizes.num_heads, limits)
-        self.decay = StateDecay(sizes.num_heads)
-        channels = np.concatenate([c, b, x])
-        self.conv1d = DepthwiseWeights(len(channels), sizes.taps, bias=conv_bias, order=channels - x[0])
-        self.skip = Skip(sizes.num_heads)
-        self.gated = GatedNorm(sizes, config.rms_norm_eps, has_norm=has_norm, gates_first=gates_first)
-        self.out_proj = ReplicatedLinear(sizes.inner, config.hidden_size, bias=bias[1], factor=output_factor)
-        self._sizes = sizes
+        self.step = Step(heads.query, limits)
+        self.decay = StateDecay(heads.query)
+        channels = [
+            share.through(np.arange(share.size) + start - sizes.inner, num_channels)
+            for share, start in zip(shares[1:4], starts[1:4], strict=True)
+        ]
+        self.conv1d = DepthwiseWeights(num_channels, sizes.taps, bias=conv_bias, share=Share.together(channels[::-1]))
+        self.skip = Skip(heads.query)
+        gathers = has_norm and heads.query.length * sizes.num_groups < sizes.num_heads * heads.key.length
+        self.gated = GatedNorm(
+            sizes,
+            config.rms_norm_eps,
+            groups=Share.whole(sizes.num_groups) if gathers else heads.key,
+            gathered=inner if gathers else None,
+            has_norm=has_norm,
+            gates_first=gates_first,
+        )
+        self.out_proj: LinearBase
+        if gathers:
+            self.out_proj = ColumnParallelLinear(
+                sizes.inner, config.hidden_size, ranks, bias=bias[1], factor=output_factor, gathers=True
+            )
+        else:
+            self.out_proj = RowParallelLinear(
+                sizes.inner, config.hidden_size, ranks, depth=inner, bias=bias[1], factor=output_factor
+            )
+        self._sizes, self._heads = sizes, heads
 
     def project(self, hidden: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Return the columns z, C | B | x, and dt."""
@@ -258,8 +290,8 @@ class Mamba2Mixer(Module):
             self.conv1d.weight.value(),
             self.conv1d.bias.value() if self.conv1d.has_bias else None,
             attn_type="mamba2",
-            num_k_heads=self._sizes.num_groups,
-            num_v_heads=self._sizes.num_heads,
+            num_k_heads=self._heads.num_kv_heads,
+            num_v_heads=self._heads.num_heads,
             head_k_dim=self._sizes.state_dim,
             head_v_dim=self._sizes.head_dim,
             skip=self.skip.factors.value(),
@@ -273,10 +305,10 @@ class Mamba2Mixer(Module):
 class Step(Module):
     """Step softplus(dt + dt_bias), between two limits. It runs on the CPU unless placed."""
 
-    def __init__(self, num_heads: int, limits: tuple[float, float]) -> None:
+    def __init__(self, heads: Share, limits: tuple[float, float]) -> None:
         super().__init__()
         self.device = "cpu"
-        self._shape: tuple[int, ...] = (num_heads,)
+        self._heads, num_heads = heads, heads.length
         least, most = limits
         self.least = Constant(np.full(num_heads, least, np.float32)) if least > 0 else None
         self.minus_least = Constant(np.full(num_heads, -least, np.float32)) if least > 0 else None
@@ -284,9 +316,7 @@ class Step(Module):
         self.minus_one = Constant(np.full(num_heads, -1, np.float32)) if most < float("inf") else None
 
     def declare(self) -> None:
-        self.bias = Parameter(
-            shape=self._shape, checkpoint_tensors={self.sibling("dt_bias"): self._shape}, combine=lambda bias: bias
-        )
+        self.bias = _by_heads(self, "dt_bias", self._heads)
 
     def forward(self, dt: ir.Value) -> ir.Value:
         step = ops.softplus(ops.add(dt, self.bias.value(), name="biased"))
@@ -302,18 +332,28 @@ class Step(Module):
 class StateDecay(Module):
     """Logarithm of the state's decay: -exp(A_log) * step. It runs on the CPU unless placed."""
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, heads: Share) -> None:
         super().__init__()
         self.device = "cpu"
-        self._shape: tuple[int, ...] = (num_heads,)
+        self._heads = heads
 
     def declare(self) -> None:
-        self.rate = Parameter(
-            shape=self._shape, checkpoint_tensors={self.sibling("A_log"): self._shape}, combine=_negative_exp
-        )
+        self.rate = _by_heads(self, "A_log", self._heads, _negative_exp)
 
     def forward(self, step: ir.Value) -> ir.Value:
         return ops.mul(step, self.rate.value(), name="output")
+
+
+def _by_heads(
+    module: Module, name: str, heads: Share, combine: Callable[[Float32], Float32] = lambda values: values
+) -> Parameter:
+    """Return a parameter with a value for each of a rank's heads, from a sibling tensor."""
+    return Parameter(
+        shape=(heads.length,),
+        checkpoint_tensors={module.sibling(name): (heads.size,)},
+        combine=lambda values: heads.take(combine(values)),
+        axes=(heads,),
+    )
 
 
 def _negative_exp(a_log: Float32) -> Float32:
@@ -324,32 +364,46 @@ def _negative_exp(a_log: Float32) -> Float32:
 class Skip(Module):
     """Factors D of x, one for each head, which are added to the results of the heads."""
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, heads: Share) -> None:
         super().__init__()
-        self._shape: tuple[int, ...] = (num_heads,)
+        self._heads = heads
 
     def declare(self) -> None:
-        self.factors = Parameter(
-            shape=self._shape, checkpoint_tensors={self.sibling("D"): self._shape}, combine=lambda factors: factors
-        )
+        self.factors = _by_heads(self, "D", self._heads)
 
 
 class GatedNorm(Module):
     """The heads' results times SiLU(z), and an RMSNorm of each group before or behind this product. It runs on the CPU
     unless placed.
+
+    Args:
+        groups: the rank's groups.
+        gathered: the rank's columns, if those of all ranks are gathered before the norm.
     """
 
-    def __init__(self, sizes: MambaSizes, epsilon: float, *, has_norm: bool, gates_first: bool) -> None:
+    def __init__(
+        self,
+        sizes: MambaSizes,
+        epsilon: float,
+        *,
+        groups: Share,
+        gathered: Share | None,
+        has_norm: bool,
+        gates_first: bool,
+    ) -> None:
         super().__init__()
         self.device = "cpu"
-        self._shape, self._epsilon = (sizes.num_groups, sizes.inner // sizes.num_groups), epsilon
-        self._has_norm, self._gates_first = has_norm, gates_first
+        self._groups, self._width, self._epsilon = groups, sizes.inner // sizes.num_groups, epsilon
+        self._gathered, self._has_norm, self._gates_first = gathered, has_norm, gates_first
 
     def declare(self) -> None:
         if self._has_norm:
-            tensors: dict[str, tuple[int, ...]] = {f"{self.sibling('norm')}.weight": (self._shape[0] * self._shape[1],)}
+            groups, width = self._groups, self._width
             self.weight = Parameter(
-                shape=self._shape, checkpoint_tensors=tensors, combine=lambda weight: weight.reshape(self._shape)
+                shape=(groups.length, width),
+                checkpoint_tensors={f"{self.sibling('norm')}.weight": (groups.size * width,)},
+                combine=lambda weight: groups.take(weight.reshape(groups.size, width)),
+                axes=(groups, None),
             )
 
     def forward(self, mixed: ir.Value, z: ir.Value) -> ir.Value:
@@ -357,7 +411,12 @@ class GatedNorm(Module):
             return ops.mul(mixed, ops.silu(z), name="gated")
         if self._gates_first:
             return self._normed(ops.mul(mixed, ops.silu(z), name="gated"))
-        return ops.mul(self._normed(mixed), ops.silu(z), name="gated")
+        gate = ops.silu(z)
+        if self._gathered is not None:
+            gate = ops.all_gather(gate, self._gathered.places(), name="gate_of_all")
+        return ops.mul(self._normed(mixed), gate, name="gated")
 
     def _normed(self, value: ir.Value) -> ir.Value:
+        if self._gathered is not None:
+            value = ops.all_gather(value, self._gathered.places(), name="heads_of_all")
         return ops.head_norm(value, self.weight.value(), epsilon=self._epsilon, name="normed")

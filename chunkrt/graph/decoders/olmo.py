@@ -1,18 +1,16 @@
 """OLMo 2 and 3: norms behind attention and feed-forward alone, and norms of all heads of q and of k at once.
 
-OLMo 3 has a sliding window in three of four layers. Attention is complete on every rank, because its norms need all
-heads. Source: OLMo Team, 2 OLMo 2 Furious (2025), section 3; Hugging Face's `Olmo2ForCausalLM`, `Olmo3ForCausalLM`.
+OLMo 3 has a sliding window in three of four layers. Source: OLMo Team, 2 OLMo 2 Furious (2025), section 3; Hugging
+Face's `Olmo2ForCausalLM`, `Olmo3ForCausalLM`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from chunkrt.errors import UnsupportedModelError
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.llama import NORMS_BEHIND, Attention, Body, CausalDecoder, FeedForward, Layer
-from chunkrt.graph.modules import HeadNorm, Module
-from chunkrt.graph.plan import ALONE
+from chunkrt.graph.modules import Module
+from chunkrt.graph.parallel import WideNorm
 from chunkrt.graph.rope import RotaryTables
 
 DEFAULTS = {"rms_norm_eps": 1e-5}
@@ -53,9 +51,9 @@ def wide_attention(config: DecoderConfig, rope: RotaryTables, window: int = 0) -
             f"need as many heads of k as of q, {config.num_heads}",
             feature="num_key_value_heads",
         )
-    whole, has_bias = replace(config, ranks=ALONE), config.flag("attention_bias")
-    norm = HeadNorm({"q_norm": 1, "k_norm": 1}, config.num_heads * config.head_dim, config.rms_norm_eps)
-    return Attention(whole, rope, norm=norm, bias=(has_bias, has_bias), window=window)
+    has_bias = config.flag("attention_bias")
+    norm = WideNorm(config.heads, config.rms_norm_eps, config.ranks)
+    return Attention(config, rope, norm=norm, bias=(has_bias, has_bias), window=window)
 
 
 def _layer(config: DecoderConfig, rope: RotaryTables, window: int) -> Layer:

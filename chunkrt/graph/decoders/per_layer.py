@@ -19,7 +19,7 @@ from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.llama import Body, Layer, LayerNames, activate, norm
 from chunkrt.graph.modules import Constant, Embedding, HeadNorm, Module
-from chunkrt.graph.parallel import ReplicatedLinear
+from chunkrt.graph.parallel import ColumnParallelLinear, ReplicatedLinear
 from chunkrt.graph.rope import RotaryTables
 
 
@@ -79,9 +79,11 @@ class BodyWithInputs(Body):
             raise ModelError(
                 f"{config.where}: vocab_size_per_layer_input is {num_rows}, but vocab_size is {config.vocab_size}"
             )
-        self.embed_tokens_per_layer = Embedding(num_rows, columns, scale=width**0.5)
+        self.embed_tokens_per_layer = Embedding(num_rows, columns, scale=width**0.5, ranks=config.ranks)
         factor = config.hidden_size**-0.5
-        self.per_layer_model_projection = ReplicatedLinear(config.hidden_size, columns, factor=factor).to("cpu")
+        self.per_layer_model_projection = ColumnParallelLinear(
+            config.hidden_size, columns, config.ranks, factor=factor, gathers=True
+        ).to("cpu")
         parts = {"per_layer_projection_norm": len(layers)}
         self.per_layer_projection_norm = HeadNorm(parts, width, config.rms_norm_eps)
         self.per_layer_inputs = LayerInputs(len(layers), columns).to("cpu")

@@ -8,7 +8,7 @@ multiply by 1 + w. Source: Yang et al., Gated Delta Networks (2024); Hugging Fac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -19,9 +19,8 @@ from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig, check_size
 from chunkrt.graph.decoders.experts import gated_mixture, has_experts
 from chunkrt.graph.decoders.llama import Attention, Body, CausalDecoder, FeedForward, Layer, LayerNames, head_norm
-from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Module, Parameter
-from chunkrt.graph.parallel import ReplicatedLinear
-from chunkrt.graph.plan import ALONE
+from chunkrt.graph.modules import DepthwiseWeights, Float32, HeadNorm, Module, Parameter, Share
+from chunkrt.graph.parallel import ColumnShareLinear, RowParallelLinear, share_heads
 from chunkrt.graph.rope import RotaryTables
 
 DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_offset": 1}
@@ -105,7 +104,8 @@ class DeltaSizes:
 
 
 class GatedDeltaRule(Module):
-    """The gated delta rule with projections, gates and a norm of its heads' results. It is complete on every rank.
+    """The gated delta rule with projections, gates and a norm of its heads' results, over a rank's heads. Key heads are
+    distributed like the key/value heads of attention, and value heads like query heads.
 
     Args:
         is_grouped: whether the checkpoint stores the rows of q, k, v and z by key head in one tensor (unless its config
@@ -115,27 +115,30 @@ class GatedDeltaRule(Module):
     def __init__(self, config: DecoderConfig, sizes: DeltaSizes, *, is_grouped: bool) -> None:
         super().__init__()
         hidden, all_k, all_v, v_heads = config.hidden_size, sizes.all_k, sizes.all_v, sizes.v_heads
-        share = v_heads // sizes.k_heads
+        shared = v_heads // sizes.k_heads
+        heads = share_heads(v_heads, sizes.k_heads, sizes.v_dim, config.ranks)
+        k, v, of_v = heads.key.spread(sizes.k_dim), heads.q_columns, heads.query
         if is_grouped and not config.flag("has_qkv_and_z_apart"):
-            widths = [sizes.k_dim, sizes.k_dim, share * sizes.v_dim, share * sizes.v_dim]
-            *qkv, z = _by_kind(sizes.k_heads, widths)
-            qkvz = {"in_proj_qkvz": 2 * all_k + 2 * all_v}
-            self.qkv_proj = ReplicatedLinear(hidden, qkvz, rows=np.concatenate(qkv))
-            self.z_proj = ReplicatedLinear(hidden, qkvz, rows=z)
+            widths = [sizes.k_dim, sizes.k_dim, shared * sizes.v_dim, shared * sizes.v_dim]
+            total, qkvz = 2 * all_k + 2 * all_v, _by_kind(sizes.k_heads, widths)
+            parts = [share.through(rows, total) for share, rows in zip((k, k, v, v), qkvz, strict=True)]
+            self.qkv_proj = ColumnShareLinear(hidden, {"in_proj_qkvz": total}, Share.together(parts[:3]))
+            self.z_proj = ColumnShareLinear(hidden, {"in_proj_qkvz": total}, parts[3])
         else:
-            self.qkv_proj = ReplicatedLinear(hidden, {"in_proj_qkv": 2 * all_k + all_v})
-            self.z_proj = ReplicatedLinear(hidden, {"in_proj_z": all_v})
+            self.qkv_proj = ColumnShareLinear(hidden, {"in_proj_qkv": 2 * all_k + all_v}, Share.joined([k, k, v]))
+            self.z_proj = ColumnShareLinear(hidden, {"in_proj_z": all_v}, v)
         if is_grouped:
-            rows = np.concatenate(_by_kind(sizes.k_heads, [share, share]))
-            self.ba_proj = ReplicatedLinear(hidden, {"in_proj_ba": 2 * v_heads}, rows=rows)
+            parts = [of_v.through(rows, 2 * v_heads) for rows in _by_kind(sizes.k_heads, [shared, shared])]
+            self.ba_proj = ColumnShareLinear(hidden, {"in_proj_ba": 2 * v_heads}, Share.together(parts))
         else:
-            self.ba_proj = ReplicatedLinear(hidden, {"in_proj_b": v_heads, "in_proj_a": v_heads})
+            both = {"in_proj_b": v_heads, "in_proj_a": v_heads}
+            self.ba_proj = ColumnShareLinear(hidden, both, Share.joined([of_v, of_v]))
         self.step = UpdateStep()
-        self.decay = Decay(v_heads)
-        self.conv1d = DepthwiseWeights(2 * all_k + all_v, sizes.taps)
-        self.head_norm = HeadNorm({"norm": v_heads}, sizes.v_dim, config.rms_norm_eps)
-        self.out_proj = ReplicatedLinear(all_v, hidden)
-        self._sizes = sizes
+        self.decay = Decay(of_v)
+        self.conv1d = DepthwiseWeights(2 * all_k + all_v, sizes.taps, share=Share.joined([k, k, v]))
+        self.head_norm = HeadNorm({"norm": heads.num_heads}, sizes.v_dim, config.rms_norm_eps)
+        self.out_proj = RowParallelLinear(all_v, hidden, config.ranks, depth=v)
+        self._sizes, self._heads = sizes, heads
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         qkv, z = self.qkv_proj(hidden), self.z_proj(hidden)
@@ -146,8 +149,8 @@ class GatedDeltaRule(Module):
             self.step(b),
             self.conv1d.weight.value(),
             attn_type="gated_delta_rule",
-            num_k_heads=self._sizes.k_heads,
-            num_v_heads=self._sizes.v_heads,
+            num_k_heads=self._heads.num_kv_heads,
+            num_v_heads=self._heads.num_heads,
             head_k_dim=self._sizes.k_dim,
             head_v_dim=self._sizes.v_dim,
             use_qk_l2norm=True,
@@ -156,19 +159,27 @@ class GatedDeltaRule(Module):
 
 
 class Decay(Module):
-    """Logarithm of the state's decay: -exp(A_log) * softplus(a + dt_bias). It runs on the CPU unless placed."""
+    """Logarithm of the state's decay, -exp(A_log) * softplus(a + dt_bias), for a rank's heads. It runs on the CPU
+    unless placed.
+    """
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, heads: Share) -> None:
         super().__init__()
         self.device = "cpu"
-        self._shape: tuple[int, ...] = (num_heads,)
+        self._heads = heads
 
     def declare(self) -> None:
         self.dt_bias = self._of("dt_bias", lambda bias: bias)
         self.rate = self._of("A_log", _negative_exp)
 
     def _of(self, name: str, combine: Callable[[Float32], Float32]) -> Parameter:
-        return Parameter(shape=self._shape, checkpoint_tensors={self.sibling(name): self._shape}, combine=combine)
+        heads = self._heads
+        return Parameter(
+            shape=(heads.length,),
+            checkpoint_tensors={self.sibling(name): (heads.size,)},
+            combine=lambda values: heads.take(combine(values)),
+            axes=(heads,),
+        )
 
     def forward(self, a: ir.Value) -> ir.Value:
         return ops.mul(ops.softplus(ops.add(a, self.dt_bias.value(), name="biased")), self.rate.value(), name="output")
@@ -193,20 +204,19 @@ class UpdateStep(Module):
 class GatedAttention(Attention):
     """Attention whose results are multiplied by the sigmoid of a gate.
 
-    The columns of q_proj are q | gate, head by head. Every rank has all heads.
+    The columns of q_proj are q | gate, head by head.
     """
 
     def __init__(self, config: DecoderConfig, rope: RotaryTables) -> None:
-        config = replace(config, ranks=ALONE)
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_and_gate = {"q_proj": 2 * heads * dim}
         parts = {**q_and_gate, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
-        q_rows, gate_rows = _by_kind(heads, [dim, dim])
-        kv_rows = np.arange(2 * heads * dim, sum(parts.values()))
+        columns, kv = config.heads.q_columns, config.heads.kv_columns
+        q, gate = (columns.through(rows, 2 * heads * dim) for rows in _by_kind(heads, [dim, dim]))
         has_bias = config.flag("attention_bias")
-        qkv = ReplicatedLinear(config.hidden_size, parts, bias=has_bias, rows=np.concatenate([q_rows, kv_rows]))
+        qkv = ColumnShareLinear(config.hidden_size, parts, Share.joined([q, kv, kv]), bias=has_bias)
         super().__init__(config, rope, qkv=qkv, norm=head_norm(config), bias=(has_bias, has_bias))
-        self.gate_proj = ReplicatedLinear(config.hidden_size, q_and_gate, bias=has_bias, rows=gate_rows)
+        self.gate_proj = ColumnShareLinear(config.hidden_size, q_and_gate, gate, bias=has_bias)
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         gate = self.gate_proj(hidden)

@@ -16,9 +16,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from chunkrt.errors import UnsupportedModelError
-from chunkrt.graph.modules import Float32, Parameter
+from chunkrt.graph.modules import Float32, Parameter, Share
 from chunkrt.graph.ops import attribute
-from chunkrt.graph.parallel import LinearWeight, Share
+from chunkrt.graph.parallel import LinearWeight
 from chunkrt.graph.plan import DOMAIN, Attribute
 from chunkrt.onnx.importing.evaluation import Evaluator
 from chunkrt.onnx.importing.masks import Masks
@@ -72,7 +72,7 @@ class Weight:
         if self.layout != "linear":
             return Parameter(shape=shape, checkpoint_tensors=tensors, combine=combine)
         num_rows = sum(rows for rows, _ in tensors.values())
-        rows = Share.whole(num_rows) if self.rows is None else Share(num_rows, self.rows)
+        rows = Share.whole(num_rows) if self.rows is None else Share.of(num_rows, self.rows)
         return LinearWeight(
             shape=shape, checkpoint_tensors=tensors, combine=combine, rows=rows, depth=Share.whole(shape[0])
         )

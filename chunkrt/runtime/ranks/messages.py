@@ -87,6 +87,23 @@ class MessageCommunicator(ABC):
             total = np.concatenate([sums.get(rank, mine) for rank in range(self.size)])
         out[...] = total.reshape(out.shape)
 
+    def all_gather(self, part: Float32, *, key: Key, to: int | None = None) -> Sequence[Float32] | None:
+        """Collect the parts of all ranks; see `Communicator.all_gather`. Raise BackendError also if the work was
+        aborted.
+        """
+        subgraph, position, number = Key(*key)
+        envelope, values = Envelope(Channel.SUM, number, subgraph, position), np.ascontiguousarray(part)
+        if to is None or to != self.rank:
+            self.send(envelope, values, to=None if to is None else [to])
+        if to is not None and to != self.rank:
+            return None
+        received = self._take_floats(envelope)
+        if sizes := {values.size for values in received.values()} - {part.size}:
+            raise BackendError(
+                f"ranks send parts of different shapes: {part.size} and {min(sizes)} numbers; they run other prompts"
+            )
+        return [received[rank].reshape(part.shape) if rank in received else part for rank in range(self.size)]
+
     def _add(self, envelope: Envelope, for_ranks: Sequence[Float32]) -> Float32:
         """Send every rank its slice, and add up this rank's slice of all ranks, in the order of ranks."""
         mine = for_ranks[self.rank]

@@ -1,4 +1,5 @@
 // gather and columns: selection of rows and columns.
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -21,7 +22,7 @@ void check_indices(const std::string& name, const std::int64_t* indices, std::si
 
 }  // namespace
 
-ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices) {
+ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices, std::optional<TableShare> share) {
   const Value& source = builder.value(table);
   const Value& rows = builder.value(indices);
   require(rows.kind == ValueKind::input && rows.dtype == Dtype::int64 && rows.shape.size() == 1 &&
@@ -30,6 +31,7 @@ ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices) {
               describe(rows.dtype, rows.shape));
   const bool is_constant = source.kind == ValueKind::constant && source.shape.size() == 2;
   if (!is_constant) builder.rows_of(table, "gather's table");
+  require(is_constant || !share, "gather: only a constant table can be a share");
   const bool is_half = is_constant && source.dtype == Dtype::float16;
   require(is_half || source.dtype == Dtype::float32,
           "gather: expected a float32 or float16 table, got " + describe(source.dtype, source.shape));
@@ -38,17 +40,25 @@ ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices) {
   const Dimension height = source.shape[0];
   const std::size_t width = source.shape[1].size;
   builder.add_check({indices}, [=, name = rows.name](const Frame& frame) {
-    const std::size_t limit = height.symbol ? frame.size_of(*height.symbol) : height.size;
+    const std::size_t limit = share           ? share->all_rows
+                              : height.symbol ? frame.size_of(*height.symbol)
+                                              : height.size;
     check_indices(name, frame.get<const std::int64_t>(indices), frame.size_of(symbol), limit);
   });
 
   const ValueId out = builder.float_rows(symbol, width);
   WidenFunction* widen = select_kernel(widen_f32_f16).function;
+  const std::size_t first = share ? share->first : 0;
   Compute pick = [=](const Frame& frame, std::size_t begin, std::size_t end, float*) {
     const std::int64_t* index = frame.get<const std::int64_t>(indices);
     for (std::size_t row = begin; row < end; ++row) {
       float* target = frame.get<float>(out) + row * width;
-      const std::size_t offset = static_cast<std::size_t>(index[row]) * width;
+      const std::size_t picked = static_cast<std::size_t>(index[row]) - first;  // wraps below the first row
+      if (share && picked >= height.size) {
+        std::fill_n(target, width, 0.0f);
+        continue;
+      }
+      const std::size_t offset = picked * width;
       if (is_half) {
         widen(frame.get<const std::uint16_t>(table) + offset, target, width);
       } else {
@@ -102,6 +112,36 @@ ValueId concat(ProgramBuilder& builder, const std::vector<ValueId>& inputs) {
                            for (std::size_t i = 0; i < inputs.size(); ++i) {
                              const float* source = frame.get<const float>(inputs[i]) + row * widths[i];
                              target = std::copy_n(source, widths[i], target);
+                           }
+                         }
+                       });
+  return out;
+}
+
+ValueId pick_columns(ProgramBuilder& builder, ValueId input,
+                     const std::vector<std::pair<std::size_t, std::size_t>>& ranges) {
+  const Symbol symbol = builder.rows_of(input, "pick_columns");
+  const std::size_t input_width = builder.width_of(input);
+  std::size_t width = 0;
+  for (const auto& [begin, end] : ranges) {
+    require(begin < end && (begin >= input_width || end <= input_width),
+            "pick_columns: expected ranges inside or outside of " + std::to_string(input_width) + " columns");
+    width += end - begin;
+  }
+  require(width >= 1, "pick_columns: expected at least one column");
+  const ValueId out = builder.float_rows(symbol, width);
+  builder.add_row_step(symbol, "pick_columns", {input, out},
+                       [=](const Frame& frame, std::size_t begin_row, std::size_t end_row, float*) {
+                         for (std::size_t row = begin_row; row < end_row; ++row) {
+                           const float* source = frame.get<const float>(input) + row * input_width;
+                           float* target = frame.get<float>(out) + row * width;
+                           for (const auto& [begin, end] : ranges) {
+                             if (begin < input_width) {
+                               std::copy(source + begin, source + end, target);
+                             } else {
+                               std::fill_n(target, end - begin, 0.0f);
+                             }
+                             target += end - begin;
                            }
                          }
                        });

@@ -4,20 +4,34 @@
 
 #include <cstddef>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "kernels/attention/attention.h"
 #include "program/builder.h"
 
 namespace chunkrt {
 
+// A constant table that holds consecutive rows of a larger one.
+struct TableShare {
+  std::size_t first;     // index of the table's first row in the larger table
+  std::size_t all_rows;  // number of indices of the larger table
+};
+
 // Rows of table (constant float32 or float16 [V, H], or a value [T, H]) at int64 indices [T] or [R] (an
-// input).
-ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices);
+// input). If the table is a share, the indices are those of the larger table, and rows outside of the share
+// are zeros.
+ValueId gather(ProgramBuilder& builder, ValueId table, ValueId indices,
+               std::optional<TableShare> share = std::nullopt);
 // Columns [begin, begin + width), copied.
 ValueId columns(ProgramBuilder& builder, ValueId input, std::size_t begin, std::size_t width);
 
 // The columns of all inputs, which have the same rows, one input after another.
 ValueId concat(ProgramBuilder& builder, const std::vector<ValueId>& inputs);
+
+// The columns of the ranges [begin, end), one after another; columns from the input's width on are zeros.
+ValueId pick_columns(ProgramBuilder& builder, ValueId input,
+                     const std::vector<std::pair<std::size_t, std::size_t>>& ranges);
 
 // See kernels/norm/norm.h; weight float32 [width].
 ValueId rms_norm(ProgramBuilder& builder, ValueId input, ValueId weight, float epsilon);

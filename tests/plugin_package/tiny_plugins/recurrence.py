@@ -2,9 +2,9 @@
 
 from chunkrt.graph import ops
 from chunkrt.graph.decoders.llama import CausalDecoder, norm
-from chunkrt.graph.modules import Embedding, Module, Parameter
+from chunkrt.graph.modules import Embedding, Module, Parameter, Share
 from chunkrt.graph.operators import Operator, register_operator
-from chunkrt.graph.parallel import ReplicatedLinear
+from chunkrt.graph.parallel import ColumnParallelLinear, RowParallelLinear
 
 EXPANSION = """Recurrence (x, decay, state) => (output, new_state)
 {
@@ -32,20 +32,18 @@ register_operator(
 
 
 class Recurrence(Module):
-    """Running sum s_t = decay * s_(t-1) + x_t, column by column."""
+    """Running sum s_t = decay * s_(t-1) + x_t, column by column, over a rank's share of the columns."""
 
-    def __init__(self, width):
+    def __init__(self, share):
         super().__init__()
-        self.width = width
+        self.share = share
 
     def declare(self):
-        name = self.sibling("decay")
-        self.decay = Parameter(
-            shape=(self.width,), checkpoint_tensors={name: (self.width,)}, combine=lambda tensor: tensor
-        )
+        name, share = self.sibling("decay"), self.share
+        self.decay = Parameter(shape=(share.length,), checkpoint_tensors={name: (share.size,)}, combine=share.take)
 
     def forward(self, x):
-        return ops.apply("tiny", "Recurrence", [x, self.decay.value()], states={"sum": (self.width,)})
+        return ops.apply("tiny", "Recurrence", [x, self.decay.value()], states={"sum": (self.share.length,)})
 
 
 class Body(Module):
@@ -53,10 +51,11 @@ class Body(Module):
 
     def __init__(self, config):
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.in_proj = ReplicatedLinear(config.hidden_size, config.hidden_size)
-        self.recurrence = Recurrence(config.hidden_size)
-        self.out_proj = ReplicatedLinear(config.hidden_size, config.hidden_size)
+        width, ranks = config.hidden_size, config.ranks
+        self.embed_tokens = Embedding(config.vocab_size, width, ranks=ranks)
+        self.in_proj = ColumnParallelLinear(width, width, ranks)
+        self.recurrence = Recurrence(Share.even(width, ranks))
+        self.out_proj = RowParallelLinear(width, width, ranks)
         self.norm = norm(config)
 
     def forward(self, token_ids):
