@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chunkrt.backends.low_rank import Factors, LoadedAdapter
+from chunkrt.backends.low_rank import MAX_RANK, Factors, LoadedAdapter
 from chunkrt.checkpoints.adapters import Adapter, LowRank, adapter_files, read_adapter
 from chunkrt.checkpoints.safetensors import tensors_of_other_halves
 from chunkrt.engine.arguments import require_path
@@ -114,6 +114,11 @@ def _factors(adapter: Adapter, targets: AdapterTargets) -> dict[str, Factors]:
                     f"the adapter {adapter.path} replaces {name}; load the model with `adapter`"
                 )
             parts.append(part)
+        if (rank := sum(len(part.a) for part in parts if part is not None)) > MAX_RANK:
+            raise UnsupportedModelError(
+                f"the adapter {adapter.path} has rank {rank} for {weight}, and at run time at most {MAX_RANK} is "
+                "supported; load the model with `adapter`"
+            )
         if any(part is not None for part in parts):
             factors[weight] = _joined(parts, target)
     if not factors and not left:
