@@ -27,12 +27,15 @@ struct LowRankDownArgs {
   const float* a;          // float32 [depth, 16]: a block of ranks
   float* out;              // float32 [rows, 16]
   std::size_t out_stride;  // distance of its rows
+  // If above 0, the result of each part p[i] is stored separately, float32 [parts, rows, 16]; this is the
+  // distance of the parts.
+  std::size_t part_stride;
   std::size_t rows;
   std::size_t depth;
 };
 
-// Computes h for a block of ranks if the parts [begin, end) are all parts. If they are a single part, the
-// result is p[begin].
+// Computes the parts [begin, end) for a block of ranks; if they are not stored separately, they are all
+// parts.
 using LowRankDownFunction = void(const LowRankDownArgs& args, std::size_t begin, std::size_t end);
 
 // The ranks that contribute to a block of columns. The other ranks of b are 0 there, and are not stored.

@@ -16,8 +16,11 @@ void low_rank_down_f32_f32_reference(const LowRankDownArgs& args, std::size_t be
           parts[part] = std::fma(args.left[row * args.depth + k], args.a[k * kLowRankBlock + j], parts[part]);
         }
       }
-      args.out[row * args.out_stride + j] =
-          end - begin == 1 ? parts[begin] : (parts[0] + parts[1]) + (parts[2] + parts[3]);
+      float* out = args.out + row * args.out_stride + j;
+      for (std::size_t part = begin; part < end && args.part_stride > 0; ++part) {
+        out[part * args.part_stride] = parts[part];
+      }
+      if (args.part_stride == 0) *out = (parts[0] + parts[1]) + (parts[2] + parts[3]);
     }
   }
 }

@@ -13,6 +13,7 @@ namespace {
 
 // Up to this number of rows, threads share the first product of a row by its parts, otherwise by rows.
 constexpr std::size_t kFewRows = 4;
+constexpr std::size_t kPartsPerItem = 2;
 constexpr std::size_t kRowsPerItem = 24;  // a multiple of the rows of a kernel's tile
 
 // Adjacent rows with one adapter, which changes the weight.
@@ -48,7 +49,7 @@ class Rows {
   std::size_t size() const { return num_rows_ * stride_; }
   // Number of items of a block of ranks.
   std::size_t items_per_block(const Run& run) const {
-    return are_few() ? kLowRankParts : ceil_divide(run.num_rows, kRowsPerItem);
+    return are_few() ? kLowRankParts / kPartsPerItem : ceil_divide(run.num_rows, kRowsPerItem);
   }
 
  private:
@@ -129,15 +130,16 @@ ValueId low_rank_sum(ProgramBuilder& builder, ValueId product, ValueId input, Va
           const std::size_t per_block = rows.items_per_block(run);
           const std::size_t block = item / per_block, place = item % per_block;
           const std::size_t offset = rows.are_few() ? 0 : place * kRowsPerItem;
+          const std::size_t first_part = rows.are_few() ? place * kPartsPerItem : 0;
           const std::size_t row = run.first_row + offset;
-          float* out = frame.get<float>(reduced) + (rows.are_few() ? place * rows.size() : 0);
           reduce({.left = frame.get<const float>(input) + row * depth,
                   .a = run.factors->a + block * depth * kLowRankBlock,
-                  .out = out + row * rows.stride() + block * kLowRankBlock,
+                  .out = frame.get<float>(reduced) + row * rows.stride() + block * kLowRankBlock,
                   .out_stride = rows.stride(),
+                  .part_stride = rows.are_few() ? rows.size() : 0,
                   .rows = rows.are_few() ? run.num_rows : std::min(run.num_rows - offset, kRowsPerItem),
                   .depth = depth},
-                 rows.are_few() ? place : 0, rows.are_few() ? place + 1 : kLowRankParts);
+                 first_part, rows.are_few() ? first_part + kPartsPerItem : kLowRankParts);
         });
       });
 
