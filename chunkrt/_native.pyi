@@ -36,9 +36,7 @@ class AdapterTables:
     """The factors of loaded LoRA adapters, which programs find by number. Every thread may call the methods."""
 
     def __init__(self) -> None: ...
-    def add(
-        self, number: int, factors: Mapping[str, tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]]
-    ) -> None:
+    def add(self, number: int, factors: Mapping[str, tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]]) -> None:
         """Add an adapter. The arrays are not copied.
 
         Args:

@@ -191,7 +191,8 @@ def _shadow_linear(lowering: Lowering, node: Node) -> list[int]:
 @operators.register("low_rank_sum", NATIVE)
 def _low_rank_sum(lowering: Lowering, node: Node) -> list[int]:
     weight = node.attributes["weight"]
-    assert isinstance(weight, str) and NATIVE_TABLES is not None
+    assert isinstance(weight, str)
+    assert NATIVE_TABLES is not None
     return [lowering.builder.low_rank_sum(*lowering.values(node), NATIVE_TABLES, weight)]
 
 
