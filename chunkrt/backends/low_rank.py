@@ -71,7 +71,7 @@ def pack(factors: Factors) -> PackedFactors:
     b = np.zeros((rank, column_blocks * BLOCK), np.float32)
     b[:, :num_columns] = factors.b
     blocks = b.reshape(rank, column_blocks, BLOCK).transpose(1, 0, 2)
-    used = blocks.any(axis=2)
+    used: NDArray[np.bool_] = np.any(blocks, axis=2)
     first = used.argmax(axis=1)
     counts = np.where(used.any(axis=1), rank - used[:, ::-1].argmax(axis=1) - first, 0)
     ranks = np.arange(rank)

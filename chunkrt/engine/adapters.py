@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from chunkrt.backends.low_rank import MAX_RANK, Factors, LoadedAdapter
 from chunkrt.checkpoints.adapters import Adapter, LowRank, adapter_files, read_adapter
 from chunkrt.checkpoints.safetensors import tensors_of_other_halves
 from chunkrt.engine.arguments import require_path
+from chunkrt.engine.declaration import is_number
 from chunkrt.engine_directory.adapter_targets import AdapterTargets, Target
 from chunkrt.engine_directory.content import file_digest
 from chunkrt.errors import ConfigError, ModelError, UnsupportedModelError, unknown_name
@@ -51,7 +53,7 @@ class EngineAdapters:
         """Names of the loaded adapters, in the order in which they were loaded."""
         return tuple(self._loaded)
 
-    def load(self, path: str | os.PathLike[str], name: str | None) -> str:
+    def load(self, path: str | os.PathLike[str], name: str | None, scale: float) -> str:
         """Load an adapter and return its name, by default that of its file or folder. See `Engine.load_adapter`."""
         path = Path(require_path("path", path))
         if self._targets is None:
@@ -59,12 +61,15 @@ class EngineAdapters:
         name = path.stem if name is None else name
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name is {name!r}, expected a non-empty text")
+        if not is_number(scale) or not math.isfinite(scale):
+            raise ConfigError(f"scale is {scale!r}, expected a finite number")
         if name in self._loaded:
             raise ConfigError(f"an adapter {name!r} is already loaded; unload it, or choose another name")
         metadata = {"general.architecture": self._targets.architecture} if self._targets.architecture else {}
         adapter = read_adapter(path, _Base(path=self._folder, config=self._targets.config, metadata=metadata))
-        digest = hashlib.sha256("".join(map(file_digest, adapter_files(path))).encode()).hexdigest()
-        loaded = LoadedAdapter(name, digest, _factors(adapter, self._targets))
+        content = "".join(map(file_digest, adapter_files(path))) + ("" if scale == 1 else f" scale {float(scale)!r}")
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        loaded = LoadedAdapter(name, digest, _factors(adapter, self._targets, scale))
         with self._lock:
             if name in self._loaded:
                 raise ConfigError(f"an adapter {name!r} is already loaded; unload it, or choose another name")
@@ -89,13 +94,18 @@ class EngineAdapters:
         return self._loaded[name]
 
 
-def _factors(adapter: Adapter, targets: AdapterTargets) -> dict[str, Factors]:
-    """Return the factors of each linear that an adapter changes.
+def _factors(adapter: Adapter, targets: AdapterTargets, scale: float) -> dict[str, Factors]:
+    """Return the factors of each linear that an adapter changes, with its products multiplied by `scale`.
 
     Raises:
+        ConfigError: the scale is too large for float32.
         ModelError: the adapter belongs to another model.
         UnsupportedModelError: it changes a weight that cannot be adapted at run time.
     """
+    if any(abs(scale * product.scale) > float(np.finfo(np.float32).max) for product in adapter.products.values()):
+        raise ConfigError(
+            f"scale is {scale!r}, which is too large for the adapter {adapter.path}; choose a smaller one"
+        )
     ignored = tensors_of_other_halves(adapter.products, adapter.path)
     left = {name: product for name, product in adapter.products.items() if name not in ignored}
     factors = {}
@@ -120,7 +130,7 @@ def _factors(adapter: Adapter, targets: AdapterTargets) -> dict[str, Factors]:
                 "supported; load the model with `adapter`"
             )
         if any(part is not None for part in parts):
-            factors[weight] = _joined(parts, target)
+            factors[weight] = _joined(parts, target, scale)
     if not factors and not left:
         raise ModelError(f"the adapter {adapter.path} changes no tensor of the decoder")
     if left:
@@ -131,7 +141,7 @@ def _factors(adapter: Adapter, targets: AdapterTargets) -> dict[str, Factors]:
     return factors
 
 
-def _joined(parts: list[LowRank | None], target: Target) -> Factors:
+def _joined(parts: list[LowRank | None], target: Target, scale: float) -> Factors:
     """Return the factors [K, r] and [r, N] of a linear from the products of its tensors; r is the sum of the ranks."""
     rank = sum(len(part.a) for part in parts if part is not None)
     a = np.zeros((target.num_inputs, rank), np.float32)
@@ -141,7 +151,7 @@ def _joined(parts: list[LowRank | None], target: Target) -> Factors:
         if part is not None:
             ranks = slice(first_rank, first_rank + len(part.a))
             a[:, ranks] = part.a.T
-            b[ranks, first_row : first_row + tensor.num_rows] = np.float32(part.scale) * part.b.T
+            b[ranks, first_row : first_row + tensor.num_rows] = np.float32(scale * part.scale) * part.b.T
             first_rank = ranks.stop
         first_row += tensor.num_rows
     b = b[:, :-1] if target.columns is None else b[:, target.columns]

@@ -160,6 +160,29 @@ def test_session_file_belongs_to_its_adapter(tmp_path):
             engine.load_session(tmp_path / "file")
 
 
+def test_scale_multiplies_the_scale_of_an_adapter(tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(BIASED, other)
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": -2.5 * config["lora_alpha"]}))
+    with load(prefix_cache="memory", chunk_length=8) as engine:
+        engine.load_adapter(BIASED, name="own")
+        engine.load_adapter(BIASED, name="scaled", scale=-2.5)
+        engine.load_adapter(BIASED, name="none", scale=0)
+        engine.load_adapter(other)
+        logits = {name: logits_of(engine, name) for name in (None, "own", "scaled", "none", "other")}
+        with engine.session(adapter="own") as session:
+            assert session.prefill(IDS).num_cached > 0
+        with engine.session(adapter="none") as session:
+            assert session.prefill(IDS[:12]).num_cached > 0
+        for scale in (float("nan"), "2", True, 1e300):
+            with pytest.raises(ConfigError, match="scale is"):
+                engine.load_adapter(BIASED, name="wrong", scale=scale)
+    np.testing.assert_array_equal(logits["scaled"], logits["other"])
+    np.testing.assert_array_equal(logits["none"], logits[None])
+    assert (logits["scaled"][5:] != logits["own"][5:]).any()
+
+
 def test_open_session_keeps_an_unloaded_adapter():
     with load() as engine:
         engine.load_adapter(BIASED, name="a")

@@ -193,7 +193,8 @@ def _low_rank_sum(lowering: Lowering, node: Node) -> list[int]:
     weight = node.attributes["weight"]
     assert isinstance(weight, str)
     assert NATIVE_TABLES is not None
-    return [lowering.builder.low_rank_sum(*lowering.values(node), NATIVE_TABLES, weight)]
+    product, hidden, adapters = lowering.values(node)
+    return [lowering.builder.low_rank_sum(product, hidden, adapters, NATIVE_TABLES, weight)]
 
 
 @operators.register("routed_experts", NATIVE)
