@@ -22,6 +22,7 @@ from chunkrt.engine.declaration import is_number
 from chunkrt.engine_directory.adapter_targets import AdapterTargets, Target
 from chunkrt.engine_directory.content import file_digest
 from chunkrt.errors import ConfigError, ModelError, UnsupportedModelError, unknown_name
+from chunkrt.quant.folding import Folding
 
 Float32 = NDArray[np.float32]
 
@@ -41,10 +42,11 @@ class EngineAdapters:
     Args:
         folder: the engine directory, for messages.
         targets: the linears that adapters may change; None if the engine takes no adapters.
+        folding: transformations of the weights of these linears.
     """
 
-    def __init__(self, folder: Path, targets: AdapterTargets | None) -> None:
-        self._folder, self._targets = folder, targets
+    def __init__(self, folder: Path, targets: AdapterTargets | None, folding: Folding) -> None:
+        self._folder, self._targets, self._folding = folder, targets, folding
         self._loaded: dict[str, LoadedAdapter] = {}
         self._lock = Lock()
 
@@ -69,7 +71,11 @@ class EngineAdapters:
         adapter = read_adapter(path, _Base(path=self._folder, config=self._targets.config, metadata=metadata))
         content = "".join(map(file_digest, adapter_files(path))) + ("" if scale == 1 else f" scale {float(scale)!r}")
         digest = hashlib.sha256(content.encode()).hexdigest()
-        loaded = LoadedAdapter(name, digest, _factors(adapter, self._targets, scale))
+        factors = {
+            weight: Factors(*self._folding.apply_to_product(weight, *pair))
+            for weight, pair in _factors(adapter, self._targets, scale).items()
+        }
+        loaded = LoadedAdapter(name, digest, factors)
         with self._lock:
             if name in self._loaded:
                 raise ConfigError(f"an adapter {name!r} is already loaded; unload it, or choose another name")

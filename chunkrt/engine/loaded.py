@@ -35,7 +35,7 @@ from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.engine.roles import open_backends, runs_on_qnn
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session_file import Conversation, SessionFile, model_digest
-from chunkrt.engine_directory.adapter_targets import read_targets
+from chunkrt.engine_directory.adapter_targets import read_folding, read_targets
 from chunkrt.engine_directory.manifest import open_weights, read_manifest
 from chunkrt.engine_directory.verification import Verification
 from chunkrt.engine_directory.weights import stored_weights
@@ -110,7 +110,7 @@ class LoadedModel:
             self.plan: Plan = plan_to_run(folder, self.manifest, options)
             self.scheme: Scheme = self.manifest.scheme
             targets = read_targets(folder) if options.adapters else None
-            self.adapters = EngineAdapters(folder, targets)
+            self.adapters = EngineAdapters(folder, targets, read_folding(folder))
             if targets is not None:
                 if communicator is not None:
                     raise ConfigError("several ranks take no adapters at run time; use `adapter`")

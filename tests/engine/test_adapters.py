@@ -106,10 +106,21 @@ def test_chunk_length_does_not_change_bits_with_an_adapter():
     np.testing.assert_array_equal(found[2], found[0])
 
 
-def test_quantised_model_with_an_adapter_is_near_the_adapted_checkpoint():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheme": "w8a8-dynamic"},
+        {"scheme": "w8a16"},
+        {"scheme": "w8a8"},  # is equalised
+        {"scheme": "w8a8", "rotation": True},
+        {"scheme": "w8a8", "shadow": "all", "npu": "reference"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_quantised_model_with_an_adapter_is_near_the_adapted_checkpoint(options):
     expected = np.load(BIASED / "expected.npz")["logits"]
-    right = expected_logits("llama_biased")
-    with load() as engine:
+    right = expected_logits("llama_biased_gguf")
+    with load(checkpoint("llama_biased_gguf"), **options) as engine:
         error = np.square(logits_of(engine, engine.load_adapter(BIASED)) - expected).mean() / np.square(expected).mean()
         plain = np.square(logits_of(engine) - right).mean() / np.square(right).mean()
     assert error < 4 * plain  # only the weights of the model are quantised, in both cases
@@ -213,7 +224,6 @@ def test_methods_for_many_prompts_take_an_adapter():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheme": "w8a16"}, "'w8a16' is static, and takes no adapters at run time"),
         ({"npu": "qnn", "soc": "SM8650", "scheme": "w8a8-dynamic"}, "does not support"),
         ({"adapters": "yes"}, "adapters"),
     ],
