@@ -45,7 +45,9 @@ DEVICES = {"native": NATIVE, "reference": REFERENCE, "onnxrt": NPU, "qnn": NPU}
 """Maps each backend to the device whose implementations it runs. A plug-in's backend is its own device."""
 
 IN_NUMPY = ("low_rank_sum",)
-"""Operators whose only form is the reference's NumPy function, which computes each row alone."""
+"""Operators that run on the CPU beside every NPU. Without a native form the reference's NumPy function runs them, which
+computes each row alone.
+"""
 
 FALLS_BACK = ("native", "onnxrt")
 """Backends for which the reference runs operators that they lack. Other backends refuse these operators, which must

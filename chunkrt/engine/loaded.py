@@ -41,7 +41,6 @@ from chunkrt.engine_directory.verification import Verification
 from chunkrt.engine_directory.weights import stored_weights
 from chunkrt.errors import ClosedError, ConfigError, ModelError, OutOfMemoryError
 from chunkrt.files import Progress, no_progress
-from chunkrt.graph.adaptable import adaptable
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.affinity import find_cpus, running_on
@@ -111,10 +110,8 @@ class LoadedModel:
             self.scheme: Scheme = self.manifest.scheme
             targets = read_targets(folder) if options.adapters else None
             self.adapters = EngineAdapters(folder, targets, read_folding(folder))
-            if targets is not None:
-                if communicator is not None:
-                    raise ConfigError("several ranks take no adapters at run time; use `adapter`")
-                self.plan = adaptable(self.plan, targets.linears.keys())
+            if targets is not None and communicator is not None:
+                raise ConfigError("several ranks take no adapters at run time; use `adapter`")
             self.context_length = choose_context_length(self.plan, options)
             check_shift(self.context_length, options)
             self.plan = self.plan.within(self.context_length)
@@ -145,8 +142,6 @@ class LoadedModel:
             cpus = find_cpus(options.affinity)
             with running_on(cpus):  # this starts the threads of the native pool
                 self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options, self.attention_math)
-            if options.adapters and self.npu_backend is not self.cpu_backend:
-                raise ConfigError("an NPU takes no adapters at run time; use `adapter`, or `npu='native'`")
             self._mirror = mirror
             """The engines of the other ranks, if this is rank 0 of several."""
             self.chunk_length = choose_chunk_length(

@@ -70,7 +70,7 @@ class AdapterTargets:
 def save_folding(folder: Path, folding: Folding) -> None:
     """Write the transformations of weights to an engine directory, if there are any."""
     if arrays := folding.arrays():
-        np.savez(folder / FOLDING_FILE, **arrays)
+        np.savez(folder / FOLDING_FILE, **arrays)  # type: ignore[arg-type]
 
 
 def read_folding(folder: Path) -> Folding:

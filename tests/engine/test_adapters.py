@@ -126,6 +126,24 @@ def test_quantised_model_with_an_adapter_is_near_the_adapted_checkpoint(options)
     assert error < 4 * plain  # only the weights of the model are quantised, in both cases
 
 
+def test_npu_takes_adapters_without_another_context(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    expected = np.load(BIASED / "expected.npz")["logits"]
+    right = expected_logits("llama_biased_gguf")
+    with load(checkpoint("llama_biased_gguf"), npu="qnn", soc="SM8650", scheme="w8a16") as engine:
+        plain = logits_of(engine)
+        contexts = sorted((tmp_path / "contexts").rglob("*"))
+        found = logits_of(engine, engine.load_adapter(BIASED))
+        assert sorted((tmp_path / "contexts").rglob("*")) == contexts
+        np.testing.assert_array_equal(logits_of(engine), plain)
+        nodes = [(node.op, s.device) for s in engine.loaded.plan.subgraphs for node in s.nodes]
+    devices = {op: {device for name, device in nodes if name == op} for op in ("MatMul", "LowRankSum")}
+    assert devices["LowRankSum"] == {"cpu"}
+    assert "npu" in devices["MatMul"]
+    error = np.square(found - expected).mean() / np.square(expected).mean()
+    assert error < 4 * np.square(plain - right).mean() / np.square(right).mean()
+
+
 def test_generated_tokens_are_those_of_an_engine_with_the_adapter_in_its_weights():
     with (
         load(npu="reference", scheme="float") as engine,
