@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from chunkrt.engine_directory.adapter_targets import AdapterTargets, Target
 from chunkrt.engine_directory.content import file_digest
 from chunkrt.errors import ConfigError, ModelError, UnsupportedModelError, unknown_name
 from chunkrt.quant.folding import Folding
+
+if TYPE_CHECKING:
+    from chunkrt.engine.ranks.leader import EngineMirror
 
 Float32 = NDArray[np.float32]
 
@@ -43,10 +46,13 @@ class EngineAdapters:
         folder: the engine directory, for messages.
         targets: the linears that adapters may change; None if the engine takes no adapters.
         folding: transformations of the weights of these linears.
+        mirror: the engines of the other ranks, which load the same adapters.
     """
 
-    def __init__(self, folder: Path, targets: AdapterTargets | None, folding: Folding) -> None:
-        self._folder, self._targets, self._folding = folder, targets, folding
+    def __init__(
+        self, folder: Path, targets: AdapterTargets | None, folding: Folding, mirror: EngineMirror | None = None
+    ) -> None:
+        self._folder, self._targets, self._folding, self._mirror = folder, targets, folding, mirror
         self._loaded: dict[str, LoadedAdapter] = {}
         self._lock = Lock()
 
@@ -58,15 +64,26 @@ class EngineAdapters:
     def load(self, path: str | os.PathLike[str], name: str | None, scale: float) -> str:
         """Load an adapter and return its name, by default that of its file or folder. See `Engine.load_adapter`."""
         path = Path(require_path("path", path))
+        name = path.stem if name is None else name
+        if isinstance(name, str) and name in self._loaded:
+            raise ConfigError(f"an adapter {name!r} is already loaded; unload it, or choose another name")
+        loaded = self.read(path, name, scale)
+        if self._mirror is not None:
+            self._mirror.load_adapter(loaded, path.absolute(), scale)
+        with self._lock:
+            if name in self._loaded:
+                raise ConfigError(f"an adapter {name!r} is already loaded; unload it, or choose another name")
+            self._loaded[name] = loaded
+        return name
+
+    def read(self, path: Path, name: str, scale: float) -> LoadedAdapter:
+        """Return an adapter that no session can choose yet. The errors are those of `Engine.load_adapter`."""
         if self._targets is None:
             raise ConfigError("this engine takes no adapters; load the model with `adapters=True`")
-        name = path.stem if name is None else name
         if not isinstance(name, str) or not name:
             raise ConfigError(f"name is {name!r}, expected a non-empty text")
         if not is_number(scale) or not math.isfinite(scale):
             raise ConfigError(f"scale is {scale!r}, expected a finite number")
-        if name in self._loaded:
-            raise ConfigError(f"an adapter {name!r} is already loaded; unload it, or choose another name")
         metadata = {"general.architecture": self._targets.architecture} if self._targets.architecture else {}
         adapter = read_adapter(path, _Base(path=self._folder, config=self._targets.config, metadata=metadata))
         content = "".join(map(file_digest, adapter_files(path))) + ("" if scale == 1 else f" scale {float(scale)!r}")
@@ -75,12 +92,7 @@ class EngineAdapters:
             weight: Factors(*self._folding.apply_to_product(weight, *pair))
             for weight, pair in _factors(adapter, self._targets, scale).items()
         }
-        loaded = LoadedAdapter(name, digest, factors)
-        with self._lock:
-            if name in self._loaded:
-                raise ConfigError(f"an adapter {name!r} is already loaded; unload it, or choose another name")
-            self._loaded[name] = loaded
-        return name
+        return LoadedAdapter(name, digest, factors)
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Raise ConfigError if there is none of that name."""
@@ -150,15 +162,16 @@ def _factors(adapter: Adapter, targets: AdapterTargets, scale: float) -> dict[st
 def _joined(parts: list[LowRank | None], target: Target, scale: float) -> Factors:
     """Return the factors [K, r] and [r, N] of a linear from the products of its tensors; r is the sum of the ranks."""
     rank = sum(len(part.a) for part in parts if part is not None)
-    a = np.zeros((target.num_inputs, rank), np.float32)
-    b = np.zeros((rank, sum(tensor.num_rows for tensor in target.tensors) + 1), np.float32)  # a zero for padding
+    a = np.zeros((target.num_inputs + 1, rank), np.float32)  # the last row and column are zeros, for padding
+    b = np.zeros((rank, sum(tensor.num_rows for tensor in target.tensors) + 1), np.float32)
     first_rank = first_row = 0
     for tensor, part in zip(target.tensors, parts, strict=True):
         if part is not None:
             ranks = slice(first_rank, first_rank + len(part.a))
-            a[:, ranks] = part.a.T
+            a[:-1, ranks] = part.a.T
             b[ranks, first_row : first_row + tensor.num_rows] = np.float32(scale * part.scale) * part.b.T
             first_rank = ranks.stop
         first_row += tensor.num_rows
+    a = a[:-1] if target.inputs is None else a[target.inputs]
     b = b[:, :-1] if target.columns is None else b[:, target.columns]
     return Factors(a, np.ascontiguousarray(b * np.asarray(target.factor, np.float32)))

@@ -39,7 +39,9 @@ class Target:
     Attributes:
         tensors: the checkpoint's tensors, whose rows are concatenated.
         num_inputs: number of columns of each tensor.
-        columns: for each column of the linear the index of its row; None if the order is the same.
+        columns: for each column of the linear the index of its row; None if the order is the same. The index after the
+            last row stands for a column of zeros.
+        inputs: indices of the columns that a rank multiplies, in the same form; None for all columns in order.
         factor: factor of the linear's result, or of each of its columns.
     """
 
@@ -47,6 +49,7 @@ class Target:
     num_inputs: int
     columns: Sequence[int] | None
     factor: float | Sequence[float]
+    inputs: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
