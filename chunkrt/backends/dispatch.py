@@ -45,7 +45,7 @@ DEVICES = {"native": NATIVE, "reference": REFERENCE, "onnxrt": NPU, "qnn": NPU}
 """Maps each backend to the device whose implementations it runs. A plug-in's backend is its own device."""
 
 IN_NUMPY = ("low_rank_sum",)
-"""Operators that run on the CPU beside every NPU. Without a native form the reference's NumPy function runs them, which
+"""Operators that every NPU leaves to the CPU. Without a native form the reference's NumPy function runs them, which
 computes each row alone.
 """
 

@@ -94,7 +94,7 @@ def plan_by_capability(
 
 def plan_to_run(folder: Path, manifest: Manifest, options: EngineOptions) -> Plan:
     """Return the plan of an engine directory with the changes for an engine. With adapters, the CPU computes their
-    products beside the linears of the NPU. Raise ModelError, and the errors of `plan_by_capability`.
+    products for the linears of the NPU. Raise ModelError, and the errors of `plan_by_capability`.
     """
     plan = read_plan(folder)
     plan = with_cached_keys(plan, options)

@@ -204,7 +204,7 @@ class LoadedModel:
             "tokenizer": {
                 name: manifest.files[name]
                 for name in manifest.files
-                if name.endswith(".json") and name != TARGETS  # which differs on each rank
+                if name.endswith(".json") and name != TARGETS  # differs on each rank
             },
         }
 
