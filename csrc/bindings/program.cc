@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <tuple>
 #include <variant>
 
 #include "bindings/parts.h"

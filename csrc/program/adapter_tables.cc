@@ -1,6 +1,7 @@
 #include "program/adapter_tables.h"
 
 #include <stdexcept>
+#include <utility>
 
 namespace chunkrt {
 

@@ -1,5 +1,7 @@
 // Tests the sums of LoRA adapters in programs: the result of each row is bit-identical to its definition,
 // regardless of other rows, the number of threads and other adapters of the chunk.
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <memory>
 #include <stdexcept>

@@ -1,6 +1,9 @@
 // low_rank_sum: the products of the rows' LoRA adapters.
 #include <algorithm>
 #include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/dispatch.h"
@@ -105,10 +108,11 @@ ValueId low_rank_sum(ProgramBuilder& builder, ValueId product, ValueId input, Va
   builder.add_check({adapters}, [=](const Frame& frame) {
     const Rows rows = rows_in(frame);
     for (const Run& run : rows.runs()) {
-      require(run.factors->depth == depth && run.factors->columns == columns,
-              "an adapter changes '" + weight + "' as [" + std::to_string(run.factors->columns) + ", " +
-                  std::to_string(run.factors->depth) + "], and the program has [" + std::to_string(columns) +
-                  ", " + std::to_string(depth) + "]");
+      const std::size_t found_depth = run.factors->depth, found_columns = run.factors->columns;
+      if (found_depth == depth && found_columns == columns) continue;
+      throw std::invalid_argument("an adapter changes '" + weight + "' as [" + std::to_string(found_columns) +
+                                  ", " + std::to_string(found_depth) + "], and the program has [" +
+                                  std::to_string(columns) + ", " + std::to_string(depth) + "]");
     }
   });
 
