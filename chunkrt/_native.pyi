@@ -5,7 +5,7 @@ operands that do not fit. The function `ProgramBuilder.linear` is `linear` in cs
 on; csrc/bindings/program.cc binds them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -31,6 +31,25 @@ class StepTimes:
         "between_steps" is what callers spent in programs beside steps: they open loops, and wait for a turn and for
         other threads. Runs that failed are not counted.
         """
+
+class AdapterTables:
+    """The factors of loaded LoRA adapters, which programs find by number. Every thread may call the methods."""
+
+    def __init__(self) -> None: ...
+    def add(self, number: int, factors: Mapping[str, tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]]) -> None:
+        """Add an adapter. The arrays are not copied.
+
+        Args:
+            number: a number of 1 or more that is not in use.
+            factors: by the name of a weight [K, N]: a float32 [blocks of 16 ranks, K, 16]; b float32 [stored rows, 16];
+                for each block of 16 columns its first rank and its number of ranks, int64 [ceil(N / 16), 2]; and N. The
+                rows of b are those of the first block of columns, then those of the second one, and so on.
+
+        Raises:
+            ValueError: the arrays do not fit, a weight has more than 2048 ranks, or the number is in use.
+        """
+    def remove(self, number: int) -> None:
+        """Remove an adapter that no run uses."""
 
 class Program:
     def run(self, inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> None:
@@ -87,6 +106,7 @@ class ProgramBuilder:
         multipliers: int | None = None,
     ) -> int: ...
     def float_linear(self, input: int, weight: int) -> int: ...
+    def low_rank_sum(self, product: int, input: int, adapters: int, tables: AdapterTables, weight: str) -> int: ...
     def block_linear(
         self,
         input: int,

@@ -48,7 +48,9 @@ DEVICES = {"native": NATIVE, "reference": REFERENCE, "onnxrt": NPU, "qnn": NPU}
 """Maps each backend to the name of the forms that it compiles. A plug-in's backend has forms of its own."""
 
 IN_NUMPY = ("low_rank_sum",)
-"""Operators whose only form is the reference's NumPy function, which computes each row alone."""
+"""Operators that every NPU leaves to the CPU. Without a native form the reference's NumPy function runs them, which
+computes each row alone.
+"""
 
 FALLS_BACK = ("native", "onnxrt")
 """Backends for which the reference runs operators that they lack. Other backends refuse these operators, which must

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from chunkrt.checkpoints.checkpoint import open_checkpoint
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, json_option, model_argument, option
-from chunkrt.cli.shared_options import verbose_option
+from chunkrt.cli.shared_options import engine_fields, verbose_option
 from chunkrt.compile.compiler import prepare_checkpoint
 from chunkrt.engine.resolve import find_checkpoint
 from chunkrt.errors import ConfigError, ModelError
@@ -60,6 +60,7 @@ DEFAULT_NUM_TOKENS = 24
     help="Write all compared values to .npy files in this folder.",
 )
 @json_option("Print all figures as JSON.")
+@engine_fields("adapter")
 @verbose_option
 def compare(
     model: str,
@@ -71,12 +72,13 @@ def compare(
     chunk_length: int | None,
     dump: Path | None,
     as_json: bool,
+    adapter: Path | None,
 ) -> None:
     """Compare the values in MODEL with those in Transformers, and show the first one that differs.
 
     Each value is computed from Transformers' values before it, so a mistake in a decoder, or in the way in which its
     weights are read, shows where it is made. MODEL is a Hugging Face folder; for a GGUF file or an ONNX decoder, name
-    the folder that it was made from with --reference.
+    the folder that it was made from with --reference. With --adapter, PEFT merges the adapter in Transformers.
 
     The exit status is 0 if all values are equal, 3 if one differs, 1 if MODEL cannot be compared.
     """
@@ -90,9 +92,12 @@ def compare(
             folder = reference or checkpoint
             if not folder.is_dir():
                 raise ConfigError(f"Transformers cannot load {folder}; name a folder with --reference")
-            expected = expected_values(folder, _tokens(folder, text, num_tokens))
+            if adapter is not None and not adapter.is_dir():
+                raise ConfigError(f"PEFT cannot load {adapter}; name a folder of PEFT, or compare --against FILE")
+            expected = expected_values(folder, _tokens(folder, text, num_tokens), adapter=adapter)
         recipe = Recipe(scheme=find_scheme(scheme))
-        prepared = prepare_checkpoint(checkpoint, recipe, {}, model=Path(model).name, progress=progress)
+        name = Path(model).name
+        prepared = prepare_checkpoint(checkpoint, recipe, {}, model=name, adapter=adapter, progress=progress)
         found = compare_decoder(
             prepared,
             expected,

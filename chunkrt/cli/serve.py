@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,6 +110,14 @@ LATE_SECONDS = 5.0
     help="Load a LoRA adapter, which requests choose by NAME; may be repeated. It needs --adapters.",
 )
 @option(
+    "--adapter-scale",
+    "adapter_scales",
+    group="Model",
+    metavar="NAME=FACTOR",
+    multiple=True,
+    help="Multiply the products of the adapter NAME of --load-adapter by FACTOR; may be repeated.  [default: 1]",
+)
+@option(
     "--adapter-folder",
     group="Access",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
@@ -131,6 +140,7 @@ def serve(
     allow_host: tuple[str, ...],
     embeddings: Literal["last", "mean"] | None,
     loaded_adapters: tuple[str, ...],
+    adapter_scales: tuple[str, ...],
     adapter_folder: Path | None,
     template_options: dict[str, Any],
     **settings: Any,
@@ -141,8 +151,9 @@ def serve(
     waits for running ones for at most --grace seconds.
     """
     if not settings["adapters"]:
-        refuse_without("--adapters", "loaded_adapters", "adapter_folder")
-    pairs = [_pair(text) for text in loaded_adapters]
+        refuse_without("--adapters", "loaded_adapters", "adapter_scales", "adapter_folder")
+    pairs = [_pair("--load-adapter", text, "PATH") for text in loaded_adapters]
+    scales = dict(_scale(text, pairs) for text in adapter_scales)
     keys = {} if api_key_file is None else _read_keys(api_key_file)
     if host.startswith("[") and host.endswith("]"):  # an IPv6 address, written as in URLs
         host = host[1:-1]
@@ -168,7 +179,7 @@ def serve(
     )
     with open_engine(model, {"queue": max(max_sessions, 1), **settings}) as engine:
         for adapter, path in pairs:
-            engine.load_adapter(path, name=adapter)
+            engine.load_adapter(path, name=adapter, scale=scales.get(adapter, 1.0))
         service = Service(engine, name or _name(model), options)
 
         def report(url: str) -> None:
@@ -189,12 +200,25 @@ def _abandon(grace: float) -> None:
     os._exit(1)
 
 
-def _pair(text: str) -> tuple[str, str]:
-    """Return the name and the path of NAME=PATH."""
-    name, separator, path = text.partition("=")
-    if not (name and separator and path):
-        raise ConfigError(f"--load-adapter is {text!r}, expected NAME=PATH")
-    return name, path
+def _pair(flag: str, text: str, what: str) -> tuple[str, str]:
+    """Return the name and the value of NAME=VALUE."""
+    name, separator, value = text.partition("=")
+    if not (name and separator and value):
+        raise ConfigError(f"{flag} is {text!r}, expected NAME={what}")
+    return name, value
+
+
+def _scale(text: str, adapters: Sequence[tuple[str, str]]) -> tuple[str, float]:
+    """Return the name of one of the adapters, and its factor."""
+    name, value = _pair("--adapter-scale", text, "FACTOR")
+    if name not in dict(adapters):
+        raise ConfigError(
+            f"--adapter-scale names {name!r}, which no --load-adapter loads; add --load-adapter {name}=PATH"
+        )
+    try:
+        return name, float(value)
+    except ValueError:
+        raise ConfigError(f"--adapter-scale is {text!r}, expected NAME=FACTOR with a number as FACTOR") from None
 
 
 def _name(model: str) -> str:

@@ -13,6 +13,7 @@ from chunkrt.checkpoints.source import TensorSource
 from chunkrt.engine_directory.adapter_targets import AdapterTargets, CombinedTensor, Target
 from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.decoders import BODY_PREFIXES, stored_names
+from chunkrt.graph.modules import Share
 from chunkrt.graph.parallel import LinearWeight
 from chunkrt.graph.partition import Planned
 from chunkrt.graph.plan import linear_nodes
@@ -72,18 +73,24 @@ def targets_of(planned: Planned) -> AdapterTargets:
         if not isinstance(parameter, LinearWeight) or planned.plan.tensors[node.outputs[0]].shape[0] != "T":
             continue
         tensors = parameter.checkpoint_tensors
-        indices, factor = parameter.rows.indices, parameter.factor
-        is_ordered = np.array_equal(indices, np.arange(parameter.rows.size))
+        factor = parameter.factor
         linears[name] = Target(
             tensors=[CombinedTensor(names=aliases[each], num_rows=shape[0]) for each, shape in tensors.items()],
             num_inputs=next(iter(tensors.values()))[1],
-            columns=None if is_ordered else indices.tolist(),
+            columns=_indices(parameter.rows),
+            inputs=_indices(parameter.depth),
             factor=factor if isinstance(factor, float) else factor.tolist(),
         )
     plain = (bool, int, float, str)
     config = {key: value for key, value in planned.source.config.items() if isinstance(value, plain)}
     metadata = getattr(planned.source, "metadata", {})
     return AdapterTargets(linears=linears, config=config, architecture=str(metadata.get("general.architecture", "")))
+
+
+def _indices(share: Share) -> list[int] | None:
+    """Return the indices of a share; None if it is the complete axis."""
+    is_whole = np.array_equal(share.indices, np.arange(share.size))
+    return None if is_whole else [int(index) for index in share.indices]
 
 
 def _names(name: str) -> list[str]:

@@ -24,7 +24,7 @@ from chunkrt.compile.calibration_tokens import TokenIds, calibration_tokens, shi
 from chunkrt.compile.rank_share import RankShare
 from chunkrt.compile.rounding import Rounded, round_linears
 from chunkrt.compile.search import cached_choice
-from chunkrt.engine_directory.adapter_targets import AdapterTargets
+from chunkrt.engine_directory.adapter_targets import AdapterTargets, save_folding
 from chunkrt.engine_directory.figures import linears_by_weight_bits
 from chunkrt.engine_directory.manifest import PLAN, WEIGHTS, write_manifest
 from chunkrt.engine_directory.weights import check_calibration, check_shadowed, settle, write_weights
@@ -359,6 +359,8 @@ def write_engine_directory(prepared: Prepared, folder: Path, progress: Progress 
             )
             if prepared.targets is not None:
                 prepared.targets.save(aside)
+                if ranges is not None:
+                    save_folding(aside, ranges.folding.only(prepared.targets.linears))
             if tokenizer := Tokenizer.from_source(planned.source):
                 tokenizer.save(aside)
             write_manifest(

@@ -15,15 +15,17 @@ from pathlib import Path
 
 from chunkrt.backends import Support
 from chunkrt.backends.coverage import QNN
-from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
+from chunkrt.backends.dispatch import IN_NUMPY, Dispatcher, default_base, registered_operators
 from chunkrt.backends.sections import cut
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.model_options import with_cached_keys
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import options_placement
 from chunkrt.engine.roles import Supports, check_runs, linear_refusal, npu_under
+from chunkrt.engine_directory.adapter_targets import read_targets
 from chunkrt.engine_directory.manifest import Manifest, read_plan
 from chunkrt.errors import PartitionError
+from chunkrt.graph.adaptable import adaptable
 from chunkrt.graph.placement import Placement, placed_by_name
 from chunkrt.graph.plan import Device, Plan, Subgraph
 from chunkrt.graph.static_attention import can_be_static
@@ -78,7 +80,7 @@ def plan_by_capability(
             subgraphs.append(subgraph)
             continue
         uses = _checked_alone(dispatcher, subgraph, plan, name, supports, scheme)
-        refused = [each for _, each in uses if each]
+        refused = [each for use, each in uses if each and use.operator not in IN_NUMPY]
         near = _near(plan, options, name)
         for each in refused:
             if placed_by_name(placement, each.node) == "npu" and each.node not in near:
@@ -91,11 +93,13 @@ def plan_by_capability(
 
 
 def plan_to_run(folder: Path, manifest: Manifest, options: EngineOptions) -> Plan:
-    """Return the plan of an engine directory with the changes for an engine. Raise ModelError, and the errors of
-    `plan_by_capability`.
+    """Return the plan of an engine directory with the changes for an engine. With adapters, the CPU computes their
+    products for the linears of the NPU. Raise ModelError, and the errors of `plan_by_capability`.
     """
     plan = read_plan(folder)
     plan = with_cached_keys(plan, options)
+    if options.adapters:
+        plan = adaptable(plan, read_targets(folder).linears)
     plan, moved = plan_by_capability(plan, manifest.scheme, options, manifest.placement)
     if moved:
         log.warning("%s", told(moved))

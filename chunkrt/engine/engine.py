@@ -125,23 +125,24 @@ class Engine:
         """Names of the loaded adapters."""
         return self.loaded.adapters.names
 
-    def load_adapter(self, path: str | os.PathLike[str], *, name: str | None = None) -> str:
+    def load_adapter(self, path: str | os.PathLike[str], *, name: str | None = None, scale: float = 1.0) -> str:
         """Load a LoRA adapter, which sessions then choose by its name. The engine needs the option `adapters`.
 
         Args:
             path: a folder of PEFT, or a GGUF file.
             name: the name; by default that of the folder or file, without its suffix.
+            scale: factor of the adapter's products, in addition to the adapter's own scale.
 
         Returns:
             The name.
 
         Raises:
-            ConfigError: the engine takes no adapters, or the name is in use.
+            ConfigError: the engine takes no adapters, the name is in use, or the scale is not a finite number.
             ModelError: the adapter is damaged, or belongs to another model.
             UnsupportedModelError: the adapter uses a feature that is not supported.
         """
         self.loaded.check_open()
-        return self.loaded.adapters.load(path, name)
+        return self.loaded.adapters.load(path, name, scale)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. Open sessions keep it, and its memory is freed with the last of them.

@@ -17,6 +17,7 @@ from chunkrt.backends.base import AttentionMath
 from chunkrt.backends.dispatch import PLUGINS as OPERATOR_PLUGINS
 from chunkrt.backends.dispatch import Dispatcher, default_base, registered_operators
 from chunkrt.backends.link import Communicator, LinkBackend, ranks_of
+from chunkrt.backends.low_rank import LoadedAdapter
 from chunkrt.backends.switches import Switches
 from chunkrt.engine.adapters import EngineAdapters
 from chunkrt.engine.arguments import require_path
@@ -38,14 +39,14 @@ from chunkrt.engine.prefix_cache.opening import open_cache
 from chunkrt.engine.roles import open_backends, runs_on_qnn
 from chunkrt.engine.sampling import PluginSampler, Sampler, SamplingOptions
 from chunkrt.engine.session_file import Conversation, SessionFile, model_digest
-from chunkrt.engine_directory.adapter_targets import read_targets
+from chunkrt.engine_directory.adapter_targets import FILE as TARGETS
+from chunkrt.engine_directory.adapter_targets import read_folding, read_targets
 from chunkrt.engine_directory.manifest import PLAN, open_weights, read_manifest
 from chunkrt.engine_directory.store import INPUT_STEP_SUFFIX
 from chunkrt.engine_directory.verification import Verification
 from chunkrt.engine_directory.weights import stored_weights
 from chunkrt.errors import ClosedError, ConfigError, ModelError, OutOfMemoryError
 from chunkrt.files import Progress, no_progress
-from chunkrt.graph.adaptable import adaptable
 from chunkrt.graph.plan import Plan, linear_weights
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.affinity import find_cpus, running_on
@@ -114,11 +115,7 @@ class LoadedModel:
             self.plan: Plan = plan_to_run(folder, self.manifest, options)
             self.scheme: Scheme = self.manifest.scheme
             targets = read_targets(folder) if options.adapters else None
-            self.adapters = EngineAdapters(folder, targets)
-            if targets is not None:
-                if communicator is not None:
-                    raise ConfigError("several ranks take no adapters at run time; use `adapter`")
-                self.plan = adaptable(self.plan, targets.linears.keys())
+            self.adapters = EngineAdapters(folder, targets, read_folding(folder), mirror)
             self.context_length = choose_context_length(self.plan, options)
             check_shift(self.context_length, options)
             self.plan = self.plan.within(self.context_length)
@@ -149,8 +146,6 @@ class LoadedModel:
             cpus = find_cpus(options.affinity)
             with running_on(cpus):  # this starts the threads of the native pool
                 self.npu_backend, self.cpu_backend = open_backends(self.manifest, folder, options, self.attention_math)
-            if options.adapters and self.npu_backend is not self.cpu_backend:
-                raise ConfigError("an NPU takes no adapters at run time; use `adapter`, or `npu='native'`")
             self._mirror = mirror
             """The engines of the other ranks, if this is rank 0 of several."""
             self.chunk_length = choose_chunk_length(
@@ -213,7 +208,9 @@ class LoadedModel:
             "executors": self.scheduler.executors.identity,
             "plug-ins": [str(plugin) for plugin in OPERATOR_PLUGINS.plugins if plugin.load_or_tell() is not None],
             "tokenizer": {
-                name: manifest.files[name] for name in manifest.files if name.endswith(".json") and name != PLAN
+                name: manifest.files[name]
+                for name in manifest.files
+                if name.endswith(".json") and name not in (PLAN, TARGETS)  # these differ on each rank
             },
         }
 
@@ -241,6 +238,15 @@ class LoadedModel:
                 f"there is too little memory for a context of {self.context_length} ({error}); choose a shorter one "
                 "(`context_length`)"
             ) from error
+
+    def read_adapter(self, path: Path, name: str, scale: float, digest: str) -> LoadedAdapter:
+        """Return an adapter that rank 0 has loaded. Raise ModelError if the files of this rank differ from those of
+        rank 0; the other errors are those of `Engine.load_adapter`.
+        """
+        adapter = self.adapters.read(path, name, scale)
+        if adapter.digest != digest:
+            raise ModelError(f"the adapter {path} differs from that of rank 0; put the same files on every machine")
+        return adapter
 
     @property
     def cache_dtype(self) -> CacheDtype:

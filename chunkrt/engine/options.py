@@ -193,8 +193,7 @@ class EngineOptions:
     )
     adapters: bool = declared_option(
         "--adapters/--no-adapters",
-        "Prepare the model for LoRA adapters that sessions and requests choose at run time, on the CPU and under a "
-        "dynamic scheme.",
+        "Prepare the model for LoRA adapters that sessions and requests choose at run time, on the CPU.",
         group="Model",
         default=False,
         is_planned=True,

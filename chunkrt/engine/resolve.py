@@ -103,11 +103,6 @@ def find_recipe(model: str, options: EngineOptions, progress: Progress) -> tuple
     scheme = recipe.scheme
     if options.calibration and not scheme.is_static:
         raise ConfigError(f"the scheme {scheme.name!r} uses no calibration; omit `calibration`")
-    if options.adapters and scheme.is_static:
-        raise ConfigError(
-            f"the scheme {scheme.name!r} is static, and takes no adapters at run time; use `adapter`, or "
-            "a dynamic scheme"
-        )
     npu = asked_npu(options)
     if npu and options.npu != "auto" and (reason := linear_refusal(npu, scheme)):
         raise PartitionError(f"{options.npu} does not support linear layers under the scheme {scheme.name!r}: {reason}")

@@ -58,7 +58,8 @@ class Session:
     ) -> None:
         self._model = model
         if adapter is not None:
-            state.adapter, cache_salt = adapter, adapter.salted(cache_salt)
+            state.choose_adapter(adapter)
+            cache_salt = adapter.salted(cache_salt)
         self._sequence = TokenSequence(model, state, cache_salt=cache_salt)
         self._using = _Use(self._sequence)
         self._is_closed = False

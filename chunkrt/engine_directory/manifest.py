@@ -5,6 +5,7 @@
     weights.safetensors  weights prepared under the scheme
     tokenizer.json, text.json   the tokenizer and chat template, if the checkpoint has them
     adapters.json        the linears that adapters change, if the engine takes adapters (`adapter_targets.py`)
+    adapters.npz         transformations of the weights of these linears, if there are any
     npu/                 compiled contexts, by the hash of their inputs (`backends/qnn/contexts.py`)
 
 An engine directory may be copied to a device and run there.

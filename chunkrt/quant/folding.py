@@ -17,7 +17,7 @@ Source: Ashkboos et al., QuaRot (2024), section 3; Bracewell, Discrete Hartley t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal
@@ -112,6 +112,29 @@ class Folding:
         if name in self.columns:
             folded *= self.columns[name]
         return folded
+
+    def apply_to_product(self, name: str, a: Float32, b: Float32) -> tuple[Float32, Float32]:
+        """Return the transformed factors of a product a @ b that is added to a weight.
+
+        Args:
+            a: float32 [K, r].
+            b: float32 [r, N].
+
+        Raises:
+            QuantizationError: see `apply`.
+        """
+        of_rows = Folding(gains=self.gains, rotated_rows=self.rotated_rows, rows=self.rows)
+        of_columns = Folding(rotated_columns=self.rotated_columns, columns=self.columns)
+        return of_rows.apply(name, a), of_columns.apply(name, b)
+
+    def only(self, names: Collection[str]) -> Folding:
+        """Return the transformations of the named weights."""
+        kept: dict[str, Any] = {}
+        for kind in (member.name for member in fields(self)):
+            held = getattr(self, kind)
+            is_map = kind in FACTORS
+            kept[kind] = {n: held[n] for n in held if n in names} if is_map else held.intersection(names)
+        return Folding(**kept)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return the folding as arrays of numbers and of text by key, such as "rows/lm_head.weight"."""

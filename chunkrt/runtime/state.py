@@ -301,6 +301,10 @@ class State:
             raise ConfigError("the snapshot does not fit this state; create both with the same options")
         self._become(snapshot, snapshot.kept)
 
+    def choose_adapter(self, adapter: LoadedAdapter) -> None:
+        """Compute the tokens of this state, which is empty, with an adapter."""
+        self.adapter = adapter
+
     def fork(self) -> State:
         """Return an independent copy of the state. Only the filled part of caches is copied."""
         copy = State(self.plan, self.capacity, self.dtype, chunk_length=self.chunk_length, spare=self._spare)

@@ -299,7 +299,8 @@ async def _load_adapter(service: Service, http: HttpRequest) -> Response:
     try:
         if request.lora_name == service.name:
             raise ConfigError(f"{request.lora_name!r} is the name of the model; choose another name")
-        await service.beside(partial(service.engine.load_adapter, path, name=request.lora_name))
+        load = partial(service.engine.load_adapter, path, name=request.lora_name, scale=request.lora_scale)
+        await service.beside(load)
     except (ConfigError, ModelError) as error:
         raise RequestError(str(error)) from error
     return JSONResponse(_described(service, request.lora_name))

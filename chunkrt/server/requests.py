@@ -276,10 +276,13 @@ class EmbeddingRequest(Request, kw_only=True):
 
 
 class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/load_lora_adapter: a name, and the path of an adapter in the server's folder of adapters."""
+    """POST /v1/load_lora_adapter: a name, the path of an adapter in the server's folder of adapters, and a factor of
+    its products.
+    """
 
     lora_name: str
     lora_path: str
+    lora_scale: float = 1.0
 
 
 class UnloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

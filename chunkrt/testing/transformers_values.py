@@ -1,4 +1,4 @@
-"""Values of a model in Transformers, for comparisons. Only this module needs torch and transformers."""
+"""Values of a model in Transformers, for comparisons. Only this module needs torch, transformers and peft."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ from chunkrt.testing.comparison import Expected, ModuleValues
 NEEDED = "comparisons with Transformers need torch and transformers; run pip install 'chunkrt[compare]'"
 
 
-def expected_values(folder: Path, token_ids: Sequence[int] | NDArray[np.int64]) -> Expected:
+NEEDED_FOR_ADAPTERS = "comparisons with an adapter need PEFT; run pip install peft"
+
+
+def expected_values(
+    folder: Path, token_ids: Sequence[int] | NDArray[np.int64], *, adapter: Path | None = None
+) -> Expected:
     """Run a checkpoint in Transformers in float32, and record the values of all modules.
 
     Args:
         folder: checkpoint folder of Hugging Face. Code in the folder is not executed.
         token_ids: at least one token.
+        adapter: folder of a LoRA adapter, which PEFT merges into the checkpoint.
 
     Raises:
-        ConfigError: torch or Transformers is missing, or a token is outside the vocabulary.
-        ModelError: Transformers cannot load the checkpoint.
+        ConfigError: torch, Transformers or PEFT is missing, or a token is outside the vocabulary.
+        ModelError: Transformers cannot load the checkpoint, or PEFT cannot load the adapter.
     """
     try:
         import torch
@@ -51,6 +57,8 @@ def expected_values(folder: Path, token_ids: Sequence[int] | NDArray[np.int64]) 
     except Exception as error:  # Transformers raises errors of many kinds
         what = " ".join(str(error).split())[:200]
         raise ModelError(f"Transformers cannot load {folder} ({type(error).__name__}: {what})") from error
+    if adapter is not None:
+        model = _merged(model, adapter)
     if ids.size and not (ids.min() >= 0 and ids.max() < model.get_input_embeddings().num_embeddings):
         raise ConfigError(f"token ids are outside the vocabulary of {model.get_input_embeddings().num_embeddings}")
     values: dict[str, ModuleValues] = {}
@@ -77,6 +85,19 @@ def expected_values(folder: Path, token_ids: Sequence[int] | NDArray[np.int64]) 
     with torch.no_grad():
         logits = model(torch.from_numpy(ids[None]), use_cache=False).logits[0].float().numpy()
     return Expected(token_ids=ids, logits=logits, modules=values)
+
+
+def _merged(model: Any, adapter: Path) -> Any:
+    """Return a model of Transformers with an adapter in its weights."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ConfigError(f"{NEEDED_FOR_ADAPTERS} ({error})") from error
+    try:
+        return PeftModel.from_pretrained(model, adapter).merge_and_unload().eval()
+    except Exception as error:  # PEFT raises errors of many kinds
+        what = " ".join(str(error).split())[:200]
+        raise ModelError(f"PEFT cannot load {adapter} ({type(error).__name__}: {what})") from error
 
 
 def _rows(tensor: Any, num_tokens: int) -> NDArray[np.float32] | None:

@@ -5,10 +5,12 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <tuple>
 #include <variant>
 
 #include "bindings/parts.h"
 #include "bindings/tensor.h"
+#include "program/adapter_tables.h"
 #include "program/operators/operators.h"
 
 #ifndef _WIN32
@@ -46,18 +48,66 @@ std::shared_ptr<ThreadPool> make_pool(std::size_t budget) {
 #endif
 }
 
+// Keeps an object alive. The last reference may be released in any thread.
+std::shared_ptr<const void> held(const py::object& object) {
+  return {new py::object(object), [](const void* reference) {
+            const py::gil_scoped_acquire gil;
+            delete static_cast<const py::object*>(reference);
+          }};
+}
+
 ValueId add_constant(ProgramBuilder& builder, const py::array& array) {
   const TensorView view = view_of(array);
   if (!view.is_contiguous) {
     throw std::invalid_argument(
         "a constant must be contiguous row-major memory; pass numpy.ascontiguousarray of it");
   }
-  // The last reference may be released in any thread.
-  const std::shared_ptr<const void> owner(new py::array(array), [](const py::array* held) {
-    const py::gil_scoped_acquire gil;
-    delete held;
-  });
-  return builder.constant(view.data, dtype_named(view.dtype), view.shape, owner);
+  return builder.constant(view.data, dtype_named(view.dtype), view.shape, held(array));
+}
+
+// a float32 [rank blocks, K, 16], b float32 [stored rows, 16], and for each block of columns in `spans` the
+// first rank and the number of ranks, int64 [column blocks, 2]: see kernels/low_rank/low_rank.h.
+using PythonFactors = std::tuple<py::array, py::array, py::array, std::size_t>;
+
+LowRankFactors factors_of(const PythonFactors& given) {
+  const auto& [a, b, spans, columns] = given;
+  const TensorView a_view = view_of(a), b_view = view_of(b), span_view = view_of(spans);
+  const bool fits = a_view.dtype == "float32" && a_view.shape.size() == 3 && a_view.shape[1] > 0 &&
+                    a_view.shape[2] == kLowRankBlock && b_view.dtype == "float32" &&
+                    b_view.shape.size() == 2 && b_view.shape[1] == kLowRankBlock &&
+                    span_view.dtype == "int64" && span_view.shape.size() == 2 && span_view.shape[1] == 2 &&
+                    a_view.is_contiguous && b_view.is_contiguous && span_view.is_contiguous && columns > 0 &&
+                    span_view.shape[0] == (columns - 1) / kLowRankBlock + 1;
+  require(fits,
+          "the factors of an adapter must be contiguous, a float32 [blocks, K, 16], b float32 [rows, 16] "
+          "and spans int64 [ceil(columns / 16), 2]");
+  LowRankFactors factors = {.depth = a_view.shape[1],
+                            .columns = columns,
+                            .rank_blocks = a_view.shape[0],
+                            .a = static_cast<const float*>(a_view.data),
+                            .b = static_cast<const float*>(b_view.data),
+                            .spans = {},
+                            .owner = held(py::make_tuple(a, b))};
+  const auto num_ranks = static_cast<std::int64_t>(factors.rank_blocks * kLowRankBlock);
+  const auto* const span = static_cast<const std::int64_t*>(span_view.data);
+  std::size_t num_rows = 0;
+  for (std::size_t block = 0; block < span_view.shape[0]; ++block) {
+    const std::int64_t first = span[2 * block], count = span[2 * block + 1];
+    require(first >= 0 && count >= 0 && count <= num_ranks && first <= num_ranks - count,
+            "the span of a block of columns exceeds the ranks of an adapter");
+    factors.spans.push_back({static_cast<std::size_t>(first), static_cast<std::size_t>(count), num_rows});
+    num_rows += static_cast<std::size_t>(count);
+  }
+  require(num_rows == b_view.shape[0], "the spans of an adapter have " + std::to_string(num_rows) +
+                                           " rows, and b has " + std::to_string(b_view.shape[0]));
+  return factors;
+}
+
+void add_adapter(AdapterTables& tables, std::int64_t number,
+                 const std::map<std::string, PythonFactors>& adapter) {
+  AdapterTables::Adapter converted;
+  for (const auto& [weight, factors] : adapter) converted.emplace(weight, factors_of(factors));
+  tables.add(number, converted);
 }
 
 std::vector<TensorView> views_of(const std::vector<py::array>& arrays) {
@@ -152,6 +202,12 @@ void bind_program(py::module_& module) {
       .def(py::init<>())
       .def("take", take_times);
 
+  py::class_<AdapterTables, std::shared_ptr<AdapterTables>>(module, "AdapterTables",
+                                                            "The factors of loaded LoRA adapters.")
+      .def(py::init<>())
+      .def("add", add_adapter, "number"_a, "factors"_a)
+      .def("remove", &AdapterTables::remove, "number"_a);
+
   py::class_<Program>(module, "Program", "A compiled subgraph.")
       .def("run", run, "inputs"_a.noconvert(), "outputs"_a.noconvert())
       .def("run_segments", run_segments, "inputs"_a.noconvert(), "outputs"_a.noconvert(),
@@ -199,6 +255,7 @@ void bind_program(py::module_& module) {
            "residual"_a = py::none(), "num_digits"_a = 1, "input_step"_a = py::none(),
            "multipliers"_a = py::none())
       .def("float_linear", float_linear, "input"_a, "weight"_a)
+      .def("low_rank_sum", low_rank_sum, "product"_a, "input"_a, "adapters"_a, "tables"_a, "weight"_a)
       .def("block_linear", block_linear, "input"_a, "packed"_a, "block_scales"_a, "columns"_a,
            "bias"_a = py::none(), "residual"_a = py::none())
       .def("shadow_linear", shadow_linear, "input"_a, "packed"_a, "scales"_a, "input_step"_a,

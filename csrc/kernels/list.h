@@ -7,6 +7,7 @@
 #include "kernels/float_linear/float_linear.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/linear_attention/linear_attention.h"
+#include "kernels/low_rank/low_rank.h"
 #include "kernels/norm/norm.h"
 #include "kernels/outliers/outliers.h"
 #include "kernels/quantize/quantize.h"
@@ -66,6 +67,8 @@
   KERNEL(add_outliers_f32_s8col, AddOutliersFunction, CHUNKRT_VECTORS)            \
   KERNEL(add_outliers_f32_u4block, AddBlockOutliersFunction, CHUNKRT_VECTORS)     \
   KERNEL(float_linear_f32_f32, FloatLinearFunction, CHUNKRT_VECTORS)              \
+  KERNEL(low_rank_down_f32_f32, LowRankDownFunction, CHUNKRT_VECTORS)             \
+  KERNEL(low_rank_up_f32_f32, LowRankUpFunction, CHUNKRT_VECTORS)                 \
   KERNEL(find_outliers_f32_f32, FindOutliersFunction, CHUNKRT_VECTORS)            \
   KERNEL(dequantize_row_f32_s8col, DequantizeRowFunction, CHUNKRT_VECTORS)        \
   KERNEL(add_outer_product_f32_f32_f32, AddOuterProductFunction, CHUNKRT_VECTORS) \

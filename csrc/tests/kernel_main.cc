@@ -14,6 +14,7 @@ int main(int argc, char** argv) {
   chunkrt::testing::test_gemm(suite);
   chunkrt::testing::test_block_gemm(suite);
   chunkrt::testing::test_float_linear(suite);
+  chunkrt::testing::test_low_rank(suite);
   chunkrt::testing::test_outliers(suite);
   chunkrt::testing::test_quantize(suite);
   chunkrt::testing::test_grid(suite);

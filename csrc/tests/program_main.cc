@@ -15,6 +15,7 @@ int main(int argc, char** argv) {
   chunkrt::testing::test_segments(suite);
   chunkrt::testing::test_block_linear(suite);
   chunkrt::testing::test_linear_attention_program(suite);
+  chunkrt::testing::test_low_rank_sum(suite);
   chunkrt::testing::test_routed_experts(suite);
   return suite.finish();
 }

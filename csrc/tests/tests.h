@@ -10,6 +10,7 @@ void test_isa(Suite& suite);
 void test_gemm(Suite& suite);
 void test_block_gemm(Suite& suite);
 void test_float_linear(Suite& suite);
+void test_low_rank(Suite& suite);
 void test_outliers(Suite& suite);
 void test_quantize(Suite& suite);
 void test_grid(Suite& suite);
@@ -27,6 +28,7 @@ void test_program(Suite& suite);
 void test_segments(Suite& suite);
 void test_block_linear(Suite& suite);
 void test_linear_attention_program(Suite& suite);
+void test_low_rank_sum(Suite& suite);
 void test_routed_experts(Suite& suite);
 
 }  // namespace chunkrt::testing

@@ -106,13 +106,42 @@ def test_chunk_length_does_not_change_bits_with_an_adapter():
     np.testing.assert_array_equal(found[2], found[0])
 
 
-def test_quantised_model_with_an_adapter_is_near_the_adapted_checkpoint():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheme": "w8a8-dynamic"},
+        {"scheme": "w8a16"},
+        {"scheme": "w8a8"},  # is equalised
+        {"scheme": "w8a8", "rotation": True},
+        {"scheme": "w8a8", "shadow": "all", "npu": "reference"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_quantised_model_with_an_adapter_is_near_the_adapted_checkpoint(options):
     expected = np.load(BIASED / "expected.npz")["logits"]
-    right = expected_logits("llama_biased")
-    with load() as engine:
+    right = expected_logits("llama_biased_gguf")
+    with load(checkpoint("llama_biased_gguf"), **options) as engine:
         error = np.square(logits_of(engine, engine.load_adapter(BIASED)) - expected).mean() / np.square(expected).mean()
         plain = np.square(logits_of(engine) - right).mean() / np.square(right).mean()
     assert error < 4 * plain  # only the weights of the model are quantised, in both cases
+
+
+def test_npu_takes_adapters_without_another_context(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNKRT_HOME", str(tmp_path))
+    expected = np.load(BIASED / "expected.npz")["logits"]
+    right = expected_logits("llama_biased_gguf")
+    with load(checkpoint("llama_biased_gguf"), npu="qnn", soc="SM8650", scheme="w8a16") as engine:
+        plain = logits_of(engine)
+        contexts = sorted((tmp_path / "contexts").rglob("*"))
+        found = logits_of(engine, engine.load_adapter(BIASED))
+        assert sorted((tmp_path / "contexts").rglob("*")) == contexts
+        np.testing.assert_array_equal(logits_of(engine), plain)
+        nodes = [(node.op, s.device) for s in engine.loaded.plan.subgraphs for node in s.nodes]
+    devices = {op: {device for name, device in nodes if name == op} for op in ("MatMul", "LowRankSum")}
+    assert devices["LowRankSum"] == {"cpu"}
+    assert "npu" in devices["MatMul"]
+    error = np.square(found - expected).mean() / np.square(expected).mean()
+    assert error < 4 * np.square(plain - right).mean() / np.square(right).mean()
 
 
 def test_generated_tokens_are_those_of_an_engine_with_the_adapter_in_its_weights():
@@ -160,6 +189,29 @@ def test_session_file_belongs_to_its_adapter(tmp_path):
             engine.load_session(tmp_path / "file")
 
 
+def test_scale_multiplies_the_scale_of_an_adapter(tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(BIASED, other)
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": -2.5 * config["lora_alpha"]}))
+    with load(prefix_cache="memory", chunk_length=8) as engine:
+        engine.load_adapter(BIASED, name="own")
+        engine.load_adapter(BIASED, name="scaled", scale=-2.5)
+        engine.load_adapter(BIASED, name="none", scale=0)
+        engine.load_adapter(other)
+        logits = {name: logits_of(engine, name) for name in (None, "own", "scaled", "none", "other")}
+        with engine.session(adapter="own") as session:
+            assert session.prefill(IDS).num_cached > 0
+        with engine.session(adapter="none") as session:
+            assert session.prefill(IDS[:12]).num_cached > 0
+        for scale in (float("nan"), "2", True, 1e300):
+            with pytest.raises(ConfigError, match="scale is"):
+                engine.load_adapter(BIASED, name="wrong", scale=scale)
+    np.testing.assert_array_equal(logits["scaled"], logits["other"])
+    np.testing.assert_array_equal(logits["none"], logits[None])
+    assert (logits["scaled"][5:] != logits["own"][5:]).any()
+
+
 def test_open_session_keeps_an_unloaded_adapter():
     with load() as engine:
         engine.load_adapter(BIASED, name="a")
@@ -190,7 +242,6 @@ def test_methods_for_many_prompts_take_an_adapter():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheme": "w8a16"}, "'w8a16' is static, and takes no adapters at run time"),
         ({"npu": "qnn", "soc": "SM8650", "scheme": "w8a8-dynamic"}, "does not support"),
         ({"adapters": "yes"}, "adapters"),
     ],

@@ -74,6 +74,15 @@ def test_client_loads_and_unloads_an_adapter_of_the_folder(server):
     assert client.post("/v1/unload_lora_adapter", json={"lora_name": "new"}).status_code == 404
 
 
+def test_client_chooses_the_scale_of_an_adapter(server):
+    engine, client = server
+    body = {"lora_name": "none", "lora_path": "inside", "lora_scale": 0}
+    assert client.post("/v1/load_lora_adapter", json=body).status_code == 200
+    text = completion(client, adapter="none").json()["choices"][0]["text"]
+    engine.unload_adapter("none")
+    assert text == engine.generate("a b c", max_tokens=6)
+
+
 @pytest.mark.parametrize("path", [str(FOLDER / "llama_biased"), "../x", ".", "absent"])
 def test_path_outside_the_folder_is_refused(server, path):
     found = server[1].post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
@@ -89,6 +98,19 @@ def test_clients_without_a_folder_may_not_load_adapters():
         found = httpx.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "inside"})
     assert found.status_code == 403
     assert "--adapter-folder" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--adapter-scale", "a=2"], "--adapter-scale names 'a', which no --load-adapter loads"),
+        (["--load-adapter", "a=b", "--adapter-scale", "a=two"], "--adapter-scale is 'a=two', expected NAME=FACTOR"),
+        (["--load-adapter", "a=b", "--adapter-scale", "a"], "--adapter-scale is 'a', expected NAME=FACTOR"),
+    ],
+)
+def test_serve_refuses_a_scale_that_has_no_adapter_or_is_no_number(command, flags, message):
+    finished = command("serve", checkpoint("llama_biased_gguf"), "--adapters", *flags)
+    assert (finished.status, message in finished.err) == (1, True)
 
 
 def test_serve_refuses_adapters_without_the_option(command):

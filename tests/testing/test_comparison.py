@@ -193,6 +193,17 @@ def test_compare_command_reports_the_first_difference(tmp_path: Path) -> None:
     assert json.loads(found.output)["first_difference"]["value"] == "model.layers.0.input_layernorm.output"
 
 
+def test_compare_command_adds_an_adapter(tmp_path: Path) -> None:
+    """The expected logits are those of PEFT."""
+    adapter = DATA / "adapters" / "llama_biased"
+    ids, logits = np.array(input_ids("llama_biased")), np.load(adapter / "expected.npz")["logits"]
+    Expected(token_ids=ids, logits=logits, modules={}).save(tmp_path / "values.npz")
+    command = ["compare", str(checkpoint("llama_biased")), "--against", str(tmp_path / "values.npz")]
+    assert CliRunner().invoke(cli, [*command, "--adapter", str(adapter)]).exit_code == 0
+    assert CliRunner().invoke(cli, [*command, "--adapter", f"{adapter}.gguf"]).exit_code == 0
+    assert CliRunner().invoke(cli, command).exit_code == 3
+
+
 @pytest.mark.skipif(find_spec("torch") is not None, reason="torch is installed")
 def test_compare_without_torch_names_the_extra() -> None:
     found = CliRunner().invoke(cli, ["compare", str(checkpoint(LLAMA))])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from chunkrt._native import Program, ProgramBuilder
 from chunkrt.backends.base import AttentionMath
+from chunkrt.backends.low_rank import NATIVE_TABLES
 from chunkrt.backends.registry import NATIVE, operators
 from chunkrt.engine_directory.store import (
     HOT_CHANNELS_SUFFIX,
@@ -198,6 +199,15 @@ def _shadow_linear(lowering: Lowering, node: Node) -> list[int]:
     input_step = float(weights.array(weight + INPUT_STEP_SUFFIX)[0])
     hot_channels = builder.constant(weights.array(weight + HOT_CHANNELS_SUFFIX))
     return [builder.shadow_linear(lowering.value(left), packed, scales, input_step, hot_channels)]
+
+
+@operators.register("low_rank_sum", NATIVE)
+def _low_rank_sum(lowering: Lowering, node: Node) -> list[int]:
+    weight = node.attributes["weight"]
+    assert isinstance(weight, str)
+    assert NATIVE_TABLES is not None
+    product, hidden, adapters = lowering.values(node)
+    return [lowering.builder.low_rank_sum(product, hidden, adapters, NATIVE_TABLES, weight)]
 
 
 @operators.register("routed_experts", NATIVE)

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from threading import Lock
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
+from chunkrt.backends.low_rank import LoadedAdapter
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.ranks.commands import Call, Compute, Message, Open, Part, RankPath, Reference, read_reply
 from chunkrt.errors import ConfigError
@@ -38,6 +41,8 @@ class Leader:
         self._num_objects = 0
         self._waiting: deque[Call] = deque()
         self._forgotten: deque[int] = deque()
+        self.adapters: WeakKeyDictionary[LoadedAdapter, int] = WeakKeyDictionary()
+        """Numbers of the followers' adapters."""
 
     def open(self, model: str, options: EngineOptions) -> EngineMirror:
         """Load a model on the followers, concurrently with this process."""
@@ -162,6 +167,19 @@ class EngineMirror:
                     communicator.abort(number, "rank 0 ended the run")
                 communicator.end(number)
 
+    def load_adapter(self, adapter: LoadedAdapter, path: Path, scale: float) -> None:
+        """Load an adapter of this process on the followers.
+
+        Raises:
+            ChunkrtError: a follower could not load the adapter, or its files differ.
+        """
+        number = self._leader.new_number()
+        self._leader.adapters[adapter] = number
+        self._leader.forget_with(adapter, number)
+        arguments = (path, adapter.name, scale, adapter.digest)
+        call = Call(target=self._number, method="read_adapter", arguments=arguments, result=number, has_reply=True)
+        self._leader.replies(self._leader.tell(call))
+
     def close(self) -> None:
         """Close the followers' engines."""
         self._leader.call(self._number, "close")
@@ -230,6 +248,11 @@ class _MirroredState(State):
             super().advance(num_tokens)
             self._leader.tell_later(Call(target=self.number, method="advance", arguments=(num_tokens,)))
 
+    def choose_adapter(self, adapter: LoadedAdapter) -> None:
+        """See `State.choose_adapter`."""
+        with self._mirrored("choose_adapter", Reference(self._leader.adapters[adapter])):
+            super().choose_adapter(adapter)
+
     def rewind(self, position: int) -> int:
         """See `State.rewind`."""
         with self._mirrored("rewind", position):
@@ -276,6 +299,7 @@ class _MirroredState(State):
             chunk_length=self.chunk_length,
             spare=self._spare,
         )
+        copy.adapter = self.adapter
         self._copy_to(copy)  # waits for the tasks of an abandoned run, on all ranks
         self._leader.call(self.number, "fork", result=number)
         return copy

@@ -21,10 +21,9 @@ from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.experts import Mixture, SparseMixture
 from chunkrt.graph.decoders.llama import Body, CausalDecoder, FeedForward, Layer
-from chunkrt.graph.modules import Constant, Module, RMSNorm
+from chunkrt.graph.modules import Constant, Module, RMSNorm, Share
 from chunkrt.graph.parallel import LinearBase, ReplicatedLinear, RowParallelLinear, share_heads
 from chunkrt.graph.rope import RotaryTables
-from chunkrt.graph.shares import Share
 
 _SIZES = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 V2_DEFAULTS = {

@@ -3,11 +3,14 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "kernels/attention/attention.h"
+#include "program/adapter_tables.h"
 #include "program/builder.h"
 
 namespace chunkrt {
@@ -83,6 +86,11 @@ ValueId block_linear(ProgramBuilder& builder, ValueId input, ValueId packed, Val
 // outliers in the channels of other rows dequantises these rows.
 ValueId shadow_linear(ProgramBuilder& builder, ValueId input, ValueId packed, ValueId scales,
                       float input_step, ValueId hot_channels);
+// Adds the products of LoRA adapters to the product of an input and a weight: see kernels/low_rank. adapters
+// int64 [rows] (an input) are the numbers of the rows' adapters in `tables`; 0 means no adapter, and leaves a
+// row unchanged. The result takes the place of `product`, which no later operator may use.
+ValueId low_rank_sum(ProgramBuilder& builder, ValueId product, ValueId input, ValueId adapters,
+                     std::shared_ptr<AdapterTables> tables, const std::string& weight);
 struct RouterRule {
   std::size_t top_k;
   bool norm_topk_prob = false;

@@ -1,0 +1,2 @@
+// low_rank with NEON.
+#include "kernels/low_rank/loops.h"
