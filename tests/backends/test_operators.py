@@ -1,7 +1,9 @@
 """Canonical names of operators, and the registry of implementations."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fixture_checkpoints import NAMES, checkpoint
@@ -253,3 +255,12 @@ def test_lowerings_are_standard_or_functions():
     kinds = {"linear_attention": "short_conv"}
     assert all(has_expansion("chunkrt", as_op[name], kinds.get(name, "")) for name in FUNCTIONS)
     assert not any(has_expansion("chunkrt", as_op[name]) for name in STANDARD)
+
+
+def test_page_on_operators_lists_all_names():
+    page = (Path(__file__).parents[2] / "docs" / "operators.md").read_text(encoding="utf-8")
+    table = page.partition("\n## Names\n")[2].partition("\n## ")[0]
+    listed = {name for row in table.splitlines() for name in re.findall("`(.*?)`", row.partition(" | ")[0])}
+    registry = registered_operators()
+    forms = ("reference", "native", "npu", "link")
+    assert {name for name in registry.names() if any(registry.find_own(name, form) for form in forms)} <= listed
