@@ -24,8 +24,11 @@ from chunkrt.engine_directory.manifest import WEIGHTS, read_manifest
 from chunkrt.engine_directory.store import WeightStore
 from chunkrt.engine_directory.weights import settle, write_weights
 from chunkrt.errors import ConfigError, PartitionError
-from chunkrt.graph.decoders import FAMILIES, build_decoder
+from chunkrt.graph import ops
+from chunkrt.graph.decoders import FAMILIES, build_decoder, llama
+from chunkrt.graph.modules import Share
 from chunkrt.graph.ops import trace
+from chunkrt.graph.parallel import LinearBase
 from chunkrt.graph.partition import Planned, partition
 from chunkrt.graph.plan import ALONE, Ranks
 from chunkrt.quant.scheme import SCHEMES, Recipe
@@ -118,8 +121,8 @@ def test_switches_apply_to_ranks_except_for_the_sums(npu):
 
     with load(LLAMA, chunk_length=8, npu=npu, ops="none") as engine:
         expected = engine.session().prefill(input_ids("llama_gqa"), logits="all").logits
-    for ops in ("none", "none,+linear", "-rms_norm"):
-        found = on_ranks(2, lambda communicator, ops=ops: work(communicator, ops))
+    for switches in ("none", "none,+linear", "-rms_norm"):
+        found = on_ranks(2, lambda communicator, switches=switches: work(communicator, switches))
         assert [sum_ for _, sum_ in found] == [("all_reduce", "link", None)] * 2
         assert_same_but_for_order(found[0][0], expected)
         assert np.array_equal(found[0][0], found[1][0])
@@ -261,6 +264,40 @@ def test_static_schemes_and_npus_have_equal_logits_on_ranks(options, tmp_path):
     expected = prefill_and_decode("qwen2", **options)
     for found in on_ranks(3, lambda communicator: prefill_and_decode("qwen2", communicator, **options)):
         np.testing.assert_array_equal(found, expected)
+
+
+class SplitByRows(LinearBase):
+    """A linear of a foreign family: partial products under every scheme."""
+
+    def __init__(self, in_features, outputs, ranks, *, depth=None, bias=False, factor=1.0):
+        super().__init__(in_features, outputs)
+        self.depth = depth or Share.even(in_features, ranks)
+
+    def share(self):
+        return Share.whole(self.outputs[""]), self.depth
+
+    def forward(self, hidden):
+        partial = ops.matmul(hidden, self.weight.value(), name="partial")
+        return ops.all_reduce(partial, name="output") if self.depth.length < self.depth.size else partial
+
+
+def test_partial_products_are_refused_under_static_schemes(tmp_path, monkeypatch):
+    monkeypatch.setattr(llama, "RowParallelLinear", SplitByRows)
+    calibrated("llama_gqa", tmp_path / "ranges.npz")
+    recipe = Recipe(scheme=SCHEMES["w8a16"])
+    compile_checkpoint(LLAMA, recipe, {}, tmp_path / "one", model="toy", calibration=tmp_path / "ranges.npz")
+    message = r"^under a static scheme the ranks cannot split model.layers.0.\S+ by its rows, as its family does; use"
+    with pytest.raises(ConfigError, match=message):
+        compile_checkpoint(
+            LLAMA,
+            recipe,
+            {},
+            tmp_path / "two",
+            model="toy",
+            calibration=tmp_path / "ranges.npz",
+            ranks=Ranks(1, 2),
+        )
+    assert not (tmp_path / "two").exists()
 
 
 def is_small(plan, name):

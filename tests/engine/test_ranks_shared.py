@@ -88,6 +88,28 @@ def test_token_takes_two_messages_for_every_other_rank_in_addition_to_the_sums(r
         assert sent == {Channel.COMMAND: others, Channel.DONE: others}
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma4", "qwen3_5_moe"])
+def test_leader_gets_the_logits_and_hidden_states_of_one_rank(name):
+    """The vocabularies are odd, so that 3 ranks pad them; Gemma 2 caps its logits, Gemma 4 has a second table."""
+    options = {"scheme": "float", "npu": "reference", "chunk_length": 8}
+    ids = np.array(input_ids(name)[:13])
+    pairs = [(ids[:3].tolist(), ids[3:6].tolist()), (ids[:4].tolist(), ids[5:9].tolist())]
+
+    def results(engine):
+        runs = [(ids, "all"), (ids, "last"), (ids, "hidden"), (ids[:1], "last")]
+        found = [engine.loaded.run(Request(part, make_state(engine), logits=wanted)) for part, wanted in runs]
+        return [run.hidden if wanted == "hidden" else run.logits for run, (_, wanted) in zip(found, runs, strict=True)]
+
+    with chunkrt.load(checkpoint(name), **options) as engine:
+        expected = results(engine)
+        scores = [score.log_probability for score in engine.score(pairs)]
+    with led(name, 3, **options) as ranks:
+        for found, wanted in zip(results(ranks.engine), expected, strict=True):
+            assert found.shape == wanted.shape
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+        np.testing.assert_allclose([s.log_probability for s in ranks.engine.score(pairs)], scores, rtol=0, atol=1e-4)
+
+
 def test_single_prompt_takes_one_command_for_each_filling_of_the_slots(ranks, sent):
     session = ranks.engine.session()
     sent.clear()
