@@ -22,7 +22,7 @@ from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.experts import Mixture, SparseMixture
 from chunkrt.graph.decoders.llama import Body, CausalDecoder, FeedForward, Layer
 from chunkrt.graph.modules import Constant, Module, RMSNorm, Share
-from chunkrt.graph.parallel import LinearBase, ReplicatedLinear, RowParallelLinear, share_heads
+from chunkrt.graph.parallel import ColumnShareLinear, LinearBase, ReplicatedLinear, RowParallelLinear, share_heads
 from chunkrt.graph.rope import RotaryTables
 
 _SIZES = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -180,7 +180,7 @@ class LatentAttention(Module):
         head_dim = max(rope + nope, v_dim)
         own = share_heads(heads, heads, head_dim, config.ranks).query
         order = np.arange(rope).reshape(-1, 2).T.ravel() if is_interleaved else np.arange(rope)
-        rows = _Rows(own.indices, heads, head_dim)
+        rows = _Rows(own, head_dim)
         query = rows.share(nope + rope, np.concatenate([nope + order, np.arange(nope)]))
         keys = rows.share(nope + v_dim, np.concatenate([np.full(rope, -1), np.arange(nope)]))
         values = rows.share(nope + v_dim, nope + np.arange(v_dim))
@@ -190,13 +190,9 @@ class LatentAttention(Module):
         self.latent_proj = ReplicatedLinear(hidden, compressed, bias=bias, rows=np.arange(latent))
         self.rope_proj = ReplicatedLinear(hidden, compressed, bias=bias, rows=latent + order)
         self.kv_a_layernorm = RMSNorm(latent, LATENT_EPSILON)
-        key_values = Share(keys.size, np.concatenate([keys.indices, values.indices]))
-        self.kv_b_proj = ReplicatedLinear(latent, heads * (nope + v_dim), rows=key_values.indices)
+        self.kv_b_proj = ColumnShareLinear(latent, heads * (nope + v_dim), Share.together([keys, values]))
         self.heads = JoinedHeads(rope, own.length, head_dim)
-        depth = rows.share(v_dim, np.arange(v_dim))
-        self.o_proj = RowParallelLinear(
-            heads * v_dim, hidden, config.ranks, depth=depth, bias=bias, factor=config.residual_factor
-        )
+        self.o_proj = PaddedOutput(config, own, v_dim, head_dim)
         self._num_heads, self._head_dim, self._rotary = own.length, head_dim, (rotary,)
         self._scale = (nope + rope) ** -0.5 * _yarn_factor(config) ** 2
 
@@ -204,11 +200,11 @@ class LatentAttention(Module):
         """Return the last linear of the queries, after adding those before it to the module."""
         hidden, rank = config.hidden_size, config.raw.get("q_lora_rank")
         if rank is None:
-            return ReplicatedLinear(hidden, {"q_proj": rows.size}, rows=rows.indices)
+            return ColumnShareLinear(hidden, rows.size, rows)
         rank = config.count("q_lora_rank")
         self.q_a_proj = ReplicatedLinear(hidden, rank, bias=config.flag("attention_bias"))
         self.q_a_layernorm = RMSNorm(rank, LATENT_EPSILON)
-        return ReplicatedLinear(rank, {"q_b_proj": rows.size}, rows=rows.indices)
+        return ColumnShareLinear(rank, {"q_b_proj": rows.size}, rows)
 
     def forward(self, hidden: ir.Value) -> ir.Value:
         is_compressed = hasattr(self, "q_a_proj")
@@ -227,6 +223,31 @@ class LatentAttention(Module):
             long_context_from=rotary.long_context_from,
         )
         return self.o_proj(attended)
+
+
+class PaddedOutput(RowParallelLinear):
+    """The projection of the heads' results, whose columns are those of values and, behind them, padding.
+
+    Args:
+        heads: a rank's heads.
+        width: number of a head's columns in the checkpoint; `head_dim` includes the padding.
+    """
+
+    def __init__(self, config: DecoderConfig, heads: Share, width: int, head_dim: int) -> None:
+        super().__init__(
+            heads.size * width,
+            config.hidden_size,
+            config.ranks,
+            depth=heads.spread(head_dim),
+            bias=config.flag("attention_bias"),
+            factor=config.residual_factor,
+        )
+        own = heads if config.ranks.sums else Share.whole(heads.size)
+        self._padded = _Rows(own, head_dim).share(width, np.arange(width))
+
+    def share(self) -> tuple[Share, Share]:
+        columns, _ = super().share()
+        return columns, self._padded
 
 
 class JoinedHeads(Module):
@@ -250,18 +271,18 @@ class JoinedHeads(Module):
 class _Rows:
     """Selection of a tensor's rows for each of a rank's heads, padded to `head_dim` with zeros."""
 
-    def __init__(self, heads: NDArray[np.int64], num_heads: int, head_dim: int) -> None:
-        self._heads, self._num_heads, self._head_dim = heads, num_heads, head_dim
+    def __init__(self, heads: Share, head_dim: int) -> None:
+        self._heads, self._head_dim = heads, head_dim
 
     def share(self, width: int, order: NDArray[np.int64]) -> Share:
         """Return the share of a tensor with `width` rows for each head; `order` lists those of a head, and -1 is a
         row of zeros.
         """
         order = np.concatenate([order, np.full(self._head_dim - len(order), -1)])
-        size = self._num_heads * width
-        rows = self._heads[:, None] * width + order
-        is_zero = (order < 0) | (self._heads[:, None] >= self._num_heads)
-        return Share(size, np.where(is_zero, size, rows).ravel())
+        heads, size = self._heads.by_rank[..., None], self._heads.size * width
+        is_zero = (order < 0) | (heads >= self._heads.size)
+        rows = np.where(is_zero, size, heads * width + order)
+        return Share(size, rows.reshape(len(rows), -1), self._heads.rank)
 
 
 def _yarn_factor(config: DecoderConfig) -> float:
