@@ -215,7 +215,7 @@ def _print(
     if of_link := [f for f in figures if f.device == "link"]:
         num_gathers = sum(f.name in gathers for f in of_link)
         click.echo(
-            f"link: {len(of_link) - num_gathers} sums and {num_gathers} gathers over {ranks.size} ranks, with results "
+            f"link: sums {len(of_link) - num_gathers}, gathers {num_gathers} over {ranks.size} ranks, with results "
             f"of {sum(f.sum_bytes for f in of_link) / 1e6:.2f} MB per chunk; this is {ranks}"
         )
     moved_bytes = sum(f.crossing_bytes for f in figures) // 2 + sum(f.window_bytes for f in figures)

@@ -362,7 +362,7 @@ def test_plan_command_shows_the_bytes_of_sums(command):
     shown = command(*PLAN_COMMAND, "--ranks", "2", "--rank", "1")
     assert (shown.status, shown.err) == (0, "")
     assert "link.0         link sum" in shown.out
-    assert "link: 7 sums and 1 gathers over 2 ranks" in shown.out
+    assert "link: sums 7, gathers 1 over 2 ranks" in shown.out
     assert "this is rank 1 of 2" in shown.out
     summary = json.loads(command(*PLAN_COMMAND, "--ranks", "2", "--json").out)
     assert summary["ranks"] == {"rank": 0, "size": 2}
