@@ -457,13 +457,26 @@ class Dispatcher:
     def _why_divided(self, use: Use, node: OperatorNode, backend: str) -> str:
         """Return the reason why the backend's own form, which includes the parts, may not run; empty if it may."""
         for part in self.part_names(use.operator):
+            required = self._required(part, node, backend, self._part_choice(part, node, use.operator))
+            if required:
+                return f"plug-in {required.provider} requires its part {part}"
             switch = self._switches.find(part, node.name)
-            if switch and switch.forms and switch.forms[0] != backend:
-                return f"its part {part} is {switch.reason}"
-            plugin, _ = (None, []) if switch and switch.forms else self._registry.pick_plugin(part, node, backend)
+            if switch and switch.forms:
+                accepted = (
+                    name for name in switch.forms if name == backend or self._accepts(part, name, node, backend)
+                )
+                if next(accepted, "") != backend:
+                    return f"its part {part} is {switch.reason}"
+                continue
+            plugin, _ = self._registry.pick_plugin(part, node, backend)
             if plugin:
                 return f"plug-in {plugin.provider} has its part {part}"
         return ""
+
+    def _accepts(self, part: str, name: str, node: OperatorNode, backend: str) -> bool:
+        """Return whether a separate form of a part exists and accepts a node."""
+        form = self._registry.find(part, name)
+        return form is not None and not _plugin_refusal(form, node, backend)
 
     def _why_missing(self, use: Use, backend: str) -> str:
         """Return the reason why the backend has no form of an operator, if the reference runs it instead."""

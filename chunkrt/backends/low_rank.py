@@ -115,9 +115,10 @@ class LoadedAdapter:
         packed = {weight: pack(pair) for weight, pair in factors.items()}
         self.num_bytes = sum(each.a.nbytes + each.b.nbytes for each in packed.values())
         _packed[self.number] = packed
+        self._finalizer = weakref.finalize(self, _forget, self.number)
+        self._finalizer.atexit = False  # threads of unfinished generators may still use it
         if NATIVE_TABLES is not None:
             NATIVE_TABLES.add(self.number, packed)
-        self._finalizer = weakref.finalize(self, _forget, self.number)
 
     def salted(self, salt: str) -> str:
         """Return a salt of the prefix cache that no session without the adapter has."""

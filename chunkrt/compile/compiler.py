@@ -187,6 +187,11 @@ def prepare_checkpoint(
     """
     scheme, ranges, scaling = recipe.scheme, None, None
     if scheme.is_static and not ranks.are_alone:
+        if takes_adapters:
+            raise ConfigError(
+                f"under the static scheme {scheme.name!r} several ranks take no adapters at run time; choose a dynamic "
+                "scheme or 'float', or add one adapter when compiling (`adapter`)"
+            )
         complete = prepare_checkpoint(
             checkpoint, recipe, placement, model=model, calibration=calibration, adapter=adapter, progress=progress
         )

@@ -100,10 +100,6 @@ class Share:
         """Number of elements, including padding."""
         return int(self.by_rank.shape[1])
 
-    def of_rank(self, rank: int) -> Share:
-        """Return the share of another rank."""
-        return Share(self.size, self.by_rank, rank if len(self.by_rank) > 1 else 0)
-
     def spread(self, width: int, order: Indices | None = None) -> Share:
         """Return the share of an axis in which each element is replaced by `width` elements, in a given order."""
         return self._each(lambda indices: _spread(indices, self.size, width, order), self.size * width)

@@ -391,6 +391,24 @@ def test_part_is_chosen_by_module(decoder, registry):
     assert (attention.name, attention.parts["rope"].name) == ("reference", "toy")
 
 
+def test_part_runs_in_the_first_named_form_that_accepts_the_node(decoder, registry):
+    refused = {"backends": ("reference",)}
+    add_plugin(registry, "rope", "toy", rotate_half, **refused)
+    for ops, expected in (("rope=toy/native", "native"), ("rope=toy/reference", "reference")):
+        found = dispatcher(decoder, registry, ops)
+        (attention,) = {c.name for c in all_choices(decoder, found, "native") if c.operator == "cached_attention"}
+        assert attention == expected
+
+
+def test_part_that_a_plugin_requires_at_a_node_is_not_replaced(decoder, registry):
+    add_plugin(registry, "rope", "toy", rotate_half, is_required=lambda node: True)
+    with pytest.raises(ConfigError, match="toy"):
+        all_choices(decoder, dispatcher(decoder, registry, "rope=native"), "native")
+    choices = all_choices(decoder, dispatcher(decoder, registry, "none"), "native")
+    (attention,) = {c.parts["rope"].name for c in choices if c.operator == "cached_attention"}
+    assert attention == "toy"
+
+
 def test_value_that_a_row_declares_as_weight_is_named(decoder, registry):
     row = Operator(num_inputs=2, output=lambda attributes, shapes: shapes[0], weights=(0,))
     register_operator("acme", "MisdeclaredNorm", row)

@@ -31,6 +31,14 @@ def test_logits_on_ranks_are_those_of_peft(model, adapter, size):
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
 
+def test_adapters_at_run_time_are_refused_on_ranks_under_a_static_scheme():
+    with (
+        pytest.raises(ConfigError, match="under the static scheme 'w8a16' several ranks take no adapters at run time"),
+        led("llama_biased", 2, adapters=True, scheme="w8a16"),
+    ):
+        pass
+
+
 def test_sessions_on_ranks_choose_adapters_in_shared_chunks():
     ids = input_ids("llama_biased_gguf")
     with led("llama_biased_gguf", 2, adapters=True, chunk_length=8) as ranks:

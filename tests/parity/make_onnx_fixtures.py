@@ -141,6 +141,7 @@ TORCH_FORMS: dict[str, dict[str, Any]] = {
     "cache_dynamo_fp16": {"opset": 23, "attention": "sdpa", "is_half": True, "dynamo": True},
     "window_8_fp32": {"opset": 17, "attention": "eager", "window": 8},
     "window_8_kept_fp32": {"opset": 17, "attention": "sdpa", "window": 8, "keeps_length": True},
+    "window_48_fp32": {"opset": 17, "attention": "eager", "window": 48, "slots": 64},
     "window_1_fp16": {"opset": 17, "attention": "eager", "window": 1, "is_half": True},
     "whole_dynamo_fp32": {"opset": 18, "attention": "sdpa", "dynamo": True, "has_cache": False},
     "whole_fp32": {"opset": 17, "attention": "eager", "has_cache": False},
@@ -161,12 +162,14 @@ def _export_by_torch(
     dynamo: bool = False,
     has_cache: bool = True,
     window: int = 0,
+    slots: int = NUM_SLOTS,
     keeps_length: bool = False,
 ) -> None:
     """Export a checkpoint.
 
     Args:
         window: number of tokens of a fixed window; 0 for free lengths.
+        slots: number of tokens that the window and its past have together.
         keeps_length: whether the window returns as many keys and values as it takes, without the oldest.
     """
     import onnx
@@ -195,7 +198,7 @@ def _export_by_torch(
     module: torch.nn.Module = WithCache() if has_cache else Whole()
     module.model = model
     batch, length = (1, window) if window else (2, 5)
-    past = (NUM_SLOTS - window if window else 3) if has_cache else 0
+    past = (slots - window if window else 3) if has_cache else 0
     layers, heads, width = (SIZES["num_hidden_layers"], SIZES["num_key_value_heads"], INDEPENDENT_HEADS["head_dim"])
     states = [f"past_key_values.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
     names, outputs = ["input_ids", "attention_mask"], ["logits"]

@@ -9,7 +9,7 @@ same number. Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1; Hugging Face'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import log
 
@@ -33,7 +33,6 @@ V2_DEFAULTS = {
     "n_shared_experts": 2,
     "moe_intermediate_size": 1407,
     "first_k_dense_replace": 0,
-    "norm_topk_prob": False,
     "topk_method": "greedy",
 }
 V3_DEFAULTS = {
@@ -80,7 +79,11 @@ LATENT_EPSILON = 1e-6
 
 def deepseek_v2(config: DecoderConfig) -> Module:
     """Build a decoder whose routers use softmax scores."""
-    config.refuse(topk_method=config.raw.get("topk_method") != "greedy", mlp_bias=config.flag("mlp_bias"))
+    config.refuse(
+        topk_method=config.raw.get("topk_method") != "greedy",
+        norm_topk_prob=config.flag("norm_topk_prob"),
+        mlp_bias=config.flag("mlp_bias"),
+    )
     mixture = _mixture(config)
     first = config.count("first_k_dense_replace", least=0)
     return _decoder(config, lambda index: _mlp(config, mixture, has_experts=index >= first), is_interleaved=True)
@@ -157,11 +160,28 @@ def _decoder(
 ) -> Module:
     config.refuse(num_key_value_heads=config.num_kv_heads != config.num_heads)
     rope = replace(config, head_dim=config.count("qk_rope_head_dim")).rotary_tables()
+    copies = KeyCopies(config)
     layers = [
-        Layer(config, LatentAttention(config, rope, is_interleaved=is_interleaved), mlp(index))
+        Layer(config, LatentAttention(config, rope, copies, is_interleaved=is_interleaved), mlp(index))
         for index in range(config.num_layers)
     ]
-    return CausalDecoder(config, Body(config, rope, layers, embedding_scale=embedding_scale))
+    return CausalDecoder(config, LatentBody(config, rope, layers, copies, embedding_scale=embedding_scale))
+
+
+class LatentBody(Body):
+    """A body whose layers share the matrix that copies the columns with RoPE."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rope: RotaryTables,
+        layers: Sequence[Module],
+        copies: KeyCopies,
+        *,
+        embedding_scale: float,
+    ) -> None:
+        super().__init__(config, rope, layers, embedding_scale=embedding_scale)
+        self.key_copies = copies
 
 
 class LatentAttention(Module):
@@ -169,16 +189,16 @@ class LatentAttention(Module):
 
     Args:
         rotary: module of the rotary tables, shared by layers.
+        copies: module of the matrix that copies the columns with RoPE, shared by layers.
         is_interleaved: whether RoPE rotates columns 2i and 2i + 1 of the checkpoint together.
     """
 
-    def __init__(self, config: DecoderConfig, rotary: RotaryTables, *, is_interleaved: bool) -> None:
+    def __init__(self, config: DecoderConfig, rotary: RotaryTables, copies: KeyCopies, *, is_interleaved: bool) -> None:
         super().__init__()
         hidden, bias = config.hidden_size, config.flag("attention_bias")
         heads, rope, nope = config.num_heads, config.count("qk_rope_head_dim"), config.count("qk_nope_head_dim")
         v_dim, latent = config.count("v_head_dim"), config.count("kv_lora_rank")
-        head_dim = max(rope + nope, v_dim)
-        own = share_heads(heads, heads, head_dim, config.ranks).query
+        own, head_dim = _heads(config)
         order = np.arange(rope).reshape(-1, 2).T.ravel() if is_interleaved else np.arange(rope)
         rows = _Rows(own, head_dim)
         query = rows.share(nope + rope, np.concatenate([nope + order, np.arange(nope)]))
@@ -191,7 +211,7 @@ class LatentAttention(Module):
         self.rope_proj = ReplicatedLinear(hidden, compressed, bias=bias, rows=latent + order)
         self.kv_a_layernorm = RMSNorm(latent, LATENT_EPSILON)
         self.kv_b_proj = ColumnShareLinear(latent, heads * (nope + v_dim), Share.together([keys, values]))
-        self.heads = JoinedHeads(rope, own.length, head_dim)
+        self.heads = JoinedHeads(copies)
         self.o_proj = PaddedOutput(config, own, v_dim, head_dim)
         self._num_heads, self._head_dim, self._rotary = own.length, head_dim, (rotary,)
         self._scale = (nope + rope) ** -0.5 * _yarn_factor(config) ** 2
@@ -250,21 +270,37 @@ class PaddedOutput(RowParallelLinear):
         return columns, self._padded
 
 
+class KeyCopies(Constant):
+    """The matrix that copies columns that all heads share to the keys of each head, and adds nothing to values."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        (own, head_dim), rope = _heads(config), config.count("qk_rope_head_dim")
+        keys = np.zeros((rope, own.length, head_dim), np.float32)
+        keys[:, :, :rope] = np.eye(rope, dtype=np.float32)[:, None]
+        no_values = np.zeros((rope, own.length * head_dim), np.float32)
+        super().__init__(np.concatenate([keys.reshape(rope, -1), no_values], axis=1))
+
+
+def _heads(config: DecoderConfig) -> tuple[Share, int]:
+    """Return a rank's heads, and the number of columns of each, padded ones included."""
+    keys = config.count("qk_rope_head_dim") + config.count("qk_nope_head_dim")
+    head_dim = max(keys, config.count("v_head_dim"))
+    return share_heads(config.num_heads, config.num_heads, head_dim, config.ranks).query, head_dim
+
+
 class JoinedHeads(Module):
     """The columns q | k | v of attention. The columns with RoPE, which all heads share, are copied to the keys of each
     head. It runs on the CPU unless placed.
     """
 
-    def __init__(self, rope: int, num_heads: int, head_dim: int) -> None:
+    def __init__(self, copies: KeyCopies) -> None:
         super().__init__()
         self.device = "cpu"
-        keys = np.zeros((rope, num_heads, head_dim), np.float32)
-        keys[:, :, :rope] = np.eye(rope, dtype=np.float32)[:, None]
-        no_values = np.zeros((rope, num_heads * head_dim), np.float32)
-        self.copies = Constant(np.concatenate([keys.reshape(rope, -1), no_values], axis=1))
+        self._copies = (copies,)
 
     def forward(self, query: ir.Value, key_values: ir.Value, shared: ir.Value) -> ir.Value:
-        copied = ops.float_linear(shared, self.copies(), name="shared_keys")
+        (copies,) = self._copies
+        copied = ops.float_linear(shared, copies(), name="shared_keys")
         return ops.concat([query, ops.add(key_values, copied, name="keys_and_values")], name="output")
 
 

@@ -19,7 +19,7 @@ from onnx import helper, numpy_helper
 
 from chunkrt.backends.onnx.onnxrt import OnnxRuntimeExecutable
 from chunkrt.engine_directory.store import WeightStore
-from chunkrt.errors import ModelError
+from chunkrt.errors import ModelError, UnsupportedModelError
 from chunkrt.graph.plan import Plan, resolve
 from chunkrt.onnx.importing.draft import CONTRIB
 from chunkrt.onnx.importing.evaluation import open_session, reason_of
@@ -131,15 +131,21 @@ def verify(source: OnnxSource, plan: Plan, load: Load) -> float:
     assert proto is not None, "it was verified before"
     window = plan.window or 0
     wanted = max(NUM_TOKENS, window + BEYOND_WINDOW) if window <= LARGEST_WINDOW else NUM_TOKENS
-    num_tokens = min(wanted, plan.context_length)
-    tokens = np.random.default_rng(0).integers(0, plan.vocab_size, num_tokens)
     exported = export_settings(proto)
+    fixed = None if exported else fixed_window(inputs_of(proto), find_signature(proto, file.name), file.name)
+    if fixed is not None:  # as many whole windows as hold the tokens, at least one
+        wanted = max(fixed.length, min(wanted, plan.context_length) // fixed.length * fixed.length)
+    num_tokens = min(wanted, plan.context_length)
+    if fixed is not None and num_tokens < fixed.length:
+        raise UnsupportedModelError(
+            f"{file.name} is a window of {fixed.length} tokens, but its context has {plan.context_length}; export a "
+            "shorter window"
+        )
+    tokens = np.random.default_rng(0).integers(0, plan.vocab_size, num_tokens)
     if exported.get("form") == "window":
         tokens = tokens[: int(exported["sequence"])]
         expected = _by_windows(file, tokens)
     else:
-        if fixed := fixed_window(inputs_of(proto), find_signature(proto, file.name), file.name):
-            tokens = tokens[: len(tokens) // fixed.length * fixed.length]
         expected = original_logits(file, proto, tokens, plan)
     context = int(exported.get("context") or num_tokens)
     found = imported_logits(plan, load, tokens, context)[-len(expected) :]  # some exports give the last logits only

@@ -108,8 +108,20 @@ def _with_attention_in_small_operators(graph: onnx.GraphProto, signature: Signat
     keys with small operators. An Attention that appends to states itself, has other options, or has operands of unknown
     types is kept.
     """
-    types = {value.name: value.type.tensor_type.elem_type for value in graph.value_info}
-    found = [node for node in graph.node if node.op_type == "Attention" and node.domain in ("", "ai.onnx")]
+    known = {value.name: value.type.tensor_type for value in graph.value_info}
+    types = {name: kind.elem_type for name, kind in known.items()}
+
+    def heads(name: str) -> int:
+        sizes = known[name].shape.dim if name in known else []
+        return sizes[1].dim_value if len(sizes) == 4 else 0
+
+    found = [
+        node
+        for node in graph.node
+        if node.op_type == "Attention"
+        and node.domain in ("", "ai.onnx")
+        and heads(node.input[0]) == heads(node.input[1])
+    ]
     expanded = [(node, made) for node in found if (made := _small_operators(graph, node, types))]
     for node, made in expanded:
         graph.node.remove(node)
