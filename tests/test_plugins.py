@@ -212,6 +212,18 @@ def test_doctor_reports_operators_that_are_registered_twice(monkeypatch):
         assert "choose one by `ops='rms_norm=NAME'`" in finding.advice
 
 
+def test_doctor_accepts_forms_of_two_packages_for_different_backends(monkeypatch):
+    registry = OperatorRegistry()
+    for name, backend in (("one", "native"), ("two", "onnxrt")):
+        with registry.from_distribution(name):
+            registry.register("rms_norm", f"form_of_{name}", backends=(backend,))(lambda x: x)
+    monkeypatch.setattr(doctor.dispatch, "registered_operators", lambda: registry)
+    plugin = SimpleNamespace(
+        name="one", group=doctor.dispatch.PLUGINS.name, distribution="one", version="1", load=lambda: print
+    )
+    assert doctor.check_plugin(plugin).ok
+
+
 def test_doctor_accepts_several_forms_of_one_package(monkeypatch):
     registry = OperatorRegistry()
     with registry.from_distribution("one"):

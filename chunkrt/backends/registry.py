@@ -275,6 +275,13 @@ class OperatorRegistry:
         """
         for operator in self._forms:
             forms = {form.provider: form for form in self.plugin_forms(operator) if form.refuses is None}
+            if distribution in forms:
+                own = set(forms[distribution].backends)
+                forms = {
+                    provider: form
+                    for provider, form in forms.items()
+                    if provider == distribution or not own or not form.backends or own.intersection(form.backends)
+                }
             if len(forms) > 1 and distribution in forms:
                 several = " and ".join(f"{form.origin} as {form.name!r}" for form in forms.values())
                 raise ConfigError(

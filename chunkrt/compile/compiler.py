@@ -192,10 +192,11 @@ def prepare_checkpoint(
                 f"under the static scheme {scheme.name!r} several ranks take no adapters at run time; choose a dynamic "
                 "scheme or 'float', or add one adapter when compiling (`adapter`)"
             )
+        opened = open_decoder(checkpoint, ranks.for_scheme(is_static=True), adapter=adapter)  # refusals come first
         complete = prepare_checkpoint(
             checkpoint, recipe, placement, model=model, calibration=calibration, adapter=adapter, progress=progress
         )
-        return _shared(complete, ranks)
+        return _shared(complete, opened, ranks)
     source, decoder = open_decoder(checkpoint, ranks, adapter=adapter)
     rounds = scheme.weight_bits == 4 and scheme.rounding != "nearest"
     if isinstance(source, OnnxSource) or scheme.is_static or rounds:
@@ -228,11 +229,13 @@ def prepare_checkpoint(
     return replace(prepared, rounded=_rounded(prepared, plan, progress))
 
 
-def _shared(complete: Prepared, ranks: Ranks) -> Prepared:
+def _shared(complete: Prepared, opened: tuple[TensorSource, Module], ranks: Ranks) -> Prepared:
     """Return a rank's part of a complete decoder under a static scheme. The part has the integers and grids of the
     complete decoder.
+
+    Args:
+        opened: the rank's decoder, from `open_decoder`.
     """
-    opened = open_decoder(complete.checkpoint, ranks.for_scheme(is_static=True), adapter=complete.adapter)
     planned = plan_decoder(*opened, complete.placement, complete.scheme.is_shadowed)
     if complete.scaling is not None:
         planned = replace(planned, plan=complete.scaling.plan(planned.plan))
