@@ -558,12 +558,17 @@ def recurrent(tmp_path_factory):
     return folder, ids, rows, hidden @ tensors["lm_head.weight"].T
 
 
+def found_by(python, program, folder, ids, tmp_path):
+    """Run a program on a checkpoint and token ids; return the arrays that it saves, and its errors."""
+    np.save(tmp_path / "ids.npy", ids)
+    status, _, err = python("-c", program, folder, tmp_path)
+    assert status == 0, err
+    return np.load(tmp_path / "found.npz"), err
+
+
 def test_new_operator_of_a_plugin_is_calibrated_and_runs_under_static_schemes(python, recurrent, tmp_path):
     folder, ids, rows, logits = recurrent
-    np.save(tmp_path / "ids.npy", ids)
-    status, _, err = python("-c", RECURRENT, folder, tmp_path)
-    assert status == 0, err
-    found = np.load(tmp_path / "found.npz")
+    found, err = found_by(python, RECURRENT, folder, ids, tmp_path)
     assert found["peak"] == pytest.approx(np.abs(rows).max(), rel=1e-5)
     for npu in ("reference", "tiny_float", "onnxrt"):
         np.testing.assert_allclose(found[f"{npu} float"], logits, atol=1e-4)
@@ -600,10 +605,7 @@ np.savez(out / "found.npz", **logits)
 def test_family_of_a_plugin_runs_on_ranks(python, recurrent, tmp_path):
     """Its 32 columns are padded on 3 ranks; under a static scheme all ranks have the integers of one rank."""
     folder, ids, _, logits = recurrent
-    np.save(tmp_path / "ids.npy", ids)
-    status, _, err = python("-c", ON_RANKS, folder, tmp_path)
-    assert status == 0, err
-    found = np.load(tmp_path / "found.npz")
+    found, _ = found_by(python, ON_RANKS, folder, ids, tmp_path)
     for size in (2, 3):
         np.testing.assert_allclose(found[f"float {size}"], logits, atol=1e-4)
         np.testing.assert_array_equal(found[f"w8a16 {size}"], found["w8a16 1"])

@@ -21,6 +21,7 @@ from chunkrt.graph import ops
 from chunkrt.graph.decoders.config import DecoderConfig
 from chunkrt.graph.decoders.experts import Mixture, SparseMixture
 from chunkrt.graph.decoders.llama import Body, CausalDecoder, FeedForward, Layer
+from chunkrt.graph.decoders.minicpm import with_factors
 from chunkrt.graph.modules import Constant, Module, RMSNorm, Share
 from chunkrt.graph.parallel import ColumnShareLinear, LinearBase, ReplicatedLinear, RowParallelLinear, share_heads
 from chunkrt.graph.rope import RotaryTables
@@ -105,12 +106,7 @@ def glm4_moe_lite(config: DecoderConfig) -> Module:
 def minicpm3(config: DecoderConfig) -> Module:
     """Build a decoder with MiniCPM's factors."""
     v_head_dim = config.raw.get("v_head_dim") or config.hidden_size // config.num_heads
-    config = replace(
-        config,
-        residual_factor=config.number("scale_depth") / config.num_layers**0.5,
-        logit_factor=config.number("dim_model_base") / config.hidden_size,
-        raw={**config.raw, "v_head_dim": v_head_dim},
-    )
+    config = replace(with_factors(config), raw={**config.raw, "v_head_dim": v_head_dim})
     scale = config.number("scale_emb")
     return _decoder(config, lambda index: FeedForward(config), is_interleaved=False, embedding_scale=scale)
 

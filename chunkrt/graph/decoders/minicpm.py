@@ -15,14 +15,19 @@ from chunkrt.graph.modules import Module
 DEFAULTS = {"tie_word_embeddings": True, "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1}
 
 
-def minicpm(config: DecoderConfig) -> Module:
-    """Build a decoder whose layers attend to all earlier tokens."""
-    config.refuse(**{key: bool(config.raw.get(key)) for key in ("sparse_config", "num_experts")})
-    config = replace(
+def with_factors(config: DecoderConfig) -> DecoderConfig:
+    """Return a config with MiniCPM's factors of residual branches and logits."""
+    return replace(
         config,
         residual_factor=config.number("scale_depth") / config.num_layers**0.5,
         logit_factor=config.number("dim_model_base") / config.hidden_size,
     )
+
+
+def minicpm(config: DecoderConfig) -> Module:
+    """Build a decoder whose layers attend to all earlier tokens."""
+    config.refuse(**{key: bool(config.raw.get(key)) for key in ("sparse_config", "num_experts")})
+    config = with_factors(config)
     rope, has_bias = config.rotary_tables(), config.flag("attention_bias")
 
     def layer() -> Layer:
