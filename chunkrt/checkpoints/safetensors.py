@@ -27,7 +27,7 @@ from chunkrt.files import check_regular
 
 MAX_DIMENSIONS = 8
 
-_SETTINGS = ("quantization_config", "quantization")
+QUANTISATION_KEYS = ("quantization_config", "quantization")
 """Keys of config.json with the settings of a quantisation."""
 
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
@@ -86,7 +86,7 @@ class SafetensorsSource:
             for name in tensors_of_other_halves(self._tensors, self.path):
                 del self._tensors[name]
         self._quantised: dict[str, QuantisedWeight] = {}
-        if any(self.config.get(key) for key in _SETTINGS):
+        if any(self.config.get(key) for key in QUANTISATION_KEYS):
             self._find_quantised()
 
     def names(self) -> Sequence[str]:
@@ -133,7 +133,7 @@ class SafetensorsSource:
         if not self._quantised:
             return
         self._parts = self._tensors
-        self.config = {key: value for key, value in self.config.items() if key not in _SETTINGS}
+        self.config = {key: value for key, value in self.config.items() if key not in QUANTISATION_KEYS}
         parts = {part for weight in self._quantised.values() for part in weight.parts}
         parts |= of_activations(self._tensors)
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if name not in parts}

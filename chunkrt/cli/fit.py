@@ -11,14 +11,20 @@ import click
 from chunkrt.backends.qnn.socs import GB, find_soc
 from chunkrt.cli.command import STATUS_OF_NO, GroupedCommand, json_option, model_argument, option
 from chunkrt.cli.plan import chosen_ranks, read_model
-from chunkrt.cli.shared_options import engine_fields, ranks_options, refuse_without, verbose_option
-from chunkrt.engine.model_options import choose_context_length
-from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH, EngineOptions
+from chunkrt.cli.shared_options import engine_fields, ranks_options, refuse_without, settings_option, verbose_option
+from chunkrt.engine.options import EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
-from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, STATIC_SCHEMES, find_scheme
-from chunkrt.simulate import find_shape, shapes
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, STATIC_SCHEMES
+from chunkrt.simulate import shapes
 from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
+from chunkrt.simulate.models import find_model_shape
+
+FITTED_SETTINGS = (
+    *("scheme", "chunk_length", "context_length", "placement", "shadow"),
+    *("attention", "npu_window", "npu_graph", "weights"),
+)
+"""Settings of an engine on which its memory depends."""
 
 
 @click.command(
@@ -32,8 +38,7 @@ from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
     "--device",
     "soc_name",
     group="Devices",
-    required=True,
-    help="SoC of the device, e.g. SM8650, 8gen3 or sd8gen3.",
+    help="SoC of the device, e.g. SM8650, 8gen3 or sd8gen3.  [default: the settings' SoC]",
 )
 @option(
     "--scheme",
@@ -42,14 +47,15 @@ from chunkrt.simulate.fit import USABLE_RAM, Fit, find_remedy, fit_plan
     help="Quantisation of weights and activations.  [default: w8a16, or as compiled]",
 )
 @option("--chunk", "chunk_length", group="Execution", type=int, help="Tokens per chunk.  [default: 32, or as compiled]")
-@engine_fields("context_length", "attention", "npu_window", "npu_graph", "weights")
+@engine_fields("context_length", "placement", "shadow", "attention", "npu_window", "npu_graph", "weights")
 @ranks_options
 @option("--ram", "ram_gb", group="Devices", type=float, help="RAM of the device in GB.  [default: typical for the SoC]")
 @json_option("Print a JSON object.")
+@settings_option(*FITTED_SETTINGS, soc_name="soc")
 @verbose_option
 def fit(
     model: str,
-    soc_name: str,
+    soc_name: str | None,
     scheme: str | None,
     chunk_length: int | None,
     context_length: int | None,
@@ -59,12 +65,16 @@ def fit(
     size: int | None,
     **settings: Any,
 ) -> None:
-    """Check whether MODEL, or a built-in shape without weights, fits a device: the NPU's address space, and the RAM.
+    """Check whether MODEL fits a device: the NPU's address space, and the RAM.
+
+    MODEL may also be a config.json without weights, or the name of a built-in shape.
 
     With --ranks, the share of one of several devices is checked.
 
     The exit status is 3 if it does not fit.
     """
+    if soc_name is None:
+        raise click.UsageError("Missing option '--soc' / '--device'. A settings file may name the SoC as well.")
     soc = find_soc(soc_name)
     if ram_gb is not None and not 0 < ram_gb < float("inf"):
         raise ConfigError(f"--ram is {ram_gb:g}, expected a number of GB above 0")
@@ -73,16 +83,12 @@ def fit(
         raise ConfigError("--attention npu is not supported with several ranks; omit it")
     if settings["attention"] != "npu":
         refuse_without("--attention npu", "npu_window", "npu_graph")
+    if scheme is None and find_model_shape(model) is not None:
+        scheme = DEFAULT_NPU_SCHEME
     options = EngineOptions(
         npu="qnn", scheme=scheme, chunk_length=chunk_length, context_length=context_length, **settings
     )
-    if model in shapes():
-        found_scheme = find_scheme(scheme or DEFAULT_NPU_SCHEME)
-        plan = find_shape(model).plan(ranks=ranks.for_scheme(is_static=found_scheme.is_static))
-        chunk_length = chunk_length or DEFAULT_CHUNK_LENGTH
-        context_length = choose_context_length(plan, options)
-    else:
-        plan, found_scheme, chunk_length = read_model(model, options, ranks)
+    plan, found_scheme, chunk_length = read_model(model, options, ranks)
     context_length = context_length or plan.context_length
     result = fit_plan(
         plan,

@@ -14,10 +14,10 @@ from chunkrt.cli.command import GroupedCommand, json_option, model_argument, opt
 from chunkrt.cli.output import in_flags
 from chunkrt.cli.shared_options import planning_options, ranks_options
 from chunkrt.engine.capability import Moved, plan_by_capability, told
-from chunkrt.engine.model_options import choose_chunk_length, choose_context_length
+from chunkrt.engine.model_options import choose_context_length
 from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import EngineOptions
-from chunkrt.engine.resolve import check_compiled, engine_folder, find_recipe, options_placement
+from chunkrt.engine.resolve import engine_folder, options_placement
 from chunkrt.engine.roles import check_runs, npu_under
 from chunkrt.engine_directory.figures import (
     AttentionFigures,
@@ -27,13 +27,13 @@ from chunkrt.engine_directory.figures import (
     subgraph_figures,
 )
 from chunkrt.engine_directory.manifest import is_engine_directory, open_weights, read_manifest, read_plan
-from chunkrt.engine_directory.weights import check_shadowed, settle
 from chunkrt.errors import ConfigError
 from chunkrt.files import check_writable
 from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALL_GATHER_OP, ALONE, Plan, Ranks
 from chunkrt.progress import ShownProgress
 from chunkrt.quant.scheme import Scheme
+from chunkrt.simulate.models import plan_model
 
 DEFAULT_PROMPT_LENGTH = 512
 
@@ -140,37 +140,9 @@ def chosen_ranks(model: str, rank: int | None, size: int | None) -> Ranks:
 
 
 def read_model(model: str, options: EngineOptions, ranks: Ranks = ALONE) -> tuple[Plan, Scheme, int]:
-    """Return a model's plan, and the scheme and chunk length that an engine would use.
-
-    No weights are read, unless a scheme has to be searched.
-
-    Raises:
-        ConfigError, ModelError: under the conditions of `chunkrt.load`.
-    """
-    manifest = None
-    if is_engine_directory(Path(model)):
-        check_compiled(Path(model), options, ranks)
-        manifest = read_manifest(Path(model))
-        found, scheme = read_plan(Path(model)), manifest.scheme
-    else:
-        from chunkrt.compile.compiler import calibrate_scheme, open_decoder
-        from chunkrt.graph.partition import plan_decoder
-
-        with ShownProgress() as progress:
-            checkpoint, recipe = find_recipe(model, options, progress)
-            scheme = recipe.scheme
-            if recipe.search:
-                plain = plan_decoder(*open_decoder(checkpoint, adapter=options.adapter), {})
-                scheme, _ = calibrate_scheme(
-                    plain, checkpoint, recipe, options.calibration, model=model, progress=progress
-                )
-            opened = open_decoder(checkpoint, ranks.for_scheme(is_static=scheme.is_static), adapter=options.adapter)
-        planned = plan_decoder(*opened, options_placement(options), scheme.is_shadowed)
-        found, scheme = planned.plan, settle(planned, scheme)
-        check_shadowed(found, scheme)
-    has_npu = npu_under(options, scheme) is not None
-    context_length = choose_context_length(found, options)
-    return found, scheme, choose_chunk_length(options, context_length, has_npu=has_npu, manifest=manifest)
+    """Return the result of `plan_model`, and show progress meanwhile."""
+    with ShownProgress() as progress:
+        return plan_model(model, options, ranks, progress)
 
 
 def _save_onnx(model: str, options: EngineOptions, folder: Path, ranks: Ranks) -> None:

@@ -155,11 +155,15 @@ def refuse_without(needed: str, *names: str) -> None:
             raise ConfigError(f"{parameter.opts[-1]} has no effect without {needed}; omit it")
 
 
-def settings_option(*names: str) -> Callable[[Command], Command]:
+def settings_option(*names: str, **fields: str) -> Callable[[Command], Command]:
     """Give a command --settings; the file's values of these names arrive as keyword arguments.
 
     The command line takes precedence over the file, and the file over the defaults.
+
+    Args:
+        fields: keyword arguments whose names differ from the names of their values in the file.
     """
+    all_names = dict.fromkeys(names) | fields
 
     def decorate(command: Command) -> Command:
         @wraps(command)
@@ -168,7 +172,8 @@ def settings_option(*names: str) -> Callable[[Command], Command]:
                 source = click.get_current_context().get_parameter_source
                 found = read_settings(settings_file)
                 given = {name for name in options if source(name) is not ParameterSource.DEFAULT}
-                options |= {name: found[name] for name in names if name in found and name not in given}
+                values = {name: found.get(field or name) for name, field in all_names.items() if name not in given}
+                options |= {name: value for name, value in values.items() if value is not None}
             return command(*arguments, **options)
 
         return _SETTINGS(cast(Command, with_settings))

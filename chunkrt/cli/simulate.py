@@ -9,23 +9,26 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
+from click.core import ParameterSource
 
 from chunkrt.cli.command import Command, GroupedCommand, json_option, model_argument, option, plot_option
 from chunkrt.cli.output import print_table
-from chunkrt.cli.plan import read_model
+from chunkrt.cli.plan import placement_of, read_model
 from chunkrt.cli.plots import draw_simulations
-from chunkrt.cli.shared_options import engine_fields, refuse_without, verbose_option
+from chunkrt.cli.shared_options import engine_fields, refuse_without, settings_option, verbose_option
 from chunkrt.cli.simulated_serving import ServingOptions, simulate_served
 from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import AttentionOn, EngineOptions
 from chunkrt.engine_directory.manifest import is_engine_directory
 from chunkrt.errors import ConfigError
+from chunkrt.graph.placement import Placement
 from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.pictures import check_picture
-from chunkrt.quant.scheme import DEFAULT_SCHEME, SCHEMES, Scheme, find_scheme
+from chunkrt.quant.scheme import DEFAULT_SCHEME, SCHEME_NAMES, Scheme, find_scheme
 from chunkrt.runtime.executor import DecodeOn
 from chunkrt.runtime.policy import ALL, DEFAULT_POLICY, PLUGINS, POLICIES
-from chunkrt.simulate import DEVICES, LINKS, LinkProfile, Simulation, find_device, find_link, find_shape, shapes
+from chunkrt.runtime.trace.file import check_trace_path, write_trace
+from chunkrt.simulate import DEVICES, LINKS, LinkProfile, Simulation, find_device, find_link, shapes
 from chunkrt.simulate import simulate as simulate_prompt
 from chunkrt.simulate.arrivals import ARRIVALS_FORM, LENGTHS_FORM
 from chunkrt.simulate.link import FORM
@@ -33,20 +36,24 @@ from chunkrt.simulate.measured import MeasuredProfile
 
 DEFAULT_DEVICE_SCHEME = "w8a16"
 
+SIMULATED_SETTINGS = (
+    *("policy", "scheme", "threads", "placement", "shadow", "budget", "calibration"),
+    *("attention", "npu_window", "npu_graph", "chunks_in_flight"),
+)
+"""Settings of an engine that a simulation uses under their own names."""
+SERVER_SETTINGS = ("batcher", "decode_on")
+"""Further such settings that the simulation of a server uses."""
+
 LEAST_SHARE = 0.0005
 """Least share of idle time that is printed."""
 
 
+DEVICE_HELP = f"Device: {', '.join(DEVICES)}, one of their SoCs, or a file from `chunkrt profile`."
+
+
 def device_option(command: Command) -> Command:
-    """Give a command --device; it arrives as the keyword argument `device_name`."""
-    return option(
-        "--device",
-        "--soc",
-        "device_name",
-        group="Devices",
-        required=True,
-        help=f"Device: {', '.join(DEVICES)}, one of their SoCs, or a file from `chunkrt profile`.",
-    )(command)
+    """Give a command --device, which is required; it arrives as the keyword argument `device_name`."""
+    return option("--device", "--soc", "device_name", group="Devices", required=True, help=DEVICE_HELP)(command)
 
 
 @click.command(
@@ -55,7 +62,7 @@ def device_option(command: Command) -> Command:
     epilog=f"Built-in shapes: {', '.join(shapes())}.",
 )
 @model_argument
-@device_option
+@option("--device", "--soc", "device_name", group="Devices", help=f"{DEVICE_HELP}  [default: the settings' SoC]")
 @option(
     "-p",
     "--prompt-lengths",
@@ -78,11 +85,11 @@ def device_option(command: Command) -> Command:
 @option(
     "--scheme",
     group="Quantisation",
-    type=click.Choice(list(SCHEMES)),
+    type=click.Choice(SCHEME_NAMES),
     help="Quantisation of weights and activations.  [default: the engine directory's or the profile's, else w8a16]",
 )
 @option("--threads", group="Execution", type=int, help="Number of threads, one that was profiled.  [default: the most]")
-@engine_fields("attention", "npu_window", "npu_graph")
+@engine_fields("placement", "shadow", "budget", "calibration", "attention", "npu_window", "npu_graph")
 @option(
     "--in-flight",
     "chunks_in_flight",
@@ -137,24 +144,36 @@ def device_option(command: Command) -> Command:
     type=click.Choice(get_args(DecodeOn)),
     help="Processor for decoding.  [default: auto]",
 )
-@option("--trace", group="Output", type=click.Path(path_type=Path), help="Write a trace of the simulated server.")
+@option(
+    "--trace",
+    group="Output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a trace of the simulated prompt or server, for Perfetto's viewer and `chunkrt trace`.",
+)
 @plot_option("Draw the predictions as .png or .svg (needs matplotlib).")
 @json_option("Print the predictions as a JSON list.")
+@settings_option(*SIMULATED_SETTINGS, *SERVER_SETTINGS, chunk_lengths="chunk_length", device_name="soc")
 @verbose_option
 def simulate(
     model: str,
-    device_name: str,
+    device_name: str | None,
     prompt_lengths: str | None,
-    chunk_lengths: str | None,
+    chunk_lengths: str | int | None,
     policy: str,
     scheme: str | None,
     threads: int | None,
+    trace: Path | None,
     chunks_in_flight: int | None,
     overlaps_conversion: bool,
     ranks: int,
     link_name: str | None,
     plot: Path | None,
     as_json: bool,
+    placement: Path | Placement | None,
+    shadow: str | None,
+    budget: float | None,
+    calibration: Path | None,
     attention: AttentionOn,
     npu_window: str | int,
     npu_graph: str,
@@ -163,22 +182,30 @@ def simulate(
     """Simulate the prefill of MODEL on a device. MODEL may also be the name of a built-in shape, listed below.
 
     With --ranks, the model is split over the CPUs of several machines, of which one is simulated, as all take equal
-    time. With --arrivals, a server is simulated that batches sequences into shared chunks. With --attention npu, all
-    chunks of a prompt use the graphs of the smallest --npu-window that holds the tokens before its last chunk.
+    time. With --arrivals, a server is simulated that batches sequences into shared chunks. With --attention npu, each
+    chunk uses the graphs of the smallest --npu-window that holds the tokens before it, and the CPU computes attention
+    of later chunks.
+
+    MODEL may also be a config.json without weights.
     """
-    npu = EngineOptions(npu="qnn", attention=attention, npu_window=npu_window, npu_graph=npu_graph)
     if attention != "npu":
         refuse_without("--attention npu", "npu_window", "npu_graph")
     elif serving["arrivals"] is not None or ranks > 1:
         raise ConfigError(
             "attention on the NPU can be simulated for one prompt on one machine only; omit --attention npu"
         )
+    if serving["arrivals"] is None:
+        source = click.get_current_context().get_parameter_source
+        of_settings = [name for name in SERVER_SETTINGS if source(name) is not ParameterSource.COMMANDLINE]
+        serving |= dict.fromkeys(of_settings)  # a settings file may be for a server too
     options = ServingOptions(**serving)
     options.check(prompt_lengths, ranks, link_name)
     if plot is not None:
         if options.arrivals is not None:
             raise ConfigError("--plot draws single prompts; with --arrivals, omit it or use --trace")
         check_picture(plot)
+    if device_name is None:
+        raise click.UsageError("Missing option '--device' / '--soc'. A settings file may name the SoC as well.")
     device = find_device(device_name)
     link = find_link(link_name) if link_name is not None else None
     one_of = Ranks(0, ranks)
@@ -187,10 +214,28 @@ def simulate(
         of_device = DEFAULT_DEVICE_SCHEME if one_of.are_alone else DEFAULT_SCHEME
         scheme = device.scheme if isinstance(device, MeasuredProfile) else of_device
     if chunk_lengths is None:
-        chunk_lengths = str(device.chunk_length) if isinstance(device, MeasuredProfile) else "32,128,256"
+        chunk_lengths = device.chunk_length if isinstance(device, MeasuredProfile) else "32,128,256"
     policies = [*POLICIES, *PLUGINS.load_all()] if policy == ALL else policy.split(",")
-    prompts, chunks = _lengths("-p", prompt_lengths or "64,256,1024"), _lengths("--chunk", chunk_lengths)
-    plan, settled = _plan(model, scheme, one_of)
+    prompts, chunks = _lengths("-p", prompt_lengths or "64,256,1024"), _lengths("--chunk", str(chunk_lengths))
+    if trace is not None:
+        of_prompt = "one prompt length, " if options.arrivals is None else ""
+        if (len(prompts) if of_prompt else 1) * len(chunks) * len(policies) > 1:
+            raise ConfigError(f"--trace needs {of_prompt}one chunk length and one policy, e.g. --chunk 32")
+        check_trace_path(trace)
+    # The plan is for the device, even if this machine has no NPU.
+    is_for_npu = is_compiled or find_scheme(scheme or DEFAULT_DEVICE_SCHEME).is_static
+    engine = EngineOptions(
+        npu="qnn" if is_for_npu and one_of.are_alone else "auto",
+        scheme=scheme,
+        placement=placement,
+        shadow=shadow,
+        budget=budget,
+        calibration=calibration,
+        attention=attention,
+        npu_window=npu_window,
+        npu_graph=npu_graph,
+    )
+    plan, settled = _plan(model, engine, one_of)
     if options.arrivals is not None:
         if overlaps_conversion:
             raise ConfigError("--overlap-conversion has no effect with --arrivals; omit it")
@@ -204,19 +249,22 @@ def simulate(
             scheme=settled,
             chunks_in_flight=chunks_in_flight,
             threads=threads,
+            trace=trace,
             as_json=as_json,
         )
         return
 
-    def simulate_all(plan: Plan, ranks: int, link: LinkProfile | None) -> list[Simulation]:
+    def simulate_all(plan: Plan, scheme: Scheme, ranks: int, link: LinkProfile | None) -> list[Simulation]:
+        near = {chunk: _near(model, plan, engine, chunk) if ranks == 1 and is_for_npu else {} for chunk in chunks}
         return [
             simulate_prompt(
-                _with_attention(plan, npu, prompt, chunk),
+                plan,
                 device,
                 prompt_length=prompt,
                 chunk_length=chunk,
                 policy=name,
-                scheme=settled,
+                scheme=scheme,
+                near=near[chunk],
                 chunks_in_flight=chunks_in_flight,
                 threads=threads,
                 ranks=ranks,
@@ -226,14 +274,16 @@ def simulate(
             for prompt, chunk, name in product(prompts, chunks, policies)
         ]
 
-    rows = simulate_all(plan, ranks, link)
+    rows = simulate_all(plan, settled, ranks, link)
     speed_ups: list[float | None] = [None] * len(rows)
     if link is not None and not is_compiled:
-        whole, settled = _plan(model, scheme, ALONE)
-        alone = simulate_all(whole.on_cpu(), 1, None)
+        whole, scheme_of_one = _plan(model, engine, ALONE)
+        alone = simulate_all(whole.on_cpu(), scheme_of_one, 1, None)
         speed_ups = [row.tokens_per_s / single.tokens_per_s for row, single in zip(rows, alone, strict=True)]
     if plot is not None:
         draw_simulations(model, rows, plot)
+    if trace is not None:
+        write_trace(trace, rows[0].records, f"chunkrt simulate {model}")
     if as_json:
         results = [{"model": model} | row.to_dict() for row in rows]
         if link is not None:
@@ -245,18 +295,12 @@ def simulate(
         _print(model, rows)
 
 
-def _with_attention(plan: Plan, options: EngineOptions, prompt_length: int, chunk_length: int) -> Plan:
-    """Return the plan; with attention on the NPU, over the smallest window for the tokens before the last chunk."""
-    if options.attention != "npu" or prompt_length > plan.context_length:
-        return plan
-    last = (prompt_length - 1) // chunk_length * chunk_length
-    for near in near_plans(plan, {}, options, plan.context_length, chunk_length):
-        if last <= near.reach:
-            return near.plan
-    raise ConfigError(
-        f"{last} tokens precede the last chunk of a prompt of {prompt_length} tokens, more than --npu-window "
-        f"{options.npu_window}; give a longer window"
-    )
+def _near(model: str, plan: Plan, options: EngineOptions, chunk_length: int) -> dict[int, Plan]:
+    """Map the last position at which a chunk may begin to each plan with attention on the NPU."""
+    if chunk_length > plan.context_length:  # the simulator refuses it
+        return {}
+    found = near_plans(plan, placement_of(model, options), options, plan.context_length, chunk_length)
+    return {near.reach: near.plan for near in found}
 
 
 def _lengths(option: str, text: str) -> list[int]:
@@ -269,23 +313,15 @@ def _lengths(option: str, text: str) -> list[int]:
     return lengths
 
 
-def _plan(model: str, scheme: str | None, ranks: Ranks) -> tuple[Plan, Scheme]:
-    """Return the plan of a shape or a model, and the scheme, adapted to the checkpoint.
-
-    Args:
-        scheme: None for the scheme of an engine directory.
-    """
-    if scheme is not None and model in shapes():
-        return find_shape(model).plan(ranks=ranks), find_scheme(scheme)
+def _plan(model: str, options: EngineOptions, ranks: Ranks) -> tuple[Plan, Scheme]:
+    """Return the plan of a shape or a model, and its scheme."""
     try:
-        plan, settled, _ = read_model(model, EngineOptions(scheme=scheme), ranks)
+        plan, scheme, _ = read_model(model, options, ranks)
     except ConfigError as error:
-        if Path(model).exists():
+        if Path(model).exists() or model in shapes() or model not in str(error):
             raise
         raise ConfigError(f"{error}; built-in shapes are {', '.join(shapes())}") from error
-    # The plan is for the device, even if this machine has no NPU.
-    is_compiled = is_engine_directory(Path(model))
-    return plan, find_scheme(scheme) if scheme and settled.is_static and not is_compiled else settled
+    return plan, scheme
 
 
 def _print(model: str, rows: Sequence[Simulation]) -> None:

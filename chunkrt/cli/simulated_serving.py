@@ -15,7 +15,7 @@ from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.batcher import DEFAULT_BATCHER
 from chunkrt.runtime.executor import DecodeOn
-from chunkrt.runtime.trace.file import check_trace_path, write_trace
+from chunkrt.runtime.trace.file import write_trace
 from chunkrt.simulate import DeviceProfile, MeasuredProfile
 from chunkrt.simulate.arrivals import Load, draw
 from chunkrt.simulate.serving import Serving, Spread, simulate_serving
@@ -33,7 +33,6 @@ class ServingOptions:
     seed: int | None
     batcher: str | None
     decode_on: DecodeOn | None
-    trace: Path | None
 
     def check(self, prompt_lengths: str | None, ranks: int, link_name: str | None) -> None:
         """Raise ConfigError for options of the other kind of simulation."""
@@ -68,13 +67,10 @@ def simulate_served(
     scheme: Scheme,
     chunks_in_flight: int | None,
     threads: int | None,
+    trace: Path | None,
     as_json: bool,
 ) -> None:
     """Simulate a server with every chunk length and policy, and print its figures."""
-    if options.trace is not None:
-        if len(chunks) * len(policies) > 1:
-            raise ConfigError("--trace needs one chunk length and one policy, e.g. --chunk 32")
-        check_trace_path(options.trace)
     assert options.arrivals is not None
     assert options.prompt is not None
     assert options.generate is not None
@@ -102,8 +98,8 @@ def simulate_served(
         )
         for chunk, policy in product(chunks, policies)
     ]
-    if options.trace is not None:
-        write_trace(options.trace, rows[0].records(), f"chunkrt simulate {model}")
+    if trace is not None:
+        write_trace(trace, rows[0].records(), f"chunkrt simulate {model}")
     if as_json:
         asked = {name: getattr(options, name) for name in ("arrivals", "prompt", "generate")}
         seed = {"seed": options.seed or 0}

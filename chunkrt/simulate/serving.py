@@ -14,7 +14,7 @@ import numpy as np
 
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.graph.plan import Plan
-from chunkrt.quant.scheme import Scheme, find_scheme
+from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.batcher import DEFAULT_BATCHER, find_batcher
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
 from chunkrt.runtime.executor import DecodeOn, parting_step
@@ -29,7 +29,7 @@ from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.server import ChunkCosts, Server
 from chunkrt.simulate.serving_costs import ServingCosts, has_npu, never, serving_costs
 from chunkrt.simulate.serving_records import serving_records
-from chunkrt.simulate.simulator import check_costs_are_known
+from chunkrt.simulate.simulator import known_scheme
 from chunkrt.simulate.work import ChunkWork
 
 
@@ -153,8 +153,7 @@ def simulate_serving(
             "the plan is one rank's share of a decoder; servers of several ranks cannot be simulated, use the complete "
             "decoder"
         )
-    found_scheme = find_scheme(scheme) if isinstance(scheme, str) else scheme
-    check_costs_are_known(plan, found_scheme)
+    found_scheme = known_scheme(scheme)
     costs = serving_costs(plan, device, found_scheme, chunk_length=chunk_length, threads=threads, decode_on=decode_on)
     most_in_flight = 1
     if has_npu(costs.processors) and find_policy(policy).is_concurrent:

@@ -7,7 +7,7 @@ operations and bytes of its linears and its attention are exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,8 +42,17 @@ class Shape:
     tie_word_embeddings: bool = False
     approximations: tuple[str, ...] = field(default=(), repr=False)
 
-    def plan(self, placement: Placement | None = None, ranks: Ranks = ALONE) -> Plan:
+    def plan(
+        self,
+        placement: Placement | None = None,
+        ranks: Ranks = ALONE,
+        *,
+        is_shadowed: Callable[[str], bool] | None = None,
+    ) -> Plan:
         """Return the plan of this decoder with placed modules, or of one rank's share of it.
+
+        Args:
+            is_shadowed: returns whether the linear of a weight gets a shadow.
 
         Raises:
             ConfigError: the placement names no module, or a linear cannot be shared evenly among the ranks.
@@ -51,7 +60,7 @@ class Shape:
         from chunkrt.graph.decoders.config import DecoderConfig
         from chunkrt.graph.decoders.llama import llama
         from chunkrt.graph.ops import trace
-        from chunkrt.graph.partition import partition, place
+        from chunkrt.graph.partition import cut_shadowed, partition, place
 
         config = DecoderConfig(
             hidden_size=self.hidden_size,
@@ -69,7 +78,10 @@ class Shape:
         )
         decoder = llama(config).named()
         place(decoder, placement or {})
-        return partition(trace(decoder), family="llama")
+        graph = trace(decoder)
+        if is_shadowed is not None:
+            cut_shadowed(graph, is_shadowed)
+        return partition(graph, family="llama")
 
 
 def shapes() -> Mapping[str, Path]:

@@ -3,13 +3,16 @@ device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
+from chunkrt.backends.base import Passage
 from chunkrt.engine_directory.figures import weight_bytes
 from chunkrt.errors import ConfigError
-from chunkrt.graph.plan import MOST_RANKS, SHADOW_OP, Plan
+from chunkrt.graph.plan import MOST_RANKS, Plan
 from chunkrt.quant.scheme import MIXED, Scheme, find_scheme
 from chunkrt.runtime.buffers import BufferLayout
 from chunkrt.runtime.chunk_slots import check_chunks_in_flight, chunk_slots
@@ -19,13 +22,13 @@ from chunkrt.runtime.schedule import Schedule
 from chunkrt.runtime.state_tensors import state_bytes
 from chunkrt.runtime.tasks import Task, TaskEvent, with_link
 from chunkrt.runtime.trace.idle import Cause, where_time_went
-from chunkrt.runtime.trace.utilisation import link_time, utilisation
-from chunkrt.runtime.virtual_clock import Speeds, run_on_virtual_clock
+from chunkrt.runtime.trace.utilisation import Utilisation, link_time, utilisation
+from chunkrt.runtime.virtual_clock import run_on_virtual_clock
 from chunkrt.simulate.link import LinkProfile
 from chunkrt.simulate.measured import MeasuredProfile, SubgraphCost, ThreadsCost, twins
 from chunkrt.simulate.profile import DeviceProfile
 from chunkrt.simulate.speeds import crowd_speeds, link_speeds, memory_speeds, slowest
-from chunkrt.simulate.work import ModelledWork, WorkOf, cut, measured_work, with_sums
+from chunkrt.simulate.work import ChunkWork, ModelledWork, WorkOf, cut, measured_work, with_sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,9 @@ class Simulation:
         link: usage of the link; None for a decoder on one rank.
         peak_memory_bytes: weights, keys and values of the prompt, and chunks in flight.
         energy_joules: None if the profile has no power figures, or with several ranks.
-        record: record of all tasks, like the executor's record of a run; traces are drawn from it.
+        records: records of all tasks, like the executors' records of runs; traces are drawn from them. A prompt without
+            attention on the NPU has one record. A chunk with attention on the NPU has its own record, because an engine
+            computes such chunks one after another.
     """
 
     device: str
@@ -95,7 +100,7 @@ class Simulation:
     link: LinkShares | None
     peak_memory_bytes: int
     energy_joules: float | None
-    record: RunRecord
+    records: tuple[RunRecord, ...]
 
     def __repr__(self) -> str:
         """Return the choices and the main figures; `to_dict` returns all."""
@@ -107,8 +112,8 @@ class Simulation:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields except the record, for JSON."""
-        figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "record"}
+        """Return all fields except the records, for JSON."""
+        figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "records"}
         processors = {name: asdict(shares) for name, shares in self.processors.items()}
         return figures | {"processors": processors, "link": None if self.link is None else asdict(self.link)}
 
@@ -121,6 +126,7 @@ def simulate(
     chunk_length: int,
     policy: str,
     scheme: str | Scheme,
+    near: Mapping[int, Plan] = MappingProxyType({}),
     chunks_in_flight: int | None = None,
     threads: int | None = None,
     ranks: int = 1,
@@ -138,6 +144,8 @@ def simulate(
         chunk_length: number of tokens of a chunk, 1 to the plan's context.
         policy: name of the policy that orders tasks; it uses only the durations of tasks.
         scheme: quantisation of linears, by name or fixed by a checkpoint.
+        near: plans with attention on the NPU, by the last position at which a chunk may begin. As in an engine, each
+            chunk uses the plan of the shortest reach that suffices, and otherwise `plan`.
         chunks_in_flight: number of chunk slots, at least 1; by default the executor's number.
         threads: for a measured profile, one of the measured thread budgets; by default the largest.
         ranks: number of ranks that share the decoder.
@@ -153,19 +161,109 @@ def simulate(
             raise ConfigError(f"{name} {value} is outside 1..{plan.context_length}, the model's context")
     if chunks_in_flight is not None:
         check_chunks_in_flight(chunks_in_flight)
-    found_scheme = find_scheme(scheme) if isinstance(scheme, str) else scheme
-    check_costs_are_known(plan, found_scheme)
+    found_scheme = known_scheme(scheme)
     _check_ranks(plan, device, found_scheme, ranks, link)
     if link is not None:
         plan = plan.on_cpu()
-    chunks = cut(prompt_length, chunk_length)
+    if near and link is not None:
+        raise ConfigError("attention on the NPU is simulated on one machine only; omit the link and the ranks")
+    runs: list[_Run] = []
+    for used, chunks in _parts(plan, near, cut(prompt_length, chunk_length)):
+        runs.append(
+            _run(
+                used,
+                device,
+                chunks,
+                begin_ns=runs[-1].record.end_ns if runs else 0,
+                chunk_length=chunk_length,
+                policy=policy,
+                scheme=found_scheme,
+                chunks_in_flight=chunks_in_flight,
+                threads=threads,
+                ranks=ranks,
+                link=link,
+                overlaps_conversion=overlaps_conversion,
+            )
+        )
+    records = tuple(run.record for run in runs)
+    prompt_us = device.prompt_us if isinstance(device, DeviceProfile) else device.budget(threads).prompt_us
+    end_ns = records[-1].end_ns
+    ttft_ns = end_ns + 1000 * prompt_us
+    plans = [*near.values(), *([] if plan.context_length in near else [plan])] if near else [plan]
+    return Simulation(
+        device=device.name,
+        scheme=found_scheme.name,
+        policy=policy,
+        prompt_length=prompt_length,
+        chunk_length=chunk_length,
+        chunks_in_flight=max(min(record.pipeline.num_slots, record.num_chunks) for record in records),
+        time_to_first_token_ms=ttft_ns / 1e6,
+        tokens_per_s=1e9 * prompt_length / max(ttft_ns, 1),
+        makespan_ms=end_ns / 1e6,
+        processors=_shares(records),
+        **asdict(_utilisation(records)),
+        link=None if link is None else _link_shares(runs[0], link, ranks),
+        peak_memory_bytes=_memory(plan, plans, found_scheme, records, prompt_length),
+        energy_joules=_energy(device, runs, ttft_ns) if isinstance(device, DeviceProfile) else None,
+        records=records,
+    )
+
+
+def known_scheme(scheme: str | Scheme) -> Scheme:
+    """Return a scheme that a profile can have costs for. Raise ConfigError for an unknown name, and for "mixed"."""
+    if scheme == MIXED:
+        raise ConfigError(
+            "the scheme 'mixed' depends on a search over a model's weights; give a checkpoint, or an engine directory "
+            "that was compiled with it"
+        )
+    return find_scheme(scheme) if isinstance(scheme, str) else scheme
+
+
+def _parts(plan: Plan, near: Mapping[int, Plan], chunks: Sequence[ChunkWork]) -> list[tuple[Plan, list[ChunkWork]]]:
+    """Return the runs of a prompt: each chunk with attention on the NPU by itself, and all later chunks together."""
+
+    def reach_of(chunk: ChunkWork) -> int | None:
+        return min((reach for reach in near if chunk.position <= reach), default=None)
+
+    parts: list[tuple[Plan, list[ChunkWork]]] = []
+    for reach, group in groupby(chunks, key=reach_of):
+        if reach is None:
+            parts.append((plan, list(group)))
+        else:
+            parts += [(near[reach], [chunk]) for chunk in group]
+    return parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """The record of a part of a prompt, and the work of its tasks."""
+
+    record: RunRecord
+    work_of: WorkOf
+
+
+def _run(
+    plan: Plan,
+    device: DeviceProfile | MeasuredProfile,
+    chunks: Sequence[ChunkWork],
+    *,
+    begin_ns: int,
+    chunk_length: int,
+    policy: str,
+    scheme: Scheme,
+    chunks_in_flight: int | None,
+    threads: int | None,
+    ranks: int,
+    link: LinkProfile | None,
+    overlaps_conversion: bool,
+) -> _Run:
+    """Run consecutive chunks of a prompt, from `begin_ns` on. Other arguments and errors are those of `simulate`."""
     work_of: WorkOf
     if isinstance(device, DeviceProfile):
         if threads is not None:
             raise ConfigError(f"{device.name} has a fixed cost model; omit the number of threads")
         processors = device.processors(plan, overlaps_conversion=overlaps_conversion)
-        prompt_us = device.prompt_us
-        work_of = ModelledWork(plan, found_scheme, device, chunk_length=chunk_length, chunks=chunks)
+        work_of = ModelledWork(plan, scheme, device, chunk_length=chunk_length, chunks=chunks)
         speeds = memory_speeds(device.memory.gb_per_s, work_of)
     else:
         if overlaps_conversion:
@@ -173,70 +271,48 @@ def simulate(
                 f"{device.name} was measured with conversion included and has no duration of conversion alone"
             )
         budget = device.budget(threads)
-        processors, prompt_us = device.processors(budget.threads), budget.prompt_us
-        costs = measured_costs(plan, device, budget, chunk_length, found_scheme.name)
+        processors = device.processors(budget.threads)
+        costs = measured_costs(plan, device, budget, chunk_length, scheme.name)
         work_of = measured_work(plan, costs, budget, chunks)
         speeds = crowd_speeds(lambda task: costs[plan.subgraphs[task.subgraph].name].speeds)
     if link is not None:
         work_of = with_sums(work_of, plan, chunks, link, ranks)
         speeds = slowest(speeds, link_speeds(link.gb_per_s, work_of))
     num_slots = chunks_in_flight or chunk_slots(plan, chunk_length, processors)
-    record = RunRecord(
-        pipeline=Pipeline(
-            stages=stages_of(plan),
-            processors=with_link(processors, plan, num_slots),
-            policy=policy,
-            chunk_length=chunk_length,
-            num_slots=num_slots,
-            slot_bytes=BufferLayout(plan, chunk_length).num_bytes,
-        ),
-        num_tokens=prompt_length,
-        position=0,
-        position_bytes=sum(state_bytes(t, {"P": 1}) for t in plan.state_tensors if "P" in t.shape),
-        start_ns=0,
-        end_ns=0,
-        events=(),
-    )
-    events = _run(plan, record, work_of, speeds)
-    record = replace(record, events=events, end_ns=events[-1].end_ns)
-    ttft_ns = record.end_ns + 1000 * prompt_us
-    return Simulation(
-        device=device.name,
-        scheme=found_scheme.name,
+    pipeline = Pipeline(
+        stages=stages_of(plan),
+        processors=with_link(processors, plan, num_slots),
         policy=policy,
-        prompt_length=prompt_length,
         chunk_length=chunk_length,
-        chunks_in_flight=min(record.pipeline.num_slots, len(chunks)),
-        time_to_first_token_ms=ttft_ns / 1e6,
-        tokens_per_s=1e9 * prompt_length / max(ttft_ns, 1),
-        makespan_ms=record.end_ns / 1e6,
-        processors=_shares(record),
-        **asdict(utilisation(events, record.pipeline.stages)),
-        link=None if link is None else _link_shares(record, link, ranks, work_of),
-        peak_memory_bytes=_memory(plan, found_scheme, record),
-        energy_joules=_energy(device, record, work_of, ttft_ns) if isinstance(device, DeviceProfile) else None,
-        record=record,
+        num_slots=num_slots,
+        slot_bytes=BufferLayout(plan, chunk_length).num_bytes,
     )
-
-
-def check_costs_are_known(plan: Plan, scheme: Scheme) -> None:
-    """Raise ConfigError if no profile can have costs for some task of a decoder."""
-    if scheme.name == MIXED or any(node.op == SHADOW_OP for subgraph in plan.subgraphs for node in subgraph.nodes):
-        raise ConfigError("the simulator has no costs of shadows and mixed schemes; simulate w8a8 or w8a16")
-
-
-def _run(plan: Plan, record: RunRecord, work_of: WorkOf, speeds: Speeds) -> list[TaskEvent]:
-    num_chunks = record.num_chunks
-    durations = [[work_of(Task(s, c)).ns for c in range(num_chunks)] for s in range(len(plan.subgraphs))]
+    durations = [[work_of(Task(s, c)).ns for c in range(len(chunks))] for s in range(len(plan.subgraphs))]
     schedule = Schedule(
         plan,
-        routes=plan.flow.routes(num_chunks, range(num_chunks - 1, num_chunks)),
-        chunks_in_flight=record.pipeline.num_slots,
-        processors=record.pipeline.processors,
-        policy=find_policy(record.pipeline.policy),
+        routes=plan.flow.routes(len(chunks), [c for c, chunk in enumerate(chunks) if chunk.num_rows]),
+        chunks_in_flight=num_slots,
+        processors=pipeline.processors,
+        policy=find_policy(policy),
         durations=durations,
     )
-    return run_on_virtual_clock(schedule, schedule.duration, speeds, edges=lambda task: work_of(task).edges_ns)
+    events = run_on_virtual_clock(schedule, schedule.duration, speeds, edges=lambda task: work_of(task).edges_ns)
+    events = [_later(event, begin_ns) for event in events] if begin_ns else events
+    record = RunRecord(
+        pipeline=pipeline,
+        num_tokens=sum(chunk.num_tokens for chunk in chunks),
+        position=chunks[0].position,
+        position_bytes=sum(state_bytes(t, {"P": 1}) for t in plan.state_tensors if "P" in t.shape),
+        start_ns=begin_ns,
+        end_ns=events[-1].end_ns,
+        events=tuple(events),
+    )
+    return _Run(record=record, work_of=work_of)
+
+
+def _later(event: TaskEvent, ns: int) -> TaskEvent:
+    passage = None if event.passage is None else Passage(*(time + ns for time in event.passage))
+    return event._replace(start_ns=event.start_ns + ns, end_ns=event.end_ns + ns, passage=passage)
 
 
 def _check_ranks(
@@ -269,22 +345,37 @@ def _check_ranks(
             )
 
 
-def _link_shares(record: RunRecord, link: LinkProfile, ranks: int, work_of: WorkOf) -> LinkShares:
-    time = link_time([record])
+def _link_shares(run: _Run, link: LinkProfile, ranks: int) -> LinkShares:
+    time = link_time([run.record])
     assert time is not None
     return LinkShares(
         name=link.name,
         ranks=ranks,
-        sent_bytes=sum(work_of(event.task).sent_bytes for event in record.events),
+        sent_bytes=sum(run.work_of(event.task).sent_bytes for event in run.record.events),
         busy_ms=time.busy_ns / 1e6,
-        busy=time.busy_ns / max(record.end_ns, 1),
+        busy=time.busy_ns / max(run.record.end_ns, 1),
         hidden=time.hidden,
     )
 
 
-def _shares(record: RunRecord) -> dict[str, ProcessorShares]:
+def _utilisation(records: Sequence[RunRecord]) -> Utilisation:
+    """Return the shares of a prompt's time, of which each record covers a part."""
+    total_ns = sum(record.end_ns - record.start_ns for record in records)
+    found = Utilisation(npu_busy=0.0, cpu_busy=0.0, overlap=0.0)
+    for record in records:
+        own = utilisation(record.events, record.pipeline.stages)
+        part = (record.end_ns - record.start_ns) / max(total_ns, 1)
+        found = Utilisation(
+            npu_busy=found.npu_busy + part * own.npu_busy,
+            cpu_busy=found.cpu_busy + part * own.cpu_busy,
+            overlap=found.overlap + part * own.overlap,
+        )
+    return found
+
+
+def _shares(records: Sequence[RunRecord]) -> dict[str, ProcessorShares]:
     shares = {}
-    for time in where_time_went([record]):
+    for time in where_time_went(records):
         if time.name == "link":
             continue
         total = max(1, time.total_ns)
@@ -313,24 +404,27 @@ def measured_costs(
     return {name: budget.subgraphs[twin] for name, twin in first.items()}
 
 
-def _memory(plan: Plan, scheme: Scheme, record: RunRecord) -> int:
-    """Return the peak memory in bytes. The CPU keeps all weights for decode, and an NPU keeps a copy of its linears."""
-    stored, pipeline = weight_bytes(plan, scheme), record.pipeline
+def _memory(plan: Plan, plans: Sequence[Plan], scheme: Scheme, records: Sequence[RunRecord], prompt_length: int) -> int:
+    """Return the peak memory in bytes. The CPU keeps all weights for decode. An NPU keeps a copy of its linears for
+    each of `plans`.
+    """
+    stored = weight_bytes(plan, scheme)
     weights = sum(stored.values())
-    if any(processor.devices == {"npu"} for processor in pipeline.processors):
-        weights += sum(stored[name] for s in plan.subgraphs if s.device == "npu" for name in s.weights)
-    in_flight = min(pipeline.num_slots, record.num_chunks) * pipeline.slot_bytes
-    slots = plan.slots(record.num_tokens, pipeline.chunk_length)
+    if any(processor.devices == {"npu"} for record in records for processor in record.pipeline.processors):
+        weights += sum(stored[name] for p in plans for s in p.subgraphs if s.device == "npu" for name in s.weights)
+    in_flight = max(min(r.pipeline.num_slots, r.num_chunks) * r.pipeline.slot_bytes for r in records)
+    slots = plan.slots(prompt_length, records[0].pipeline.chunk_length)
     fixed = sum(state_bytes(tensor, slots) for tensor in plan.state_tensors if "P" not in tensor.shape)
-    return weights + record.num_tokens * record.position_bytes + fixed + in_flight
+    return weights + prompt_length * records[0].position_bytes + fixed + in_flight
 
 
-def _energy(device: DeviceProfile, record: RunRecord, work_of: WorkOf, ttft_ns: float) -> float | None:
-    if any(stage.device == "link" for stage in record.pipeline.stages):
+def _energy(device: DeviceProfile, runs: Sequence[_Run], ttft_ns: float) -> float | None:
+    if any(stage.device == "link" for run in runs for stage in run.record.pipeline.stages):
         return None
     joules = device.idle_watts * ttft_ns / 1e9
-    for event in record.events:
-        watts = device.npu.busy_watts if event.processor == "npu" else device.cpu.busy_watts
-        joules += watts * event.own_ns / 1e9
-        joules += work_of(event.task).num_bytes * device.memory.pj_per_byte / 1e12
+    for run in runs:
+        for event in run.record.events:
+            watts = device.npu.busy_watts if event.processor == "npu" else device.cpu.busy_watts
+            joules += watts * event.own_ns / 1e9
+            joules += run.work_of(event.task).num_bytes * device.memory.pj_per_byte / 1e12
     return joules

@@ -17,6 +17,7 @@ from chunkrt.graph.plan import (
     DTYPE_BYTES,
     EXPERTS_OP,
     GATHER_OPS,
+    SHADOW_OP,
     Node,
     Plan,
     Subgraph,
@@ -24,6 +25,7 @@ from chunkrt.graph.plan import (
     resolve,
 )
 from chunkrt.graph.static_attention import static_slots, window_elements
+from chunkrt.quant.calibration import num_hot_channels
 from chunkrt.quant.scheme import Scheme
 from chunkrt.runtime.ranks.messages import exchange_of
 from chunkrt.runtime.tasks import Task
@@ -217,6 +219,15 @@ class ModelledWork:
             kind = "attention"  # the state is read, and written back
         elif node.op == "FloatLinear":
             num_bytes = shared_bytes = float(tensors[node.inputs[1]].num_bytes())
+            kind = "linear_float"
+        elif node.op == SHADOW_OP:
+            # The CPU compares every input with the grid, and multiplies the values beyond it in float. There are at
+            # most as many of them as the rows of the weight that are kept for it.
+            depth, columns = resolve(tensors[node.inputs[1]].shape, {})
+            hot, width = num_hot_channels(depth), DTYPE_BYTES["float32"]
+            num_bytes = float(width * (rows * depth + hot * columns))
+            shared_bytes = float(width * hot * columns)
+            operations = rows * (depth + 2 * hot * columns)
             kind = "linear_float"
         elif node.op == EXPERTS_OP:
             num_bytes = shared_bytes = self._share_of_experts(node, rows) * sum(

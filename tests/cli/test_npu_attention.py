@@ -52,10 +52,6 @@ def test_simulate_attends_on_either_processor(figures):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ("simulate", SHAPE, "--device", "sd8gen3", "-p", "2048", "--attention", "npu"),
-            "--npu-window 512; give a longer window",
-        ),
         (("simulate", SHAPE, "--device", "sd8gen3", "--npu-window", "64"), "has no effect without --attention npu"),
         (("fit", SHAPE, "--soc", "SM8650", "--npu-graph", "layers=2"), "has no effect without --attention npu"),
         (("compile", checkpoint("llama_gqa"), "-o", "out", "--attention", "npu"), "has no effect without --soc"),

@@ -380,12 +380,9 @@ def test_calibration_of_another_model_is_refused_even_for_its_text(tmp_path):
             chunkrt.load(GGUF, npu="native", scheme="w8a8", calibration=tmp_path / "cal.npz")
 
 
-def test_simulator_refuses_shadows_without_costs():
-    plan = plan_checkpoint(GGUF, {}, replace(SCHEMES["w8a8"], shadowed=("*",))).plan
+def test_simulator_refuses_mixed_without_a_search():
     settings = {"prompt_length": 8, "chunk_length": 4, "policy": "in_order"}
-    with pytest.raises(ConfigError, match="has no costs of shadows and mixed schemes"):
-        simulate(plan, find_device("sd8gen3"), scheme="w8a8", **settings)
-    with pytest.raises(ConfigError, match="has no costs of shadows and mixed schemes"):
+    with pytest.raises(ConfigError, match="the scheme 'mixed' depends on a search over a model's weights"):
         simulate(plan_checkpoint(GGUF, {}).plan, find_device("sd8gen3"), scheme="mixed", **settings)
 
 

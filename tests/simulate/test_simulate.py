@@ -83,7 +83,7 @@ def test_busy_and_idle_fill_the_makespan(plan: Plan, device: DeviceProfile, poli
         assert shares.busy + sum(shares.idle.values()) == pytest.approx(1.0, abs=1e-9)
     assert found.npu_busy == pytest.approx(found.processors["npu"].busy)
     assert found.overlap <= min(found.npu_busy, found.cpu_busy)
-    assert found.makespan_ms * 1e6 == max(event.end_ns for event in found.record.events)
+    assert found.makespan_ms * 1e6 == max(event.end_ns for event in found.records[0].events)
 
 
 def test_overlapped_conversion_saves_at_most_its_own_time(plan: Plan, device: DeviceProfile) -> None:
@@ -92,7 +92,7 @@ def test_overlapped_conversion_saves_at_most_its_own_time(plan: Plan, device: De
     apart = simulate(plan, device, **options)
     beside = simulate(plan, device, **options, overlaps_conversion=True)
     spans = dict.fromkeys(("entering", "waiting", "computing", "leaving"), 0)
-    for event in apart.record.events:
+    for event in apart.records[0].events:
         assert (event.passage is not None) == (event.processor == "npu")
         for span, start_ns, end_ns in event.spans:
             spans[span] += end_ns - start_ns
@@ -100,7 +100,7 @@ def test_overlapped_conversion_saves_at_most_its_own_time(plan: Plan, device: De
     converted_ms = (spans["entering"] + spans["leaving"]) / 1e6
     assert converted_ms > 0.1 * apart.makespan_ms
     assert apart.makespan_ms - converted_ms <= beside.makespan_ms < apart.makespan_ms
-    computing = sorted(e.passage[1:] for e in beside.record.events if e.passage is not None)
+    computing = sorted(e.passage[1:] for e in beside.records[0].events if e.passage is not None)
     assert all(end_ns <= begin_ns for (_, end_ns), (begin_ns, _) in pairwise(computing))
 
 
@@ -213,7 +213,7 @@ def test_costs_and_speeds_are_learnt_back_from_simulated_runs(plan: Plan) -> Non
     """`chunkrt profile` recovers the known costs of simulated runs."""
     options = {"chunk_length": 32, "scheme": "w8a16"}
     truth = measured(plan, threads=2, speeds=(1.0, 0.6))
-    runs = [simulate(plan, truth, prompt_length=n, policy="sequential", **options).record for n in (256, 16)]
+    runs = [simulate(plan, truth, prompt_length=n, policy="sequential", **options).records[0] for n in (256, 16)]
     costs = learn_costs(plan, runs)
     assert set(costs) == set(twins(plan).values())
     for name, cost in costs.items():
@@ -221,7 +221,7 @@ def test_costs_and_speeds_are_learnt_back_from_simulated_runs(plan: Plan) -> Non
         rows = 1 if name == "head" else 32
         assert cost.fixed_us + cost.row_us * rows == pytest.approx(expected.fixed_us + expected.row_us * rows, rel=1e-3)
         assert cost.pair_us == pytest.approx(expected.pair_us, abs=1e-4)
-    crowded = [simulate(plan, truth, prompt_length=256, policy="in_order", **options).record]
+    crowded = [simulate(plan, truth, prompt_length=256, policy="in_order", **options).records[0]]
     learnt = learn_speeds(plan, costs, crowded, 2)
     assert learnt["static.1"] == pytest.approx((1.0, 0.6), rel=1e-3)
     assert learnt["dynamic.0"] == pytest.approx((1.0, 0.6), rel=1e-3)
