@@ -43,11 +43,14 @@ def draw_simulations(model: str, rows: Sequence[Simulation], path: Path) -> None
     """Draw rates and times to first token over prompt lengths, with one line per chunk length and policy."""
     rates: dict[str, list[PlotPoint]] = {}
     times: dict[str, list[PlotPoint]] = {}
+    choices: dict[str, tuple[int, str]] = {}
     for row in rows:
         name = f"chunk {row.chunk_length}, {row.policy}"
+        choices[name] = (row.chunk_length, row.policy)
         rates.setdefault(name, []).append(PlotPoint(row.prompt_length, row.tokens_per_s))
         times.setdefault(name, []).append(PlotPoint(row.prompt_length, row.time_to_first_token_ms))
-    panels = [Panel("prompt tokens", RATE, rates), Panel("prompt tokens", "time to first token, ms", times)]
+    kinds = {RATE: rates, "time to first token, ms": times}
+    panels = [Panel("prompt tokens", name, lines, choices) for name, lines in kinds.items()]
     draw_panels(panels, path, f"{model} on {rows[0].device}, scheme {rows[0].scheme}, simulated")
 
 

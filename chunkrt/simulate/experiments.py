@@ -3,14 +3,15 @@
 rows = chunkrt.experiment(
     "gemma-2b",
     devices=["sd8gen3", "sd8elite"],
-    placements=[{}, {"model.layers.*.mlp.down_proj": "cpu"}],
+    placements={"natural": {}, "down_proj on cpu": {"model.layers.*.mlp.down_proj": "cpu"}},
     schemes=["w8a8", "w8a16"],
+    attentions=["cpu", "npu"],
     prompt_lengths=[256, 1024],
     chunk_lengths=[64, 128],
     policies=["in_order", "look_ahead"],
 )
-best = max(rows, key=lambda row: row.tokens_per_s)
-frame = rows.to_pandas()
+rows.plot("study.png")
+best, frame = rows.best(), rows.to_pandas()
 
 The worker processes import the calling script, so a script has to call `experiment` under `if __name__ == "__main__":`.
 """
@@ -33,19 +34,24 @@ from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
 from chunkrt.compile.compiler import plan_checkpoint
-from chunkrt.engine.resolve import find_checkpoint
+from chunkrt.engine.npu_attention import near_plans
+from chunkrt.engine.options import EngineOptions
+from chunkrt.engine.resolve import choose_recipe, find_checkpoint
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest, read_plan
-from chunkrt.errors import ConfigError
+from chunkrt.engine_directory.weights import check_shadowed
+from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.files import Progress
 from chunkrt.graph.placement import Placement, check_placement
 from chunkrt.graph.plan import Plan
 from chunkrt.html_tables import html_table
+from chunkrt.pictures import Panel, PlotPoint, draw_panels
 from chunkrt.progress import find_progress
-from chunkrt.quant.scheme import find_scheme
+from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, SCHEMES, Scheme, find_scheme
 from chunkrt.runtime.affinity import available_cores
 from chunkrt.runtime.policy import find_policy
-from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device, find_shape, shapes, simulate
+from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device, shapes, simulate
 from chunkrt.simulate.dask_cluster import run_on_dask
+from chunkrt.simulate.models import is_weightless, plan_weightless
 
 T = TypeVar("T")
 
@@ -58,14 +64,18 @@ class GridRow:
     """One point of the grid and its results, as in `chunkrt.simulate.Simulation`.
 
     Attributes:
+        placement_name: name of the placement, if `experiment` was called with names; otherwise its text.
+        attention: processor of attention, as in the call.
         chunks_in_flight: the simulated number, which is at most the number of chunks of the prompt.
         energy_joules: None if the profile has no power figures.
     """
 
     model: str
     device: str
+    placement_name: str
     placement: Placement
     scheme: str
+    attention: str
     prompt_length: int
     chunk_length: int
     policy: str
@@ -97,13 +107,83 @@ class Rows(list[GridRow]):
         records = [asdict(row) | {"placement": placement_text(row.placement)} for row in self]
         return pandas.DataFrame(records, columns=[field.name for field in fields(GridRow)])
 
+    def best(self, figure: str = "time_to_first_token_ms") -> GridRow:
+        """Return the row with the least time, memory or energy, or the highest rate; the first of several.
+
+        Args:
+            figure: name of a field of `GridRow` with numbers.
+
+        Raises:
+            ConfigError: there are no rows, or no row has the figure.
+        """
+        known = [row for row in self if _figure_of(row, figure) is not None]
+        if not known:
+            raise ConfigError(f"no row has the figure {figure!r}")
+        sign = -1 if figure in HIGHER_IS_BETTER else 1
+        return min(known, key=lambda row: sign * (_figure_of(row, figure) or 0.0))
+
+    def pareto(self, *figures: str) -> Rows:
+        """Return the rows that no other row exceeds in one figure without being worse in another one, in their order.
+
+        Args:
+            figures: names of fields; by default time to first token, peak memory, and energy if it is known.
+
+        Raises:
+            ConfigError: a figure does not exist, or some row lacks it.
+        """
+        names = figures or ("time_to_first_token_ms", "peak_memory_bytes")
+        if not figures and all(row.energy_joules is not None for row in self):
+            names = (*names, "energy_joules")
+        points = []
+        for row in self:
+            values = [_figure_of(row, name) for name in names]
+            if None in values:
+                raise ConfigError(f"a row on {row.device} has no {names[values.index(None)]}; name other figures")
+            signs = (-1 if name in HIGHER_IS_BETTER else 1 for name in names)
+            points.append(tuple(sign * (value or 0.0) for sign, value in zip(signs, values, strict=True)))
+        distinct = set(points)
+        return Rows(row for row, point in zip(self, points, strict=True) if not _is_exceeded(point, distinct))
+
+    def plot(self, path: str | os.PathLike[str], x: str = "prompt_length", y: str = "tokens_per_s") -> None:
+        """Draw one figure over a field, with a line for each combination of the other choices.
+
+        Args:
+            path: the picture, a .png or .svg file.
+            x: field with numbers of the horizontal axis.
+            y: figure of the vertical axis.
+
+        Raises:
+            ConfigError: there are no rows, a field does not exist, matplotlib is missing, or the file cannot be
+                written.
+        """
+        if not self:
+            raise ConfigError("there are no rows to draw")
+        for name in (x, y):
+            _figure_of(self[0], name)
+        choices = [name for name in CHOICES if name != x and len({getattr(row, name) for row in self}) > 1]
+        if len({(getattr(row, x), *(getattr(row, name) for name in choices)) for row in self}) < len(self):
+            choices.append("chunks_in_flight")
+        lines: dict[str, list[PlotPoint]] = {}
+        values: dict[str, tuple[object, ...]] = {}
+        for row in self:
+            across, up = _figure_of(row, x), _figure_of(row, y)
+            if across is not None and up is not None:
+                name = ", ".join(_label(choice, getattr(row, choice)) for choice in choices) or row.model
+                lines.setdefault(name, []).append(PlotPoint(across, up))
+                values[name] = tuple(getattr(row, choice) for choice in choices) or (name,)
+        if not lines:
+            raise ConfigError(f"no row has the figures {x!r} and {y!r}")
+        panel = Panel(x.replace("_", " "), y.replace("_", " "), lines, values)
+        models, devices = ({getattr(row, name) for row in self} for name in ("model", "device"))
+        draw_panels([panel], Path(path), f"{', '.join(sorted(models))} on {', '.join(sorted(devices))}, simulated")
+
     def __repr__(self) -> str:
         """Return the number of rows, and the highest speed."""
         fastest = max((row.tokens_per_s for row in self), default=0.0)
         return f"Rows({len(self)} rows, at most {fastest:.1f} tokens/s)"
 
     def _repr_html_(self) -> str:
-        shown = ("model", "device", "scheme", "prompt_length", "chunk_length", "policy")
+        shown = ("model", "device", "placement_name", "scheme", "attention", "prompt_length", "chunk_length", "policy")
         figures = ("time_to_first_token_ms", "tokens_per_s")
         lines = [
             [
@@ -116,18 +196,53 @@ class Rows(list[GridRow]):
         return html_table("simulated prefill", (*shown, *figures, "npu_busy"), lines)
 
 
+CHOICES = ("device", "placement_name", "scheme", "attention", "prompt_length", "chunk_length", "policy")
+"""Fields of `GridRow` that tell the lines of a picture apart. If these do not suffice, the chunks in flight do too."""
+HIGHER_IS_BETTER = ("tokens_per_s", "npu_busy", "cpu_busy", "overlap")
+
+
+def _figure_of(row: GridRow, name: str) -> float | None:
+    """Return a field with numbers. Raise ConfigError if a row has no such field."""
+    names = [field.name for field in fields(GridRow)]
+    if name not in names:
+        raise unknown_name("figure", name, names)
+    value = getattr(row, name)
+    if value is not None and not isinstance(value, int | float):
+        raise ConfigError(f"{name} is not a number; choose a figure such as tokens_per_s")
+    return value
+
+
+def _is_exceeded(point: tuple[float, ...], others: Iterable[tuple[float, ...]]) -> bool:
+    return any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in others)
+
+
+def _label(choice: str, value: object) -> str:
+    if choice in ("device", "scheme", "policy", "placement_name"):
+        return str(value) or "natural"
+    short = {"prompt_length": "prompt", "chunk_length": "chunk", "chunks_in_flight": "in flight"}
+    return f"{short.get(choice, choice)} {value}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Grid:
-    """Data that every worker holds. Points refer to the plans and devices by index."""
+    """Data that every worker holds. Points refer to the plans and devices by index.
+
+    Attributes:
+        near: plans with attention on the NPU, by placement, attention and chunk length.
+    """
 
     model: str
+    names: list[str]
     placements: list[Placement]
     plans: list[Plan]
     devices: list[DeviceProfile | MeasuredProfile]
+    schemes: Mapping[str, Scheme]
+    near: Mapping[tuple[int, str, int], Mapping[int, Plan]]
 
 
-_Point = tuple[int, int, str, int, int, str, int | None]
-"""Coordinates of a point: device, placement, scheme, prompt length, chunk length, policy, chunks in flight."""
+_Point = tuple[int, int, str, str, int, int, str, int | None]
+"""Coordinates of a point: device, placement, scheme, attention, prompt length, chunk length, policy, chunks in
+flight."""
 
 
 def experiment(
@@ -138,7 +253,9 @@ def experiment(
     policies: Iterable[str],
     schemes: Iterable[str],
     prompt_lengths: Iterable[int],
-    placements: Iterable[Placement] = ({},),
+    placements: Iterable[Placement] | Mapping[str, Placement] = ({},),
+    attentions: Iterable[str] = ("cpu",),
+    shadow: str | None = None,
     chunks_in_flight: Iterable[int | None] = (None,),
     workers: int | None = None,
     dask: str | Any = None,
@@ -147,14 +264,19 @@ def experiment(
     """Simulate the prefill of a model at every point of a grid.
 
     Args:
-        model: a shape or its name; otherwise a catalogue name, a GGUF file, a Hugging Face folder, or an engine
-            directory.
+        model: a shape, its name or its TOML file; a config.json without weights; otherwise a catalogue name, a GGUF
+            file, a Hugging Face folder, or an engine directory.
         devices: profiles, or names and files of profiles.
         chunk_lengths: numbers of tokens, 1 to the model's context.
         policies: names of policies.
         schemes: names of schemes.
         prompt_lengths: numbers of tokens, 1 to the model's context.
-        placements: devices by patterns of module paths; by default every module is on its default device.
+        placements: devices by patterns of module paths, as a list or by names; by default every module is on its
+            default device.
+        attentions: processor of attention over caches: "cpu"; "npu", for chunks with at most the default window's
+            tokens before them; or "npu:WINDOWS" with other windows, e.g. "npu:512,2048".
+        shadow: patterns of 8-bit linears with shadows, separated by commas, or "all", as in `chunkrt.load`; the schemes
+            have to be static with 8-bit activations.
         chunks_in_flight: at least 1; None for the executor's default.
         workers: number of processes, at least 1; by default one for each POINTS_OF_A_WORKER simulations, but at most
             the number of cores of this machine. With 1, simulations run in this process.
@@ -163,7 +285,7 @@ def experiment(
 
     Returns:
         A row for each point, in an order that does not depend on the workers: devices vary slowest, then placements,
-        schemes, prompt lengths, chunk lengths, policies, and chunks in flight fastest.
+        schemes, attentions, prompt lengths, chunk lengths, policies, and chunks in flight fastest.
 
     Raises:
         ConfigError: an axis is empty or has an unknown name or a value out of range; a profile was measured under other
@@ -172,8 +294,16 @@ def experiment(
     """
     report = find_progress(progress)
     found_devices = [find_device(d) if isinstance(d, str | os.PathLike) else d for d in _axis("devices", devices)]
-    found_placements = [check_placement(p, "placements") for p in _axis("placements", placements)]
-    names = [find_scheme(name).name for name in _axis("schemes", schemes)]
+    by_name = placements if isinstance(placements, Mapping) else None
+    if by_name is not None and any(isinstance(value, str) for value in by_name.values()):
+        raise ConfigError(f"placements is {dict(by_name)}, expected a list of placements; put it in brackets")
+    axis = _axis("placements", placements if by_name is None else by_name.values())
+    found_placements = [check_placement(placement, "placements") for placement in axis]
+    placement_names = [*by_name] if by_name else [placement_text(placement) for placement in found_placements]
+    found_schemes = {name: _scheme(name, shadow) for name in _axis("schemes", schemes)}
+    modes = _axis("attentions", attentions)
+    for mode in modes:
+        attention_options(mode)
     policy_names = _axis("policies", policies)
     for name in policy_names:
         find_policy(name)
@@ -182,14 +312,26 @@ def experiment(
     flights = [None if flight is None else _whole("chunks_in_flight", flight) for flight in flights]
     if workers is not None:
         workers = _whole("workers", workers)
-    plans = plans_of(model, found_placements, report)
+    plans = plans_of(model, found_placements, report, next(iter(found_schemes.values())))
     context = plans[0].context_length
     prompts = [_whole("prompt_lengths", length, context) for length in prompts]
     chunks = [_whole("chunk_lengths", length, context) for length in chunks]
     label = model.source if isinstance(model, Shape) else os.fspath(model)
-    grid = _Grid(model=label, placements=found_placements, plans=plans, devices=found_devices)
+    grid = _Grid(
+        model=label,
+        names=placement_names,
+        placements=found_placements,
+        plans=plans,
+        devices=found_devices,
+        schemes=found_schemes,
+        near={
+            (index, mode, length): near_plans_of(plan, found_placements[index], mode, length)
+            for (index, plan), mode, length in product(enumerate(plans), modes, chunks)
+            if mode != "cpu"
+        },
+    )
     places = range(len(found_devices)), range(len(plans))
-    of_grid = list(map(_simulated, product(*places, names, prompts, chunks, policy_names, flights)))
+    of_grid = list(map(_simulated, product(*places, found_schemes, modes, prompts, chunks, policy_names, flights)))
     points = list(dict.fromkeys(of_grid))
     workers = min(workers or min(available_cores(), -(-len(points) // POINTS_OF_A_WORKER)), len(points))
     if dask is not None:
@@ -207,9 +349,9 @@ def placement_text(placement: Placement) -> str:
 
 def _simulated(point: _Point) -> _Point:
     """Return the equivalent point whose chunks in flight do not exceed the prompt's chunks."""
-    device, placement, scheme, prompt_length, chunk_length, policy, chunks_in_flight = point
+    *others, prompt_length, chunk_length, policy, chunks_in_flight = point
     chunks_in_flight = chunks_in_flight and min(chunks_in_flight, -(-prompt_length // chunk_length))
-    return device, placement, scheme, prompt_length, chunk_length, policy, chunks_in_flight
+    return (*others, prompt_length, chunk_length, policy, chunks_in_flight)  # type: ignore[return-value]
 
 
 def _run_here(grid: _Grid, points: list[_Point], progress: Progress) -> list[GridRow]:
@@ -283,34 +425,74 @@ def _row_of_worker(point: _Point) -> GridRow:
 
 
 def _row(grid: _Grid, point: _Point) -> GridRow:
-    device, placement, scheme, prompt_length, chunk_length, policy, chunks_in_flight = point
+    device, placement, scheme, attention, prompt_length, chunk_length, policy, chunks_in_flight = point
     simulation = simulate(
         grid.plans[placement],
         grid.devices[device],
         prompt_length=prompt_length,
         chunk_length=chunk_length,
         policy=policy,
-        scheme=scheme,
+        scheme=grid.schemes[scheme],
+        near=grid.near.get((placement, attention, chunk_length), {}),
         chunks_in_flight=chunks_in_flight,
     )
-    own = {"model": grid.model, "placement": grid.placements[placement]}
+    own = {
+        "model": grid.model,
+        "placement_name": grid.names[placement],
+        "placement": grid.placements[placement],
+        "attention": attention,
+    }
     return GridRow(**own, **{f.name: getattr(simulation, f.name) for f in fields(GridRow) if f.name not in own})  # type: ignore[arg-type]
 
 
-def plans_of(model: str | os.PathLike[str] | Shape, placements: Sequence[Placement], progress: Progress) -> list[Plan]:
-    """Return the plan of every placement. Arguments and errors are those of `experiment`."""
-    if isinstance(model, Shape):
-        return [model.plan(placement) for placement in placements]
-    if not isinstance(model, str | os.PathLike):
+def near_plans_of(plan: Plan, placement: Placement, attention: str, chunk_length: int) -> Mapping[int, Plan]:
+    """Return plans with attention on the NPU by the last position at which a chunk may begin.
+
+    Raises:
+        ConfigError: the NPU cannot compute any attention of the plan.
+    """
+    options = attention_options(attention)
+    return {near.reach: near.plan for near in near_plans(plan, placement, options, plan.context_length, chunk_length)}
+
+
+def attention_options(attention: str) -> EngineOptions:
+    """Return the engine's options of one entry of `attentions`. Raise ConfigError if the entry is unknown."""
+    processor, _, windows = str(attention).partition(":")
+    if processor not in ("cpu", "npu") or (windows and processor == "cpu"):
+        raise ConfigError(f"attentions: {attention!r}, expected 'cpu', 'npu', or 'npu:WINDOWS' as in 'npu:512,2048'")
+    if processor == "cpu":
+        return EngineOptions()
+    return EngineOptions(npu="qnn", attention="npu", **({"npu_window": windows} if windows else {}))  # type: ignore[arg-type]
+
+
+def _scheme(name: str, shadow: str | None) -> Scheme:
+    """Return a scheme, with shadows if some are given."""
+    if shadow in (None, "none"):
+        return find_scheme(name)
+    if shadow == "auto":
+        raise ConfigError("shadow is 'auto', which a search over weights decides; name the layers, or use 'all'")
+    return choose_recipe(EngineOptions(npu="qnn", scheme=name, shadow=shadow), name).scheme
+
+
+def plans_of(
+    model: str | os.PathLike[str] | Shape,
+    placements: Sequence[Placement],
+    progress: Progress,
+    scheme: Scheme = SCHEMES[DEFAULT_NPU_SCHEME],
+) -> list[Plan]:
+    """Return the plan of every placement. Arguments and errors are those of `experiment`; all schemes have the shadows
+    of `scheme`.
+    """
+    if not isinstance(model, str | os.PathLike | Shape):
         raise ConfigError(f"model is {model!r:.80}, expected a name, a path or a shape")
+    if isinstance(model, Shape) or (not is_engine_directory(Path(model)) and is_weightless(model)):
+        return [plan_weightless(model, placement, scheme)[0] for placement in placements]
     name = os.fspath(model)
-    if name in shapes():
-        shape = find_shape(name)
-        return [shape.plan(placement) for placement in placements]
     if is_engine_directory(Path(name)):
-        if any(placements):
+        if any(placements) or scheme.shadowed:
             raise ConfigError(
-                f"{name} is compiled, so its modules are placed already; give its checkpoint, or no placements"
+                f"{name} is compiled, so its modules are placed already; give its checkpoint, or no placements and no "
+                "shadow"
             )
         if not (ranks := read_manifest(Path(name)).ranks).are_alone:
             raise ConfigError(
@@ -322,7 +504,9 @@ def plans_of(model: str | os.PathLike[str] | Shape, placements: Sequence[Placeme
         checkpoint, _ = find_checkpoint(name, progress)
     except ConfigError as error:
         raise ConfigError(f"{error}; available shapes: {', '.join(shapes())}") from error
-    return [plan_checkpoint(checkpoint, placement).plan for placement in placements]
+    planned = [plan_checkpoint(checkpoint, placement, scheme).plan for placement in placements]
+    check_shadowed(planned[0], scheme)
+    return planned
 
 
 def _axis(name: str, values: Iterable[T]) -> list[T]:

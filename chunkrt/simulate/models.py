@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from chunkrt.checkpoints.config_only import ConfigSource, find_config
-from chunkrt.checkpoints.source import TensorSource
 from chunkrt.engine.model_options import choose_chunk_length, choose_context_length
 from chunkrt.engine.options import EngineOptions
 from chunkrt.engine.resolve import check_compiled, choose_recipe, find_recipe, options_placement
@@ -15,8 +14,8 @@ from chunkrt.engine_directory.manifest import Manifest, is_engine_directory, rea
 from chunkrt.engine_directory.weights import check_shadowed, settle
 from chunkrt.errors import ConfigError
 from chunkrt.files import Progress
-from chunkrt.graph.modules import Module
-from chunkrt.graph.plan import Plan, Ranks
+from chunkrt.graph.placement import Placement
+from chunkrt.graph.plan import ALONE, Plan, Ranks
 from chunkrt.quant.scheme import DEFAULT_SCHEME, Scheme
 from chunkrt.simulate.shape import Shape, find_shape, read_shape, shapes
 
@@ -51,15 +50,18 @@ def plan_model(
             no weights.
     """
     manifest: Manifest | None = None
-    if (shape := find_model_shape(model)) is not None:
-        scheme = _unsearched(options, shape.source)
-        ranks = ranks.for_scheme(is_static=scheme.is_static)
-        plan = shape.plan(options_placement(options), ranks, is_shadowed=scheme.is_shadowed)
-        check_shadowed(plan, scheme)
-    elif is_engine_directory(folder := Path(model)):  # type: ignore[arg-type]
+    if not isinstance(model, Shape) and is_engine_directory(folder := Path(model)):
         check_compiled(folder, options, ranks)
         manifest = read_manifest(folder)
         plan, scheme = read_plan(folder), manifest.scheme
+    elif is_weightless(model):
+        recipe = choose_recipe(options, DEFAULT_SCHEME)
+        if recipe.search:
+            raise ConfigError(
+                f"{model} has no weights, which the search for {recipe.search} layers needs; name the layers "
+                "(--shadow LIST), or give a checkpoint"
+            )
+        plan, scheme = plan_weightless(model, options_placement(options), recipe.scheme, ranks)
     else:
         plan, scheme = _plan_checkpoint(os.fspath(model), options, ranks, progress)  # type: ignore[arg-type]
     has_npu = npu_under(options, scheme) is not None
@@ -67,36 +69,49 @@ def plan_model(
     return plan, scheme, choose_chunk_length(options, context_length, has_npu=has_npu, manifest=manifest)
 
 
+def is_weightless(model: str | os.PathLike[str] | Shape) -> bool:
+    """Return True if a model is a shape, or a config without weights."""
+    return find_model_shape(model) is not None or find_config(Path(model)) is not None  # type: ignore[arg-type]
+
+
+def plan_weightless(
+    model: str | os.PathLike[str] | Shape, placement: Placement, scheme: Scheme, ranks: Ranks = ALONE
+) -> tuple[Plan, Scheme]:
+    """Return the plan of a shape or of a config without weights, and the scheme, adapted to the model.
+
+    Raises:
+        ConfigError: the placement or a shadow names nothing; the ranks cannot share the decoder; the file is no shape.
+        ModelError: the config is damaged or unsupported.
+    """
+    ranks = ranks.for_scheme(is_static=scheme.is_static)
+    if (shape := find_model_shape(model)) is not None:
+        plan = shape.plan(placement, ranks, is_shadowed=scheme.is_shadowed)
+    else:
+        from chunkrt.graph.decoders import make_decoder
+        from chunkrt.graph.partition import plan_decoder
+
+        config = find_config(Path(model))  # type: ignore[arg-type]
+        assert config is not None
+        source = ConfigSource(config)
+        decoder, _ = make_decoder(source, ranks)
+        source.shapes = {name: shape for p in decoder.parameters() for name, shape in p.checkpoint_tensors.items()}
+        planned = plan_decoder(source, decoder, placement, scheme.is_shadowed)
+        plan, scheme = planned.plan, settle(planned, scheme)
+    check_shadowed(plan, scheme)
+    return plan, scheme
+
+
 def _plan_checkpoint(model: str, options: EngineOptions, ranks: Ranks, progress: Progress) -> tuple[Plan, Scheme]:
     from chunkrt.compile.compiler import calibrate_scheme, open_decoder
-    from chunkrt.graph.decoders import make_decoder
     from chunkrt.graph.partition import plan_decoder
 
-    if (config := find_config(Path(model))) is not None:
-        scheme = _unsearched(options, str(config))
-        source = ConfigSource(config)
-        decoder, _ = make_decoder(source, ranks.for_scheme(is_static=scheme.is_static))
-        source.shapes = {name: shape for p in decoder.parameters() for name, shape in p.checkpoint_tensors.items()}
-        opened: tuple[TensorSource, Module] = source, decoder
-    else:
-        checkpoint, recipe = find_recipe(model, options, progress)
-        scheme = recipe.scheme
-        if recipe.search:
-            plain = plan_decoder(*open_decoder(checkpoint, adapter=options.adapter), {})
-            scheme, _ = calibrate_scheme(plain, checkpoint, recipe, options.calibration, model=model, progress=progress)
-        opened = open_decoder(checkpoint, ranks.for_scheme(is_static=scheme.is_static), adapter=options.adapter)
+    checkpoint, recipe = find_recipe(model, options, progress)
+    scheme = recipe.scheme
+    if recipe.search:
+        plain = plan_decoder(*open_decoder(checkpoint, adapter=options.adapter), {})
+        scheme, _ = calibrate_scheme(plain, checkpoint, recipe, options.calibration, model=model, progress=progress)
+    opened = open_decoder(checkpoint, ranks.for_scheme(is_static=scheme.is_static), adapter=options.adapter)
     planned = plan_decoder(*opened, options_placement(options), scheme.is_shadowed)
     scheme = settle(planned, scheme)
     check_shadowed(planned.plan, scheme)
     return planned.plan, scheme
-
-
-def _unsearched(options: EngineOptions, what: str) -> Scheme:
-    """Return the scheme of a model without weights."""
-    recipe = choose_recipe(options, DEFAULT_SCHEME)
-    if recipe.search:
-        raise ConfigError(
-            f"{what} has no weights, which the search for {recipe.search} layers needs; name the layers "
-            "(--shadow LIST), or give a checkpoint"
-        )
-    return recipe.scheme

@@ -5,15 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from small_shape import SMALL_SHAPE as SMALL
 
 import chunkrt
 from chunkrt.errors import ConfigError
+from chunkrt.quant.scheme import SCHEMES
 from chunkrt.simulate import find_device, simulate
-from chunkrt.simulate.experiments import Rows
+from chunkrt.simulate.experiments import GridRow, Rows, near_plans_of, placement_text
 
 NORM_ON_CPU = {"model.layers.*.input_layernorm": "cpu"}
 GRID = {
@@ -53,7 +56,8 @@ def test_rows_are_those_of_single_simulations_in_the_order_of_the_grid(rows: Row
             chunks_in_flight=in_flight,
         ).to_dict()
         del alone["processors"], alone["link"]
-        assert vars(row) == alone | {"model": "made up", "placement": placement}
+        names = {"model": "made up", "placement_name": placement_text(placement), "attention": "cpu"}
+        assert vars(row) == alone | names | {"placement": placement}
 
 
 def test_many_workers_give_the_rows_of_one_and_report_progress(rows: Rows) -> None:
@@ -92,7 +96,7 @@ def test_an_interrupt_ends_the_experiment_and_its_workers(workers: int) -> None:
         ({"chunk_lengths": [32.5]}, "chunk_lengths: 32.5, expected a whole number"),
         ({"chunks_in_flight": [0]}, "chunks_in_flight: 0, expected a whole number of at least 1"),
         ({"workers": 0}, "workers: 0, expected"),
-        ({"placements": {"lm_head": "npu"}}, "expected a list; put it in brackets"),
+        ({"placements": {"lm_head": "npu"}}, "expected a list of placements; put it in brackets"),
         ({"placements": ["lm_head"]}, "placements holds 'lm_head', expected a mapping"),
         ({"placements": [{"lm_head": "gpu"}]}, "'lm_head' is placed on 'gpu', expected 'npu' or 'cpu'"),
         ({"placements": [{"lm_haed": "npu"}]}, "did you mean 'lm_head'"),
@@ -103,6 +107,56 @@ def test_bad_input_is_one_clear_line(change: dict[str, object], message: str) ->
         chunkrt.experiment(SMALL, **POINT | change)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_named_placements_attentions_and_shadows_are_axes() -> None:
+    placements = {"natural": {}, "norm on cpu": NORM_ON_CPU}
+    options = {"schemes": ["w8a8"], "shadow": "*.down_proj.weight", "attentions": ["cpu", "npu:64"]}
+    rows = chunkrt.experiment(SMALL, **POINT | options, placements=placements, workers=1)
+    assert [(row.placement_name, row.attention) for row in rows] == list(product(placements, ["cpu", "npu:64"]))
+    shadowed = replace(SCHEMES["w8a8"], shadowed=("*.down_proj.weight",))
+    for row in rows:
+        plan = SMALL.plan(placements[row.placement_name], is_shadowed=shadowed.is_shadowed)
+        near = near_plans_of(plan, row.placement, row.attention, 32) if row.attention != "cpu" else {}
+        alone = simulate(
+            plan,
+            find_device("sd8gen3"),
+            prompt_length=64,
+            chunk_length=32,
+            policy="in_order",
+            scheme=shadowed,
+            near=near,
+        )
+        assert row.time_to_first_token_ms == alone.time_to_first_token_ms
+        assert row.peak_memory_bytes == alone.peak_memory_bytes
+    assert len({row.time_to_first_token_ms for row in rows}) == 4
+
+
+def test_best_and_pareto_rows_are_those_of_a_comparison_of_all_pairs(rows: Rows) -> None:
+    assert rows.best().time_to_first_token_ms == min(row.time_to_first_token_ms for row in rows)
+    assert rows.best("tokens_per_s").tokens_per_s == max(row.tokens_per_s for row in rows)
+    front = rows.pareto("tokens_per_s", "energy_joules")
+
+    def exceeds(a: GridRow, b: GridRow) -> bool:
+        pairs = [(a.tokens_per_s, b.tokens_per_s), (-(a.energy_joules or 0), -(b.energy_joules or 0))]
+        return all(x >= y for x, y in pairs) and any(x > y for x, y in pairs)
+
+    assert front == [row for row in rows if not any(exceeds(other, row) for other in rows)]
+    assert 0 < len(front) < len(rows)
+    with pytest.raises(ConfigError, match="did you mean 'tokens_per_s'"):
+        rows.best("tokens_per_se")
+    with pytest.raises(ConfigError, match="policy is not a number"):
+        rows.pareto("policy")
+
+
+def test_plot_draws_a_line_for_each_combination(rows: Rows, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    rows.plot(tmp_path / "study.svg")
+    text = (tmp_path / "study.svg").read_text()
+    assert "look_ahead" in text
+    assert "prompt length" in text
+    with pytest.raises(ConfigError, match="there are no rows to draw"):
+        Rows().plot(tmp_path / "none.svg")
 
 
 def test_unknown_model_is_refused_with_the_shapes() -> None:
