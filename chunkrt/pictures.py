@@ -30,7 +30,7 @@ class Panel(NamedTuple):
         choices: for each line, the values that tell it apart: lines with the same first value share a colour, and lines
             with the same further values share a line style. Without choices each line has its own colour.
         cloud: further points, drawn small and grey behind the lines.
-        labels: texts next to points, by point.
+        labels: texts next to points, by point; a text that would cover an earlier one is left out.
     """
 
     x_label: str
@@ -123,13 +123,30 @@ def _draw_lines(axes: Any, panel: Panel) -> dict[str, Any]:
         bars = deviations if any(deviations) else None
         looks = {"marker": marker, "markersize": 4, "linewidth": 1, "linestyle": style, "capsize": 2, "color": colour}
         handles[name] = axes.errorbar(xs, ys, bars, **looks)
-    for point, text in panel.labels.items():
-        axes.annotate(text, (point.x, point.y), xytext=(4, 4), textcoords="offset points", fontsize=8)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.set_ylim(bottom=0)
+    _draw_labels(axes, panel.labels)
     _scale(axes, sorted({point.x for points in panel.lines.values() for point in points}), panel)
     return handles
+
+
+def _draw_labels(axes: Any, labels: Mapping[PlotPoint, str]) -> None:
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    drawn: list[PlotPoint] = []
+    for point, text in labels.items():
+        if any(abs(p.y - point.y) < 0.04 * (top - bottom) and abs(p.x - point.x) < 0.4 * (right - left) for p in drawn):
+            continue
+        drawn.append(point)
+        is_right = point.x > (left + right) / 2
+        axes.annotate(
+            text,
+            (point.x, point.y),
+            xytext=(-5 if is_right else 5, 4),
+            textcoords="offset points",
+            horizontalalignment="right" if is_right else "left",
+            fontsize=8,
+        )
 
 
 def _scale(axes: Any, xs: Sequence[float], panel: Panel) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from chunkrt.cli.bench_tests import BenchRow, BenchSetup, ParallelRow
 from chunkrt.pictures import Panel, PlotPoint, draw_panels
 from chunkrt.simulate import Simulation
-from chunkrt.simulate.tune import Tuned
+from chunkrt.simulate.tune import ON_CPU, Setup, Tuned
 
 RATE = "tokens/s"
 
@@ -57,11 +57,19 @@ def draw_simulations(model: str, rows: Sequence[Simulation], path: Path) -> None
 def draw_tuned(tuned: Tuned, path: Path) -> None:
     """Draw choices by memory and time: the Pareto front, the choice that was taken, and the default."""
     front: list[PlotPoint] = []
-    for point in sorted(PlotPoint(choice.peak_memory_bytes / 1e6, choice.time_ms) for choice in tuned.choices):
+    cloud = {PlotPoint(choice.peak_memory_bytes / 1e6, choice.time_ms): choice for choice in tuned.choices}
+    for point in sorted(cloud):
         if not front or point.y < front[-1].y:
             front.append(point)
     lines = {"least time for its memory": front}
     for name, choice in (("default", tuned.default), ("chosen", tuned.best)):
         lines[name] = [PlotPoint(choice.peak_memory_bytes / 1e6, choice.time_ms)]
+    labels = {point: _setup(cloud[point]) for point in front}
     title = f"{tuned.model} on {tuned.device.name}, scheme {tuned.scheme}: {tuned.num_simulated} choices simulated"
-    draw_panels([Panel("memory, MB", "time to first token, ms", lines)], path, title)
+    panel = Panel("memory, MB", "time to first token, ms", lines, cloud=list(cloud), labels=labels)
+    draw_panels([panel], path, title)
+
+
+def _setup(choice: Setup) -> str:
+    attention = "" if choice.attention == ON_CPU else f", attention {choice.attention}"
+    return f"chunk {choice.chunk_length}, {choice.partition}{attention}"

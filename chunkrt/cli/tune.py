@@ -6,12 +6,13 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 import click
 
 from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option, plot_option
 from chunkrt.cli.plots import draw_tuned
-from chunkrt.cli.shared_options import DEFAULT_UNIT, verbose_option
+from chunkrt.cli.shared_options import DEFAULT_UNIT, engine_fields, verbose_option
 from chunkrt.cli.simulate import device_option
 from chunkrt.engine.arguments import read_size
 from chunkrt.errors import ConfigError
@@ -21,7 +22,7 @@ from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
 from chunkrt.quant.scheme import SCHEMES
 from chunkrt.simulate import MeasuredProfile, find_device
-from chunkrt.simulate.tune import Setup, Tuned
+from chunkrt.simulate.tune import Objective, Setup, Tuned
 from chunkrt.simulate.tune import tune as search
 
 NUM_SHOWN = 12
@@ -69,6 +70,15 @@ NUM_SHOWN = 12
     type=click.Choice(list(SCHEMES)),
     help="Quantisation of weights and activations.  [default: w8a16, or as profiled]",
 )
+@engine_fields("shadow")
+@option(
+    "--objective",
+    group="Search",
+    type=click.Choice(get_args(Objective)),
+    default="time",
+    show_default=True,
+    help="Minimise time to first token (1 % of it is worth 10 % of the energy), energy, or their product (edp).",
+)
 @option("--memory", group="Search", help="Memory limit, e.g. 2GB or 800MB.  [default: no limit]")
 @option(
     "--dask",
@@ -86,6 +96,8 @@ def tune(
     chunk_lengths: str | None,
     placements: tuple[Path, ...],
     scheme: str | None,
+    shadow: str | None,
+    objective: Objective,
     memory: str | None,
     dask: str | None,
     plot: Path | None,
@@ -93,9 +105,9 @@ def tune(
 ) -> None:
     """Search the best settings for MODEL, or a built-in shape without weights, on a device.
 
-    All combinations of chunk length, partition, policy and chunks in flight are simulated. Among the choices within
-    the memory limit and within 1 % of the least time to first token, the one with the least memory is taken. The
-    result is a file for --settings of run, chat, bench and compile.
+    All combinations of chunk length, partition, policy and chunks in flight are simulated, with attention on the CPU
+    and on the NPU. Among the choices within the memory limit and within 1 % of the best objective, the one with the
+    least memory is taken. The result is a file for --settings of run, chat, bench and compile.
     """
     _check_output(output)
     if plot is not None:
@@ -118,7 +130,9 @@ def tune(
             scheme=scheme,
             chunk_lengths=chunks,
             placements={str(path): read_placement(path) for path in placements},
+            shadow=shadow,
             memory_bytes=memory_bytes,
+            objective=objective,
             dask=dask,
             progress=progress,
         )
@@ -165,7 +179,9 @@ def _summary(tuned: Tuned) -> dict[str, object]:
         "device": tuned.device.name,
         "scheme": tuned.scheme,
         "prompt_lengths": tuned.prompt_lengths,
+        "shadow": tuned.shadow,
         "memory_bytes": tuned.memory_bytes,
+        "objective": tuned.objective,
         "settings": tuned.settings,
         "best": asdict(tuned.best),
         "default": asdict(tuned.default),
@@ -178,7 +194,7 @@ def _print(tuned: Tuned) -> None:
     prompts = tuned.prompt_lengths
     click.echo(
         f"{tuned.model} on {tuned.device.name}, scheme {tuned.scheme}, prompts of {', '.join(map(str, prompts))} "
-        f"tokens; {tuned.num_simulated} choices simulated"
+        f"tokens, objective {tuned.objective}; {tuned.num_simulated} choices simulated"
     )
     fitting = [choice for choice in tuned.choices if tuned.fits(choice)]
     if tuned.memory_bytes is not None:
@@ -186,12 +202,12 @@ def _print(tuned: Tuned) -> None:
             f"{len(fitting)} of the {len(tuned.choices)} that differ stay within {tuned.memory_bytes / 1e6:.0f} MB"
         )
     each = [f"ms {length}" for length in prompts] if len(prompts) > 1 else []
-    head = ["ms", *each, "gain", "MB", "joules", "chunk", "in flight", "policy", "partition", ""]
+    head = ["ms", *each, "gain", "MB", "joules", "chunk", "in flight", "policy", "attention", "partition", ""]
     shown = fitting[:NUM_SHOWN]
     shown += [choice for choice in (tuned.best, tuned.default) if choice not in shown]
     table = [head, *(_cells(choice, tuned, is_several=bool(each)) for choice in shown)]
     widths = [max(len(row[column]) for row in table) for column in range(len(head))]
-    num_right = len(head) - 3
+    num_right = len(head) - 4
     for row in table:
         cells = [c.rjust(w) if i < num_right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         click.echo("  ".join(cells).rstrip())
@@ -210,6 +226,7 @@ def _cells(choice: Setup, tuned: Tuned, *, is_several: bool) -> list[str]:
         str(choice.chunk_length),
         "auto" if choice.chunks_in_flight is None else str(choice.chunks_in_flight),
         choice.policy,
+        choice.attention,
         choice.partition,
         ", ".join(marks),
     ]

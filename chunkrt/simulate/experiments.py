@@ -300,7 +300,7 @@ def experiment(
     axis = _axis("placements", placements if by_name is None else by_name.values())
     found_placements = [check_placement(placement, "placements") for placement in axis]
     placement_names = [*by_name] if by_name else [placement_text(placement) for placement in found_placements]
-    found_schemes = {name: _scheme(name, shadow) for name in _axis("schemes", schemes)}
+    found_schemes = {name: with_shadow(name, shadow) for name in _axis("schemes", schemes)}
     modes = _axis("attentions", attentions)
     for mode in modes:
         attention_options(mode)
@@ -465,7 +465,7 @@ def attention_options(attention: str) -> EngineOptions:
     return EngineOptions(npu="qnn", attention="npu", **({"npu_window": windows} if windows else {}))  # type: ignore[arg-type]
 
 
-def _scheme(name: str, shadow: str | None) -> Scheme:
+def with_shadow(name: str, shadow: str | None) -> Scheme:
     """Return a scheme, with shadows if some are given."""
     if shadow in (None, "none"):
         return find_scheme(name)

@@ -1,32 +1,32 @@
-"""Search for the best chunk length, partition, policy and number of chunks in flight for a model on a device.
+"""Search for the best chunk length, partition, attention, policy and number of chunks in flight on a device.
 
-Every point of a grid is simulated; choices within the memory limit are ranked by their time to first token.
+Every point of a grid is simulated; choices within the memory limit are ranked by an objective.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, Literal, get_args
 
 from chunkrt.backends.qnn.htp_support import npu_support
 from chunkrt.engine.arguments import read_size
 from chunkrt.engine.options import DEFAULT_CHUNK_LENGTH
 from chunkrt.engine.settings import settings_text
 from chunkrt.engine_directory.manifest import is_engine_directory, read_manifest
-from chunkrt.errors import ConfigError
+from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.files import Progress
 from chunkrt.graph.placement import ALL_ON_CPU, Placement
 from chunkrt.graph.plan import Plan
 from chunkrt.quant.scheme import DEFAULT_NPU_SCHEME, STATIC_SCHEMES, Scheme, find_scheme
 from chunkrt.runtime.policy import DEFAULT_POLICY, POLICIES
 from chunkrt.simulate import DeviceProfile, MeasuredProfile, Shape, find_device
-from chunkrt.simulate.experiments import GridRow, experiment, plans_of
+from chunkrt.simulate.experiments import GridRow, experiment, near_plans_of, plans_of, with_shadow
 
 NATURAL = "natural"
 PARTITIONS: Mapping[str, Placement] = {
@@ -42,9 +42,11 @@ PARTITIONS: Mapping[str, Placement] = {
     "all on cpu": ALL_ON_CPU,
 }
 """Partitions to search. By default linears, norms, residuals and activations are on the NPU; attention over the cache,
-the embedding and the LM head are on the CPU. The embedding (a look-up) and attention stay on the CPU in all partitions.
+the embedding and the LM head are on the CPU. The embedding (a look-up) stays on the CPU in all partitions.
 Feed-forward networks are called "mlp" here; `partitions_of` inserts a decoder's own name.
 """
+
+ON_CPU = "cpu"
 
 CHUNK_LENGTHS = (32, 64, 96, 128, 192, 256, 384, 512)
 """Multiples of 32, because an NPU rounds other lengths up to the next multiple."""
@@ -56,9 +58,20 @@ SEARCHED_POLICIES = (DEFAULT_POLICY, *(name for name in POLICIES if name not in 
 """All policies except the one without overlap."""
 
 TIE = 0.01
-"""Relative tolerance: choices that are slower than the fastest by at most this share count as equally fast, and the one
+"""Relative tolerance: choices that are worse than the best by at most this share count as equally good, and the one
 with the least memory wins.
 """
+
+Objective = Literal["time", "energy", "edp"]
+"""Quantity to minimise: "time" is the time to first token, in exchange for energy at ENERGY_EXPONENT; "energy" is the
+energy; "edp" is their product."""
+
+ENERGY_EXPONENT = 0.1
+"""Exchange rate of the objective "time": 1 % of the time to first token is worth 10 % of the energy. The objective is
+time * energy ** ENERGY_EXPONENT. Without power figures, it is the time."""
+
+WINDOWS = (512, 1024, 2048, 4096)
+"""Windows of attention on the NPU to search, up to the first that holds the longest prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +81,7 @@ class Setup:
     Attributes:
         partition: name of the partition.
         placement: placement of modules in this partition.
+        attention: processor of attention, as in `chunkrt.experiment`: "cpu" or "npu:WINDOWS".
         chunks_in_flight: None for the executor's default.
         times_ms: time to the first token of every prompt.
         time_ms: geometric mean of `times_ms`.
@@ -77,6 +91,7 @@ class Setup:
 
     partition: str
     placement: Placement = field(repr=False)
+    attention: str
     chunk_length: int
     policy: str
     chunks_in_flight: int | None
@@ -85,12 +100,21 @@ class Setup:
     peak_memory_bytes: int
     energy_joules: float | None
 
+    def cost(self, objective: Objective) -> float:
+        """Return the quantity to minimise. Without power figures it is the time."""
+        if self.energy_joules is None:
+            return self.time_ms
+        exponents = {"time": (1.0, ENERGY_EXPONENT), "energy": (0.0, 1.0), "edp": (1.0, 1.0)}
+        of_time, of_energy = exponents[objective]
+        return float(self.time_ms**of_time * self.energy_joules**of_energy)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
     """Result of a search.
 
     Attributes:
+        objective: quantity that was minimised.
         choices: choices with different predictions, the fastest first.
         best: the best choice.
         default: the engine's default, with the longest searched chunk length if 32 was not searched.
@@ -101,8 +125,10 @@ class Tuned:
     model: str
     device: DeviceProfile | MeasuredProfile = field(repr=False)
     scheme: str
+    shadow: str | None
     prompt_lengths: tuple[int, ...]
     memory_bytes: int | None
+    objective: Objective
     choices: tuple[Setup, ...] = field(repr=False)
     best: Setup
     default: Setup = field(repr=False)
@@ -122,8 +148,13 @@ class Tuned:
         else:
             found["threads"] = max(self.device.budgets)
         found |= {"scheme": self.scheme, "chunk_length": self.best.chunk_length, "policy": self.best.policy}
+        if self.shadow is not None:
+            found["shadow"] = self.shadow
         if self.best.chunks_in_flight is not None:
             found["chunks_in_flight"] = self.best.chunks_in_flight
+        if self.best.attention != ON_CPU:
+            _, _, windows = self.best.attention.partition(":")
+            found |= {"attention": "npu", "npu_window": windows}
         if self.best.placement:
             found["placement"] = self.best.placement
         return found
@@ -135,7 +166,7 @@ class Tuned:
         comments = [
             f"Written by `chunkrt tune`: {Path(self.model).name} on {self.device.name}, chosen from "
             f"{self.num_simulated} that were simulated.",
-            f"Prompts of {prompts} tokens; memory: {limit}.",
+            f"Prompts of {prompts} tokens; memory: {limit}; objective: {self.objective}.",
             f"Predicted: {_figures(self.best)}.",
             f"Without this file: {_figures(self.default)}.",
         ]
@@ -150,7 +181,9 @@ def tune(
     scheme: str | None = None,
     chunk_lengths: Sequence[int] | None = None,
     placements: Mapping[str, Placement] | None = None,
+    shadow: str | None = None,
     memory_bytes: int | str | None = None,
+    objective: Objective = "time",
     workers: int | None = None,
     dask: str | Any = None,
     progress: Progress = lambda what, done, total: None,
@@ -167,7 +200,9 @@ def tune(
         chunk_lengths: lengths to search; by default CHUNK_LENGTHS, or the length of the profile or the engine
             directory.
         placements: partitions by name to search in addition to PARTITIONS.
+        shadow: 8-bit linears with shadows, as in `chunkrt.experiment`.
         memory_bytes: limit of the choice's peak memory, in bytes or as text such as "8GB"; by default none.
+        objective: quantity to minimise, see `Objective`; with a profile without power figures, only "time".
         workers, dask, progress: see `chunkrt.experiment`.
 
     Raises:
@@ -177,52 +212,101 @@ def tune(
     """
     device = find_device(device) if isinstance(device, str | os.PathLike) else device
     memory_bytes = None if memory_bytes is None else read_size("memory_bytes", memory_bytes)
+    if objective not in get_args(Objective):
+        raise unknown_name("objective", objective, get_args(Objective))
+    if objective != "time" and isinstance(device, MeasuredProfile):
+        raise ConfigError(f"{device.name} has no power figures, which the objective {objective!r} needs; use 'time'")
     fixed = _Fixed.of(model, device)
     scheme = fixed.scheme_or(scheme)
     lengths = fixed.chunk_lengths_or(chunk_lengths)
     prompt_lengths = list(dict.fromkeys(prompt_lengths))
-    partitions, left_out = {NATURAL: PARTITIONS[NATURAL]}, {}
+    partitions: dict[str, Placement] = {NATURAL: PARTITIONS[NATURAL]}
+    left_out: dict[str, str] = {}
     if fixed.reason and placements:
         raise ConfigError(f"{fixed.reason}; its placement is fixed too, omit other placements")
-    [plan] = plans_of(model, [{}], progress)
+    shadowed = with_shadow(scheme, shadow)
+    [plan] = plans_of(model, [{}], progress, shadowed)
     if not fixed.reason:
-        partitions = {**partitions_of(plan), **(placements or {})}
-        left_out = _refused(partitions, plans_of(model, list(partitions.values()), progress), find_scheme(scheme))
-        partitions = {name: placement for name, placement in partitions.items() if name not in left_out}
+        wanted = {**partitions_of(plan), **(placements or {})}
+        left_out = _refused(wanted, plans_of(model, list(wanted.values()), progress, shadowed), shadowed)
+        partitions = {name: placement for name, placement in wanted.items() if name not in left_out}
     if chunk_lengths is None:
         lengths = [n for n in lengths if n <= plan.context_length] or [plan.context_length]
-    rows = experiment(
-        model,
-        devices=[device],
-        placements=partitions.values(),
-        schemes=[scheme],
-        prompt_lengths=prompt_lengths,
-        chunk_lengths=lengths,
-        policies=SEARCHED_POLICIES,
-        chunks_in_flight=CHUNKS_IN_FLIGHT,
-        workers=workers,
-        dask=dask,
-        progress=progress,
-    )
-    grid = product(partitions, prompt_lengths, lengths, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT)
-    grouped: dict[tuple[str, int, str, int | None], list[GridRow]] = defaultdict(list)
-    for row, (name, _, length, policy, in_flight) in zip(rows, grid, strict=True):
-        grouped[name, length, policy, in_flight].append(row)
-    choices = [_choice(key, partitions, found) for key, found in grouped.items()]
+
+    def parts() -> Iterator[_Part]:
+        yield ON_CPU, partitions, SEARCHED_POLICIES, CHUNKS_IN_FLIGHT
+        if not fixed.is_measured:
+            plans = plans_of(model, list(partitions.values()), progress, shadowed)
+            for attention in fixed.attentions or _attentions(plan, prompt_lengths):
+                if able := _with_attention(partitions, plans, attention, max(lengths), shadowed):
+                    yield attention, able, (DEFAULT_POLICY,), (None,)  # the order of tasks is fixed
+
+    choices: list[Setup] = []
+    for attention, able, policies, in_flight in parts():
+        rows = experiment(
+            model,
+            devices=[device],
+            placements=able,
+            schemes=[scheme],
+            shadow=shadow,
+            attentions=[attention],
+            prompt_lengths=prompt_lengths,
+            chunk_lengths=lengths,
+            policies=policies,
+            chunks_in_flight=in_flight,
+            workers=workers,
+            dask=dask,
+            progress=progress,
+        )
+        grid = product(able, prompt_lengths, lengths, policies, in_flight)
+        grouped: dict[tuple[str, int, str, int | None], list[GridRow]] = defaultdict(list)
+        for row, (name, _, length, policy, flight) in zip(rows, grid, strict=True):
+            grouped[name, length, policy, flight].append(row)
+        choices += [_choice(key, able, found) for key, found in grouped.items()]
     usual = DEFAULT_CHUNK_LENGTH if DEFAULT_CHUNK_LENGTH in lengths else max(lengths)
-    default = next(c for c in choices if (c.partition, c.chunk_length) == (NATURAL, usual))
+    default = next(c for c in choices if (c.partition, c.attention, c.chunk_length) == (NATURAL, ON_CPU, usual))
     return Tuned(
         model=model.source if isinstance(model, Shape) else os.fspath(model),
         device=device,
         scheme=scheme,
+        shadow=shadow,
         prompt_lengths=tuple(prompt_lengths),
         memory_bytes=memory_bytes,
+        objective=objective,
         choices=tuple(sorted(_distinct(choices), key=lambda choice: choice.time_ms)),
-        best=_best(choices, memory_bytes),
+        best=_best(choices, memory_bytes, objective),
         default=default,
         num_simulated=len(choices),
         left_out=left_out,
     )
+
+
+_Part = tuple[str, Mapping[str, Placement], Sequence[str], Sequence[int | None]]
+"""Part of the search: an attention with its partitions, policies and chunks in flight."""
+
+
+def _attentions(plan: Plan, prompt_lengths: Sequence[int]) -> list[str]:
+    """Return the windows to search: one up to the longest prompt, or the shortest and the longest together."""
+    longest = min(max(prompt_lengths), plan.context_length)
+    enough = next((index for index, window in enumerate(WINDOWS) if window >= longest), len(WINDOWS) - 1)
+    found = [f"npu:{window}" for window in WINDOWS[: enough + 1]]
+    return [*found, f"npu:{WINDOWS[0]},{WINDOWS[enough]}"] if enough else found
+
+
+def _with_attention(
+    partitions: Mapping[str, Placement], plans: Sequence[Plan], attention: str, chunk_length: int, scheme: Scheme
+) -> dict[str, Placement]:
+    """Return the partitions for which an NPU can compute attention."""
+    able = {}
+    for (name, placement), plan in zip(partitions.items(), plans, strict=True):
+        try:
+            near = near_plans_of(plan, placement, attention, chunk_length)
+        except ConfigError:  # the partition has no attention that can have a fixed shape
+            continue
+        parts = [(part, each) for each in near.values() for part in each.subgraphs if part.device == "npu"]
+        if all(npu_support(part, each, scheme) for part, each in parts):
+            able[name] = placement
+    return able
 
 
 def partitions_of(plan: Plan) -> dict[str, Placement]:
@@ -244,6 +328,7 @@ class _Fixed:
     is_measured: bool = False
     scheme: str = DEFAULT_NPU_SCHEME
     chunk_lengths: tuple[int, ...] = ()
+    attentions: tuple[str, ...] = ()
 
     @staticmethod
     def of(model: str | os.PathLike[str] | Shape, device: DeviceProfile | MeasuredProfile) -> _Fixed:
@@ -257,11 +342,13 @@ class _Fixed:
         if not isinstance(model, Shape) and is_engine_directory(Path(model)):
             manifest = read_manifest(Path(model))
             lengths = sorted({target.chunk_length for target in manifest.npu if target.soc == device.soc})
+            compiled = manifest.npu_attention
             of_chunks = f" and chunks of {', '.join(map(str, lengths))}" if lengths else ""
             return _Fixed(
                 reason=f"{model} was compiled under {manifest.scheme.name}{of_chunks}",
                 scheme=manifest.scheme.name,
                 chunk_lengths=tuple(lengths),
+                attentions=(f"npu:{compiled['npu_window']}",) if compiled.get("attention") == "npu" else (),
             )
         return _Fixed()
 
@@ -308,6 +395,7 @@ def _choice(
     return Setup(
         partition=partition,
         placement=partitions[partition],
+        attention=rows[0].attention,
         chunk_length=chunk_length,
         policy=policy,
         chunks_in_flight=chunks_in_flight,
@@ -318,7 +406,7 @@ def _choice(
     )
 
 
-def _best(choices: Sequence[Setup], memory_bytes: int | None) -> Setup:
+def _best(choices: Sequence[Setup], memory_bytes: int | None, objective: Objective) -> Setup:
     fitting = [c for c in choices if memory_bytes is None or c.peak_memory_bytes <= memory_bytes]
     if not fitting:
         least = min(choice.peak_memory_bytes for choice in choices)
@@ -326,16 +414,18 @@ def _best(choices: Sequence[Setup], memory_bytes: int | None) -> Setup:
             f"no choice stays within {(memory_bytes or 0) / 1e6:.4g} MB, the smallest takes {least / 1e6:.4g} MB; "
             "allow more memory, or try a scheme with smaller weights"
         )
-    fast = (1 + TIE) * min(choice.time_ms for choice in fitting)
-    return min((c for c in fitting if c.time_ms <= fast), key=lambda c: (c.peak_memory_bytes, c.time_ms))
+    good = (1 + TIE) * min(choice.cost(objective) for choice in fitting)
+    return min((c for c in fitting if c.cost(objective) <= good), key=lambda c: (c.peak_memory_bytes, c.time_ms))
 
 
 def _distinct(choices: Iterable[Setup]) -> list[Setup]:
-    """Return, of choices with the same partition, chunk length and predictions, the first, which is nearest to the
-    default."""
+    """Return, of choices with the same partition, attention, chunk length and predictions, the first, which is nearest
+    to the default."""
     first: dict[Any, Setup] = {}
     for c in choices:
-        first.setdefault((c.partition, c.chunk_length, c.times_ms, c.peak_memory_bytes, c.energy_joules), c)
+        first.setdefault(
+            (c.partition, c.attention, c.chunk_length, c.times_ms, c.peak_memory_bytes, c.energy_joules), c
+        )
     return list(first.values())
 
 
