@@ -18,13 +18,16 @@ The worker processes import the calling script, so a script has to call `experim
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from importlib import import_module
 from itertools import product
 from multiprocessing import active_children, get_context
@@ -33,6 +36,7 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, TypeVar
 
+from chunkrt import __version__
 from chunkrt.compile.compiler import plan_checkpoint
 from chunkrt.engine.npu_attention import near_plans
 from chunkrt.engine.options import EngineOptions
@@ -54,6 +58,9 @@ from chunkrt.simulate.dask_cluster import run_on_dask
 from chunkrt.simulate.models import is_weightless, plan_weightless
 
 T = TypeVar("T")
+
+ROWS_FORMAT = 1
+"""Version of the file of rows, raised when rows have other fields or simulations other results."""
 
 POINTS_OF_A_WORKER = 100
 """Number of simulations that take about as long as the start of a worker process."""
@@ -93,6 +100,18 @@ class GridRow:
 class Rows(list[GridRow]):
     """The rows of an experiment, in the order of its grid."""
 
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Rows:
+        """Return the rows of a file that `experiment` wrote, in the order in which they were finished.
+
+        Raises:
+            ConfigError: the file cannot be read, or contains something else.
+        """
+        if not Path(path).is_file():
+            raise ConfigError(f"there is no file {path}")
+        with RowFile(Path(path)) as file:
+            return Rows(file.known.values())
+
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame with the fields of `GridRow` as columns. Placements are texts: "lm_head=npu,
         model.norm=cpu".
@@ -123,7 +142,8 @@ class Rows(list[GridRow]):
         return min(known, key=lambda row: sign * (_figure_of(row, figure) or 0.0))
 
     def pareto(self, *figures: str) -> Rows:
-        """Return the rows that no other row exceeds in one figure without being worse in another one, in their order.
+        """Return the rows that no other row of the same device and prompt length exceeds in one figure without being
+        worse in another one, in their order.
 
         Args:
             figures: names of fields; by default time to first token, peak memory, and energy if it is known.
@@ -141,8 +161,14 @@ class Rows(list[GridRow]):
                 raise ConfigError(f"a row on {row.device} has no {names[values.index(None)]}; name other figures")
             signs = (-1 if name in HIGHER_IS_BETTER else 1 for name in names)
             points.append(tuple(sign * (value or 0.0) for sign, value in zip(signs, values, strict=True)))
-        distinct = set(points)
-        return Rows(row for row, point in zip(self, points, strict=True) if not _is_exceeded(point, distinct))
+        groups: dict[tuple[str, int], set[tuple[float, ...]]] = {}
+        for row, point in zip(self, points, strict=True):
+            groups.setdefault((row.device, row.prompt_length), set()).add(point)
+        return Rows(
+            row
+            for row, point in zip(self, points, strict=True)
+            if not _is_exceeded(point, groups[row.device, row.prompt_length])
+        )
 
     def plot(self, path: str | os.PathLike[str], x: str = "prompt_length", y: str = "tokens_per_s") -> None:
         """Draw one figure over a field, with a line for each combination of the other choices.
@@ -197,7 +223,7 @@ class Rows(list[GridRow]):
 
 
 CHOICES = ("device", "placement_name", "scheme", "attention", "prompt_length", "chunk_length", "policy")
-"""Fields of `GridRow` that tell the lines of a picture apart. If these do not suffice, the chunks in flight do too."""
+"""Fields of `GridRow` that distinguish the lines of a picture. If these do not suffice, the chunks in flight do too."""
 HIGHER_IS_BETTER = ("tokens_per_s", "npu_busy", "cpu_busy", "overlap")
 
 
@@ -239,6 +265,88 @@ class _Grid:
     schemes: Mapping[str, Scheme]
     near: Mapping[tuple[int, str, int], Mapping[int, Plan]]
 
+    @cached_property
+    def digests(self) -> tuple[list[str], list[str]]:
+        """SHA-256 of every plan with the shadows of the schemes, and of every device, in hexadecimal."""
+        shadowed = sorted(repr(scheme.shadowed) for scheme in self.schemes.values())
+        plans = [_digest(f"{plan.to_json()}{shadowed}") for plan in self.plans]
+        return plans, [_digest(repr(asdict(device))) for device in self.devices]
+
+    def named(self, point: _Point, row: GridRow) -> GridRow:
+        """Return the row of an equal point of another grid, with the names of this grid."""
+        placement = point[1]
+        return replace(
+            row, model=self.model, placement_name=self.names[placement], placement=self.placements[placement]
+        )
+
+    def key(self, point: _Point) -> str:
+        """Return a text that is equal for equal points of different grids."""
+        plans, devices = self.digests
+        return _digest(json.dumps([devices[point[0]], plans[point[1]], *point[2:]]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class RowFile:
+    """A file of finished rows: a header, then a line for each row with its key.
+
+    Attributes:
+        known: the rows of the file by key.
+
+    Raises:
+        ConfigError: the file exists and is not such a file, was written by another version of chunkrt, or cannot be
+            written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.known: dict[str, GridRow] = {}
+        self._path = path
+        try:
+            if path.exists() and path.stat().st_size:
+                self._read()
+            self._file = path.open("a", encoding="utf-8")
+            if not self._file.tell():
+                self._put({"chunkrt": __version__, "format": ROWS_FORMAT})
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def __enter__(self) -> RowFile:
+        """Return the file."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def write(self, key: str, row: GridRow) -> None:
+        """Append a row, and flush it to the system."""
+        try:
+            self._put({"key": key, "row": asdict(row)})
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._path}: {error.strerror or error}") from error
+
+    def _put(self, value: Mapping[str, object]) -> None:
+        self._file.write(json.dumps(value) + "\n")
+        self._file.flush()
+
+    def _read(self) -> None:
+        lines = self._path.read_bytes().split(b"\n")
+        whole = len(self._path.read_bytes()) - len(lines[-1])  # an interrupted run may have left a part of a line
+        try:
+            head, *entries = [json.loads(line) for line in lines[:-1]]
+            if head["format"] != ROWS_FORMAT or head["chunkrt"] != __version__:
+                raise ConfigError(
+                    f"{self._path} contains rows of chunkrt {head['chunkrt']}; name another file, or remove it"
+                )
+            self.known = {entry["key"]: GridRow(**entry["row"]) for entry in entries}
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{self._path} is not a file of rows of an experiment; name another file") from error
+        if lines[-1]:
+            with self._path.open("r+b") as file:
+                file.truncate(whole)
+
 
 _Point = tuple[int, int, str, str, int, int, str, int | None]
 """Coordinates of a point: device, placement, scheme, attention, prompt length, chunk length, policy, chunks in
@@ -259,6 +367,7 @@ def experiment(
     chunks_in_flight: Iterable[int | None] = (None,),
     workers: int | None = None,
     dask: str | Any = None,
+    output: str | os.PathLike[str] | None = None,
     progress: Progress | bool | None = None,
 ) -> Rows:
     """Simulate the prefill of a model at every point of a grid.
@@ -281,6 +390,8 @@ def experiment(
         workers: number of processes, at least 1; by default one for each POINTS_OF_A_WORKER simulations, but at most
             the number of cores of this machine. With 1, simulations run in this process.
         dask: the address of a Dask scheduler, or a `distributed.Client`, whose workers replace the processes.
+        output: file of finished rows as JSON lines, which `Rows.read` reads. If it exists, its rows are not simulated
+            again, provided that the same version of chunkrt wrote them for the same model and devices.
         progress: function that is called during downloads and after every simulation; True shows a bar.
 
     Returns:
@@ -333,12 +444,33 @@ def experiment(
     places = range(len(found_devices)), range(len(plans))
     of_grid = list(map(_simulated, product(*places, found_schemes, modes, prompts, chunks, policy_names, flights)))
     points = list(dict.fromkeys(of_grid))
-    workers = min(workers or min(available_cores(), -(-len(points) // POINTS_OF_A_WORKER)), len(points))
-    if dask is not None:
-        rows = run_on_dask(dask, _row, grid, points, lambda done: report("simulating", done, len(points)))
-    else:
-        rows = _run_here(grid, points, report) if workers == 1 else _run_on(workers, grid, points, report)
-    found = dict(zip(points, rows, strict=True))
+    found: dict[_Point, GridRow] = {}
+    with ExitStack() as stack:
+        file = stack.enter_context(RowFile(Path(output))) if output is not None else None
+        if file is not None:
+            keys = {point: grid.key(point) for point in points}
+            found = {point: grid.named(point, file.known[key]) for point, key in keys.items() if key in file.known}
+        left = [point for point in points if point not in found]
+
+        def keep(point: _Point, row: GridRow) -> None:
+            found[point] = row
+            if file is not None:
+                file.write(keys[point], row)
+            report("simulating", len(found), len(points))
+
+        workers = min(workers or min(available_cores(), -(-len(left) // POINTS_OF_A_WORKER)), len(left))
+        if not left:
+            pass
+        elif dask is not None:
+            known = len(found)
+            rows = run_on_dask(dask, _row, grid, left, lambda done: report("simulating", known + done, len(points)))
+            for point, row in zip(left, rows, strict=True):
+                keep(point, row)
+        elif workers == 1:
+            for point in left:
+                keep(point, _row(grid, point))
+        else:
+            _run_on(workers, grid, left, keep)
     return Rows(found[point] for point in of_grid)
 
 
@@ -354,25 +486,15 @@ def _simulated(point: _Point) -> _Point:
     return (*others, prompt_length, chunk_length, policy, chunks_in_flight)  # type: ignore[return-value]
 
 
-def _run_here(grid: _Grid, points: list[_Point], progress: Progress) -> list[GridRow]:
-    rows = list[GridRow]()
-    for point in points:
-        rows.append(_row(grid, point))
-        progress("simulating", len(rows), len(points))
-    return rows
-
-
-def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress) -> list[GridRow]:
+def _run_on(workers: int, grid: _Grid, points: list[_Point], keep: Callable[[_Point, GridRow], None]) -> None:
     """Run on worker processes. These are spawned, because a fork would copy locks that threads of this process hold."""
-    rows = list[GridRow]()
     others = set(active_children())
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (grid,)) as pool:
         try:
             with _interrupts_held_back():
                 futures = [pool.submit(_row_of_worker, point) for point in points]
-            for future in futures:
-                rows.append(future.result())
-                progress("simulating", len(rows), len(points))
+            for point, future in zip(points, futures, strict=True):
+                keep(point, future.result())
         except BrokenProcessPool as error:
             raise ConfigError(
                 "a worker process of the experiment died; call it under `if __name__ == '__main__':` if it is called "
@@ -383,7 +505,6 @@ def _run_on(workers: int, grid: _Grid, points: list[_Point], progress: Progress)
                 process.terminate()  # some processes may not have started yet
             pool.shutdown(cancel_futures=True)
             raise
-    return rows
 
 
 @contextmanager

@@ -40,6 +40,7 @@ WAYS = {
         ],
     ),
     "tune": ([GGUF, "--device", "8gen3", "-o", "{folder}/tuned.toml", "-p", 16, "--chunk", 32],),
+    "experiment": (["{folder}/grid.toml"],),
     "profile": ([GGUF, "-o", "{folder}/profile.toml", "-r", 1, "--budgets", 1, "--chunk", 8],),
     "compile": ([GGUF, "-o", "{folder}/engine"],),
     "export": ([GGUF, "-o", "{folder}/decoder.onnx", "--window", 8, "--context", 32],),
@@ -60,6 +61,10 @@ def places(tmp_path, command, monkeypatch):
     )
     (tmp_path / "prompts.jsonl").write_text('"hello"\n{"prompt": "more", "id": "a"}\n')
     (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten " * 20)
+    (tmp_path / "grid.toml").write_text(
+        'model = "gemma-2b"\ndevices = ["sd8gen3"]\nschemes = ["w8a16"]\nprompt_lengths = [32]\n'
+        'chunk_lengths = [32]\npolicies = ["in_order"]\nplacements = [{"model.norm" = "cpu"}]\n'
+    )
     names = {"folder": tmp_path, "prompts": tmp_path / "prompts.jsonl", "text": tmp_path / "text.txt"}
     return names | {"trace": tmp_path / "trace.json"}
 

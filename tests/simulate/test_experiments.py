@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import multiprocessing
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
@@ -139,7 +141,8 @@ def test_best_and_pareto_rows_are_those_of_a_comparison_of_all_pairs(rows: Rows)
 
     def exceeds(a: GridRow, b: GridRow) -> bool:
         pairs = [(a.tokens_per_s, b.tokens_per_s), (-(a.energy_joules or 0), -(b.energy_joules or 0))]
-        return all(x >= y for x, y in pairs) and any(x > y for x, y in pairs)
+        is_comparable = (a.device, a.prompt_length) == (b.device, b.prompt_length)
+        return is_comparable and all(x >= y for x, y in pairs) and any(x > y for x, y in pairs)
 
     assert front == [row for row in rows if not any(exceeds(other, row) for other in rows)]
     assert 0 < len(front) < len(rows)
@@ -157,6 +160,91 @@ def test_plot_draws_a_line_for_each_combination(rows: Rows, tmp_path: Path) -> N
     assert "prompt length" in text
     with pytest.raises(ConfigError, match="there are no rows to draw"):
         Rows().plot(tmp_path / "none.svg")
+
+
+def test_interrupted_experiment_continues_from_its_file(rows: Rows, tmp_path: Path) -> None:
+    path, told = tmp_path / "rows.jsonl", []
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if done == 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chunkrt.experiment(SMALL, **GRID, workers=1, output=path, progress=interrupt)
+    assert Rows.read(path) == rows_without_duplicates(rows)[:10]
+    with path.open("a") as file:
+        file.write('{"key": "a half of a li')
+    renamed = {**GRID, "placements": {"natural": {}, "norms": NORM_ON_CPU}}
+    found = chunkrt.experiment(
+        SMALL, **renamed, workers=1, output=path, progress=lambda what, done, total: told.append(done)
+    )
+    assert told == list(range(11, len(rows_without_duplicates(rows)) + 1))
+    names = {"": "natural", placement_text(NORM_ON_CPU): "norms"}
+    assert found == [replace(row, placement_name=names[row.placement_name]) for row in rows]
+    assert len(Rows.read(path)) == len(rows_without_duplicates(rows))
+
+
+def rows_without_duplicates(rows: Rows) -> list[GridRow]:
+    """Return the rows of different points: a number of chunks in flight beyond the prompt's chunks changes nothing."""
+    return [row for index, row in enumerate(rows) if row not in rows[:index]]
+
+
+def test_file_of_rows_of_another_version_or_content_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"chunkrt": "0.0.1", "format": 1}\n')
+    with pytest.raises(ConfigError, match=r"contains rows of chunkrt 0\.0\.1; name another file"):
+        chunkrt.experiment(SMALL, **POINT, workers=1, output=path)
+    path.write_text("device,policy\n")
+    with pytest.raises(ConfigError, match="is not a file of rows of an experiment"):
+        Rows.read(path)
+    with pytest.raises(ConfigError, match="cannot write"):
+        chunkrt.experiment(SMALL, **POINT, workers=1, output=tmp_path / "none" / "rows.jsonl")
+
+
+GRID_FILE = """\
+model = "gemma-2b"
+devices = ["sd8gen3"]
+schemes = ["w8a16"]
+prompt_lengths = [64]
+chunk_lengths = [32]
+policies = ["in_order"]
+chunks_in_flight = ["auto", 1]
+"""
+
+
+def test_command_prints_and_writes_the_rows_of_a_file(command, tmp_path: Path) -> None:
+    grid, table = tmp_path / "grid.toml", tmp_path / "rows.csv"
+    grid.write_text(GRID_FILE + '[placements]\nnatural = {}\n"norm" = { "model.norm" = "cpu" }\n')
+    finished = command("experiment", grid, "-o", tmp_path / "rows.jsonl", "--csv", table, "--json")
+    assert (finished.status, finished.err) == (0, "")
+    placements = {"natural": {}, "norm": {"model.norm": "cpu"}}
+    options = {**POINT, "placements": placements, "chunks_in_flight": [None, 1]}
+    expected = chunkrt.experiment("gemma-2b", **options, workers=1)
+    assert json.loads(finished.out) == [asdict(row) for row in expected]
+    with table.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [float(line["tokens_per_s"]) for line in written] == [row.tokens_per_s for row in expected]
+    assert [line["placement"] for line in written] == ["", "", "model.norm=cpu", "model.norm=cpu"]
+    shown = command("experiment", grid).out.splitlines()
+    assert shown[0].startswith("gemma-2b: 4 rows, predicted by simulation")
+    assert shown[1].split()[0] == "placement"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model = ", "cannot read"),
+        (GRID_FILE + "polices = []\n", "unknown key 'polices'; did you mean 'policies'"),
+        (GRID_FILE + "workers = 2\n", "unknown key 'workers'"),
+        (GRID_FILE.replace('devices = ["sd8gen3"]\n', ""), "the key 'devices' is missing"),
+        (GRID_FILE.replace('["auto", 1]', '["aut"]'), "chunks_in_flight: 'aut', expected a whole number"),
+    ],
+)
+def test_wrong_file_of_a_grid_prints_one_line(command, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "grid.toml").write_text(text)
+    finished = command("experiment", tmp_path / "grid.toml")
+    assert (finished.status, finished.out, finished.err.count("\n")) == (1, "", 1)
+    assert message in finished.err
 
 
 def test_unknown_model_is_refused_with_the_shapes() -> None:
