@@ -168,7 +168,7 @@ def test_export_without_a_cache_takes_no_step(tmp_path, command):
         (["-o", "d.onnx", "--window", "99,1", "--context", "50"], "--window is 99 and --sequence 50"),
         (["-o", "d.onnx", "--no-cache", "--window", "8"], "--no-cache runs whole sequences; omit --window"),
         (["-o", "d.onnx", "--no-cache", "--context", "8"], "--no-cache runs whole sequences; omit --context"),
-        (["-o", "d.onnx", "--batch", "0"], "--batch is 0, expected at least 1"),
+        (["-o", "d.onnx", "--batch", "0"], "--batch is 0, expected 1 to 65536"),
         (["-o", "d.onnx", "--dynamic", "--batch", "2"], "--batch needs a fixed window; omit --batch or --dynamic"),
         (["--static-subgraphs", "p", "--batch", "2"], "--batch needs -o; name a file"),
         (["-o", "d.onnx", "--sinks", "-1"], "--sinks is -1, expected at least 0"),

@@ -17,6 +17,9 @@ DEFAULT_OPSET = 18
 Keys = Literal["pre-rope", "post-rope"]
 Logits = Literal["all", "last"]
 
+MOST_SEQUENCES = 2**16
+"""Maximum number of sequences that an export runs at once. Sizes of ONNX have 64 bits, and constants grow with them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -96,8 +99,8 @@ class WindowSettings(SubgraphSettings):
             raise ConfigError(f"--keys is {self.keys!r}, expected {' or '.join(get_args(Keys))}")
         if self.logits not in get_args(Logits):
             raise ConfigError(f"--logits is {self.logits!r}, expected {' or '.join(get_args(Logits))}")
-        if self.batch < 1:
-            raise ConfigError(f"--batch is {self.batch}, expected at least 1")
+        if not 1 <= self.batch <= MOST_SEQUENCES:
+            raise ConfigError(f"--batch is {self.batch}, expected 1 to {MOST_SEQUENCES}")
         self._check_sinks()
         if not self.cache and not self.window == self.sequence == self.context:
             raise ConfigError(
