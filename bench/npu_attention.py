@@ -7,6 +7,7 @@ prints the table of docs/scheduling.md. Of windows of 64, 512 and 2048 the short
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -27,8 +28,8 @@ DRAWN = "sd8gen3"
 SCHEME = "w8a16"
 
 
-def rate(plan: Plan, device: str, prompt_length: int, chunk_length: int) -> float:
-    """Return the predicted prompt tokens a second."""
+def rate(plan: Plan, near: Mapping[int, Plan], device: str, prompt_length: int, chunk_length: int) -> float:
+    """Return the predicted prompt tokens a second, with the plans `near` for attention on the NPU."""
     return simulate(
         plan,
         find_device(device),
@@ -36,6 +37,7 @@ def rate(plan: Plan, device: str, prompt_length: int, chunk_length: int) -> floa
         chunk_length=chunk_length,
         policy="look_ahead",
         scheme=find_scheme(SCHEME),
+        near=near,
     ).tokens_per_s
 
 
@@ -49,13 +51,12 @@ def main(plot: Path | None) -> None:
     for model, chunk in MODELS.items():
         far = find_shape(model).plan() if model in shapes() else read_model(model, EngineOptions(scheme=SCHEME))[0]
         options = EngineOptions(npu="qnn", attention="npu", npu_window=",".join(map(str, LENGTHS)))
-        near = near_plans(far, {}, options, far.context_length, chunk)
+        near = {each.reach: each.plan for each in near_plans(far, {}, options, far.context_length, chunk)}
         lines: dict[str, list[PlotPoint]] = {"attention on the CPU": [], "attention on the NPU": []}
         for device in DEVICES:
             cells = []
             for length in LENGTHS:
-                on_npu = next(each.plan for each in near if each.reach >= (length - 1) // chunk * chunk)
-                rates = [rate(plan, device, length, chunk) for plan in (far, on_npu)]
+                rates = [rate(far, plans, device, length, chunk) for plans in ({}, near)]
                 cells.append(" / ".join(f"{each:.0f}" for each in rates))
                 if device == DRAWN:
                     for line, each in zip(lines.values(), rates, strict=True):

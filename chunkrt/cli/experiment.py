@@ -15,10 +15,12 @@ import click
 from chunkrt.cli.command import GroupedCommand, json_option, option, plot_option
 from chunkrt.cli.output import print_table
 from chunkrt.cli.shared_options import verbose_option
+from chunkrt.cli.simulate import accuracy_of
 from chunkrt.errors import ConfigError, unknown_name
 from chunkrt.files import read_toml, written_aside
 from chunkrt.pictures import check_picture
 from chunkrt.progress import ShownProgress
+from chunkrt.simulate import find_device
 from chunkrt.simulate.experiments import CHOICES, GridRow, Rows, placement_text
 from chunkrt.simulate.experiments import experiment as simulate_grid
 
@@ -79,6 +81,8 @@ def experiment(
         click.echo(json.dumps([asdict(row) for row in rows], indent=1))
     else:
         _print(rows)
+        for name in arguments["devices"]:
+            click.echo(accuracy_of(find_device(name)))
 
 
 def read_grid(path: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from chunkrt.quant.scheme import DEFAULT_SCHEME, SCHEME_NAMES, Scheme, find_sche
 from chunkrt.runtime.executor import DecodeOn
 from chunkrt.runtime.policy import ALL, DEFAULT_POLICY, PLUGINS, POLICIES
 from chunkrt.runtime.trace.file import check_trace_path, write_trace
-from chunkrt.simulate import DEVICES, LINKS, LinkProfile, Simulation, find_device, find_link, shapes
+from chunkrt.simulate import DEVICES, LINKS, DeviceProfile, LinkProfile, Simulation, find_device, find_link, shapes
 from chunkrt.simulate import simulate as simulate_prompt
 from chunkrt.simulate.arrivals import ARRIVALS_FORM, LENGTHS_FORM
 from chunkrt.simulate.link import FORM
@@ -252,6 +252,8 @@ def simulate(
             trace=trace,
             as_json=as_json,
         )
+        if not as_json:
+            click.echo(accuracy_of(device))
         return
 
     def simulate_all(plan: Plan, scheme: Scheme, ranks: int, link: LinkProfile | None) -> list[Simulation]:
@@ -293,6 +295,13 @@ def simulate(
         _print_ranks(model, rows, link, speed_ups)
     else:
         _print(model, rows)
+    if not as_json:
+        click.echo(accuracy_of(device))
+
+
+def accuracy_of(device: DeviceProfile | MeasuredProfile) -> str:
+    """Return a line about the origin of predictions, and about their comparison with measurements."""
+    return f"predicted from the profile of {device.name}: {device.accuracy}"
 
 
 def _near(model: str, plan: Plan, options: EngineOptions, chunk_length: int) -> dict[int, Plan]:

@@ -13,7 +13,7 @@ import click
 from chunkrt.cli.command import GroupedCommand, json_option, model_argument, option, plot_option
 from chunkrt.cli.plots import draw_tuned
 from chunkrt.cli.shared_options import DEFAULT_UNIT, engine_fields, verbose_option
-from chunkrt.cli.simulate import device_option
+from chunkrt.cli.simulate import accuracy_of, device_option
 from chunkrt.engine.arguments import read_size
 from chunkrt.errors import ConfigError
 from chunkrt.files import written_aside
@@ -150,6 +150,7 @@ def tune(
         click.echo(json.dumps(_summary(tuned), indent=1))
     else:
         _print(tuned)
+        click.echo(accuracy_of(tuned.device))
         click.echo(f"wrote {output}", err=True)
 
 

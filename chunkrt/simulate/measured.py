@@ -71,6 +71,11 @@ class MeasuredProfile:
         """Return the processors under a thread budget."""
         return processors_for(1 if self.has_npu else None, threads)
 
+    @property
+    def accuracy(self) -> str:
+        """Comparison of predictions of such profiles with runs, from bench/predict.py."""
+        return "measured with this model; other prompt lengths were within 5 % where they were compared"
+
     def budget(self, threads: int | None) -> ThreadsCost:
         """Return the measurements of a thread budget, by default of the largest.
 

@@ -81,6 +81,7 @@ class DeviceProfile:
         soc: Qualcomm's name, as in `backends/qnn/socs.py`.
         prompt_us: overhead of a prompt before its first task.
         idle_watts: constant power of the complete device.
+        accuracy: comparison of predictions with measured runs, which did not enter the profile.
         sources: source of every parameter, by its dotted path.
     """
 
@@ -92,6 +93,7 @@ class DeviceProfile:
     transfer: TransferCost = field(repr=False)
     npu: ProcessorCost = field(repr=False)
     cpu: ProcessorCost = field(repr=False)
+    accuracy: str = "not compared with any run"
     sources: Mapping[str, Source] = field(default_factory=dict, repr=False)
 
     def processors(self, plan: Plan, *, overlaps_conversion: bool = False) -> tuple[Processor, ...]:

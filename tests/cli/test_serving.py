@@ -18,13 +18,14 @@ def test_simulated_server_as_table_json_and_trace(command, tmp_path):
     path = tmp_path / "out.json"
     finished = command(*SERVER, *ASKED, "--chunk", 32, "--trace", path)
     assert (finished.status, finished.err) == (0, "")
-    first, second, head, row, _ = finished.out.splitlines()
+    first, second, head, row, _, origin = finished.out.splitlines()
     assert first == (
         "qwen2.5-0.5b on Snapdragon 8 Gen 3, scheme w8a16, batcher packed: 6 requests, poisson:4, at most 8 at once"
     )
     assert second.endswith("answers of 3: 18 tokens")
     assert head.split()[:2] == ["chunk", "policy"]
     assert row.split()[:2] == ["32", "look_ahead"]
+    assert origin.startswith("predicted from the profile of Snapdragon 8 Gen 3")
     CheckedTrace(path)
     records = read_trace(path)
     assert sum(record.num_tokens for record in records) == int(second.split()[3]) + 6 * 2
@@ -40,7 +41,7 @@ def test_simulated_server_as_table_json_and_trace(command, tmp_path):
 
 def test_simulated_server_has_a_row_per_chunk_length_and_policy(command):
     finished = command(*SERVER, *ASKED, "--chunk", "32,64", "--policy", "in_order,look_ahead", "--sessions", 2)
-    assert [line.split()[:2] for line in finished.out.splitlines()[3:-1]] == [
+    assert [line.split()[:2] for line in finished.out.splitlines()[3:-2]] == [
         ["32", "in_order"],
         ["32", "look_ahead"],
         ["64", "in_order"],
