@@ -2,7 +2,7 @@
 
     python bench/npu_attention.py --plot docs/images/npu-attention.png
 
-prints the table of docs/scheduling.md. Of windows of 64, 512 and 2048 the shortest sufficient one is used.
+prints the table of docs/scheduling.md. Each chunk uses the shortest sufficient window of 64, 512 and 2048.
 """
 
 from __future__ import annotations
