@@ -136,6 +136,9 @@ class ProgramBuilder:
         swiglu_alpha: float = 1.0,
         swiglu_limit: float = 0.0,
         uses_gelu: bool = False,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        best_of_group: int = 1,
     ) -> int: ...
     def add(self, left: int, right: int) -> int: ...
     def mul(self, left: int, right: int) -> int: ...

@@ -219,6 +219,9 @@ def routed_experts(
     swiglu_alpha: float = 1.0,
     swiglu_limit: float = 0.0,
     uses_gelu: int = 0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    best_of_group: int = 1,
     quantize: Quantize = quantize_rows,
 ) -> Float32:
     if use_sigmoid:
@@ -228,6 +231,9 @@ def routed_experts(
         scores, values = scores / scores.sum(axis=-1, keepdims=True), router_logits
     if selection_bias is not None:
         values = scores + selection_bias
+    if num_groups > 1:
+        values = scores if selection_bias is None else values
+        values = _in_best_groups(values, num_groups, top_groups, best_of_group)
     picked = np.argsort(-values, axis=-1, kind="stable")[:, :top_k]  # the first of equal values
     weights = np.take_along_axis(scores, picked, axis=-1)
     if norm_topk_prob:
@@ -245,6 +251,17 @@ def routed_experts(
             result = result + down_bias[expert]
         output[rows] += weights[rows, places, None] * result
     return output
+
+
+def _in_best_groups(values: Float32, num_groups: int, top_groups: int, best_of_group: int) -> Float32:
+    """Replace the values of experts outside of a row's best groups by minus infinity."""
+    groups = values.reshape(len(values), num_groups, -1)
+    ranks = np.sort(groups, axis=-1)[..., -best_of_group:].sum(axis=-1)
+    best = np.argsort(-ranks, axis=-1, kind="stable")[:, :top_groups]  # the first of equal groups
+    is_open = np.zeros(ranks.shape, bool)
+    np.put_along_axis(is_open, best, True, axis=-1)
+    result: Float32 = np.where(is_open[..., None], groups, np.float32(-np.inf)).reshape(values.shape)
+    return result
 
 
 def _clamped_swiglu(x: Float32, alpha: float, limit: float) -> Float32:

@@ -36,6 +36,9 @@ Attributes = Mapping[str, Any]
 MOST_PARTS = 8
 """Limit of the inputs that Concat joins."""
 
+EXPERT_GROUPS = ("num_groups", "top_groups", "best_of_group")
+"""Attributes of routed experts that are chosen in groups; see `ops.routed_experts`."""
+
 MOST = 2**31 - 1
 """Limit of every whole number in a plan."""
 
@@ -252,6 +255,16 @@ def _experts(attributes: Attributes, inputs: Sequence[Shape]) -> Shape:
     require(gate_up[1] == width and int(inner) % 2 == 0, f"its experts {list(gate_up)} do not match its input")
     require(down == (experts, int(inner) // 2, width), f"its experts {list(gate_up)} and {list(down)} do not match")
     require(1 <= attributes["top_k"] <= int(experts), f"it cannot pick {attributes['top_k']} of {experts} experts")
+    groups, open_groups, best = (attributes.get(name, 1) for name in EXPERT_GROUPS)
+    require(min(groups, open_groups, best) > 0, f"its groups of experts {dict(attributes)} are invalid")
+    require(int(experts) % groups == 0, f"{experts} experts cannot form {groups} groups")
+    require(open_groups <= groups, f"it cannot pick {open_groups} of {groups} groups")
+    size = int(experts) // groups
+    require(best <= size, f"it cannot rank groups of {size} experts by their {best} best")
+    require(
+        attributes["top_k"] <= open_groups * size,
+        f"it cannot pick {attributes['top_k']} of the {open_groups * size} experts of {open_groups} groups",
+    )
     require(selection_bias in (None, (experts,)), f"its selection bias {selection_bias} is not [{experts}]")
     require(gate_up_bias in (None, (experts, inner)), f"its bias {gate_up_bias} does not match {list(gate_up)}")
     require(down_bias in (None, (experts, width)), f"its bias {down_bias} does not match {list(down)}")
@@ -409,10 +422,10 @@ OPERATORS: Mapping[tuple[str, str], Operator] = {
         weights=(2, 3, 4, 5, 6),
         output=_experts,
         attributes={
-            **dict.fromkeys(("top_k", "norm_topk_prob", "use_sigmoid", "uses_gelu"), int),
+            **dict.fromkeys(("top_k", "norm_topk_prob", "use_sigmoid", "uses_gelu", *EXPERT_GROUPS), int),
             **dict.fromkeys(("norm_epsilon", "swiglu_alpha", "swiglu_limit"), float),
         },
-        defaulted=("use_sigmoid", "norm_epsilon", "swiglu_alpha", "swiglu_limit", "uses_gelu"),
+        defaulted=("use_sigmoid", "norm_epsilon", "swiglu_alpha", "swiglu_limit", "uses_gelu", *EXPERT_GROUPS),
     ),
     ("chunkrt", "ShadowLinear"): Operator(is_dynamic=True, num_inputs=2, output=_product, weights=(1,)),
 }

@@ -611,6 +611,9 @@ def routed_experts(
     swiglu_alpha: float = 1.0,
     swiglu_limit: float = 0.0,
     uses_gelu: bool = False,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    best_of_group: int = 1,
     name: str = "experts",
 ) -> ir.Value:
     """Sum the feed-forwards that a router picks for each row, weighted by their scores.
@@ -627,6 +630,8 @@ def routed_experts(
         swiglu_alpha, swiglu_limit: if the limit is above 0, an expert computes (u + 1) g sigmoid(swiglu_alpha g), with
             the gate g at most the limit and the up u at most the limit in magnitude; otherwise silu(gate) up.
         uses_gelu: whether the activation is the tanh form of GELU, and not SiLU.
+        num_groups: number of groups of adjacent experts. Experts are picked from the `top_groups` best groups only.
+        best_of_group: number of a group's largest scores, including the selection bias, whose sum ranks the group.
     """
     attributes: dict[str, int | float | str] = {
         "top_k": top_k,
@@ -635,6 +640,11 @@ def routed_experts(
         "norm_epsilon": norm_epsilon,
         **({"swiglu_alpha": swiglu_alpha, "swiglu_limit": swiglu_limit} if swiglu_limit else {}),
         **({"uses_gelu": 1} if uses_gelu else {}),
+        **(
+            {"num_groups": num_groups, "top_groups": top_groups, "best_of_group": best_of_group}
+            if num_groups > 1
+            else {}
+        ),
     }
     inputs = [hidden, router_logits, gate_up, down, selection_bias, gate_up_bias, down_bias]
     while inputs[-1] is None:

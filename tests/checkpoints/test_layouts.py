@@ -138,6 +138,21 @@ def test_load_ignores_multi_token_prediction_with_one_line(tmp_path, name, caplo
     assert caplog.messages == [said]
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_load_ignores_layers_that_predict_more_tokens_with_one_line(tmp_path, name, caplog):
+    num_layers = json.loads((checkpoint(name) / "config.json").read_text())["num_hidden_layers"]
+    tensors = ("eh_proj", "shared_head.norm", "mlp.gate")
+    more = {f"model.layers.{num_layers}.{tensor}.weight": np.ones(2, np.float32) for tensor in tensors}
+    folder = write(tmp_path / "m", name, more=more)
+    with pytest.raises(ModelError, match=f"tensor model.layers.{num_layers}.eh_proj.weight is in the checkpoint"):
+        chunkrt.load(folder, npu="reference", scheme="float")
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    expect_logits(folder, name)
+    ignored = f"ignoring 3 tensors of multi-token prediction: model.layers.{num_layers}.* and later"
+    assert caplog.messages == [f"m: one token at a time is predicted; {ignored}"]
+
+
 def write_predicting_gguf(path, name, nextn):
     """Write a GGUF fixture with one more layer, as llama.cpp's converter writes Qwen's multi-token prediction."""
     reader = gguf.GGUFReader(checkpoint(name))

@@ -404,6 +404,7 @@ def test_hostile_config_is_reported_or_refused_at_once(tmp_path, name, key, valu
     ("name", "kind"),
     [
         ("llama_gqa", "dense"),
+        ("glm4_moe", "mixture"),
         ("olmoe", "mixture"),
         ("lfm2", "hybrid"),
         ("qwen3_next_experts", "hybrid mixture"),

@@ -16,7 +16,7 @@ OTHERS = (
     "lfm2_biased", "qwen3_5", "qwen3_next_experts", "qwen3_gguf", "smollm3_window", "granite", "granite_hybrid_nope",
     "minicpm", "ernie4_5_biased", "helium", "glm", "glm4", "olmo2", "olmo3", "exaone4_hybrid", "gemma", "gemma2",
     "lfm3", "mamba2", "bamba", "falcon_h1", "nemotron_h", "granite_hybrid_mamba_experts",
-    "qwen2_moe", "granitemoeshared", "lfm2_moe", "ernie4_5_moe", "olmoe", "gpt_oss", "deepseek_v3", "minicpm3",
+    "qwen2_moe", "granitemoeshared", "lfm2_moe", "ernie4_5_moe", "olmoe", "gpt_oss", "deepseek_v3_groups", "minicpm3",
 )  # fmt: skip
 
 

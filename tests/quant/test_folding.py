@@ -54,7 +54,7 @@ NOT_ROTATED = {
     **dict.fromkeys(("gemma2", "gemma3", "gemma4", "glm4", "olmo2", "olmo3", "exaone4", "lfm3"), BEHIND),
     **dict.fromkeys(("qwen3_next_experts", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "olmoe", "lfm2_moe"), EXPERTS),
     **dict.fromkeys(("granitemoe", "granite_hybrid_experts", "ernie4_5_moe", "gpt_oss"), EXPERTS),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), EXPERTS),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), EXPERTS),
     **dict.fromkeys(("granite_hybrid_mamba_experts", "granite_hybrid_mamba_unrotated"), EXPERTS),
 }
 """By prefixes of fixtures' names: the obstacle, norms whose weights no linear can absorb."""

@@ -16,7 +16,7 @@ from chunkrt.engine_directory.store import (
     WeightStore,
     pack,
 )
-from chunkrt.graph.operators import column_ranges
+from chunkrt.graph.operators import EXPERT_GROUPS, column_ranges
 from chunkrt.graph.plan import EXPERTS_OP, Attribute, Node, Plan, Subgraph, reads_shared_cache
 from chunkrt.graph.uses import use_of
 from chunkrt.quant.scheme import LEVELS, Scheme
@@ -226,6 +226,7 @@ def _routed_experts(lowering: Lowering, node: Node) -> list[int]:
         swiglu_alpha=_number(node.attributes.get("swiglu_alpha", 1.0)),
         swiglu_limit=_number(node.attributes.get("swiglu_limit", 0.0)),
         uses_gelu=bool(_number(node.attributes.get("uses_gelu", 0))),
+        **{name: int(_number(node.attributes.get(name, 1))) for name in EXPERT_GROUPS},
     )
     return [value]
 

@@ -116,7 +116,37 @@ ShadowLinear (x, weight, step, weight_scale) => (y)
 }
 
 <domain: "chunkrt", opset_import: ["": 23]>
-Route <top_k, norm_topk_prob, use_sigmoid, norm_epsilon> (router_logits, selection_bias) => (weights)
+InBestGroups <num_groups, top_groups, best_of_group> (values) => (kept)
+{
+    # the values of experts [T, E]; those outside of the best groups become less than all others
+    one = Constant <value_ints = [1]> ()
+    last = Constant <value_ints = [-1]> ()
+    copied = Constant <value_ints = [0]> ()
+    groups_scalar = Constant <value_int: int = @num_groups> ()
+    num_groups = Reshape (groups_scalar, one)
+    by_group = Concat <axis = 0> (copied, num_groups, last)
+    groups = Reshape (values, by_group)
+    best_scalar = Constant <value_int: int = @best_of_group> ()
+    num_best = Reshape (best_scalar, one)
+    best, best_places = TopK <axis = -1> (groups, num_best)
+    ranks = ReduceSum <keepdims = 0> (best, last)
+    open_scalar = Constant <value_int: int = @top_groups> ()
+    num_open = Reshape (open_scalar, one)
+    open_ranks, open_groups = TopK <axis = -1> (ranks, num_open)
+    large = Constant <value_float = 1e9> ()
+    zeros = Sub (ranks, ranks)
+    closed = Sub (zeros, large)
+    opened = Sub (open_ranks, open_ranks)
+    penalties = ScatterElements <axis = -1> (closed, open_groups, opened)
+    penalty_of_group = Unsqueeze (penalties, last)
+    kept_groups = Add (groups, penalty_of_group)
+    all_experts = Concat <axis = 0> (copied, last)
+    kept = Reshape (kept_groups, all_experts)
+}
+
+<domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
+Route <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, num_groups, top_groups, best_of_group>
+    (router_logits, selection_bias) => (weights)
 {
     # every row's weights of all experts [T, E]: the scores of the picked ones (of equals the first), 0 of the others
     one = Constant <value_ints = [1]> ()
@@ -126,7 +156,9 @@ Route <top_k, norm_topk_prob, use_sigmoid, norm_epsilon> (router_logits, selecti
     is_squashed_int = Constant <value_int: int = @use_sigmoid> ()
     is_squashed = Cast <to = 9> (is_squashed_int)
     scores = Where (is_squashed, squashed, probabilities)
-    values = Add (scores, selection_bias)
+    biased = Add (scores, selection_bias)
+    values = chunkrt.InBestGroups <num_groups: int = @num_groups, top_groups: int = @top_groups,
+                                   best_of_group: int = @best_of_group> (biased)
     count_scalar = Constant <value_int: int = @top_k> ()
     count = Reshape (count_scalar, one)
     largest, indices = TopK <axis = -1> (values, count)
@@ -143,7 +175,8 @@ Route <top_k, norm_topk_prob, use_sigmoid, norm_epsilon> (router_logits, selecti
 }
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit, uses_gelu>
+RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit, uses_gelu,
+    num_groups, top_groups, best_of_group>
     (hidden, router_logits, gate_up, down, selection_bias, gate_up_bias, down_bias) => (output)
 {
     # all experts of all rows [E, T, H]
@@ -156,13 +189,16 @@ RoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, s
     down_products = MatMul (gated, down)
     results = chunkrt.AddOfExperts (down_products, down_bias)
     weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob,
-                             use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon>
+                             use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon,
+                             num_groups: int = @num_groups, top_groups: int = @top_groups,
+                             best_of_group: int = @best_of_group>
                             (router_logits, selection_bias)
     output = chunkrt.SumExperts (results, weights)
 }
 
 <domain: "chunkrt", opset_import: ["": 23, "chunkrt": 1]>
-DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit, uses_gelu>
+DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_alpha, swiglu_limit, uses_gelu,
+    num_groups, top_groups, best_of_group>
     (hidden, router_logits, gate_up, down, selection_bias, gate_up_bias, down_bias, gate_up_scale, down_scale)
     => (output)
 {
@@ -176,7 +212,9 @@ DynamicRoutedExperts <top_k, norm_topk_prob, use_sigmoid, norm_epsilon, swiglu_a
     down_products = chunkrt.DynamicLinear (gated, down, down_scale)
     results = chunkrt.AddOfExperts (down_products, down_bias)
     weights = chunkrt.Route <top_k: int = @top_k, norm_topk_prob: int = @norm_topk_prob,
-                             use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon>
+                             use_sigmoid: int = @use_sigmoid, norm_epsilon: float = @norm_epsilon,
+                             num_groups: int = @num_groups, top_groups: int = @top_groups,
+                             best_of_group: int = @best_of_group>
                             (router_logits, selection_bias)
     output = chunkrt.SumExperts (results, weights)
 }

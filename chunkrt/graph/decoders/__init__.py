@@ -72,6 +72,7 @@ FAMILIES = {
     "gemma4_unified_text": Family(build=gemma4.gemma4, defaults=gemma4.UNIFIED_DEFAULTS),
     "glm": Family(build=glm.glm, defaults=glm.DEFAULTS),
     "glm4": Family(build=glm.glm4, defaults=glm.DEFAULTS),
+    "glm4_moe": Family(build=moe.glm4_moe, defaults=moe.GLM_DEFAULTS),
     "glm4_moe_lite": Family(build=latent.glm4_moe_lite, defaults=latent.GLM_DEFAULTS),
     "gpt_oss": Family(build=gpt_oss.gpt_oss, defaults=gpt_oss.DEFAULTS),
     "granite": Family(build=granite.granite),
@@ -104,7 +105,7 @@ FAMILIES = {
 }
 
 PREDICTION_TENSORS = re.compile(r"^(model\.)?mtp[._]")
-"""Tensors of heads that predict several tokens at once, which Transformers omits as well."""
+LAYER_TENSORS = re.compile(r"^(model\.)?layers\.(\d+)\.")
 
 PLUGINS: PluginGroup[Builder] = PluginGroup("chunkrt.decoders", error=UnsupportedModelError, own=FAMILIES)
 """Plug-ins' builders by model_type. A builder's optional attribute `defaults` holds the family's defaults."""
@@ -146,8 +147,9 @@ def build_decoder(source: TensorSource, ranks: Ranks = ALONE) -> Module:
             )
         for checked in decoder.parameters():  # before tables are made, whose sizes come from the config alone
             checked.check(source)
-    if left_out := [name for name in source.names() if PREDICTION_TENSORS.match(name)]:
-        log.warning(LEFT_OUT, source.path.name, len(left_out), "mtp.*")
+    if left_out := prediction_tensors(source):
+        layer = LAYER_TENSORS.match(left_out[0])
+        log.warning(LEFT_OUT, source.path.name, len(left_out), f"{layer[0]}* and later" if layer else "mtp.*")
     return decoder
 
 
@@ -286,4 +288,21 @@ def match_tensors(parameters: Iterable[Parameter], source: TensorSource) -> tupl
     missing = {name: parameter for name, parameter in needed.items() if name not in present}
     known = needed.keys() | {name for p in parameters for name in p.replaces}
     unread = [name for name in source.names() if name not in known and not UNUSED_TENSORS.search(name)]
-    return missing, [name for name in unread if not PREDICTION_TENSORS.match(name)]
+    left_out = set(prediction_tensors(source))
+    return missing, [name for name in unread if name not in left_out]
+
+
+def prediction_tensors(source: TensorSource) -> list[str]:
+    """Return the tensors of heads that predict several tokens at once, which Transformers omits as well.
+
+    DeepSeek-V3 and GLM-4.5 store such heads as layers after the last one, and the config states their number.
+    """
+    first, num_heads = (source.config.get(key) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    are_layers = type(first) is int and type(num_heads) is int
+
+    def predicts(name: str) -> bool:
+        layer = LAYER_TENSORS.match(name)
+        is_later = are_layers and layer is not None and first <= int(layer[2]) < first + num_heads
+        return is_later or PREDICTION_TENSORS.match(name) is not None
+
+    return [name for name in source.names() if predicts(name)]

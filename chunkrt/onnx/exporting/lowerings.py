@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import onnx_ir as ir
 
+from chunkrt.graph.operators import EXPERT_GROUPS
 from chunkrt.graph.plan import DOMAIN, Node
 from chunkrt.onnx.exporting.emitter import FLOAT, Emitter
 from chunkrt.onnx.exporting.integer_weights import emit_linear, emit_rows
@@ -138,6 +139,8 @@ def _routed_experts(e: Emitter, node: Node) -> None:
     selection_bias, gate_up_bias, down_bias = (*node.inputs[4:], "", "", "")[:3]
     if selection_bias:
         values = e.op("Add", probabilities, e.read(selection_bias, FLOAT), name=f"{out}/values")
+    if cast(int, node.attributes.get("num_groups", 1)) > 1:
+        values = _in_best_groups(e, node, values if selection_bias else probabilities)
     top_k = e.ints(cast(int, node.attributes["top_k"]))
     largest, indices = e.ops("TopK", values, top_k, names=[f"{out}/largest", f"{out}/picked"], axis=-1)
     del largest
@@ -174,6 +177,24 @@ def _routed_experts(e: Emitter, node: Node) -> None:
     weighted = e.op("Mul", e.cast(results, FLOAT), columns, name=f"{out}/weighted")
     total = e.reduce_sum(weighted, 1, name=f"{out}/total", keepdims=False)
     e.alias(out, e.cast(total, e.dtype))
+
+
+def _in_best_groups(e: Emitter, node: Node, values: ir.Value) -> ir.Value:
+    """Replace the values of experts outside of a row's best groups by a number below all others."""
+    (out,) = node.outputs
+    num_groups, top_groups, best = (cast(int, node.attributes[name]) for name in EXPERT_GROUPS)
+    groups = e.reshape(values, 0, 0, num_groups, -1, name=f"{out}/groups")
+    names = [f"{out}/group_best", f"{out}/best_places"]
+    largest, places = e.ops("TopK", groups, e.ints(best), names=names, axis=-1)
+    ranks = e.reduce_sum(largest, -1, name=f"{out}/ranks", keepdims=False)
+    names = [f"{out}/open_ranks", f"{out}/open_groups"]
+    open_ranks, open_groups = e.ops("TopK", ranks, e.ints(top_groups), names=names, axis=-1)
+    places.type = open_groups.type = ir.TensorType(ir.DataType.INT64)
+    penalties = e.op("Add", e.op("Sub", ranks, ranks, name=f"{out}/no_rank"), e.number(-1e9), name=f"{out}/closed")
+    none = e.op("Sub", open_ranks, open_ranks, name=f"{out}/no_penalty")
+    penalties = e.op("ScatterElements", penalties, open_groups, none, name=f"{out}/penalties", axis=-1)
+    kept = e.op("Add", groups, e.op("Unsqueeze", penalties, e.ints(3), name=f"{out}/by_group"), name=f"{out}/in_groups")
+    return e.reshape(kept, 0, 0, -1, name=f"{out}/kept")
 
 
 def _of_experts(e: Emitter, bias: str) -> ir.Value:

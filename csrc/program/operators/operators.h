@@ -96,6 +96,9 @@ struct RouterRule {
   bool norm_topk_prob = false;
   bool use_sigmoid = false;
   float norm_epsilon = 0.0f;
+  std::size_t num_groups = 1;
+  std::size_t top_groups = 1;
+  std::size_t best_of_group = 1;
 };
 
 // The experts' activation: silu(gate) * up, with `uses_gelu` the tanh form of gelu in place of silu, or with
@@ -116,9 +119,11 @@ struct ExpertBiases {
 // experts are the softmax over the row's router_logits [rows, E], or the sigmoid of each with use_sigmoid.
 // The picked experts are those with the top_k largest sums of score and selection_bias float32 [E]; of equal
 // ones, the first wins. The weights of the sum are the scores; with norm_topk_prob, those of the picked
-// experts are divided by their sum plus norm_epsilon. The experts' weights are as in linear, with a leading
-// axis [E]: gate_up with scales [E, 2 * I] and columns gate | up, and down with scales [E, width]. Before
-// each product, rows are quantised as in linear without an input step.
+// experts are divided by their sum plus norm_epsilon. With more than one group, each of which consists of
+// adjacent experts, only experts of the top_groups best groups are picked; a group's rank is the sum of the
+// best_of_group largest sums of score and selection_bias in it. The experts' weights are as in linear, with a
+// leading axis [E]: gate_up with scales [E, 2 * I] and columns gate | up, and down with scales [E, width].
+// Before each product, rows are quantised as in linear without an input step.
 ValueId routed_experts(ProgramBuilder& builder, ValueId hidden, ValueId router_logits, ValueId gate_up,
                        ValueId gate_up_scales, ValueId down, ValueId down_scales,
                        std::optional<ValueId> selection_bias, const RouterRule& rule,
